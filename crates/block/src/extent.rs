@@ -1,0 +1,87 @@
+//! Where the bytes of a guest range are, as a plain value.
+
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+
+/// What is at an extent.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ExtentKind {
+    /// No layer holds anything here: reads as zeros. The layer is the one that ends the search:
+    /// the base, or the layer above one that is too short to reach here.
+    Hole,
+    /// The layer says that these bytes are zeros and has no cluster for them.
+    Zero,
+    /// The layer says that these bytes are zeros and keeps a cluster for them.
+    ZeroAllocated,
+    /// The bytes are in the layer's data file at the extent's host offset.
+    Data,
+    /// The bytes are in the layer, encoded (compressed): only its format can read them.
+    Encoded,
+}
+
+impl ExtentKind {
+    /// Whether reading gives zeros without any I/O.
+    #[inline]
+    pub fn reads_as_zero(self) -> bool {
+        matches!(self, Self::Hole | Self::Zero | Self::ZeroAllocated)
+    }
+
+    /// Whether [`Extent::host`] means anything.
+    #[inline]
+    pub fn has_host(self) -> bool {
+        matches!(self, Self::Data | Self::ZeroAllocated)
+    }
+}
+
+/// A run of guest bytes that lie in one place.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Extent {
+    /// First byte on the disk.
+    pub start: GuestOffset,
+    /// Length in bytes; never zero in a plan.
+    pub len: u64,
+    /// What is there.
+    pub kind: ExtentKind,
+    /// The layer that owns it.
+    pub layer: LayerNumber,
+    /// Where its first byte is, for kinds that have a place; else zero.
+    pub host: HostOffset,
+}
+
+impl Extent {
+    /// The guest bytes that it covers.
+    ///
+    /// # Panics
+    /// If it was made by hand and its end leaves 64 bits.
+    #[inline]
+    pub fn range(&self) -> GuestRange {
+        GuestRange::new(self.start, self.len).expect("an extent ends within the disk")
+    }
+
+    /// The part that lies in `range`, or `None` if there is none.
+    #[inline]
+    pub fn within(&self, range: GuestRange) -> Option<Self> {
+        let part = self.range().intersect(range)?;
+        let skipped = part.start().bytes() - self.start.bytes();
+        let host =
+            if self.kind.has_host() { self.host.checked_add(skipped)? } else { HostOffset::ZERO };
+        Some(Self { start: part.start(), len: part.len(), host, ..*self })
+    }
+
+    /// Whether `next` goes on where this one ends, in the guest and in the host.
+    #[inline]
+    pub fn continues_into(&self, next: &Self) -> bool {
+        self.kind == next.kind
+            && self.layer == next.layer
+            && self.start.checked_add(self.len) == Some(next.start)
+            && (!self.kind.has_host() || self.host.checked_add(self.len) == Some(next.host))
+    }
+
+    /// Appends `next` to a plan, joined to its last extent where it continues that one.
+    #[inline]
+    pub fn push_joined(plan: &mut Vec<Self>, next: Self) {
+        match plan.last_mut() {
+            Some(last) if last.continues_into(&next) => last.len += next.len,
+            _ => plan.push(next),
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Where images come from. A format asks for files by name through this trait and never opens one
+//! itself, so that one place decides what may be opened, and the simulator can be that place.
+
+use crate::{Result, Store};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Which file it is, and whether it changed since it was last looked at.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Identity {
+    /// Device that holds it.
+    pub device: u64,
+    /// Inode on that device.
+    pub inode: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Last change of the content, in nanoseconds since the epoch.
+    pub mtime_ns: i128,
+    /// Last change of content or inode, in nanoseconds since the epoch. Nobody can set it back.
+    pub ctime_ns: i128,
+}
+
+/// A file that was opened as an image.
+#[derive(Clone)]
+pub struct OpenImage {
+    /// Its bytes.
+    pub store: Arc<dyn Store>,
+    /// What it was when it was opened.
+    pub identity: Identity,
+}
+
+/// Opens images and keeps the sidecars beside them.
+pub trait Images: Send + Sync {
+    /// The file that `name`, which stands in the image at `referrer`, means. A relative name is
+    /// relative to the referrer's directory.
+    ///
+    /// # Errors
+    /// `Denied` if the user did not allow that place, `Unsupported` for a name with a protocol.
+    fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf>;
+
+    /// Opens the file at `path` for reading.
+    ///
+    /// # Errors
+    /// What the system says, or the policy.
+    fn open(&self, path: &Path) -> Result<OpenImage>;
+
+    /// The sidecar of the layer at `path`, if there is one.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>>;
+
+    /// Puts `content` in the place of the layer's sidecar: all of it or nothing.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()>;
+
+    /// Removes the layer's sidecar. That there is none is no error.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn remove_sidecar(&self, path: &Path) -> Result<()>;
+
+    /// Now, in nanoseconds since the epoch, by the clock that stamps files.
+    fn now_ns(&self) -> i128;
+}

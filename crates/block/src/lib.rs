@@ -1,0 +1,32 @@
+//! The contract between servers, formats and stores. Internal crate.
+//!
+//! A request crosses two traits only:
+//!
+//! ```text
+//! serve ──▶ Disk   guest addresses: plan a request into extents   knows formats, no protocol
+//!       ──▶ Store  host addresses: read the bytes                 knows neither
+//! ```
+//!
+//! A plan is a list of [`Extent`]s, plain values that say where the bytes of a range are. Planning
+//! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing.
+
+mod disk;
+mod error;
+mod extent;
+mod images;
+mod store;
+
+pub use disk::{Detail, Disk, Geometry, MapStats, Planned, ready};
+pub use error::{Error, ErrorKind, Result};
+pub use extent::{Extent, ExtentKind};
+pub use images::{Identity, Images, OpenImage};
+pub use store::{IoFuture, Run, RunKind, Store, read_exact};
+
+use std::future::Future;
+use std::pin::Pin;
+
+/// A future that stays on its thread, as all futures of mica's data path do.
+pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// Largest request that a server hands to a [`Disk`], in bytes. Servers divide what is larger.
+pub const REQUEST_BYTES_MAX: u64 = 32 << 20;

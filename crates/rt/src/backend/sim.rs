@@ -1,0 +1,93 @@
+//! The simulator's backend: time passes only when there is nothing else to do, and what completes
+//! next follows from a seed. There are no files and no sockets here, only simulated operations.
+
+use crate::op::{OpKey, OpKind, Ops, SimWork};
+use crate::time::Clock;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::io;
+use std::rc::Rc;
+use std::time::Duration;
+
+pub(crate) struct Sim {
+    clock: Rc<Cell<Duration>>,
+    random: SplitMix,
+    /// Operations by the time at which they complete; the second part breaks ties at random.
+    due: BTreeMap<(Duration, u64), OpKey>,
+}
+
+impl Sim {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self { clock: Rc::default(), random: SplitMix(seed), due: BTreeMap::new() }
+    }
+
+    pub(crate) fn clock(&self) -> Clock {
+        Clock::Virtual(Rc::clone(&self.clock))
+    }
+
+    pub(crate) fn random_below(&mut self, bound: usize) -> usize {
+        let bound = u64::try_from(bound).expect("a small bound");
+        usize::try_from(self.random.next() % bound).expect("below a usize")
+    }
+
+    pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
+        let OpKind::Simulated { latency, .. } = op else { return Some(-libc::ENOSYS) };
+        // Between half and twice the nominal latency, so that operations overtake each other.
+        let nominal = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX / 4).max(1);
+        let nanos = nominal / 2 + self.random.next() % (nominal * 3 / 2 + 1);
+        let at = self.clock.get() + Duration::from_nanos(nanos);
+        let tie = self.random.next();
+        self.due.insert((at, tie), key);
+        None
+    }
+
+    pub(crate) fn turn(
+        &mut self,
+        wait: Option<Duration>,
+        ops: &mut Ops,
+        completions: &mut Vec<(OpKey, i32)>,
+    ) {
+        if wait == Some(Duration::ZERO) {
+            return;
+        }
+        let limit = wait.map(|wait| self.clock.get() + wait);
+        let next = self.due.keys().next().map(|(at, _)| *at);
+        match (next, limit) {
+            (None, None) => panic!("sim: every task waits for something that never happens"),
+            (Some(at), limit) if limit.is_none_or(|limit| at <= limit) => self.clock.set(at),
+            (_, Some(limit)) => return self.clock.set(limit),
+            (Some(_), None) => unreachable!("no limit admits every time"),
+        }
+        let now = self.clock.get();
+        while let Some(entry) = self.due.first_entry()
+            && entry.key().0 <= now
+        {
+            let key = entry.remove();
+            let OpKind::Simulated { work, buf, .. } = ops.kind_mut(key) else {
+                unreachable!("only simulated operations are submitted");
+            };
+            let work: SimWork = work.take().expect("an operation completes once");
+            completions.push((key, code_of(work(buf))));
+        }
+    }
+}
+
+fn code_of(result: io::Result<usize>) -> i32 {
+    match result {
+        Ok(count) => i32::try_from(count).unwrap_or(i32::MAX),
+        Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// A small generator with a good spread (Steele, Lea, Flood: SplitMix64).
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}

@@ -1,0 +1,207 @@
+//! The io_uring backend: one ring per executor.
+//!
+//! Invariants
+//! - I1 The kernel is handed only memory that the operation's slot owns until the completion
+//!   arrives ([`crate::op`] I1), so every pointer in a submission outlives it.
+//! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
+//! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
+
+use crate::executor::Remote;
+use crate::op::{OpKey, OpKind, SendParts};
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, Probe, opcode, squeue};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Entries of the submission queue: what one turn can submit with one system call.
+const SUBMISSIONS_MAX: u32 = 256;
+/// Entries of the completion queue. More completions than this wait in the kernel.
+const COMPLETIONS_MAX: u32 = 2048;
+/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
+const SEND_BUFS_MAX: usize = 1024;
+/// Largest single read or receive that is submitted: the length field has 32 bits.
+const LENGTH_MAX: usize = 1 << 30;
+
+const BELL: u64 = u64::MAX;
+const CANCELLED: u64 = u64::MAX - 1;
+
+pub(crate) struct Uring {
+    ring: IoUring,
+    remote: Arc<Remote>,
+    bell_armed: bool,
+}
+
+/// Memory that a sendmsg names, kept with the operation (I1).
+#[derive(Default)]
+pub(crate) struct SendScratch {
+    message: Option<Box<(libc::msghdr, Vec<libc::iovec>)>>,
+}
+
+impl Uring {
+    pub(crate) fn new(remote: Arc<Remote>) -> io::Result<Self> {
+        let ring = build_ring()?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        let needed = [
+            opcode::Read::CODE,
+            opcode::Recv::CODE,
+            opcode::Send::CODE,
+            opcode::SendMsg::CODE,
+            opcode::PollAdd::CODE,
+            opcode::AsyncCancel::CODE,
+        ];
+        if needed.iter().any(|code| !probe.is_supported(*code)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        Ok(Self { ring, remote, bell_armed: false })
+    }
+
+    pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
+        let entry = match op {
+            OpKind::Read { file, buf, offset, done } => {
+                let left = &mut buf[*done..];
+                let length = u32_of(left.len().min(LENGTH_MAX));
+                let at = *offset + *done as u64;
+                opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
+            }
+            OpKind::Recv { socket, buf } => {
+                let length = u32_of(buf.len().min(LENGTH_MAX));
+                opcode::Recv::new(Fd(socket.raw()), buf.as_mut_ptr(), length).build()
+            }
+            OpKind::Send { socket, parts } => send_entry(Fd(socket.raw()), parts),
+            OpKind::Readable { socket } => {
+                opcode::PollAdd::new(Fd(socket.raw()), u32::from(POLL_IN)).build()
+            }
+            OpKind::Simulated { .. } => return Some(-libc::ENOSYS),
+        };
+        self.push(entry.user_data(key.to_user_data()));
+        None
+    }
+
+    pub(crate) fn cancel(&mut self, key: OpKey) {
+        let entry = opcode::AsyncCancel::new(key.to_user_data()).build().user_data(CANCELLED);
+        self.push(entry);
+    }
+
+    pub(crate) fn turn(&mut self, wait: Option<Duration>, completions: &mut Vec<(OpKey, i32)>) {
+        if !self.bell_armed {
+            let bell = Fd(self.remote.bell().as_raw_fd());
+            let entry = opcode::PollAdd::new(bell, u32::from(POLL_IN)).build().user_data(BELL);
+            self.push(entry);
+            self.bell_armed = true;
+        }
+        self.enter(wait);
+        let mut bell_rang = false;
+        for completion in self.ring.completion() {
+            match completion.user_data() {
+                BELL => bell_rang = true,
+                CANCELLED => {}
+                data => completions.push((OpKey::from_user_data(data), completion.result())),
+            }
+        }
+        if bell_rang {
+            self.remote.clear_bell();
+            self.bell_armed = false;
+        }
+    }
+
+    fn enter(&mut self, wait: Option<Duration>) {
+        let waits = wait != Some(Duration::ZERO) && self.ring.completion().is_empty();
+        let result = if waits {
+            let timespec;
+            let mut args = SubmitArgs::new();
+            if let Some(wait) = wait {
+                timespec = Timespec::from(wait);
+                args = args.timespec(&timespec);
+            }
+            self.ring.submitter().submit_with_args(1, &args)
+        } else {
+            self.ring.submit()
+        };
+        match result {
+            Ok(_) => {}
+            // Time ran out, a signal came, or completions must be taken in first: the caller's
+            // next turn goes on.
+            Err(error)
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)
+                ) => {}
+            Err(error) => panic!("io_uring_enter: {error}"),
+        }
+    }
+
+    fn push(&mut self, entry: squeue::Entry) {
+        loop {
+            // SAFETY: I1 for operations; the bell and a cancellation name no memory.
+            if unsafe { self.ring.submission().push(&entry) }.is_ok() {
+                return;
+            }
+            self.enter(Some(Duration::ZERO));
+        }
+    }
+}
+
+const POLL_IN: u16 = libc::POLLIN.cast_unsigned();
+
+fn build_ring() -> io::Result<IoUring> {
+    // Newest kernels first: completions run when this thread asks, on this thread.
+    let attempts: [fn(&mut io_uring::Builder); 3] = [
+        |builder| {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+        },
+        |builder| {
+            builder.setup_coop_taskrun().setup_taskrun_flag();
+        },
+        |_| {},
+    ];
+    let mut last = io::Error::from(io::ErrorKind::Unsupported);
+    for configure in attempts {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(COMPLETIONS_MAX);
+        configure(&mut builder);
+        match builder.build(SUBMISSIONS_MAX) {
+            Ok(ring) => {
+                if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
+                    return Err(io::ErrorKind::Unsupported.into());
+                }
+                // An optimisation only: the ring's own descriptor is looked up without a lock.
+                let _ = ring.submitter().register_ring_fd();
+                return Ok(ring);
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
+}
+
+fn send_entry(fd: Fd, parts: &mut SendParts) -> squeue::Entry {
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+    if parts.bufs.len() == 1 {
+        let buf = &parts.bufs[0];
+        let length = u32_of(buf.len().min(LENGTH_MAX));
+        return opcode::Send::new(fd, buf.as_ptr(), length).flags(flags).build();
+    }
+    let message = parts.scratch.message.get_or_insert_with(|| {
+        // SAFETY: an all-zero msghdr is a valid one that names nothing.
+        Box::new((unsafe { std::mem::zeroed() }, Vec::new()))
+    });
+    let (header, vectors) = &mut **message;
+    vectors.clear();
+    vectors.extend(
+        parts.bufs.iter().take(SEND_BUFS_MAX).map(|buf| libc::iovec {
+            iov_base: buf.as_ptr().cast_mut().cast(),
+            iov_len: buf.len(),
+        }),
+    );
+    header.msg_iov = vectors.as_mut_ptr();
+    header.msg_iovlen = vectors.len();
+    opcode::SendMsg::new(fd, &raw const *header).flags(flags.cast_unsigned()).build()
+}
+
+fn u32_of(length: usize) -> u32 {
+    u32::try_from(length).expect("bounded by the caller")
+}

@@ -1,0 +1,487 @@
+//! The executor: one thread, its tasks, its timers, its operations.
+//!
+//! There is one executor per queue. Nothing moves between executors but a wake-up or a new task, so
+//! tasks need no locks among themselves. A turn of the loop is: run what is ready, submit what that
+//! asked for, take in what completed, fire the timers that are due.
+//!
+//! Invariants
+//! - I1 A task is polled only on its executor's thread, and by one call at a time.
+//! - I2 A wake-up is never lost: a task woken while it runs is run again.
+//! - I3 The executor ends only after every operation in flight completed or was cancelled, so that
+//!   the kernel never writes into freed memory.
+
+use crate::backend::{Backend, Driver};
+use crate::op::{Next, OpKey, Ops};
+use crate::time::{Clock, Instant, Timers};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+type LocalFuture = Pin<Box<dyn Future<Output = ()>>>;
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Core>>> = const { RefCell::new(None) };
+}
+
+/// The executor of this thread.
+///
+/// # Panics
+/// Outside an executor.
+pub(crate) fn current() -> Rc<Core> {
+    CURRENT.with(|current| current.borrow().clone()).expect("called inside an executor")
+}
+
+/// A single-threaded executor with its own I/O backend.
+pub struct Executor {
+    core: Rc<Core>,
+}
+
+impl Executor {
+    /// Makes an executor on the calling thread.
+    ///
+    /// # Errors
+    /// If the backend that was asked for is refused by the system.
+    pub fn new(backend: Backend) -> io::Result<Self> {
+        let remote = Arc::new(Remote::new()?);
+        let driver = Driver::new(backend, &remote)?;
+        let clock = driver.clock();
+        let core = Rc::new(Core {
+            ops: RefCell::default(),
+            driver: RefCell::new(driver),
+            tasks: RefCell::default(),
+            ready: RefCell::default(),
+            timers: RefCell::default(),
+            clock,
+            remote,
+            main_woken: Cell::new(true),
+        });
+        Ok(Self { core })
+    }
+
+    /// A handle with which other threads give this executor work.
+    pub fn handle(&self) -> Handle {
+        Handle { remote: Arc::clone(&self.core.remote) }
+    }
+
+    /// The name of the backend in use: `uring`, `pool` or `sim`.
+    pub fn backend_name(&self) -> &'static str {
+        self.core.driver.borrow().name()
+    }
+
+    /// Runs `future` and every task spawned meanwhile, until `future` is ready. Tasks that are not
+    /// done by then are dropped.
+    ///
+    /// # Panics
+    /// Inside another executor, or under `sim` when nothing can ever happen again.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        let _entered = Entered::new(Rc::clone(&self.core));
+        let mut future = pin!(future);
+        let waker = Waker::from(Arc::new(TaskWaker {
+            key: TaskKey::MAIN,
+            queued: AtomicBool::new(false),
+            remote: Arc::clone(&self.core.remote),
+        }));
+        let mut context = Context::from_waker(&waker);
+        self.core.main_woken.set(true);
+        let output = loop {
+            if self.core.main_woken.replace(false)
+                && let Poll::Ready(output) = future.as_mut().poll(&mut context)
+            {
+                break output;
+            }
+            self.core.run_ready();
+            let idle = !self.core.main_woken.get() && self.core.ready.borrow().is_empty();
+            self.core.turn(idle);
+        };
+        self.core.drop_tasks();
+        output
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        let _entered = Entered::new(Rc::clone(&self.core));
+        self.core.drop_tasks();
+        self.core.drain_ops();
+    }
+}
+
+/// Gives an executor work from any thread.
+#[derive(Clone)]
+pub struct Handle {
+    remote: Arc<Remote>,
+}
+
+impl Handle {
+    /// Runs `make` on the executor's thread and spawns the future that it returns.
+    pub fn spawn_with<M, F>(&self, make: M)
+    where
+        M: FnOnce() -> F + Send + 'static,
+        F: Future<Output = ()> + 'static,
+    {
+        self.remote.push(RemoteItem::Spawn(Box::new(move || Box::pin(make()))));
+    }
+}
+
+/// Starts a task on the executor of this thread.
+///
+/// # Panics
+/// Outside an executor.
+pub fn spawn<F: Future<Output = ()> + 'static>(future: F) {
+    current().spawn(Box::pin(future));
+}
+
+/// Lets the other tasks that are ready run first.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+struct Entered;
+
+impl Entered {
+    fn new(core: Rc<Core>) -> Self {
+        CURRENT.with(|current| {
+            let previous = current.borrow_mut().replace(core);
+            assert!(previous.is_none(), "an executor inside an executor");
+        });
+        Self
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        CURRENT.with(|current| current.borrow_mut().take());
+    }
+}
+
+pub(crate) struct Core {
+    pub(crate) ops: RefCell<Ops>,
+    driver: RefCell<Driver>,
+    tasks: RefCell<Tasks>,
+    ready: RefCell<VecDeque<TaskKey>>,
+    pub(crate) timers: RefCell<Timers>,
+    clock: Clock,
+    remote: Arc<Remote>,
+    main_woken: Cell<bool>,
+}
+
+/// Tasks run between two looks at the backend, so that a busy task does not starve completions.
+const TASKS_PER_TURN_MAX: usize = 256;
+
+/// How long an ending executor waits for operations that it cancelled before it gives their memory
+/// up for lost.
+const DRAIN_MAX: Duration = Duration::from_secs(30);
+
+impl Core {
+    pub(crate) fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    pub(crate) fn submit(&self, key: OpKey) {
+        let mut ops = self.ops.borrow_mut();
+        self.driver.borrow_mut().submit(key, ops.kind_mut(key));
+    }
+
+    pub(crate) fn cancel(&self, key: OpKey) {
+        self.driver.borrow_mut().cancel(key);
+    }
+
+    fn spawn(&self, future: LocalFuture) {
+        let key = self.tasks.borrow_mut().insert(future, &self.remote);
+        self.ready.borrow_mut().push_back(key);
+    }
+
+    fn run_ready(&self) {
+        let batch = self.ready.borrow().len().min(TASKS_PER_TURN_MAX);
+        for _ in 0..batch {
+            let next = {
+                let mut ready = self.ready.borrow_mut();
+                self.driver.borrow_mut().pick_ready(&mut ready)
+            };
+            let Some(key) = next else { return };
+            self.run_task(key);
+        }
+    }
+
+    fn run_task(&self, key: TaskKey) {
+        let Some((mut future, waker)) = self.tasks.borrow_mut().take(key) else { return };
+        waker.queued.store(false, Ordering::Release);
+        let task_waker = Waker::from(waker);
+        let mut context = Context::from_waker(&task_waker);
+        if future.as_mut().poll(&mut context).is_ready() {
+            // The future is dropped outside of any borrow: its drop may spawn or wake.
+            drop(future);
+            self.tasks.borrow_mut().remove(key);
+        } else {
+            self.tasks.borrow_mut().put_back(key, future);
+        }
+    }
+
+    /// One look at the backend: waits for something to happen if there is nothing to run.
+    fn turn(&self, idle: bool) {
+        let wait = if !idle || self.remote.has_items() {
+            Some(Duration::ZERO)
+        } else {
+            let next = self.timers.borrow().next_due();
+            next.map(|due| due.saturating_since(self.now()))
+        };
+        let mut completions = std::mem::take(&mut self.driver.borrow_mut().completions);
+        {
+            let mut ops = self.ops.borrow_mut();
+            self.driver.borrow_mut().turn(wait, &mut ops, &mut completions);
+        }
+        for (key, code) in completions.drain(..) {
+            self.finish(key, code);
+        }
+        self.driver.borrow_mut().completions = completions;
+        self.take_remote();
+        let now = self.now();
+        loop {
+            let due = self.timers.borrow_mut().pop_due(now);
+            match due {
+                Some(waker) => waker.wake(),
+                None => break,
+            }
+        }
+    }
+
+    fn finish(&self, key: OpKey, code: i32) {
+        let mut ops = self.ops.borrow_mut();
+        let next = if ops.is_abandoned(key) {
+            Next::Complete(code)
+        } else {
+            ops.kind_mut(key).advance(code)
+        };
+        match next {
+            Next::Again => self.driver.borrow_mut().submit(key, ops.kind_mut(key)),
+            Next::Complete(code) => {
+                let (waker, freed) = ops.complete(key, code);
+                drop(ops);
+                drop(freed);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+        }
+    }
+
+    fn take_remote(&self) {
+        for item in self.remote.take() {
+            match item {
+                RemoteItem::Wake(key) => self.make_ready(key),
+                RemoteItem::Spawn(make) => self.spawn(make()),
+            }
+        }
+    }
+
+    fn make_ready(&self, key: TaskKey) {
+        if key == TaskKey::MAIN {
+            self.main_woken.set(true);
+        } else {
+            self.ready.borrow_mut().push_back(key);
+        }
+    }
+
+    fn drop_tasks(&self) {
+        loop {
+            let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
+            if tasks.is_empty() {
+                break;
+            }
+            drop(tasks);
+        }
+        self.ready.borrow_mut().clear();
+    }
+
+    fn drain_ops(&self) {
+        let deadline = std::time::Duration::from_millis(100);
+        let keys = self.ops.borrow().keys_in_flight();
+        for key in keys {
+            self.cancel(key);
+        }
+        let rounds = DRAIN_MAX.as_millis() / deadline.as_millis();
+        for _ in 0..rounds {
+            if self.ops.borrow().in_flight() == 0 {
+                return;
+            }
+            let mut completions = Vec::new();
+            {
+                let mut ops = self.ops.borrow_mut();
+                self.driver.borrow_mut().turn(Some(deadline), &mut ops, &mut completions);
+            }
+            for (key, code) in completions {
+                self.finish(key, code);
+            }
+        }
+        // I3: what the kernel still holds must never be freed.
+        std::mem::forget(std::mem::take(&mut *self.ops.borrow_mut()));
+    }
+}
+
+/// Name of a task: its slot, and a generation that tells a stale name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct TaskKey {
+    index: u32,
+    generation: u32,
+}
+
+impl TaskKey {
+    /// The future that `block_on` runs, which lives in no slot.
+    const MAIN: Self = Self { index: u32::MAX, generation: 0 };
+}
+
+struct TaskSlot {
+    generation: u32,
+    waker: Option<Arc<TaskWaker>>,
+    /// Absent while it runs (I1).
+    future: Option<LocalFuture>,
+}
+
+#[derive(Default)]
+struct Tasks {
+    slots: Vec<TaskSlot>,
+    free: Vec<u32>,
+}
+
+impl Tasks {
+    fn is_empty(&self) -> bool {
+        self.slots.iter().all(|slot| slot.waker.is_none())
+    }
+
+    fn insert(&mut self, future: LocalFuture, remote: &Arc<Remote>) -> TaskKey {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(TaskSlot { generation: 0, waker: None, future: None });
+            u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 tasks")
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.generation = slot.generation.wrapping_add(1);
+        let key = TaskKey { index, generation: slot.generation };
+        // It starts queued: `spawn` puts it in the ready list.
+        let queued = AtomicBool::new(true);
+        slot.waker = Some(Arc::new(TaskWaker { key, queued, remote: Arc::clone(remote) }));
+        slot.future = Some(future);
+        key
+    }
+
+    fn slot(&mut self, key: TaskKey) -> Option<&mut TaskSlot> {
+        self.slots.get_mut(key.index as usize).filter(|slot| slot.generation == key.generation)
+    }
+
+    fn take(&mut self, key: TaskKey) -> Option<(LocalFuture, Arc<TaskWaker>)> {
+        let slot = self.slot(key)?;
+        let waker = slot.waker.clone()?;
+        Some((slot.future.take()?, waker))
+    }
+
+    fn put_back(&mut self, key: TaskKey, future: LocalFuture) {
+        let slot = self.slot(key).expect("a task that runs keeps its slot");
+        slot.future = Some(future);
+    }
+
+    fn remove(&mut self, key: TaskKey) {
+        let slot = self.slot(key).expect("a task that runs keeps its slot");
+        slot.waker = None;
+        self.free.push(key.index);
+    }
+}
+
+struct TaskWaker {
+    key: TaskKey,
+    /// Whether the task is in a ready list already.
+    queued: AtomicBool,
+    remote: Arc<Remote>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.key != TaskKey::MAIN && self.queued.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let local = CURRENT.try_with(|current| {
+            let current = current.try_borrow().ok()?;
+            let core = current.as_ref()?;
+            if !Arc::ptr_eq(&core.remote, &self.remote) {
+                return None;
+            }
+            core.make_ready(self.key);
+            Some(())
+        });
+        if !matches!(local, Ok(Some(()))) {
+            self.remote.push(RemoteItem::Wake(self.key));
+        }
+    }
+}
+
+enum RemoteItem {
+    Wake(TaskKey),
+    Spawn(Box<dyn FnOnce() -> LocalFuture + Send>),
+}
+
+/// What other threads gave an executor, and the bell that wakes it.
+pub(crate) struct Remote {
+    items: Mutex<Vec<RemoteItem>>,
+    /// Whether the bell was rung since the items were last taken.
+    rung: AtomicBool,
+    bell: rustix::fd::OwnedFd,
+}
+
+impl Remote {
+    fn new() -> io::Result<Self> {
+        use rustix::event::{EventfdFlags, eventfd};
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { items: Mutex::default(), rung: AtomicBool::new(false), bell })
+    }
+
+    pub(crate) fn bell(&self) -> &rustix::fd::OwnedFd {
+        &self.bell
+    }
+
+    /// Silences the bell.
+    pub(crate) fn clear_bell(&self) {
+        // Nothing to read means that nobody rang: the bell does not block.
+        let _ = rustix::io::read(&self.bell, &mut [0_u8; 8]);
+    }
+
+    /// Rings without an item: a thread of the pool backend has a completion.
+    pub(crate) fn ring(&self) {
+        // A full counter still wakes the reader.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
+    fn push(&self, item: RemoteItem) {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner).push(item);
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            self.ring();
+        }
+    }
+
+    fn has_items(&self) -> bool {
+        self.rung.load(Ordering::Acquire)
+    }
+
+    fn take(&self) -> Vec<RemoteItem> {
+        if !self.rung.swap(false, Ordering::AcqRel) {
+            return Vec::new();
+        }
+        std::mem::take(&mut *self.items.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

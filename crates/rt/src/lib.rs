@@ -1,0 +1,36 @@
+//! The per-queue executor and its I/O backends. Internal crate.
+//!
+//! A queue of mica is one thread with one [`Executor`]: its tasks, its timers, its operations, its
+//! ring. The code above says `read_at(..).await` and does not know whether io_uring, a pool of
+//! threads or the simulator does it; so the code that runs in production is the code that the
+//! simulator drives, step by step, from a seed.
+//!
+//! An operation owns its buffer until it completes ([`Buf`]); a future that is dropped early leaves
+//! the buffer with the operation.
+
+mod backend;
+mod buf;
+mod executor;
+mod file;
+mod net;
+mod op;
+mod time;
+
+pub use backend::Backend;
+pub use buf::{BUF_ALIGN, Buf};
+pub use executor::{Executor, Handle, spawn, yield_now};
+pub use file::{Access, File, read_at};
+pub use net::{MemoryStream, Socket, Stream};
+pub use op::{Op, SimWork};
+pub use time::{Elapsed, Instant, Sleep, now, sleep, timeout};
+
+use std::time::Duration;
+
+/// An operation of a simulated device: `work` is done on `buf` when it completes, after about
+/// `latency` of virtual time. Fails with ENOSYS outside the `sim` backend.
+///
+/// # Panics
+/// Outside an executor.
+pub fn simulate(buf: Buf, latency: Duration, work: SimWork) -> Op {
+    Op::start(op::OpKind::Simulated { work: Some(work), buf, latency })
+}

@@ -1,0 +1,212 @@
+//! Stream sockets, and their stand-in in memory for tests and the simulator.
+
+use crate::buf::Buf;
+use crate::op::{Op, OpKind, RawOp, SendParts};
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+/// A connected or listening socket, non-blocking.
+#[derive(Debug)]
+pub struct Socket {
+    fd: OwnedFd,
+}
+
+impl Socket {
+    /// Wraps a socket and makes it non-blocking.
+    ///
+    /// # Errors
+    /// If the descriptor refuses.
+    pub fn new(fd: impl Into<OwnedFd>) -> io::Result<Self> {
+        let fd = fd.into();
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        Ok(Self { fd })
+    }
+
+    /// Waits until there is something to read or to accept.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub async fn readable(self: &Arc<Self>) -> io::Result<()> {
+        let mut raw = RawOp::start(OpKind::Readable { socket: Arc::clone(self) });
+        let (code, _) = std::future::poll_fn(|context| raw.poll_done(context)).await;
+        crate::file::result_of(code).map(drop)
+    }
+
+    /// Takes one connection from a listening socket.
+    ///
+    /// # Errors
+    /// What the system says; a connection that was given up meanwhile is skipped.
+    pub async fn accept(self: &Arc<Self>) -> io::Result<Self> {
+        loop {
+            match rustix::net::accept_with(&self.fd, rustix::net::SocketFlags::CLOEXEC) {
+                Ok(fd) => return Self::new(fd),
+                Err(rustix::io::Errno::AGAIN) => self.readable().await?,
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    pub(crate) fn raw(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A stream of bytes in both directions.
+#[derive(Clone)]
+pub enum Stream {
+    /// A socket of the system.
+    Socket(Arc<Socket>),
+    /// One end of a pair in memory, for tests and the simulator.
+    Memory(MemoryStream),
+}
+
+impl Stream {
+    /// Reads at least one byte, unless the peer closed, which gives 0. The buffer comes back.
+    pub async fn recv(&self, buf: Buf) -> (io::Result<usize>, Buf) {
+        match self {
+            Self::Socket(socket) => {
+                Op::start(OpKind::Recv { socket: Arc::clone(socket), buf }).await
+            }
+            Self::Memory(stream) => stream.recv(buf).await,
+        }
+    }
+
+    /// Sends all of `bufs`, in order.
+    ///
+    /// # Errors
+    /// What the system says; some of the bytes may have gone out by then.
+    pub async fn send(&self, bufs: VecDeque<Buf>) -> io::Result<()> {
+        let bufs: VecDeque<Buf> = bufs.into_iter().filter(|buf| !buf.is_empty()).collect();
+        if bufs.is_empty() {
+            return Ok(());
+        }
+        match self {
+            Self::Socket(socket) => {
+                let parts = SendParts::new(bufs);
+                let mut raw = RawOp::start(OpKind::Send { socket: Arc::clone(socket), parts });
+                let (code, _) = std::future::poll_fn(|context| raw.poll_done(context)).await;
+                crate::file::result_of(code).map(drop)
+            }
+            Self::Memory(stream) => stream.send(bufs).await,
+        }
+    }
+
+    /// Ends both directions: a pending `recv` on either end gives 0.
+    pub fn shutdown(&self) {
+        match self {
+            // A peer that is gone already is as good as shut down.
+            Self::Socket(socket) => {
+                let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Both);
+            }
+            Self::Memory(stream) => stream.shutdown(),
+        }
+    }
+
+    /// Two ends of a stream in memory; each direction holds at most `capacity` bytes.
+    pub fn memory_pair(capacity: usize) -> (Self, Self) {
+        let one = Rc::new(RefCell::new(Pipe::new(capacity)));
+        let two = Rc::new(RefCell::new(Pipe::new(capacity)));
+        let left = MemoryStream { incoming: Rc::clone(&one), outgoing: Rc::clone(&two) };
+        let right = MemoryStream { incoming: two, outgoing: one };
+        (Self::Memory(left), Self::Memory(right))
+    }
+}
+
+/// One end of a [`Stream::memory_pair`].
+#[derive(Clone)]
+pub struct MemoryStream {
+    incoming: Rc<RefCell<Pipe>>,
+    outgoing: Rc<RefCell<Pipe>>,
+}
+
+struct Pipe {
+    bytes: VecDeque<u8>,
+    capacity: usize,
+    closed: bool,
+    reader: Option<Waker>,
+    writer: Option<Waker>,
+}
+
+impl Pipe {
+    fn new(capacity: usize) -> Self {
+        Self { bytes: VecDeque::new(), capacity, closed: false, reader: None, writer: None }
+    }
+}
+
+impl MemoryStream {
+    fn recv(&self, mut buf: Buf) -> impl Future<Output = (io::Result<usize>, Buf)> + use<'_> {
+        std::future::poll_fn(move |context| {
+            let mut pipe = self.incoming.borrow_mut();
+            if pipe.bytes.is_empty() && !pipe.closed {
+                pipe.reader = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            let count = pipe.bytes.len().min(buf.len());
+            for (to, from) in buf.iter_mut().zip(pipe.bytes.drain(..count)) {
+                *to = from;
+            }
+            if let Some(writer) = pipe.writer.take() {
+                writer.wake();
+            }
+            Poll::Ready((Ok(count), std::mem::replace(&mut buf, Buf::new(0))))
+        })
+    }
+
+    fn send(&self, bufs: VecDeque<Buf>) -> impl Future<Output = io::Result<()>> + use<'_> {
+        SendMemory { pipe: &self.outgoing, parts: SendParts::new(bufs) }
+    }
+
+    fn shutdown(&self) {
+        for pipe in [&self.incoming, &self.outgoing] {
+            let mut pipe = pipe.borrow_mut();
+            pipe.closed = true;
+            let wakers = [pipe.reader.take(), pipe.writer.take()];
+            drop(pipe);
+            wakers.into_iter().flatten().for_each(Waker::wake);
+        }
+    }
+}
+
+struct SendMemory<'a> {
+    pipe: &'a RefCell<Pipe>,
+    parts: SendParts,
+}
+
+impl Future for SendMemory<'_> {
+    type Output = io::Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut pipe = self.pipe.borrow_mut();
+        loop {
+            if pipe.closed {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let room = pipe.capacity - pipe.bytes.len();
+            let Some(front) = self.parts.bufs.front() else { return Poll::Ready(Ok(())) };
+            if room == 0 {
+                pipe.writer = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            let count = room.min(front.len());
+            pipe.bytes.extend(&front[..count]);
+            self.parts.advance(count);
+            if let Some(reader) = pipe.reader.take() {
+                reader.wake();
+            }
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Operations in flight: who owns their buffers, who waits for them.
+//!
+//! Invariants
+//! - I1 From submission to completion the operation's slot owns its buffers and its file: dropping
+//!   the future marks the slot abandoned and frees nothing.
+//! - I2 A slot is freed exactly once: by the future that takes the result, or at completion if the
+//!   future is gone.
+//! - I3 A key is never given to a second operation while the kernel may still name it.
+
+use crate::backend::SendScratch;
+use crate::buf::Buf;
+use crate::executor::{self, Core};
+use crate::file::{File, result_of};
+use crate::net::Socket;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+/// What an operation does, with all that it needs until it is complete.
+pub(crate) enum OpKind {
+    Read { file: Arc<File>, buf: Buf, offset: u64, done: usize },
+    Recv { socket: Arc<Socket>, buf: Buf },
+    Send { socket: Arc<Socket>, parts: SendParts },
+    Readable { socket: Arc<Socket> },
+    Simulated { work: Option<SimWork>, buf: Buf, latency: Duration },
+}
+
+/// What a simulated operation does at the moment at which it completes.
+pub type SimWork = Box<dyn FnOnce(&mut Buf) -> io::Result<usize>>;
+
+/// Buffers that are sent in order, and how far that has come.
+pub(crate) struct SendParts {
+    /// Not yet wholly sent.
+    pub(crate) bufs: VecDeque<Buf>,
+    pub(crate) sent: usize,
+    pub(crate) scratch: SendScratch,
+}
+
+impl SendParts {
+    pub(crate) fn new(bufs: VecDeque<Buf>) -> Self {
+        Self { bufs, sent: 0, scratch: SendScratch::default() }
+    }
+}
+
+impl SendParts {
+    /// Drops `count` sent bytes from the front.
+    pub(crate) fn advance(&mut self, count: usize) {
+        self.sent += count;
+        let mut left = count;
+        while let Some(front) = self.bufs.front_mut() {
+            if left < front.len() {
+                front.advance(left);
+                return;
+            }
+            left -= front.len();
+            self.bufs.pop_front();
+        }
+        assert_eq!(left, 0, "sent more than was asked");
+    }
+}
+
+/// What to do with an operation after the kernel answered.
+pub(crate) enum Next {
+    /// Submit it again: it was short, or interrupted.
+    Again,
+    Complete(i32),
+}
+
+impl OpKind {
+    /// Takes the kernel's answer in and decides whether the operation is complete.
+    pub(crate) fn advance(&mut self, code: i32) -> Next {
+        if code == -libc::EINTR || code == -libc::EAGAIN {
+            return Next::Again;
+        }
+        match self {
+            Self::Read { buf, done, .. } => match usize::try_from(code) {
+                Err(_) => Next::Complete(code),
+                Ok(count) => {
+                    *done += count;
+                    assert!(*done <= buf.len(), "the kernel read more than was asked");
+                    if count == 0 || *done == buf.len() {
+                        Next::Complete(clamp_count(*done))
+                    } else {
+                        Next::Again
+                    }
+                }
+            },
+            Self::Send { parts, .. } => match usize::try_from(code) {
+                Err(_) => Next::Complete(code),
+                Ok(count) => {
+                    parts.advance(count);
+                    if parts.bufs.is_empty() {
+                        Next::Complete(clamp_count(parts.sent))
+                    } else if count == 0 {
+                        Next::Complete(-libc::EPIPE)
+                    } else {
+                        Next::Again
+                    }
+                }
+            },
+            Self::Recv { .. } | Self::Readable { .. } | Self::Simulated { .. } => {
+                Next::Complete(code)
+            }
+        }
+    }
+
+    /// Whether it may wait for a peer for ever, and so has to be cancelled when nobody waits.
+    fn waits_for_a_peer(&self) -> bool {
+        matches!(self, Self::Recv { .. } | Self::Send { .. } | Self::Readable { .. })
+    }
+}
+
+fn clamp_count(count: usize) -> i32 {
+    i32::try_from(count).unwrap_or(i32::MAX)
+}
+
+/// Name of an operation: its slot, and a generation that tells a stale name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct OpKey {
+    pub(crate) index: u32,
+    pub(crate) generation: u32,
+}
+
+impl OpKey {
+    pub(crate) fn to_user_data(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves of the number")]
+    pub(crate) fn from_user_data(data: u64) -> Self {
+        Self { index: data as u32, generation: (data >> 32) as u32 }
+    }
+}
+
+enum SlotState {
+    Free { next: Option<u32> },
+    InFlight { kind: OpKind, waker: Option<Waker>, abandoned: bool },
+    Done { kind: OpKind, code: i32 },
+}
+
+struct Slot {
+    generation: u32,
+    state: SlotState,
+}
+
+/// All operations of one executor.
+#[derive(Default)]
+pub(crate) struct Ops {
+    slots: Vec<Slot>,
+    free: Option<u32>,
+    in_flight: usize,
+}
+
+impl Ops {
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn insert(&mut self, kind: OpKind) -> OpKey {
+        let state = SlotState::InFlight { kind, waker: None, abandoned: false };
+        self.in_flight += 1;
+        if let Some(index) = self.free {
+            let slot = &mut self.slots[index as usize];
+            let SlotState::Free { next } = slot.state else {
+                unreachable!("the free list names a slot in use");
+            };
+            self.free = next;
+            slot.generation = slot.generation.wrapping_add(1) & 0x7fff_ffff;
+            slot.state = state;
+            return OpKey { index, generation: slot.generation };
+        }
+        let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 operations");
+        self.slots.push(Slot { generation: 0, state });
+        OpKey { index, generation: 0 }
+    }
+
+    fn release(&mut self, index: u32) -> SlotState {
+        let slot = &mut self.slots[index as usize];
+        let state = std::mem::replace(&mut slot.state, SlotState::Free { next: self.free });
+        self.free = Some(index);
+        state
+    }
+
+    fn slot_mut(&mut self, key: OpKey) -> &mut Slot {
+        let slot = &mut self.slots[key.index as usize];
+        assert_eq!(slot.generation, key.generation, "an answer for an operation that is gone");
+        slot
+    }
+
+    pub(crate) fn kind_mut(&mut self, key: OpKey) -> &mut OpKind {
+        match &mut self.slot_mut(key).state {
+            SlotState::InFlight { kind, .. } => kind,
+            _ => unreachable!("an operation that is complete was submitted again"),
+        }
+    }
+
+    pub(crate) fn is_abandoned(&mut self, key: OpKey) -> bool {
+        matches!(self.slot_mut(key).state, SlotState::InFlight { abandoned: true, .. })
+    }
+
+    /// Records the answer. Gives the waker to wake if someone waits, else what is to be dropped:
+    /// by the caller, outside of any borrow.
+    pub(crate) fn complete(&mut self, key: OpKey, code: i32) -> (Option<Waker>, Option<OpKind>) {
+        self.in_flight -= 1;
+        let free = self.free;
+        let slot = self.slot_mut(key);
+        let state = std::mem::replace(&mut slot.state, SlotState::Free { next: free });
+        let SlotState::InFlight { kind, waker, abandoned } = state else {
+            unreachable!("an operation completed twice");
+        };
+        if abandoned {
+            self.free = Some(key.index);
+            return (None, Some(kind));
+        }
+        slot.state = SlotState::Done { kind, code };
+        (waker, None)
+    }
+
+    /// Every operation that is still in flight.
+    pub(crate) fn keys_in_flight(&self) -> Vec<OpKey> {
+        let in_flight = |(index, slot): (usize, &Slot)| match slot.state {
+            SlotState::InFlight { .. } => Some(OpKey {
+                index: u32::try_from(index).expect("fewer than 2^32 operations"),
+                generation: slot.generation,
+            }),
+            _ => None,
+        };
+        self.slots.iter().enumerate().filter_map(in_flight).collect()
+    }
+}
+
+/// An operation as a future: resolves to the count or the error, and gives the buffer back.
+///
+/// Dropping it does not free the buffer before the kernel is done with it.
+#[must_use = "the operation runs, but its buffer comes back only when awaited"]
+pub struct Op {
+    raw: RawOp,
+}
+
+impl Op {
+    pub(crate) fn start(kind: OpKind) -> Self {
+        Self { raw: RawOp::start(kind) }
+    }
+}
+
+impl Future for Op {
+    type Output = (io::Result<usize>, Buf);
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.raw.poll_done(context).map(|(code, kind)| {
+            let buf = match kind {
+                OpKind::Read { buf, .. }
+                | OpKind::Recv { buf, .. }
+                | OpKind::Simulated { buf, .. } => buf,
+                OpKind::Send { .. } | OpKind::Readable { .. } => {
+                    unreachable!("no buffer comes back")
+                }
+            };
+            (result_of(code), buf)
+        })
+    }
+}
+
+/// The part that all futures of operations share.
+pub(crate) struct RawOp {
+    core: Rc<Core>,
+    key: Option<OpKey>,
+}
+
+impl RawOp {
+    pub(crate) fn start(kind: OpKind) -> Self {
+        let core = executor::current();
+        let key = core.ops.borrow_mut().insert(kind);
+        core.submit(key);
+        Self { core, key: Some(key) }
+    }
+
+    pub(crate) fn poll_done(&mut self, context: &mut Context<'_>) -> Poll<(i32, OpKind)> {
+        let key = self.key.expect("polled after it was ready");
+        let mut ops = self.core.ops.borrow_mut();
+        match &mut ops.slot_mut(key).state {
+            SlotState::InFlight { waker, .. } => {
+                match waker {
+                    Some(waker) if waker.will_wake(context.waker()) => {}
+                    _ => *waker = Some(context.waker().clone()),
+                }
+                Poll::Pending
+            }
+            SlotState::Done { .. } => {
+                self.key = None;
+                let SlotState::Done { kind, code } = ops.release(key.index) else {
+                    unreachable!("matched above");
+                };
+                Poll::Ready((code, kind))
+            }
+            SlotState::Free { .. } => unreachable!("a future outlived its slot"),
+        }
+    }
+}
+
+impl Drop for RawOp {
+    fn drop(&mut self) {
+        let Some(key) = self.key else { return };
+        let mut ops = self.core.ops.borrow_mut();
+        let cancel = match &mut ops.slot_mut(key).state {
+            SlotState::InFlight { kind, abandoned, waker } => {
+                *abandoned = true;
+                *waker = None;
+                kind.waits_for_a_peer()
+            }
+            SlotState::Done { .. } => {
+                let state = ops.release(key.index);
+                drop(ops);
+                drop(state);
+                return;
+            }
+            SlotState::Free { .. } => unreachable!("a future outlived its slot"),
+        };
+        drop(ops);
+        if cancel {
+            self.core.cancel(key);
+        }
+    }
+}

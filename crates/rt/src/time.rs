@@ -1,0 +1,155 @@
+//! Time as the executor sees it: the system's monotonic clock, or the simulator's.
+
+use crate::executor::{self, Core};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+/// A point in time, measured from an arbitrary start. Virtual under the `sim` backend.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Instant(Duration);
+
+impl Instant {
+    pub(crate) const fn from_start(elapsed: Duration) -> Self {
+        Self(elapsed)
+    }
+
+    /// Time from `earlier` to here; zero if `earlier` lies after.
+    pub fn saturating_since(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+
+    /// The point `duration` later.
+    #[must_use]
+    pub fn after(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(duration))
+    }
+}
+
+/// Now, by the clock of this thread's executor.
+///
+/// # Panics
+/// Outside an executor.
+pub fn now() -> Instant {
+    executor::current().now()
+}
+
+/// Waits for `duration`.
+///
+/// # Panics
+/// Outside an executor.
+pub fn sleep(duration: Duration) -> Sleep {
+    let core = executor::current();
+    let due = core.now().after(duration);
+    Sleep { core, due, registered: None }
+}
+
+/// The time ran out first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Elapsed;
+
+/// Runs `future` for at most `duration`.
+///
+/// # Errors
+/// If the time ran out; the future is dropped then.
+pub async fn timeout<F: Future>(duration: Duration, future: F) -> Result<F::Output, Elapsed> {
+    let mut future = pin!(future);
+    let mut limit = pin!(sleep(duration));
+    std::future::poll_fn(move |context| {
+        if let Poll::Ready(output) = future.as_mut().poll(context) {
+            return Poll::Ready(Ok(output));
+        }
+        limit.as_mut().poll(context).map(|()| Err(Elapsed))
+    })
+    .await
+}
+
+/// The future of [`sleep`].
+#[must_use]
+pub struct Sleep {
+    core: Rc<Core>,
+    due: Instant,
+    registered: Option<TimerKey>,
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        if self.core.now() >= self.due {
+            return Poll::Ready(());
+        }
+        let key = self.registered.take();
+        let mut timers = self.core.timers.borrow_mut();
+        let key = timers.register(key, self.due, context.waker());
+        drop(timers);
+        self.registered = Some(key);
+        Poll::Pending
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        if let Some(key) = self.registered {
+            self.core.timers.borrow_mut().remove(key);
+        }
+    }
+}
+
+type TimerKey = (Instant, u64);
+
+/// The timers of one executor, by due time.
+#[derive(Default)]
+pub(crate) struct Timers {
+    by_due: BTreeMap<TimerKey, Waker>,
+    next_id: u64,
+}
+
+impl Timers {
+    fn register(&mut self, key: Option<TimerKey>, due: Instant, waker: &Waker) -> TimerKey {
+        let key = key.unwrap_or_else(|| {
+            self.next_id += 1;
+            (due, self.next_id)
+        });
+        self.by_due.insert(key, waker.clone());
+        key
+    }
+
+    fn remove(&mut self, key: TimerKey) {
+        self.by_due.remove(&key);
+    }
+
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        self.by_due.keys().next().map(|(due, _)| *due)
+    }
+
+    pub(crate) fn pop_due(&mut self, now: Instant) -> Option<Waker> {
+        let entry = self.by_due.first_entry()?;
+        (entry.key().0 <= now).then(|| entry.remove())
+    }
+}
+
+/// Where an executor takes the time from.
+#[derive(Clone)]
+pub(crate) enum Clock {
+    System(std::time::Instant),
+    Virtual(Rc<Cell<Duration>>),
+}
+
+impl Clock {
+    #[expect(clippy::disallowed_methods, reason = "the one place that reads the system's clock")]
+    pub(crate) fn system() -> Self {
+        Self::System(std::time::Instant::now())
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        match self {
+            Self::System(start) => Instant::from_start(start.elapsed()),
+            Self::Virtual(elapsed) => Instant::from_start(elapsed.get()),
+        }
+    }
+}

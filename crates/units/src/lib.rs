@@ -1,0 +1,252 @@
+//! Newtypes for addresses, counts and geometry. Internal crate.
+//!
+//! A guest offset and a host offset are both 64-bit numbers of bytes and are never the same thing:
+//! the first is an address on the disk that a guest sees, the second an address in a file. Mixing
+//! them is how disk engines serve a header as data, so here the compiler refuses it.
+//!
+//! All arithmetic is checked: a sum that leaves 64 bits is `None`, never a wrapped address.
+
+use std::fmt;
+
+/// Bytes in a sector, the smallest unit in which any format of mica maps a disk.
+pub const SECTOR_BYTES: u64 = 512;
+
+macro_rules! offset_type {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        pub struct $name(u64);
+
+        impl $name {
+            /// Offset zero.
+            pub const ZERO: Self = Self(0);
+
+            /// The address `bytes` bytes from the start.
+            #[inline]
+            pub const fn new(bytes: u64) -> Self {
+                Self(bytes)
+            }
+
+            /// Bytes from the start.
+            #[inline]
+            pub const fn bytes(self) -> u64 {
+                self.0
+            }
+
+            /// The address `len` bytes further on, or `None` where it leaves 64 bits.
+            #[inline]
+            pub fn checked_add(self, len: u64) -> Option<Self> {
+                self.0.checked_add(len).map(Self)
+            }
+
+            /// Bytes from `base` to here, or `None` if `base` lies after.
+            #[inline]
+            pub fn checked_since(self, base: Self) -> Option<u64> {
+                self.0.checked_sub(base.0)
+            }
+
+            /// Whether the address is a multiple of `align`, a power of two.
+            #[inline]
+            pub fn is_aligned(self, align: u64) -> bool {
+                debug_assert!(align.is_power_of_two());
+                self.0 & (align - 1) == 0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}({:#x})", stringify!($name), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+offset_type! {
+    /// An address on the disk that a guest sees, in bytes.
+    GuestOffset
+}
+
+offset_type! {
+    /// An address in a file of the host, in bytes.
+    HostOffset
+}
+
+/// A run of bytes on the disk. Never wraps: `start + len` fits 64 bits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct GuestRange {
+    start: GuestOffset,
+    len: u64,
+}
+
+impl GuestRange {
+    /// The `len` bytes from `start`, or `None` where the end leaves 64 bits.
+    #[inline]
+    pub fn new(start: GuestOffset, len: u64) -> Option<Self> {
+        start.checked_add(len)?;
+        Some(Self { start, len })
+    }
+
+    /// The bytes from `start` up to, not including, `end`; `None` if `end` lies before `start`.
+    #[inline]
+    pub fn between(start: GuestOffset, end: GuestOffset) -> Option<Self> {
+        let len = end.checked_since(start)?;
+        Some(Self { start, len })
+    }
+
+    /// First byte.
+    #[inline]
+    pub fn start(self) -> GuestOffset {
+        self.start
+    }
+
+    /// Length in bytes.
+    #[inline]
+    pub fn len(self) -> u64 {
+        self.len
+    }
+
+    /// Whether there is no byte in it.
+    #[inline]
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The byte after the last.
+    #[inline]
+    pub fn end(self) -> GuestOffset {
+        GuestOffset(self.start.0 + self.len)
+    }
+
+    /// The part that lies in `other` too, or `None` if there is none.
+    #[inline]
+    pub fn intersect(self, other: Self) -> Option<Self> {
+        let start = self.start.max(other.start);
+        let end = self.end().min(other.end());
+        if start < end { Self::between(start, end) } else { None }
+    }
+}
+
+/// The number of a layer in its chain, counted from the base, which is 0.
+///
+/// Counted from the base so that the number of a layer is the same in every chain that shares it
+/// and does not change when a snapshot puts a new active layer on top.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct LayerNumber(u16);
+
+impl LayerNumber {
+    /// Layer 0.
+    pub const BASE: Self = Self(0);
+    /// Most layers that one chain may have.
+    pub const COUNT_MAX: usize = 1 << 16;
+
+    /// Layer `number`, or `None` beyond the most layers a chain may have.
+    #[inline]
+    pub fn new(number: usize) -> Option<Self> {
+        u16::try_from(number).ok().map(Self)
+    }
+
+    /// Layer `number`.
+    #[inline]
+    pub const fn from_u16(number: u16) -> Self {
+        Self(number)
+    }
+
+    /// The number, for use as an index into the layers of a chain.
+    #[inline]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The number.
+    #[inline]
+    pub const fn as_u16(self) -> u16 {
+        self.0
+    }
+}
+
+impl fmt::Debug for LayerNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "layer {}", self.0)
+    }
+}
+
+/// A cluster size as a power of two, within what qcow2 allows: 512 B to 2 MiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ClusterBits(u8);
+
+impl ClusterBits {
+    /// Least value of the qcow2 header field.
+    pub const MIN: u32 = 9;
+    /// Largest value that QEMU and mica accept.
+    pub const MAX: u32 = 21;
+
+    /// Checks `bits` against [`Self::MIN`] and [`Self::MAX`].
+    pub fn new(bits: u32) -> Option<Self> {
+        if (Self::MIN..=Self::MAX).contains(&bits) {
+            u8::try_from(bits).ok().map(Self)
+        } else {
+            None
+        }
+    }
+
+    /// The exponent.
+    #[inline]
+    pub const fn bits(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Bytes in a cluster.
+    #[inline]
+    pub const fn bytes(self) -> u64 {
+        1 << self.0
+    }
+
+    /// Bytes of `offset` past the start of its cluster.
+    #[inline]
+    pub const fn offset_within(self, offset: u64) -> u64 {
+        offset & (self.bytes() - 1)
+    }
+
+    /// Number of the cluster that holds byte `offset`.
+    #[inline]
+    pub const fn cluster_of(self, offset: u64) -> u64 {
+        offset >> self.0
+    }
+
+    /// Clusters needed for `bytes` bytes.
+    #[inline]
+    pub const fn clusters_for(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn range_that_leaves_64_bits_is_refused() {
+        assert!(GuestRange::new(GuestOffset::new(u64::MAX), 1).is_none());
+        assert!(GuestRange::new(GuestOffset::new(u64::MAX), 0).is_some());
+    }
+
+    #[test]
+    fn ranges_that_touch_do_not_intersect() {
+        let range = |start, len| GuestRange::new(GuestOffset::new(start), len).expect("fits");
+        assert_eq!(range(0, 10).intersect(range(10, 5)), None);
+        assert_eq!(range(0, 10).intersect(range(4, 2)), Some(range(4, 2)));
+    }
+
+    #[test]
+    fn cluster_bits_outside_the_format_are_refused() {
+        assert!(ClusterBits::new(8).is_none());
+        assert!(ClusterBits::new(22).is_none());
+        assert_eq!(ClusterBits::new(16).map(ClusterBits::bytes), Some(65536));
+    }
+}
