@@ -20,7 +20,7 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
@@ -108,6 +108,7 @@ impl Executor {
 impl Drop for Executor {
     fn drop(&mut self) {
         let _entered = Entered::new(Rc::clone(&self.core));
+        self.core.remote.close();
         self.core.drop_tasks();
         self.core.drain_ops();
     }
@@ -120,7 +121,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Runs `make` on the executor's thread and spawns the future that it returns.
+    /// Runs `make` on the executor's thread and spawns the future that it returns. Drops `make`
+    /// where the executor has ended.
     pub fn spawn_with<M, F>(&self, make: M)
     where
         M: FnOnce() -> F + Send + 'static,
@@ -248,7 +250,7 @@ impl Core {
         for (key, code) in completions.drain(..) {
             self.finish(key, code);
         }
-        self.driver.borrow_mut().completions = completions;
+        self.driver.borrow_mut().give_back(completions);
         self.take_remote();
         let now = self.now();
         loop {
@@ -308,28 +310,29 @@ impl Core {
         self.ready.borrow_mut().clear();
     }
 
-    fn drain_ops(&self) {
-        let deadline = std::time::Duration::from_millis(100);
+    fn drain_ops(self: &Rc<Self>) {
         let keys = self.ops.borrow().keys_in_flight();
         for key in keys {
             self.cancel(key);
         }
-        let rounds = DRAIN_MAX.as_millis() / deadline.as_millis();
-        for _ in 0..rounds {
-            if self.ops.borrow().in_flight() == 0 {
+        let deadline = self.now().after(DRAIN_MAX);
+        while self.ops.borrow().in_flight() > 0 {
+            let left = deadline.saturating_since(self.now());
+            if left.is_zero() {
+                tracing::error!("operations of an ended executor never completed: memory is lost");
+                // I3: what the kernel still holds must never be freed, nor its ring closed.
+                std::mem::forget(Rc::clone(self));
                 return;
             }
             let mut completions = Vec::new();
             {
                 let mut ops = self.ops.borrow_mut();
-                self.driver.borrow_mut().turn(Some(deadline), &mut ops, &mut completions);
+                self.driver.borrow_mut().turn(Some(left), &mut ops, &mut completions);
             }
             for (key, code) in completions {
                 self.finish(key, code);
             }
         }
-        // I3: what the kernel still holds must never be freed.
-        std::mem::forget(std::mem::take(&mut *self.ops.borrow_mut()));
     }
 }
 
@@ -436,9 +439,16 @@ enum RemoteItem {
     Spawn(Box<dyn FnOnce() -> LocalFuture + Send>),
 }
 
+#[derive(Default)]
+struct Items {
+    list: Vec<RemoteItem>,
+    /// Whether the executor has ended.
+    closed: bool,
+}
+
 /// What other threads gave an executor, and the bell that wakes it.
 pub(crate) struct Remote {
-    items: Mutex<Vec<RemoteItem>>,
+    items: Mutex<Items>,
     /// Whether the bell was rung since the items were last taken.
     rung: AtomicBool,
     bell: rustix::fd::OwnedFd,
@@ -467,8 +477,29 @@ impl Remote {
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
+    /// Takes nothing more in and drops what is there: nobody will ever run it.
+    fn close(&self) {
+        let mut items = self.items();
+        let unused = std::mem::take(&mut items.list);
+        items.closed = true;
+        drop(items);
+        drop(unused);
+    }
+
+    fn items(&self) -> MutexGuard<'_, Items> {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn push(&self, item: RemoteItem) {
-        self.items.lock().unwrap_or_else(PoisonError::into_inner).push(item);
+        let mut items = self.items();
+        if items.closed {
+            // The item may own a waker or a socket: dropped outside of the lock.
+            drop(items);
+            drop(item);
+            return;
+        }
+        items.list.push(item);
+        drop(items);
         if !self.rung.swap(true, Ordering::AcqRel) {
             self.ring();
         }
@@ -482,6 +513,6 @@ impl Remote {
         if !self.rung.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }
-        std::mem::take(&mut *self.items.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.items().list)
     }
 }

@@ -8,9 +8,9 @@
 //! - I3 A key is never given to a second operation while the kernel may still name it.
 
 use crate::backend::SendScratch;
-use crate::buf::Buf;
+use crate::buf::{BUF_ALIGN, Buf};
 use crate::executor::{self, Core};
-use crate::file::{File, result_of};
+use crate::file::{Access, File, result_of};
 use crate::net::Socket;
 use std::collections::VecDeque;
 use std::future::Future;
@@ -78,12 +78,13 @@ impl OpKind {
             return Next::Again;
         }
         match self {
-            Self::Read { buf, done, .. } => match usize::try_from(code) {
+            Self::Read { file, buf, done, .. } => match usize::try_from(code) {
                 Err(_) => Next::Complete(code),
                 Ok(count) => {
-                    *done += count;
+                    let before = *done;
+                    *done = before.max(resume_at(file, before) + count);
                     assert!(*done <= buf.len(), "the kernel read more than was asked");
-                    if count == 0 || *done == buf.len() {
+                    if *done == before || *done == buf.len() {
                         Next::Complete(clamp_count(*done))
                     } else {
                         Next::Again
@@ -112,6 +113,15 @@ impl OpKind {
     /// Whether it may wait for a peer for ever, and so has to be cancelled when nobody waits.
     fn waits_for_a_peer(&self) -> bool {
         matches!(self, Self::Recv { .. } | Self::Send { .. } | Self::Readable { .. })
+    }
+}
+
+/// Where a read that came to `done` goes on. With O_DIRECT that must be aligned, so that a part of
+/// what was read is read again; no progress then means the end of the file.
+pub(crate) fn resume_at(file: &File, done: usize) -> usize {
+    match file.access() {
+        Access::Buffered => done,
+        Access::Direct => done - done % BUF_ALIGN,
     }
 }
 
@@ -253,15 +263,14 @@ impl Future for Op {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         self.raw.poll_done(context).map(|(code, kind)| {
-            let buf = match kind {
-                OpKind::Read { buf, .. }
-                | OpKind::Recv { buf, .. }
-                | OpKind::Simulated { buf, .. } => buf,
+            match kind {
+                // The code does not hold the count of a read beyond 2 GiB.
+                OpKind::Read { buf, done, .. } => (result_of(code).map(|_| done), buf),
+                OpKind::Recv { buf, .. } | OpKind::Simulated { buf, .. } => (result_of(code), buf),
                 OpKind::Send { .. } | OpKind::Readable { .. } => {
                     unreachable!("no buffer comes back")
                 }
-            };
-            (result_of(code), buf)
+            }
         })
     }
 }

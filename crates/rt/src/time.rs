@@ -6,10 +6,12 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::sync::OnceLock;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-/// A point in time, measured from an arbitrary start. Virtual under the `sim` backend.
+/// A point in time, measured from an arbitrary start that all executors of the process share.
+/// Virtual under the `sim` backend, where each executor has a time of its own.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Instant(Duration);
 
@@ -143,7 +145,8 @@ pub(crate) enum Clock {
 impl Clock {
     #[expect(clippy::disallowed_methods, reason = "the one place that reads the system's clock")]
     pub(crate) fn system() -> Self {
-        Self::System(std::time::Instant::now())
+        static START: OnceLock<std::time::Instant> = OnceLock::new();
+        Self::System(*START.get_or_init(std::time::Instant::now))
     }
 
     pub(crate) fn now(&self) -> Instant {

@@ -114,6 +114,13 @@ impl Driver {
         }
     }
 
+    /// Takes back the memory of a list of completions, emptied by the caller. What was refused
+    /// while the caller went through it is kept.
+    pub(crate) fn give_back(&mut self, mut emptied: Vec<(OpKey, i32)>) {
+        emptied.append(&mut self.completions);
+        self.completions = emptied;
+    }
+
     /// Which of the ready tasks runs next.
     pub(crate) fn pick_ready(&mut self, ready: &mut VecDeque<TaskKey>) -> Option<TaskKey> {
         match &mut self.kind {

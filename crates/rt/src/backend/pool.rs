@@ -11,7 +11,7 @@ use crate::buf::Buf;
 use crate::executor::Remote;
 use crate::file::{Access, File};
 use crate::net::Socket;
-use crate::op::{OpKey, OpKind, Ops, SendParts};
+use crate::op::{OpKey, OpKind, Ops, SendParts, resume_at};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::collections::VecDeque;
@@ -180,6 +180,7 @@ impl Pool {
         offset: u64,
         done: usize,
     ) -> Option<i32> {
+        let done = resume_at(file, done);
         let offset = offset + done as u64;
         if file.access() == Access::Buffered {
             let mut slices = [IoSliceMut::new(&mut buf[done..])];

@@ -7,7 +7,7 @@
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
 
 use crate::executor::Remote;
-use crate::op::{OpKey, OpKind, SendParts};
+use crate::op::{OpKey, OpKind, SendParts, resume_at};
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
@@ -61,9 +61,10 @@ impl Uring {
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
         let entry = match op {
             OpKind::Read { file, buf, offset, done } => {
-                let left = &mut buf[*done..];
+                let from = resume_at(file, *done);
+                let left = &mut buf[from..];
                 let length = u32_of(left.len().min(LENGTH_MAX));
-                let at = *offset + *done as u64;
+                let at = *offset + from as u64;
                 opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
             }
             OpKind::Recv { socket, buf } => {
@@ -167,8 +168,6 @@ fn build_ring() -> io::Result<IoUring> {
                 if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
                     return Err(io::ErrorKind::Unsupported.into());
                 }
-                // An optimisation only: the ring's own descriptor is looked up without a lock.
-                let _ = ring.submitter().register_ring_fd();
                 return Ok(ring);
             }
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
