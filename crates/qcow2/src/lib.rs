@@ -1,1 +1,3 @@
-//! wip
+//! qcow2 images and chains. Internal crate.
+
+pub mod format;

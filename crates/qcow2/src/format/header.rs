@@ -1,0 +1,837 @@
+//! The header of an image: fixed fields, extensions, names.
+//!
+//! Decoding follows QEMU's `qcow2_do_open`: the same limits, in the same words where they help.
+
+use super::extension::{self, BitmapsExtension, Extension, FeatureKind, FeatureName, Walk};
+use super::refcount::RefcountWidth;
+use super::snapshot::SNAPSHOT_COUNT_MAX;
+use super::table::L2Format;
+use super::{Compression, corrupt, unsupported, until_nul};
+use mica_block::{Error, ErrorKind, Result};
+use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use zerocopy::big_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// A first read of this many bytes has all that [`Header::decode`] needs of nearly every image;
+/// [`Header::bytes_needed`] tells when it does not.
+pub const HEADER_READ_BYTES: usize = 4096;
+/// Largest active L1 table.
+pub const L1_BYTES_MAX: u64 = 32 << 20;
+/// Largest refcount table.
+pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
+
+const MAGIC: u32 = 0x5146_49fb;
+const V2_BYTES: usize = 72;
+const V3_BYTES_MIN: usize = 104;
+const COMPRESSION_TYPE_AT: usize = 104;
+const BACKING_NAME_BYTES_MAX: usize = 1023;
+/// QEMU keeps the name of the backing format in 16 bytes with the NUL.
+const BACKING_FORMAT_BYTES_MAX: usize = 15;
+
+/// Highest L1 index that QEMU counts to.
+const L1_INDEX_MAX: u64 = i32::MAX as u64;
+
+const DIRTY: u64 = 1 << 0;
+const CORRUPT: u64 = 1 << 1;
+const DATA_FILE: u64 = 1 << 2;
+const COMPRESSION: u64 = 1 << 3;
+const EXTENDED_L2: u64 = 1 << 4;
+const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
+const LAZY_REFCOUNTS: u64 = 1 << 0;
+const BITMAPS_CONSISTENT: u64 = 1 << 0;
+const RAW_EXTERNAL: u64 = 1 << 1;
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct RawHeader {
+    magic: U32,
+    version: U32,
+    backing_name_offset: U64,
+    backing_name_len: U32,
+    cluster_bits: U32,
+    size: U64,
+    crypt_method: U32,
+    l1_entries: U32,
+    l1_offset: U64,
+    refcount_table_offset: U64,
+    refcount_table_clusters: U32,
+    snapshot_count: U32,
+    snapshots_offset: U64,
+    // From here on version 3 only.
+    incompatible: U64,
+    compatible: U64,
+    autoclear: U64,
+    refcount_order: U32,
+    header_len: U32,
+    // From here on only if the header is long enough.
+    compression_type: u8,
+    padding: [u8; 7],
+}
+
+const RAW_BYTES: usize = size_of::<RawHeader>();
+const _: () = assert!(RAW_BYTES == 112);
+const _: () = assert!(std::mem::offset_of!(RawHeader, incompatible) == V2_BYTES);
+const _: () = assert!(std::mem::offset_of!(RawHeader, compression_type) == COMPRESSION_TYPE_AT);
+
+/// Version of the format.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Version {
+    /// `compat=0.10`.
+    V2,
+    /// `compat=1.1`.
+    V3,
+}
+
+/// What a reader must understand.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct Incompatible {
+    /// Refcounts may be wrong: the last writer did not close the image.
+    pub dirty: bool,
+    /// A writer found contradictions: the image must not be written.
+    pub corrupt: bool,
+    /// The guest's data stands in a file of its own.
+    pub external_data_file: bool,
+    /// The compression is not deflate.
+    pub compression: bool,
+    /// L2 entries have 16 bytes with a bitmap of subclusters.
+    pub extended_l2: bool,
+}
+
+/// What a reader may ignore.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct Compatible {
+    /// A writer may leave refcounts for later, under the dirty bit.
+    pub lazy_refcounts: bool,
+    /// Bits that mica does not know, in their places.
+    pub unknown: u64,
+}
+
+/// What a writer that does not know it must clear.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct Autoclear {
+    /// The bitmaps fit the data.
+    pub bitmaps_consistent: bool,
+    /// The data file is a raw disk on its own.
+    pub raw_external: bool,
+    /// Bits that mica does not know, in their places.
+    pub unknown: u64,
+}
+
+/// How the guest's data is encrypted.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub enum Encryption {
+    /// It is not.
+    #[default]
+    None,
+    /// The old AES-CBC.
+    Aes,
+    /// LUKS.
+    Luks {
+        /// Where its header is, if the image says so.
+        header: Option<(HostOffset, u64)>,
+    },
+}
+
+/// The backing file as the image names it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BackingName {
+    /// Its name, never empty; see [`parse_image_name`](super::parse_image_name).
+    pub name: OsString,
+    /// Its format, if the image says so.
+    pub format: Option<String>,
+}
+
+/// The header of an image.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Header {
+    /// Version of the format.
+    pub version: Version,
+    /// Size of a cluster.
+    pub cluster_bits: ClusterBits,
+    /// Length of the disk as it is written; see [`Self::disk_bytes`].
+    pub size: u64,
+    /// Number of entries in the active L1 table.
+    pub l1_entries: u32,
+    /// Where the active L1 table starts.
+    pub l1_offset: HostOffset,
+    /// Where the refcount table starts.
+    pub refcount_table_offset: HostOffset,
+    /// Length of the refcount table in clusters.
+    pub refcount_table_clusters: u32,
+    /// Width of a refcount.
+    pub refcount_width: RefcountWidth,
+    /// Number of internal snapshots.
+    pub snapshot_count: u32,
+    /// Where the snapshot table starts.
+    pub snapshots_offset: HostOffset,
+    /// Feature bits that must be understood. Unknown ones are refused.
+    pub incompatible: Incompatible,
+    /// Feature bits that may be ignored.
+    pub compatible: Compatible,
+    /// Feature bits that a writer clears.
+    pub autoclear: Autoclear,
+    /// How clusters are compressed.
+    pub compression: Compression,
+    /// How data is encrypted; [`Self::decode`] lets nothing pass that is.
+    pub encryption: Encryption,
+    /// The backing file.
+    pub backing: Option<BackingName>,
+    /// The external data file as the image names it.
+    pub data_file_name: Option<OsString>,
+    /// The bitmaps, if they fit the data.
+    pub bitmaps: Option<BitmapsExtension>,
+    /// Whether there are bitmaps that do not fit the data: a program that knows no bitmaps wrote to
+    /// the image. Not encoded again.
+    pub stale_bitmaps: bool,
+    /// Names of feature bits.
+    pub feature_names: Vec<FeatureName>,
+    /// Extensions that mica does not know, in their order.
+    pub unknown_extensions: Vec<Extension>,
+    /// Header bytes after the fields that mica knows.
+    pub unknown_tail: Vec<u8>,
+}
+
+/// For what a header is decoded.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Serve,
+    Check,
+}
+
+/// Fixed fields that say where the rest of the header is.
+struct Frame {
+    raw: RawHeader,
+    version: Version,
+    cluster_bits: ClusterBits,
+    header_len: usize,
+    /// Start of the backing file's name, 0 if there is none.
+    backing_at: usize,
+    backing_len: usize,
+    extensions_end: usize,
+}
+
+impl Header {
+    /// Decodes the header of a file of `file_len` bytes that begins with `first_bytes`, at least
+    /// [`Self::bytes_needed`] of them unless the file ends before.
+    ///
+    /// # Errors
+    /// `Corrupt` where QEMU refuses the image as invalid, `Unsupported` where it or mica does not
+    /// do what the image asks for (encryption among it), `Invalid` if bytes are missing.
+    pub fn decode(first_bytes: &[u8], file_len: u64) -> Result<Self> {
+        Self::decode_for(first_bytes, file_len, Purpose::Serve)
+    }
+
+    /// As [`Self::decode`], but lets pass what a check reports itself: a missing refcount table, a
+    /// snapshot table at an impossible place, encryption.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub fn decode_for_check(first_bytes: &[u8], file_len: u64) -> Result<Self> {
+        Self::decode_for(first_bytes, file_len, Purpose::Check)
+    }
+
+    /// How many bytes from the file's start [`Self::decode`] needs, judged by the first of them, of
+    /// which there must be 112 unless the file is shorter. Never more than a cluster.
+    ///
+    /// # Errors
+    /// As [`Self::decode`], for the fields that say where the header ends.
+    pub fn bytes_needed(first_bytes: &[u8]) -> Result<usize> {
+        let frame = Frame::decode(first_bytes)?;
+        let extensions = Walk::bytes_needed(first_bytes, frame.header_len, frame.extensions_end);
+        let backing = match frame.backing_at {
+            0 => 0,
+            at => at + frame.backing_len,
+        };
+        Ok(RAW_BYTES.max(frame.header_len).max(extensions).max(backing))
+    }
+
+    fn decode_for(first_bytes: &[u8], file_len: u64, purpose: Purpose) -> Result<Self> {
+        let there = first_bytes.len() as u64;
+        if there < file_len && there < RAW_BYTES as u64 {
+            return Err(missing(RAW_BYTES, there));
+        }
+        let needed = Self::bytes_needed(first_bytes)?;
+        if there < file_len && there < needed as u64 {
+            return Err(missing(needed, there));
+        }
+        let frame = Frame::decode(first_bytes)?;
+        let raw = &frame.raw;
+        let compression = frame.compression()?;
+        let incompatible = frame.incompatible(first_bytes)?;
+        let mut header = Self {
+            version: frame.version,
+            cluster_bits: frame.cluster_bits,
+            size: raw.size.get(),
+            l1_entries: raw.l1_entries.get(),
+            l1_offset: HostOffset::new(raw.l1_offset.get()),
+            refcount_table_offset: HostOffset::new(raw.refcount_table_offset.get()),
+            refcount_table_clusters: raw.refcount_table_clusters.get(),
+            refcount_width: frame.refcount_width()?,
+            snapshot_count: raw.snapshot_count.get(),
+            snapshots_offset: HostOffset::new(raw.snapshots_offset.get()),
+            incompatible,
+            compatible: Compatible::decode(raw.compatible.get()),
+            autoclear: Autoclear::decode(raw.autoclear.get()),
+            compression,
+            encryption: frame.encryption()?,
+            backing: None,
+            data_file_name: None,
+            bitmaps: None,
+            stale_bitmaps: false,
+            feature_names: Vec::new(),
+            unknown_extensions: Vec::new(),
+            unknown_tail: tail(first_bytes, frame.header_len),
+        };
+        header.check_geometry(purpose)?;
+        let backing_format = header.read_extensions(first_bytes, &frame)?;
+        header.backing = frame.backing(first_bytes, backing_format)?;
+        if header.autoclear.raw_external && !incompatible.external_data_file {
+            return Err(corrupt(
+                "the header says that the external data file is raw (autoclear bit 1), but there is \
+                 no external data file (incompatible bit 2)",
+            ));
+        }
+        if purpose == Purpose::Serve {
+            header.encryption.refuse()?;
+        }
+        Ok(header)
+    }
+
+    fn check_geometry(&self, purpose: Purpose) -> Result<()> {
+        if self.incompatible.extended_l2 && self.cluster_bits.bits() < 14 {
+            return Err(corrupt(format!(
+                "clusters of {} bytes are too small for extended L2 entries, which need 16384",
+                self.cluster_bits.bytes()
+            )));
+        }
+        if self.refcount_table_clusters == 0 && purpose == Purpose::Serve {
+            return Err(corrupt(
+                "the image has no refcount table (header byte 56); qemu-img check -r all builds one",
+            ));
+        }
+        self.check_table(
+            "refcount table (header byte 48)",
+            self.refcount_table_offset,
+            u64::from(self.refcount_table_clusters) * self.cluster_bits.bytes(),
+            REFCOUNT_TABLE_BYTES_MAX,
+        )?;
+        if purpose == Purpose::Serve {
+            self.check_snapshot_table()?;
+        }
+        self.check_table(
+            "active L1 table (header byte 40)",
+            self.l1_offset,
+            u64::from(self.l1_entries) * 8,
+            L1_BYTES_MAX,
+        )?;
+        let l1_needed = self.l1_entries_needed();
+        if self.size > i64::MAX as u64 || l1_needed > L1_INDEX_MAX {
+            return Err(corrupt(format!("the disk of {} bytes is too big", self.size)));
+        }
+        if u64::from(self.l1_entries) < l1_needed {
+            return Err(corrupt(format!(
+                "L1 table is too small: {} entries (header byte 36), and a disk of {} bytes needs \
+                 {l1_needed}",
+                self.l1_entries, self.size
+            )));
+        }
+        Ok(())
+    }
+
+    /// Whether the snapshot table is where a table may be.
+    pub(crate) fn check_snapshot_table(&self) -> Result<()> {
+        if self.snapshot_count > SNAPSHOT_COUNT_MAX {
+            return Err(corrupt(format!(
+                "{} internal snapshots (header byte 60), more than the maximum of \
+                 {SNAPSHOT_COUNT_MAX}",
+                self.snapshot_count
+            )));
+        }
+        self.check_table(
+            "snapshot table (header byte 64)",
+            self.snapshots_offset,
+            u64::from(self.snapshot_count) * 40,
+            u64::MAX,
+        )
+    }
+
+    fn check_table(&self, what: &str, at: HostOffset, bytes: u64, bytes_max: u64) -> Result<()> {
+        if bytes > bytes_max {
+            return Err(corrupt(format!(
+                "{what} too large: {bytes} bytes, the maximum is {bytes_max}"
+            )));
+        }
+        let fits = at.checked_add(bytes).is_some_and(|end| end.bytes() <= i64::MAX as u64);
+        if !fits || !at.is_aligned(self.cluster_bits.bytes()) {
+            return Err(corrupt(format!(
+                "{what} offset {at} invalid: it must be a multiple of the cluster size {} below 2^63",
+                self.cluster_bits.bytes()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Takes in what the extensions say; returns the format of the backing file.
+    fn read_extensions(&mut self, bytes: &[u8], frame: &Frame) -> Result<Option<String>> {
+        let mut backing_format = None;
+        let mut walk = Walk::new(bytes, frame.header_len, frame.extensions_end);
+        while let Some(step) = walk.next()? {
+            match step.magic {
+                extension::BACKING_FORMAT => {
+                    if step.data.len() > BACKING_FORMAT_BYTES_MAX {
+                        return Err(corrupt(format!(
+                            "name of the backing format at byte {} has {} bytes, the maximum is \
+                             {BACKING_FORMAT_BYTES_MAX}",
+                            step.offset,
+                            step.data.len()
+                        )));
+                    }
+                    let name = String::from_utf8_lossy(until_nul(&step.data)).into_owned();
+                    backing_format = (!name.is_empty()).then_some(name);
+                }
+                extension::FEATURE_NAMES => {
+                    self.feature_names = FeatureName::decode_table(&step.data);
+                }
+                extension::LUKS_HEADER => {
+                    let Encryption::Luks { header } = &mut self.encryption else {
+                        return Err(corrupt(format!(
+                            "encryption header extension at byte {} in an image that is not \
+                             encrypted with LUKS",
+                            step.offset
+                        )));
+                    };
+                    *header = Some(extension::decode_luks_header(&step, self.cluster_bits)?);
+                }
+                extension::BITMAPS if !self.autoclear.bitmaps_consistent => {
+                    BitmapsExtension::check_len(&step)?;
+                    self.stale_bitmaps = true;
+                }
+                extension::BITMAPS => {
+                    self.bitmaps = Some(BitmapsExtension::decode(&step, self.cluster_bits)?);
+                }
+                extension::DATA_FILE_NAME => {
+                    self.data_file_name = Some(OsString::from_vec(until_nul(&step.data).to_vec()));
+                }
+                magic => {
+                    let data = step.data.into_owned();
+                    self.unknown_extensions.push(Extension { magic, data });
+                }
+            }
+        }
+        Ok(backing_format)
+    }
+
+    /// The header as it stands at the start of the file: fixed fields, extensions, backing name. A
+    /// cluster too small for all of it goes without the names of the feature bits.
+    ///
+    /// # Errors
+    /// `Limit` if it does not fit the first cluster or a name exceeds its maximum, `Invalid` if it
+    /// asks of version 2 what only version 3 has.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let limit = |what: String| Error::new(ErrorKind::Limit, what);
+        let cluster_bytes = usize::try_from(self.cluster_bits.bytes())
+            .map_err(|_| limit("cluster size does not fit this machine".to_owned()))?;
+        let mut out = self.encode_fixed(0, 0)?;
+        self.encode_extensions(&mut out, &self.feature_names);
+        let name = self.backing.as_ref().map_or(&[][..], |backing| backing.name.as_bytes());
+        if name.len() > BACKING_NAME_BYTES_MAX {
+            return Err(limit(format!(
+                "the backing file's name has {} bytes, the maximum is {BACKING_NAME_BYTES_MAX}",
+                name.len()
+            )));
+        }
+        if out.len() + name.len() > cluster_bytes {
+            out = self.encode_fixed(0, 0)?;
+            self.encode_extensions(&mut out, &[]);
+        }
+        let backing_at = out.len();
+        out.extend_from_slice(name);
+        if out.len() > cluster_bytes {
+            return Err(limit(format!(
+                "the header of {} bytes does not fit a cluster of {cluster_bytes}",
+                out.len()
+            )));
+        }
+        if !name.is_empty() {
+            let fixed = self.encode_fixed(backing_at, name.len())?;
+            for (to, from) in out.iter_mut().zip(fixed) {
+                *to = from;
+            }
+        }
+        Ok(out)
+    }
+
+    fn encode_fixed(&self, backing_at: usize, backing_len: usize) -> Result<Vec<u8>> {
+        let header_len = match self.version {
+            Version::V2 => V2_BYTES,
+            Version::V3 => (RAW_BYTES + self.unknown_tail.len()).next_multiple_of(8),
+        };
+        let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        let raw = RawHeader {
+            magic: MAGIC.into(),
+            version: self.version.number().into(),
+            backing_name_offset: (backing_at as u64).into(),
+            backing_name_len: number(backing_len).into(),
+            cluster_bits: self.cluster_bits.bits().into(),
+            size: self.size.into(),
+            crypt_method: self.encryption.number().into(),
+            l1_entries: self.l1_entries.into(),
+            l1_offset: self.l1_offset.bytes().into(),
+            refcount_table_offset: self.refcount_table_offset.bytes().into(),
+            refcount_table_clusters: self.refcount_table_clusters.into(),
+            snapshot_count: self.snapshot_count.into(),
+            snapshots_offset: self.snapshots_offset.bytes().into(),
+            incompatible: self.incompatible.encode().into(),
+            compatible: self.compatible.encode().into(),
+            autoclear: self.autoclear.encode().into(),
+            refcount_order: self.refcount_width.order().into(),
+            header_len: number(header_len).into(),
+            compression_type: self.compression.number(),
+            padding: [0; 7],
+        };
+        let plain_v2 = self.incompatible == Incompatible::default()
+            && self.compatible == Compatible::default()
+            && self.autoclear == Autoclear::default()
+            && self.compression == Compression::Deflate
+            && self.refcount_width == RefcountWidth::DEFAULT;
+        if self.version == Version::V2 && !plain_v2 {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "version 2 has no feature bits, 16-bit refcounts and deflate only",
+            ));
+        }
+        let mut out = raw.as_bytes().to_vec();
+        out.extend_from_slice(&self.unknown_tail);
+        out.resize(header_len, 0);
+        Ok(out)
+    }
+
+    fn encode_extensions(&self, out: &mut Vec<u8>, feature_names: &[FeatureName]) {
+        if let Some(format) = self.backing.as_ref().and_then(|backing| backing.format.as_ref()) {
+            extension::append(out, extension::BACKING_FORMAT, format.as_bytes());
+        }
+        if let Some(name) = &self.data_file_name {
+            extension::append(out, extension::DATA_FILE_NAME, name.as_bytes());
+        }
+        if let Encryption::Luks { header: Some((offset, len)) } = self.encryption {
+            let data = extension::encode_luks_header(offset, len);
+            extension::append(out, extension::LUKS_HEADER, &data);
+        }
+        if !feature_names.is_empty() {
+            let data = FeatureName::encode_table(feature_names);
+            extension::append(out, extension::FEATURE_NAMES, &data);
+        }
+        if let Some(bitmaps) = &self.bitmaps {
+            extension::append(out, extension::BITMAPS, &bitmaps.encode());
+        }
+        for unknown in &self.unknown_extensions {
+            extension::append(out, unknown.magic, &unknown.data);
+        }
+        extension::append(out, extension::END, &[]);
+    }
+
+    /// Length of the disk: whole sectors, as QEMU counts.
+    pub fn disk_bytes(&self) -> u64 {
+        self.size - self.size % SECTOR_BYTES
+    }
+
+    /// How to read the L2 tables.
+    pub fn l2_format(&self) -> L2Format {
+        L2Format {
+            cluster_bits: self.cluster_bits,
+            version: self.version,
+            extended: self.incompatible.extended_l2,
+            data_file: self.incompatible.external_data_file,
+        }
+    }
+
+    /// L1 entries that a disk of this size needs; behind them QEMU keeps the state of machines.
+    pub fn l1_entries_needed(&self) -> u64 {
+        self.size.div_ceil(1 << self.l2_format().table_bits())
+    }
+}
+
+impl Frame {
+    fn decode(first_bytes: &[u8]) -> Result<Self> {
+        // A shorter file reads as zeros beyond its end.
+        let mut fixed = [0; RAW_BYTES];
+        for (to, from) in fixed.iter_mut().zip(first_bytes) {
+            *to = *from;
+        }
+        let raw: RawHeader = zerocopy::transmute!(fixed);
+        if raw.magic.get() != MAGIC {
+            return Err(corrupt(format!(
+                "not a qcow2 image: it starts with {:#010x} instead of {MAGIC:#010x} (QFI\\xfb)",
+                raw.magic.get()
+            )));
+        }
+        let version = Version::from_number(raw.version.get())?;
+        let cluster_bits = ClusterBits::new(raw.cluster_bits.get()).ok_or_else(|| {
+            corrupt(format!(
+                "cluster size 2^{} (header byte 20) is not supported: 2^{} to 2^{} are",
+                raw.cluster_bits.get(),
+                ClusterBits::MIN,
+                ClusterBits::MAX
+            ))
+        })?;
+        // At most 2^21, as cluster_bits is checked.
+        let cluster_bytes = 1_usize << cluster_bits.bits();
+        let header_len = match version {
+            Version::V2 => V2_BYTES,
+            Version::V3 => raw.header_len.get() as usize,
+        };
+        if version == Version::V3 && !(V3_BYTES_MIN..=cluster_bytes).contains(&header_len) {
+            return Err(corrupt(format!(
+                "header length {header_len} (header byte 100) must lie between {V3_BYTES_MIN} and \
+                 the cluster size {cluster_bytes}"
+            )));
+        }
+        let backing_offset = raw.backing_name_offset.get();
+        let backing_at = usize::try_from(backing_offset)
+            .ok()
+            .filter(|&at| at <= cluster_bytes)
+            .ok_or_else(|| {
+                corrupt(format!(
+                    "the backing file's name at {backing_offset:#x} (header byte 8) must stand in \
+                     the first {cluster_bytes} bytes"
+                ))
+            })?;
+        let backing_len = raw.backing_name_len.get() as usize;
+        if backing_at != 0 && backing_len > BACKING_NAME_BYTES_MAX.min(cluster_bytes - backing_at) {
+            return Err(corrupt(format!(
+                "backing file name too long: {backing_len} bytes (header byte 16) at {backing_at}; \
+                 at most {BACKING_NAME_BYTES_MAX}, inside the first {cluster_bytes} bytes"
+            )));
+        }
+        let extensions_end = if backing_at == 0 { cluster_bytes } else { backing_at };
+        let frame = Self {
+            raw,
+            version,
+            cluster_bits,
+            header_len,
+            backing_at,
+            backing_len,
+            extensions_end,
+        };
+        Ok(frame.without_v3_fields())
+    }
+
+    /// In version 2 other things stand where version 3 has its fields.
+    fn without_v3_fields(mut self) -> Self {
+        if self.version == Version::V2 {
+            self.raw.incompatible = 0.into();
+            self.raw.compatible = 0.into();
+            self.raw.autoclear = 0.into();
+            self.raw.refcount_order = RefcountWidth::DEFAULT.order().into();
+        }
+        if self.header_len <= COMPRESSION_TYPE_AT {
+            self.raw.compression_type = 0;
+        }
+        self
+    }
+
+    fn compression(&self) -> Result<Compression> {
+        let compression = match self.raw.compression_type {
+            0 => Compression::Deflate,
+            1 => Compression::Zstd,
+            other => {
+                return Err(unsupported(format!(
+                    "compression type {other} (header byte {COMPRESSION_TYPE_AT}) is unknown"
+                )));
+            }
+        };
+        let flagged = self.raw.incompatible.get() & COMPRESSION != 0;
+        if flagged == (compression == Compression::Deflate) {
+            return Err(corrupt(format!(
+                "compression type {} (header byte {COMPRESSION_TYPE_AT}) and incompatible bit 3 \
+                 contradict each other",
+                self.raw.compression_type
+            )));
+        }
+        Ok(compression)
+    }
+
+    fn incompatible(&self, bytes: &[u8]) -> Result<Incompatible> {
+        let bits = self.raw.incompatible.get();
+        let unknown = bits & !INCOMPATIBLE_KNOWN;
+        if unknown == 0 {
+            return Ok(Incompatible::decode(bits));
+        }
+        let mut names = Vec::new();
+        let mut walk = Walk::new(bytes, self.header_len, self.extensions_end);
+        // A broken extension ends the search for names; the image is refused anyway.
+        while let Ok(Some(step)) = walk.next() {
+            if step.magic == extension::FEATURE_NAMES {
+                names = FeatureName::decode_table(&step.data);
+            }
+        }
+        let list: Vec<_> = (0..64)
+            .filter(|bit| unknown & (1 << bit) != 0)
+            .map(|bit: u8| {
+                let named = names
+                    .iter()
+                    .find(|name| name.kind == FeatureKind::Incompatible && name.bit == bit);
+                match named {
+                    Some(name) => format!("{:?} (bit {bit})", name.name),
+                    None => format!("bit {bit}"),
+                }
+            })
+            .collect();
+        Err(unsupported(format!(
+            "the image needs features that mica does not know: incompatible {}",
+            list.join(", ")
+        )))
+    }
+
+    fn refcount_width(&self) -> Result<RefcountWidth> {
+        let order = self.raw.refcount_order.get();
+        RefcountWidth::from_order(order).ok_or_else(|| {
+            corrupt(format!(
+                "refcounts of 2^{order} bits (header byte 96) are too wide: at most 64 bits"
+            ))
+        })
+    }
+
+    fn encryption(&self) -> Result<Encryption> {
+        match self.raw.crypt_method.get() {
+            0 => Ok(Encryption::None),
+            1 => Ok(Encryption::Aes),
+            2 => Ok(Encryption::Luks { header: None }),
+            other => {
+                Err(unsupported(format!("encryption method {other} (header byte 32) is unknown")))
+            }
+        }
+    }
+
+    fn backing(&self, bytes: &[u8], format: Option<String>) -> Result<Option<BackingName>> {
+        if self.backing_at == 0 {
+            return Ok(None);
+        }
+        let there = bytes.get(self.backing_at..).unwrap_or_default();
+        let name = until_nul(there.get(..self.backing_len).unwrap_or(there));
+        if name.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(BackingName { name: OsStr::from_bytes(name).to_owned(), format }))
+    }
+}
+
+impl Version {
+    /// The number in the header.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::V2 => 2,
+            Self::V3 => 3,
+        }
+    }
+
+    fn from_number(number: u32) -> Result<Self> {
+        match number {
+            2 => Ok(Self::V2),
+            3 => Ok(Self::V3),
+            1 => Err(unsupported(
+                "qcow version 1 is not supported; qemu-img convert -f qcow -O qcow2 makes it qcow2",
+            )),
+            other => {
+                Err(unsupported(format!("qcow2 version {other} is not supported: 2 and 3 are")))
+            }
+        }
+    }
+}
+
+impl Compression {
+    fn number(self) -> u8 {
+        match self {
+            Self::Deflate => 0,
+            Self::Zstd => 1,
+        }
+    }
+}
+
+impl Encryption {
+    fn number(self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Aes => 1,
+            Self::Luks { .. } => 2,
+        }
+    }
+
+    /// Ciphertext is never served as if it were data.
+    fn refuse(self) -> Result<()> {
+        match self {
+            Self::None => Ok(()),
+            Self::Aes => Err(unsupported("the image is AES encrypted, not yet supported")),
+            Self::Luks { .. } => Err(unsupported("the image is LUKS encrypted, not yet supported")),
+        }
+    }
+}
+
+impl Incompatible {
+    fn decode(bits: u64) -> Self {
+        Self {
+            dirty: bits & DIRTY != 0,
+            corrupt: bits & CORRUPT != 0,
+            external_data_file: bits & DATA_FILE != 0,
+            compression: bits & COMPRESSION != 0,
+            extended_l2: bits & EXTENDED_L2 != 0,
+        }
+    }
+
+    fn encode(self) -> u64 {
+        flag(self.dirty, DIRTY)
+            | flag(self.corrupt, CORRUPT)
+            | flag(self.external_data_file, DATA_FILE)
+            | flag(self.compression, COMPRESSION)
+            | flag(self.extended_l2, EXTENDED_L2)
+    }
+}
+
+impl Compatible {
+    fn decode(bits: u64) -> Self {
+        Self { lazy_refcounts: bits & LAZY_REFCOUNTS != 0, unknown: bits & !LAZY_REFCOUNTS }
+    }
+
+    fn encode(self) -> u64 {
+        flag(self.lazy_refcounts, LAZY_REFCOUNTS) | self.unknown
+    }
+}
+
+impl Autoclear {
+    fn decode(bits: u64) -> Self {
+        Self {
+            bitmaps_consistent: bits & BITMAPS_CONSISTENT != 0,
+            raw_external: bits & RAW_EXTERNAL != 0,
+            unknown: bits & !(BITMAPS_CONSISTENT | RAW_EXTERNAL),
+        }
+    }
+
+    fn encode(self) -> u64 {
+        flag(self.bitmaps_consistent, BITMAPS_CONSISTENT)
+            | flag(self.raw_external, RAW_EXTERNAL)
+            | self.unknown
+    }
+}
+
+fn flag(set: bool, bit: u64) -> u64 {
+    if set { bit } else { 0 }
+}
+
+/// The header's bytes after the fields that mica knows.
+fn tail(bytes: &[u8], header_len: usize) -> Vec<u8> {
+    let Some(len) = header_len.checked_sub(RAW_BYTES) else { return Vec::new() };
+    let there = bytes.get(RAW_BYTES..).unwrap_or_default();
+    let mut tail = there.get(..len).unwrap_or(there).to_vec();
+    tail.resize(len, 0);
+    tail
+}
+
+fn missing(needed: usize, there: u64) -> Error {
+    let context = format!("decoding a header needs {needed} bytes of the file, got {there}");
+    Error::new(ErrorKind::Invalid, context)
+}
+
+#[cfg(test)]
+mod tests;
