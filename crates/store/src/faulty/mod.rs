@@ -1,0 +1,10 @@
+//! Stores that stand on a store and misbehave, for tests and for users who want to see what
+//! happens: each takes what it needs in a struct of its own and leaves everything else alone.
+
+mod delay;
+mod error;
+mod log;
+
+pub use delay::{DelayOptions, DelayStore};
+pub use error::{ErrorOptions, ErrorStore, When};
+pub use log::{LogOptions, LogStore, Sink};

@@ -1,0 +1,310 @@
+//! A bounded cache of open descriptors.
+//!
+//! Every [`FileStore`](crate::FileStore) has a [`Handle`]: it knows which file it is and may have
+//! that file open. [`Handles`] bounds how many have. The fast path of a read is one lock of the
+//! handle that nobody else holds for longer than it takes to clone an `Arc`.
+//!
+//! ```text
+//! get ─▶ handle open ──────────────────────────────▶ clone the Arc
+//!     └▶ closed ─▶ room, or an idle handle gave way ─▶ open, compare with what it was, keep
+//!               └▶ all are busy ───────────────────▶ None: the caller waits and asks again
+//! ```
+//!
+//! Invariants
+//! - I1 No more handles are open than the bound: room is reserved before a file is opened.
+//! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
+//!   it frees its descriptor at once.
+//! - I3 A reopened handle is the file that it was: same device, inode and length. Else the read
+//!   fails and says so.
+//! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
+//!
+//! Locks: a handle's `file`, then the ring. Under the ring other handles are only tried.
+
+use crate::located::{FileId, FileKind, Located, not_an_image};
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::{Access, File};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A bounded cache of open descriptors, shared by all stores of a process.
+pub struct Handles {
+    bound: usize,
+    ring: Mutex<Ring>,
+}
+
+impl Handles {
+    /// Fewest descriptors that a cache is of use with.
+    const BOUND_MIN: usize = 4;
+    /// Most descriptors that a cache keeps: as many as a chain may have layers.
+    const BOUND_MAX: usize = 1 << 16;
+
+    /// A cache of at most `bound` open descriptors.
+    pub fn new(bound: usize) -> Arc<Self> {
+        let bound = bound.clamp(Self::BOUND_MIN, Self::BOUND_MAX);
+        Arc::new(Self { bound, ring: Mutex::default() })
+    }
+
+    /// A cache that takes what the process may open, but for `reserve` descriptors that are left
+    /// for sockets, rings and all else.
+    pub fn for_process(reserve: usize) -> Arc<Self> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let limit = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
+        Self::new(limit.saturating_sub(reserve))
+    }
+
+    /// The most descriptors that it keeps open.
+    pub fn bound(&self) -> usize {
+        self.bound
+    }
+
+    /// How many are open now.
+    pub fn open_count(&self) -> usize {
+        self.ring().entries.len()
+    }
+
+    /// The file of `handle`, opened if it is not; `None` if every descriptor is busy.
+    #[inline]
+    pub(crate) fn get(&self, handle: &Arc<Handle>) -> Result<Option<Arc<File>>> {
+        let mut file = handle.lock();
+        if let Some(file) = &*file {
+            handle.mark_used();
+            return Ok(Some(Arc::clone(file)));
+        }
+        let opened = self.open(handle)?;
+        file.clone_from(&opened);
+        Ok(opened)
+    }
+
+    /// Keeps `file`, which was opened when the handle was made, if there is room for it.
+    pub(crate) fn keep(&self, handle: &Arc<Handle>, file: Arc<File>) {
+        let mut slot = handle.lock();
+        if slot.is_none() && self.reserve(handle) {
+            *slot = Some(file);
+        }
+    }
+
+    /// Forgets a handle whose store is gone.
+    pub(crate) fn forget(&self, handle: &Arc<Handle>) {
+        let mut file = handle.lock();
+        if file.is_some() {
+            self.ring().remove(handle);
+        }
+        drop(file.take());
+    }
+
+    /// Opens the file of `handle`, whose lock the caller holds.
+    #[cold]
+    fn open(&self, handle: &Arc<Handle>) -> Result<Option<Arc<File>>> {
+        if !self.reserve(handle) {
+            return Ok(None);
+        }
+        loop {
+            match handle.open_file() {
+                Ok(file) => {
+                    handle.mark_used();
+                    return Ok(Some(Arc::new(file)));
+                }
+                Err(OpenFailure::NoDescriptor(error)) => {
+                    // The rest of the process took more than its reserve.
+                    let mut ring = self.ring();
+                    if let Some(position) = ring.find_idle(handle) {
+                        ring.remove_at(position);
+                        continue;
+                    }
+                    ring.remove(handle);
+                    if ring.entries.is_empty() {
+                        let what = format!("opening {}", handle.path.display());
+                        return Err(Error::from_io(what, error.into()));
+                    }
+                    return Ok(None);
+                }
+                Err(OpenFailure::Other(error)) => {
+                    self.ring().remove(handle);
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Puts `handle` in the ring, in the place of an idle one if there is no room (I1).
+    fn reserve(&self, handle: &Arc<Handle>) -> bool {
+        let mut ring = self.ring();
+        if ring.entries.len() >= self.bound {
+            let Some(position) = ring.find_idle(handle) else { return false };
+            ring.remove_at(position);
+        }
+        ring.insert(Arc::clone(handle));
+        true
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Raises the soft limit of open files to the hard one and gives what it is now.
+///
+/// # Errors
+/// If the system refuses.
+pub fn raise_open_files_limit() -> io::Result<u64> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })?;
+    }
+    Ok(limit.maximum.unwrap_or(u64::MAX))
+}
+
+/// One file, open or not.
+pub(crate) struct Handle {
+    file: Mutex<Option<Arc<File>>>,
+    /// Whether it was used since the clock's hand last passed.
+    used: AtomicBool,
+    /// Where it is in the ring; read and written under the ring's lock.
+    position: AtomicUsize,
+    path: PathBuf,
+    id: FileId,
+    /// Length of a regular file when it was found.
+    len: u64,
+    access: Access,
+}
+
+impl Handle {
+    pub(crate) fn new(located: &Located, access: Access) -> Self {
+        Self {
+            file: Mutex::default(),
+            used: AtomicBool::new(false),
+            position: AtomicUsize::new(0),
+            path: located.path().to_owned(),
+            id: located.file_id(),
+            len: located.regular_len(),
+            access,
+        }
+    }
+
+    pub(crate) fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
+    pub(crate) fn kind(&self) -> FileKind {
+        self.id.kind()
+    }
+
+    /// Opens what `located` found, for this handle's access.
+    pub(crate) fn open_located(&self, located: &Located) -> rustix::io::Result<File> {
+        let flags = match self.access {
+            Access::Buffered => OFlags::empty(),
+            Access::Direct => OFlags::DIRECT,
+        };
+        Ok(File::new(located.open(flags)?, self.access))
+    }
+
+    /// Opens the file and makes sure that it is the one that it was (I3).
+    fn open_file(&self) -> std::result::Result<File, OpenFailure> {
+        let failed = |error: Errno| match error {
+            Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
+            Errno::STALE => OpenFailure::Other(self.replaced("was replaced")),
+            error => {
+                let what = format!("reopening {}", self.path.display());
+                OpenFailure::Other(Error::from_io(what, error.into()))
+            }
+        };
+        let located = Located::find_raw(&self.path)
+            .map_err(failed)?
+            .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
+        if !located.is_same_file(&self.id) {
+            return Err(OpenFailure::Other(self.replaced("was replaced")));
+        }
+        if located.regular_len() != self.len {
+            return Err(OpenFailure::Other(self.replaced("changed its length")));
+        }
+        self.open_located(&located).map_err(failed)
+    }
+
+    /// Opens the file beside the cache, for one call.
+    pub(crate) fn open_beside(&self) -> Result<File> {
+        self.open_file().map_err(|failure| match failure {
+            OpenFailure::Other(error) => error,
+            OpenFailure::NoDescriptor(error) => {
+                Error::from_io(format!("reopening {}", self.path.display()), error.into())
+            }
+        })
+    }
+
+    fn replaced(&self, how: &str) -> Error {
+        let path = self.path.display();
+        Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<File>>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[inline]
+    fn mark_used(&self) {
+        // Looked at first, so that queues that share a layer do not pass its line around.
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+enum OpenFailure {
+    /// The process or the system has no descriptor left.
+    NoDescriptor(Errno),
+    Other(Error),
+}
+
+/// The open handles, and the hand of the clock that closes them.
+#[derive(Default)]
+struct Ring {
+    entries: Vec<Arc<Handle>>,
+    hand: usize,
+}
+
+impl Ring {
+    /// Rounds that the hand makes: one may clear all marks, the next finds what is idle.
+    const SWEEPS: usize = 2;
+
+    fn insert(&mut self, handle: Arc<Handle>) {
+        handle.position.store(self.entries.len(), Ordering::Relaxed);
+        self.entries.push(handle);
+    }
+
+    fn remove(&mut self, handle: &Arc<Handle>) {
+        self.remove_at(handle.position.load(Ordering::Relaxed));
+    }
+
+    fn remove_at(&mut self, position: usize) {
+        self.entries.swap_remove(position);
+        if let Some(moved) = self.entries.get(position) {
+            moved.position.store(position, Ordering::Relaxed);
+        }
+    }
+
+    /// Closes an idle handle other than `opening` and gives its place (I2).
+    fn find_idle(&mut self, opening: &Arc<Handle>) -> Option<usize> {
+        for _ in 0..Self::SWEEPS * self.entries.len() {
+            if self.hand >= self.entries.len() {
+                self.hand = 0;
+            }
+            let position = self.hand;
+            self.hand += 1;
+            let handle = &self.entries[position];
+            if Arc::ptr_eq(handle, opening) || handle.used.swap(false, Ordering::Relaxed) {
+                continue;
+            }
+            // One that is being used or opened right now is not idle.
+            let Ok(mut file) = handle.file.try_lock() else { continue };
+            if file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
+                *file = None;
+                return Some(position);
+            }
+        }
+        None
+    }
+}

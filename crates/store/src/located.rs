@@ -1,0 +1,200 @@
+//! A file that was found but not opened.
+//!
+//! Opening a name has effects: a FIFO hangs, a tape rewinds, a watchdog starts to bite. So a name
+//! is first resolved with O_PATH, which has none; what it turned out to be is judged; and only then
+//! that very inode is opened, through its descriptor, so that nobody can swap the name in between.
+
+use mica_block::{Error, ErrorKind, Identity, Result};
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
+use rustix::io::Errno;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+/// A file that was found but not opened. It pins an inode and can read nothing.
+#[derive(Debug)]
+pub struct Located {
+    fd: OwnedFd,
+    path: PathBuf,
+    stat: Stat,
+    kind: FileKind,
+}
+
+/// What a store can lie in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FileKind {
+    /// A regular file.
+    Regular,
+    /// A block device.
+    BlockDevice,
+}
+
+impl Located {
+    /// Finds what `path` names, through symbolic links.
+    ///
+    /// # Errors
+    /// What the system says; `Invalid` if it is neither a regular file nor a block device.
+    pub fn find(path: &Path) -> Result<Self> {
+        // The name is used again when the file is reopened, wherever the process is by then.
+        let path = std::path::absolute(path)
+            .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))?;
+        match Self::find_raw(&path) {
+            Ok(Ok(located)) => Ok(located),
+            Ok(Err(what)) => Err(not_an_image(&path, what)),
+            Err(error) => Err(Error::from_io(format!("opening {}", path.display()), error.into())),
+        }
+    }
+
+    /// Finds `path`; the inner error names what it is instead of a file that can hold an image.
+    pub(crate) fn find_raw(
+        path: &Path,
+    ) -> rustix::io::Result<std::result::Result<Self, &'static str>> {
+        let fd = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let stat = fstat(&fd)?;
+        let kind = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => FileKind::Regular,
+            FileType::BlockDevice => FileKind::BlockDevice,
+            FileType::Directory => return Ok(Err("a directory")),
+            FileType::Fifo => return Ok(Err("a FIFO")),
+            FileType::Socket => return Ok(Err("a socket")),
+            FileType::CharacterDevice => return Ok(Err("a character device")),
+            _ => return Ok(Err("of an unknown type")),
+        };
+        Ok(Ok(Self { fd, path: path.to_owned(), stat, kind }))
+    }
+
+    /// The name by which it was found, made absolute.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> FileKind {
+        self.kind
+    }
+
+    /// User that owns it.
+    pub fn owner(&self) -> u32 {
+        self.stat.st_uid
+    }
+
+    /// Its permission bits.
+    pub fn mode(&self) -> u32 {
+        self.stat.st_mode & 0o7777
+    }
+
+    /// Where the inode is, without symbolic links.
+    ///
+    /// # Errors
+    /// `Io` where /proc is not mounted.
+    pub fn real_path(&self) -> Result<PathBuf> {
+        let failed = |error: Errno| {
+            let what = format!("asking /proc where {} is", self.path.display());
+            Error::from_io(what, error.into())
+        };
+        let target = readlink(proc_path(&self.fd), Vec::new()).map_err(failed)?;
+        Ok(PathBuf::from(std::ffi::OsString::from_vec(target.into_bytes())))
+    }
+
+    /// Which file it is. A block device says that it changed just now, at `now_ns`: the system
+    /// keeps no time of its last change, so nothing that was derived from it may be trusted.
+    pub fn identity(&self, len: u64, now_ns: i128) -> Identity {
+        let stat = &self.stat;
+        match self.kind {
+            FileKind::Regular => Identity {
+                device: stat.st_dev,
+                inode: stat.st_ino,
+                len,
+                mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
+                ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
+            },
+            // All nodes of one device are one file; no regular file has inode 0.
+            FileKind::BlockDevice => {
+                Identity { device: stat.st_rdev, inode: 0, len, mtime_ns: now_ns, ctime_ns: now_ns }
+            }
+        }
+    }
+
+    /// Length of a regular file when it was found.
+    pub(crate) fn regular_len(&self) -> u64 {
+        u64::try_from(self.stat.st_size).unwrap_or(0)
+    }
+
+    /// Whether `other` is the same inode or the same device.
+    pub(crate) fn is_same_file(&self, other: &FileId) -> bool {
+        self.file_id() == *other
+    }
+
+    pub(crate) fn file_id(&self) -> FileId {
+        match self.kind {
+            FileKind::Regular => {
+                FileId { kind: self.kind, device: self.stat.st_dev, inode: self.stat.st_ino }
+            }
+            FileKind::BlockDevice => {
+                FileId { kind: self.kind, device: self.stat.st_rdev, inode: 0 }
+            }
+        }
+    }
+
+    /// Whether this process may read it.
+    pub(crate) fn check_readable(&self) -> Result<()> {
+        use rustix::fs::{Access, AtFlags, accessat};
+        match accessat(CWD, proc_path(&self.fd), Access::READ_OK, AtFlags::EACCESS) {
+            Err(error @ (Errno::ACCESS | Errno::PERM)) => {
+                Err(Error::from_io(format!("opening {}", self.path.display()), error.into()))
+            }
+            // Anything else is told by the open that comes.
+            _ => Ok(()),
+        }
+    }
+
+    /// Opens it for reading: this inode, whatever the name means by now.
+    pub(crate) fn open(&self, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | flags;
+        match openat(CWD, proc_path(&self.fd), flags, Mode::empty()) {
+            // Without /proc the name is opened again, and what it gives is compared. O_NONBLOCK
+            // keeps a FIFO that was swapped in from hanging us; it must not stay, because
+            // io_uring refuses to wait for such a file.
+            Err(Errno::NOENT) => {
+                let fd = open(&self.path, flags | OFlags::NONBLOCK, Mode::empty())?;
+                let stat = fstat(&fd)?;
+                if (stat.st_dev, stat.st_ino) != (self.stat.st_dev, self.stat.st_ino) {
+                    return Err(Errno::STALE);
+                }
+                rustix::fs::fcntl_setfl(&fd, flags & OFlags::DIRECT)?;
+                Ok(fd)
+            }
+            result => result,
+        }
+    }
+}
+
+/// Names a file as long as it exists.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FileId {
+    kind: FileKind,
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    pub(crate) fn kind(&self) -> FileKind {
+        self.kind
+    }
+}
+
+pub(crate) fn not_an_image(path: &Path, what: &str) -> Error {
+    let path = path.display();
+    Error::new(
+        ErrorKind::Invalid,
+        format!("{path} is {what}: an image is a regular file or a block device"),
+    )
+}
+
+fn proc_path(fd: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
+}
+
+fn nanoseconds(seconds: i64, nanos: u64) -> i128 {
+    i128::from(seconds) * 1_000_000_000 + i128::from(nanos)
+}
