@@ -1,1 +1,19 @@
-//! wip
+//! Builds a disk from what the user named. Internal crate, and the only one that names concrete
+//! stores and formats.
+//!
+//! - [`FileImages`] opens image files and keeps their sidecars; `policy` decides what it may open.
+//! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
+//! - [`Fault`] is what the user asked to go wrong.
+
+mod images;
+mod inject;
+mod null;
+mod policy;
+mod raw;
+mod sidecars;
+
+pub use images::{FileImages, ImageOptions};
+pub use inject::Fault;
+pub use null::NullDisk;
+pub use raw::RawDisk;
+pub use sidecars::SidecarPlace;

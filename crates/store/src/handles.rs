@@ -213,7 +213,7 @@ impl Handle {
                 OpenFailure::Other(Error::from_io(what, error.into()))
             }
         };
-        let located = Located::find_raw(&self.path)
+        let located = Located::find_raw(&self.path, OFlags::empty())
             .map_err(failed)?
             .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
         if !located.is_same_file(&self.id) {

@@ -35,21 +35,34 @@ impl Located {
     /// # Errors
     /// What the system says; `Invalid` if it is neither a regular file nor a block device.
     pub fn find(path: &Path) -> Result<Self> {
+        Self::find_with(path, OFlags::empty())
+    }
+
+    /// Finds what `path` names, but not if that is a symbolic link.
+    ///
+    /// # Errors
+    /// As [`Self::find`].
+    pub fn find_no_follow(path: &Path) -> Result<Self> {
+        Self::find_with(path, OFlags::NOFOLLOW)
+    }
+
+    fn find_with(path: &Path, flags: OFlags) -> Result<Self> {
+        let failed = |error| Error::from_io(format!("opening {}", path.display()), error);
         // The name is used again when the file is reopened, wherever the process is by then.
-        let path = std::path::absolute(path)
-            .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))?;
-        match Self::find_raw(&path) {
+        let path = std::path::absolute(path).map_err(failed)?;
+        match Self::find_raw(&path, flags) {
             Ok(Ok(located)) => Ok(located),
             Ok(Err(what)) => Err(not_an_image(&path, what)),
-            Err(error) => Err(Error::from_io(format!("opening {}", path.display()), error.into())),
+            Err(error) => Err(failed(error.into())),
         }
     }
 
     /// Finds `path`; the inner error names what it is instead of a file that can hold an image.
     pub(crate) fn find_raw(
         path: &Path,
+        flags: OFlags,
     ) -> rustix::io::Result<std::result::Result<Self, &'static str>> {
-        let fd = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let fd = open(path, OFlags::PATH | OFlags::CLOEXEC | flags, Mode::empty())?;
         let stat = fstat(&fd)?;
         let kind = match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => FileKind::Regular,
@@ -58,7 +71,8 @@ impl Located {
             FileType::Fifo => return Ok(Err("a FIFO")),
             FileType::Socket => return Ok(Err("a socket")),
             FileType::CharacterDevice => return Ok(Err("a character device")),
-            _ => return Ok(Err("of an unknown type")),
+            FileType::Symlink => return Ok(Err("a symbolic link")),
+            FileType::Unknown => return Ok(Err("of an unknown type")),
         };
         Ok(Ok(Self { fd, path: path.to_owned(), stat, kind }))
     }
@@ -71,6 +85,14 @@ impl Located {
     /// What it is.
     pub fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    /// Length of a regular file when it was found. A block device tells its length when opened.
+    pub fn known_len(&self) -> Option<u64> {
+        match self.kind {
+            FileKind::Regular => Some(self.regular_len()),
+            FileKind::BlockDevice => None,
+        }
     }
 
     /// User that owns it.
@@ -115,7 +137,6 @@ impl Located {
         }
     }
 
-    /// Length of a regular file when it was found.
     pub(crate) fn regular_len(&self) -> u64 {
         u64::try_from(self.stat.st_size).unwrap_or(0)
     }

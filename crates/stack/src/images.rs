@@ -1,0 +1,99 @@
+//! Image files of the host, opened under the policy.
+
+use crate::inject::Fault;
+use crate::policy::Policy;
+use crate::sidecars::{SidecarPlace, Sidecars};
+use mica_block::{Images, OpenImage, Result, Store};
+use mica_store::{CacheMode, FileStore, Handles};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How image files are opened.
+#[derive(Clone)]
+pub struct ImageOptions {
+    /// Directories whose files images may name, besides those of the image that the user named.
+    pub allow_paths: Vec<PathBuf>,
+    /// Whether reads go through the host's page cache.
+    pub cache: CacheMode,
+    /// The bound on open descriptors.
+    pub handles: Arc<Handles>,
+    /// Where the indexes of layers are kept.
+    pub sidecars: SidecarPlace,
+    /// What shall go wrong with reads of images, the first next to the file.
+    pub faults: Vec<Fault>,
+}
+
+impl ImageOptions {
+    /// The options that nobody asked anything of, with this bound on open descriptors.
+    pub fn new(handles: Arc<Handles>) -> Self {
+        Self {
+            allow_paths: Vec::new(),
+            cache: CacheMode::default(),
+            handles,
+            sidecars: SidecarPlace::default(),
+            faults: Vec::new(),
+        }
+    }
+}
+
+/// Image files of the host. Each command that names an image makes one of these.
+pub struct FileImages {
+    policy: Policy,
+    sidecars: Sidecars,
+    cache: CacheMode,
+    handles: Arc<Handles>,
+    faults: Vec<Fault>,
+}
+
+impl FileImages {
+    /// The files that belong to the image that the user `named`.
+    ///
+    /// # Errors
+    /// If there is no such image, or an option names a directory that is not there.
+    pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
+        let ImageOptions { allow_paths, cache, handles, sidecars, faults } = options;
+        let policy = Policy::new(named, &allow_paths)?;
+        let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
+        Ok(Self { policy, sidecars, cache, handles, faults })
+    }
+}
+
+impl Images for FileImages {
+    fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf> {
+        self.policy.resolve(referrer, name)
+    }
+
+    fn open(&self, path: &Path) -> Result<OpenImage> {
+        let located = self.policy.find(path)?;
+        let store = FileStore::new(&located, self.cache, &self.handles)?;
+        let len = located.known_len().map_or_else(|| store.len(), Ok)?;
+        let identity = located.identity(len, self.now_ns());
+        let mut store: Arc<dyn Store> = Arc::new(store);
+        for fault in &self.faults {
+            store = fault.stack_on(store);
+        }
+        Ok(OpenImage { store, identity })
+    }
+
+    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        self.sidecars.open(&self.policy.find(path)?)
+    }
+
+    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
+        self.sidecars.write(&self.policy.find(path)?, content)
+    }
+
+    fn remove_sidecar(&self, path: &Path) -> Result<()> {
+        self.sidecars.remove(&self.policy.find(path)?)
+    }
+
+    fn now_ns(&self) -> i128 {
+        // The coarse clock is the one that file systems stamp with: whatever changes after this
+        // call is stamped with this time or a later one.
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)
+    }
+}
+
+#[cfg(test)]
+mod tests;

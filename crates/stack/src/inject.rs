@@ -1,0 +1,146 @@
+//! What the user asked to go wrong: `--inject delay=2ms`, `--inject error=1%,errno=EIO`.
+
+use mica_block::{Error, ErrorKind, Result, Store};
+use mica_store::faulty::{
+    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Sink, When,
+};
+use rustix::io::Errno;
+use std::io::Write;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// One thing that shall go wrong with reads of images, or be told of them.
+#[derive(Clone)]
+pub enum Fault {
+    /// Each read takes longer.
+    Delay(DelayOptions),
+    /// Some reads fail.
+    Error(ErrorOptions),
+    /// Each read is told.
+    Log(LogOptions),
+}
+
+impl Fault {
+    /// How it is written, for messages and help.
+    pub const SYNTAX: &str = "delay=TIME | error=WHEN[,errno=NAME][,seed=NUMBER] | log=FILE, \
+        where TIME is like 500us, 2ms or 1s, and WHEN is like 1%, every:100 or range:1M-2M";
+
+    /// `inner` with this fault.
+    pub fn stack_on(&self, inner: Arc<dyn Store>) -> Arc<dyn Store> {
+        match self {
+            Self::Delay(options) => Arc::new(DelayStore::new(inner, *options)),
+            Self::Error(options) => Arc::new(ErrorStore::new(inner, options.clone())),
+            Self::Log(options) => Arc::new(LogStore::new(inner, options.clone())),
+        }
+    }
+}
+
+impl FromStr for Fault {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let fault = match text.split_once('=') {
+            Some(("delay", time)) => {
+                parse_duration(time).map(|read| Self::Delay(DelayOptions { read }))
+            }
+            Some(("error", rest)) => parse_error(rest).map(Self::Error),
+            Some(("log", file)) => {
+                return Ok(Self::Log(LogOptions { sink: open_log(file)? }));
+            }
+            _ => None,
+        };
+        fault.ok_or_else(|| {
+            let what = format!("--inject {text:?} is not understood; it takes {}", Self::SYNTAX);
+            Error::new(ErrorKind::Invalid, what)
+        })
+    }
+}
+
+fn parse_duration(text: &str) -> Option<Duration> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    let micros = match unit {
+        "us" => number,
+        "ms" => number.checked_mul(1_000)?,
+        "s" => number.checked_mul(1_000_000)?,
+        _ => return None,
+    };
+    Some(Duration::from_micros(micros))
+}
+
+fn parse_error(text: &str) -> Option<ErrorOptions> {
+    let mut parts = text.split(',');
+    let mut when = parse_when(parts.next()?)?;
+    let mut errno = Errno::IO.raw_os_error();
+    for part in parts {
+        match (part.split_once('=')?, &mut when) {
+            (("errno", name), _) => errno = parse_errno(name)?,
+            (("seed", number), When::Rate { seed, .. }) => *seed = number.parse().ok()?,
+            _ => return None,
+        }
+    }
+    Some(ErrorOptions { when, errno })
+}
+
+fn parse_when(text: &str) -> Option<When> {
+    if let Some(percent) = text.strip_suffix('%') {
+        let share = percent.parse::<f64>().ok()? / 100.0;
+        return (0.0..=1.0).contains(&share).then_some(When::Rate { share, seed: 0 });
+    }
+    match text.split_once(':')? {
+        ("every", count) => count.parse().ok().filter(|count| *count > 0).map(When::Every),
+        ("range", range) => {
+            let (start, end) = range.split_once('-')?;
+            let (start, end) = (parse_bytes(start)?, parse_bytes(end)?);
+            (start < end).then(|| When::Ranges(std::iter::once(start..end).collect()))
+        }
+        _ => None,
+    }
+}
+
+fn parse_bytes(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' | b'k' => (&text[..text.len() - 1], 10),
+        b'M' => (&text[..text.len() - 1], 20),
+        b'G' => (&text[..text.len() - 1], 30),
+        b'T' => (&text[..text.len() - 1], 40),
+        _ => (text, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+fn parse_errno(text: &str) -> Option<i32> {
+    let errno = match text {
+        "EIO" => Errno::IO,
+        "ENOSPC" => Errno::NOSPC,
+        "EACCES" => Errno::ACCESS,
+        "EPERM" => Errno::PERM,
+        "EINVAL" => Errno::INVAL,
+        "ENOMEM" => Errno::NOMEM,
+        "ETIMEDOUT" => Errno::TIMEDOUT,
+        "ESTALE" => Errno::STALE,
+        number => return number.parse().ok().filter(|number| (1..4096).contains(number)),
+    };
+    Some(errno.raw_os_error())
+}
+
+/// A sink that appends lines to `file`; `-` is the standard error output.
+fn open_log(file: &str) -> Result<Sink> {
+    let output: Box<dyn Write + Send> = if file == "-" {
+        Box::new(std::io::stderr())
+    } else {
+        let opened = std::fs::File::options().append(true).create(true).open(file);
+        Box::new(opened.map_err(|error| Error::from_io(format!("--inject log={file}"), error))?)
+    };
+    let output = Mutex::new(output);
+    Ok(Arc::new(move |line| {
+        let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
+        // A log that cannot be written must not stop what it tells of.
+        let _ = writeln!(output, "{line}");
+    }))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+//! Decides which files may be opened. Nothing else in mica does.
+//!
+//! Images are written by strangers and name other files: their backing file, their data file. An
+//! image that names /etc/shadow must not get it. So:
+//!
+//! - I1 The user's own word is law: the image that the user named is opened wherever it lies.
+//! - I2 Any other file is opened only if it lies in an allowed directory or below it. Where it lies
+//!   is asked of the inode that was found, after all symbolic links, and that same inode is opened:
+//!   no name is looked up twice.
+//! - I3 A directory is allowed because the user gave it (`--allow-path`), or because the user named
+//!   an image in it. The latter never allows `/`, nor anything of /dev, /proc or /sys.
+//! - I4 A name is a path, never a protocol. One that looks like a protocol is refused, lest someone
+//!   expects it to be followed.
+//! - I5 What cannot be judged is refused: without /proc, all but the image that the user named.
+
+use mica_block::{Error, ErrorKind, Result};
+use mica_store::{FileKind, Located};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+/// What may be opened.
+pub(crate) struct Policy {
+    /// The image that the user named, made absolute.
+    named: PathBuf,
+    /// Directories, and files of their own, without symbolic links.
+    allowed: Vec<PathBuf>,
+}
+
+impl Policy {
+    /// The policy for the image that the user `named`, who also allows what lies in `allow_paths`.
+    pub(crate) fn new(named: &Path, allow_paths: &[PathBuf]) -> Result<Self> {
+        let mut policy = Self { named: absolute(named)?, allowed: Vec::new() };
+        for path in allow_paths {
+            let real = path.canonicalize().map_err(|error| {
+                Error::from_io(format!("--allow-path {}", path.display()), error)
+            })?;
+            policy.allowed.push(real);
+        }
+        let located = Located::find(&policy.named)?;
+        // Where the user sees it and, behind a symbolic link, where it is: relative names of its
+        // backing files start from the one, absolute ones most often name the other.
+        let seen = policy.named.parent().and_then(|parent| parent.canonicalize().ok());
+        let real = match located.kind() {
+            FileKind::Regular => located.real_path().ok(),
+            FileKind::BlockDevice => None,
+        };
+        let real = real.as_deref().and_then(Path::parent).map(Path::to_owned);
+        for directory in [seen, real].into_iter().flatten() {
+            if may_be_implied(&directory) && !policy.allowed.contains(&directory) {
+                policy.allowed.push(directory);
+            }
+        }
+        Ok(policy)
+    }
+
+    /// The file that `name`, which stands in the image at `referrer`, means.
+    pub(crate) fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf> {
+        if name.is_empty() || name.contains('\0') {
+            let what = format!("{} names a file {name:?}", referrer.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        if looks_like_protocol(name) {
+            let what = format!(
+                "{} names {name:?}: a name with a protocol is never followed",
+                referrer.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        // As QEMU does: relative to the directory of the referrer's name.
+        let path = referrer.parent().unwrap_or(Path::new("")).join(name);
+        match self.find(&path) {
+            Ok(_) => Ok(path),
+            Err(error) if error.kind() == ErrorKind::Denied => Err(error),
+            // It cannot be found. That is told only of places where it might be opened, so that
+            // an image cannot ask what else is on this host.
+            Err(_) => self.judge(&path, &likely_place(&absolute(&path)?)).map(|()| path),
+        }
+    }
+
+    /// Finds the file at `path`, if it may be opened.
+    pub(crate) fn find(&self, path: &Path) -> Result<Located> {
+        let located = Located::find(path)?;
+        if absolute(path)? != self.named {
+            let place = located.real_path().map_err(|error| {
+                let what = format!("whether {path:?} may be opened cannot be judged without /proc");
+                Error::new(ErrorKind::Denied, format!("{what} ({error})"))
+            })?;
+            self.judge(path, &place)?;
+        }
+        Ok(located)
+    }
+
+    /// Refuses a file whose real place is outside of what is allowed.
+    fn judge(&self, path: &Path, place: &Path) -> Result<()> {
+        if self.allowed.iter().any(|allowed| place.starts_with(allowed)) {
+            return Ok(());
+        }
+        let directory = place.parent().unwrap_or(place);
+        let what = format!(
+            "{path:?} lies in {directory:?}, which this chain may not open files in: \
+             to allow it, add --allow-path {}",
+            shell_word(directory)
+        );
+        Err(Error::new(ErrorKind::Denied, what))
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path)
+        .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))
+}
+
+/// Whether an image that lies here may open what else lies here (I3).
+fn may_be_implied(directory: &Path) -> bool {
+    let special = ["/dev", "/proc", "/sys"];
+    directory.parent().is_some() && !special.iter().any(|place| directory.starts_with(place))
+}
+
+/// A colon before any slash, as QEMU tells a protocol, or `json:` anywhere QEMU would see it.
+fn looks_like_protocol(name: &str) -> bool {
+    let first = name.split('/').next().unwrap_or_default();
+    first.contains(':')
+}
+
+/// Where a path that cannot be found would be: its deepest ancestor that exists, without symbolic
+/// links, and the rest as it is.
+fn likely_place(path: &Path) -> PathBuf {
+    let mut rest: Vec<&OsStr> = Vec::new();
+    let mut ancestor = path;
+    loop {
+        if let Ok(mut place) = ancestor.canonicalize() {
+            place.extend(rest.iter().rev());
+            return place;
+        }
+        match (ancestor.parent(), ancestor.file_name()) {
+            (Some(parent), Some(name)) => {
+                rest.push(name);
+                ancestor = parent;
+            }
+            // It goes up from something that is not there: nowhere that may be opened.
+            _ => return PathBuf::new(),
+        }
+    }
+}
+
+/// `path` as a word that can be pasted into a shell.
+fn shell_word(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@,=".contains(c);
+    if text.chars().all(plain) {
+        text.into_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''").escape_debug())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,249 @@
+//! The index files beside the layers.
+//!
+//! A sidecar is derived data, so that losing one costs time and nothing else. But a false one that
+//! fits its seal would show a guest the wrong bytes. So:
+//!
+//! - I1 A sidecar is read only if it is a regular file, reached without a symbolic link at its end,
+//!   that nobody could write but those who can write the layer: its owner is the layer's owner,
+//!   this process, or root, and not everyone may write it.
+//! - I2 A sidecar is written to a file that is new, in the same directory, made durable and then
+//!   put in its place: all of it or nothing, and never through a symbolic link.
+//! - I3 A block device has no sidecar: nothing tells that its content changed.
+
+use mica_block::{Error, ErrorKind, Result, Store};
+use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
+use rustix::fd::OwnedFd;
+use rustix::fs::{
+    AtFlags, CWD, Mode, OFlags, ResolveFlags, fdatasync, open, openat, openat2, renameat, statat,
+    unlinkat,
+};
+use rustix::io::Errno;
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Where sidecars are kept.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum SidecarPlace {
+    /// `<layer>.mica-index` beside the layer.
+    #[default]
+    BesideLayers,
+    /// Written in this directory; read there and, if it has none, beside the layer.
+    Directory(PathBuf),
+}
+
+/// What a sidecar's name ends in.
+const SUFFIX: &str = ".mica-index";
+
+pub(crate) struct Sidecars {
+    place: SidecarPlace,
+    handles: Arc<Handles>,
+}
+
+/// A directory and the name of a sidecar in it.
+struct Spot {
+    directory: PathBuf,
+    name: OsString,
+    /// Whether the directory comes from a layer, so that no symbolic link may have come into it.
+    beside: bool,
+}
+
+impl Sidecars {
+    pub(crate) fn new(place: SidecarPlace, handles: Arc<Handles>) -> Result<Self> {
+        let place = match place {
+            SidecarPlace::BesideLayers => SidecarPlace::BesideLayers,
+            SidecarPlace::Directory(directory) => {
+                let made = std::fs::create_dir_all(&directory);
+                let real = made.and_then(|()| directory.canonicalize()).map_err(|error| {
+                    Error::from_io(format!("--index-dir {}", directory.display()), error)
+                })?;
+                SidecarPlace::Directory(real)
+            }
+        };
+        Ok(Self { place, handles })
+    }
+
+    pub(crate) fn open(&self, layer: &Located) -> Result<Option<Arc<dyn Store>>> {
+        if layer.kind() == FileKind::BlockDevice {
+            return Ok(None);
+        }
+        for spot in self.spots(layer)? {
+            if let Some(store) = self.open_at(layer, &spot.path())? {
+                return Ok(Some(store));
+            }
+        }
+        Ok(None)
+    }
+
+    fn open_at(&self, layer: &Located, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        let ignored = |why: &str| {
+            tracing::warn!(path = %path.display(), "index ignored: it is {why}");
+            Ok(None)
+        };
+        let found = match Located::find_no_follow(path) {
+            Ok(found) => found,
+            Err(error) => {
+                return match error.kind() {
+                    ErrorKind::NotFound => Ok(None),
+                    ErrorKind::Denied => ignored("not readable"),
+                    ErrorKind::Invalid => ignored("not a regular file"),
+                    _ => Err(error),
+                };
+            }
+        };
+        if found.kind() != FileKind::Regular {
+            return ignored("not a regular file");
+        }
+        let me = rustix::process::geteuid().as_raw();
+        if ![layer.owner(), me, 0].contains(&found.owner()) {
+            return ignored("owned by neither the layer's owner, nor this process, nor root");
+        }
+        if found.mode() & 0o002 != 0 {
+            return ignored("writable by everyone");
+        }
+        match FileStore::new(&found, CacheMode::Writeback, &self.handles) {
+            Ok(store) => Ok(Some(Arc::new(store))),
+            Err(error) if error.kind() == ErrorKind::Denied => ignored("not readable"),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn write(&self, layer: &Located, content: &[u8]) -> Result<()> {
+        if layer.kind() == FileKind::BlockDevice {
+            let what = format!("{} is a block device and has no index", layer.path().display());
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        // The first spot is the one to write to.
+        let spot = self.spots(layer)?.swap_remove(0);
+        spot.write(layer, content).map_err(|error| {
+            let hint = match (error.kind(), &self.place) {
+                (std::io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
+                | (std::io::ErrorKind::ReadOnlyFilesystem, SidecarPlace::BesideLayers) => {
+                    ": --index-dir keeps indexes elsewhere"
+                }
+                _ => "",
+            };
+            Error::from_io(format!("writing the index {}{hint}", spot.path().display()), error)
+        })
+    }
+
+    pub(crate) fn remove(&self, layer: &Located) -> Result<()> {
+        if layer.kind() == FileKind::BlockDevice {
+            return Ok(());
+        }
+        for spot in self.spots(layer)? {
+            match spot.remove() {
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => {}
+                // What lies beside the layer is not ours where the user keeps indexes elsewhere.
+                Err(Errno::ACCESS | Errno::PERM | Errno::ROFS)
+                    if spot.beside && self.place != SidecarPlace::BesideLayers => {}
+                Err(error) => {
+                    let what = format!("removing the index {}", spot.path().display());
+                    return Err(Error::from_io(what, error.into()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the layer's sidecar may be, the place to write it to first.
+    fn spots(&self, layer: &Located) -> Result<Vec<Spot>> {
+        // Without /proc only the image that the user named gets here, by its own name.
+        let real = layer.real_path().unwrap_or_else(|_| layer.path().to_owned());
+        let (Some(directory), Some(file_name)) = (real.parent(), real.file_name()) else {
+            let what = format!("{} has no directory", real.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        };
+        let mut name = file_name.to_owned();
+        name.push(SUFFIX);
+        let beside = Spot { directory: directory.to_owned(), name, beside: true };
+        Ok(match &self.place {
+            SidecarPlace::BesideLayers => vec![beside],
+            SidecarPlace::Directory(directory) => {
+                let name = name_elsewhere(&real, file_name);
+                vec![Spot { directory: directory.clone(), name, beside: false }, beside]
+            }
+        })
+    }
+}
+
+impl Spot {
+    fn path(&self) -> PathBuf {
+        self.directory.join(&self.name)
+    }
+
+    fn open_directory(&self) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = if self.beside { ResolveFlags::NO_SYMLINKS } else { ResolveFlags::empty() };
+        match openat2(CWD, &self.directory, flags, Mode::empty(), resolve) {
+            // An older kernel, or a sandbox that does not know the call.
+            Err(Errno::NOSYS | Errno::PERM) => {
+                open(&self.directory, flags | OFlags::NOFOLLOW, Mode::empty())
+            }
+            result => result,
+        }
+    }
+
+    fn write(&self, layer: &Located, content: &[u8]) -> std::io::Result<()> {
+        let directory = self.open_directory()?;
+        // Whoever may read the layer may read its index.
+        let mode = Mode::from_raw_mode(layer.mode() & 0o044 | 0o600);
+        let (temporary, file) = create_new(&directory, mode)?;
+        let written = (|| {
+            let mut file = std::fs::File::from(file);
+            file.write_all(content)?;
+            fdatasync(&file)?;
+            renameat(&directory, &temporary, &directory, &self.name)?;
+            Ok(())
+        })();
+        if written.is_err() {
+            // The first error is the one to tell.
+            let _ = unlinkat(&directory, &temporary, AtFlags::empty());
+        }
+        written
+    }
+
+    fn remove(&self) -> rustix::io::Result<()> {
+        let directory = self.open_directory()?;
+        statat(&directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        unlinkat(&directory, &self.name, AtFlags::empty())
+    }
+}
+
+/// Makes a file of a new name in `directory`.
+fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, OwnedFd)> {
+    /// Names that a crashed process of the same number may have left.
+    const ATTEMPTS: usize = 64;
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    for _ in 0..ATTEMPTS {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!(".mica-index-{}-{number}.tmp", std::process::id());
+        match openat(directory, &name, flags, mode) {
+            Ok(file) => return Ok((name, file)),
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(Errno::EXIST)
+}
+
+/// A name for the sidecar of the layer at `real` in a directory that it shares with those of other
+/// layers: a digest of the path, and the layer's own name for people. The seal inside tells two
+/// layers apart whose digests are the same.
+fn name_elsewhere(real: &Path, file_name: &OsStr) -> OsString {
+    /// Longest part of the layer's name: with digest and suffix it must stay within 255 bytes.
+    const NAME_BYTES_MAX: usize = 200;
+    // FNV-1a of Fowler, Noll and Vo.
+    let digest = real.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let mut name = OsString::from(format!("{digest:016x}-"));
+    let bytes = file_name.as_bytes();
+    name.push(OsStr::from_bytes(&bytes[..bytes.len().min(NAME_BYTES_MAX)]));
+    name.push(SUFFIX);
+    name
+}
