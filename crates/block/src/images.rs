@@ -5,7 +5,8 @@ use crate::{Result, Store};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Which file it is, and whether it changed since it was last looked at.
+/// Which file it is, and whether it changed since it was last looked at. Both times of a block
+/// device are `i128::MAX`: no timestamp tells that a device was written.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// Device that holds it.
@@ -36,13 +37,19 @@ pub trait Images: Send + Sync {
     ///
     /// # Errors
     /// `Denied` if the user did not allow that place, `Unsupported` for a name with a protocol.
-    fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf>;
+    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf>;
 
     /// Opens the file at `path` for reading.
     ///
     /// # Errors
     /// What the system says, or the policy.
     fn open(&self, path: &Path) -> Result<OpenImage>;
+
+    /// Which file is at `path` now.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn identify(&self, path: &Path) -> Result<Identity>;
 
     /// The sidecar of the layer at `path`, if there is one.
     ///

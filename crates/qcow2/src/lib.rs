@@ -1,3 +1,20 @@
-//! qcow2 images and chains. Internal crate.
+//! qcow2 images and chains of them. Internal crate.
+//!
+//! ```text
+//! Chain ──▶ index   one map for the whole chain: slices in a cache, a tree in sidecars
+//!       ──▶ layers  one image each: its tables, its data
+//!               └─▶ format  the bytes, pure
+//! ```
 
+mod chain;
+mod decoded;
 pub mod format;
+mod index;
+mod layer;
+mod notify;
+pub mod snapshots;
+
+pub use chain::{
+    CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,
+};
+pub use index::build::SealState;

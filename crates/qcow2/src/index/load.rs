@@ -1,0 +1,217 @@
+//! Loading slices into the cache: the tree's leaf, with the layers above the tree laid over it.
+
+use crate::chain::Chain;
+use crate::index::slice::{
+    Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
+};
+use crate::index::{Tree, count, raw_base_limit};
+use mica_block::{Result, read_exact};
+use mica_map::{Directory, NODE_HEADER_BYTES, NodeRef, Step, node_len, open_node};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Slices that are loaded together when the chain has to be walked, or a guest reads in sequence.
+pub(crate) const WINDOW_SLICES: u64 = 8;
+/// Layers whose tables are read side by side in a walk.
+const WALK_BATCH: usize = 64;
+/// Layers above the tree up to which a miss loads one slice; with more it loads a window.
+const FEW_LAYERS: usize = 8;
+/// Read for a node whose length is not known yet: most slices and all directories fit.
+const NODE_READ_BYTES: usize = 1024;
+/// Largest slice in a sidecar: one run for each sector.
+const NODE_BYTES_MAX: usize = NODE_HEADER_BYTES + 10 * SLICE_SECTORS as usize;
+
+impl Chain {
+    /// The slice `number`, from the cache or loaded into it.
+    pub(crate) async fn slice(&self, number: u64) -> Result<Arc<Slice>> {
+        let window = number / WINDOW_SLICES;
+        loop {
+            if let Some(slice) = self.index.cache.get(number) {
+                return Ok(slice);
+            }
+            let Some(claim) = self.index.cache.claim(window).await else { continue };
+            // Another task may have loaded it between the look and the claim.
+            if let Some(slice) = self.index.cache.get(number) {
+                return Ok(slice);
+            }
+            let slice = self.load(number).await;
+            drop(claim);
+            return slice;
+        }
+    }
+
+    async fn load(&self, number: u64) -> Result<Arc<Slice>> {
+        let tree = self.index.tree();
+        let above = self.layers.len() - tree.covered();
+        let last = self.index.last_loaded.load(Ordering::Relaxed);
+        let reads_on = number == last.wrapping_add(1);
+        let slices = self.len.div_ceil(SLICE_BYTES);
+        let (first, end) = if above > FEW_LAYERS {
+            let first = number / WINDOW_SLICES * WINDOW_SLICES;
+            (first, slices.min(first + WINDOW_SLICES))
+        } else if reads_on {
+            (number, slices.min((number / WINDOW_SLICES + 1) * WINDOW_SLICES))
+        } else {
+            (number, number + 1)
+        };
+        self.index.last_loaded.store(end - 1, Ordering::Relaxed);
+        let runs = self.resolve(&tree, first, end).await?;
+        let mut wanted = None;
+        for (position, slice_number) in (first..end).enumerate() {
+            let position = u32::try_from(position).expect("a window has few slices");
+            let slice = Arc::new(runs.slice_at(position * SLICE_SECTORS));
+            if slice_number == number {
+                wanted = Some(Arc::clone(&slice));
+            }
+            self.index.cache.insert(slice_number, slice);
+        }
+        Ok(wanted.expect("the window holds the slice"))
+    }
+
+    /// Who owns slices `first..end`: from the top down, each layer gets what none above it has, and
+    /// at the bottom the tree gets the rest.
+    async fn resolve(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
+        let start = GuestOffset::new(first << SLICE_BITS);
+        let stop = GuestOffset::new((end << SLICE_BITS).min(self.len));
+        let window = GuestRange::between(start, stop).expect("slices of the disk");
+        let sectors = sectors_of(window.len());
+        // I2: what lies beyond the end of a layer that was passed belongs to nobody.
+        let mut limit = sectors;
+        let mut runs = Runs::default();
+        let upper = &self.layers[tree.covered()..];
+        if upper.len() > FEW_LAYERS {
+            count(&self.index.counters.walks, 1);
+        }
+        for batch in upper.rchunks(WALK_BATCH) {
+            let reads = batch.iter().rev().map(|layer| layer.own_runs(window));
+            let own_runs = mica_rt::join_all(reads).await;
+            count(&self.index.counters.layers_walked, batch.len() as u64);
+            for (layer, own) in batch.iter().rev().zip(own_runs) {
+                let mut own = own?;
+                limit = limit.min(sectors_of(layer.len.saturating_sub(start.bytes())));
+                own.truncate(limit);
+                if !own.is_empty() {
+                    runs = Runs::overlay(&own, &runs);
+                }
+            }
+            if runs.cover(limit) {
+                return Ok(runs);
+            }
+        }
+        let mut lowest = self.tree_runs(tree, first, end).await?;
+        lowest.truncate(limit);
+        Ok(Runs::overlay(&lowest, &runs))
+    }
+
+    /// What the tree says of slices `first..end`.
+    async fn tree_runs(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
+        let mut runs = Runs::default();
+        if tree.covered() == 0 {
+            return Ok(runs);
+        }
+        for (position, number) in (first..end).enumerate() {
+            let sector = u32::try_from(position).expect("few slices") * SLICE_SECTORS;
+            match self.tree_leaf(tree, number).await {
+                Ok(Some(slice)) => slice.append_runs(sector, &mut runs),
+                Ok(None) => {
+                    let covered = &self.layers[..tree.covered()];
+                    base_slice(raw_base_limit(covered), number).append_runs(sector, &mut runs);
+                }
+                Err(BadNode(at)) => {
+                    // A sidecar that lies is forgotten: the chain itself has the truth.
+                    self.distrust_sidecar(at.file());
+                    let tree = self.index.tree();
+                    return Box::pin(self.resolve(&tree, first, end)).await;
+                }
+            }
+        }
+        count(&self.index.counters.index_loads, end - first);
+        Ok(runs)
+    }
+
+    async fn tree_leaf(
+        &self,
+        tree: &Tree,
+        number: u64,
+    ) -> std::result::Result<Option<Slice>, BadNode> {
+        let mut step = tree.root().look_up(number);
+        loop {
+            match step {
+                Step::Absent => return Ok(None),
+                Step::Read(at, look_up) => {
+                    let directory = self.directory(at).await?;
+                    step = look_up.feed(&directory);
+                }
+                Step::Leaf(at) => return self.leaf(at, tree.covered()).await.map(Some),
+            }
+        }
+    }
+
+    /// The slice in the node at `at`, for a tree that speaks for `layers` layers.
+    pub(crate) async fn leaf(
+        &self,
+        at: NodeRef,
+        layers: usize,
+    ) -> std::result::Result<Slice, BadNode> {
+        let node = self.read_node(at).await?;
+        let payload = open_node(&node, at).map_err(|_| BadNode(at))?;
+        Slice::decode(payload, layers).ok_or(BadNode(at))
+    }
+
+    /// The directory in the node at `at`.
+    pub(crate) async fn directory(
+        &self,
+        at: NodeRef,
+    ) -> std::result::Result<Arc<Directory>, BadNode> {
+        if let Some(directory) = self.index.directories.get(&at) {
+            return Ok(directory);
+        }
+        let node = self.read_node(at).await?;
+        let payload = open_node(&node, at).map_err(|_| BadNode(at))?;
+        let directory = Directory::decode(payload, at).map_err(|_| BadNode(at))?;
+        let directory = Arc::new(directory);
+        self.index.directories.insert(at, Arc::clone(&directory));
+        Ok(directory)
+    }
+
+    async fn read_node(&self, at: NodeRef) -> std::result::Result<Buf, BadNode> {
+        let store = self.index.lock_sidecars().get(&at.file()).cloned().ok_or(BadNode(at))?;
+        let offset = HostOffset::new(at.offset());
+        let read = |len| read_exact(&*store, offset, len);
+        let first = read(NODE_READ_BYTES).await.map_err(|_| BadNode(at))?;
+        match node_len(&first) {
+            Some(len) if len <= first.len() => Ok(first),
+            Some(len) if len <= NODE_BYTES_MAX => read(len).await.map_err(|_| BadNode(at)),
+            _ => Err(BadNode(at)),
+        }
+    }
+
+    pub(crate) fn distrust_sidecar(&self, number: u16) {
+        if let Some(layer) = self.layers.get(usize::from(number)) {
+            let path = layer.path.display();
+            tracing::warn!(layer = %path, "the index of this layer is damaged: it is rebuilt");
+        }
+        self.index.distrust(number);
+        self.damaged.set();
+    }
+}
+
+/// A node that is not what it must be, or cannot be read: its sidecar is not to be trusted.
+#[derive(Debug)]
+pub(crate) struct BadNode(pub(crate) NodeRef);
+
+/// Slice `number` where a raw base shows through up to `limit` and nothing else is.
+pub(crate) fn base_slice(limit: u64, number: u64) -> Slice {
+    let start = number << SLICE_BITS;
+    let end = limit.clamp(start, start + SLICE_BYTES);
+    let mut runs = Runs::default();
+    let entry = Entry::at_host(EntryKind::Data, LayerNumber::BASE, HostOffset::new(start));
+    runs.push(Run { start: 0, end: sectors_of(end - start), entry });
+    runs.slice_at(0)
+}
+
+pub(crate) fn sectors_of(bytes: u64) -> u32 {
+    u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,358 @@
+//! A slice of the map of a chain: who owns which bytes of 4 MiB of the disk.
+//!
+//! A slice is a sorted list of runs. A run speaks for as many sectors as one owner holds in one
+//! place, so one form serves clusters of every size, subclusters, layers that end in the middle of
+//! a cluster, and the vast hole: it is as long as owners differ, and no longer.
+//!
+//! Invariants
+//! - I1 The runs of a slice cover it exactly: the first starts at sector 0, each ends where the next
+//!   starts, the last ends with the slice.
+//! - I2 Two neighbours never say what one run could say.
+//! - I3 A host offset is a multiple of a sector.
+
+use mica_block::{Extent, ExtentKind};
+use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
+
+/// Bytes of the disk that one slice maps, as a power of two.
+pub(crate) const SLICE_BITS: u32 = 22;
+/// Bytes of the disk that one slice maps.
+pub(crate) const SLICE_BYTES: u64 = 1 << SLICE_BITS;
+/// Sectors of the disk that one slice maps.
+pub(crate) const SLICE_SECTORS: u32 = 8192;
+
+const _: () = assert!(SLICE_SECTORS as u64 * SECTOR_BYTES == SLICE_BYTES);
+
+/// Bytes that one run takes, in memory and in a sidecar.
+const RUN_BYTES: usize = 10;
+
+/// Who owns a sector, and where it is: 16 bits of layer, 3 of kind, 45 of host sector.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Entry(u64);
+
+/// What an entry says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum EntryKind {
+    /// No layer holds anything.
+    Hole,
+    /// Zeros by the layer's word, without a cluster.
+    Zero,
+    /// Zeros by the layer's word, with a cluster.
+    ZeroAllocated,
+    /// At the host sector.
+    Data,
+    /// The layer's own L2 entry says the rest: compressed, beyond 16 PiB, or malformed.
+    Deferred,
+}
+
+const HOST_BITS: u32 = 45;
+const HOST_MASK: u64 = (1 << HOST_BITS) - 1;
+const LAYER_SHIFT: u32 = 48;
+
+impl Entry {
+    pub(crate) const HOLE: Self = Self(0);
+
+    /// An entry without a place.
+    pub(crate) fn without_host(kind: EntryKind, layer: LayerNumber) -> Self {
+        let code = match kind {
+            EntryKind::Hole => return Self::HOLE,
+            EntryKind::Zero => 1,
+            EntryKind::Deferred => 4,
+            EntryKind::ZeroAllocated | EntryKind::Data => unreachable!("these have a place"),
+        };
+        Self(u64::from(layer.as_u16()) << LAYER_SHIFT | code << HOST_BITS)
+    }
+
+    /// An entry at `host`; deferred to the layer where that does not fit.
+    pub(crate) fn at_host(kind: EntryKind, layer: LayerNumber, host: HostOffset) -> Self {
+        let code: u64 = match kind {
+            EntryKind::ZeroAllocated => 2,
+            EntryKind::Data => 3,
+            _ => unreachable!("these have no place"),
+        };
+        let sector = host.bytes() / SECTOR_BYTES;
+        // A run of a slice must not leave the field either, however far its end is.
+        let fits = sector <= HOST_MASK - u64::from(SLICE_SECTORS) * 64;
+        if !fits || !host.is_aligned(SECTOR_BYTES) {
+            return Self::without_host(EntryKind::Deferred, layer);
+        }
+        Self(u64::from(layer.as_u16()) << LAYER_SHIFT | code << HOST_BITS | sector)
+    }
+
+    pub(crate) fn kind(self) -> EntryKind {
+        match self.0 >> HOST_BITS & 7 {
+            0 => EntryKind::Hole,
+            1 => EntryKind::Zero,
+            2 => EntryKind::ZeroAllocated,
+            3 => EntryKind::Data,
+            _ => EntryKind::Deferred,
+        }
+    }
+
+    pub(crate) fn layer(self) -> LayerNumber {
+        LayerNumber::from_u16((self.0 >> LAYER_SHIFT).try_into().expect("16 bits are left"))
+    }
+
+    pub(crate) fn host(self) -> HostOffset {
+        HostOffset::new((self.0 & HOST_MASK) * SECTOR_BYTES)
+    }
+
+    fn has_host(self) -> bool {
+        matches!(self.kind(), EntryKind::Data | EntryKind::ZeroAllocated)
+    }
+
+    /// What the run that starts with `self` says `sectors` sectors on.
+    pub(crate) fn advanced(self, sectors: u32) -> Self {
+        if self.has_host() { Self(self.0 + u64::from(sectors)) } else { self }
+    }
+
+    /// The entry with these bits, or `None` if no entry has them.
+    fn from_bits(bits: u64, layers: usize) -> Option<Self> {
+        let this = Self(bits);
+        let code = bits >> HOST_BITS & 7;
+        let host_is_right = if matches!(code, 2 | 3) {
+            (bits & HOST_MASK) <= HOST_MASK - u64::from(SLICE_SECTORS)
+        } else {
+            bits & HOST_MASK == 0
+        };
+        let is_known = code <= 4 && (code != 0 || bits == 0);
+        (is_known && host_is_right && this.layer().index() < layers).then_some(this)
+    }
+
+    fn extent_kind(self) -> ExtentKind {
+        match self.kind() {
+            EntryKind::Hole => ExtentKind::Hole,
+            EntryKind::Zero => ExtentKind::Zero,
+            EntryKind::ZeroAllocated => ExtentKind::ZeroAllocated,
+            EntryKind::Data => ExtentKind::Data,
+            EntryKind::Deferred => ExtentKind::Encoded,
+        }
+    }
+}
+
+/// Sectors of a window, from its start, that one entry speaks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Run {
+    pub(crate) start: u32,
+    pub(crate) end: u32,
+    pub(crate) entry: Entry,
+}
+
+/// Runs of a window, sorted and disjoint; what lies between them has no owner yet.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Runs {
+    runs: Vec<Run>,
+}
+
+impl Runs {
+    /// Appends a run, which starts at or after the end of the last; joins it where it goes on.
+    pub(crate) fn push(&mut self, run: Run) {
+        if run.start >= run.end || run.entry == Entry::HOLE {
+            return;
+        }
+        if let Some(last) = self.runs.last_mut() {
+            assert!(last.end <= run.start, "runs are appended in order");
+            if last.end == run.start && last.entry.advanced(last.end - last.start) == run.entry {
+                last.end = run.end;
+                return;
+            }
+        }
+        self.runs.push(run);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// Whether every one of `sectors` sectors has an owner.
+    pub(crate) fn cover(&self, sectors: u32) -> bool {
+        self.runs.iter().map(|run| run.end - run.start).sum::<u32>() == sectors
+    }
+
+    /// Forgets all owners from `sector` on.
+    pub(crate) fn truncate(&mut self, sector: u32) {
+        self.runs.retain(|run| run.start < sector);
+        if let Some(last) = self.runs.last_mut() {
+            last.end = last.end.min(sector);
+        }
+    }
+
+    /// Both lists as one; where they overlap, `above` owns.
+    pub(crate) fn overlay(below: &Self, above: &Self) -> Self {
+        let mut merged = Self { runs: Vec::with_capacity(below.runs.len() + above.runs.len()) };
+        let mut beneath = below.runs.iter().copied().peekable();
+        for upper in &above.runs {
+            while let Some(lower) = beneath.peek_mut() {
+                if lower.start >= upper.start {
+                    break;
+                }
+                merged.push(Run { end: lower.end.min(upper.start), ..*lower });
+                if lower.end > upper.start {
+                    break;
+                }
+                beneath.next();
+            }
+            merged.push(*upper);
+            while let Some(lower) = beneath.peek_mut() {
+                if lower.end > upper.end {
+                    if lower.start < upper.end {
+                        lower.entry = lower.entry.advanced(upper.end - lower.start);
+                        lower.start = upper.end;
+                    }
+                    break;
+                }
+                beneath.next();
+            }
+        }
+        beneath.for_each(|lower| merged.push(lower));
+        merged
+    }
+
+    /// The part in the slice that starts at `sector` of the window.
+    pub(crate) fn slice_at(&self, sector: u32) -> Slice {
+        let end = sector + SLICE_SECTORS;
+        let mut builder = SliceBuilder::default();
+        for run in &self.runs {
+            let start = run.start.max(sector);
+            let stop = run.end.min(end);
+            if start < stop {
+                let entry = run.entry.advanced(start - run.start);
+                builder.push(start - sector, stop - sector, entry);
+            }
+        }
+        builder.finish()
+    }
+}
+
+#[derive(Default)]
+struct SliceBuilder {
+    starts: Vec<u16>,
+    entries: Vec<Entry>,
+    end: u32,
+}
+
+impl SliceBuilder {
+    fn push(&mut self, start: u32, end: u32, entry: Entry) {
+        if self.end < start {
+            self.push_run(self.end, Entry::HOLE);
+        }
+        self.push_run(start, entry);
+        self.end = end;
+    }
+
+    fn push_run(&mut self, start: u32, entry: Entry) {
+        if let (Some(last), Some(last_start)) = (self.entries.last(), self.starts.last())
+            && last.advanced(start - u32::from(*last_start)) == entry
+        {
+            return;
+        }
+        self.starts.push(u16::try_from(start).expect("a slice has 8192 sectors"));
+        self.entries.push(entry);
+    }
+
+    fn finish(mut self) -> Slice {
+        if self.end < SLICE_SECTORS {
+            self.push_run(self.end, Entry::HOLE);
+        }
+        Slice { starts: self.starts.into(), entries: self.entries.into() }
+    }
+}
+
+/// A slice, ready to be looked up.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Slice {
+    starts: Box<[u16]>,
+    entries: Box<[Entry]>,
+}
+
+impl Slice {
+    /// Bytes of memory that it takes, itself and its allocations.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        const ALLOCATIONS: usize = 3 * 16;
+        size_of::<Self>() + ALLOCATIONS + self.starts.len() * RUN_BYTES
+    }
+
+    fn run_end(&self, index: usize) -> u32 {
+        self.starts.get(index + 1).map_or(SLICE_SECTORS, |start| u32::from(*start))
+    }
+
+    /// Appends the extents of `len` bytes from `offset`, which lie in the slice that starts at
+    /// `base`. This is the look-up: a binary search, then a walk along the runs.
+    pub(crate) fn append_extents(
+        &self,
+        base: GuestOffset,
+        offset: GuestOffset,
+        len: u64,
+        extents: &mut Vec<Extent>,
+    ) {
+        let within = offset.checked_since(base).expect("an offset in the slice");
+        assert!(within + len <= SLICE_BYTES, "a range in the slice");
+        let sector = u16::try_from(within / SECTOR_BYTES).expect("a slice has 8192 sectors");
+        let mut index = self.starts.partition_point(|start| *start <= sector) - 1;
+        let mut at = within;
+        let end = within + len;
+        while at < end {
+            let start = u64::from(self.starts[index]) * SECTOR_BYTES;
+            let stop = (u64::from(self.run_end(index)) * SECTOR_BYTES).min(end);
+            let entry = self.entries[index];
+            let host = if entry.has_host() {
+                entry.host().checked_add(at - start).expect("the field is checked")
+            } else {
+                HostOffset::ZERO
+            };
+            let extent = Extent {
+                start: base.checked_add(at).expect("within the disk"),
+                len: stop - at,
+                kind: entry.extent_kind(),
+                layer: entry.layer(),
+                host,
+            };
+            Extent::push_joined(extents, extent);
+            at = stop;
+            index += 1;
+        }
+    }
+
+    /// The slice's runs with an owner, moved to start at `sector` of a window.
+    pub(crate) fn append_runs(&self, sector: u32, runs: &mut Runs) {
+        for (index, entry) in self.entries.iter().enumerate() {
+            let start = sector + u32::from(self.starts[index]);
+            runs.push(Run { start, end: sector + self.run_end(index), entry: *entry });
+        }
+    }
+
+    /// As it stands in a sidecar: the starts, then the entries, little-endian.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.starts.len() * RUN_BYTES);
+        for start in &self.starts {
+            bytes.extend_from_slice(&start.to_le_bytes());
+        }
+        for entry in &self.entries {
+            bytes.extend_from_slice(&entry.0.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// The slice with these bytes in the index of a chain of `layers` layers; `None` if it breaks
+    /// an invariant.
+    pub(crate) fn decode(bytes: &[u8], layers: usize) -> Option<Self> {
+        if bytes.is_empty() || !bytes.len().is_multiple_of(RUN_BYTES) {
+            return None;
+        }
+        let (starts, entries) = bytes.split_at(bytes.len() / RUN_BYTES * 2);
+        let starts: Box<[u16]> =
+            starts.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect();
+        let entries: Option<Box<[Entry]>> = entries
+            .as_chunks()
+            .0
+            .iter()
+            .map(|bytes| Entry::from_bits(u64::from_le_bytes(*bytes), layers))
+            .collect();
+        let rises = starts.windows(2).all(|pair| pair[0] < pair[1]);
+        let in_slice = starts.last().is_some_and(|last| u32::from(*last) < SLICE_SECTORS);
+        let this = Self { starts, entries: entries? };
+        (rises && in_slice && this.starts.first() == Some(&0)).then_some(this)
+    }
+}
+
+#[cfg(test)]
+mod tests;

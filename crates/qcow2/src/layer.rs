@@ -1,0 +1,356 @@
+//! One image of a chain: its tables, and what it says by itself.
+//!
+//! A layer knows nothing of the layers beneath it. It answers two questions: which bytes of a window
+//! it owns ([`Layer::own_runs`]), and what stands in a cluster that an index cannot describe
+//! ([`Layer::read_deferred`]).
+//!
+//! Memory is bounded: a small L1 table is kept once it was read, a large one is read where it is
+//! needed, and no L2 table is kept at all: the chain's slices are.
+
+use crate::decoded::DecodedClusters;
+use crate::format::{Compression, L1Entry, L2Entry, L2Format};
+use crate::index::slice::{Entry, EntryKind, Run, Runs};
+use mica_block::{Error, ErrorKind, Identity, Result, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+/// Largest L1 table that a layer keeps in memory.
+const L1_KEPT_BYTES_MAX: usize = 4096;
+
+/// An image of a chain.
+pub(crate) struct Layer {
+    pub(crate) number: LayerNumber,
+    pub(crate) path: Box<Path>,
+    /// The image file: header and tables.
+    pub(crate) store: Arc<dyn Store>,
+    /// Where data clusters lie: the image file, or its external data file.
+    pub(crate) data: Arc<dyn Store>,
+    pub(crate) identity: Identity,
+    /// Bytes of the disk that it speaks for, a multiple of a sector.
+    pub(crate) len: u64,
+    pub(crate) tables: Option<Tables>,
+}
+
+/// The tables of a qcow2 image. A raw image has none.
+pub(crate) struct Tables {
+    pub(crate) l2: L2Format,
+    pub(crate) l1_offset: HostOffset,
+    pub(crate) l1_entries: u32,
+    pub(crate) compression: Compression,
+    l1: OnceLock<Box<[L1Entry]>>,
+}
+
+impl Tables {
+    pub(crate) fn new(
+        l2: L2Format,
+        l1_offset: HostOffset,
+        l1_entries: u32,
+        compression: Compression,
+    ) -> Self {
+        Self { l2, l1_offset, l1_entries, compression, l1: OnceLock::new() }
+    }
+
+    /// L1 entries `first..first + count`; those beyond the table name nothing.
+    async fn l1_range(&self, store: &dyn Store, first: u64, count: usize) -> Result<Vec<L1Entry>> {
+        let table_len = u64::from(self.l1_entries);
+        let table_bytes = self.l1_entries as usize * L1Entry::BYTES;
+        let within = usize::try_from(table_len.saturating_sub(first)).unwrap_or(usize::MAX);
+        let present = count.min(within);
+        let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX {
+            let table = match self.l1.get() {
+                Some(table) => table,
+                None => {
+                    let table = read_l1(store, self.l1_offset, self.l1_entries as usize).await?;
+                    self.l1.get_or_init(|| table)
+                }
+            };
+            let first = usize::try_from(first).unwrap_or(usize::MAX).min(table.len());
+            table[first..first + present].to_vec()
+        } else {
+            let offset = self.l1_offset.checked_add(first * L1Entry::BYTES as u64);
+            let offset = offset.ok_or_else(|| beyond_64_bits("L1 table"))?;
+            read_l1(store, offset, present).await?.into_vec()
+        };
+        entries.resize(count, L1Entry(0));
+        Ok(entries)
+    }
+}
+
+/// The entries in `table`, a whole L2 table, that speak for `part`, which it speaks for.
+pub(crate) fn l2_part(l2: L2Format, table: &[u8], part: GuestRange) -> &[u8] {
+    let last = GuestOffset::new(part.end().bytes() - 1);
+    let entry_bytes = l2.entry_bytes();
+    let at = |index: u64| usize::try_from(index).expect("an index in a table") * entry_bytes;
+    &table[at(l2.l2_index(part.start()))..at(l2.l2_index(last) + 1)]
+}
+
+async fn read_l1(store: &dyn Store, offset: HostOffset, count: usize) -> Result<Box<[L1Entry]>> {
+    let bytes = read_exact(store, offset, count * L1Entry::BYTES).await?;
+    let chunks = bytes.as_chunks::<{ L1Entry::BYTES }>().0;
+    Ok(chunks.iter().map(|entry| L1Entry(u64::from_be_bytes(*entry))).collect())
+}
+
+fn beyond_64_bits(what: &str) -> Error {
+    Error::new(ErrorKind::Corrupt, format!("the {what} ends beyond 64 bits"))
+}
+
+impl Layer {
+    /// Which bytes of `window` this layer owns, as runs from the window's start. The window starts
+    /// and ends at sector boundaries; what lies beyond the layer's end is owned by nobody.
+    pub(crate) async fn own_runs(&self, window: GuestRange) -> Result<Runs> {
+        self.own_runs_unwrapped(window).await.map_err(|error| self.explain(error))
+    }
+
+    /// Puts the layer's name before an error.
+    pub(crate) fn explain(&self, error: Error) -> Error {
+        error.wrap(self.path.display().to_string())
+    }
+
+    async fn own_runs_unwrapped(&self, window: GuestRange) -> Result<Runs> {
+        let mut runs = Runs::default();
+        let end = window.end().bytes().min(self.len);
+        if end <= window.start().bytes() {
+            return Ok(runs);
+        }
+        let Some(tables) = &self.tables else {
+            let host = HostOffset::new(window.start().bytes());
+            let entry = Entry::at_host(EntryKind::Data, self.number, host);
+            runs.push(Run { start: 0, end: sectors(end - window.start().bytes()), entry });
+            return Ok(runs);
+        };
+        let table_bits = tables.l2.table_bits();
+        let first = window.start().bytes() >> table_bits;
+        let last = (end - 1) >> table_bits;
+        let count = usize::try_from(last - first + 1).expect("a window has few tables");
+        let l1 = tables.l1_range(&*self.store, first, count).await?;
+        for (table_number, l1_entry) in (first..).zip(l1) {
+            let from = (table_number << table_bits).max(window.start().bytes());
+            let to = ((table_number + 1) << table_bits).min(end);
+            let part = GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
+                .expect("a table's part of the window");
+            match l1_entry.decode(tables.l2.cluster_bits) {
+                Ok(None) => {}
+                Ok(Some(table)) => {
+                    let bytes = self.read_l2_part(tables, table, part).await?;
+                    self.append_l2_runs(tables, &bytes, part, window.start(), &mut runs);
+                }
+                // Reading there fails with the reason, as in QEMU; all else stays readable.
+                Err(_) => runs.push(self.deferred_run(part, window.start())),
+            }
+        }
+        Ok(runs)
+    }
+
+    async fn read_l2_part(
+        &self,
+        tables: &Tables,
+        table: HostOffset,
+        part: GuestRange,
+    ) -> Result<Buf> {
+        let l2 = tables.l2;
+        let last = GuestOffset::new(part.end().bytes() - 1);
+        let first_index = l2.l2_index(part.start());
+        let count = l2.l2_index(last) - first_index + 1;
+        let entry_bytes = l2.entry_bytes() as u64;
+        let offset = table
+            .checked_add(first_index * entry_bytes)
+            .ok_or_else(|| beyond_64_bits("L2 table"))?;
+        let len = usize::try_from(count * entry_bytes).expect("at most a cluster");
+        read_exact(&*self.store, offset, len).await
+    }
+
+    /// Appends what the entries in `bytes`, which speak for `part`, say.
+    pub(crate) fn append_l2_runs(
+        &self,
+        tables: &Tables,
+        bytes: &[u8],
+        part: GuestRange,
+        window: GuestOffset,
+        runs: &mut Runs,
+    ) {
+        if is_zero(bytes) {
+            return;
+        }
+        let l2 = tables.l2;
+        let cluster_bytes = l2.cluster_bits.bytes();
+        let first = l2.cluster_bits.cluster_of(part.start().bytes());
+        for (index, cluster) in (0..bytes.len() / l2.entry_bytes()).zip(first..) {
+            let Some(raw) = l2.raw(bytes, index) else { return };
+            let start = GuestOffset::new(cluster * cluster_bytes);
+            let Some(whole) = GuestRange::new(start, cluster_bytes) else { return };
+            let Some(range) = whole.intersect(part) else { continue };
+            match l2.interpret_at(raw, start) {
+                Ok(L2Entry::Unallocated) => {}
+                Ok(L2Entry::Subclusters { host, allocated, zero }) => {
+                    let bits = l2.subcluster_bits();
+                    let clusters = Subclusters { start, bits, host, allocated, zero };
+                    self.append_subclusters(clusters, range, window, runs);
+                }
+                Ok(entry) => {
+                    let skipped = range.start().bytes() - start.bytes();
+                    runs.push(self.run_of(entry, skipped, range, window));
+                }
+                Err(_) => runs.push(self.deferred_run(range, window)),
+            }
+        }
+    }
+
+    fn append_subclusters(
+        &self,
+        clusters: Subclusters,
+        range: GuestRange,
+        window: GuestOffset,
+        runs: &mut Runs,
+    ) {
+        let bytes = 1_u64 << clusters.bits;
+        for index in 0..crate::format::SUBCLUSTER_COUNT {
+            let start = GuestOffset::new(clusters.start.bytes() + u64::from(index) * bytes);
+            let whole = GuestRange::new(start, bytes).expect("within a cluster of the disk");
+            let Some(part) = whole.intersect(range) else { continue };
+            let bit = 1_u32 << index;
+            let skipped = part.start().bytes() - clusters.start.bytes();
+            let entry = match clusters.host {
+                Some(host) if clusters.allocated & bit != 0 => L2Entry::Data(host),
+                Some(host) if clusters.zero & bit != 0 => L2Entry::ZeroAllocated(host),
+                None if clusters.zero & bit != 0 => L2Entry::Zero,
+                _ => continue,
+            };
+            runs.push(self.run_of(entry, skipped, part, window));
+        }
+    }
+
+    /// The run for `range`, which lies `skipped` bytes into a cluster that is `entry`.
+    fn run_of(&self, entry: L2Entry, skipped: u64, range: GuestRange, window: GuestOffset) -> Run {
+        let placed = |kind, host: HostOffset| match host.checked_add(skipped) {
+            Some(host) => Entry::at_host(kind, self.number, host),
+            None => Entry::without_host(EntryKind::Deferred, self.number),
+        };
+        let entry = match entry {
+            L2Entry::Zero => Entry::without_host(EntryKind::Zero, self.number),
+            L2Entry::ZeroAllocated(host) => placed(EntryKind::ZeroAllocated, host),
+            L2Entry::Data(host) => placed(EntryKind::Data, host),
+            L2Entry::Compressed(_) | L2Entry::Unallocated | L2Entry::Subclusters { .. } => {
+                Entry::without_host(EntryKind::Deferred, self.number)
+            }
+        };
+        run_at(range, window, entry)
+    }
+
+    pub(crate) fn deferred_run(&self, range: GuestRange, window: GuestOffset) -> Run {
+        run_at(range, window, Entry::without_host(EntryKind::Deferred, self.number))
+    }
+
+    /// Reads what an index cannot describe: asks the layer's own L2 entries.
+    pub(crate) async fn read_deferred(
+        &self,
+        start: GuestOffset,
+        mut buf: Buf,
+        decoded: &DecodedClusters,
+    ) -> (Result<()>, Buf) {
+        let mut done = 0;
+        while done < buf.len() {
+            let Some(tables) = &self.tables else {
+                return (Err(self.explain(changed())), buf);
+            };
+            let at = GuestOffset::new(start.bytes() + done as u64);
+            let within = tables.l2.cluster_bits.offset_within(at.bytes());
+            let left = usize::try_from(tables.l2.cluster_bits.bytes() - within).expect("2 MiB");
+            let count = left.min(buf.len() - done);
+            let part = &mut buf[done..done + count];
+            if let Err(error) = self.read_deferred_part(tables, at, part, decoded).await {
+                return (Err(self.explain(error)), buf);
+            }
+            done += count;
+        }
+        (Ok(()), buf)
+    }
+
+    /// Reads a part of one cluster.
+    async fn read_deferred_part(
+        &self,
+        tables: &Tables,
+        at: GuestOffset,
+        part: &mut [u8],
+        decoded: &DecodedClusters,
+    ) -> Result<()> {
+        let l2 = tables.l2;
+        let cluster_bits = l2.cluster_bits;
+        let within = cluster_bits.offset_within(at.bytes());
+        let cluster = GuestOffset::new(at.bytes() - within);
+        let within = usize::try_from(within).expect("at most 2 MiB");
+        if decoded.copy(self.number, cluster, within, part) {
+            return Ok(());
+        }
+        let [l1_entry] = tables.l1_range(&*self.store, l2.l1_index(cluster), 1).await?[..] else {
+            unreachable!("one entry was asked for");
+        };
+        let table = l1_entry.decode(cluster_bits)?.ok_or_else(changed)?;
+        let one = GuestRange::new(cluster, 1).ok_or_else(changed)?;
+        let bytes = self.read_l2_part(tables, table, one).await?;
+        let raw = l2.raw(&bytes, 0).ok_or_else(changed)?;
+        match l2.interpret_at(raw, cluster)? {
+            L2Entry::Compressed(compressed) => {
+                let file_len = self.store.len()?;
+                let host = compressed.host;
+                let len = compressed.len_max.min(file_len.saturating_sub(host.bytes()));
+                let len = usize::try_from(len).expect("at most two clusters");
+                let input = read_exact(&*self.store, host, len).await?;
+                let mut output = Buf::new(usize::try_from(cluster_bits.bytes()).expect("2 MiB"));
+                let unpack = crate::format::decompress(tables.compression, &input, &mut output);
+                unpack.map_err(|error| {
+                    error.wrap(format!("compressed cluster {cluster} at {host}"))
+                })?;
+                part.copy_from_slice(&output[within..within + part.len()]);
+                decoded.keep(self.number, cluster, output);
+                Ok(())
+            }
+            L2Entry::Data(host) => {
+                let host = host.checked_add(within as u64).ok_or_else(changed)?;
+                let bytes = read_exact(&*self.data, host, part.len()).await?;
+                part.copy_from_slice(&bytes);
+                Ok(())
+            }
+            L2Entry::Zero | L2Entry::ZeroAllocated(_) => {
+                part.fill(0);
+                Ok(())
+            }
+            L2Entry::Unallocated => Err(changed()),
+            L2Entry::Subclusters { .. } => {
+                let context =
+                    format!("cluster {cluster} has subclusters beyond 16 PiB of the file");
+                Err(Error::new(ErrorKind::Unsupported, context))
+            }
+        }
+    }
+}
+
+/// A cluster whose subclusters differ.
+struct Subclusters {
+    start: GuestOffset,
+    bits: u32,
+    host: Option<HostOffset>,
+    allocated: u32,
+    zero: u32,
+}
+
+fn changed() -> Error {
+    Error::new(ErrorKind::Corrupt, "the image was changed by another program while it was in use")
+}
+
+fn run_at(range: GuestRange, window: GuestOffset, entry: Entry) -> Run {
+    let since = |offset: GuestOffset| sectors(offset.bytes() - window.bytes());
+    Run { start: since(range.start()), end: since(range.end()), entry }
+}
+
+fn sectors(bytes: u64) -> u32 {
+    debug_assert!(bytes.is_multiple_of(SECTOR_BYTES));
+    u32::try_from(bytes / SECTOR_BYTES).expect("a window has few sectors")
+}
+
+fn is_zero(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<64>();
+    words.iter().all(|word| word.iter().fold(0, |all, byte| all | byte) == 0)
+        && rest.iter().all(|byte| *byte == 0)
+}

@@ -1,0 +1,100 @@
+//! The internal snapshots and bitmaps of an image: reading their tables.
+
+use crate::format::{
+    BitmapEntry, Header, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry,
+    decode_bitmap_directory,
+};
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_units::HostOffset;
+
+/// Piece in which the snapshot table is read.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// The internal snapshots of an image, in the order of its table; at most `limit` of them.
+///
+/// # Errors
+/// If the table is malformed or cannot be read.
+pub async fn list(store: &dyn Store, header: &Header, limit: usize) -> Result<Vec<SnapshotEntry>> {
+    let mut found = Vec::new();
+    visit(store, header, |entry| {
+        found.push(entry);
+        found.len() < limit
+    })
+    .await?;
+    Ok(found)
+}
+
+/// The snapshot whose id or else whose name is `wanted`.
+pub(crate) async fn find(
+    store: &dyn Store,
+    header: &Header,
+    wanted: &str,
+) -> Result<SnapshotEntry> {
+    let mut by_id = None;
+    let mut by_name = None;
+    visit(store, header, |entry| {
+        if entry.id == wanted {
+            by_id = Some(entry);
+            return false;
+        }
+        if by_name.is_none() && entry.name == wanted {
+            by_name = Some(entry);
+        }
+        true
+    })
+    .await?;
+    by_id.or(by_name).ok_or_else(|| {
+        let context = format!("the image has no snapshot {wanted:?}: `mica info` lists them");
+        Error::new(ErrorKind::NotFound, context)
+    })
+}
+
+/// Shows `visitor` each entry until it has seen enough.
+async fn visit(
+    store: &dyn Store,
+    header: &Header,
+    mut visitor: impl FnMut(SnapshotEntry) -> bool,
+) -> Result<()> {
+    let mut piece_at = header.snapshots_offset.bytes();
+    let mut piece = read_exact(store, header.snapshots_offset, 0).await?;
+    let mut within = 0;
+    let mut seen = 0;
+    while seen < header.snapshot_count {
+        match SnapshotEntry::decode(piece.get(within..).unwrap_or_default())? {
+            SnapshotDecoded::Entry { entry, len } => {
+                seen += 1;
+                within += len.next_multiple_of(8);
+                if !visitor(entry) {
+                    return Ok(());
+                }
+            }
+            SnapshotDecoded::NeedMore(needed) => {
+                piece_at += within as u64;
+                if piece_at - header.snapshots_offset.bytes() > SNAPSHOT_TABLE_BYTES_MAX {
+                    let context = "the snapshot table is longer than 64 MiB";
+                    return Err(Error::new(ErrorKind::Limit, context));
+                }
+                let len = needed.max(PIECE_BYTES);
+                piece = read_exact(store, HostOffset::new(piece_at), len).await?;
+                within = 0;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The bitmaps of an image.
+///
+/// # Errors
+/// If the directory is malformed or cannot be read.
+pub async fn list_bitmaps(store: &dyn Store, header: &Header) -> Result<Vec<BitmapEntry>> {
+    let Some(bitmaps) = &header.bitmaps else { return Ok(Vec::new()) };
+    let len = usize::try_from(bitmaps.directory_bytes).unwrap_or(usize::MAX);
+    let file_len = usize::try_from(store.len()?).unwrap_or(usize::MAX);
+    if len > file_len {
+        let context = "the bitmap directory is longer than the file";
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    }
+    let directory = read_exact(store, bitmaps.directory_offset, len).await?;
+    decode_bitmap_directory(&directory, bitmaps, header.cluster_bits, header.disk_bytes())
+}
