@@ -1,0 +1,61 @@
+//! A file that is written mostly in order: runs are gathered and written in large pieces.
+
+use mica_block::{Error, Result};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Bytes gathered before they are written.
+const GATHERED_BYTES_MAX: usize = 2 << 20;
+
+/// A file being written. What is never written stays a hole.
+pub(crate) struct Sink {
+    file: File,
+    path: PathBuf,
+    gathered: Vec<u8>,
+    /// Where the gathered bytes belong.
+    start: u64,
+}
+
+impl Sink {
+    /// Makes the file, empty.
+    pub(crate) fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path)
+            .map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
+        Ok(Self { file, path: path.to_owned(), gathered: Vec::new(), start: 0 })
+    }
+
+    /// Room for `len` bytes at `offset`, zeros, which the caller fills.
+    pub(crate) fn room(&mut self, offset: u64, len: usize) -> Result<&mut [u8]> {
+        let end = self.start + self.gathered.len() as u64;
+        if offset != end || self.gathered.len() + len > GATHERED_BYTES_MAX {
+            self.flush()?;
+            self.start = offset;
+        }
+        let before = self.gathered.len();
+        self.gathered.resize(before + len, 0);
+        Ok(&mut self.gathered[before..])
+    }
+
+    /// Writes `bytes` at `offset`.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.room(offset, bytes.len())?.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Writes what is gathered and makes the file `len` bytes long.
+    pub(crate) fn finish(mut self, len: u64) -> Result<()> {
+        self.flush()?;
+        self.file.set_len(len).map_err(|error| self.error(error))
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let written = self.file.write_all_at(&self.gathered, self.start);
+        self.gathered.clear();
+        written.map_err(|error| self.error(error))
+    }
+
+    fn error(&self, error: std::io::Error) -> Error {
+        Error::from_io(format!("writing {}", self.path.display()), error)
+    }
+}
