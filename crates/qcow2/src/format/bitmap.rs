@@ -4,6 +4,7 @@ use super::extension::BitmapsExtension;
 use super::{corrupt, until_nul};
 use mica_block::Result;
 use mica_units::{ClusterBits, HostOffset};
+use std::collections::HashSet;
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -78,7 +79,8 @@ pub fn decode_bitmap_directory(
     cluster_bits: ClusterBits,
     disk_bytes: u64,
 ) -> Result<Vec<BitmapEntry>> {
-    let mut bitmaps = Vec::new();
+    let mut bitmaps: Vec<BitmapEntry> = Vec::new();
+    let mut names = HashSet::new();
     let mut rest = directory;
     while !rest.is_empty() {
         if bitmaps.len() >= extension.count as usize {
@@ -88,6 +90,9 @@ pub fn decode_bitmap_directory(
             )));
         }
         let (entry, after) = BitmapEntry::decode(rest, cluster_bits, disk_bytes)?;
+        if !names.insert(entry.name.clone()) {
+            return Err(corrupt(format!("there are two bitmaps {:?}", entry.name)));
+        }
         bitmaps.push(entry);
         rest = after;
     }
@@ -265,6 +270,15 @@ mod tests {
             let extension = extension(count, &directory);
             assert!(decode_bitmap_directory(&directory, &extension, bits(), DISK_BYTES).is_err());
         }
+    }
+
+    #[test]
+    fn two_bitmaps_of_one_name_are_corrupt() {
+        let mut directory = Vec::new();
+        entry("a").encode(&mut directory);
+        entry("a").encode(&mut directory);
+        let extension = extension(2, &directory);
+        assert!(decode_bitmap_directory(&directory, &extension, bits(), DISK_BYTES).is_err());
     }
 
     #[test]
