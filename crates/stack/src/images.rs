@@ -3,7 +3,7 @@
 use crate::inject::Fault;
 use crate::policy::Policy;
 use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Images, OpenImage, Result, Store};
+use mica_block::{Identity, Images, OpenImage, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl FileImages {
 }
 
 impl Images for FileImages {
-    fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf> {
+    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
         self.policy.resolve(referrer, name)
     }
 
@@ -67,12 +67,21 @@ impl Images for FileImages {
         let located = self.policy.find(path)?;
         let store = FileStore::new(&located, self.cache, &self.handles)?;
         let len = located.known_len().map_or_else(|| store.len(), Ok)?;
-        let identity = located.identity(len, self.now_ns());
+        let identity = located.identity(len);
         let mut store: Arc<dyn Store> = Arc::new(store);
         for fault in &self.faults {
             store = fault.stack_on(store);
         }
         Ok(OpenImage { store, identity })
+    }
+
+    fn identify(&self, path: &Path) -> Result<Identity> {
+        let located = self.policy.find(path)?;
+        let len = match located.known_len() {
+            Some(len) => len,
+            None => FileStore::new(&located, CacheMode::Writeback, &self.handles)?.len()?,
+        };
+        Ok(located.identity(len))
     }
 
     fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {

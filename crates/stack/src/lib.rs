@@ -8,6 +8,7 @@
 mod images;
 mod inject;
 mod null;
+mod open;
 mod policy;
 mod raw;
 mod sidecars;
@@ -15,5 +16,6 @@ mod sidecars;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
+pub use open::{Format, OpenDisk, open, parse_size};
 pub use raw::RawDisk;
 pub use sidecars::SidecarPlace;

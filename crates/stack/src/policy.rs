@@ -16,6 +16,7 @@
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::{FileKind, Located};
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// What may be opened.
@@ -54,12 +55,13 @@ impl Policy {
     }
 
     /// The file that `name`, which stands in the image at `referrer`, means.
-    pub(crate) fn resolve(&self, referrer: &Path, name: &str) -> Result<PathBuf> {
-        if name.is_empty() || name.contains('\0') {
+    pub(crate) fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
+        let bytes = name.as_os_str().as_bytes();
+        if bytes.is_empty() || bytes.contains(&0) {
             let what = format!("{} names a file {name:?}", referrer.display());
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        if looks_like_protocol(name) {
+        if looks_like_protocol(bytes) {
             let what = format!(
                 "{} names {name:?}: a name with a protocol is never followed",
                 referrer.display()
@@ -116,10 +118,9 @@ fn may_be_implied(directory: &Path) -> bool {
     directory.parent().is_some() && !special.iter().any(|place| directory.starts_with(place))
 }
 
-/// A colon before any slash, as QEMU tells a protocol, or `json:` anywhere QEMU would see it.
-fn looks_like_protocol(name: &str) -> bool {
-    let first = name.split('/').next().unwrap_or_default();
-    first.contains(':')
+/// A colon before any slash is how QEMU tells a protocol, `json:` among them.
+fn looks_like_protocol(name: &[u8]) -> bool {
+    name.iter().take_while(|byte| **byte != b'/').any(|byte| *byte == b':')
 }
 
 /// Where a path that cannot be found would be: its deepest ancestor that exists, without symbolic

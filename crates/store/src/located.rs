@@ -118,9 +118,9 @@ impl Located {
         Ok(PathBuf::from(std::ffi::OsString::from_vec(target.into_bytes())))
     }
 
-    /// Which file it is. A block device says that it changed just now, at `now_ns`: the system
-    /// keeps no time of its last change, so nothing that was derived from it may be trusted.
-    pub fn identity(&self, len: u64, now_ns: i128) -> Identity {
+    /// Which file of `len` bytes it is. The times of a block device are beyond all times: the
+    /// system keeps none of its last change, so nothing that was derived from it may be trusted.
+    pub fn identity(&self, len: u64) -> Identity {
         let stat = &self.stat;
         match self.kind {
             FileKind::Regular => Identity {
@@ -131,9 +131,13 @@ impl Located {
                 ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
             },
             // All nodes of one device are one file; no regular file has inode 0.
-            FileKind::BlockDevice => {
-                Identity { device: stat.st_rdev, inode: 0, len, mtime_ns: now_ns, ctime_ns: now_ns }
-            }
+            FileKind::BlockDevice => Identity {
+                device: stat.st_rdev,
+                inode: 0,
+                len,
+                mtime_ns: i128::MAX,
+                ctime_ns: i128::MAX,
+            },
         }
     }
 

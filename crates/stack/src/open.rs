@@ -1,0 +1,122 @@
+//! From what the user named to a disk.
+
+use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
+use mica_block::{Disk, Error, ErrorKind, Images, Result};
+use mica_qcow2::{Chain, ChainOptions};
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// The format of an image, which is always stated: nothing is probed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Format {
+    /// A qcow2 image, with the chain beneath it.
+    #[default]
+    Qcow2,
+    /// The disk's bytes, as they are.
+    Raw,
+    /// No image: a disk of zeros, for measurements.
+    Null,
+}
+
+impl Format {
+    /// As it is written on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Qcow2 => "qcow2",
+            Self::Raw => "raw",
+            Self::Null => "null",
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "qcow2" => Ok(Self::Qcow2),
+            "raw" => Ok(Self::Raw),
+            "null" => Ok(Self::Null),
+            _ => {
+                let context =
+                    format!("the format {text:?} is not known: mica reads qcow2 and raw");
+                Err(Error::new(ErrorKind::Unsupported, context))
+            }
+        }
+    }
+}
+
+/// A disk, and the chain that makes it if it is one.
+#[derive(Clone)]
+pub struct OpenDisk {
+    /// What is served.
+    pub disk: Arc<dyn Disk>,
+    /// The same, where it is a chain.
+    pub chain: Option<Arc<Chain>>,
+}
+
+/// Opens what the user named; for [`Format::Null`] that is a size in bytes.
+///
+/// # Errors
+/// What makes the image unusable, in one line with its path.
+pub async fn open(
+    named: &Path,
+    format: Format,
+    images: ImageOptions,
+    chain: &ChainOptions,
+) -> Result<OpenDisk> {
+    match format {
+        Format::Null => {
+            let text = named.to_string_lossy();
+            let size = parse_size(&text).ok_or_else(|| {
+                let context = format!("{text:?} is no size: write it like 8G for the null format");
+                Error::new(ErrorKind::Invalid, context)
+            })?;
+            Ok(OpenDisk { disk: Arc::new(NullDisk::new(size)?), chain: None })
+        }
+        Format::Raw => {
+            let images = FileImages::new(named, images)?;
+            Ok(OpenDisk { disk: Arc::new(RawDisk::open(&images, named)?), chain: None })
+        }
+        Format::Qcow2 => {
+            let images: Arc<dyn Images> = Arc::new(FileImages::new(named, images)?);
+            let chain = Arc::new(Chain::open(images, named, chain).await?);
+            let disk: Arc<dyn Disk> = Arc::clone(&chain) as _;
+            Ok(OpenDisk { disk, chain: Some(chain) })
+        }
+    }
+}
+
+/// A size as QEMU writes it: bytes, or a number with k, M, G, T, P or E (powers of 1024).
+pub fn parse_size(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let (number, shift) = match text.char_indices().last()? {
+        (at, 'k' | 'K') => (&text[..at], 10),
+        (at, 'm' | 'M') => (&text[..at], 20),
+        (at, 'g' | 'G') => (&text[..at], 30),
+        (at, 't' | 'T') => (&text[..at], 40),
+        (at, 'p' | 'P') => (&text[..at], 50),
+        (at, 'e' | 'E') => (&text[..at], 60),
+        (at, 'b' | 'B') => (&text[..at], 0),
+        _ => (text, 0),
+    };
+    let whole: u64 = number.parse().ok()?;
+    whole.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_as_in_qemu() {
+        assert_eq!(parse_size("512"), Some(512));
+        assert_eq!(parse_size("8G"), Some(8 << 30));
+        assert_eq!(parse_size("64k"), Some(65536));
+        assert_eq!(parse_size("16E"), None, "beyond 64 bits");
+        assert_eq!(parse_size(""), None);
+        assert_eq!(parse_size("G"), None);
+        assert_eq!(parse_size("-1"), None);
+    }
+}
