@@ -1,0 +1,42 @@
+//! Runs a scenario from many seeds and says how to replay the one that fails.
+
+use crate::World;
+use mica_rt::{Backend, Executor};
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// When set, scenarios run from this seed alone.
+pub const SEED_VARIABLE: &str = "MICA_SIM_SEED";
+
+/// Runs `body` in a world and an executor of its own for each of `runs` seeds. Where one fails, it
+/// prints the command that replays it.
+///
+/// # Panics
+/// As `body` does.
+pub fn scenario<F: Future<Output = ()>>(runs: u64, body: impl Fn(World) -> F) {
+    let seeds = match std::env::var(SEED_VARIABLE) {
+        Ok(text) => {
+            let seed = text.parse().expect("the seed is a number");
+            seed..seed + 1
+        }
+        Err(_) => 0..runs,
+    };
+    for seed in seeds {
+        let run = AssertUnwindSafe(|| {
+            let executor =
+                Executor::new(Backend::Sim { seed }).expect("the simulator needs one eventfd");
+            executor.block_on(body(World::new(seed)));
+        });
+        if let Err(panic) = catch_unwind(run) {
+            eprintln!("failed from seed {seed}; to replay it:\n  {}", replay_command(seed));
+            resume_unwind(panic);
+        }
+    }
+}
+
+fn replay_command(seed: u64) -> String {
+    let package = std::env::var("CARGO_PKG_NAME").unwrap_or_else(|_| "<package>".to_owned());
+    let thread = std::thread::current();
+    let test = thread.name().filter(|name| *name != "main").unwrap_or("<test>");
+    format!("{SEED_VARIABLE}={seed} cargo test -p {package} {test} -- --exact --nocapture")
+}

@@ -1,0 +1,456 @@
+//! Files in memory as the code under test sees them: through [`Images`] and [`Store`].
+//!
+//! - A store is bound to its file, as a descriptor is: a file that was replaced goes on being read
+//!   by those who opened it, and an opener gets the new one, with another identity.
+//! - A read takes effect when it completes, so that what is written meanwhile may be seen.
+//! - Nothing here depends on anything but the seed and the order of calls. Mica's own order follows
+//!   from the executor's seed.
+
+use mica_block::{
+    Error, ErrorKind, Identity, Images, IoFuture, OpenImage, Result, Run, RunKind, Store,
+};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How long reads of a file take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Latency {
+    /// A page cache: 2 us.
+    Cached,
+    /// A good disk: 80 us.
+    Flash,
+    /// A disk over a network: 1 ms.
+    Remote,
+}
+
+/// What shall happen to reads of a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReadFault {
+    /// The read with this number, counted from 1 as of now, fails with this errno.
+    FailNth(u64, i32),
+    /// Every read fails with this errno.
+    FailAll(i32),
+    /// One read in this many, at random, takes a hundred times as long.
+    SpikeOneIn(u64),
+}
+
+/// A world of files. Clones are the same world.
+#[derive(Clone)]
+pub struct World {
+    state: Arc<Mutex<State>>,
+}
+
+struct State {
+    seed: u64,
+    drawn: u64,
+    now_ns: i128,
+    next_inode: u64,
+    files: BTreeMap<PathBuf, SharedFile>,
+    sidecars: BTreeMap<PathBuf, SharedFile>,
+    sidecars_denied: bool,
+}
+
+type SharedFile = Arc<Mutex<SimFile>>;
+
+struct SimFile {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    inode: u64,
+    mtime_ns: i128,
+    ctime_ns: i128,
+    latency: Latency,
+    faults: Vec<ReadFault>,
+    reads: u64,
+}
+
+/// A world begins at this time, so that file times are not near zero.
+const START_NS: i128 = 1_700_000_000_000_000_000;
+/// Time passes by this much at each change, so that each has a time of its own.
+const TICK_NS: i128 = 1_000_000;
+/// How much longer a read takes that is hit by a spike.
+const SPIKE_FACTOR: u32 = 100;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl World {
+    /// An empty world.
+    pub fn new(seed: u64) -> Self {
+        let state = State {
+            seed,
+            drawn: 0,
+            now_ns: START_NS,
+            next_inode: 1,
+            files: BTreeMap::new(),
+            sidecars: BTreeMap::new(),
+            sidecars_denied: false,
+        };
+        Self { state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// A number below `bound` that follows from the seed and from how many were drawn before.
+    ///
+    /// # Panics
+    /// If `bound` is zero.
+    pub fn random_below(&self, bound: u64) -> u64 {
+        lock(&self.state).random() % bound
+    }
+
+    /// Lets `duration` pass by the clock that stamps files. That of the executor is another.
+    pub fn pass_time(&self, duration: Duration) {
+        lock(&self.state).now_ns += i128::try_from(duration.as_nanos()).unwrap_or(i128::MAX / 4);
+    }
+
+    /// Puts a file of `bytes` at `path`. One that is there already is replaced by a new inode:
+    /// those who have it open keep it.
+    pub fn put(&self, path: impl AsRef<Path>, bytes: Vec<u8>) {
+        let path = normal(path.as_ref());
+        let mut state = lock(&self.state);
+        let file = state.make_file(&path, bytes);
+        state.files.insert(path, file);
+    }
+
+    /// Removes the file at `path`: those who have it open keep it.
+    pub fn remove(&self, path: impl AsRef<Path>) {
+        lock(&self.state).files.remove(&normal(path.as_ref()));
+    }
+
+    /// Changes the content of the file at `path` in place, as a writer of the same inode would.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn change(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
+        let now_ns = lock(&self.state).tick();
+        self.with_file(path.as_ref(), |file| {
+            change(&mut file.bytes);
+            (file.mtime_ns, file.ctime_ns) = (now_ns, now_ns);
+        });
+    }
+
+    /// Changes the content and sets the modification time back, as `touch -d` and `cp -p` do. The
+    /// change time tells, as it does on a real file system.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn change_keeping_mtime(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
+        let now_ns = lock(&self.state).tick();
+        self.with_file(path.as_ref(), |file| {
+            change(&mut file.bytes);
+            file.ctime_ns = now_ns;
+        });
+    }
+
+    /// How long reads of the file at `path` take from now on.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn set_latency(&self, path: impl AsRef<Path>, latency: Latency) {
+        self.with_file(path.as_ref(), |file| file.latency = latency);
+    }
+
+    /// Adds a fault to the file at `path`. Reads are counted from now.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn inject(&self, path: impl AsRef<Path>, fault: ReadFault) {
+        self.with_file(path.as_ref(), |file| {
+            file.reads = 0;
+            file.faults.push(fault);
+        });
+    }
+
+    /// Takes all faults of the file at `path` away.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn heal(&self, path: impl AsRef<Path>) {
+        self.with_file(path.as_ref(), |file| file.faults.clear());
+    }
+
+    /// How many reads of the file at `path` were started since the last fault was added.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn reads_of(&self, path: impl AsRef<Path>) -> u64 {
+        self.with_file(path.as_ref(), |file| file.reads)
+    }
+
+    /// The content of the sidecar of the layer at `path`, if it has one.
+    pub fn sidecar(&self, path: impl AsRef<Path>) -> Option<Vec<u8>> {
+        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned()?;
+        let bytes = lock(&file).bytes.clone();
+        Some(bytes)
+    }
+
+    /// Makes the sidecar of the layer at `path` lie: `change` gets its content, whole and in
+    /// place. Gives whether there is one.
+    pub fn change_sidecar(
+        &self,
+        path: impl AsRef<Path>,
+        change: impl FnOnce(&mut Vec<u8>),
+    ) -> bool {
+        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned();
+        file.is_some_and(|file| {
+            change(&mut lock(&file).bytes);
+            true
+        })
+    }
+
+    /// Inverts one bit of the sidecar of the layer at `path`, which one is drawn at random. Gives
+    /// the byte that it is in, or `None` if there is none to invert.
+    pub fn flip_sidecar_bit(&self, path: impl AsRef<Path>) -> Option<usize> {
+        let len = self.sidecar(path.as_ref())?.len();
+        if len == 0 {
+            return None;
+        }
+        let byte = usize::try_from(self.random_below(len as u64)).ok()?;
+        let bit = self.random_below(8);
+        self.change_sidecar(path, |bytes| bytes[byte] ^= 1 << bit);
+        Some(byte)
+    }
+
+    /// Adds a fault to reads of the sidecar of the layer at `path`. Gives whether there is one.
+    pub fn inject_sidecar(&self, path: impl AsRef<Path>, fault: ReadFault) -> bool {
+        let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned();
+        file.is_some_and(|file| {
+            let mut file = lock(&file);
+            file.reads = 0;
+            file.faults.push(fault);
+            true
+        })
+    }
+
+    /// Whether sidecars may be written: a folder that is read-only, or one that is not.
+    pub fn deny_sidecars(&self, denied: bool) {
+        lock(&self.state).sidecars_denied = denied;
+    }
+
+    fn with_file<T>(&self, path: &Path, act: impl FnOnce(&mut SimFile) -> T) -> T {
+        let file = self.file(path).expect("the scenario named a file that is there");
+        let mut file = lock(&file);
+        act(&mut file)
+    }
+
+    fn file(&self, path: &Path) -> Result<SharedFile> {
+        let found = lock(&self.state).files.get(&normal(path)).cloned();
+        found.ok_or_else(|| {
+            let what = format!("opening {}", path.display());
+            Error::from_io(what, io::ErrorKind::NotFound.into())
+        })
+    }
+
+    fn store(&self, file: SharedFile) -> Arc<dyn Store> {
+        Arc::new(SimStore { world: self.clone(), file })
+    }
+}
+
+impl Images for World {
+    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
+        if name.as_os_str().is_empty() {
+            let what = format!("{} names no file", referrer.display());
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(referrer.parent().unwrap_or(Path::new("")).join(name))
+    }
+
+    fn open(&self, path: &Path) -> Result<OpenImage> {
+        let file = self.file(path)?;
+        let identity = lock(&file).identity();
+        Ok(OpenImage { store: self.store(file), identity })
+    }
+
+    fn identify(&self, path: &Path) -> Result<Identity> {
+        self.file(path).map(|file| lock(&file).identity())
+    }
+
+    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        let found = lock(&self.state).sidecars.get(&normal(path)).cloned();
+        Ok(found.map(|file| self.store(file)))
+    }
+
+    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
+        let path = normal(path);
+        let mut state = lock(&self.state);
+        if state.sidecars_denied {
+            let what = format!("writing the index of {}", path.display());
+            return Err(Error::from_io(what, io::ErrorKind::PermissionDenied.into()));
+        }
+        let file = state.make_file(&path, content.to_vec());
+        state.sidecars.insert(path, file);
+        Ok(())
+    }
+
+    fn remove_sidecar(&self, path: &Path) -> Result<()> {
+        lock(&self.state).sidecars.remove(&normal(path));
+        Ok(())
+    }
+
+    fn now_ns(&self) -> i128 {
+        lock(&self.state).now_ns
+    }
+}
+
+impl State {
+    fn tick(&mut self) -> i128 {
+        self.now_ns += TICK_NS;
+        self.now_ns
+    }
+
+    fn random(&mut self) -> u64 {
+        // SplitMix64 of Steele, Lea and Flood.
+        self.drawn += 1;
+        let mut z = self.seed.wrapping_add(self.drawn.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn make_file(&mut self, path: &Path, bytes: Vec<u8>) -> SharedFile {
+        let now_ns = self.tick();
+        let inode = self.next_inode;
+        self.next_inode += 1;
+        Arc::new(Mutex::new(SimFile {
+            path: path.to_owned(),
+            bytes,
+            inode,
+            mtime_ns: now_ns,
+            ctime_ns: now_ns,
+            latency: Latency::Flash,
+            faults: Vec::new(),
+            reads: 0,
+        }))
+    }
+}
+
+impl SimFile {
+    fn identity(&self) -> Identity {
+        Identity {
+            device: 1,
+            inode: self.inode,
+            len: self.bytes.len() as u64,
+            mtime_ns: self.mtime_ns,
+            ctime_ns: self.ctime_ns,
+        }
+    }
+
+    fn nominal_latency(&self) -> Duration {
+        match self.latency {
+            Latency::Cached => Duration::from_micros(2),
+            Latency::Flash => Duration::from_micros(80),
+            Latency::Remote => Duration::from_millis(1),
+        }
+    }
+
+    /// Fills what there is and gives how much that is.
+    fn read(&self, buf: &mut [u8], offset: u64) -> usize {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        let there = self.bytes.get(start..).unwrap_or_default();
+        let count = there.len().min(buf.len());
+        buf[..count].copy_from_slice(&there[..count]);
+        count
+    }
+}
+
+/// A file of the world that someone has open.
+struct SimStore {
+    world: World,
+    file: SharedFile,
+}
+
+impl SimStore {
+    /// What becomes of the read that starts now: its latency, and the errno with which it fails.
+    fn fate(&self) -> (Duration, Option<i32>) {
+        let mut file = lock(&self.file);
+        file.reads += 1;
+        let mut latency = file.nominal_latency();
+        let mut errno = None;
+        for fault in &file.faults {
+            match *fault {
+                ReadFault::FailNth(number, code) if number == file.reads => errno = Some(code),
+                ReadFault::FailNth(..) => {}
+                ReadFault::FailAll(code) => errno = Some(code),
+                ReadFault::SpikeOneIn(count) => {
+                    if self.world.random_below(count.max(1)) == 0 {
+                        latency *= SPIKE_FACTOR;
+                    }
+                }
+            }
+        }
+        (latency, errno)
+    }
+}
+
+impl Store for SimStore {
+    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let (latency, errno) = self.fate();
+        let file = Arc::clone(&self.file);
+        let work = move |buf: &mut Buf| match errno {
+            Some(code) => Err(io::Error::from_raw_os_error(code)),
+            None => Ok(lock(&file).read(buf, offset.bytes())),
+        };
+        IoFuture::file(mica_rt::simulate(buf, latency, Box::new(work)), offset)
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(lock(&self.file).bytes.len() as u64)
+    }
+
+    /// Blocks of zeros are holes, as they would be in a file that was written sparsely.
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        const BLOCK: u64 = 4096;
+        if len == 0 {
+            return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
+        }
+        let file = lock(&self.file);
+        let kind_at = |at: u64| {
+            let start = usize::try_from(at - at % BLOCK).unwrap_or(usize::MAX);
+            let there = file.bytes.get(start..).unwrap_or_default();
+            let block = usize::try_from(BLOCK).unwrap_or(usize::MAX).min(there.len());
+            match there[..block].iter().all(|byte| *byte == 0) {
+                true => RunKind::Hole,
+                false => RunKind::Data,
+            }
+        };
+        let start = offset.bytes();
+        let end = start.saturating_add(len);
+        let kind = kind_at(start);
+        let file_len = file.bytes.len() as u64;
+        let mut at = start - start % BLOCK;
+        while at < end && kind_at(at) == kind {
+            at = match at {
+                // All the rest is a hole.
+                at if at >= file_len => end,
+                at => at.saturating_add(BLOCK),
+            };
+        }
+        Ok(Run { kind, len: at.min(end) - start })
+    }
+
+    fn name(&self) -> String {
+        lock(&self.file).path.display().to_string()
+    }
+}
+
+/// `path` without `.` and `..`: there are no symbolic links in this world.
+fn normal(path: &Path) -> PathBuf {
+    let mut normal = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir => {
+                normal.pop();
+            }
+            component => normal.push(component),
+        }
+    }
+    normal
+}
+
+#[cfg(test)]
+mod tests;
