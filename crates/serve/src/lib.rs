@@ -1,1 +1,3 @@
-//! wip
+//! Servers: they know protocols and guest addresses, and no format. Internal crate.
+
+pub mod nbd;

@@ -1,0 +1,73 @@
+//! Serves a disk of zeros that pretends to be data, to see what the server itself costs.
+//!
+//! `nbd_null SOCKET [--size BYTES] [--queues N] [--backend uring|pool] [--holes] [--tcp ADDRESS]`
+//!
+//! Ends when its standard input does.
+
+use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
+use mica_rt::{Backend, Buf};
+use mica_serve::nbd::{Export, Limits, Listener, Server, ServerConfig};
+use mica_units::{GuestRange, HostOffset, LayerNumber};
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+struct Null {
+    len: u64,
+    kind: ExtentKind,
+}
+
+impl Disk for Null {
+    fn geometry(&self) -> Geometry {
+        Geometry { len: self.len, preferred_bytes: 4096 }
+    }
+
+    fn plan<'a>(
+        &'a self,
+        range: GuestRange,
+        _detail: Detail,
+        extents: &'a mut Vec<Extent>,
+    ) -> Planned<'a> {
+        let (start, len, kind) = (range.start(), range.len(), self.kind);
+        extents.push(Extent { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO });
+        Planned::Ready(Ok(()))
+    }
+
+    fn read(&self, _extent: &Extent, mut buf: Buf) -> IoFuture {
+        buf.fill(0);
+        ready(Ok(()), buf)
+    }
+}
+
+type AnyError = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), AnyError> {
+    let mut arguments = std::env::args().skip(1);
+    let socket = arguments.next().ok_or("which socket?")?;
+    let mut listeners = vec![Listener::unix(Path::new(&socket))?];
+    let mut null = Null { len: 10 << 30, kind: ExtentKind::Data };
+    let (mut queues, mut backend) = (1, Backend::Auto);
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or("a value is missing");
+        match argument.as_str() {
+            "--size" => null.len = value()?.parse()?,
+            "--queues" => queues = value()?.parse()?,
+            "--backend" if value()? == "pool" => backend = Backend::Pool,
+            "--backend" => backend = Backend::Uring,
+            "--holes" => null.kind = ExtentKind::Hole,
+            "--tcp" => listeners.push(Listener::tcp(value()?.parse()?)?),
+            other => return Err(format!("what is {other}?").into()),
+        }
+    }
+    let export = Export {
+        disk: Arc::new(null),
+        name: "null".to_owned(),
+        description: "zeros without end".to_owned(),
+    };
+    let config =
+        ServerConfig { listeners, exports: vec![export], queues, backend, limits: Limits::default() };
+    let running = Server::start(config)?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    println!("{:?}", running.shutdown());
+    Ok(())
+}

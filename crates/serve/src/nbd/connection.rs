@@ -1,0 +1,104 @@
+//! One connection from accept to close: handshake, session, and what is said about its end.
+
+use super::limits::Limits;
+use super::negotiate::{Refused, negotiate};
+use super::server::{Export, QueueShared};
+use super::session::{Ended, transmit};
+use super::signal::Signal;
+use super::stats::QueueStats;
+use mica_rt::{Elapsed, Stream, timeout};
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+/// What the connections of a queue have in common.
+pub(super) struct Common {
+    pub(super) exports: Vec<Arc<Export>>,
+    pub(super) limits: Limits,
+    pub(super) stop: Arc<Signal>,
+}
+
+/// Serves `stream` until it ends, and closes it. A panic ends this connection only.
+pub(super) async fn serve(stream: Stream, common: Arc<Common>, queue: Arc<QueueShared>) {
+    let stats = &queue.stats;
+    stats.connections.add(1);
+    let closer = stream.clone();
+    let body = {
+        let queue = Arc::clone(&queue);
+        async move { serve_inner(&stream, &common, &queue.stats).await }
+    };
+    if CaughtPanic(Some(Box::pin(body))).await.is_err() {
+        stats.panics.add(1);
+        tracing::error!("a connection ended by a failure in the server");
+    }
+    closer.shutdown();
+}
+
+async fn serve_inner(stream: &Stream, common: &Common, stats: &QueueStats) {
+    let limits = common.limits;
+    let handshake = timeout(limits.handshake_deadline, negotiate(stream, &common.exports));
+    let Some(outcome) = unless_stopped(&common.stop, handshake).await else {
+        tracing::debug!("a handshake was broken off: the server stops");
+        return;
+    };
+    let transmission = match outcome {
+        Ok(Ok(transmission)) => transmission,
+        Ok(Err(refused)) => {
+            if matches!(refused, Refused::Malformed(_) | Refused::TooMuch) {
+                stats.protocol_errors.add(1);
+            }
+            tracing::debug!(why = %refused, "a handshake ended");
+            return;
+        }
+        Err(Elapsed) => {
+            stats.deadlines_passed.add(1);
+            tracing::debug!("a handshake took too long");
+            return;
+        }
+    };
+    stats.sessions.add(1);
+    let ended = transmit(stream, transmission, limits, &common.stop, stats).await;
+    match ended {
+        Ended::Malformed => stats.protocol_errors.add(1),
+        Ended::TooSlow => stats.deadlines_passed.add(1),
+        _ => {}
+    }
+    tracing::debug!(why = %ended, "a session ended");
+}
+
+/// Runs `future`, or gives it up when `stop` is raised.
+pub(super) async fn unless_stopped<F: Future>(stop: &Arc<Signal>, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    let mut stopped = pin!(stop.raised());
+    poll_fn(|context| {
+        if stopped.as_mut().poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        future.as_mut().poll(context).map(Some)
+    })
+    .await
+}
+
+/// The future panicked.
+struct Panicked;
+
+/// A future whose panic is an outcome. What panicked is dropped and never polled again, so its
+/// state, which may be half changed, is never looked at.
+struct CaughtPanic<F>(Option<Pin<Box<F>>>);
+
+impl<F: Future> Future for CaughtPanic<F> {
+    type Output = Result<F::Output, Panicked>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(future) = &mut self.0 else { return Poll::Ready(Err(Panicked)) };
+        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
+            Ok(poll) => poll.map(Ok),
+            Err(_) => {
+                self.0 = None;
+                Poll::Ready(Err(Panicked))
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Every maximum of the NBD server. What a client can make it hold, wait or do is bounded here.
+//!
+//! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
+//! requests, and [`BUDGET_BYTES`] of data that is being read or waits to be sent (a read that is
+//! larger than that runs alone and keeps within the budget piece by piece).
+
+use std::time::Duration;
+
+/// Longest name of an export, description or query, as the protocol sets it ("Conventions").
+pub(super) const NAME_BYTES_MAX: usize = 4096;
+/// Options with more data than this are refused unread, if they are known at all. Room for the
+/// longest name and hundreds of queries.
+pub(super) const OPTION_BYTES_MAX: usize = 64 << 10;
+/// More data than this in one option ends the connection.
+pub(super) const OPTION_BYTES_SKIPPED_MAX: u32 = 4 << 20;
+/// Options that one client may send.
+pub(super) const OPTIONS_MAX: usize = 1024;
+/// Bytes of options that one client may send, all together.
+pub(super) const OPTION_BYTES_TOTAL_MAX: u64 = 16 << 20;
+
+/// Largest payload that is announced, and the largest read that is served ("Size constraints").
+pub(super) const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
+/// A write with a larger payload than this ends the connection, where a smaller one is refused and
+/// skipped.
+pub(super) const PAYLOAD_BYTES_SKIPPED_MAX: u32 = 64 << 20;
+/// Requests of one connection in flight.
+pub(super) const SLOTS_MAX: usize = 256;
+/// Data of one connection that is being read or waits to be sent.
+pub(super) const BUDGET_BYTES: usize = 8 << 20;
+/// Replies of one connection that wait to be sent before no further request is taken.
+pub(super) const REPLIES_QUEUED_MAX: usize = 1024;
+/// Bytes handed to one send; what the send deadline is about.
+pub(super) const BATCH_BYTES_MAX: usize = 1 << 20;
+/// A read is planned and read in pieces of at most this size.
+pub(super) const WINDOW_BYTES: u64 = 256 << 10;
+/// Operations of one piece that run at once.
+pub(super) const WINDOW_OPS_MAX: usize = 32;
+/// Receive buffer of a connection: it starts small and grows when a client fills it.
+pub(super) const RECEIVE_BYTES_MIN: usize = 4 << 10;
+/// See [`RECEIVE_BYTES_MIN`].
+pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
+/// Descriptors in one reply to a block status request.
+pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
+/// What a block status request counts for in the budget: the plan of its largest window.
+pub(super) const STATUS_CHARGE_BYTES: usize = 2 << 20;
+/// Payload bytes within which a client that sends a payload must make progress.
+pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
+/// Failed requests of one connection that are logged.
+pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
+
+/// The limits that a caller may change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Connections at one time, over all listeners. Further ones are closed at once.
+    pub connections_max: usize,
+    /// From the connection to the end of the handshake.
+    pub handshake_deadline: Duration,
+    /// From the first byte of a request to its last. Between requests a client may be idle for
+    /// ever.
+    pub request_deadline: Duration,
+    /// For a client to take a batch of replies (at most 1 MiB).
+    pub send_deadline: Duration,
+    /// For the requests in flight to end at shutdown.
+    pub drain_deadline: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections_max: 256,
+            handshake_deadline: Duration::from_secs(30),
+            request_deadline: Duration::from_secs(30),
+            send_deadline: Duration::from_secs(60),
+            drain_deadline: Duration::from_secs(10),
+        }
+    }
+}

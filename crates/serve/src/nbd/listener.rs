@@ -1,0 +1,217 @@
+//! Where clients connect: sockets that are bound and listening.
+
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::Socket;
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::net::sockopt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A listening socket.
+#[derive(Debug)]
+pub struct Listener {
+    pub(super) socket: Arc<Socket>,
+    pub(super) family: Family,
+    /// The file of a unix socket, removed with the listener if it is still the same one.
+    _file: Option<SocketFile>,
+}
+
+/// What kind of connections come from it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Family {
+    Unix,
+    Tcp(SocketAddr),
+}
+
+/// A file that this process made.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Listener {
+    /// Listens on a unix socket at `path`. The socket of a server that is gone is replaced.
+    ///
+    /// # Errors
+    /// `Denied` if a living server listens there, or if there is something that is no socket.
+    pub fn unix(path: &Path) -> Result<Self> {
+        let context = || format!("listening on {}", path.display());
+        // Two servers that find the same leftover must not both replace it.
+        let _alone = lock_directory(path).map_err(|error| Error::from_io(context(), error))?;
+        remove_leftover(path)?;
+        let listener =
+            UnixListener::bind(path).map_err(|error| Error::from_io(context(), error))?;
+        let made = path.symlink_metadata().map_err(|error| Error::from_io(context(), error))?;
+        let file =
+            SocketFile { path: path.to_owned(), device: made.dev(), inode: made.ino() };
+        Self::wrap(listener.into(), Family::Unix, Some(file))
+    }
+
+    /// Listens on a TCP address. Nothing is encrypted and nobody is asked who they are: addresses
+    /// other than the loopback are for networks that are trusted.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn tcp(address: SocketAddr) -> Result<Self> {
+        let context = || format!("listening on {address}");
+        let listener =
+            TcpListener::bind(address).map_err(|error| Error::from_io(context(), error))?;
+        let local = listener.local_addr().map_err(|error| Error::from_io(context(), error))?;
+        Self::wrap(listener.into(), Family::Tcp(local), None)
+    }
+
+    /// Takes a socket that someone else bound and listens on, as a supervisor hands it over.
+    ///
+    /// # Errors
+    /// If it is no listening stream socket.
+    pub fn inherited(fd: OwnedFd) -> Result<Self> {
+        let context = || "taking over a listening socket";
+        let listening = sockopt::socket_acceptconn(&fd)
+            .map_err(|error| Error::from_io(context(), error.into()))?;
+        if !listening {
+            return Err(Error::new(ErrorKind::Invalid, "the socket that was handed over does not listen"));
+        }
+        let family = match rustix::net::getsockname(&fd).map(SocketAddr::try_from) {
+            Ok(Ok(address)) => Family::Tcp(address),
+            _ => Family::Unix,
+        };
+        Self::wrap(fd, family, None)
+    }
+
+    /// The address, for TCP: with the port that the system chose if it was asked to.
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        match self.family {
+            Family::Tcp(address) => Some(address),
+            Family::Unix => None,
+        }
+    }
+
+    fn wrap(fd: OwnedFd, family: Family, file: Option<SocketFile>) -> Result<Self> {
+        let socket =
+            Socket::new(fd).map_err(|error| Error::from_io("making a listening socket", error))?;
+        Ok(Self { socket: Arc::new(socket), family, _file: file })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let is_ours = |found: std::fs::Metadata| {
+            found.dev() == self.device && found.ino() == self.inode
+        };
+        if self.path.symlink_metadata().is_ok_and(is_ours)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!(path = %self.path.display(), %error, "a socket file stays behind");
+        }
+    }
+}
+
+/// Prepares an accepted connection.
+pub(super) fn tune(socket: &Socket, family: Family) {
+    // Each is an optimisation: a socket that refuses it works all the same.
+    match family {
+        Family::Tcp(_) => {
+            let _ = sockopt::set_tcp_nodelay(socket, true);
+        }
+        // The system's default holds two large replies at most; TCP grows its buffers by itself.
+        Family::Unix => {
+            let _ = sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES);
+        }
+    }
+}
+
+const SEND_BUFFER_BYTES: usize = 1 << 20;
+
+fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
+    let directory = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(directory, flags, Mode::empty())?;
+    rustix::fs::flock(&fd, FlockOperation::LockExclusive)?;
+    Ok(fd)
+}
+
+fn remove_leftover(path: &Path) -> Result<()> {
+    let denied = |what: &str| {
+        Err(Error::new(ErrorKind::Denied, format!("listening on {}: {what}", path.display())))
+    };
+    let Ok(found) = path.symlink_metadata() else { return Ok(()) };
+    if !found.file_type().is_socket() {
+        return denied("there is something that is not a socket");
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => denied("another server listens there"),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(|error| {
+                Error::from_io(format!("removing the leftover socket {}", path.display()), error)
+            })
+        }
+        Err(error) => Err(Error::from_io(format!("looking at {}", path.display()), error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn socket_of_a_dead_server_is_replaced() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        // Dropping a std listener closes it and leaves its file, as a killed server does.
+        drop(UnixListener::bind(&path).expect("bind"));
+        assert!(path.exists());
+
+        let listener = Listener::unix(&path).expect("replaces it");
+
+        UnixStream::connect(&path).expect("it listens");
+        drop(listener);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn socket_of_a_living_server_is_left_alone() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let _living = Listener::unix(&path).expect("bind");
+
+        let error = Listener::unix(&path).expect_err("it lives");
+
+        assert_eq!(error.kind(), ErrorKind::Denied);
+        UnixStream::connect(&path).expect("it still listens");
+    }
+
+    #[test]
+    fn file_that_is_no_socket_is_left_alone() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("disk.raw");
+        std::fs::write(&path, b"precious").expect("write");
+
+        let error = Listener::unix(&path).expect_err("not a socket");
+
+        assert_eq!(error.kind(), ErrorKind::Denied);
+        assert_eq!(std::fs::read(&path).expect("read"), b"precious");
+    }
+
+    #[test]
+    fn file_that_another_server_put_there_since_is_left_alone() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let ours = Listener::unix(&path).expect("bind");
+        std::fs::remove_file(&path).expect("remove");
+        let _theirs = UnixListener::bind(&path).expect("bind");
+
+        drop(ours);
+
+        UnixStream::connect(&path).expect("it still listens");
+    }
+}

@@ -1,0 +1,34 @@
+//! The NBD server: any disk of mica, for any NBD client.
+//!
+//! ```text
+//! server     listeners, queues, shutdown
+//!   └ connection   one task: negotiate, then
+//!       └ session  input ─▶ requests in flight ─▶ outgoing
+//! ```
+//!
+//! Sections that are cited are those of the NBD protocol document (`doc/proto.md` of
+//! NetworkBlockDevice/nbd). What a client may cost is in [`limits`](Limits).
+
+mod check;
+mod connection;
+mod input;
+mod limits;
+mod listener;
+mod negotiate;
+mod protocol;
+mod read;
+mod reply;
+mod server;
+mod session;
+mod signal;
+mod stats;
+mod status;
+mod wake;
+
+#[cfg(test)]
+mod testing;
+
+pub use limits::Limits;
+pub use listener::Listener;
+pub use server::{Export, Running, Server, ServerConfig};
+pub use stats::Counters;

@@ -1,0 +1,372 @@
+//! The handshake: fixed newstyle negotiation, up to the choice of an export.
+//!
+//! Everything here is bounded: options and their bytes are counted, data that will not be looked at
+//! is skipped in a small buffer, and the caller puts a deadline on the whole.
+
+use super::limits::{
+    NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX, OPTION_BYTES_TOTAL_MAX,
+    OPTIONS_MAX, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
+};
+use super::protocol::{
+    self, BASE_ALLOCATION, BASE_ALLOCATION_ID, BASE_WILDCARD, InfoRequest, MetaRequest,
+    OptionHeader, handshake, info, option, option_reply, transmission,
+};
+use super::reply::ReplyStyle;
+use super::server::Export;
+use super::session::Transmission;
+use mica_rt::{Buf, Stream};
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+/// Why a handshake ended without a session.
+#[derive(Debug)]
+pub(super) enum Refused {
+    /// The client changed its mind.
+    Aborted,
+    /// The client closed the connection.
+    Closed,
+    /// The client broke the protocol, or asked for an export that is not there in the old way,
+    /// which has no other answer.
+    Malformed(&'static str),
+    /// The client goes on and on.
+    TooMuch,
+    /// The connection failed.
+    Io(io::Error),
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Aborted => f.write_str("the client changed its mind"),
+            Self::Closed => f.write_str("the client closed the connection"),
+            Self::Malformed(what) => write!(f, "the client sent {what}"),
+            Self::TooMuch => f.write_str("the client sent too many options"),
+            Self::Io(error) => write!(f, "the connection failed: {error}"),
+        }
+    }
+}
+
+/// Carries out the handshake.
+pub(super) async fn negotiate(
+    stream: &Stream,
+    exports: &[Arc<Export>],
+) -> Result<Transmission, Refused> {
+    let mut inbox = Inbox::new(stream);
+    send(stream, &protocol::greeting()).await?;
+    let flags = protocol::decode_client_flags(inbox.array().await?)
+        .map_err(|_| Refused::Malformed("unknown client flags"))?;
+    let mut negotiation =
+        Negotiation { exports, flags, style: ReplyStyle::Simple, meta_context: None };
+    let mut bytes_total = 0_u64;
+    for _ in 0..OPTIONS_MAX {
+        let header = OptionHeader::decode(&inbox.array().await?)
+            .map_err(|_| Refused::Malformed("not an option"))?;
+        bytes_total += u64::from(header.len);
+        if header.len > OPTION_BYTES_SKIPPED_MAX || bytes_total > OPTION_BYTES_TOTAL_MAX {
+            return Err(Refused::TooMuch);
+        }
+        let fixed = flags & handshake::FIXED_NEWSTYLE != 0;
+        if !fixed && header.option != option::EXPORT_NAME {
+            return Err(Refused::Malformed("an option without fixed newstyle"));
+        }
+        let mut out = Vec::new();
+        let step = if !is_known(header.option) {
+            inbox.skip(header.len).await?;
+            let text = b"this server does not know that option";
+            negotiation.reply(&mut out, header.option, option_reply::ERR_UNSUP, &[text]);
+            Step::Next
+        } else if header.len as usize > OPTION_BYTES_MAX {
+            inbox.skip(header.len).await?;
+            if header.option == option::EXPORT_NAME {
+                return Err(Refused::Malformed("a name beyond the limit"));
+            }
+            negotiation.reply(&mut out, header.option, option_reply::ERR_TOO_BIG, &[]);
+            Step::Next
+        } else {
+            let data = inbox.data(header.len as usize).await?;
+            negotiation.step(header.option, &data, &mut out)?
+        };
+        send(stream, &out).await?;
+        match step {
+            Step::Next => {}
+            Step::Abort => return Err(Refused::Aborted),
+            Step::Transmit { export, status } => {
+                return Ok(Transmission {
+                    disk: Arc::clone(&export.disk),
+                    style: negotiation.style,
+                    status,
+                    leftover: inbox.rest().to_vec(),
+                });
+            }
+        }
+    }
+    Err(Refused::TooMuch)
+}
+
+/// What an option leads to.
+#[derive(Debug)]
+enum Step<'a> {
+    Next,
+    Abort,
+    Transmit { export: &'a Arc<Export>, status: bool },
+}
+
+fn is_known(option: u32) -> bool {
+    matches!(
+        option,
+        option::EXPORT_NAME
+            | option::ABORT
+            | option::LIST
+            | option::INFO
+            | option::GO
+            | option::STRUCTURED_REPLY
+            | option::LIST_META_CONTEXT
+            | option::SET_META_CONTEXT
+    )
+}
+
+/// What was negotiated so far. Knows no I/O: options go in, replies come out.
+struct Negotiation<'a> {
+    exports: &'a [Arc<Export>],
+    flags: u16,
+    style: ReplyStyle,
+    /// The export name with which `base:allocation` was selected.
+    meta_context: Option<Vec<u8>>,
+}
+
+impl<'a> Negotiation<'a> {
+    fn reply(&self, out: &mut Vec<u8>, option: u32, reply: u32, data: &[&[u8]]) {
+        protocol::put_option_reply(out, option, reply, data);
+    }
+
+    fn invalid(&self, out: &mut Vec<u8>, option: u32, text: &str) -> Step<'a> {
+        self.reply(out, option, option_reply::ERR_INVALID, &[text.as_bytes()]);
+        Step::Next
+    }
+
+    /// The name itself is not repeated: it may be long, and is the client's own.
+    fn unknown_export(&self, out: &mut Vec<u8>, option: u32) -> Step<'a> {
+        self.reply(out, option, option_reply::ERR_UNKNOWN, &[b"there is no export of that name"]);
+        Step::Next
+    }
+
+    fn step(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<Step<'a>, Refused> {
+        Ok(match option {
+            option::EXPORT_NAME => return self.export_name(data, out),
+            option::ABORT => {
+                self.reply(out, option, option_reply::ACK, &[]);
+                Step::Abort
+            }
+            option::LIST => self.list(data, out),
+            option::INFO | option::GO => self.info_or_go(option, data, out),
+            option::STRUCTURED_REPLY => self.structured_reply(data, out),
+            _ => self.meta(option, data, out),
+        })
+    }
+
+    /// "NBD_OPT_EXPORT_NAME": has no error reply.
+    fn export_name(&mut self, data: &[u8], out: &mut Vec<u8>) -> Result<Step<'a>, Refused> {
+        if data.len() > NAME_BYTES_MAX {
+            return Err(Refused::Malformed("a name beyond the limit"));
+        }
+        let Some(export) = self.find(data) else {
+            return Err(Refused::Malformed("an unknown export, asked for in the old way"));
+        };
+        let info = protocol::info_export(export.disk.geometry().len, self.transmission_flags());
+        out.extend(&info[2..]);
+        if self.flags & handshake::NO_ZEROES == 0 {
+            out.extend([0; protocol::EXPORT_NAME_PADDING]);
+        }
+        Ok(Step::Transmit { export, status: self.is_selected(data) })
+    }
+
+    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+        if !data.is_empty() {
+            return self.invalid(out, option::LIST, "LIST has no data");
+        }
+        for export in self.exports {
+            let name = export.name.as_bytes();
+            let name_len = u32::try_from(name.len()).expect("checked at the start");
+            let data: [&[u8]; 3] = [&name_len.to_be_bytes(), name, export.description.as_bytes()];
+            self.reply(out, option::LIST, option_reply::SERVER, &data);
+        }
+        self.reply(out, option::LIST, option_reply::ACK, &[]);
+        Step::Next
+    }
+
+    /// "NBD_OPT_INFO and NBD_OPT_GO".
+    fn info_or_go(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+        let Ok(request) = InfoRequest::decode(data) else {
+            return self.invalid(out, option, "malformed data");
+        };
+        let Some(export) = self.find(request.name) else {
+            return self.unknown_export(out, option);
+        };
+        let mut inform = |data: &[&[u8]]| self.reply(out, option, option_reply::INFO, data);
+        let geometry = export.disk.geometry();
+        inform(&[&protocol::info_export(geometry.len, self.transmission_flags())]);
+        if request.asks_for(info::NAME) {
+            inform(&[&info::NAME.to_be_bytes(), export.name.as_bytes()]);
+        }
+        if request.asks_for(info::DESCRIPTION) && !export.description.is_empty() {
+            inform(&[&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()]);
+        }
+        if request.asks_for(info::BLOCK_SIZE) {
+            let preferred = preferred_bytes(geometry.preferred_bytes);
+            inform(&[&protocol::info_block_size(1, preferred, PAYLOAD_BYTES_MAX)]);
+        }
+        self.reply(out, option, option_reply::ACK, &[]);
+        if option == option::GO {
+            return Step::Transmit { export, status: self.is_selected(request.name) };
+        }
+        Step::Next
+    }
+
+    fn structured_reply(&mut self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+        if !data.is_empty() {
+            return self.invalid(out, option::STRUCTURED_REPLY, "STRUCTURED_REPLY has no data");
+        }
+        if self.style == ReplyStyle::Structured {
+            return self.invalid(out, option::STRUCTURED_REPLY, "asked for twice");
+        }
+        self.style = ReplyStyle::Structured;
+        self.reply(out, option::STRUCTURED_REPLY, option_reply::ACK, &[]);
+        Step::Next
+    }
+
+    /// "NBD_OPT_LIST_META_CONTEXT" and "NBD_OPT_SET_META_CONTEXT".
+    fn meta(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+        let selects = option == option::SET_META_CONTEXT;
+        if selects {
+            // Replaces the selection "including when this command fails".
+            self.meta_context = None;
+        }
+        if self.style == ReplyStyle::Simple {
+            return self.invalid(out, option, "structured replies must be negotiated first");
+        }
+        let Ok(request) = MetaRequest::decode(data) else {
+            return self.invalid(out, option, "malformed data");
+        };
+        if self.find(request.name).is_none() {
+            return self.unknown_export(out, option);
+        }
+        let is_asked = |query: &&[u8]| {
+            *query == BASE_ALLOCATION || (!selects && *query == BASE_WILDCARD)
+        };
+        let lists_all = !selects && request.queries.is_empty();
+        if lists_all || request.queries.iter().any(is_asked) {
+            let id = if selects { BASE_ALLOCATION_ID } else { 0 };
+            let data: [&[u8]; 2] = [&id.to_be_bytes(), BASE_ALLOCATION];
+            self.reply(out, option, option_reply::META_CONTEXT, &data);
+            if selects {
+                self.meta_context = Some(request.name.to_vec());
+            }
+        }
+        self.reply(out, option, option_reply::ACK, &[]);
+        Step::Next
+    }
+
+    /// The export called `name`; the empty name means the first.
+    fn find(&self, name: &[u8]) -> Option<&'a Arc<Export>> {
+        if name.is_empty() {
+            return self.exports.first();
+        }
+        self.exports.iter().find(|export| export.name.as_bytes() == name)
+    }
+
+    fn is_selected(&self, name: &[u8]) -> bool {
+        self.meta_context.as_deref() == Some(name)
+    }
+
+    /// Read-only, and otherwise as qemu-nbd: a flush or a FUA flag has nothing to do and is
+    /// accepted; all connections see the same disk.
+    fn transmission_flags(&self) -> u16 {
+        let df = if self.style == ReplyStyle::Structured { transmission::SEND_DF } else { 0 };
+        transmission::HAS_FLAGS
+            | transmission::READ_ONLY
+            | transmission::SEND_FLUSH
+            | transmission::SEND_FUA
+            | transmission::CAN_MULTI_CONN
+            | df
+    }
+}
+
+/// "Size constraints": a power of two, at least 512 and at most the largest payload.
+fn preferred_bytes(preferred: u32) -> u32 {
+    preferred.clamp(512, PAYLOAD_BYTES_MAX).next_power_of_two()
+}
+
+async fn send(stream: &Stream, bytes: &[u8]) -> Result<(), Refused> {
+    stream.send(VecDeque::from([Buf::from_slice(bytes)])).await.map_err(Refused::Io)
+}
+
+/// Received bytes that were not looked at yet.
+struct Inbox<'a> {
+    stream: &'a Stream,
+    /// Absent while a receive owns it.
+    buf: Option<Buf>,
+    at: usize,
+    end: usize,
+}
+
+impl<'a> Inbox<'a> {
+    fn new(stream: &'a Stream) -> Self {
+        Self { stream, buf: Some(Buf::new(RECEIVE_BYTES_MIN)), at: 0, end: 0 }
+    }
+
+    fn rest(&self) -> &[u8] {
+        self.buf.as_ref().map_or(&[], |buf| &buf[self.at..self.end])
+    }
+
+    /// Hands at least one and at most `wanted` bytes to `take`.
+    async fn some(&mut self, wanted: usize, take: impl FnOnce(&[u8])) -> Result<usize, Refused> {
+        if self.at == self.end {
+            let buf = self.buf.take().unwrap_or_else(|| Buf::new(RECEIVE_BYTES_MIN));
+            let (result, buf) = self.stream.recv(buf).await;
+            self.buf = Some(buf);
+            self.at = 0;
+            self.end = match result {
+                Ok(0) => return Err(Refused::Closed),
+                Ok(count) => count,
+                Err(error) => return Err(Refused::Io(error)),
+            };
+        }
+        let count = self.rest().len().min(wanted);
+        take(&self.rest()[..count]);
+        self.at += count;
+        Ok(count)
+    }
+
+    async fn array<const N: usize>(&mut self) -> Result<[u8; N], Refused> {
+        let mut out = [0; N];
+        let mut done = 0;
+        while done < N {
+            let rest = &mut out[done..];
+            done += self.some(rest.len(), |bytes| rest[..bytes.len()].copy_from_slice(bytes)).await?;
+        }
+        Ok(out)
+    }
+
+    /// `len` bytes; the memory for them grows as they come.
+    async fn data(&mut self, len: usize) -> Result<Vec<u8>, Refused> {
+        let mut out = Vec::new();
+        while out.len() < len {
+            let wanted = len - out.len();
+            self.some(wanted, |bytes| out.extend(bytes)).await?;
+        }
+        Ok(out)
+    }
+
+    async fn skip(&mut self, len: u32) -> Result<(), Refused> {
+        let mut left = len as usize;
+        while left > 0 {
+            left -= self.some(left, |_| {}).await?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

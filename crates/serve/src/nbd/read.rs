@@ -1,0 +1,290 @@
+//! Reads that are more than one extent: planned and read piece by piece.
+//!
+//! A piece ("window") ends at a multiple of its size on the disk, so that its parts are aligned.
+//! With structured replies each piece goes out as chunks as soon as it is there. A simple reply
+//! promises all its data with its header, so the pieces are kept until the last one is there; only
+//! a read that is larger than the whole budget goes out as it comes, and where that fails midway
+//! the connection has to end ("NBD_CMD_READ", Simple replies).
+
+use super::limits::{BUDGET_BYTES, WINDOW_BYTES, WINDOW_OPS_MAX};
+use super::reply::{Content, ReplyStyle};
+use super::session::{Charge, Failure, Shared};
+use crate::nbd::protocol::Done;
+use mica_block::{Detail, Disk, Extent, IoFuture, Result};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange};
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+/// How many content chunks a structured reply may have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fragments {
+    Any,
+    One,
+}
+
+/// A read that was found valid.
+#[derive(Clone, Copy)]
+pub(super) struct Read {
+    pub(super) cookie: u64,
+    pub(super) range: GuestRange,
+    pub(super) fragments: Fragments,
+}
+
+/// How the reply is put together.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Assembly {
+    /// Chunks, a piece at a time.
+    Chunks,
+    /// Nothing before everything is there.
+    Whole,
+    /// The header with the first piece.
+    Stream,
+}
+
+/// Serves `read`. `plan` is the plan of its whole range, if that was made already.
+pub(super) async fn read_long(
+    shared: Rc<Shared>,
+    read: Read,
+    mut plan: Option<Vec<Extent>>,
+    mut charge: Charge,
+) -> std::result::Result<u64, Failure> {
+    let Read { cookie, range, fragments } = read;
+    let style = shared.outgoing.borrow().style();
+    let oversize = range.len() > BUDGET_BYTES as u64;
+    let assembly = match (style, fragments) {
+        (ReplyStyle::Structured, Fragments::Any) => Assembly::Chunks,
+        (ReplyStyle::Simple, _) if oversize => Assembly::Stream,
+        _ => Assembly::Whole,
+    };
+    let mut kept = Vec::new();
+    let mut at = range.start();
+    while at < range.end() {
+        if oversize {
+            shared.room().await;
+        }
+        let window = next_window(at, range.end());
+        let contents = read_window(&*shared.disk, window, plan.take()).await;
+        let contents = contents.map_err(|failure| Failure {
+            // A header is out already that promised what cannot be kept.
+            ends_connection: assembly == Assembly::Stream && at > range.start(),
+            ..failure
+        })?;
+        let done = if window.end() == range.end() { Done::Yes } else { Done::No };
+        let mut outgoing = shared.outgoing.borrow_mut();
+        match assembly {
+            Assembly::Chunks => {
+                outgoing.chunks(cookie, contents, done);
+                charge.release(usize::try_from(window.len()).expect("within a window"));
+            }
+            Assembly::Whole => kept.extend(contents),
+            Assembly::Stream => {
+                if at == range.start() {
+                    outgoing.simple_header(cookie);
+                }
+                outgoing.plain(contents);
+            }
+        }
+        at = window.end();
+    }
+    if assembly == Assembly::Whole {
+        let mut outgoing = shared.outgoing.borrow_mut();
+        match (style, &kept[..]) {
+            (ReplyStyle::Simple, _) => outgoing.simple_header(cookie),
+            (ReplyStyle::Structured, _) => {
+                let len = u32::try_from(range.len()).expect("within a request");
+                outgoing.whole_chunk_header(cookie, range.start().bytes(), len);
+            }
+        }
+        outgoing.plain(kept);
+    }
+    Ok(range.len())
+}
+
+fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
+    let boundary = (at.bytes() / WINDOW_BYTES + 1).checked_mul(WINDOW_BYTES);
+    let boundary = boundary.map_or(end, GuestOffset::new);
+    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
+}
+
+async fn read_window(
+    disk: &dyn Disk,
+    range: GuestRange,
+    plan: Option<Vec<Extent>>,
+) -> std::result::Result<Vec<Content>, Failure> {
+    let extents = match plan {
+        Some(extents) => extents,
+        None => {
+            let mut extents = Vec::new();
+            let planned = disk.plan(range, Detail::Read, &mut extents).finish().await;
+            planned.map_err(|error| Failure::at(error, range.start()))?;
+            extents
+        }
+    };
+    assert!(covers(&extents, range), "a plan covers what was asked");
+    let (mut contents, parts) = lay_out(&extents);
+    read_parts(disk, parts, &mut contents).await?;
+    Ok(contents)
+}
+
+fn covers(extents: &[Extent], range: GuestRange) -> bool {
+    let end = extents.iter().try_fold(range.start(), |at, extent| {
+        (extent.start == at && extent.len > 0).then(|| at.checked_add(extent.len)).flatten()
+    });
+    end == Some(range.end())
+}
+
+/// A part of a run of data, and where its buffer belongs.
+struct Part {
+    extent: Extent,
+    buf: Buf,
+    content: usize,
+    index: usize,
+}
+
+/// Joins neighbours: each run of data gets one buffer, which its parts divide among them.
+fn lay_out(extents: &[Extent]) -> (Vec<Content>, Vec<Part>) {
+    let mut contents = Vec::new();
+    let mut parts = Vec::new();
+    for run in extents.chunk_by(|a, b| a.kind.reads_as_zero() == b.kind.reads_as_zero()) {
+        let offset = run[0].start.bytes();
+        let len: u64 = run.iter().map(|extent| extent.len).sum();
+        if run[0].kind.reads_as_zero() {
+            contents.push(Content::Zeros { offset, len });
+            continue;
+        }
+        let mut rest = Buf::new(usize::try_from(len).expect("within a window"));
+        for (index, extent) in run.iter().enumerate() {
+            let len = usize::try_from(extent.len).expect("within a window");
+            let buf = rest.split_to(len);
+            parts.push(Part { extent: *extent, buf, content: contents.len(), index });
+        }
+        contents.push(Content::Data { offset, bufs: run.iter().map(|_| Buf::new(0)).collect() });
+    }
+    (contents, parts)
+}
+
+struct Active {
+    io: IoFuture,
+    start: GuestOffset,
+    content: usize,
+    index: usize,
+}
+
+/// Reads `parts` into their places in `contents`, some of them at once.
+async fn read_parts(
+    disk: &dyn Disk,
+    parts: Vec<Part>,
+    contents: &mut [Content],
+) -> std::result::Result<(), Failure> {
+    let mut waiting = parts.into_iter();
+    let mut active: Vec<Active> = Vec::new();
+    poll_fn(move |context| {
+        loop {
+            let room = WINDOW_OPS_MAX - active.len();
+            active.extend(waiting.by_ref().take(room).map(|part| {
+                let Part { extent, buf, content, index } = part;
+                Active { io: disk.read(&extent, buf), start: extent.start, content, index }
+            }));
+            if active.is_empty() {
+                return Poll::Ready(Ok(()));
+            }
+            let before = active.len();
+            if let Err(failure) = poll_active(&mut active, contents, context) {
+                return Poll::Ready(Err(failure));
+            }
+            if active.len() == before {
+                return Poll::Pending;
+            }
+        }
+    })
+    .await
+}
+
+fn poll_active(
+    active: &mut Vec<Active>,
+    contents: &mut [Content],
+    context: &mut Context<'_>,
+) -> std::result::Result<(), Failure> {
+    let mut outcome = Ok(());
+    active.retain_mut(|one| {
+        let Poll::Ready((result, buf)) = Pin::new(&mut one.io).poll(context) else { return true };
+        if let Err(failure) = place(result, buf, one, contents) {
+            outcome = Err(failure);
+        }
+        false
+    });
+    outcome
+}
+
+fn place(
+    result: Result<()>,
+    buf: Buf,
+    one: &Active,
+    contents: &mut [Content],
+) -> std::result::Result<(), Failure> {
+    result.map_err(|error| Failure::at(error, one.start))?;
+    let Content::Data { bufs, .. } = &mut contents[one.content] else {
+        unreachable!("only data is read");
+    };
+    bufs[one.index] = buf;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_block::ExtentKind;
+    use mica_units::{HostOffset, LayerNumber};
+
+    fn extent(start: u64, len: u64, kind: ExtentKind) -> Extent {
+        let start = GuestOffset::new(start);
+        Extent { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO }
+    }
+
+    #[test]
+    fn windows_end_at_multiples_of_their_size() {
+        let end = GuestOffset::new(3 * WINDOW_BYTES + 5);
+        let mut at = GuestOffset::new(1);
+        let mut ends = Vec::new();
+        while at < end {
+            at = next_window(at, end).end();
+            ends.push(at.bytes());
+        }
+        assert_eq!(ends, [WINDOW_BYTES, 2 * WINDOW_BYTES, 3 * WINDOW_BYTES, end.bytes()]);
+    }
+
+    #[test]
+    fn window_at_the_end_of_64_bits_ends() {
+        let (at, end) = (GuestOffset::new(u64::MAX - 511), GuestOffset::new(u64::MAX));
+        assert_eq!(next_window(at, end).len(), 511);
+    }
+
+    #[test]
+    fn neighbours_of_one_nature_become_one_content() {
+        let plan = [
+            extent(0, 512, ExtentKind::Data),
+            extent(512, 512, ExtentKind::Encoded),
+            extent(1024, 512, ExtentKind::Hole),
+            extent(1536, 512, ExtentKind::ZeroAllocated),
+            extent(2048, 512, ExtentKind::Data),
+        ];
+        let (contents, parts) = lay_out(&plan);
+        assert_eq!(contents.len(), 3);
+        assert!(matches!(&contents[0], Content::Data { offset: 0, bufs } if bufs.len() == 2));
+        assert!(matches!(contents[1], Content::Zeros { offset: 1024, len: 1024 }));
+        assert_eq!(parts.len(), 3);
+    }
+
+    #[test]
+    fn plan_with_a_gap_or_too_short_does_not_cover() {
+        let range = GuestRange::new(GuestOffset::ZERO, 1024).expect("fits");
+        let data = ExtentKind::Data;
+        assert!(covers(&[extent(0, 512, data), extent(512, 512, data)], range));
+        assert!(!covers(&[extent(0, 512, data)], range));
+        assert!(!covers(&[extent(0, 512, data), extent(513, 511, data)], range));
+        assert!(!covers(&[extent(0, 1024, data), extent(1024, 512, data)], range));
+    }
+}

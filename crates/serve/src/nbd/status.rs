@@ -1,0 +1,125 @@
+//! Block status: which parts of the disk are holes or zeros ("Metadata querying").
+
+use super::limits::STATUS_EXTENTS_MAX;
+use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
+use super::session::{Charge, Failure, Shared};
+use mica_block::{Detail, Extent, ExtentKind, REQUEST_BYTES_MAX};
+use mica_rt::yield_now;
+use mica_units::{GuestOffset, GuestRange};
+use std::rc::Rc;
+
+/// A block status request that was found valid.
+#[derive(Clone, Copy)]
+pub(super) struct Status {
+    pub(super) cookie: u64,
+    pub(super) range: GuestRange,
+    /// Most descriptors that the client takes.
+    pub(super) extents_max: usize,
+}
+
+/// Serves `status`. Tells about at least one byte, and never about more than was asked.
+pub(super) async fn block_status(
+    shared: Rc<Shared>,
+    status: Status,
+    charge: Charge,
+) -> Result<u64, Failure> {
+    let Status { cookie, range, extents_max } = status;
+    let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
+    let mut extents = Vec::new();
+    let mut at = range.start();
+    'windows: while at < range.end() {
+        let window = next_window(at, range.end());
+        extents.clear();
+        let planned = shared.disk.plan(window, Detail::Allocation, &mut extents).finish().await;
+        match planned {
+            Ok(()) => {}
+            // What is known already is an answer; the client asks again for the rest.
+            Err(_) if at > range.start() => break,
+            Err(error) => return Err(Failure::at(error, at)),
+        }
+        for extent in &extents {
+            if !descriptors.push(extent) {
+                break 'windows;
+            }
+        }
+        at = window.end();
+        if at < range.end() {
+            // A request may cover many windows: others have their turn between them.
+            yield_now().await;
+        }
+    }
+    assert!(!descriptors.list.is_empty(), "a status tells about at least one byte");
+    shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
+    drop(charge);
+    Ok(0)
+}
+
+fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
+    let boundary = (at.bytes() / REQUEST_BYTES_MAX + 1).checked_mul(REQUEST_BYTES_MAX);
+    let boundary = boundary.map_or(end, GuestOffset::new);
+    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
+}
+
+fn flags_of(kind: ExtentKind) -> u32 {
+    match kind {
+        ExtentKind::Data | ExtentKind::Encoded => 0,
+        ExtentKind::ZeroAllocated => STATE_ZERO,
+        ExtentKind::Zero | ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
+    }
+}
+
+/// Descriptors in order, neighbours with the same flags joined.
+struct Descriptors {
+    list: Vec<(u64, u32)>,
+    count_max: usize,
+}
+
+impl Descriptors {
+    fn new(count_max: usize) -> Self {
+        Self { list: Vec::new(), count_max }
+    }
+
+    /// Appends `extent`; `false` if there is no room for it.
+    fn push(&mut self, extent: &Extent) -> bool {
+        let flags = flags_of(extent.kind);
+        let is_full = self.list.len() == self.count_max;
+        match self.list.last_mut() {
+            Some((len, last)) if *last == flags => *len += extent.len,
+            _ if is_full => return false,
+            _ => self.list.push((extent.len, flags)),
+        }
+        true
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(self.list.len() * STATUS_EXTENT_BYTES);
+        for (len, flags) in &self.list {
+            // All of them together lie within the request, whose length has 32 bits.
+            let len = u32::try_from(*len).expect("within a request");
+            out.extend(len.to_be_bytes());
+            out.extend(flags.to_be_bytes());
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_units::{HostOffset, LayerNumber};
+
+    fn push(descriptors: &mut Descriptors, len: u64, kind: ExtentKind) -> bool {
+        let (start, host) = (GuestOffset::ZERO, HostOffset::ZERO);
+        descriptors.push(&Extent { start, len, kind, layer: LayerNumber::BASE, host })
+    }
+
+    #[test]
+    fn hole_and_zero_look_the_same_and_are_joined() {
+        let mut descriptors = Descriptors::new(2);
+        assert!(push(&mut descriptors, 512, ExtentKind::Hole));
+        assert!(push(&mut descriptors, 512, ExtentKind::Zero));
+        assert!(push(&mut descriptors, 512, ExtentKind::ZeroAllocated));
+        assert!(!push(&mut descriptors, 512, ExtentKind::Data));
+        assert_eq!(descriptors.list, [(1024, STATE_HOLE | STATE_ZERO), (512, STATE_ZERO)]);
+    }
+}
