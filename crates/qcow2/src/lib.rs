@@ -7,6 +7,7 @@
 //! ```
 
 mod chain;
+pub mod check;
 mod decoded;
 pub mod format;
 mod index;

@@ -1,0 +1,81 @@
+//! Persistent bitmaps: directory, tables, data.
+//!
+//! QEMU loads the bitmaps when it opens the image, so what it cannot load ends a check before it
+//! begins.
+
+use super::{Checker, READ_BYTES_MAX};
+use crate::format::{
+    BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
+    decode_bitmap_directory,
+};
+use mica_block::{Error, ErrorKind, Result};
+
+impl Checker<'_> {
+    /// Counts the references to and from bitmaps.
+    pub(super) async fn refer_bitmaps(&mut self) -> Result<()> {
+        let header = self.header;
+        let Some(extension) = header.bitmaps else { return Ok(()) };
+        let BitmapsExtension { directory_offset, directory_bytes, .. } = extension;
+        self.refer(directory_offset.bytes(), directory_bytes, 1)?;
+        // At most 64 MiB, as the extension's decoder has checked.
+        let len = usize::try_from(directory_bytes).unwrap_or(usize::MAX);
+        let there = self.file_bytes.saturating_sub(directory_offset.bytes());
+        if directory_bytes > there.next_multiple_of(header.cluster_bits.bytes()) {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("the bitmap directory at {directory_offset} lies beyond the file's end"),
+            ));
+        }
+        let directory = self.read(directory_offset.bytes(), len).await?;
+        let bitmaps = decode_bitmap_directory(
+            &directory,
+            &extension,
+            header.cluster_bits,
+            header.disk_bytes(),
+        )?;
+        drop(directory);
+        for bitmap in &bitmaps {
+            self.check_table_size(bitmap)?;
+            self.refer_bitmap(bitmap).await?;
+        }
+        Ok(())
+    }
+
+    fn check_table_size(&self, bitmap: &BitmapEntry) -> Result<()> {
+        let bit_count = self.header.disk_bytes().div_ceil(1 << bitmap.granularity_bits);
+        // QEMU stores bitmaps in words of 64 bits.
+        let bytes = bit_count.div_ceil(64) * 8;
+        let entries = self.header.cluster_bits.clusters_for(bytes);
+        if bitmap.in_use || entries == u64::from(bitmap.table_entries) {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "bitmap {:?} has a table of {} entries, and the disk needs {entries}",
+                bitmap.name, bitmap.table_entries
+            ),
+        ))
+    }
+
+    async fn refer_bitmap(&mut self, bitmap: &BitmapEntry) -> Result<()> {
+        let bits = self.header.cluster_bits;
+        let bytes = u64::from(bitmap.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
+        self.refer(bitmap.table_offset.bytes(), bytes, 1)?;
+        let mut at = bitmap.table_offset.bytes();
+        let end = at.saturating_add(bytes).min(self.file_bytes);
+        while at < end {
+            let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(READ_BYTES_MAX);
+            let piece = self.read(at, len).await?;
+            for &entry in piece.as_chunks().0 {
+                let entry = BitmapTableEntry::decode(u64::from_be_bytes(entry), bits)
+                    .map_err(|error| error.wrap(format!("bitmap {:?}", bitmap.name)))?;
+                if let BitmapTableEntry::Data(data) = entry {
+                    self.refer(data.bytes(), bits.bytes(), 1)?;
+                }
+            }
+            at += len as u64;
+        }
+        Ok(())
+    }
+}

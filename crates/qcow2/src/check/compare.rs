@@ -1,0 +1,76 @@
+//! References against refcounts.
+
+use super::refcounts::Block;
+use super::{Checker, Finding};
+use mica_block::Result;
+
+impl Checker<'_> {
+    /// Compares the references that were counted with the refcounts on disk.
+    pub(super) async fn compare(&mut self) -> Result<()> {
+        let cluster_count = self.references.cluster_count();
+        let entries_bits = self.refcounts.block_entries_bits();
+        let mut highest = 0;
+        let mut first = 0;
+        while first < cluster_count {
+            let index = first >> entries_bits;
+            let end = cluster_count.min((index + 1) << entries_bits);
+            match self.refcounts.block(index) {
+                Block::Unreadable => {
+                    self.report.check_errors += end - first;
+                    self.observer.finding(Finding::RefcountUnreadable { cluster: first });
+                }
+                Block::At(at) if at < self.file_bytes => {
+                    let block = self.read(at, self.cluster_len()).await?;
+                    if block.iter().all(|&byte| byte == 0) {
+                        self.compare_with_zero(first, end, &mut highest);
+                    } else {
+                        self.compare_with_block(&block, first, end, &mut highest);
+                    }
+                }
+                Block::At(_) | Block::None => self.compare_with_zero(first, end, &mut highest),
+            }
+            if index < self.refcounts.table_entries() {
+                self.went_on(1);
+            }
+            first = end;
+        }
+        self.report.image_end_offset = (highest + 1) << self.header.cluster_bits.bits();
+        Ok(())
+    }
+
+    fn compare_with_block(&mut self, block: &[u8], first: u64, end: u64, highest: &mut u64) {
+        let width = self.refcounts.width();
+        for (index, cluster) in (first..end).enumerate() {
+            let refcount = width.get(block, index).unwrap_or(0);
+            let references = self.references.get(cluster);
+            if refcount | references != 0 {
+                *highest = cluster;
+            }
+            if refcount != references {
+                self.differ(cluster, refcount, references);
+            }
+        }
+    }
+
+    /// As [`Self::compare_with_block`] with a block of zeros; passes over what has no references.
+    fn compare_with_zero(&mut self, first: u64, end: u64, highest: &mut u64) {
+        let mut cluster = first;
+        while let Some(next) = self.references.next_counted(cluster).filter(|&next| next < end) {
+            let references = self.references.get(next);
+            if references != 0 {
+                *highest = next;
+                self.differ(next, 0, references);
+            }
+            cluster = next + 1;
+        }
+    }
+
+    fn differ(&mut self, cluster: u64, refcount: u64, references: u64) {
+        if refcount < references {
+            self.corruption(Finding::RefcountTooLow { cluster, refcount, references }, 1);
+        } else {
+            self.report.leaks += 1;
+            self.observer.finding(Finding::Leak { cluster, refcount, references });
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The reading check: whether the refcounts and the flags of an image are what its tables say.
+//!
+//! The judgement is that of `qemu-img check` without `-r`: the same things count, as often. Nothing
+//! is written.
+//!
+//! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of the
+//! image; a **refcount** is what the image says of the number of references. A cluster with fewer
+//! references than its refcount is a **leak**: space is lost. One with more is a **corruption**: it
+//! may be given away while it is in use.
+//!
+//! - I1. Memory is bounded by the length of the file and by the limits of the format, never by the
+//!   length of the disk: references to clusters beyond the end of the file are reported, not kept.
+//! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so a
+//!   check costs what the tables in the file cost, and an enemy cannot multiply it.
+//! - I3. All that QEMU counts is independent of the order of reading, except the refcount blocks
+//!   among each other, which are counted in the order of the refcount table.
+//! - I4. An error ends the check only where QEMU ends it, which is exit status 1 of `qemu-img`.
+//!
+//! ```text
+//! header ─▶ refcount blocks ─▶ which clusters have refcount one        refcounts.rs
+//!        ─▶ L1, snapshots' L1 ─▶ L2 ─▶ references, flags               tables.rs, snapshots.rs
+//!        ─▶ refcount table, LUKS header, bitmaps ─▶ references         bitmaps.rs
+//!        ─▶ references = refcounts?                                    compare.rs
+//! ```
+
+mod bitmaps;
+mod compare;
+mod finding;
+mod refcounts;
+mod references;
+mod snapshots;
+mod tables;
+
+pub use finding::Finding;
+
+use crate::format::{Encryption, Header, SnapshotEntry};
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::{HostOffset, SECTOR_BYTES};
+use refcounts::Refcounts;
+use references::References;
+use std::sync::Arc;
+use tables::Tables;
+
+/// Longest read.
+const READ_BYTES_MAX: usize = 1 << 20;
+/// Most clusters that QEMU checks.
+const CLUSTER_COUNT_MAX: u64 = i32::MAX as u64;
+/// Highest end of a read that QEMU allows.
+const HOST_END_MAX: u64 = (i64::MAX as u64) & !((1 << 30) - 1);
+
+/// Checks the image in `store`, whose header is `header` as
+/// [`Header::decode_for_check`] gives it. What is found goes to `observer` as it is found.
+///
+/// # Errors
+/// What keeps `qemu-img check` from a judgement: reads that fail, a snapshot table or bitmaps that
+/// make no sense, a file of more than 2^31 clusters.
+pub async fn check(
+    store: Arc<dyn Store>,
+    header: &Header,
+    observer: &mut dyn Observer,
+) -> Result<CheckReport> {
+    // QEMU counts a file in whole sectors.
+    let file_bytes = store.len()?.next_multiple_of(SECTOR_BYTES);
+    let cluster_count = header.cluster_bits.clusters_for(file_bytes);
+    if cluster_count > CLUSTER_COUNT_MAX {
+        return Err(Error::new(
+            ErrorKind::Limit,
+            format!(
+                "the file of {file_bytes} bytes has {cluster_count} clusters, more than the \
+                 {CLUSTER_COUNT_MAX} that can be checked"
+            ),
+        ));
+    }
+    let checker = Checker {
+        file_bytes,
+        references: References::new(header.refcount_width, cluster_count),
+        refcounts: Refcounts::new(header, cluster_count),
+        tables: Tables::default(),
+        report: CheckReport {
+            total_clusters: header.cluster_bits.clusters_for(header.disk_bytes()),
+            ..CheckReport::default()
+        },
+        progress: Progress::default(),
+        store,
+        header,
+        observer,
+    };
+    checker.run().await
+}
+
+/// Who wants to know what a check finds and how far it is.
+pub trait Observer {
+    /// Something was found. What counts several times because a table is shared is told once.
+    fn finding(&mut self, finding: Finding);
+
+    /// The check went on.
+    fn progress(&mut self, progress: Progress) {
+        let _ = progress;
+    }
+}
+
+impl<F: FnMut(Finding)> Observer for F {
+    fn finding(&mut self, finding: Finding) {
+        self(finding);
+    }
+}
+
+/// How far a check is. The total grows while tables are discovered.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Progress {
+    /// Tables and refcount blocks that were read.
+    pub done: u64,
+    /// Tables and refcount blocks known so far.
+    pub total: u64,
+}
+
+/// What a check found, in the counts of `qemu-img check`.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct CheckReport {
+    /// Contradictions that may cost data.
+    pub corruptions: u64,
+    /// Clusters that nobody uses and nobody can.
+    pub leaks: u64,
+    /// Things that could not be judged.
+    pub check_errors: u64,
+    /// End of the last cluster in use.
+    pub image_end_offset: u64,
+    /// Clusters of the disk.
+    pub total_clusters: u64,
+    /// Of them, those that have a place in the file.
+    pub allocated_clusters: u64,
+    /// Of those, the ones that do not follow the cluster before them.
+    pub fragmented_clusters: u64,
+    /// Of those, the ones that are compressed.
+    pub compressed_clusters: u64,
+}
+
+/// What a report comes to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verdict {
+    /// Nothing is wrong.
+    Clean,
+    /// Space is lost, no more.
+    Leaks,
+    /// Data may be lost.
+    Corrupt,
+    /// Not all could be judged.
+    Incomplete,
+}
+
+impl CheckReport {
+    /// What it comes to.
+    pub fn verdict(&self) -> Verdict {
+        if self.check_errors > 0 {
+            Verdict::Incomplete
+        } else if self.corruptions > 0 {
+            Verdict::Corrupt
+        } else if self.leaks > 0 {
+            Verdict::Leaks
+        } else {
+            Verdict::Clean
+        }
+    }
+}
+
+impl Verdict {
+    /// The exit status of `qemu-img check`.
+    pub fn exit_status(self) -> u8 {
+        match self {
+            Self::Clean => 0,
+            Self::Incomplete => 1,
+            Self::Corrupt => 2,
+            Self::Leaks => 3,
+        }
+    }
+}
+
+/// A check under way.
+struct Checker<'a> {
+    store: Arc<dyn Store>,
+    header: &'a Header,
+    observer: &'a mut dyn Observer,
+    /// Length of the file in whole sectors.
+    file_bytes: u64,
+    references: References,
+    refcounts: Refcounts,
+    tables: Tables,
+    report: CheckReport,
+    progress: Progress,
+}
+
+impl Checker<'_> {
+    async fn run(mut self) -> Result<CheckReport> {
+        let header = self.header;
+        let cluster_bytes = header.cluster_bits.bytes();
+        let snapshots = self.read_snapshots().await?;
+        self.load_refcounts().await?;
+        self.refer(0, cluster_bytes, 1)?;
+        self.refer_l1_tables(&snapshots).await?;
+        self.refer(header.snapshots_offset.bytes(), snapshots.table_bytes, 1)?;
+        let table_bytes = u64::from(header.refcount_table_clusters) * cluster_bytes;
+        self.refer(header.refcount_table_offset.bytes(), table_bytes, 1)?;
+        if let Encryption::Luks { header: Some((offset, len)) } = header.encryption {
+            self.refer(offset.bytes(), len, 1)?;
+        }
+        self.refer_bitmaps().await?;
+        self.refer_refcount_blocks()?;
+        self.compare().await?;
+        Ok(self.report)
+    }
+
+    /// Counts `times` references to each cluster that the `len` bytes at `offset` touch.
+    fn refer(&mut self, offset: u64, len: u64, times: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let bits = self.header.cluster_bits;
+        let Some(end) = offset.checked_add(len).filter(|&end| end <= i64::MAX as u64) else {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("a table of {len} bytes at {offset:#x} ends beyond 2^63"),
+            ));
+        };
+        // The last cluster need not be there whole.
+        if end >= self.file_bytes + bits.bytes() {
+            self.corruption(Finding::BeyondEnd { offset, len }, times);
+            return Ok(());
+        }
+        for cluster in bits.cluster_of(offset)..=bits.cluster_of(end - 1) {
+            let excess = self.references.add(cluster, times);
+            if excess > 0 {
+                self.corruption(
+                    Finding::TooManyReferences { offset: cluster << bits.bits() },
+                    excess,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn corruption(&mut self, finding: Finding, times: u64) {
+        self.report.corruptions = self.report.corruptions.saturating_add(times);
+        self.observer.finding(finding);
+    }
+
+    fn expect_more(&mut self, tables: u64) {
+        self.progress.total = self.progress.total.saturating_add(tables);
+    }
+
+    fn went_on(&mut self, tables: u64) {
+        self.progress.done = self.progress.done.saturating_add(tables);
+        self.observer.progress(self.progress);
+    }
+
+    async fn read(&self, offset: u64, len: usize) -> Result<Buf> {
+        read_exact(&*self.store, HostOffset::new(offset), len).await
+    }
+
+    /// Bytes in a cluster, at most 2^21.
+    fn cluster_len(&self) -> usize {
+        1 << self.header.cluster_bits.bits()
+    }
+}
+
+/// What the checker keeps of the internal snapshots.
+struct Snapshots {
+    /// L1 tables that are worth a look: place, entries, and how many snapshots have exactly this one.
+    l1_tables: Vec<(HostOffset, u32, u64)>,
+    /// Length of the table of snapshots.
+    table_bytes: u64,
+}
+
+impl Snapshots {
+    fn name(entry: &SnapshotEntry) -> (String, String) {
+        (entry.id.clone(), entry.name.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests;

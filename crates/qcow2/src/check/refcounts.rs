@@ -1,0 +1,199 @@
+//! The refcounts that the image has on disk.
+//!
+//! The check of a flag asks only whether a refcount is one; so that is what is kept of all blocks, a
+//! bit for each cluster. The blocks are read again where a message wants the refcount itself.
+
+use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
+use crate::format::{Header, RefcountTableEntry, RefcountWidth};
+use mica_block::Result;
+use mica_rt::Buf;
+
+/// Where a refcount block is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Block {
+    /// Nowhere: all its refcounts are 0.
+    None,
+    At(u64),
+    /// At a place where no block can be.
+    Unreadable,
+}
+
+/// What is known of a refcount.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum One {
+    Yes,
+    No,
+    /// QEMU says nothing of a flag whose refcount it cannot read.
+    Unreadable,
+    /// Of a cluster beyond the end of the file: nothing is kept of those.
+    Unknown,
+}
+
+pub(super) struct Refcounts {
+    table: Vec<RefcountTableEntry>,
+    width: RefcountWidth,
+    block_entries_bits: u32,
+    cluster_count: u64,
+    cluster_bytes: u64,
+    /// For each block of the file: a bit for each cluster whose refcount is one; `None` if there is
+    /// no such cluster.
+    ones: Vec<Option<Box<[u64]>>>,
+    last_read: Option<(u64, Buf)>,
+}
+
+impl Refcounts {
+    pub(super) fn new(header: &Header, cluster_count: u64) -> Self {
+        Self {
+            table: Vec::new(),
+            width: header.refcount_width,
+            block_entries_bits: header.refcount_width.block_entries_bits(header.cluster_bits),
+            cluster_count,
+            cluster_bytes: header.cluster_bits.bytes(),
+            ones: Vec::new(),
+            last_read: None,
+        }
+    }
+
+    pub(super) fn width(&self) -> RefcountWidth {
+        self.width
+    }
+
+    pub(super) fn block_entries_bits(&self) -> u32 {
+        self.block_entries_bits
+    }
+
+    pub(super) fn table_entries(&self) -> u64 {
+        self.table.len() as u64
+    }
+
+    pub(super) fn block(&self, index: u64) -> Block {
+        let entry = usize::try_from(index).ok().and_then(|index| self.table.get(index));
+        let Some(entry) = entry else { return Block::None };
+        let offset = entry.offset();
+        match offset.bytes() {
+            0 => Block::None,
+            at if !offset.is_aligned(self.cluster_bytes)
+                || at > HOST_END_MAX - self.cluster_bytes =>
+            {
+                Block::Unreadable
+            }
+            at => Block::At(at),
+        }
+    }
+
+    pub(super) fn is_one(&self, cluster: u64) -> One {
+        if cluster >= self.cluster_count {
+            return One::Unknown;
+        }
+        let index = cluster >> self.block_entries_bits;
+        let block = usize::try_from(index).ok().and_then(|index| self.ones.get(index));
+        let Some(Some(ones)) = block else {
+            let unreadable = self.block(index) == Block::Unreadable;
+            return if unreadable { One::Unreadable } else { One::No };
+        };
+        let within = cluster & ((1 << self.block_entries_bits) - 1);
+        let word = usize::try_from(within / 64).ok().and_then(|word| ones.get(word));
+        match word {
+            Some(word) if word >> (within % 64) & 1 == 1 => One::Yes,
+            _ => One::No,
+        }
+    }
+
+    fn ones_of(&self, block: &[u8], entries: u64) -> Option<Box<[u64]>> {
+        if block.iter().all(|&byte| byte == 0) {
+            return None;
+        }
+        let count = usize::try_from(entries).unwrap_or(0);
+        let mut ones = vec![0_u64; count.div_ceil(64)];
+        for (word, first) in ones.iter_mut().zip((0..count).step_by(64)) {
+            for index in first..count.min(first + 64) {
+                if self.width.get(block, index) == Some(1) {
+                    *word |= 1 << (index - first);
+                }
+            }
+        }
+        Some(ones.into_boxed_slice())
+    }
+}
+
+impl Checker<'_> {
+    /// Reads the refcount table, and of all blocks which refcounts are one.
+    pub(super) async fn load_refcounts(&mut self) -> Result<()> {
+        let header = self.header;
+        let bytes = u64::from(header.refcount_table_clusters) * header.cluster_bits.bytes();
+        let mut at = header.refcount_table_offset.bytes();
+        let end = at.saturating_add(bytes).min(self.file_bytes);
+        while at < end {
+            let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(READ_BYTES_MAX);
+            let piece = self.read(at, len).await?;
+            let entries = piece.as_chunks::<{ RefcountTableEntry::BYTES }>().0;
+            let entries =
+                entries.iter().map(|&entry| RefcountTableEntry(u64::from_be_bytes(entry)));
+            self.refcounts.table.extend(entries);
+            at += len as u64;
+        }
+        let block_entries = 1 << self.refcounts.block_entries_bits;
+        let cluster_count = self.refcounts.cluster_count;
+        let blocks = cluster_count.div_ceil(block_entries).min(self.refcounts.table.len() as u64);
+        // All blocks are read twice: here and when references are compared.
+        self.expect_more(2 * blocks);
+        for index in 0..blocks {
+            let ones = match self.refcounts.block(index) {
+                Block::At(at) if at < self.file_bytes => {
+                    let block = self.read(at, self.cluster_len()).await?;
+                    let entries = block_entries.min(cluster_count - index * block_entries);
+                    self.refcounts.ones_of(&block, entries)
+                }
+                _ => None,
+            };
+            self.refcounts.ones.push(ones);
+            self.went_on(1);
+        }
+        Ok(())
+    }
+
+    /// The refcount of a cluster, or `None` where QEMU cannot read it.
+    pub(super) async fn refcount(&mut self, cluster: u64) -> Result<Option<u64>> {
+        let at = match self.refcounts.block(cluster >> self.refcounts.block_entries_bits) {
+            Block::None => return Ok(Some(0)),
+            Block::Unreadable => return Ok(None),
+            Block::At(at) => at,
+        };
+        if self.refcounts.last_read.as_ref().is_none_or(|(last, _)| *last != at) {
+            let block = self.read(at, self.cluster_len()).await?;
+            self.refcounts.last_read = Some((at, block));
+        }
+        let index = cluster & ((1 << self.refcounts.block_entries_bits) - 1);
+        let refcount =
+            self.refcounts.last_read.as_ref().and_then(|(_, block)| {
+                self.refcounts.width.get(block, usize::try_from(index).ok()?)
+            });
+        Ok(refcount)
+    }
+
+    /// Counts the references of the refcount table to its blocks.
+    pub(super) fn refer_refcount_blocks(&mut self) -> Result<()> {
+        let bits = self.header.cluster_bits;
+        let table = std::mem::take(&mut self.refcounts.table);
+        for (index, entry) in table.iter().enumerate() {
+            let index = index as u64;
+            let offset = entry.offset();
+            let cluster = bits.cluster_of(offset.bytes());
+            if entry.has_reserved_bits() {
+                self.corruption(Finding::RefcountTableReservedBits { index }, 1);
+            } else if !offset.is_aligned(bits.bytes()) {
+                self.corruption(Finding::RefcountBlockUnaligned { index }, 1);
+            } else if cluster >= self.references.cluster_count() {
+                self.corruption(Finding::RefcountBlockOutside { index }, 1);
+            } else if cluster != 0 {
+                self.refer(offset.bytes(), bits.bytes(), 1)?;
+                let references = self.references.get(cluster);
+                if references != 1 {
+                    self.corruption(Finding::RefcountBlockShared { index, references }, 1);
+                }
+            }
+        }
+        self.refcounts.table = table;
+        Ok(())
+    }
+}

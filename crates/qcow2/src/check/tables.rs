@@ -1,0 +1,296 @@
+//! L1 and L2 tables: the references in them, and the flags of their entries.
+//!
+//! L1 tables are read first and tell which L2 tables are mentioned, and how often. Each L2 table is
+//! then read once, in the order of the file.
+
+use super::refcounts::One;
+use super::{Checker, Finding, READ_BYTES_MAX, Snapshots};
+use crate::format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
+use mica_block::Result;
+use mica_units::HostOffset;
+use std::collections::BTreeMap;
+
+/// Most L2 tables that are remembered before they are read.
+const TABLES_MAX: usize = 1 << 18;
+
+/// How often something is mentioned.
+#[derive(Clone, Copy, Default)]
+struct Mentions {
+    /// By the disk's own tables.
+    active: u64,
+    /// By those of snapshots.
+    snapshots: u64,
+}
+
+impl Mentions {
+    const ACTIVE: Self = Self { active: 1, snapshots: 0 };
+
+    fn all(self) -> u64 {
+        self.active.saturating_add(self.snapshots)
+    }
+}
+
+/// L2 tables that wait to be read, by their place.
+#[derive(Default)]
+pub(super) struct Tables {
+    waiting: BTreeMap<u64, Mentions>,
+}
+
+/// A flag that must be compared with a refcount that is not at hand.
+struct Question {
+    entry: u64,
+    cluster: u64,
+}
+
+impl Checker<'_> {
+    /// Counts all references from the active L1 table and those of `snapshots`.
+    pub(super) async fn refer_l1_tables(&mut self, snapshots: &Snapshots) -> Result<()> {
+        let header = self.header;
+        self.refer_l1(header.l1_offset, header.l1_entries, Mentions::ACTIVE).await?;
+        for &(offset, entries, times) in &snapshots.l1_tables {
+            self.refer_l1(offset, entries, Mentions { active: 0, snapshots: times }).await?;
+        }
+        self.read_waiting().await
+    }
+
+    async fn refer_l1(&mut self, at: HostOffset, entries: u32, mentions: Mentions) -> Result<()> {
+        let bytes = u64::from(entries) * L1Entry::BYTES as u64;
+        self.refer(at.bytes(), bytes, mentions.all())?;
+        let mut at = at.bytes();
+        // Beyond the end of the file there are zeros: no tables.
+        let end = at.saturating_add(bytes).min(self.file_bytes);
+        let mut index = 0;
+        while at < end {
+            let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(READ_BYTES_MAX);
+            let piece = self.read(at, len).await?;
+            for &entry in piece.as_chunks::<{ L1Entry::BYTES }>().0 {
+                let entry = L1Entry(u64::from_be_bytes(entry));
+                if entry.0 != 0 {
+                    self.refer_l2(index, entry, mentions).await?;
+                }
+                index += 1;
+            }
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    async fn refer_l2(&mut self, index: u64, entry: L1Entry, mentions: Mentions) -> Result<()> {
+        let bits = self.header.cluster_bits;
+        let offset = entry.offset();
+        if entry.has_reserved_bits() {
+            self.corruption(Finding::L1ReservedBits { entry: entry.0 }, mentions.all());
+        }
+        self.refer(offset.bytes(), bits.bytes(), mentions.all())?;
+        if !offset.is_aligned(bits.bytes()) {
+            self.corruption(Finding::L2TableUnaligned { offset }, mentions.all());
+        }
+        if mentions.active > 0 && offset != HostOffset::ZERO {
+            let cluster = bits.cluster_of(offset.bytes());
+            if self.is_one(cluster, entry.copied()) == Flag::Ask
+                && let Some(refcount) = self.refcount(cluster).await?
+                && (refcount == 1) != entry.copied()
+            {
+                let finding = Finding::CopiedL2 { index, entry: entry.0, refcount };
+                self.corruption(finding, mentions.active);
+            }
+        }
+        if offset.bytes() < self.file_bytes {
+            let waiting = self.tables.waiting.entry(offset.bytes()).or_default();
+            waiting.active = waiting.active.saturating_add(mentions.active);
+            waiting.snapshots = waiting.snapshots.saturating_add(mentions.snapshots);
+        }
+        if self.tables.waiting.len() >= TABLES_MAX {
+            self.read_waiting().await?;
+        }
+        Ok(())
+    }
+
+    async fn read_waiting(&mut self) -> Result<()> {
+        let waiting = std::mem::take(&mut self.tables.waiting);
+        self.expect_more(waiting.len() as u64);
+        let cluster_bytes = self.header.cluster_bits.bytes();
+        let mut rest = waiting.into_iter().peekable();
+        let mut together = Vec::new();
+        while let Some((at, mentions)) = rest.next() {
+            together.push(mentions);
+            let mut len = self.cluster_len();
+            while len + self.cluster_len() <= READ_BYTES_MAX
+                && let Some((_, mentions)) =
+                    rest.next_if(|(next, _)| *next == at + together.len() as u64 * cluster_bytes)
+            {
+                together.push(mentions);
+                len += self.cluster_len();
+            }
+            let bytes = self.read(at, len).await?;
+            let cluster_len = self.cluster_len();
+            for (number, (table, mentions)) in
+                bytes.chunks(cluster_len).zip(together.drain(..)).enumerate()
+            {
+                let table_at = at + number as u64 * cluster_bytes;
+                let questions = self.check_l2(table_at, table, mentions)?;
+                for question in questions {
+                    self.answer(question, mentions).await?;
+                }
+                self.went_on(1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts the references in an L2 table and judges its entries. Returns the flags that need a
+    /// closer look.
+    fn check_l2(&mut self, at: u64, table: &[u8], mentions: Mentions) -> Result<Vec<Question>> {
+        let format = self.header.l2_format();
+        let mut questions = Vec::new();
+        let mut follows = None;
+        for (index, bytes) in table.chunks(format.entry_bytes()).enumerate() {
+            let Some(raw) = format.raw(bytes, 0) else { continue };
+            if raw == RawL2Entry::default() {
+                continue;
+            }
+            let kind = Kind::of(raw, format);
+            if kind != Kind::Compressed && raw.has_reserved_bits() {
+                self.corruption(Finding::L2ReservedBits { entry: raw.entry }, mentions.all());
+            }
+            match kind {
+                Kind::Compressed => self.refer_compressed(index, raw, mentions)?,
+                Kind::Placed => {
+                    // The table at offset 0 is no table; QEMU does not look at its flags.
+                    if mentions.active > 0 && at != 0 {
+                        questions.extend(self.question(raw, format));
+                    }
+                    self.refer_cluster(raw, format, &mut follows, mentions)?;
+                }
+                Kind::Unallocated => {
+                    if raw.allocated() != 0 {
+                        self.corruption(Finding::UnallocatedSubclusters, mentions.all());
+                    }
+                }
+                Kind::Zero => {}
+            }
+        }
+        Ok(questions)
+    }
+
+    fn refer_compressed(
+        &mut self,
+        index: usize,
+        raw: RawL2Entry,
+        mentions: Mentions,
+    ) -> Result<()> {
+        let times = mentions.all();
+        let index = index as u64;
+        let compressed = CompressedCluster::from_entry(raw.entry, self.header.cluster_bits);
+        if raw.copied() {
+            self.corruption(Finding::CompressedCopied { offset: compressed.host }, times);
+        }
+        // QEMU shows the entry without the flag it has just complained about.
+        let entry = raw.entry & !(1 << 63);
+        if self.header.incompatible.external_data_file {
+            self.corruption(Finding::CompressedWithDataFile { index, entry }, times);
+            return Ok(());
+        }
+        if raw.bitmap != 0 {
+            self.corruption(Finding::CompressedWithSubclusters { index, entry }, times);
+            return Ok(());
+        }
+        self.refer(compressed.host.bytes(), compressed.len_max, times)?;
+        self.report.allocated_clusters += mentions.active;
+        self.report.compressed_clusters += mentions.active;
+        self.report.fragmented_clusters += mentions.active;
+        Ok(())
+    }
+
+    fn refer_cluster(
+        &mut self,
+        raw: RawL2Entry,
+        format: L2Format,
+        follows: &mut Option<u64>,
+        mentions: Mentions,
+    ) -> Result<()> {
+        let offset = raw.offset();
+        let cluster_bytes = format.cluster_bits.bytes();
+        if raw.allocated() & raw.zero() != 0 {
+            self.corruption(Finding::SubclustersContradict { offset }, mentions.all());
+        }
+        if !offset.is_aligned(cluster_bytes) {
+            let has_data = if format.extended { raw.allocated() != 0 } else { !raw.zero_flag() };
+            self.corruption(Finding::ClusterUnaligned { offset, has_data }, mentions.all());
+        }
+        self.report.allocated_clusters += mentions.active;
+        if follows.is_some_and(|follows| follows != 0 && follows != offset.bytes()) {
+            self.report.fragmented_clusters += mentions.active;
+        }
+        *follows = Some(offset.bytes() + cluster_bytes);
+        if !format.data_file {
+            self.refer(offset.bytes(), cluster_bytes, mentions.all())?;
+        }
+        Ok(())
+    }
+
+    /// What is to be asked of the flag of a cluster with a place, if anything.
+    fn question(&self, raw: RawL2Entry, format: L2Format) -> Option<Question> {
+        let cluster = format.cluster_bits.cluster_of(raw.offset().bytes());
+        let ask = match format.data_file {
+            // In a data file nothing is shared.
+            true => !raw.copied(),
+            false => self.is_one(cluster, raw.copied()) == Flag::Ask,
+        };
+        ask.then_some(Question { entry: raw.entry, cluster })
+    }
+
+    async fn answer(&mut self, question: Question, mentions: Mentions) -> Result<()> {
+        let Question { entry, cluster } = question;
+        let refcount = match self.header.incompatible.external_data_file {
+            true => Some(1),
+            false => self.refcount(cluster).await?,
+        };
+        let copied = RawL2Entry { entry, bitmap: 0 }.copied();
+        if let Some(refcount) = refcount
+            && (refcount == 1) != copied
+        {
+            self.corruption(Finding::CopiedData { entry, refcount }, mentions.active);
+        }
+        Ok(())
+    }
+
+    /// Whether the flag that says "the refcount is one" needs a look at the refcount.
+    fn is_one(&self, cluster: u64, copied: bool) -> Flag {
+        match (self.refcounts.is_one(cluster), copied) {
+            (One::Yes, true) | (One::No, false) | (One::Unreadable, _) => Flag::Fine,
+            (One::Yes, false) | (One::No, true) | (One::Unknown, _) => Flag::Ask,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flag {
+    Fine,
+    Ask,
+}
+
+/// What QEMU's `qcow2_get_cluster_type` says, without any judgement.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Unallocated,
+    Zero,
+    /// Data, or zeros with a place.
+    Placed,
+    Compressed,
+}
+
+impl Kind {
+    fn of(raw: RawL2Entry, format: L2Format) -> Self {
+        let placed = raw.offset() != HostOffset::ZERO;
+        if raw.compressed() {
+            Self::Compressed
+        } else if raw.zero_flag() && !format.extended {
+            if placed { Self::Placed } else { Self::Zero }
+        } else if placed || format.data_file && raw.copied() {
+            Self::Placed
+        } else {
+            Self::Unallocated
+        }
+    }
+}

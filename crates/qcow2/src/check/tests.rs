@@ -1,0 +1,351 @@
+//! The images here are built by hand, byte for byte, so that what QEMU says of them is known:
+//! clusters of 64 KiB; header, refcount table, refcount block, L1, L2, then data from cluster 5 on.
+
+use super::*;
+use crate::format::{
+    Compression, Incompatible, L1Entry, L2Entry, RefcountTableEntry, RefcountWidth, Version,
+};
+use mica_block::{IoFuture, Run, RunKind};
+use mica_units::ClusterBits;
+use std::future::Future;
+use std::task::{Context, Poll, Waker};
+
+const CLUSTER: usize = 65536;
+const COPIED: u64 = 1 << 63;
+
+struct Bytes(Vec<u8>);
+
+impl Store for Bytes {
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        let at = usize::try_from(offset.bytes()).unwrap_or(usize::MAX);
+        let there = self.0.get(at..).unwrap_or_default();
+        let len = there.len().min(buf.len());
+        buf[..len].copy_from_slice(&there[..len]);
+        buf[len..].fill(0);
+        IoFuture::Ready(Some((Ok(()), buf)))
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.0.len() as u64)
+    }
+
+    fn run_at(&self, _offset: HostOffset, len: u64) -> Result<Run> {
+        Ok(Run { kind: RunKind::Data, len })
+    }
+
+    fn name(&self) -> String {
+        "bytes".to_owned()
+    }
+}
+
+struct Image {
+    header: Header,
+    bytes: Vec<u8>,
+}
+
+impl Image {
+    /// Two clusters of data at guest clusters 0 and 1; nothing is wrong.
+    fn new() -> Self {
+        let at = |cluster: u64| HostOffset::new(cluster * CLUSTER as u64);
+        let header = Header {
+            version: Version::V3,
+            cluster_bits: ClusterBits::new(16).expect("valid"),
+            size: 64 << 20,
+            l1_entries: 1,
+            l1_offset: at(3),
+            refcount_table_offset: at(1),
+            refcount_table_clusters: 1,
+            refcount_width: RefcountWidth::DEFAULT,
+            snapshot_count: 0,
+            snapshots_offset: HostOffset::ZERO,
+            incompatible: Incompatible::default(),
+            compatible: Default::default(),
+            autoclear: Default::default(),
+            compression: Compression::Deflate,
+            encryption: Encryption::None,
+            backing: None,
+            data_file_name: None,
+            bitmaps: None,
+            stale_bitmaps: false,
+            feature_names: Vec::new(),
+            unknown_extensions: Vec::new(),
+            unknown_tail: Vec::new(),
+        };
+        let mut image = Self { header, bytes: vec![0; 7 * CLUSTER] };
+        image.put(CLUSTER, RefcountTableEntry::encode(at(2)).0);
+        for cluster in 0..7 {
+            image.set_refcount(cluster, 1);
+        }
+        image.put(3 * CLUSTER, L1Entry::encode(at(4), true).0);
+        image.set_l2(0, COPIED | (5 * CLUSTER) as u64);
+        image.set_l2(1, COPIED | (6 * CLUSTER) as u64);
+        image
+    }
+
+    fn put(&mut self, at: usize, value: u64) {
+        self.bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+    }
+
+    fn set_l2(&mut self, index: usize, entry: u64) {
+        self.put(4 * CLUSTER + 8 * index, entry);
+    }
+
+    fn set_refcount(&mut self, cluster: usize, refcount: u64) {
+        let block = &mut self.bytes[2 * CLUSTER..3 * CLUSTER];
+        self.header.refcount_width.set(block, cluster, refcount).expect("fits");
+    }
+
+    fn check(&self) -> (Result<CheckReport>, Vec<String>) {
+        let mut lines = Vec::new();
+        let mut observer = |finding: Finding| lines.push(finding.to_string());
+        let store = Arc::new(Bytes(self.bytes.clone()));
+        let mut check = Box::pin(check(store, &self.header, &mut observer));
+        let Poll::Ready(report) = check.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+        else {
+            panic!("the store is always ready")
+        };
+        drop(check);
+        (report, lines)
+    }
+
+    fn report(&self) -> (CheckReport, Vec<String>) {
+        let (report, lines) = self.check();
+        (report.expect("judged"), lines)
+    }
+}
+
+#[test]
+fn image_without_faults_is_clean() {
+    let (report, lines) = Image::new().report();
+    let expected = CheckReport {
+        image_end_offset: 7 * CLUSTER as u64,
+        total_clusters: 1024,
+        allocated_clusters: 2,
+        ..CheckReport::default()
+    };
+    assert_eq!(report, expected);
+    assert_eq!(report.verdict(), Verdict::Clean);
+    assert!(lines.is_empty());
+}
+
+#[test]
+fn cluster_that_nobody_mentions_is_a_leak() {
+    let mut image = Image::new();
+    image.set_l2(0, 0);
+    let (report, lines) = image.report();
+    assert_eq!((report.leaks, report.verdict().exit_status()), (1, 3));
+    assert_eq!(lines, ["Leaked cluster 5 refcount=1 reference=0"]);
+}
+
+#[test]
+fn cluster_in_use_without_a_refcount_is_a_corruption() {
+    let mut image = Image::new();
+    image.set_refcount(5, 0);
+    let (report, lines) = image.report();
+    assert_eq!((report.corruptions, report.verdict().exit_status()), (2, 2));
+    assert_eq!(
+        lines,
+        [
+            "ERROR OFLAG_COPIED data cluster: l2_entry=8000000000050000 refcount=0",
+            "ERROR cluster 5 refcount=0 reference=1",
+        ]
+    );
+}
+
+#[test]
+fn cluster_with_two_owners_is_a_corruption_and_the_other_a_leak() {
+    let mut image = Image::new();
+    image.set_l2(0, COPIED | (6 * CLUSTER) as u64);
+    let (report, lines) = image.report();
+    assert_eq!((report.corruptions, report.leaks), (1, 1));
+    assert!(lines.contains(&"ERROR cluster 6 refcount=1 reference=2".to_owned()));
+}
+
+#[test]
+fn copied_flag_that_is_missing_is_a_corruption() {
+    let mut image = Image::new();
+    image.set_l2(0, (5 * CLUSTER) as u64);
+    image.put(3 * CLUSTER, (4 * CLUSTER) as u64);
+    let (report, lines) = image.report();
+    assert_eq!(report.corruptions, 2);
+    let expected = "ERROR OFLAG_COPIED L2 cluster: l1_index=0 l1_entry=40000 refcount=1";
+    assert_eq!(lines[0], expected);
+}
+
+#[test]
+fn reserved_bits_are_corruptions() {
+    let mut image = Image::new();
+    image.set_l2(0, COPIED | (5 * CLUSTER) as u64 | 2);
+    image.put(3 * CLUSTER, COPIED | (4 * CLUSTER) as u64 | 1);
+    let (report, lines) = image.report();
+    assert_eq!(report.corruptions, 2);
+    assert_eq!(lines[0], "ERROR found L1 entry with reserved bits set: 8000000000040001");
+    assert_eq!(lines[1], "ERROR found l2 entry with reserved bits set: 8000000000050002");
+}
+
+#[test]
+fn mention_beyond_the_end_of_the_file_is_reported_and_not_kept() {
+    let mut image = Image::new();
+    image.set_l2(2, COPIED | 0x00ff_ffff_ffff_0000);
+    let (report, _) = image.report();
+    // One for the place, one for the flag: nothing counts a cluster there.
+    assert_eq!(report.corruptions, 2);
+}
+
+#[test]
+fn compressed_clusters_share_the_cluster_that_they_stand_in() {
+    let mut image = Image::new();
+    let format = image.header.l2_format();
+    for (index, host) in [(0, 0x50000_u64), (1, 0x50300)] {
+        let cluster = CompressedAt { host, len: 700 };
+        let raw = format.encode(cluster.entry(), false);
+        image.set_l2(index, raw.entry);
+    }
+    image.set_refcount(5, 2);
+    image.set_refcount(6, 0);
+    let (report, lines) = image.report();
+    assert_eq!(lines, Vec::<String>::new());
+    assert_eq!((report.compressed_clusters, report.fragmented_clusters), (2, 2));
+    assert_eq!(report.image_end_offset, 6 * CLUSTER as u64);
+}
+
+struct CompressedAt {
+    host: u64,
+    len: u64,
+}
+
+impl CompressedAt {
+    fn entry(&self) -> L2Entry {
+        L2Entry::Compressed(crate::format::CompressedCluster {
+            host: HostOffset::new(self.host),
+            len_max: self.len,
+        })
+    }
+}
+
+#[test]
+fn refcount_block_off_its_cluster_leaves_its_clusters_unjudged() {
+    let mut image = Image::new();
+    image.put(CLUSTER, 0x7fff_fe00);
+    let (report, lines) = image.report();
+    assert_eq!(report.verdict().exit_status(), 1);
+    assert_eq!(report.check_errors, 7);
+    assert!(lines[0].contains("refcount block 0 is not cluster aligned"));
+}
+
+#[test]
+fn l1_entry_at_offset_0_reads_the_header_as_a_table_as_qemu_does() {
+    let mut image = Image::new();
+    image.bytes[..CLUSTER].fill(0);
+    let header = image.header.encode().expect("fits");
+    image.bytes[..header.len()].copy_from_slice(&header);
+    image.put(3 * CLUSTER, COPIED);
+    let (report, _) = image.report();
+    assert_eq!(report.verdict(), Verdict::Corrupt);
+}
+
+#[test]
+fn more_references_than_a_refcount_can_hold_are_corruptions() {
+    let mut image = Image::new();
+    image.header.refcount_width = RefcountWidth::from_order(0).expect("valid");
+    image.bytes[2 * CLUSTER..3 * CLUSTER].fill(0);
+    for cluster in 0..6 {
+        image.set_refcount(cluster, 1);
+    }
+    image.set_l2(1, COPIED | (5 * CLUSTER) as u64);
+    let (report, lines) = image.report();
+    assert_eq!(report.corruptions, 1);
+    assert_eq!(lines, ["ERROR: overflow cluster offset=0x50000"]);
+}
+
+#[test]
+fn table_that_many_snapshots_share_counts_for_each_but_is_told_once() {
+    let mut image = Image::new();
+    let snapshot = SnapshotEntry {
+        id: "1".to_owned(),
+        name: "one".to_owned(),
+        l1_offset: HostOffset::new(8 * CLUSTER as u64),
+        l1_entries: 1,
+        date_seconds: 0,
+        date_nanoseconds: 0,
+        vm_clock_nanoseconds: 0,
+        vm_state_bytes: 0,
+        disk_bytes: Some(64 << 20),
+        icount: None,
+        extra_bytes: 16,
+        unknown_extra: Vec::new(),
+    };
+    let mut table = Vec::new();
+    for _ in 0..3 {
+        snapshot.encode(&mut table);
+    }
+    image.bytes.extend_from_slice(&table);
+    image.bytes.resize(9 * CLUSTER, 0);
+    image.put(8 * CLUSTER, (4 * CLUSTER) as u64);
+    image.put(3 * CLUSTER, (4 * CLUSTER) as u64);
+    image.header.snapshot_count = 3;
+    image.header.snapshots_offset = HostOffset::new(7 * CLUSTER as u64);
+    image.set_l2(0, (5 * CLUSTER) as u64);
+    image.set_l2(1, (6 * CLUSTER) as u64 | 4);
+    for (cluster, refcount) in [(4, 4), (5, 4), (6, 4), (7, 1), (8, 3)] {
+        image.set_refcount(cluster, refcount);
+    }
+    let (report, lines) = image.report();
+    assert_eq!(lines, ["ERROR found l2 entry with reserved bits set: 60004"]);
+    assert_eq!((report.corruptions, report.leaks, report.allocated_clusters), (4, 0, 2));
+}
+
+#[test]
+fn snapshot_table_at_an_impossible_place_ends_the_check() {
+    let mut image = Image::new();
+    image.header.snapshot_count = 1;
+    image.header.snapshots_offset = HostOffset::new(1);
+    assert!(image.check().0.is_err());
+    image.header.snapshot_count = u32::MAX;
+    image.header.snapshots_offset = HostOffset::ZERO;
+    assert!(image.check().0.is_err());
+}
+
+#[test]
+fn empty_snapshots_beyond_the_end_cost_nothing() {
+    let mut image = Image::new();
+    image.header.snapshot_count = 65536;
+    image.header.snapshots_offset = HostOffset::new(1 << 40);
+    let (report, lines) = image.report();
+    assert_eq!(lines.len(), 65537, "each is incomplete, and the table is beyond the end");
+    assert_eq!(report.verdict(), Verdict::Corrupt);
+}
+
+#[test]
+fn progress_ends_with_all_that_is_known() {
+    struct Watch(Progress);
+    impl Observer for Watch {
+        fn finding(&mut self, _finding: Finding) {}
+        fn progress(&mut self, progress: Progress) {
+            assert!(progress.done >= self.0.done && progress.done <= progress.total);
+            self.0 = progress;
+        }
+    }
+    let image = Image::new();
+    let mut watch = Watch(Progress::default());
+    let store = Arc::new(Bytes(image.bytes.clone()));
+    let mut check = Box::pin(check(store, &image.header, &mut watch));
+    assert!(check.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
+    drop(check);
+    assert!(watch.0.done > 0);
+    assert_eq!(watch.0.done, watch.0.total);
+}
+
+#[test]
+fn every_changed_entry_is_survived() {
+    let good = Image::new();
+    for table in 1..5 {
+        for bit in 0..64 {
+            for value in [1_u64 << bit, u64::MAX << bit, COPIED | (1 << bit)] {
+                let mut image = Image { header: good.header.clone(), bytes: good.bytes.clone() };
+                image.put(table * CLUSTER, value);
+                let _ = image.check();
+            }
+        }
+    }
+}
