@@ -1,1 +1,45 @@
-fn main() {}
+//! The command line: one file per verb.
+//!
+//! A verb parses, calls the crates below, and prints. Errors go to stderr as one line that says
+//! what, where and, if there is something, what to do; the exit code is the verb's.
+
+mod args;
+//mod check;
+mod compare;
+mod failure;
+mod generate;
+mod images;
+mod index;
+mod info;
+mod map;
+mod output;
+mod serve;
+mod stats;
+
+use args::{Cli, Verb};
+use clap::Parser;
+use failure::Failure;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let is_help = !error.use_stderr();
+            // A closed stdout or stderr leaves nobody to tell.
+            let _ = error.print();
+            return if is_help { ExitCode::SUCCESS } else { ExitCode::from(2) };
+        }
+    };
+    output::start_log(cli.log_level);
+    let outcome = match cli.verb {
+        Verb::Serve(args) => serve::run(args),
+        Verb::Info(args) => info::run(&args),
+        Verb::Map(args) => map::run(&args),
+        Verb::Check(_) => std::process::exit(9),
+        Verb::Compare(args) => compare::run(&args),
+        Verb::Index(args) => index::run(&args.verb),
+        Verb::Gen(args) => generate::run(&args.verb),
+    };
+    outcome.unwrap_or_else(|failure: Failure| failure.report())
+}

@@ -9,6 +9,7 @@ use crate::format::{
     HEADER_READ_BYTES, Header, ImageName, SnapshotEntry, parse_data_file_name, parse_image_name,
 };
 use crate::index::{Index, count};
+use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
 use crate::notify::Notify;
 use mica_block::{
@@ -70,7 +71,7 @@ pub struct Chain {
     /// Bytes of the disk.
     pub(crate) len: u64,
     pub(crate) index: Index,
-    pub(crate) damaged: Notify,
+    pub(crate) index_call: Notify,
     decoded: Arc<DecodedClusters>,
     /// Whether a layer is shorter than the one above: holes then have to be told apart.
     has_short_layer: bool,
@@ -116,7 +117,7 @@ impl Chain {
             layers,
             len,
             index: Index::new(options.cache_bytes.max(CACHE_BYTES_MIN)),
-            damaged: Notify::default(),
+            index_call: Notify::default(),
             decoded: Arc::default(),
             has_short_layer,
         };
@@ -141,9 +142,15 @@ impl Chain {
         self.layers.iter().map(|layer| &*layer.path)
     }
 
-    /// Waits until a sidecar turns out to be damaged, so that [`Self::build_index`] has work.
-    pub async fn index_damaged(&self) {
-        self.damaged.wait().await;
+    /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be damaged,
+    /// so that [`Self::build_index`] has work, or [`Self::call_for_index`].
+    pub async fn index_called_for(&self) {
+        self.index_call.wait().await;
+    }
+
+    /// Ends the wait of [`Self::index_called_for`].
+    pub fn call_for_index(&self) {
+        self.index_call.set();
     }
 
     /// Removes the sidecars of all frozen layers.
@@ -356,8 +363,7 @@ async fn open_all(images: &dyn Images, path: &Path) -> Result<Vec<Opened>> {
         })?;
         let Identity { device, inode, .. } = layer.image.identity;
         if !seen.insert((device, inode)) {
-            let context = format!("{name} is in the chain twice: its backing files form a loop");
-            return Err(Error::new(ErrorKind::Corrupt, context));
+            return Err(loop_error(&layer.path));
         }
         opened.push(layer);
         if opened.len() > LayerNumber::COUNT_MAX {

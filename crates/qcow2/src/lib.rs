@@ -11,6 +11,7 @@ pub mod check;
 mod decoded;
 pub mod format;
 mod index;
+mod inspect;
 mod layer;
 mod notify;
 pub mod snapshots;
@@ -19,3 +20,4 @@ pub use chain::{
     CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,
 };
 pub use index::build::SealState;
+pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error};

@@ -39,8 +39,7 @@ impl FromStr for Format {
             "raw" => Ok(Self::Raw),
             "null" => Ok(Self::Null),
             _ => {
-                let context =
-                    format!("the format {text:?} is not known: mica reads qcow2 and raw");
+                let context = format!("the format {text:?} is not known: mica reads qcow2 and raw");
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }

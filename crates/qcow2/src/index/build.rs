@@ -18,6 +18,7 @@ use mica_block::{Identity, Result, Store, read_exact};
 use mica_map::{Editor, NodeRef, Root, encode_node};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::collections::HashMap;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 /// Layers after which a longer tree is published while more are built.
@@ -131,11 +132,15 @@ impl Chain {
         }
     }
 
-    /// Brings the sidecars of all frozen layers up to date.
+    /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
+    /// layers when `progress` breaks.
     ///
     /// # Errors
     /// If a layer cannot be read or a sidecar cannot be written. What was written before stays good.
-    pub async fn build_index(&self, progress: &mut dyn FnMut(IndexProgress)) -> Result<usize> {
+    pub async fn build_index(
+        &self,
+        progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
+    ) -> Result<usize> {
         let mut tree = (*self.index.tree()).clone();
         if tree.id == 0 {
             // A damaged sidecar was forgotten, or none was adopted: the seals say where to start.
@@ -147,7 +152,9 @@ impl Chain {
         let first = tree.covered();
         let mut built = 0;
         for (index, layer) in self.frozen().iter().enumerate().skip(first) {
-            progress(IndexProgress { layer: index, layers: total });
+            if progress(IndexProgress { layer: index, layers: total }).is_break() {
+                break;
+            }
             match self.extend_tree(&mut builder, &mut tree, layer).await {
                 Ok(()) => built += 1,
                 Err(Stop::Changed) => {
@@ -167,7 +174,7 @@ impl Chain {
         if built > 0 {
             self.index.publish(tree);
         }
-        progress(IndexProgress { layer: total, layers: total });
+        let _ = progress(IndexProgress { layer: first + built, layers: total });
         Ok(built)
     }
 

@@ -194,7 +194,7 @@ impl Chain {
             tracing::warn!(layer = %path, "the index of this layer is damaged: it is rebuilt");
         }
         self.index.distrust(number);
-        self.damaged.set();
+        self.index_call.set();
     }
 }
 

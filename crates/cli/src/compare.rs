@@ -1,0 +1,120 @@
+//! `mica compare`: whether two disks hold the same bytes.
+
+use crate::args::{CompareArgs, OutputFormat};
+use crate::failure::Failure;
+use crate::output::{print, print_json, progress_bar};
+use mica_block::{Detail, Disk, Extent, Result};
+use mica_qcow2::IndexUse;
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange};
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Bytes that are compared at once.
+const PIECE_BYTES: u64 = 2 << 20;
+
+pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
+    let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;
+    executor.block_on(async {
+        let first = args.images.open(&args.first, IndexUse::Read).await;
+        let first = first.map_err(|failure| failure.with_code(2))?.disk;
+        let mut second = args.images.clone();
+        second.format.clone_from(&args.second_format);
+        let second = second.open(&args.second, IndexUse::Read).await;
+        let second = second.map_err(|failure| failure.with_code(2))?.disk;
+        let (short, long) = if first.geometry().len <= second.geometry().len {
+            (&*first, &*second)
+        } else {
+            (&*second, &*first)
+        };
+        let sizes = (first.geometry().len, second.geometry().len);
+        if args.strict && sizes.0 != sizes.1 {
+            return report(args, &Difference::Length);
+        }
+        let bar = progress_bar(long.geometry().len, "bytes");
+        let bar = if args.progress { bar } else { indicatif::ProgressBar::hidden() };
+        let outcome = compare(short, long, |at| bar.set_position(at)).await;
+        bar.finish_and_clear();
+        let outcome = outcome.map_err(|error| Failure::from(error).with_code(3))?;
+        if sizes.0 != sizes.1 && !args.quiet && args.output.output == OutputFormat::Human {
+            print("Warning: Image size mismatch!\n")?;
+        }
+        report(args, &outcome)
+    })
+}
+
+enum Difference {
+    None,
+    Length,
+    At(u64),
+}
+
+/// Finds the first byte in which the disks differ; what the longer one has more must be zeros.
+async fn compare(
+    short: &dyn Disk,
+    long: &dyn Disk,
+    mut progress: impl FnMut(u64),
+) -> Result<Difference> {
+    let (common, end) = (short.geometry().len, long.geometry().len);
+    let mut at = 0;
+    while at < end {
+        progress(at);
+        let boundary = if at < common { common } else { end };
+        let len = PIECE_BYTES.min(boundary - at);
+        let range = GuestRange::new(GuestOffset::new(at), len).expect("within the disk");
+        let theirs = read(long, range).await?;
+        let ours = if at < common { read(short, range).await? } else { None };
+        if let Some(skip) = first_difference(ours.as_deref(), theirs.as_deref()) {
+            return Ok(Difference::At(at + skip));
+        }
+        at += len;
+    }
+    Ok(Difference::None)
+}
+
+/// The bytes of `range`, or `None` if the map says that they are zeros.
+async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Option<Buf>> {
+    let mut extents: Vec<Extent> = Vec::new();
+    disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+    if extents.iter().all(|extent| extent.kind.reads_as_zero()) {
+        return Ok(None);
+    }
+    let mut rest = Buf::new(usize::try_from(range.len()).expect("a piece"));
+    let mut whole = Buf::new(rest.len());
+    let mut reads = Vec::with_capacity(extents.len());
+    for extent in &extents {
+        let part = rest.split_to(usize::try_from(extent.len).expect("a piece"));
+        reads.push(disk.read(extent, part));
+    }
+    let mut at = 0;
+    for (result, part) in mica_rt::join_all(reads).await {
+        result?;
+        whole[at..at + part.len()].copy_from_slice(&part);
+        at += part.len();
+    }
+    Ok(Some(whole))
+}
+
+fn first_difference(ours: Option<&[u8]>, theirs: Option<&[u8]>) -> Option<u64> {
+    let at = match (ours, theirs) {
+        (None, None) => None,
+        (Some(bytes), None) | (None, Some(bytes)) => bytes.iter().position(|byte| *byte != 0),
+        (Some(ours), Some(theirs)) if ours == theirs => None,
+        (Some(ours), Some(theirs)) => ours.iter().zip(theirs).position(|(a, b)| a != b),
+    };
+    at.map(|at| at as u64)
+}
+
+fn report(args: &CompareArgs, outcome: &Difference) -> std::result::Result<ExitCode, Failure> {
+    let (identical, offset, text) = match outcome {
+        Difference::None => (true, None, "Images are identical.\n".to_owned()),
+        Difference::Length => (false, None, "Strict mode: Image size mismatch!\n".to_owned()),
+        Difference::At(at) => (false, Some(*at), format!("Content mismatch at offset {at}!\n")),
+    };
+    match args.output.output {
+        OutputFormat::Human if args.quiet => {}
+        OutputFormat::Human => print(&text)?,
+        OutputFormat::Json => print_json(&json!({ "identical": identical, "offset": offset }))?,
+    }
+    Ok(if identical { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}

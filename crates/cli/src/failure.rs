@@ -1,0 +1,54 @@
+//! How a verb fails: one line on stderr, and an exit code.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+/// Why a verb did not do its job.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    message: String,
+    code: u8,
+}
+
+impl Failure {
+    /// A failure with exit code 1.
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), code: 1 }
+    }
+
+    /// The same with another exit code.
+    #[must_use]
+    pub(crate) fn with_code(self, code: u8) -> Self {
+        Self { code, ..self }
+    }
+
+    /// Says it, and gives the exit code.
+    pub(crate) fn report(self) -> ExitCode {
+        eprintln!("mica: {}", self.message);
+        ExitCode::from(self.code)
+    }
+}
+
+impl From<mica_block::Error> for Failure {
+    fn from(error: mica_block::Error) -> Self {
+        let mut message = error.to_string();
+        let mut cause = std::error::Error::source(&error);
+        while let Some(error) = cause {
+            // Writing to a string does not fail.
+            let _ = write!(message, ": {error}");
+            cause = error.source();
+        }
+        // Names come from images: whatever they hold, a message is one line of plain text.
+        let message = message
+            .chars()
+            .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })
+            .collect();
+        Self { message, code: 1 }
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Self::new(error.to_string())
+    }
+}

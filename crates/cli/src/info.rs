@@ -1,0 +1,356 @@
+//! `mica info`: what an image says about itself, in qemu-img's words and fields. Without
+//! `--backing-chain` it opens that one file only.
+
+use crate::args::{InfoArgs, OutputFormat};
+use crate::failure::Failure;
+use crate::output::{human_size, print, print_json};
+use mica_block::Images;
+use mica_qcow2::format::{BitmapEntry, Compression, Header, SnapshotEntry, Version};
+use mica_qcow2::{ImageInfo, inspect, loop_error};
+use mica_stack::{FileImages, Format};
+use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+use std::fmt::Write as _;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
+    let format = args.images.format()?;
+    if format == Format::Null {
+        return Err(Failure::new("the null format is no image: there is nothing to tell"));
+    }
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let images = FileImages::new(&args.image, args.images.image_options()?)?;
+        let mut told = Vec::new();
+        let mut seen = HashSet::new();
+        let mut next = Some((args.image.clone(), format));
+        while let Some((path, format)) = next.take() {
+            let (one, below) = tell(&images, &path, format, args.backing_chain).await?;
+            if !seen.insert(one.file) {
+                return Err(loop_error(&path).into());
+            }
+            told.push(one);
+            next = below.filter(|_| args.backing_chain);
+        }
+        show(args, told)?;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// One image, as it is told.
+struct Told {
+    file: (u64, u64),
+    json: Value,
+    text: String,
+}
+
+async fn tell(
+    images: &FileImages,
+    path: &Path,
+    format: Format,
+    follow: bool,
+) -> Result<(Told, Option<(PathBuf, Format)>), Failure> {
+    let disk_bytes = std::fs::metadata(path).map_or(0, |data| data.blocks() * 512);
+    if format == Format::Raw {
+        let image = images.open(path)?;
+        let len = image.store.len()?;
+        let mut told = Teller::new(path, len, disk_bytes);
+        told.raw(len.next_multiple_of(512));
+        let file = (image.identity.device, image.identity.inode);
+        return Ok((told.finish(file), None));
+    }
+    let info = inspect(images, path).await?;
+    // A name that may not be followed is no error for who only wants to know it.
+    let backing = match info.backing(images, path) {
+        Ok(backing) => backing,
+        Err(_) if !follow => None,
+        Err(error) => return Err(error.into()),
+    };
+    let mut told = Teller::new(path, info.image.store.len()?, disk_bytes);
+    told.qcow2(&info, backing.as_ref().map(|(path, _)| path.as_path()));
+    let file = (info.image.identity.device, info.image.identity.inode);
+    let below = match backing {
+        Some((path, format)) if follow => {
+            let format = format.as_deref().unwrap_or("raw").parse()?;
+            Some((path, format))
+        }
+        _ => None,
+    };
+    Ok((told.finish(file), below))
+}
+
+fn show(args: &InfoArgs, told: Vec<Told>) -> Result<(), Failure> {
+    match args.output.output {
+        OutputFormat::Human => {
+            let texts: Vec<String> = told.into_iter().map(|one| one.text).collect();
+            print(&texts.join("\n"))
+        }
+        OutputFormat::Json => {
+            let mut values: Vec<Value> = told.into_iter().map(|one| one.json).collect();
+            if args.backing_chain {
+                print_json(&values)
+            } else {
+                print_json(&values.pop().unwrap_or_default())
+            }
+        }
+    }
+}
+
+/// Gathers what is told of one image, for people and as JSON.
+struct Teller<'a> {
+    path: &'a Path,
+    file_bytes: u64,
+    disk_bytes: u64,
+    json: Map<String, Value>,
+    text: String,
+}
+
+impl<'a> Teller<'a> {
+    fn new(path: &'a Path, file_bytes: u64, disk_bytes: u64) -> Self {
+        let mut json = Map::new();
+        let name = path.display().to_string();
+        // QEMU counts a file in whole sectors.
+        let file_bytes = file_bytes.next_multiple_of(512);
+        let child = json!({
+            "children": [],
+            "virtual-size": file_bytes,
+            "filename": name,
+            "format": "file",
+            "actual-size": disk_bytes,
+            "format-specific": { "type": "file", "data": {} },
+            "dirty-flag": false,
+        });
+        json.insert("children".into(), json!([{ "name": "file", "info": child }]));
+        Self { path, file_bytes, disk_bytes, json, text: String::new() }
+    }
+
+    fn line(&mut self, text: &str) {
+        self.text.push_str(text);
+        self.text.push('\n');
+    }
+
+    fn set(&mut self, name: &str, value: impl Into<Value>) {
+        self.json.insert(name.to_owned(), value.into());
+    }
+
+    fn head(&mut self, format: &str, virtual_bytes: u64) {
+        let name = self.path.display().to_string();
+        self.line(&format!("image: {name}"));
+        self.line(&format!("file format: {format}"));
+        let size = human_size(virtual_bytes);
+        self.line(&format!("virtual size: {size} ({virtual_bytes} bytes)"));
+        self.line(&format!("disk size: {}", human_size(self.disk_bytes)));
+        self.set("virtual-size", virtual_bytes);
+        self.set("filename", name);
+        self.set("format", format);
+        self.set("actual-size", self.disk_bytes);
+    }
+
+    fn raw(&mut self, virtual_bytes: u64) {
+        self.head("raw", virtual_bytes);
+        self.set("dirty-flag", false);
+    }
+
+    fn qcow2(&mut self, info: &ImageInfo, backing: Option<&Path>) {
+        let header = &info.header;
+        self.head("qcow2", header.disk_bytes());
+        let cluster_bytes = header.cluster_bits.bytes();
+        self.line(&format!("cluster_size: {cluster_bytes}"));
+        self.set("cluster-size", cluster_bytes);
+        self.backing(header, backing);
+        self.snapshots(header, &info.snapshots);
+        self.specific(header, &info.bitmaps);
+        self.set("dirty-flag", header.incompatible.dirty);
+    }
+
+    fn backing(&mut self, header: &Header, resolved: Option<&Path>) {
+        let Some(backing) = &header.backing else { return };
+        let name = backing.name.to_string_lossy();
+        let resolved = resolved.map(|path| path.display().to_string());
+        let actual = match &resolved {
+            Some(path) if *path != name => format!(" (actual path: {path})"),
+            _ => String::new(),
+        };
+        self.line(&format!("backing file: {name}{actual}"));
+        self.set("backing-filename", name.as_ref());
+        if let Some(path) = resolved {
+            self.set("full-backing-filename", path);
+        }
+        if let Some(format) = &backing.format {
+            self.line(&format!("backing file format: {format}"));
+            self.set("backing-filename-format", format.as_str());
+        }
+    }
+
+    fn snapshots(&mut self, header: &Header, snapshots: &[SnapshotEntry]) {
+        if snapshots.is_empty() {
+            return;
+        }
+        self.line("Snapshot list:");
+        self.line(
+            "ID      TAG               VM_SIZE                DATE        VM_CLOCK     ICOUNT",
+        );
+        for snapshot in snapshots {
+            let SnapshotEntry { id, name, date_seconds, .. } = snapshot;
+            let state = human_size(snapshot.vm_state_bytes);
+            let date = utc(u64::from(*date_seconds));
+            let clock = clock(snapshot.vm_clock_nanoseconds);
+            let icount = snapshot.icount.filter(|count| *count != u64::MAX);
+            let icount = icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
+            self.line(&format!(
+                "{id:<7} {name:<16} {state:>8} {date:>20} {clock:>15} {icount:>10}"
+            ));
+        }
+        let listed = snapshots.len();
+        let count = header.snapshot_count as usize;
+        if listed < count {
+            self.line(&format!("({} more snapshots are not shown)", count - listed));
+            self.set("snapshots-not-shown", count - listed);
+        }
+        self.set("snapshots", snapshots.iter().map(snapshot_json).collect::<Vec<_>>());
+    }
+
+    fn specific(&mut self, header: &Header, bitmaps: &[BitmapEntry]) {
+        let mut data = Map::new();
+        let compat = match header.version {
+            Version::V2 => "0.10",
+            Version::V3 => "1.1",
+        };
+        let compression = match header.compression {
+            Compression::Deflate => "zlib",
+            Compression::Zstd => "zstd",
+        };
+        let mut tell = |name: &str, value: Value| {
+            data.insert(name.to_owned(), value);
+        };
+        tell("compat", compat.into());
+        tell("compression-type", compression.into());
+        if header.version == Version::V3 {
+            tell("lazy-refcounts", header.compatible.lazy_refcounts.into());
+        }
+        tell("refcount-bits", header.refcount_width.bits().into());
+        if header.version == Version::V3 {
+            tell("corrupt", header.incompatible.corrupt.into());
+            tell("extended-l2", header.incompatible.extended_l2.into());
+        }
+        if !bitmaps.is_empty() {
+            tell("bitmaps", bitmaps.iter().map(bitmap_json).collect());
+        }
+        if header.incompatible.external_data_file {
+            let name = header.data_file_name.as_ref().map(|name| name.to_string_lossy());
+            if let Some(name) = name {
+                tell("data-file", name.as_ref().into());
+            }
+            tell("data-file-raw", header.autoclear.raw_external.into());
+        }
+        self.line("Format specific information:");
+        for (name, value) in &data {
+            let name = name.replace('-', " ");
+            match value {
+                Value::Array(bitmaps) => {
+                    self.line(&format!("    {name}:"));
+                    bitmaps.iter().for_each(|bitmap| self.line(&bitmap_text(bitmap)));
+                }
+                Value::String(text) => self.line(&format!("    {name}: {text}")),
+                other => self.line(&format!("    {name}: {other}")),
+            }
+        }
+        self.set("format-specific", json!({ "type": "qcow2", "data": data }));
+    }
+
+    fn finish(mut self, file: (u64, u64)) -> Told {
+        self.line("Child node '/file':");
+        self.line(&format!("    filename: {}", self.path.display()));
+        self.line("    protocol type: file");
+        let size = human_size(self.file_bytes);
+        self.line(&format!("    file length: {size} ({} bytes)", self.file_bytes));
+        self.line(&format!("    disk size: {}", human_size(self.disk_bytes)));
+        Told { file, json: Value::Object(self.json), text: plain(&self.text) }
+    }
+}
+
+/// Names come from images: a terminal shall not obey them.
+fn plain(text: &str) -> String {
+    let keep = |letter: char| letter == '\n' || !letter.is_control();
+    text.chars().map(|letter| if keep(letter) { letter } else { '\u{fffd}' }).collect()
+}
+
+fn snapshot_json(snapshot: &SnapshotEntry) -> Value {
+    let nanoseconds = snapshot.vm_clock_nanoseconds;
+    let mut value = json!({
+        "vm-clock-nsec": nanoseconds % 1_000_000_000,
+        "name": snapshot.name,
+        "date-sec": snapshot.date_seconds,
+        "date-nsec": snapshot.date_nanoseconds,
+        "vm-clock-sec": nanoseconds / 1_000_000_000,
+        "id": snapshot.id,
+        "vm-state-size": snapshot.vm_state_bytes,
+    });
+    if let (Some(icount), Some(object)) =
+        (snapshot.icount.filter(|count| *count != u64::MAX), value.as_object_mut())
+    {
+        object.insert("icount".to_owned(), icount.into());
+    }
+    value
+}
+
+fn bitmap_json(bitmap: &BitmapEntry) -> Value {
+    let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
+    let flags: Vec<&str> = flags.iter().filter(|flag| flag.1).map(|flag| flag.0).collect();
+    json!({ "flags": flags, "name": bitmap.name, "granularity": 1_u64 << bitmap.granularity_bits })
+}
+
+fn bitmap_text(bitmap: &Value) -> String {
+    let mut text = String::new();
+    let flags = bitmap["flags"].as_array().map(Vec::as_slice).unwrap_or_default();
+    text.push_str("        - flags:");
+    for flag in flags {
+        // Writing to a string does not fail.
+        let _ = write!(text, " {}", flag.as_str().unwrap_or_default());
+    }
+    let name = bitmap["name"].as_str().unwrap_or_default();
+    let _ =
+        write!(text, "\n          name: {name}\n          granularity: {}", bitmap["granularity"]);
+    text
+}
+
+/// Hours, minutes, seconds and milliseconds of a guest's clock.
+fn clock(nanoseconds: u64) -> String {
+    let seconds = nanoseconds / 1_000_000_000;
+    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+    format!("{hours:04}:{minutes:02}:{:02}.{:03}", seconds % 60, nanoseconds / 1_000_000 % 1000)
+}
+
+/// A date and time in UTC (Howard Hinnant's civil-from-days).
+fn utc(seconds: u64) -> String {
+    let (days, second) = (seconds / 86400 + 719_468, seconds % 86400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute) = (second / 3600, second / 60 % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{:02}", second % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{clock, utc};
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(utc(0), "1970-01-01 00:00:00");
+        assert_eq!(utc(951_827_696), "2000-02-29 12:34:56");
+        assert_eq!(utc(1_795_222_902), "2026-11-21 01:01:42");
+    }
+
+    #[test]
+    fn clocks_are_written_as_by_qemu() {
+        assert_eq!(clock(3_723_004_000_000), "0001:02:03.004");
+    }
+}

@@ -1,0 +1,138 @@
+//! `mica map`: who owns which bytes of the disk, in qemu-img's words.
+
+use crate::args::{MapArgs, OutputFormat};
+use crate::failure::Failure;
+use crate::images::size_of;
+use crate::output::print;
+use mica_block::{Detail, Extent, ExtentKind};
+use mica_qcow2::IndexUse;
+use mica_stack::OpenDisk;
+use mica_units::{GuestOffset, GuestRange};
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+/// Bytes of the disk that are planned at once.
+const PIECE_BYTES: u64 = 256 << 20;
+/// Printed text that is held before it goes out.
+const PRINT_BYTES: usize = 64 << 10;
+
+pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
+    let start = size_of("--start-offset", &args.start_offset)?;
+    let limit = args.max_length.as_deref().map(|text| size_of("--max-length", text)).transpose()?;
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let opened = args.images.open(&args.image, IndexUse::Read).await?;
+        let len = opened.disk.geometry().len;
+        let end = limit.map_or(len, |limit| len.min(start.saturating_add(limit)));
+        let mut printer = Printer::new(args, &opened);
+        printer.begin()?;
+        let mut at = start;
+        while at < end {
+            let count = PIECE_BYTES.min(end - at);
+            let range = GuestRange::new(GuestOffset::new(at), count);
+            let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
+            let mut extents = Vec::new();
+            opened.disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+            for extent in extents {
+                printer.add(extent)?;
+            }
+            at += count;
+        }
+        printer.end()?;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// Joins extents across pieces and prints them.
+struct Printer {
+    format: OutputFormat,
+    names: Vec<String>,
+    pending: Option<Extent>,
+    count: usize,
+    text: String,
+}
+
+impl Printer {
+    fn new(args: &MapArgs, opened: &OpenDisk) -> Self {
+        let names = match &opened.chain {
+            Some(chain) => chain.paths().map(|path| path.display().to_string()).collect(),
+            None => vec![args.image.display().to_string()],
+        };
+        Self { format: args.output.output, names, pending: None, count: 0, text: String::new() }
+    }
+
+    fn begin(&mut self) -> Result<(), Failure> {
+        match self.format {
+            OutputFormat::Human => {
+                self.text.push_str("Offset          Length          Mapped to       File\n");
+            }
+            OutputFormat::Json => self.text.push('['),
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, extent: Extent) -> Result<(), Failure> {
+        match &mut self.pending {
+            Some(pending) if pending.continues_into(&extent) => pending.len += extent.len,
+            pending => {
+                if let Some(done) = pending.replace(extent) {
+                    self.print(done)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<(), Failure> {
+        if let Some(done) = self.pending.take() {
+            self.print(done)?;
+        }
+        if self.format == OutputFormat::Json {
+            self.text.push_str("]\n");
+        }
+        print(&self.text)
+    }
+
+    fn print(&mut self, extent: Extent) -> Result<(), Failure> {
+        let name = &self.names[extent.layer.index()];
+        // Writing to a string does not fail.
+        let _ = match self.format {
+            OutputFormat::Human if extent.kind == ExtentKind::Data => {
+                let Extent { start, len, host, .. } = extent;
+                let start = format!("{:#x}", start.bytes());
+                let len = format!("{len:#x}");
+                let host = format!("{:#x}", host.bytes());
+                writeln!(self.text, "{start:<16}{len:<16}{host:<16}{name}")
+            }
+            OutputFormat::Human => Ok(()),
+            OutputFormat::Json => self.write_json(extent),
+        };
+        self.count += 1;
+        if self.text.len() > PRINT_BYTES {
+            print(&std::mem::take(&mut self.text))?;
+        }
+        Ok(())
+    }
+
+    fn write_json(&mut self, extent: Extent) -> std::fmt::Result {
+        let depth = self.names.len() - 1 - extent.layer.index();
+        if self.count > 0 {
+            self.text.push_str(",\n");
+        }
+        let (start, len) = (extent.start.bytes(), extent.len);
+        let present = extent.kind != ExtentKind::Hole;
+        let zero = extent.kind.reads_as_zero();
+        let data = !zero;
+        let compressed = extent.kind == ExtentKind::Encoded;
+        write!(
+            self.text,
+            "{{ \"start\": {start}, \"length\": {len}, \"depth\": {depth}, \"present\": {present}, \
+             \"zero\": {zero}, \"data\": {data}, \"compressed\": {compressed}"
+        )?;
+        if extent.kind.has_host() {
+            write!(self.text, ", \"offset\": {}", extent.host.bytes())?;
+        }
+        self.text.push('}');
+        Ok(())
+    }
+}

@@ -1,0 +1,104 @@
+//! What is printed: results on stdout, the log and progress on stderr.
+
+use crate::args::LogLevel;
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use std::io::Write as _;
+use tracing_subscriber::filter::LevelFilter;
+
+/// Starts the log.
+pub(crate) fn start_log(level: LogLevel) {
+    let filter = match level {
+        LogLevel::Off => LevelFilter::OFF,
+        LogLevel::Error => LevelFilter::ERROR,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Debug => LevelFilter::DEBUG,
+    };
+    tracing_subscriber::fmt()
+        .with_max_level(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_target(false)
+        .without_time()
+        .init();
+}
+
+/// Prints text on stdout.
+///
+/// # Errors
+/// If stdout is gone.
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    Ok(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())?)
+}
+
+/// Prints a value as JSON, indented as qemu-img does.
+///
+/// # Errors
+/// If stdout is gone.
+pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
+    let mut text = Vec::new();
+    let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
+    let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
+    value.serialize(&mut serializer).map_err(|error| Failure::new(error.to_string()))?;
+    print(&(String::from_utf8_lossy(&text) + "\n"))
+}
+
+/// A bar on stderr, where that is a terminal; nothing elsewhere.
+pub(crate) fn progress_bar(total: u64, unit: &str) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
+    let template = format!("{{msg}} [{{bar:40}}] {{pos}}/{{len}} {unit} {{eta}}");
+    match ProgressStyle::with_template(&template) {
+        Ok(style) => bar.with_style(style.progress_chars("=> ")),
+        Err(_) => bar,
+    }
+}
+
+/// A length as qemu-img writes it for people.
+pub(crate) fn human_size(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let mut unit = 0;
+    let mut divisor = 1_u64;
+    // As QEMU's size_to_str: the next unit from 1000 on, three significant digits.
+    while unit + 1 < UNITS.len() && bytes / divisor >= 1000 {
+        unit += 1;
+        divisor <<= 10;
+    }
+    let (whole, rest) = (bytes / divisor, bytes % divisor);
+    let digits = match whole {
+        0..=9 => 2,
+        10..=99 => 1,
+        _ => 0,
+    };
+    let scale = 10_u64.pow(digits);
+    let scaled = u128::from(rest) * u128::from(scale);
+    let fraction = (scaled + u128::from(divisor) / 2) / u128::from(divisor);
+    let total = u128::from(whole) * u128::from(scale) + fraction;
+    let (whole, fraction) = (total / u128::from(scale), total % u128::from(scale));
+    let text = format!("{whole}.{fraction:0width$}", width = digits as usize);
+    let text = if digits == 0 { whole.to_string() } else { text };
+    let text = if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    } else {
+        text
+    };
+    format!("{text} {}", UNITS[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::human_size;
+
+    #[test]
+    fn sizes_are_written_as_by_qemu() {
+        assert_eq!(human_size(0), "0 B");
+        assert_eq!(human_size(512), "512 B");
+        assert_eq!(human_size(2 << 20), "2 MiB");
+        assert_eq!(human_size(459_264), "448 KiB");
+        assert_eq!(human_size(339_968), "332 KiB");
+        assert_eq!(human_size(1 << 30), "1 GiB");
+        assert_eq!(human_size(1_572_864), "1.5 MiB");
+    }
+}

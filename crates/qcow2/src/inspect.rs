@@ -1,0 +1,63 @@
+//! What an image says about itself. Opens that one file and nothing that it names.
+
+use crate::chain::read_header;
+use crate::format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
+use crate::snapshots;
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
+use std::path::{Path, PathBuf};
+
+/// Snapshots that are listed; what an image has beyond is only counted, so that a small file cannot
+/// make a large answer.
+pub const SNAPSHOTS_LISTED_MAX: usize = 1024;
+
+/// What an image says about itself.
+pub struct ImageInfo {
+    /// The open file.
+    pub image: OpenImage,
+    /// Its header.
+    pub header: Header,
+    /// Its internal snapshots, up to [`SNAPSHOTS_LISTED_MAX`].
+    pub snapshots: Vec<SnapshotEntry>,
+    /// Its bitmaps.
+    pub bitmaps: Vec<BitmapEntry>,
+}
+
+/// Reads what the qcow2 image at `path` says about itself.
+///
+/// # Errors
+/// If it is no qcow2 image that mica reads.
+pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
+    let step = async {
+        let image = images.open(path)?;
+        let header = read_header(&image).await?;
+        let snapshots = snapshots::list(&*image.store, &header, SNAPSHOTS_LISTED_MAX).await?;
+        let bitmaps = snapshots::list_bitmaps(&*image.store, &header).await?;
+        Ok(ImageInfo { image, header, snapshots, bitmaps })
+    };
+    step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
+}
+
+impl ImageInfo {
+    /// The path of the backing file as its name resolves from `path`, and the format that the image
+    /// states for it.
+    ///
+    /// # Errors
+    /// If the name is none that mica follows, or the policy forbids it.
+    pub fn backing(
+        &self,
+        images: &dyn Images,
+        path: &Path,
+    ) -> Result<Option<(PathBuf, Option<String>)>> {
+        let Some(backing) = &self.header.backing else { return Ok(None) };
+        let ImageName { path: name, format } = parse_image_name(&backing.name)?;
+        let resolved = images.resolve(path, &name)?;
+        Ok(Some((resolved, backing.format.clone().or(format))))
+    }
+}
+
+/// The error for a chain whose images name each other in a circle.
+pub fn loop_error(path: &Path) -> Error {
+    let name = path.display();
+    let context = format!("{name} is in the chain twice: its backing files form a loop");
+    Error::new(ErrorKind::Corrupt, context)
+}
