@@ -120,15 +120,21 @@ impl Stream {
     pub fn memory_pair(capacity: usize) -> (Self, Self) {
         let one = Rc::new(RefCell::new(Pipe::new(capacity)));
         let two = Rc::new(RefCell::new(Pipe::new(capacity)));
-        let left = MemoryStream { incoming: Rc::clone(&one), outgoing: Rc::clone(&two) };
-        let right = MemoryStream { incoming: two, outgoing: one };
-        (Self::Memory(left), Self::Memory(right))
+        let left = End { incoming: Rc::clone(&one), outgoing: Rc::clone(&two) };
+        let right = End { incoming: two, outgoing: one };
+        let stream = |end| Self::Memory(MemoryStream { end: Rc::new(end) });
+        (stream(left), stream(right))
     }
 }
 
 /// One end of a [`Stream::memory_pair`].
 #[derive(Clone)]
 pub struct MemoryStream {
+    end: Rc<End>,
+}
+
+/// What the clones of an end share. When the last is gone, the end is shut down, as a socket is.
+struct End {
     incoming: Rc<RefCell<Pipe>>,
     outgoing: Rc<RefCell<Pipe>>,
 }
@@ -150,7 +156,7 @@ impl Pipe {
 impl MemoryStream {
     fn recv(&self, mut buf: Buf) -> impl Future<Output = (io::Result<usize>, Buf)> + use<'_> {
         std::future::poll_fn(move |context| {
-            let mut pipe = self.incoming.borrow_mut();
+            let mut pipe = self.end.incoming.borrow_mut();
             if pipe.bytes.is_empty() && !pipe.closed {
                 pipe.reader = Some(context.waker().clone());
                 return Poll::Pending;
@@ -167,9 +173,15 @@ impl MemoryStream {
     }
 
     fn send(&self, bufs: VecDeque<Buf>) -> impl Future<Output = io::Result<()>> + use<'_> {
-        SendMemory { pipe: &self.outgoing, parts: SendParts::new(bufs) }
+        SendMemory { pipe: &self.end.outgoing, parts: SendParts::new(bufs) }
     }
 
+    fn shutdown(&self) {
+        self.end.shutdown();
+    }
+}
+
+impl End {
     fn shutdown(&self) {
         for pipe in [&self.incoming, &self.outgoing] {
             let mut pipe = pipe.borrow_mut();
@@ -178,6 +190,12 @@ impl MemoryStream {
             drop(pipe);
             wakers.into_iter().flatten().for_each(Waker::wake);
         }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.shutdown();
     }
 }
 

@@ -294,10 +294,13 @@ impl RawOp {
         let mut ops = self.core.ops.borrow_mut();
         match &mut ops.slot_mut(key).state {
             SlotState::InFlight { waker, .. } => {
-                match waker {
-                    Some(waker) if waker.will_wake(context.waker()) => {}
-                    _ => *waker = Some(context.waker().clone()),
-                }
+                let replaced = match waker {
+                    Some(waker) if waker.will_wake(context.waker()) => None,
+                    waker => waker.replace(context.waker().clone()),
+                };
+                // Outside of the borrow: the last of a foreign waker may drop operations.
+                drop(ops);
+                drop(replaced);
                 Poll::Pending
             }
             SlotState::Done { .. } => {
@@ -316,11 +319,10 @@ impl Drop for RawOp {
     fn drop(&mut self) {
         let Some(key) = self.key else { return };
         let mut ops = self.core.ops.borrow_mut();
-        let cancel = match &mut ops.slot_mut(key).state {
+        let (cancel, waker) = match &mut ops.slot_mut(key).state {
             SlotState::InFlight { kind, abandoned, waker } => {
                 *abandoned = true;
-                *waker = None;
-                kind.waits_for_a_peer()
+                (kind.waits_for_a_peer(), waker.take())
             }
             SlotState::Done { .. } => {
                 let state = ops.release(key.index);
@@ -331,6 +333,7 @@ impl Drop for RawOp {
             SlotState::Free { .. } => unreachable!("a future outlived its slot"),
         };
         drop(ops);
+        drop(waker);
         if cancel {
             self.core.cancel(key);
         }

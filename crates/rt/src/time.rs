@@ -87,8 +87,9 @@ impl Future for Sleep {
         }
         let key = self.registered.take();
         let mut timers = self.core.timers.borrow_mut();
-        let key = timers.register(key, self.due, context.waker());
+        let (key, replaced) = timers.register(key, self.due, context.waker());
         drop(timers);
+        drop(replaced);
         self.registered = Some(key);
         Poll::Pending
     }
@@ -97,7 +98,8 @@ impl Future for Sleep {
 impl Drop for Sleep {
     fn drop(&mut self) {
         if let Some(key) = self.registered {
-            self.core.timers.borrow_mut().remove(key);
+            let waker = self.core.timers.borrow_mut().remove(key);
+            drop(waker);
         }
     }
 }
@@ -112,17 +114,23 @@ pub(crate) struct Timers {
 }
 
 impl Timers {
-    fn register(&mut self, key: Option<TimerKey>, due: Instant, waker: &Waker) -> TimerKey {
+    /// Gives the timer's name, and the waker that it had: to be dropped outside of any borrow.
+    fn register(
+        &mut self,
+        key: Option<TimerKey>,
+        due: Instant,
+        waker: &Waker,
+    ) -> (TimerKey, Option<Waker>) {
         let key = key.unwrap_or_else(|| {
             self.next_id += 1;
             (due, self.next_id)
         });
-        self.by_due.insert(key, waker.clone());
-        key
+        let replaced = self.by_due.insert(key, waker.clone());
+        (key, replaced)
     }
 
-    fn remove(&mut self, key: TimerKey) {
-        self.by_due.remove(&key);
+    fn remove(&mut self, key: TimerKey) -> Option<Waker> {
+        self.by_due.remove(&key)
     }
 
     pub(crate) fn next_due(&self) -> Option<Instant> {

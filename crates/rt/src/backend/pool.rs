@@ -210,7 +210,12 @@ impl Pool {
         let name = "mica-pread".to_owned();
         match std::thread::Builder::new().name(name).spawn(move || shared.work()) {
             Ok(thread) => self.threads.push(thread),
-            Err(error) if self.threads.is_empty() => panic!("no thread for reading: {error}"),
+            Err(error) if self.threads.is_empty() => {
+                tracing::warn!(%error, "no thread for reading: reads hold up their queue");
+                lock(&self.shared.queue).closed = true;
+                self.shared.work();
+                lock(&self.shared.queue).closed = false;
+            }
             Err(error) => tracing::warn!(%error, "the pool stays smaller than planned"),
         }
     }

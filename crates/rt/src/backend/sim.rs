@@ -1,5 +1,5 @@
-//! The simulator's backend: time passes only when there is nothing else to do, and what completes
-//! next follows from a seed. There are no files and no sockets here, only simulated operations.
+//! The simulator's backend: time passes only when there is nothing else to do (or when a task spins
+//! for long, lest it spin for ever), and what completes next follows from a seed. There are no files and no sockets here, only simulated operations.
 
 use crate::op::{OpKey, OpKind, Ops, SimWork};
 use crate::time::Clock;
@@ -14,11 +14,17 @@ pub(crate) struct Sim {
     random: SplitMix,
     /// Operations by the time at which they complete; the second part breaks ties at random.
     due: BTreeMap<(Duration, u64), OpKey>,
+    /// Turns since there was last nothing else to do.
+    busy_turns: u32,
 }
+
+/// A task that spins is given this many turns before time passes regardless, in steps that double.
+const BUSY_TURNS_MAX: u32 = 100;
+const BUSY_STEP_BITS_MAX: u32 = 24;
 
 impl Sim {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { clock: Rc::default(), random: SplitMix(seed), due: BTreeMap::new() }
+        Self { clock: Rc::default(), random: SplitMix(seed), due: BTreeMap::new(), busy_turns: 0 }
     }
 
     pub(crate) fn clock(&self) -> Clock {
@@ -48,8 +54,15 @@ impl Sim {
         completions: &mut Vec<(OpKey, i32)>,
     ) {
         if wait == Some(Duration::ZERO) {
+            self.busy_turns = self.busy_turns.saturating_add(1);
+            if let Some(spinning) = self.busy_turns.checked_sub(BUSY_TURNS_MAX) {
+                let step = Duration::from_nanos(1 << spinning.min(BUSY_STEP_BITS_MAX));
+                self.clock.set(self.clock.get() + step);
+                self.complete_due(ops, completions);
+            }
             return;
         }
+        self.busy_turns = 0;
         let limit = wait.map(|wait| self.clock.get() + wait);
         let next = self.due.keys().next().map(|(at, _)| *at);
         match (next, limit) {
@@ -58,6 +71,10 @@ impl Sim {
             (_, Some(limit)) => return self.clock.set(limit),
             (Some(_), None) => unreachable!("no limit admits every time"),
         }
+        self.complete_due(ops, completions);
+    }
+
+    fn complete_due(&mut self, ops: &mut Ops, completions: &mut Vec<(OpKey, i32)>) {
         let now = self.clock.get();
         while let Some(entry) = self.due.first_entry()
             && entry.key().0 <= now

@@ -31,6 +31,8 @@ pub(crate) struct Uring {
     ring: IoUring,
     remote: Arc<Remote>,
     bell_armed: bool,
+    /// Completions that had to be taken in to make room for submissions.
+    early: Vec<(OpKey, i32)>,
 }
 
 /// Memory that a sendmsg names, kept with the operation (I1).
@@ -55,7 +57,7 @@ impl Uring {
         if needed.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        Ok(Self { ring, remote, bell_armed: false })
+        Ok(Self { ring, remote, bell_armed: false, early: Vec::new() })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
@@ -90,21 +92,25 @@ impl Uring {
         if !self.bell_armed {
             let bell = Fd(self.remote.bell().as_raw_fd());
             let entry = opcode::PollAdd::new(bell, u32::from(POLL_IN)).build().user_data(BELL);
-            self.push(entry);
             self.bell_armed = true;
+            self.push(entry);
         }
+        let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
         self.enter(wait);
-        let mut bell_rang = false;
+        completions.append(&mut self.early);
+        self.take_in(completions);
+    }
+
+    fn take_in(&mut self, completions: &mut Vec<(OpKey, i32)>) {
         for completion in self.ring.completion() {
             match completion.user_data() {
-                BELL => bell_rang = true,
+                BELL => {
+                    self.remote.clear_bell();
+                    self.bell_armed = false;
+                }
                 CANCELLED => {}
                 data => completions.push((OpKey::from_user_data(data), completion.result())),
             }
-        }
-        if bell_rang {
-            self.remote.clear_bell();
-            self.bell_armed = false;
         }
     }
 
@@ -141,6 +147,12 @@ impl Uring {
                 return;
             }
             self.enter(Some(Duration::ZERO));
+            if self.ring.submission().is_full() {
+                // The kernel takes nothing more until there is room for completions.
+                let mut early = std::mem::take(&mut self.early);
+                self.take_in(&mut early);
+                self.early = early;
+            }
         }
     }
 }

@@ -1,0 +1,9 @@
+//! The runtime from outside: what every backend has to do, and what the simulator adds.
+
+#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+
+mod backends;
+mod common;
+mod drop;
+mod refused;
+mod simulated;
