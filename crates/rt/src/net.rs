@@ -2,15 +2,20 @@
 
 use crate::buf::Buf;
 use crate::op::{Op, OpKind, RawOp, SendParts};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::Future;
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+
+/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
+pub(crate) const SEND_BUFS_MAX: usize = 1024;
 
 /// A connected or listening socket, non-blocking.
 #[derive(Debug)]
@@ -54,6 +59,15 @@ impl Socket {
         }
     }
 
+    /// Sends what the socket has room for now.
+    pub(crate) fn try_send(&self, parts: &SendParts) -> Result<usize, Errno> {
+        let slices: Vec<IoSlice<'_>> =
+            parts.bufs.iter().take(SEND_BUFS_MAX).map(|buf| IoSlice::new(buf)).collect();
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let mut control = SendAncillaryBuffer::default();
+        rustix::net::sendmsg(&self.fd, &slices, &mut control, flags)
+    }
+
     pub(crate) fn raw(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
@@ -85,23 +99,44 @@ impl Stream {
         }
     }
 
-    /// Sends all of `bufs`, in order.
+    /// Sends all of `bufs`, in order, together with what else this turn of the executor submits.
     ///
     /// # Errors
     /// What the system says; some of the bytes may have gone out by then.
     pub async fn send(&self, bufs: VecDeque<Buf>) -> io::Result<()> {
-        let bufs: VecDeque<Buf> = bufs.into_iter().filter(|buf| !buf.is_empty()).collect();
-        if bufs.is_empty() {
+        self.send_parts(SendParts::new(without_empty(bufs))).await
+    }
+
+    /// As [`Stream::send`], but with a system call on the spot: quicker for a peer that waits for
+    /// just this, dearer where more is about to be submitted.
+    ///
+    /// # Errors
+    /// As [`Stream::send`].
+    pub async fn send_now(&self, bufs: VecDeque<Buf>) -> io::Result<()> {
+        let mut parts = SendParts::new(without_empty(bufs));
+        if let Self::Socket(socket) = self
+            && !parts.bufs.is_empty()
+        {
+            match socket.try_send(&parts) {
+                Ok(count) => parts.advance(count),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.send_parts(parts).await
+    }
+
+    async fn send_parts(&self, parts: SendParts) -> io::Result<()> {
+        if parts.bufs.is_empty() {
             return Ok(());
         }
         match self {
             Self::Socket(socket) => {
-                let parts = SendParts::new(bufs);
                 let mut raw = RawOp::start(OpKind::Send { socket: Arc::clone(socket), parts });
                 let (code, _) = std::future::poll_fn(|context| raw.poll_done(context)).await;
                 crate::file::result_of(code).map(drop)
             }
-            Self::Memory(stream) => stream.send(bufs).await,
+            Self::Memory(stream) => stream.send(parts).await,
         }
     }
 
@@ -125,6 +160,11 @@ impl Stream {
         let stream = |end| Self::Memory(MemoryStream { end: Rc::new(end) });
         (stream(left), stream(right))
     }
+}
+
+fn without_empty(mut bufs: VecDeque<Buf>) -> VecDeque<Buf> {
+    bufs.retain(|buf| !buf.is_empty());
+    bufs
 }
 
 /// One end of a [`Stream::memory_pair`].
@@ -172,8 +212,8 @@ impl MemoryStream {
         })
     }
 
-    fn send(&self, bufs: VecDeque<Buf>) -> impl Future<Output = io::Result<()>> + use<'_> {
-        SendMemory { pipe: &self.end.outgoing, parts: SendParts::new(bufs) }
+    fn send(&self, parts: SendParts) -> impl Future<Output = io::Result<()>> + use<'_> {
+        SendMemory { pipe: &self.end.outgoing, parts }
     }
 
     fn shutdown(&self) {

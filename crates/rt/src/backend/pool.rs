@@ -11,11 +11,11 @@ use crate::buf::Buf;
 use crate::executor::Remote;
 use crate::file::{Access, File};
 use crate::net::Socket;
-use crate::op::{OpKey, OpKind, Ops, SendParts, resume_at};
+use crate::op::{OpKey, OpKind, Ops, resume_at};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSliceMut};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -23,8 +23,6 @@ use std::time::Duration;
 
 /// Threads of one executor's pool: enough to keep a disk busy at depth 32.
 const THREADS_MAX: usize = 32;
-/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
-const SEND_BUFS_MAX: usize = 1024;
 
 pub(crate) struct Pool {
     shared: Arc<Shared>,
@@ -92,7 +90,7 @@ impl Pool {
                 })
             }
             OpKind::Send { socket, parts } => {
-                self.try_or_wait(key, socket, PollFlags::OUT, |socket| send(socket, parts))
+                self.try_or_wait(key, socket, PollFlags::OUT, |socket| socket.try_send(parts))
             }
             OpKind::Readable { socket } => {
                 self.wait_for(key, socket, PollFlags::IN);
@@ -273,14 +271,6 @@ impl Shared {
             self.remote.ring();
         }
     }
-}
-
-fn send(socket: &Socket, parts: &SendParts) -> Result<usize, Errno> {
-    let slices: Vec<IoSlice<'_>> =
-        parts.bufs.iter().take(SEND_BUFS_MAX).map(|buf| IoSlice::new(buf)).collect();
-    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
-    let mut control = rustix::net::SendAncillaryBuffer::default();
-    rustix::net::sendmsg(socket.as_fd(), &slices, &mut control, flags)
 }
 
 fn code_of(result: Result<usize, Errno>) -> i32 {

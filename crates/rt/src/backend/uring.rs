@@ -7,6 +7,7 @@
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
 
 use crate::executor::Remote;
+use crate::net::SEND_BUFS_MAX;
 use crate::op::{OpKey, OpKind, SendParts, resume_at};
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
@@ -19,8 +20,6 @@ use std::time::Duration;
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
-/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
-const SEND_BUFS_MAX: usize = 1024;
 /// Largest single read or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
 
@@ -125,6 +124,12 @@ impl Uring {
             }
             self.ring.submitter().submit_with_args(1, &args)
         } else {
+            let submissions = self.ring.submission();
+            // The flags say when the kernel has work that only a call lets it do.
+            if submissions.is_empty() && !submissions.taskrun() && !submissions.cq_overflow() {
+                return;
+            }
+            drop(submissions);
             self.ring.submit()
         };
         match result {
