@@ -175,7 +175,12 @@ pub(super) async fn transmit(
     let mut sending = pin!(None);
     let mut watch = pin!(None);
     let start_receive = |buf: Buf| stream.recv(buf);
-    let start_send = |batch: VecDeque<Buf>| stream.send(batch);
+    let start_send = |batch: VecDeque<Buf>, urgency| async move {
+        match urgency {
+            Urgency::Now => stream.send_now(batch).await,
+            Urgency::WithTheTurn => stream.send(batch).await,
+        }
+    };
     poll_fn(|context| {
         session.wake_set.set_task(context.waker());
         let ended = session.poll(
@@ -189,6 +194,20 @@ pub(super) async fn transmit(
     })
     .await
 }
+
+/// How a send is started.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Urgency {
+    /// By itself, for a client that sends a request only when it has the reply to the last one.
+    Now,
+    /// With the next receive in one system call. A client with many requests under way gets
+    /// larger batches by it: what it sent meanwhile is taken in first.
+    WithTheTurn,
+}
+
+/// So many receives in a row that brought one request each, with nothing else going on, tell a
+/// client that waits for every reply.
+const LONE_RECEIVES: u32 = 64;
 
 /// A request in flight, or the room for one.
 struct Slot {
@@ -246,6 +265,10 @@ struct Session<'a> {
     arriving: Option<(Instant, u64)>,
     send_began: Option<Instant>,
     failures_logged: u32,
+    /// Requests taken so far.
+    taken: u64,
+    /// See [`LONE_RECEIVES`].
+    lone_receives: u32,
     /// Reused by every plan.
     extents: Vec<Extent>,
 }
@@ -283,6 +306,8 @@ impl<'a> Session<'a> {
             arriving: None,
             send_began: None,
             failures_logged: 0,
+            taken: 0,
+            lone_receives: 0,
             extents: Vec::new(),
         }
     }
@@ -293,7 +318,7 @@ impl<'a> Session<'a> {
         mut receiving: Pin<&mut Option<R>>,
         start_receive: &impl Fn(Buf) -> R,
         mut sending: Pin<&mut Option<S>>,
-        start_send: &impl Fn(VecDeque<Buf>) -> S,
+        start_send: &impl Fn(VecDeque<Buf>, Urgency) -> S,
         mut watch: Pin<&mut Option<Sleep>>,
     ) -> Option<Ended>
     where
@@ -367,6 +392,10 @@ impl<'a> Session<'a> {
                 Ok(count) => self.input.put_buf(buf, count),
                 Err(error) => return Err(Ended::Io(error)),
             }
+            let (taken, was_idle) = (self.taken, self.is_answered());
+            self.admit_all()?;
+            let is_lone = was_idle && self.taken == taken + 1;
+            self.lone_receives = if is_lone { self.lone_receives.saturating_add(1) } else { 0 };
         }
     }
 
@@ -374,7 +403,7 @@ impl<'a> Session<'a> {
     fn poll_send<S>(
         &mut self,
         mut sending: Pin<&mut Option<S>>,
-        start: &impl Fn(VecDeque<Buf>) -> S,
+        start: &impl Fn(VecDeque<Buf>, Urgency) -> S,
         woken: bool,
     ) -> Result<bool, Ended>
     where
@@ -388,7 +417,7 @@ impl<'a> Session<'a> {
                 if !outgoing.has_queued() {
                     return Ok(sent);
                 }
-                sending.set(Some(start(outgoing.take_batch())));
+                sending.set(Some(start(outgoing.take_batch(), self.urgency())));
                 self.send_began = Some(now());
                 due = true;
             }
@@ -434,6 +463,10 @@ impl<'a> Session<'a> {
         }
     }
 
+    fn urgency(&self) -> Urgency {
+        if self.lone_receives >= LONE_RECEIVES { Urgency::Now } else { Urgency::WithTheTurn }
+    }
+
     /// When the client must have done what it owes.
     fn deadline(&self) -> Option<Instant> {
         let request = self.arriving.map(|(began, _)| began.after(self.limits.request_deadline));
@@ -450,6 +483,7 @@ impl<'a> Session<'a> {
                     Next::NeedBytes => break,
                     Next::Request(request) => {
                         self.stats.requests.add(1);
+                        self.taken += 1;
                         if request.command == command::DISC {
                             self.draining = Some(Ended::Disconnected);
                             break;

@@ -11,6 +11,13 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
+        impl Counters {
+            /// Every counter with its name.
+            pub fn fields(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
+        }
+
         /// The counters of one queue, written by its thread only.
         #[derive(Default)]
         #[repr(align(128))]

@@ -61,11 +61,8 @@ fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
 }
 
 fn flags_of(kind: ExtentKind) -> u32 {
-    match kind {
-        ExtentKind::Data | ExtentKind::Encoded => 0,
-        ExtentKind::ZeroAllocated => STATE_ZERO,
-        ExtentKind::Zero | ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
-    }
+    // What has no data is a hole, as in QEMU, whether or not a place is kept for it.
+    if kind.reads_as_zero() { STATE_HOLE | STATE_ZERO } else { 0 }
 }
 
 /// Descriptors in order, neighbours with the same flags joined.
@@ -119,7 +116,8 @@ mod tests {
         assert!(push(&mut descriptors, 512, ExtentKind::Hole));
         assert!(push(&mut descriptors, 512, ExtentKind::Zero));
         assert!(push(&mut descriptors, 512, ExtentKind::ZeroAllocated));
-        assert!(!push(&mut descriptors, 512, ExtentKind::Data));
-        assert_eq!(descriptors.list, [(1024, STATE_HOLE | STATE_ZERO), (512, STATE_ZERO)]);
+        assert!(push(&mut descriptors, 512, ExtentKind::Data));
+        assert!(!push(&mut descriptors, 512, ExtentKind::Zero));
+        assert_eq!(descriptors.list, [(1536, STATE_HOLE | STATE_ZERO), (512, 0)]);
     }
 }
