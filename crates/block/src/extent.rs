@@ -8,6 +8,9 @@ pub enum ExtentKind {
     /// No layer holds anything here: reads as zeros. The layer is the one that ends the search:
     /// the base, or the layer above one that is too short to reach here.
     Hole,
+    /// A hole within a cluster that the layer does have, for other subclusters of it. Told only
+    /// where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    HoleInCluster,
     /// The layer says that these bytes are zeros and has no cluster for them.
     Zero,
     /// The layer says that these bytes are zeros and keeps a cluster for them.
@@ -19,16 +22,22 @@ pub enum ExtentKind {
 }
 
 impl ExtentKind {
+    /// Whether some layer has something to say of it: data, or that it is zeros.
+    #[inline]
+    pub fn is_present(self) -> bool {
+        !matches!(self, Self::Hole | Self::HoleInCluster)
+    }
+
     /// Whether reading gives zeros without any I/O.
     #[inline]
     pub fn reads_as_zero(self) -> bool {
-        matches!(self, Self::Hole | Self::Zero | Self::ZeroAllocated)
+        !matches!(self, Self::Data | Self::Encoded)
     }
 
     /// Whether [`Extent::host`] means anything.
     #[inline]
     pub fn has_host(self) -> bool {
-        matches!(self, Self::Data | Self::ZeroAllocated)
+        matches!(self, Self::Data | Self::ZeroAllocated | Self::HoleInCluster)
     }
 }
 

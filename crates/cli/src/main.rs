@@ -4,7 +4,7 @@
 //! what, where and, if there is something, what to do; the exit code is the verb's.
 
 mod args;
-//mod check;
+mod check;
 mod compare;
 mod failure;
 mod generate;
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         Verb::Serve(args) => serve::run(args),
         Verb::Info(args) => info::run(&args),
         Verb::Map(args) => map::run(&args),
-        Verb::Check(_) => std::process::exit(9),
+        Verb::Check(args) => check::run(&args),
         Verb::Compare(args) => compare::run(&args),
         Verb::Index(args) => index::run(&args.verb),
         Verb::Gen(args) => generate::run(&args.verb),

@@ -120,7 +120,7 @@ impl Printer {
             self.text.push_str(",\n");
         }
         let (start, len) = (extent.start.bytes(), extent.len);
-        let present = extent.kind != ExtentKind::Hole;
+        let present = extent.kind.is_present();
         let zero = extent.kind.reads_as_zero();
         let data = !zero;
         let compressed = extent.kind == ExtentKind::Encoded;

@@ -105,14 +105,15 @@ impl Indexer {
     fn start(chain: Arc<Chain>) -> Result<Self, Failure> {
         let stopping = Arc::new(AtomicBool::new(false));
         let (indexed, flag) = (Arc::clone(&chain), Arc::clone(&stopping));
-        let thread = std::thread::Builder::new().name("mica-index".to_owned()).spawn(move || {
-            // Large reads in a row, one at a time: plain threads serve that as well as a ring does,
-            // and leave the guests' rings alone.
-            match Executor::new(Backend::Pool) {
-                Ok(executor) => executor.block_on(keep_index(&indexed, &flag)),
-                Err(error) => tracing::warn!(%error, "no index is written"),
-            }
-        })?;
+        let thread =
+            std::thread::Builder::new().name("mica-index".to_owned()).spawn(move || {
+                // Large reads in a row, one at a time: plain threads serve that as well as a ring does,
+                // and leave the guests' rings alone.
+                match Executor::new(Backend::Pool) {
+                    Ok(executor) => executor.block_on(keep_index(&indexed, &flag)),
+                    Err(error) => tracing::warn!(%error, "no index is written"),
+                }
+            })?;
         Ok(Self { chain, stopping, thread })
     }
 

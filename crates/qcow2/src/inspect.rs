@@ -1,7 +1,7 @@
 //! What an image says about itself. Opens that one file and nothing that it names.
 
-use crate::chain::read_header;
 use crate::format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
+use crate::open::{read_header, read_header_as};
 use crate::snapshots;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
 use std::path::{Path, PathBuf};
@@ -33,6 +33,19 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
         let snapshots = snapshots::list(&*image.store, &header, SNAPSHOTS_LISTED_MAX).await?;
         let bitmaps = snapshots::list_bitmaps(&*image.store, &header).await?;
         Ok(ImageInfo { image, header, snapshots, bitmaps })
+    };
+    step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
+}
+
+/// Opens the image at `path` for [`check`](crate::check::check).
+///
+/// # Errors
+/// If it is no qcow2 image that can be checked.
+pub async fn open_for_check(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
+    let step = async {
+        let image = images.open(path)?;
+        let header = read_header_as(&image, Header::decode_for_check).await?;
+        Ok((image, header))
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }

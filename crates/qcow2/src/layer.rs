@@ -120,27 +120,77 @@ impl Layer {
             runs.push(Run { start: 0, end: sectors(end - window.start().bytes()), entry });
             return Ok(runs);
         };
+        let range = GuestRange::between(window.start(), GuestOffset::new(end));
+        let range = range.expect("it ends after it starts");
+        self.visit_tables(tables, range, |part, table| match table {
+            Some(bytes) => {
+                self.append_l2_runs(tables, &bytes, part, window.start(), &mut runs);
+            }
+            // Reading there fails with the reason, as in QEMU; all else stays readable.
+            None => runs.push(self.deferred_run(part, window.start())),
+        })
+        .await?;
+        Ok(runs)
+    }
+
+    /// Shows `visitor` the entries of each L2 table that speaks for a part of `range`, with that
+    /// part; nothing in the place of a table that cannot be: its L1 entry is malformed.
+    async fn visit_tables(
+        &self,
+        tables: &Tables,
+        range: GuestRange,
+        mut visitor: impl FnMut(GuestRange, Option<Buf>),
+    ) -> Result<()> {
         let table_bits = tables.l2.table_bits();
-        let first = window.start().bytes() >> table_bits;
-        let last = (end - 1) >> table_bits;
-        let count = usize::try_from(last - first + 1).expect("a window has few tables");
+        let (start, end) = (range.start().bytes(), range.end().bytes());
+        let first = start >> table_bits;
+        let count = usize::try_from(((end - 1) >> table_bits) - first + 1).unwrap_or(usize::MAX);
         let l1 = tables.l1_range(&*self.store, first, count).await?;
         for (table_number, l1_entry) in (first..).zip(l1) {
-            let from = (table_number << table_bits).max(window.start().bytes());
+            let from = (table_number << table_bits).max(start);
             let to = ((table_number + 1) << table_bits).min(end);
             let part = GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
-                .expect("a table's part of the window");
+                .expect("a table's part of the range");
             match l1_entry.decode(tables.l2.cluster_bits) {
                 Ok(None) => {}
                 Ok(Some(table)) => {
-                    let bytes = self.read_l2_part(tables, table, part).await?;
-                    self.append_l2_runs(tables, &bytes, part, window.start(), &mut runs);
+                    visitor(part, Some(self.read_l2_part(tables, table, part).await?));
                 }
-                // Reading there fails with the reason, as in QEMU; all else stays readable.
-                Err(_) => runs.push(self.deferred_run(part, window.start())),
+                Err(_) => visitor(part, None),
             }
         }
-        Ok(runs)
+        Ok(())
+    }
+
+    /// The parts of `range`, which this layer does not own, that lie in clusters that it has for
+    /// other subclusters, with their places.
+    pub(crate) async fn holes_in_clusters(
+        &self,
+        range: GuestRange,
+    ) -> Result<Vec<(GuestRange, HostOffset)>> {
+        let mut holes = Vec::new();
+        let Some(tables) = self.tables.as_ref().filter(|tables| tables.l2.extended) else {
+            return Ok(holes);
+        };
+        let l2 = tables.l2;
+        let visit = |part: GuestRange, table: Option<Buf>| {
+            let Some(bytes) = table else { return };
+            let first = l2.cluster_bits.cluster_of(part.start().bytes());
+            for (index, cluster) in (0..bytes.len() / l2.entry_bytes()).zip(first..) {
+                let start = GuestOffset::new(cluster << l2.cluster_bits.bits());
+                let entry = l2.raw(&bytes, index).map(|raw| l2.interpret_at(raw, start));
+                let Some(Ok(L2Entry::Subclusters { host: Some(host), .. })) = entry else {
+                    continue;
+                };
+                let whole = GuestRange::new(start, l2.cluster_bits.bytes());
+                let Some(hole) = whole.and_then(|whole| whole.intersect(part)) else { continue };
+                let host = host.checked_add(hole.start().bytes() - start.bytes());
+                holes.extend(host.map(|host| (hole, host)));
+            }
+        };
+        let visited = self.visit_tables(tables, range, visit).await;
+        visited.map_err(|error| self.explain(error))?;
+        Ok(holes)
     }
 
     async fn read_l2_part(

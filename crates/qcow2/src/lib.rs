@@ -9,15 +9,17 @@
 mod chain;
 pub mod check;
 mod decoded;
+mod detail;
 pub mod format;
 mod index;
 mod inspect;
 mod layer;
 mod notify;
+mod open;
 pub mod snapshots;
 
 pub use chain::{
     CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,
 };
 pub use index::build::SealState;
-pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error};
+pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error, open_for_check};

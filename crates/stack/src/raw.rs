@@ -59,7 +59,8 @@ impl RawDisk {
                     let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
                     let kind = match run.kind {
                         RunKind::Data => ExtentKind::Data,
-                        RunKind::Hole => ExtentKind::Hole,
+                        // Zeros by the file's word, and they have a place in it.
+                        RunKind::Hole => ExtentKind::ZeroAllocated,
                     };
                     assert!(run.len > 0 && run.len <= left, "a store broke its contract");
                     (kind, run.len)

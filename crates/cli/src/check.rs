@@ -1,0 +1,131 @@
+//! `mica check`: the reading check of one image, in qemu-img's words and exit codes.
+
+use crate::args::{CheckArgs, OutputFormat};
+use crate::failure::Failure;
+use crate::output::{print, print_json, progress_bar};
+use indicatif::ProgressBar;
+use mica_qcow2::check::{CheckReport, Finding, Observer, Progress, check};
+use mica_qcow2::open_for_check;
+use mica_stack::{FileImages, Format};
+use serde_json::{Map, Value};
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+/// Findings that are shown one by one; all are counted.
+const FINDINGS_SHOWN_MAX: u64 = 1000;
+/// What qemu-img says where there is nothing to check.
+const EXIT_NO_CHECK: u8 = 63;
+
+pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
+    if args.images.format()? != Format::Qcow2 {
+        let what = "only qcow2 images have something to check";
+        return Err(Failure::new(what).with_code(EXIT_NO_CHECK));
+    }
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let images = FileImages::new(&args.image, args.images.image_options()?)?;
+        let (image, header) = open_for_check(&images, &args.image).await?;
+        let mut shower = Shower { shown: 0, bar: progress_bar(0, "tables") };
+        let report = check(image.store, &header, &mut shower).await;
+        shower.bar.finish_and_clear();
+        if shower.shown > FINDINGS_SHOWN_MAX {
+            eprintln!("({} more findings are not shown)", shower.shown - FINDINGS_SHOWN_MAX);
+        }
+        let report = report.map_err(|error| error.wrap(args.image.display().to_string()))?;
+        match args.output.output {
+            OutputFormat::Human if args.quiet => {}
+            OutputFormat::Human => print(&human(&report))?,
+            OutputFormat::Json => print_json(&json(args, &report))?,
+        }
+        Ok(ExitCode::from(report.verdict().exit_status()))
+    })
+}
+
+struct Shower {
+    shown: u64,
+    bar: ProgressBar,
+}
+
+impl Observer for Shower {
+    fn finding(&mut self, finding: Finding) {
+        self.shown += 1;
+        if self.shown <= FINDINGS_SHOWN_MAX {
+            self.bar.suspend(|| eprintln!("{finding}"));
+        }
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        self.bar.set_length(progress.total);
+        self.bar.set_position(progress.done);
+    }
+}
+
+fn human(report: &CheckReport) -> String {
+    let mut text = String::new();
+    let CheckReport { corruptions, leaks, check_errors, .. } = *report;
+    // Writing to a string does not fail.
+    if corruptions == 0 && leaks == 0 && check_errors == 0 {
+        text.push_str("No errors were found on the image.\n");
+    }
+    if corruptions > 0 {
+        let _ = write!(
+            text,
+            "\n{corruptions} errors were found on the image.\n\
+             Data may be corrupted, or further writes to the image may corrupt it.\n"
+        );
+    }
+    if leaks > 0 {
+        let _ = write!(
+            text,
+            "\n{leaks} leaked clusters were found on the image.\n\
+             This means waste of disk space, but no harm to data.\n"
+        );
+    }
+    if check_errors > 0 {
+        let _ = write!(text, "\n{check_errors} internal errors have occurred during the check.\n");
+    }
+    let (allocated, total) = (report.allocated_clusters, report.total_clusters);
+    if total != 0 && allocated != 0 {
+        let _ = writeln!(
+            text,
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            percent(allocated, total),
+            percent(report.fragmented_clusters, allocated),
+            percent(report.compressed_clusters, allocated),
+        );
+    }
+    if report.image_end_offset > 0 {
+        let _ = writeln!(text, "Image end offset: {}", report.image_end_offset);
+    }
+    text
+}
+
+fn percent(part: u64, whole: u64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "two digits are shown")]
+    let ratio = part as f64 / whole as f64;
+    ratio * 100.0
+}
+
+fn json(args: &CheckArgs, report: &CheckReport) -> Value {
+    let mut object = Map::new();
+    let mut set = |name: &str, value: Value| object.insert(name.to_owned(), value);
+    set("image-end-offset", report.image_end_offset.into());
+    set("total-clusters", report.total_clusters.into());
+    set("check-errors", report.check_errors.into());
+    // As in QEMU: a count of zero is left out.
+    let counts = [
+        ("corruptions", report.corruptions),
+        ("leaks", report.leaks),
+        ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
+        ("compressed-clusters", report.compressed_clusters),
+    ];
+    for (name, count) in counts {
+        if count > 0 {
+            set(name, count.into());
+        }
+    }
+    set("filename", args.image.display().to_string().into());
+    set("format", "qcow2".into());
+    Value::Object(object)
+}

@@ -1,0 +1,116 @@
+//! What a plan tells beyond what reading needs: which layer ends the search for a hole, which holes
+//! lie in clusters, and which parts of a raw image its file knows as holes.
+
+use crate::chain::Chain;
+use crate::layer::Layer;
+use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
+use mica_units::{GuestOffset, HostOffset, LayerNumber};
+use std::sync::Arc;
+
+/// Holes of a raw file that one plan tells; beyond, the rest is told as data.
+const RAW_RUNS_MAX: usize = 4096;
+
+impl Chain {
+    /// Whether a plan with `detail` tells more of this chain than the index does.
+    pub(crate) fn has_detail(&self, detail: Detail) -> bool {
+        let has_raw_base = self.layers[0].tables.is_none();
+        let has_more = has_raw_base || self.has_short_layer || self.has_subclusters;
+        detail == Detail::Allocation && has_more
+    }
+
+    /// Adds the detail to the extents from `from` on.
+    pub(crate) async fn add_detail(
+        &self,
+        detail: Detail,
+        extents: &mut Vec<Extent>,
+        from: usize,
+    ) -> Result<()> {
+        if !self.has_detail(detail) {
+            return Ok(());
+        }
+        let mut raw_runs = 0;
+        let planned = extents.split_off(from);
+        for extent in planned {
+            let layer = &self.layers[extent.layer.index()];
+            match extent.kind {
+                ExtentKind::Hole => self.append_holes(extent, extents).await?,
+                ExtentKind::Data if layer.tables.is_none() => {
+                    append_raw_runs(layer, extent, &mut raw_runs, extents)?;
+                }
+                _ => extents.push(extent),
+            }
+        }
+        Ok(())
+    }
+
+    /// A hole ends at the layer above the uppermost one that is too short to reach it.
+    async fn append_holes(&self, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
+        let mut at = hole.start.bytes();
+        let end = at + hole.len;
+        while at < end {
+            let too_short = |layer: &&Arc<Layer>| layer.len <= at;
+            let above = self.frozen().iter().rev().find(too_short);
+            let number = above.map_or(0, |layer| layer.number.index() + 1);
+            // That holds up to where the next layer above this one ends.
+            let next = self.layers[number..].iter().map(|layer| layer.len).filter(|len| *len > at);
+            let stop = next.min().unwrap_or(end).min(end);
+            let layer = LayerNumber::new(number).expect("a layer of the chain");
+            let start = GuestOffset::new(at);
+            self.append_hole_of(Extent { start, len: stop - at, layer, ..hole }, extents).await?;
+            at = stop;
+        }
+        Ok(())
+    }
+
+    /// Tells which parts of a hole lie in clusters of the layer that ends the search.
+    async fn append_hole_of(&self, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
+        let layer = &self.layers[hole.layer.index()];
+        let mut at = hole.start;
+        for (range, host) in layer.holes_in_clusters(hole.range()).await? {
+            push_hole(Extent { start: at, ..hole }, range.start(), extents);
+            let kind = ExtentKind::HoleInCluster;
+            let (start, len) = (range.start(), range.len());
+            Extent::push_joined(extents, Extent { start, len, kind, host, ..hole });
+            at = range.end();
+        }
+        push_hole(Extent { start: at, ..hole }, hole.range().end(), extents);
+        Ok(())
+    }
+}
+
+/// Pushes the hole that starts where `hole` does and ends at `end`, if it is not empty.
+fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
+    let len = end.bytes() - hole.start.bytes();
+    if len > 0 {
+        Extent::push_joined(extents, Extent { len, ..hole });
+    }
+}
+
+fn append_raw_runs(
+    layer: &Layer,
+    extent: Extent,
+    runs: &mut usize,
+    extents: &mut Vec<Extent>,
+) -> Result<()> {
+    let mut done = 0;
+    while done < extent.len {
+        let host = HostOffset::new(extent.host.bytes() + done);
+        let left = extent.len - done;
+        let (kind, len) = if *runs == RAW_RUNS_MAX {
+            (ExtentKind::Data, left)
+        } else {
+            *runs += 1;
+            let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
+            let kind = match run.kind {
+                RunKind::Data => ExtentKind::Data,
+                // Zeros by the file's word: it is this layer that owns them, and they have a place.
+                RunKind::Hole => ExtentKind::ZeroAllocated,
+            };
+            (kind, run.len.clamp(1, left))
+        };
+        let start = GuestOffset::new(extent.start.bytes() + done);
+        Extent::push_joined(extents, Extent { start, len, kind, host, layer: extent.layer });
+        done += len;
+    }
+    Ok(())
+}

@@ -1,0 +1,237 @@
+//! Opening the images of a chain: from the active layer down by their backing names, in a loop, and
+//! of each no more than its header.
+//!
+//! Invariants
+//! - I1 No format is guessed: the user states the active layer's, each overlay its base's.
+//! - I2 A name is followed only where [`Images::resolve`] lets it be.
+//! - I3 A file stands in a chain once: loops are found by identity.
+
+use crate::format::{
+    HEADER_READ_BYTES, Header, ImageName, SnapshotEntry, parse_data_file_name, parse_image_name,
+};
+use crate::inspect::loop_error;
+use crate::layer::{Layer, Tables};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
+use mica_rt::Buf;
+use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// An image that was opened while walking down.
+struct Opened {
+    path: PathBuf,
+    image: OpenImage,
+    kind: OpenedKind,
+}
+
+enum OpenedKind {
+    Raw,
+    Qcow2(Box<Header>),
+}
+
+/// The layers of the chain whose active layer is at `path`, from the base; of the active layer the
+/// internal snapshot, if one is named.
+pub(crate) async fn open_layers(
+    images: &dyn Images,
+    path: &Path,
+    snapshot: Option<&str>,
+) -> Result<Vec<Arc<Layer>>> {
+    let opened = open_all(images, path).await?;
+    let count = opened.len();
+    let mut layers = Vec::with_capacity(count);
+    for (number, opened) in opened.into_iter().rev().enumerate() {
+        let number = LayerNumber::new(number).expect("bounded by open_all");
+        let is_active = number.index() + 1 == count;
+        let snapshot = snapshot.filter(|_| is_active);
+        let context = opened.path.display().to_string();
+        let layer = build_layer(images, opened, number, snapshot).await;
+        layers.push(Arc::new(layer.map_err(|error| error.wrap(context))?));
+    }
+    Ok(layers)
+}
+
+/// Opens all images of a chain, from the active layer down.
+async fn open_all(images: &dyn Images, path: &Path) -> Result<Vec<Opened>> {
+    let mut opened: Vec<Opened> = Vec::new();
+    let mut seen = HashSet::new();
+    let mut next = Some((path.to_path_buf(), ImageFormat::Qcow2));
+    while let Some((path, format)) = next {
+        let named_by = opened.last().map(|upper| upper.path.display().to_string());
+        let name = path.display().to_string();
+        let step = open_one(images, path, format).await;
+        let (layer, below) = step.map_err(|error| match named_by {
+            Some(upper) => error.wrap(format!("{name}, the backing file of {upper}")),
+            None => error.wrap(name.clone()),
+        })?;
+        let Identity { device, inode, .. } = layer.image.identity;
+        if !seen.insert((device, inode)) {
+            return Err(loop_error(&layer.path));
+        }
+        opened.push(layer);
+        if opened.len() > LayerNumber::COUNT_MAX {
+            let context = format!("the chain has more than {} layers", LayerNumber::COUNT_MAX);
+            return Err(Error::new(ErrorKind::Limit, context));
+        }
+        next = below;
+    }
+    Ok(opened)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ImageFormat {
+    Raw,
+    Qcow2,
+    /// Nobody said: raw, unless that would surely be wrong.
+    Unstated,
+}
+
+async fn open_one(
+    images: &dyn Images,
+    path: PathBuf,
+    format: ImageFormat,
+) -> Result<(Opened, Option<(PathBuf, ImageFormat)>)> {
+    let image = images.open(&path)?;
+    if format == ImageFormat::Unstated {
+        refuse_unstated_qcow2(&image).await?;
+    }
+    if format != ImageFormat::Qcow2 {
+        return Ok((Opened { path, image, kind: OpenedKind::Raw }, None));
+    }
+    let header = read_header(&image).await?;
+    let below = match &header.backing {
+        None => None,
+        Some(backing) => {
+            let ImageName { path: name, format } = parse_image_name(&backing.name)?;
+            // Only one of the two says a format, or both must agree.
+            let stated = match (&backing.format, &format) {
+                (Some(one), Some(other)) if one != other => {
+                    let context =
+                        format!("its backing format is {one}, and its backing name says {other}");
+                    return Err(Error::new(ErrorKind::Corrupt, context));
+                }
+                (Some(format), _) | (None, Some(format)) => Some(format.as_str()),
+                (None, None) => None,
+            };
+            let format = match stated {
+                Some("qcow2") => ImageFormat::Qcow2,
+                Some("raw" | "file" | "host_device") => ImageFormat::Raw,
+                None => ImageFormat::Unstated,
+                Some(other) => {
+                    let context = format!(
+                        "its backing file has the format \"{other}\", which mica does not read: \
+                         convert it to qcow2 or raw"
+                    );
+                    return Err(Error::new(ErrorKind::Unsupported, context));
+                }
+            };
+            Some((images.resolve(&path, &name)?, format))
+        }
+    };
+    Ok((Opened { path, image, kind: OpenedKind::Qcow2(Box::new(header)) }, below))
+}
+
+/// An overlay that does not state its base's format means raw; if the base looks like qcow2, that is
+/// either an old overlay or a guest that wrote a header to trick us. Neither is guessed.
+async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
+    let magic = read_exact(&*image.store, HostOffset::ZERO, 4).await?;
+    if *magic != *b"QFI\xfb" {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Denied,
+        "the overlay does not state this file's format, and it begins like a qcow2 image: state it \
+         with `qemu-img rebase -u -b BASE -F qcow2 OVERLAY` (or -F raw)",
+    ))
+}
+
+/// Reads and decodes the header of an image that is to be read.
+pub(crate) async fn read_header(image: &OpenImage) -> Result<Header> {
+    read_header_as(image, Header::decode).await
+}
+
+/// Reads the header of an image and decodes it with `decode`.
+pub(crate) async fn read_header_as(
+    image: &OpenImage,
+    decode: impl FnOnce(&[u8], u64) -> Result<Header>,
+) -> Result<Header> {
+    let file_len = image.store.len()?;
+    let mut bytes = read_start(image, file_len, HEADER_READ_BYTES).await?;
+    // A long header or name says so in what was read; each round reads more, up to a cluster.
+    loop {
+        let needed = Header::bytes_needed(&bytes)?;
+        if needed <= bytes.len() || bytes.len() as u64 >= file_len {
+            return decode(&bytes, file_len);
+        }
+        bytes = read_start(image, file_len, needed).await?;
+    }
+}
+
+async fn read_start(image: &OpenImage, file_len: u64, len: usize) -> Result<Buf> {
+    let len = usize::try_from(file_len).unwrap_or(usize::MAX).min(len);
+    read_exact(&*image.store, HostOffset::ZERO, len).await
+}
+
+async fn build_layer(
+    images: &dyn Images,
+    opened: Opened,
+    number: LayerNumber,
+    snapshot: Option<&str>,
+) -> Result<Layer> {
+    let Opened { path, image, kind } = opened;
+    let OpenImage { store, identity } = image;
+    let mut layer = Layer {
+        number,
+        path: path.into(),
+        data: Arc::clone(&store),
+        store,
+        identity,
+        len: 0,
+        tables: None,
+    };
+    match kind {
+        OpenedKind::Raw => layer.len = layer.store.len()?.next_multiple_of(SECTOR_BYTES),
+        OpenedKind::Qcow2(header) => {
+            if header.incompatible.external_data_file {
+                layer.data = open_data_file(images, &layer.path, &header)?;
+            }
+            let mut l1 = (header.l1_offset, header.l1_entries);
+            let mut disk_bytes = header.disk_bytes();
+            if let Some(wanted) = snapshot {
+                let found = crate::snapshots::find(&*layer.store, &header, wanted).await?;
+                l1 = snapshot_l1(&header, &found)?;
+                disk_bytes = found.disk_bytes.unwrap_or(disk_bytes);
+            }
+            let tables = Tables::new(header.l2_format(), l1.0, l1.1, header.compression);
+            layer.tables = Some(tables);
+            layer.len = disk_bytes / SECTOR_BYTES * SECTOR_BYTES;
+        }
+    }
+    Ok(layer)
+}
+
+fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset, u32)> {
+    let bytes = u64::from(snapshot.l1_entries) * 8;
+    if bytes > crate::format::L1_BYTES_MAX
+        || !snapshot.l1_offset.is_aligned(header.cluster_bits.bytes())
+    {
+        let name = &snapshot.name;
+        let context = format!("snapshot {name:?} has a malformed L1 table");
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    }
+    Ok((snapshot.l1_offset, snapshot.l1_entries))
+}
+
+fn open_data_file(
+    images: &dyn Images,
+    path: &Path,
+    header: &Header,
+) -> Result<Arc<dyn mica_block::Store>> {
+    let Some(name) = &header.data_file_name else {
+        let context = "the image keeps its data in an external file and does not name it";
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    };
+    let resolved = images.resolve(path, &parse_data_file_name(name)?)?;
+    let opened = images.open(&resolved);
+    Ok(opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?.store)
+}
