@@ -128,7 +128,9 @@ impl Checker<'_> {
                 bytes.chunks(cluster_len).zip(together.drain(..)).enumerate()
             {
                 let table_at = at + number as u64 * cluster_bytes;
-                let questions = self.check_l2(table_at, table, mentions)?;
+                let mut questions = self.check_l2(table_at, table, mentions)?;
+                // So that each refcount block is read once.
+                questions.sort_by_key(|question| question.cluster);
                 for question in questions {
                     self.answer(question, mentions).await?;
                 }

@@ -2,11 +2,17 @@
 //!
 //! Decoding follows QEMU's `qcow2_do_open`: the same limits, in the same words where they help.
 
+mod encode;
+mod features;
+
+pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};
+
 use super::extension::{self, BitmapsExtension, Extension, FeatureKind, FeatureName, Walk};
 use super::refcount::RefcountWidth;
 use super::snapshot::SNAPSHOT_COUNT_MAX;
 use super::table::L2Format;
 use super::{Compression, corrupt, unsupported, until_nul};
+use features::{COMPRESSION, INCOMPATIBLE_KNOWN};
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
 use std::ffi::{OsStr, OsString};
@@ -29,19 +35,8 @@ const COMPRESSION_TYPE_AT: usize = 104;
 const BACKING_NAME_BYTES_MAX: usize = 1023;
 /// QEMU keeps the name of the backing format in 16 bytes with the NUL.
 const BACKING_FORMAT_BYTES_MAX: usize = 15;
-
 /// Highest L1 index that QEMU counts to.
 const L1_INDEX_MAX: u64 = i32::MAX as u64;
-
-const DIRTY: u64 = 1 << 0;
-const CORRUPT: u64 = 1 << 1;
-const DATA_FILE: u64 = 1 << 2;
-const COMPRESSION: u64 = 1 << 3;
-const EXTENDED_L2: u64 = 1 << 4;
-const INCOMPATIBLE_KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
-const LAZY_REFCOUNTS: u64 = 1 << 0;
-const BITMAPS_CONSISTENT: u64 = 1 << 0;
-const RAW_EXTERNAL: u64 = 1 << 1;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
 #[repr(C)]
@@ -74,65 +69,6 @@ const RAW_BYTES: usize = size_of::<RawHeader>();
 const _: () = assert!(RAW_BYTES == 112);
 const _: () = assert!(std::mem::offset_of!(RawHeader, incompatible) == V2_BYTES);
 const _: () = assert!(std::mem::offset_of!(RawHeader, compression_type) == COMPRESSION_TYPE_AT);
-
-/// Version of the format.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Version {
-    /// `compat=0.10`.
-    V2,
-    /// `compat=1.1`.
-    V3,
-}
-
-/// What a reader must understand.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-pub struct Incompatible {
-    /// Refcounts may be wrong: the last writer did not close the image.
-    pub dirty: bool,
-    /// A writer found contradictions: the image must not be written.
-    pub corrupt: bool,
-    /// The guest's data stands in a file of its own.
-    pub external_data_file: bool,
-    /// The compression is not deflate.
-    pub compression: bool,
-    /// L2 entries have 16 bytes with a bitmap of subclusters.
-    pub extended_l2: bool,
-}
-
-/// What a reader may ignore.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-pub struct Compatible {
-    /// A writer may leave refcounts for later, under the dirty bit.
-    pub lazy_refcounts: bool,
-    /// Bits that mica does not know, in their places.
-    pub unknown: u64,
-}
-
-/// What a writer that does not know it must clear.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-pub struct Autoclear {
-    /// The bitmaps fit the data.
-    pub bitmaps_consistent: bool,
-    /// The data file is a raw disk on its own.
-    pub raw_external: bool,
-    /// Bits that mica does not know, in their places.
-    pub unknown: u64,
-}
-
-/// How the guest's data is encrypted.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
-pub enum Encryption {
-    /// It is not.
-    #[default]
-    None,
-    /// The old AES-CBC.
-    Aes,
-    /// LUKS.
-    Luks {
-        /// Where its header is, if the image says so.
-        header: Option<(HostOffset, u64)>,
-    },
-}
 
 /// The backing file as the image names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -423,115 +359,6 @@ impl Header {
         Ok(backing_format)
     }
 
-    /// The header as it stands at the start of the file: fixed fields, extensions, backing name. A
-    /// cluster too small for all of it goes without the names of the feature bits.
-    ///
-    /// # Errors
-    /// `Limit` if it does not fit the first cluster or a name exceeds its maximum, `Invalid` if it
-    /// asks of version 2 what only version 3 has.
-    pub fn encode(&self) -> Result<Vec<u8>> {
-        let limit = |what: String| Error::new(ErrorKind::Limit, what);
-        let cluster_bytes = usize::try_from(self.cluster_bits.bytes())
-            .map_err(|_| limit("cluster size does not fit this machine".to_owned()))?;
-        let mut out = self.encode_fixed(0, 0)?;
-        self.encode_extensions(&mut out, &self.feature_names);
-        let name = self.backing.as_ref().map_or(&[][..], |backing| backing.name.as_bytes());
-        if name.len() > BACKING_NAME_BYTES_MAX {
-            return Err(limit(format!(
-                "the backing file's name has {} bytes, the maximum is {BACKING_NAME_BYTES_MAX}",
-                name.len()
-            )));
-        }
-        if out.len() + name.len() > cluster_bytes {
-            out = self.encode_fixed(0, 0)?;
-            self.encode_extensions(&mut out, &[]);
-        }
-        let backing_at = out.len();
-        out.extend_from_slice(name);
-        if out.len() > cluster_bytes {
-            return Err(limit(format!(
-                "the header of {} bytes does not fit a cluster of {cluster_bytes}",
-                out.len()
-            )));
-        }
-        if !name.is_empty() {
-            let fixed = self.encode_fixed(backing_at, name.len())?;
-            for (to, from) in out.iter_mut().zip(fixed) {
-                *to = from;
-            }
-        }
-        Ok(out)
-    }
-
-    fn encode_fixed(&self, backing_at: usize, backing_len: usize) -> Result<Vec<u8>> {
-        let header_len = match self.version {
-            Version::V2 => V2_BYTES,
-            Version::V3 => (RAW_BYTES + self.unknown_tail.len()).next_multiple_of(8),
-        };
-        let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-        let raw = RawHeader {
-            magic: MAGIC.into(),
-            version: self.version.number().into(),
-            backing_name_offset: (backing_at as u64).into(),
-            backing_name_len: number(backing_len).into(),
-            cluster_bits: self.cluster_bits.bits().into(),
-            size: self.size.into(),
-            crypt_method: self.encryption.number().into(),
-            l1_entries: self.l1_entries.into(),
-            l1_offset: self.l1_offset.bytes().into(),
-            refcount_table_offset: self.refcount_table_offset.bytes().into(),
-            refcount_table_clusters: self.refcount_table_clusters.into(),
-            snapshot_count: self.snapshot_count.into(),
-            snapshots_offset: self.snapshots_offset.bytes().into(),
-            incompatible: self.incompatible.encode().into(),
-            compatible: self.compatible.encode().into(),
-            autoclear: self.autoclear.encode().into(),
-            refcount_order: self.refcount_width.order().into(),
-            header_len: number(header_len).into(),
-            compression_type: self.compression.number(),
-            padding: [0; 7],
-        };
-        let plain_v2 = self.incompatible == Incompatible::default()
-            && self.compatible == Compatible::default()
-            && self.autoclear == Autoclear::default()
-            && self.compression == Compression::Deflate
-            && self.refcount_width == RefcountWidth::DEFAULT;
-        if self.version == Version::V2 && !plain_v2 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "version 2 has no feature bits, 16-bit refcounts and deflate only",
-            ));
-        }
-        let mut out = raw.as_bytes().to_vec();
-        out.extend_from_slice(&self.unknown_tail);
-        out.resize(header_len, 0);
-        Ok(out)
-    }
-
-    fn encode_extensions(&self, out: &mut Vec<u8>, feature_names: &[FeatureName]) {
-        if let Some(format) = self.backing.as_ref().and_then(|backing| backing.format.as_ref()) {
-            extension::append(out, extension::BACKING_FORMAT, format.as_bytes());
-        }
-        if let Some(name) = &self.data_file_name {
-            extension::append(out, extension::DATA_FILE_NAME, name.as_bytes());
-        }
-        if let Encryption::Luks { header: Some((offset, len)) } = self.encryption {
-            let data = extension::encode_luks_header(offset, len);
-            extension::append(out, extension::LUKS_HEADER, &data);
-        }
-        if !feature_names.is_empty() {
-            let data = FeatureName::encode_table(feature_names);
-            extension::append(out, extension::FEATURE_NAMES, &data);
-        }
-        if let Some(bitmaps) = &self.bitmaps {
-            extension::append(out, extension::BITMAPS, &bitmaps.encode());
-        }
-        for unknown in &self.unknown_extensions {
-            extension::append(out, unknown.magic, &unknown.data);
-        }
-        extension::append(out, extension::END, &[]);
-    }
-
     /// Length of the disk: whole sectors, as QEMU counts.
     pub fn disk_bytes(&self) -> u64 {
         self.size - self.size % SECTOR_BYTES
@@ -716,107 +543,6 @@ impl Frame {
         }
         Ok(Some(BackingName { name: OsStr::from_bytes(name).to_owned(), format }))
     }
-}
-
-impl Version {
-    /// The number in the header.
-    pub fn number(self) -> u32 {
-        match self {
-            Self::V2 => 2,
-            Self::V3 => 3,
-        }
-    }
-
-    fn from_number(number: u32) -> Result<Self> {
-        match number {
-            2 => Ok(Self::V2),
-            3 => Ok(Self::V3),
-            1 => Err(unsupported(
-                "qcow version 1 is not supported; qemu-img convert -f qcow -O qcow2 makes it qcow2",
-            )),
-            other => {
-                Err(unsupported(format!("qcow2 version {other} is not supported: 2 and 3 are")))
-            }
-        }
-    }
-}
-
-impl Compression {
-    fn number(self) -> u8 {
-        match self {
-            Self::Deflate => 0,
-            Self::Zstd => 1,
-        }
-    }
-}
-
-impl Encryption {
-    fn number(self) -> u32 {
-        match self {
-            Self::None => 0,
-            Self::Aes => 1,
-            Self::Luks { .. } => 2,
-        }
-    }
-
-    /// Ciphertext is never served as if it were data.
-    fn refuse(self) -> Result<()> {
-        match self {
-            Self::None => Ok(()),
-            Self::Aes => Err(unsupported("the image is AES encrypted, not yet supported")),
-            Self::Luks { .. } => Err(unsupported("the image is LUKS encrypted, not yet supported")),
-        }
-    }
-}
-
-impl Incompatible {
-    fn decode(bits: u64) -> Self {
-        Self {
-            dirty: bits & DIRTY != 0,
-            corrupt: bits & CORRUPT != 0,
-            external_data_file: bits & DATA_FILE != 0,
-            compression: bits & COMPRESSION != 0,
-            extended_l2: bits & EXTENDED_L2 != 0,
-        }
-    }
-
-    fn encode(self) -> u64 {
-        flag(self.dirty, DIRTY)
-            | flag(self.corrupt, CORRUPT)
-            | flag(self.external_data_file, DATA_FILE)
-            | flag(self.compression, COMPRESSION)
-            | flag(self.extended_l2, EXTENDED_L2)
-    }
-}
-
-impl Compatible {
-    fn decode(bits: u64) -> Self {
-        Self { lazy_refcounts: bits & LAZY_REFCOUNTS != 0, unknown: bits & !LAZY_REFCOUNTS }
-    }
-
-    fn encode(self) -> u64 {
-        flag(self.lazy_refcounts, LAZY_REFCOUNTS) | self.unknown
-    }
-}
-
-impl Autoclear {
-    fn decode(bits: u64) -> Self {
-        Self {
-            bitmaps_consistent: bits & BITMAPS_CONSISTENT != 0,
-            raw_external: bits & RAW_EXTERNAL != 0,
-            unknown: bits & !(BITMAPS_CONSISTENT | RAW_EXTERNAL),
-        }
-    }
-
-    fn encode(self) -> u64 {
-        flag(self.bitmaps_consistent, BITMAPS_CONSISTENT)
-            | flag(self.raw_external, RAW_EXTERNAL)
-            | self.unknown
-    }
-}
-
-fn flag(set: bool, bit: u64) -> u64 {
-    if set { bit } else { 0 }
 }
 
 /// The header's bytes after the fields that mica knows.

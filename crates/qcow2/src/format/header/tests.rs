@@ -165,8 +165,8 @@ fn header_too_long_for_its_cluster_is_not_encoded() {
 
 #[test]
 fn dirty_and_corrupt_images_can_be_read() {
-    assert!(with_u64(72, DIRTY).expect("readable").incompatible.dirty);
-    assert!(with_u64(72, CORRUPT).expect("readable").incompatible.corrupt);
+    assert!(with_u64(72, 1).expect("readable").incompatible.dirty);
+    assert!(with_u64(72, 2).expect("readable").incompatible.corrupt);
 }
 
 #[test]
@@ -314,7 +314,7 @@ fn extended_l2_entries_need_large_clusters() {
 
 #[test]
 fn raw_data_file_without_a_data_file_is_corrupt() {
-    assert_eq!(kind(with_u64(88, RAW_EXTERNAL)), ErrorKind::Corrupt);
+    assert_eq!(kind(with_u64(88, 2)), ErrorKind::Corrupt);
 }
 
 #[test]
