@@ -1,1 +1,12 @@
-//! wip
+//! What black-box tests and benches share: foreign tools, servers, and an NBD client of our own.
+//!
+//! Nothing here knows what mica looks like inside; it is a program that is started, asked and
+//! stopped like its peers. Only processes that this crate started are ever signalled.
+
+pub mod clock;
+pub mod command;
+pub mod mica;
+pub mod nbd;
+pub mod qemu;
+pub mod server;
+pub mod tools;

@@ -29,4 +29,4 @@ mod spec;
 pub use chain::generate;
 pub use manifest::{LayerEntry, Manifest};
 pub use rng::Rng;
-pub use spec::{ChainSpec, DataMode, Distribution, Feature, Features, parse_bytes};
+pub use spec::{ChainSpec, DataMode, Distribution, Feature, Features};

@@ -235,56 +235,9 @@ impl fmt::Display for Features {
     }
 }
 
-/// Reads a number of bytes as qemu-img does: digits, perhaps with a fraction, and K, M, G, T, P or E.
-///
-/// # Errors
-/// `Invalid` if it is none.
-pub fn parse_bytes(text: &str) -> Result<u64> {
-    let invalid = || {
-        let context = format!("'{text}' is no size: a number, then perhaps K, M, G, T, P or E");
-        Error::new(ErrorKind::Invalid, context)
-    };
-    let (digits, shift) = match text.char_indices().next_back() {
-        Some((at, unit)) if !unit.is_ascii_digit() => {
-            let shift = match unit.to_ascii_uppercase() {
-                'B' => 0,
-                'K' => 10,
-                'M' => 20,
-                'G' => 30,
-                'T' => 40,
-                'P' => 50,
-                'E' => 60,
-                _ => return Err(invalid()),
-            };
-            (&text[..at], shift)
-        }
-        _ => (text, 0),
-    };
-    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
-    let whole: u64 = whole.parse().map_err(|_| invalid())?;
-    let bytes = whole.checked_mul(1 << shift).ok_or_else(invalid)?;
-    if fraction.is_empty() {
-        return Ok(bytes);
-    }
-    let scale = 10_u128.checked_pow(u32::try_from(fraction.len()).map_err(|_| invalid())?);
-    let part: u128 = fraction.parse().map_err(|_| invalid())?;
-    let part = scale.map(|scale| (part << shift) / scale).ok_or_else(invalid)?;
-    u64::try_from(part).ok().and_then(|part| bytes.checked_add(part)).ok_or_else(invalid)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_read_as_qemu_reads_them() {
-        assert_eq!(parse_bytes("512").ok(), Some(512));
-        assert_eq!(parse_bytes("64k").ok(), Some(65536));
-        assert_eq!(parse_bytes("1.5G").ok(), Some(3 << 29));
-        for wrong in ["", "k", "-1", "1x", "99E", "1.G.", "0x10"] {
-            assert!(parse_bytes(wrong).is_err(), "{wrong} is no size");
-        }
-    }
 
     #[test]
     fn features_are_named_and_read_back() {

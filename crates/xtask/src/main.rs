@@ -1,1 +1,50 @@
-fn main() {}
+//! Chores of the project as code: style, continuous integration, benches, the demonstration.
+//!
+//! `cargo xtask <verb>`. What CI runs is `cargo xtask ci`, nothing else.
+
+mod bench;
+mod ci;
+mod demo;
+mod load;
+mod setup;
+mod shell;
+mod tidy;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Chores of the project.
+#[derive(Parser)]
+#[command(name = "xtask", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Everything that CI runs: format, lints, style, docs, licences, build, tests.
+    Ci,
+    /// Check what rustfmt and clippy do not: the style of the house.
+    Tidy,
+    /// Install the programs that tests and benches need (Debian, as root). Does nothing if all are
+    /// there.
+    Setup,
+    /// Measure mica beside its peers.
+    Bench {
+        #[command(subcommand)]
+        what: bench::Bench,
+    },
+    /// Make a disk with files, let it live through snapshots, and read it all back through mica.
+    Demo(demo::Options),
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().verb {
+        Verb::Ci => ci::run(),
+        Verb::Tidy => tidy::run(),
+        Verb::Setup => setup::run(),
+        Verb::Bench { what } => what.run(),
+        Verb::Demo(options) => demo::run(&options),
+    }
+}

@@ -1,0 +1,190 @@
+//! `cargo xtask bench chain`: the order in which everything is measured, and where it goes.
+
+use super::parts::{self, Context};
+use super::samples::Samples;
+use super::{goals, plots, report};
+use crate::shell;
+use anyhow::{Context as _, Result, ensure};
+use clap::{Args, ValueEnum};
+use mica_gen::ChainSpec;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// Layers from which on a run is a slow one.
+const SLOW_LAYERS: u32 = 300;
+
+/// What to measure, and how long.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Numbers of layers.
+    #[arg(long, value_delimiter = ',', default_value = "1,10,50,100,300,500,1000")]
+    layers: Vec<u32>,
+    /// Runs of each server; of which the median counts.
+    #[arg(long, default_value_t = 5)]
+    repeats: u32,
+    /// Runs of each server on 300 layers and more.
+    #[arg(long, default_value_t = 3)]
+    slow_repeats: u32,
+    /// Seconds of each random load.
+    #[arg(long, default_value_t = 3.0)]
+    seconds: f64,
+    /// Seconds of each sequential load, at most.
+    #[arg(long, default_value_t = 8.0)]
+    sequential_seconds: f64,
+    /// GiB of the disk.
+    #[arg(long, default_value_t = 8)]
+    gib: u64,
+    /// Part of the disk that some layer owns.
+    #[arg(long, default_value_t = 0.3)]
+    fill: f64,
+    /// What to measure.
+    #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants())]
+    parts: Vec<Part>,
+    /// Few layers, few runs, short loads: a look, not a result.
+    #[arg(long)]
+    quick: bool,
+    /// Folder for the chains, which are removed afterwards. A temporary one by default.
+    #[arg(long)]
+    work: Option<PathBuf>,
+    /// Folder for the results.
+    #[arg(long, default_value = "bench/results")]
+    out: PathBuf,
+}
+
+/// A part of the bench.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Part {
+    /// Every server on every chain, warm.
+    Warm,
+    /// The same with the page cache dropped (root only).
+    Cold,
+    /// mica on chains that it has never seen.
+    First,
+    /// Speed by the memory that the map may take.
+    Budget,
+    /// Under a limit of 256 open files.
+    Handles,
+    /// Room that the index takes on disk.
+    IndexSize,
+    /// What the protocol and the device allow at most: raw files, null disks, the load generator.
+    Ceiling,
+}
+
+/// Measures and writes it all.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let quick = Options {
+        layers: vec![1, 10, 100, 500],
+        repeats: 3,
+        slow_repeats: 3,
+        seconds: 1.0,
+        sequential_seconds: 3.0,
+        parts: options.parts.clone(),
+        work: options.work.clone(),
+        out: options.out.clone(),
+        ..*options
+    };
+    let options = if options.quick { &quick } else { options };
+    ensure!(!options.layers.is_empty() && options.repeats > 0, "nothing to measure");
+
+    shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
+    let work = match &options.work {
+        Some(folder) => {
+            fs::create_dir_all(folder)?;
+            tempfile::Builder::new().prefix("chains-").tempdir_in(folder)?
+        }
+        None => tempfile::Builder::new().prefix("mica-bench-").tempdir()?,
+    };
+    let context = Context {
+        work: work.path(),
+        random: Duration::from_secs_f64(options.seconds),
+        sequential: Duration::from_secs_f64(options.sequential_seconds),
+        spec: ChainSpec {
+            disk_bytes: options.gib << 30,
+            fill: options.fill,
+            ..ChainSpec::new(work.path())
+        },
+    };
+    let mut samples = Samples::default();
+    let wanted = |part: Part| options.parts.contains(&part);
+    for &layers in &options.layers {
+        let repeats = if layers < SLOW_LAYERS { options.repeats } else { options.slow_repeats };
+        parts::of_chain(&context, layers, repeats, wanted, &mut samples)?;
+    }
+    if wanted(Part::Ceiling) {
+        parts::ceiling(&context, options.repeats, &mut samples)?;
+    }
+    if wanted(Part::IndexSize) {
+        parts::index_size(&context, &options.layers, &mut samples)?;
+    }
+    write(options, &samples)
+}
+
+fn write(options: &Options, samples: &Samples) -> Result<()> {
+    let out = shell::root().join(&options.out);
+    fs::create_dir_all(&out)?;
+    let machine = Machine::look()?;
+    let name = format!("{}-chain", machine.date);
+    let goals = goals::judge(samples);
+    let plots = plots::write(samples, &out, &name)?;
+    let document = json!({
+        "machine": machine.facts,
+        "date": machine.date,
+        "disk_gib": options.gib,
+        "fill": options.fill,
+        "quick": options.quick,
+        "random_seconds": options.seconds,
+        "sequential_seconds": options.sequential_seconds,
+        "goals": goals,
+        "samples": samples,
+    });
+    let json = out.join(format!("{name}.json"));
+    fs::write(&json, serde_json::to_vec_pretty(&document)?)?;
+    let page = report::page(&machine.facts, options.quick, samples, &goals, &plots);
+    let md = out.join(format!("{name}.md"));
+    fs::write(&md, &page)?;
+    println!("\n{page}\nwritten: {}, {}", md.display(), json.display());
+    Ok(())
+}
+
+/// The machine that it was measured on.
+struct Machine {
+    date: String,
+    facts: Vec<(String, String)>,
+}
+
+impl Machine {
+    fn look() -> Result<Self> {
+        let says = |program: &str, args: &[&str]| {
+            let output = Command::new(program).args(args).current_dir(shell::root()).output();
+            let said = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+            said.ok().and_then(|said| said.lines().next().map(str::to_owned))
+        };
+        let date = says("date", &["-u", "+%Y-%m-%d"]).context("no date")?;
+        let processors = std::thread::available_parallelism()?.get();
+        let model = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let model = model.lines().find_map(|line| line.strip_prefix("model name"));
+        let model = model.map_or("unknown", |model| model.trim_start_matches([' ', '\t', ':']));
+        let mut facts = vec![("processors".to_owned(), format!("{processors} of {model}"))];
+        let questions: [(&str, &str, &[&str]); 5] = [
+            ("kernel", "uname", &["-sr"]),
+            ("mica", "git", &["describe", "--always", "--dirty", "--abbrev=12"]),
+            ("QEMU", "qemu-nbd", &["--version"]),
+            ("nbdkit", "nbdkit", &["--version"]),
+            ("fio", "fio", &["--version"]),
+        ];
+        for (what, program, args) in questions {
+            let said = says(program, args).unwrap_or_else(|| "not installed".to_owned());
+            facts.push((what.to_owned(), said));
+        }
+        Ok(Self { date, facts })
+    }
+}
+
+/// Whether the page cache can be dropped here.
+pub(super) fn drop_caches() -> Result<()> {
+    rustix::fs::sync();
+    fs::write(Path::new("/proc/sys/vm/drop_caches"), "3").context("dropping the page cache")
+}

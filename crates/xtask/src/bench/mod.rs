@@ -1,0 +1,34 @@
+//! mica beside its peers: the figures of `GOALS`, each from one run in which the peers take turns.
+//!
+//! Absolute times belong to the machine; what counts are ratios within a run. A server that dies or
+//! answers wrongly is reported, not left out.
+
+mod chain;
+mod goals;
+mod measure;
+mod parts;
+mod peers;
+mod plots;
+mod report;
+mod samples;
+mod svg;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+/// What can be measured.
+#[derive(Subcommand)]
+pub(crate) enum Bench {
+    /// Reading chains of 1 to 1000 layers: speed, memory, opening, the index. Writes a table, JSON
+    /// and plots.
+    Chain(chain::Options),
+}
+
+impl Bench {
+    /// Measures it.
+    pub(crate) fn run(&self) -> Result<()> {
+        match self {
+            Self::Chain(options) => chain::run(options),
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! The servers that are measured, and how each is started on an image.
+
+use anyhow::Result;
+use mica_tests::server::Server;
+use mica_tests::tools::{self, Tool};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A server that is measured.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Peer {
+    /// Its name in tables.
+    pub(super) name: String,
+    kind: Kind,
+    /// Options besides those that every run has.
+    more: Vec<String>,
+    /// What QEMU opens instead of the image.
+    node: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Mica,
+    QemuNbd,
+    QemuStorageDaemon,
+    Nbdkit,
+}
+
+/// mica's name in tables.
+pub(super) const MICA: &str = "mica";
+
+impl Peer {
+    /// mica with `more` options.
+    pub(super) fn mica(more: &[&str]) -> Self {
+        Self::new(MICA, Kind::Mica, more)
+    }
+
+    /// qemu-nbd with `more` options.
+    pub(super) fn qemu_nbd(more: &[&str]) -> Self {
+        Self::new("qemu-nbd", Kind::QemuNbd, more)
+    }
+
+    /// nbdkit with `more` options; the image is its plugin and that plugin's argument.
+    pub(super) fn nbdkit(more: &[&str]) -> Self {
+        Self::new("nbdkit", Kind::Nbdkit, more)
+    }
+
+    /// mica and the programs that read qcow2 chains and are installed.
+    pub(super) fn for_chains() -> Vec<Self> {
+        let mut peers = vec![Self::mica(&[])];
+        let known = [
+            (tools::QEMU_NBD, Self::qemu_nbd(&[])),
+            (
+                tools::QEMU_STORAGE_DAEMON,
+                Self::new("qemu-storage-daemon", Kind::QemuStorageDaemon, &[]),
+            ),
+        ];
+        for (tool, peer) in known {
+            match tool.is_there() {
+                true => peers.push(peer),
+                false => println!("{} is NOT INSTALLED and not measured", tool.program),
+            }
+        }
+        peers
+    }
+
+    /// The same on a block-device name of QEMU's instead of the image that a run names.
+    pub(super) fn on_node(self, node: &str) -> Self {
+        Self { node: Some(format!("json:{node}")), ..self }
+    }
+
+    fn new(name: &str, kind: Kind, more: &[&str]) -> Self {
+        let more = more.iter().map(|&word| word.to_owned()).collect();
+        Self { name: name.to_owned(), kind, more, node: None }
+    }
+
+    /// Starts it on `image`; `limit` wraps the command, as `prlimit` does.
+    ///
+    /// # Errors
+    /// If it does not come to serve.
+    pub(super) fn start(&self, image: &Path, format: &str, limit: &[&str]) -> Result<Running> {
+        let stats = tempfile::Builder::new().prefix("mica-bench-").tempdir()?;
+        let stats_file = stats.path().join("stats.json");
+        let export = if self.kind == Kind::QemuStorageDaemon { "top" } else { "" };
+        let server = Server::start(export, |socket| {
+            let mut command = match limit.split_first() {
+                Some((first, rest)) => {
+                    let mut command = Command::new(first);
+                    command.args(rest).arg(self.program());
+                    command
+                }
+                None => Command::new(self.program()),
+            };
+            self.arguments(&mut command, socket, image, format, &stats_file);
+            command
+        })?;
+        Ok(Running { server, _stats: stats, stats_file })
+    }
+
+    fn program(&self) -> PathBuf {
+        match self.kind {
+            Kind::Mica => mica_tests::mica::binary().to_owned(),
+            Kind::QemuNbd => tools::QEMU_NBD.program.into(),
+            Kind::QemuStorageDaemon => tools::QEMU_STORAGE_DAEMON.program.into(),
+            Kind::Nbdkit => tools::NBDKIT.program.into(),
+        }
+    }
+
+    fn arguments(
+        &self,
+        command: &mut Command,
+        socket: &Path,
+        image: &Path,
+        format: &str,
+        stats: &Path,
+    ) {
+        match self.kind {
+            Kind::Mica => {
+                command.arg("serve").arg("--nbd").arg(socket).args(["--format", format]);
+                command.arg("--stats-file").arg(stats).args(&self.more).arg(image);
+            }
+            Kind::QemuNbd => {
+                command.args(["-r", "-t", "-e", "0", "-k"]).arg(socket).args(&self.more);
+                match &self.node {
+                    Some(node) => command.arg(node),
+                    None => command.args(["-f", format]).arg(image),
+                };
+            }
+            Kind::QemuStorageDaemon => {
+                let node = format!(
+                    "driver={format},node-name=top,read-only=on,file.driver=file,file.filename={}",
+                    image.display()
+                );
+                let address = format!("addr.type=unix,addr.path={}", socket.display());
+                command.args(["--blockdev", &node, "--nbd-server", &address]);
+                command.args(["--export", "type=nbd,id=export,node-name=top"]).args(&self.more);
+            }
+            Kind::Nbdkit => {
+                command.args(["--foreground", "--readonly", "--unix"]).arg(socket);
+                command.args(&self.more);
+            }
+        }
+    }
+}
+
+/// Whether all `tools` are there; says which are not.
+pub(super) fn all_there(tools: &[Tool]) -> bool {
+    for tool in tools.iter().filter(|tool| !tool.is_there()) {
+        println!("{} is NOT INSTALLED: what needs it is not measured", tool.program);
+    }
+    tools.iter().all(|tool| tool.is_there())
+}
+
+/// A server that is being measured.
+pub(super) struct Running {
+    /// The process.
+    pub(super) server: Server,
+    _stats: tempfile::TempDir,
+    stats_file: PathBuf,
+}
+
+impl Running {
+    /// Stops it and gives its own figures, if it has any.
+    ///
+    /// # Errors
+    /// If it does not stop, or not well.
+    pub(super) fn stop(self) -> Result<Option<Value>> {
+        let stopped = self.server.stop()?;
+        anyhow::ensure!(stopped.status.success(), "{}\n{}", stopped.status, stopped.log);
+        let Ok(text) = fs::read(&self.stats_file) else { return Ok(None) };
+        Ok(Some(serde_json::from_slice(&text)?))
+    }
+}

@@ -1,0 +1,165 @@
+//! The results as a page.
+
+use super::goals::Goal;
+use super::plots::Plot;
+use super::samples::Samples;
+use std::fmt::Write;
+
+/// Columns of the table of warm runs: what, figure, digits after the point.
+const WARM: &[(&str, &str, usize)] = &[
+    ("open ms", "open_ms", 1),
+    ("random 4 KiB, depth 1: reads/s", "random_1_per_s", 0),
+    ("p50 µs", "random_1_p50_us", 0),
+    ("p99 µs", "random_1_p99_us", 0),
+    ("depth 32: reads/s", "random_32_per_s", 0),
+    ("p50 µs", "random_32_p50_us", 0),
+    ("p99 µs", "random_32_p99_us", 0),
+    ("CPU µs/read", "random_32_cpu_us", 1),
+    ("sequential MiB/s", "sequential_mib_s", 0),
+    ("block status p50 µs", "lookup_p50_us", 1),
+    ("memory open MiB", "rss_open_mib", 1),
+    ("memory peak MiB", "rss_peak_mib", 1),
+    ("map hits", "map_hits", 0),
+    ("misses", "map_misses", 0),
+    ("walks", "map_walks", 0),
+    ("look-ups/request", "lookups_per_request", 2),
+];
+const COLD: &[(&str, &str, usize)] = &[
+    ("open ms", "cold_open_ms", 1),
+    ("random 4 KiB, depth 1: reads/s", "cold_random_1_per_s", 0),
+    ("p50 µs", "cold_random_1_p50_us", 0),
+    ("p99 µs", "cold_random_1_p99_us", 0),
+    ("sequential MiB/s", "cold_sequential_mib_s", 0),
+];
+const FIRST: &[(&str, &str, usize)] = &[
+    ("open ms", "open_ms", 1),
+    ("first pass s", "first_pass_s", 3),
+    ("then random 4 KiB, depth 32: reads/s", "random_32_per_s", 0),
+];
+const RANDOM: &[(&str, &str, usize)] = &[
+    ("random 4 KiB, depth 32: reads/s", "random_32_per_s", 0),
+    ("p50 µs", "random_32_p50_us", 0),
+    ("p99 µs", "random_32_p99_us", 0),
+    ("CPU µs/read", "random_32_cpu_us", 1),
+    ("memory peak MiB", "rss_peak_mib", 1),
+];
+const INDEX: &[(&str, &str, usize)] = &[
+    ("build s", "build_s", 2),
+    ("bytes on disk", "index_bytes", 0),
+    ("a copy of all L2 tables in each layer, bytes", "copied_tables_bytes", 0),
+];
+
+/// The page.
+pub(super) fn page(
+    machine: &[(String, String)],
+    quick: bool,
+    samples: &Samples,
+    goals: &[Goal],
+    plots: &[Plot],
+) -> String {
+    let mut page = "# Reading chains: mica beside its peers\n\n".to_owned();
+    if quick {
+        page.push_str("**A quick look: few runs, short loads. No result.**\n\n");
+    }
+    page.push_str(
+        "Medians of runs in which the servers took turns; ratios count, absolute times belong to \
+         the machine. Every answer was verified.\n\n",
+    );
+    for (what, said) in machine {
+        line(&mut page, &format!("- {what}: {said}"));
+    }
+    page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
+    for goal in goals {
+        let measured = goal.measured.map_or("not measured".to_owned(), |value| digits(value, 3));
+        let reached = match goal.reached {
+            Some(true) => "reached",
+            Some(false) => "**missed**",
+            None => "",
+        };
+        line(&mut page, &format!("| {} | {} | {measured} | {reached} |", goal.what, goal.wanted));
+    }
+    table(&mut page, samples, "warm", "Warm", WARM);
+    table(&mut page, samples, "cold", "Cold: page cache dropped before each, index present", COLD);
+    table(&mut page, samples, "first", "Chains that mica has never seen", FIRST);
+    table(&mut page, samples, "handles", "Under a limit of 256 open files", RANDOM);
+    for (budget, part) in super::parts::budgets_measured() {
+        let title = format!("{budget} MiB for the map of the whole chain");
+        table(&mut page, samples, &part, &title, RANDOM);
+    }
+    table(&mut page, samples, "null", "Nothing behind the protocol", RANDOM);
+    table(&mut page, samples, "raw", "A raw file past the page cache", RANDOM);
+    table(&mut page, samples, "index", "The index on disk", INDEX);
+    table(&mut page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
+    if !plots.is_empty() {
+        page.push_str("\n## Plots\n");
+    }
+    for Plot { file, title } in plots {
+        line(&mut page, &format!("\n![{title}]({file})"));
+    }
+    page
+}
+
+fn table(
+    page: &mut String,
+    samples: &Samples,
+    part: &str,
+    title: &str,
+    columns: &[(&str, &str, usize)],
+) {
+    let layers = samples.layers(part);
+    if layers.is_empty() {
+        return;
+    }
+    line(page, &format!("\n## {title}\n"));
+    let heads: Vec<_> = columns.iter().map(|(what, ..)| *what).collect();
+    line(page, &format!("| layers | server | runs | {} |", heads.join(" | ")));
+    line(page, &format!("|{}", "---|".repeat(columns.len() + 3)));
+    for layers in layers {
+        for server in samples.servers(part) {
+            let runs = samples.of(part, &server, layers).count();
+            if runs == 0 {
+                continue;
+            }
+            let cells: Vec<_> = columns
+                .iter()
+                .map(|(_, metric, after_point)| {
+                    let value = samples.median(part, &server, layers, metric);
+                    value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
+                })
+                .collect();
+            line(page, &format!("| {layers} | {server} | {runs} | {} |", cells.join(" | ")));
+        }
+    }
+    let errors = samples.layers(part).into_iter().flat_map(|layers| {
+        let said = |server: String| {
+            let errors = samples.errors(part, &server, layers);
+            let first = errors.first().cloned();
+            first.map(|first| format!("{server}, {layers} layers, {} runs: {first}", errors.len()))
+        };
+        samples.servers(part).into_iter().filter_map(said).collect::<Vec<_>>()
+    });
+    for error in errors {
+        line(page, &format!("\n**Failed:** {error}"));
+    }
+}
+
+fn digits(value: f64, significant: usize) -> String {
+    let size = value.abs();
+    let whole = if size >= 1000.0 {
+        0
+    } else if size >= 100.0 {
+        1
+    } else {
+        2
+    };
+    if size > 0.0 && size < 0.01 {
+        format!("{value:.significant$e}")
+    } else {
+        format!("{value:.whole$}")
+    }
+}
+
+fn line(page: &mut String, words: &str) {
+    // Writing to a string does not fail.
+    let _ = writeln!(page, "{words}");
+}

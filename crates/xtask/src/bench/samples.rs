@@ -1,0 +1,131 @@
+//! What was measured, run by run, and the medians of it.
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// One run of one server.
+#[derive(Clone, Default, Debug, Serialize)]
+pub(super) struct Sample {
+    /// What part of the bench it belongs to.
+    pub(super) part: String,
+    /// Who served.
+    pub(super) server: String,
+    /// Layers of the chain.
+    pub(super) layers: u32,
+    /// Number of the run.
+    pub(super) repeat: u32,
+    /// Figures by name; the unit is the name's last word.
+    pub(super) metrics: BTreeMap<String, f64>,
+    /// Distributions by name.
+    pub(super) curves: BTreeMap<String, Vec<[f64; 2]>>,
+    /// Why there are no figures, or not all.
+    pub(super) error: Option<String>,
+}
+
+impl Sample {
+    /// A run without figures yet.
+    pub(super) fn new(part: &str, server: &str, layers: u32, repeat: u32) -> Self {
+        let (part, server) = (part.to_owned(), server.to_owned());
+        Self { part, server, layers, repeat, ..Self::default() }
+    }
+
+    /// Notes a figure.
+    pub(super) fn put(&mut self, name: impl Into<String>, value: f64) {
+        self.metrics.insert(name.into(), value);
+    }
+}
+
+/// All runs.
+#[derive(Default, Debug, Serialize)]
+pub(super) struct Samples {
+    runs: Vec<Sample>,
+}
+
+impl Samples {
+    /// Adds a run, and says it.
+    pub(super) fn push(&mut self, sample: Sample) {
+        let Sample { part, server, layers, repeat, .. } = &sample;
+        match &sample.error {
+            Some(error) => println!("{part}: {server}, {layers} layers, run {repeat}: {error}"),
+            None => {
+                let figures: Vec<_> = sample
+                    .metrics
+                    .iter()
+                    .map(|(name, value)| format!("{name} {value:.1}"))
+                    .collect();
+                let figures = figures.join(", ");
+                println!("{part}: {server}, {layers} layers, run {repeat}: {figures}");
+            }
+        }
+        self.runs.push(sample);
+    }
+
+    /// The runs of `server` on `layers` layers in `part`.
+    pub(super) fn of<'a>(
+        &'a self,
+        part: &'a str,
+        server: &'a str,
+        layers: u32,
+    ) -> impl Iterator<Item = &'a Sample> {
+        self.runs
+            .iter()
+            .filter(move |run| run.part == part && run.server == server && run.layers == layers)
+    }
+
+    /// The median of a figure, if there is one.
+    pub(super) fn median(
+        &self,
+        part: &str,
+        server: &str,
+        layers: u32,
+        metric: &str,
+    ) -> Option<f64> {
+        median(self.of(part, server, layers).filter_map(|run| run.metrics.get(metric).copied()))
+    }
+
+    /// Numbers of layers for which `part` has runs.
+    pub(super) fn layers(&self, part: &str) -> Vec<u32> {
+        let mut layers: Vec<_> =
+            self.runs.iter().filter(|run| run.part == part).map(|run| run.layers).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        layers
+    }
+
+    /// Servers that `part` has runs of, in the order of their first.
+    pub(super) fn servers(&self, part: &str) -> Vec<String> {
+        let mut servers: Vec<String> = Vec::new();
+        for run in self.runs.iter().filter(|run| run.part == part) {
+            if !servers.contains(&run.server) {
+                servers.push(run.server.clone());
+            }
+        }
+        servers
+    }
+
+    /// Why runs of `server` on `layers` layers in `part` have no figures.
+    pub(super) fn errors(&self, part: &str, server: &str, layers: u32) -> Vec<String> {
+        self.of(part, server, layers).filter_map(|run| run.error.clone()).collect()
+    }
+}
+
+/// The middle of `values`; the mean of the middle two where their number is even.
+pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let high = *values.get(values.len() / 2)?;
+    let low = if values.len().is_multiple_of(2) { values[values.len() / 2 - 1] } else { high };
+    Some(f64::midpoint(low, high))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle() {
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), Some(2.0));
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), Some(2.5));
+        assert_eq!(median([].into_iter()), None);
+    }
+}

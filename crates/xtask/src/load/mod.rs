@@ -1,0 +1,15 @@
+//! A load generator for NBD: one thread, many requests in flight, every answer verified.
+//!
+//! It must never be the bottleneck: requests are sent in batches with one system call, answers are
+//! taken in batches with one system call and verified where they lie. [`null`] measures what it can
+//! do at most.
+
+mod drive;
+mod histogram;
+pub(crate) mod null;
+mod pattern;
+mod replies;
+
+pub(crate) use drive::{Load, Outcome, Request, run};
+pub(crate) use histogram::ratio;
+pub(crate) use pattern::Pattern;

@@ -1,0 +1,70 @@
+//! The style of the house, as far as a program can see it and rustfmt and clippy do not.
+//!
+//! A rule says where it is broken and what to do. What was there before a rule, or has its reason, is
+//! listed in `tidy/allowed.txt` with the size that it may have; an entry that is no longer needed has
+//! to go, so the list only shrinks.
+
+mod allowed;
+mod arrows;
+mod scan;
+mod source;
+mod tree;
+
+use crate::shell;
+use anyhow::{Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A broken rule.
+struct Finding {
+    /// Where: a file, perhaps with a line.
+    place: String,
+    /// What is wrong, and what to do about it.
+    what: String,
+}
+
+impl Finding {
+    fn new(place: impl Into<String>, what: impl Into<String>) -> Self {
+        Self { place: place.into(), what: what.into() }
+    }
+}
+
+/// Checks all that git knows of; fails if a rule is broken.
+pub(crate) fn run() -> Result<()> {
+    let root = shell::root();
+    let files = tracked(&root)?;
+    let mut allowed = allowed::Allowed::load(&root)?;
+    let mut findings = Vec::new();
+    for file in &files {
+        // A file that was deleted and not committed is not there.
+        let Ok(bytes) = std::fs::read(root.join(file)) else { continue };
+        let Ok(text) = String::from_utf8(bytes) else { continue };
+        source::check(file, &text, &mut allowed, &mut findings);
+    }
+    arrows::check(&mut findings)?;
+    tree::check(&root, &files, &mut findings)?;
+    findings.extend(allowed.unused());
+    for Finding { place, what } in &findings {
+        eprintln!("{place}: {what}");
+    }
+    allowed.report();
+    if findings.is_empty() {
+        println!("tidy: {} files are in style", files.len());
+        return Ok(());
+    }
+    bail!("tidy: {} findings", findings.len());
+}
+
+/// Files of the project, as git lists them, with those that are about to be added.
+fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
+    let list = ["ls-files", "--cached", "--others", "--exclude-standard"];
+    let listed = Command::new("git").args(list).current_dir(root).output()?;
+    if !listed.status.success() {
+        bail!("git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
+    }
+    let listed = String::from_utf8_lossy(&listed.stdout);
+    let mut files: Vec<_> = listed.lines().map(PathBuf::from).collect();
+    files.sort();
+    files.dedup();
+    Ok(files)
+}

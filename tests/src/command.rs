@@ -1,0 +1,149 @@
+//! Runs a program to its end, with a limit of time and all that it says.
+
+use crate::clock;
+use std::ffi::OsStr;
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How long a program may take unless its caller says otherwise.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// A program that has ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// What was run, for messages.
+    pub command: String,
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it wrote to standard output.
+    pub stdout: String,
+    /// What it wrote to standard error.
+    pub stderr: String,
+    /// How long it took.
+    pub wall: Duration,
+}
+
+impl Finished {
+    /// Its exit code; `None` if a signal ended it.
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// The signal that ended it.
+    pub fn signal(&self) -> Option<i32> {
+        self.status.signal()
+    }
+
+    /// Its standard output.
+    ///
+    /// # Panics
+    /// If it failed; with everything it said.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert!(self.status.success(), "{self}");
+        self.stdout
+    }
+
+    /// Its standard output as JSON.
+    ///
+    /// # Panics
+    /// If it failed or wrote something else.
+    #[track_caller]
+    pub fn json(self) -> serde_json::Value {
+        let said = self.ok();
+        serde_json::from_str(&said).unwrap_or_else(|error| panic!("no JSON ({error}):\n{said}"))
+    }
+
+    /// What it said to standard error, which must be one clear line.
+    ///
+    /// # Panics
+    /// If it succeeded, was ended by a signal, panicked, or said nothing or a novel.
+    #[track_caller]
+    pub fn refusal(self) -> String {
+        assert!(self.code().is_some_and(|code| code != 0), "not refused: {self}");
+        assert!(!self.stderr.contains("panicked"), "a panic is no refusal: {self}");
+        let lines: Vec<_> = self.stderr.lines().filter(|line| !line.trim().is_empty()).collect();
+        assert_eq!(lines.len(), 1, "one clear line is wanted: {self}");
+        self.stderr
+    }
+}
+
+impl std::fmt::Display for Finished {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}\n{}{}", self.command, self.status, self.stdout, self.stderr)
+    }
+}
+
+/// Runs `program` with `args`.
+///
+/// # Panics
+/// If it cannot be started or takes longer than two minutes.
+#[track_caller]
+pub fn run<S: AsRef<OsStr>>(program: &str, args: impl IntoIterator<Item = S>) -> Finished {
+    let mut command = Command::new(program);
+    command.args(args);
+    finish(&mut command)
+}
+
+/// Runs `command` to its end.
+///
+/// # Panics
+/// If it cannot be started or takes longer than two minutes.
+#[track_caller]
+pub fn finish(command: &mut Command) -> Finished {
+    finish_within(command, LIMIT)
+}
+
+/// Runs `command` to its end.
+///
+/// # Panics
+/// If it cannot be started or takes longer than `limit`; it is killed then.
+#[track_caller]
+pub fn finish_within(command: &mut Command, limit: Duration) -> Finished {
+    let name = format!("{command:?}");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let start = clock::now();
+    let mut child = command.spawn().unwrap_or_else(|error| panic!("{name}: {error}"));
+    let stdout = gather(child.stdout.take());
+    let stderr = gather(child.stderr.take());
+    let Some(status) = wait(&mut child, limit) else {
+        panic!("{name} still runs after {limit:?}");
+    };
+    let wall = start.elapsed();
+    let [stdout, stderr] = [stdout, stderr].map(|said| said.join().unwrap_or_default());
+    Finished { command: name, status, stdout, stderr, wall }
+}
+
+/// Waits for `child` to end; kills it, and gives `None`, if it has not after `limit`.
+pub fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    // Short programs are awaited closely, long ones without burning a core.
+    let mut pause = Duration::from_micros(200);
+    let start = clock::now();
+    loop {
+        if let Ok(Some(status)) = child.try_wait() {
+            return Some(status);
+        }
+        if start.elapsed() >= limit {
+            // An error means that it ended just now.
+            let _ = child.kill();
+            let _ = child.wait();
+            return None;
+        }
+        clock::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(20));
+    }
+}
+
+fn gather(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut said = Vec::new();
+        if let Some(mut pipe) = pipe {
+            // What was said before an error is still worth showing.
+            let _ = pipe.read_to_end(&mut said);
+        }
+        String::from_utf8_lossy(&said).into_owned()
+    })
+}
