@@ -86,22 +86,22 @@ impl FileStore {
     }
 
     fn run_of(&self, file: &File, offset: u64, len: u64) -> Result<Run> {
-        let hole = |end: u64| Run { kind: RunKind::Hole, len: len.min(end - offset) };
+        let nothing_more = Run { kind: RunKind::Hole, len };
         let data = |end: u64| Run { kind: RunKind::Data, len: len.min(end - offset) };
         let file_len = self.len_of(file)?;
         if offset >= file_len {
-            return Ok(hole(u64::MAX));
+            return Ok(nothing_more);
         }
         let next = match seek(file, SeekFrom::Data(offset)) {
             // Nothing but a hole up to the end, or the file was cut just now.
-            Err(Errno::NXIO) => return Ok(hole(u64::MAX)),
+            Err(Errno::NXIO) => return Ok(nothing_more),
             // Devices and some file systems do not tell: all of it is data.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(data(file_len)),
             Err(error) => return Err(self.failed("looking for data in", error)),
             Ok(next) => next,
         };
         if next > offset {
-            return Ok(hole(next));
+            return Ok(Run { kind: RunKind::Hole, len: len.min(next - offset) });
         }
         match seek(file, SeekFrom::Hole(offset)) {
             Ok(end) if end > offset => Ok(data(end)),

@@ -104,10 +104,8 @@ impl Handles {
         }
         loop {
             match handle.open_file() {
-                Ok(file) => {
-                    handle.mark_used();
-                    return Ok(Some(Arc::new(file)));
-                }
+                // Not marked as used: what is read once gives way before what is read again.
+                Ok(file) => return Ok(Some(Arc::new(file))),
                 Err(OpenFailure::NoDescriptor(error)) => {
                     // The rest of the process took more than its reserve.
                     let mut ring = self.ring();

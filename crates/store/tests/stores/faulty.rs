@@ -1,0 +1,101 @@
+//! Stores that misbehave, under the simulator's clock.
+
+use crate::read;
+use mica_block::{ErrorKind, Store};
+use mica_rt::{Backend, Executor, now};
+use mica_store::MemoryStore;
+use mica_store::faulty::{
+    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, When,
+};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+fn memory() -> Arc<dyn Store> {
+    Arc::new(MemoryStore::new("memory", vec![5; 1 << 20]))
+}
+
+fn in_sim<F: Future<Output = ()>>(test: impl Fn() -> F) {
+    Executor::new(Backend::Sim { seed: 1 }).unwrap().block_on(test());
+}
+
+fn errors(when: When) -> ErrorStore {
+    ErrorStore::new(memory(), ErrorOptions { when, errno: libc::ENOSPC })
+}
+
+#[test]
+fn delay_takes_its_time_and_then_reads() {
+    in_sim(|| async {
+        let store = DelayStore::new(memory(), DelayOptions { read: Duration::from_secs(60) });
+        let began = now();
+        assert_eq!(read(&store, 0, 4).await.unwrap(), [5; 4]);
+        assert!(now().saturating_since(began) >= Duration::from_secs(60));
+    });
+}
+
+#[test]
+fn every_third_read_fails_with_the_errno_that_was_asked_for() {
+    in_sim(|| async {
+        let store = errors(When::Every(3));
+        for number in 1..=9 {
+            let result = read(&store, 0, 4).await;
+            assert_eq!(result.is_err(), number % 3 == 0);
+            if let Err(error) = result {
+                assert_eq!(error.kind(), ErrorKind::Io);
+                assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+            }
+        }
+    });
+}
+
+#[test]
+fn reads_that_touch_a_range_fail() {
+    in_sim(|| async {
+        let store = errors(When::Ranges(vec![100..200, 4096..8192]));
+        for (offset, len, fails) in
+            [(0, 100, false), (0, 101, true), (199, 1, true), (200, 100, false), (5000, 1, true)]
+        {
+            assert_eq!(read(&store, offset, len).await.is_err(), fails, "{len} at {offset}");
+        }
+    });
+}
+
+#[test]
+fn share_of_reads_fails_and_follows_from_the_seed() {
+    in_sim(|| async {
+        let failures = async |share, seed| {
+            let store = errors(When::Rate { share, seed });
+            let mut failed = Vec::new();
+            for number in 0..10_000 {
+                if read(&store, 0, 1).await.is_err() {
+                    failed.push(number);
+                }
+            }
+            failed
+        };
+        assert_eq!(failures(0.0, 1).await.len(), 0);
+        assert_eq!(failures(1.0, 1).await.len(), 10_000);
+        let some = failures(0.01, 1).await;
+        assert!((50..200).contains(&some.len()), "{} of 10000", some.len());
+        assert_eq!(some, failures(0.01, 1).await);
+        assert_ne!(some, failures(0.01, 2).await);
+    });
+}
+
+#[test]
+fn log_has_one_line_for_each_operation() {
+    in_sim(|| async {
+        let lines: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sunk = Arc::clone(&lines);
+        let sink = Arc::new(move |line: &str| sunk.lock().unwrap().push(line.to_owned()));
+        let slow = DelayStore::new(memory(), DelayOptions { read: Duration::from_millis(2) });
+        let store = LogStore::new(Arc::new(slow), LogOptions { sink });
+        read(&store, 512, 10).await.unwrap();
+        read(&store, 0, 10).await.unwrap();
+        store.run_at(mica_units::HostOffset::ZERO, 7).unwrap();
+        let lines = lines.lock().unwrap();
+        assert_eq!(lines[0], "0.000000 read memory offset=0x200 len=10 ok in 2000 us");
+        assert_eq!(lines[1], "0.002000 read memory offset=0x0 len=10 ok in 2000 us");
+        assert_eq!(lines[2], "- run memory offset=0x0 len=7 Data for 7");
+        assert_eq!(lines.len(), 3);
+    });
+}

@@ -1,0 +1,61 @@
+//! A chain of a thousand layers under `ulimit -n 256`. A binary of its own: the limit is the
+//! process's.
+
+#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+
+use mica_block::read_exact;
+use mica_rt::{Backend, Executor};
+use mica_store::{CacheMode, FileStore, Handles, Located, raise_open_files_limit};
+use mica_units::HostOffset;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::sync::Arc;
+
+const LAYERS: u16 = 1000;
+
+async fn read_all(stores: &[Arc<FileStore>]) {
+    let read = async |number: u16| {
+        let store = &stores[usize::from(number)];
+        let buf = read_exact(&**store, HostOffset::new(2048), 2).await.unwrap();
+        assert_eq!(*buf, number.to_le_bytes());
+    };
+    mica_rt::join_all((0..LAYERS).map(read)).await;
+}
+
+#[test]
+fn thousand_layers_are_read_at_once_under_256_descriptors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |number| folder.path().join(format!("layer{number}"));
+    for number in 0..LAYERS {
+        std::fs::write(path(number), number.to_le_bytes().repeat(2048)).unwrap();
+    }
+    let hard = getrlimit(Resource::Nofile).maximum;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(256), maximum: hard }).unwrap();
+
+    let handles = Handles::for_process(64);
+    assert_eq!(handles.bound(), 192);
+    for backend in [Backend::Uring, Backend::Pool] {
+        let Ok(executor) = Executor::new(backend) else { continue };
+        for cache in [CacheMode::Writeback, CacheMode::None] {
+            let open = |number| {
+                let located = Located::find(&path(number)).unwrap();
+                Arc::new(FileStore::new(&located, cache, &handles).unwrap())
+            };
+            let stores: Vec<_> = (0..LAYERS).map(open).collect();
+            executor.block_on(read_all(&stores));
+            assert_eq!(handles.open_count(), 192);
+
+            // Sockets took more than the reserve: the cache gives way.
+            let mut sockets: Vec<std::fs::File> = std::iter::repeat_with(|| path(0))
+                .map_while(|path| std::fs::File::open(path).ok())
+                .collect();
+            sockets.truncate(sockets.len() - 2);
+            executor.block_on(read_all(&stores));
+            drop(sockets);
+            executor.block_on(read_all(&stores));
+        }
+    }
+
+    let raised = raise_open_files_limit().unwrap();
+    assert_eq!(Some(raised), hard.or(Some(u64::MAX)));
+    assert_eq!(getrlimit(Resource::Nofile).current, hard);
+}
