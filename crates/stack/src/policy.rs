@@ -150,8 +150,11 @@ fn shell_word(path: &Path) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+@,=".contains(c);
     if text.chars().all(plain) {
         text.into_owned()
+    } else if text.chars().any(char::is_control) {
+        // No word of a shell, but nothing that a terminal obeys either.
+        format!("{text:?}")
     } else {
-        format!("'{}'", text.replace('\'', r"'\''").escape_debug())
+        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 

@@ -88,6 +88,10 @@ impl Sidecars {
             Err(error) => {
                 return match error.kind() {
                     ErrorKind::NotFound => Ok(None),
+                    // Nobody can have made one.
+                    _ if error.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) => {
+                        Ok(None)
+                    }
                     ErrorKind::Denied => ignored("not readable"),
                     ErrorKind::Invalid => ignored("not a regular file"),
                     _ => Err(error),

@@ -1,1 +1,238 @@
 use super::*;
+use mica_block::{ErrorKind, read_exact};
+use mica_rt::{Backend, Executor};
+use mica_units::HostOffset;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use tempfile::TempDir;
+
+fn folder_with_image() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().canonicalize().expect("a folder").join("top.qcow2");
+    std::fs::write(&path, b"image").expect("a file");
+    (folder, path)
+}
+
+fn options() -> ImageOptions {
+    ImageOptions::new(Handles::new(8))
+}
+
+fn images(path: &Path) -> FileImages {
+    FileImages::new(path, options()).expect("images")
+}
+
+fn read_all(store: &dyn Store) -> Vec<u8> {
+    let len = usize::try_from(store.len().unwrap()).unwrap();
+    let executor = Executor::new(Backend::Auto).unwrap();
+    executor.block_on(read_exact(store, HostOffset::ZERO, len)).unwrap().to_vec()
+}
+
+fn sidecar_content(images: &FileImages, path: &Path) -> Option<Vec<u8>> {
+    images.open_sidecar(path).unwrap().map(|store| read_all(&*store))
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn image_opens_with_its_bytes_and_its_identity() {
+    let (_folder, path) = folder_with_image();
+    let images = images(&path);
+    let image = images.open(&path).unwrap();
+    assert_eq!(read_all(&*image.store), b"image");
+    let metadata = std::fs::metadata(&path).unwrap();
+    let identity = image.identity;
+    assert_eq!(identity, images.identify(&path).unwrap());
+    assert_eq!((identity.device, identity.inode), (metadata.dev(), metadata.ino()));
+    assert_eq!(identity.len, 5);
+    assert!(identity.mtime_ns <= images.now_ns() + 1_000_000_000);
+    assert!(images.now_ns() - identity.mtime_ns < 60_000_000_000);
+}
+
+#[test]
+fn image_opens_past_the_page_cache() {
+    let (_folder, path) = folder_with_image();
+    let options = ImageOptions { cache: CacheMode::None, ..options() };
+    let image = FileImages::new(&path, options).unwrap().open(&path).unwrap();
+    assert_eq!(read_all(&*image.store), b"image");
+}
+
+#[test]
+fn fault_that_was_asked_for_happens_to_images_and_not_to_sidecars() {
+    let (_folder, path) = folder_with_image();
+    let options = ImageOptions { faults: vec!["error=every:1".parse().unwrap()], ..options() };
+    let images = FileImages::new(&path, options).unwrap();
+    images.write_sidecar(&path, b"index").unwrap();
+    assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
+    let image = images.open(&path).unwrap();
+    let executor = Executor::new(Backend::Auto).unwrap();
+    let error = executor.block_on(read_exact(&*image.store, HostOffset::ZERO, 5)).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
+}
+
+#[test]
+fn sidecar_is_written_beside_the_layer_whole_and_can_be_removed() {
+    let (folder, path) = folder_with_image();
+    let images = images(&path);
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+    images.remove_sidecar(&path).unwrap();
+    for content in [b"first".as_slice(), b"the second"] {
+        images.write_sidecar(&path, content).unwrap();
+        assert_eq!(sidecar_content(&images, &path).unwrap(), content);
+        assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
+    }
+    images.remove_sidecar(&path).unwrap();
+    assert_eq!(names_in(folder.path()), ["top.qcow2"]);
+}
+
+#[test]
+fn sidecar_is_as_private_as_its_layer() {
+    let (folder, path) = folder_with_image();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+    images(&path).write_sidecar(&path, b"index").unwrap();
+    let sidecar = folder.path().join("top.qcow2.mica-index");
+    assert_eq!(std::fs::metadata(sidecar).unwrap().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn sidecar_lies_beside_the_file_that_a_link_names() {
+    let (folder, path) = folder_with_image();
+    let pool = folder.path().join("pool");
+    std::fs::create_dir(&pool).unwrap();
+    std::fs::rename(&path, pool.join("real")).unwrap();
+    symlink(pool.join("real"), &path).unwrap();
+    let images = images(&path);
+    images.write_sidecar(&path, b"index").unwrap();
+    assert_eq!(names_in(&pool), ["real", "real.mica-index"]);
+    assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
+}
+
+/// A link in the place of a sidecar must not make us write, or believe, what it names.
+#[test]
+fn link_in_the_place_of_a_sidecar_is_neither_followed_nor_read() {
+    let (folder, path) = folder_with_image();
+    let victim = folder.path().join("victim");
+    std::fs::write(&victim, b"precious").unwrap();
+    let sidecar = folder.path().join("top.qcow2.mica-index");
+    symlink(&victim, &sidecar).unwrap();
+    let images = images(&path);
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+    images.write_sidecar(&path, b"index").unwrap();
+    assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+    assert!(std::fs::symlink_metadata(&sidecar).unwrap().is_file());
+    std::fs::remove_file(&sidecar).unwrap();
+    symlink(&victim, &sidecar).unwrap();
+    images.remove_sidecar(&path).unwrap();
+    assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
+    assert!(std::fs::symlink_metadata(&sidecar).is_err());
+}
+
+#[test]
+fn sidecar_that_is_no_plain_file_is_ignored() {
+    let (folder, path) = folder_with_image();
+    let sidecar = folder.path().join("top.qcow2.mica-index");
+    let images = images(&path);
+    std::fs::create_dir(&sidecar).unwrap();
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+    assert!(images.write_sidecar(&path, b"index").is_err());
+    assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
+    std::fs::remove_dir(&sidecar).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(&sidecar).status().unwrap();
+    assert!(made.success());
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+}
+
+#[test]
+fn sidecar_that_anyone_could_have_written_is_ignored() {
+    let (folder, path) = folder_with_image();
+    let images = images(&path);
+    images.write_sidecar(&path, b"index").unwrap();
+    let sidecar = folder.path().join("top.qcow2.mica-index");
+    std::fs::set_permissions(&sidecar, std::fs::Permissions::from_mode(0o666)).unwrap();
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+}
+
+#[test]
+fn sidecar_of_another_owner_is_ignored() {
+    let (folder, path) = folder_with_image();
+    let images = images(&path);
+    images.write_sidecar(&path, b"index").unwrap();
+    let sidecar = folder.path().join("top.qcow2.mica-index");
+    if std::os::unix::fs::chown(&sidecar, Some(12_345), None).is_err() {
+        eprintln!("skipped: only root gives files away");
+        return;
+    }
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+    std::os::unix::fs::chown(&path, Some(12_345), None).unwrap();
+    assert!(images.open_sidecar(&path).unwrap().is_some());
+}
+
+#[test]
+fn index_dir_keeps_what_is_written_and_layers_keep_theirs() {
+    let (folder, path) = folder_with_image();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let directory = elsewhere.path().join("made/on/demand");
+    images(&path).write_sidecar(&path, b"beside").unwrap();
+    let place = SidecarPlace::Directory(directory.clone());
+    let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
+
+    assert_eq!(sidecar_content(&images, &path).unwrap(), b"beside");
+    images.write_sidecar(&path, b"elsewhere").unwrap();
+    assert_eq!(sidecar_content(&images, &path).unwrap(), b"elsewhere");
+    let names = names_in(&directory);
+    assert_eq!(names.len(), 1);
+    assert!(names[0].ends_with("-top.qcow2.mica-index"), "{names:?}");
+
+    images.remove_sidecar(&path).unwrap();
+    assert!(images.open_sidecar(&path).unwrap().is_none());
+    assert_eq!(names_in(folder.path()), ["top.qcow2"]);
+}
+
+#[test]
+fn layers_of_one_name_have_sidecars_of_their_own_in_an_index_dir() {
+    let (folder, path) = folder_with_image();
+    let below = path.parent().unwrap().join("below");
+    std::fs::create_dir(&below).unwrap();
+    let twin = below.join("top.qcow2");
+    std::fs::write(&twin, b"twin").unwrap();
+    let place = SidecarPlace::Directory(folder.path().join("index"));
+    let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
+    images.write_sidecar(&path, b"one").unwrap();
+    images.write_sidecar(&twin, b"two").unwrap();
+    assert_eq!(sidecar_content(&images, &path).unwrap(), b"one");
+    assert_eq!(sidecar_content(&images, &twin).unwrap(), b"two");
+}
+
+#[test]
+fn layer_with_the_longest_name_works_without_a_sidecar_beside_it() {
+    let (folder, path) = folder_with_image();
+    let long = path.parent().unwrap().join("n".repeat(255));
+    std::fs::write(&long, b"long").unwrap();
+    let images = images(&path);
+    assert!(images.open_sidecar(&long).unwrap().is_none());
+    assert!(images.write_sidecar(&long, b"index").is_err());
+    images.remove_sidecar(&long).unwrap();
+    let place = SidecarPlace::Directory(folder.path().join("index"));
+    let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
+    images.write_sidecar(&long, b"index").unwrap();
+    assert_eq!(sidecar_content(&images, &long).unwrap(), b"index");
+}
+
+#[test]
+fn sidecars_of_layers_elsewhere_are_as_closed_as_the_layers() {
+    let (_folder, path) = folder_with_image();
+    let (_other, other_path) = folder_with_image();
+    let images = images(&path);
+    for error in [
+        images.open_sidecar(&other_path).err(),
+        images.write_sidecar(&other_path, b"x").err(),
+        images.remove_sidecar(&other_path).err(),
+        images.identify(&other_path).err(),
+    ] {
+        assert_eq!(error.unwrap().kind(), ErrorKind::Denied);
+    }
+}
