@@ -17,6 +17,9 @@ pub enum ExtentKind {
     ZeroAllocated,
     /// The bytes are in the layer's data file at the extent's host offset.
     Data,
+    /// The layer has a cluster for these bytes, and its file a hole there: reads as zeros. Told only
+    /// where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    DataInHole,
     /// The bytes are in the layer, encoded (compressed): only its format can read them.
     Encoded,
 }
@@ -37,7 +40,7 @@ impl ExtentKind {
     /// Whether [`Extent::host`] means anything.
     #[inline]
     pub fn has_host(self) -> bool {
-        matches!(self, Self::Data | Self::ZeroAllocated | Self::HoleInCluster)
+        matches!(self, Self::Data | Self::DataInHole | Self::ZeroAllocated | Self::HoleInCluster)
     }
 }
 

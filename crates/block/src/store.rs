@@ -36,6 +36,14 @@ pub trait Store: Send + Sync {
     /// What the system says.
     fn len(&self) -> Result<u64>;
 
+    /// Bytes that it takes where it is kept; less than its length if it has holes.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+
     /// Whether there is no byte in it.
     ///
     /// # Errors

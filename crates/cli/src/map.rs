@@ -122,7 +122,7 @@ impl Printer {
         let (start, len) = (extent.start.bytes(), extent.len);
         let present = extent.kind.is_present();
         let zero = extent.kind.reads_as_zero();
-        let data = !zero;
+        let data = !zero || extent.kind == ExtentKind::DataInHole;
         let compressed = extent.kind == ExtentKind::Encoded;
         write!(
             self.text,

@@ -6,7 +6,7 @@
 
 use crate::decoded::DecodedClusters;
 use crate::index::{Index, count};
-use crate::layer::{Layer, Tables};
+use crate::layer::Layer;
 use crate::notify::Notify;
 use crate::open::open_layers;
 use mica_block::{
@@ -69,10 +69,6 @@ pub struct Chain {
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     decoded: Arc<DecodedClusters>,
-    /// Whether a layer is shorter than the one above: holes then have to be told apart.
-    pub(crate) has_short_layer: bool,
-    /// Whether a layer has subclusters: holes then can lie in clusters.
-    pub(crate) has_subclusters: bool,
 }
 
 impl Chain {
@@ -87,10 +83,6 @@ impl Chain {
     ) -> Result<Self> {
         let layers = open_layers(&*images, path, options.snapshot.as_deref()).await?;
         let len = layers.last().map_or(0, |layer| layer.len);
-        let has_short_layer = layers.windows(2).any(|pair| pair[0].len < pair[1].len);
-        let has_extended = |tables: &Tables| tables.l2.extended;
-        let has_subclusters =
-            layers.iter().any(|layer| layer.tables.as_ref().is_some_and(has_extended));
         let chain = Self {
             images,
             layers,
@@ -98,8 +90,6 @@ impl Chain {
             index: Index::new(options.cache_bytes.max(CACHE_BYTES_MIN)),
             index_call: Notify::default(),
             decoded: Arc::default(),
-            has_short_layer,
-            has_subclusters,
         };
         if options.index == IndexUse::Read {
             chain.adopt_sidecars().await;
@@ -222,7 +212,7 @@ impl Disk for Chain {
         }
         let from = extents.len();
         let done = self.plan_cached(range, extents);
-        if done == range.len() && !self.has_detail(detail) {
+        if done == range.len() && detail == Detail::Read {
             return Planned::Ready(Ok(()));
         }
         Planned::Pending(Box::pin(self.plan_rest(range, detail, done, (extents, from))))

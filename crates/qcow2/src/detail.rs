@@ -7,17 +7,10 @@ use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
 use mica_units::{GuestOffset, HostOffset, LayerNumber};
 use std::sync::Arc;
 
-/// Holes of a raw file that one plan tells; beyond, the rest is told as data.
-const RAW_RUNS_MAX: usize = 4096;
+/// Runs of files that one plan asks for; beyond, the rest is told as data.
+const FILE_RUNS_MAX: usize = 4096;
 
 impl Chain {
-    /// Whether a plan with `detail` tells more of this chain than the index does.
-    pub(crate) fn has_detail(&self, detail: Detail) -> bool {
-        let has_raw_base = self.layers[0].tables.is_none();
-        let has_more = has_raw_base || self.has_short_layer || self.has_subclusters;
-        detail == Detail::Allocation && has_more
-    }
-
     /// Adds the detail to the extents from `from` on.
     pub(crate) async fn add_detail(
         &self,
@@ -25,17 +18,23 @@ impl Chain {
         extents: &mut Vec<Extent>,
         from: usize,
     ) -> Result<()> {
-        if !self.has_detail(detail) {
+        if detail == Detail::Read {
             return Ok(());
         }
-        let mut raw_runs = 0;
+        let mut file_runs = 0;
         let planned = extents.split_off(from);
         for extent in planned {
-            let layer = &self.layers[extent.layer.index()];
+            let layer = Arc::clone(&self.layers[extent.layer.index()]);
             match extent.kind {
                 ExtentKind::Hole => self.append_holes(extent, extents).await?,
                 ExtentKind::Data if layer.tables.is_none() => {
-                    append_raw_runs(layer, extent, &mut raw_runs, extents)?;
+                    // Zeros by the file's word: it is this layer that owns them, in their place.
+                    let hole = ExtentKind::ZeroAllocated;
+                    append_file_runs(&layer, (extent, hole), &mut file_runs, extents)?;
+                }
+                ExtentKind::Data if layer.is_preallocated().await => {
+                    let hole = ExtentKind::DataInHole;
+                    append_file_runs(&layer, (extent, hole), &mut file_runs, extents)?;
                 }
                 _ => extents.push(extent),
             }
@@ -86,9 +85,10 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
     }
 }
 
-fn append_raw_runs(
+/// Divides a data extent where its file has holes, which become extents of the kind `hole`.
+fn append_file_runs(
     layer: &Layer,
-    extent: Extent,
+    (extent, hole): (Extent, ExtentKind),
     runs: &mut usize,
     extents: &mut Vec<Extent>,
 ) -> Result<()> {
@@ -96,15 +96,14 @@ fn append_raw_runs(
     while done < extent.len {
         let host = HostOffset::new(extent.host.bytes() + done);
         let left = extent.len - done;
-        let (kind, len) = if *runs == RAW_RUNS_MAX {
+        let (kind, len) = if *runs == FILE_RUNS_MAX {
             (ExtentKind::Data, left)
         } else {
             *runs += 1;
             let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
             let kind = match run.kind {
                 RunKind::Data => ExtentKind::Data,
-                // Zeros by the file's word: it is this layer that owns them, and they have a place.
-                RunKind::Hole => ExtentKind::ZeroAllocated,
+                RunKind::Hole => hole,
             };
             (kind, run.len.clamp(1, left))
         };

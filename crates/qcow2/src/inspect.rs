@@ -29,7 +29,7 @@ pub struct ImageInfo {
 pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
     let step = async {
         let image = images.open(path)?;
-        let header = read_header(&image).await?;
+        let header = read_header(&*image.store).await?;
         let snapshots = snapshots::list(&*image.store, &header, SNAPSHOTS_LISTED_MAX).await?;
         let bitmaps = snapshots::list_bitmaps(&*image.store, &header).await?;
         Ok(ImageInfo { image, header, snapshots, bitmaps })
@@ -44,7 +44,7 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
 pub async fn open_for_check(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
         let image = images.open(path)?;
-        let header = read_header_as(&image, Header::decode_for_check).await?;
+        let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))

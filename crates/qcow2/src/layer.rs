@@ -40,6 +40,8 @@ pub(crate) struct Tables {
     pub(crate) l1_entries: u32,
     pub(crate) compression: Compression,
     l1: OnceLock<Box<[L1Entry]>>,
+    /// Whether more clusters are in use than its file takes space for; see [`Layer::is_preallocated`].
+    preallocated: OnceLock<bool>,
 }
 
 impl Tables {
@@ -49,7 +51,8 @@ impl Tables {
         l1_entries: u32,
         compression: Compression,
     ) -> Self {
-        Self { l2, l1_offset, l1_entries, compression, l1: OnceLock::new() }
+        let (l1, preallocated) = (OnceLock::new(), OnceLock::new());
+        Self { l2, l1_offset, l1_entries, compression, l1, preallocated }
     }
 
     /// L1 entries `first..first + count`; those beyond the table name nothing.
@@ -290,6 +293,18 @@ impl Layer {
 
     pub(crate) fn deferred_run(&self, range: GuestRange, window: GuestOffset) -> Run {
         run_at(range, window, Entry::without_host(EntryKind::Deferred, self.number))
+    }
+
+    /// Whether the image's file takes clearly less space than its clusters in use would: then
+    /// clusters may lie in holes of the file. QEMU decides so too, and asks the file only then.
+    pub(crate) async fn is_preallocated(&self) -> bool {
+        let Some(tables) = &self.tables else { return false };
+        if let Some(known) = tables.preallocated.get() {
+            return *known;
+        }
+        // What cannot be found out is told as data, which is never wrong.
+        let found = crate::preallocated::is_preallocated(&*self.store).await.unwrap_or(false);
+        *tables.preallocated.get_or_init(|| found)
     }
 
     /// Reads what an index cannot describe: asks the layer's own L2 entries.

@@ -16,6 +16,7 @@ mod inspect;
 mod layer;
 mod notify;
 mod open;
+mod preallocated;
 pub mod snapshots;
 
 pub use chain::{

@@ -11,7 +11,7 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
@@ -98,7 +98,7 @@ async fn open_one(
     if format != ImageFormat::Qcow2 {
         return Ok((Opened { path, image, kind: OpenedKind::Raw }, None));
     }
-    let header = read_header(&image).await?;
+    let header = read_header(&*image.store).await?;
     let below = match &header.backing {
         None => None,
         Some(backing) => {
@@ -146,30 +146,30 @@ async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
 }
 
 /// Reads and decodes the header of an image that is to be read.
-pub(crate) async fn read_header(image: &OpenImage) -> Result<Header> {
-    read_header_as(image, Header::decode).await
+pub(crate) async fn read_header(store: &dyn Store) -> Result<Header> {
+    read_header_as(store, Header::decode).await
 }
 
 /// Reads the header of an image and decodes it with `decode`.
 pub(crate) async fn read_header_as(
-    image: &OpenImage,
+    store: &dyn Store,
     decode: impl FnOnce(&[u8], u64) -> Result<Header>,
 ) -> Result<Header> {
-    let file_len = image.store.len()?;
-    let mut bytes = read_start(image, file_len, HEADER_READ_BYTES).await?;
+    let file_len = store.len()?;
+    let mut bytes = read_start(store, file_len, HEADER_READ_BYTES).await?;
     // A long header or name says so in what was read; each round reads more, up to a cluster.
     loop {
         let needed = Header::bytes_needed(&bytes)?;
         if needed <= bytes.len() || bytes.len() as u64 >= file_len {
             return decode(&bytes, file_len);
         }
-        bytes = read_start(image, file_len, needed).await?;
+        bytes = read_start(store, file_len, needed).await?;
     }
 }
 
-async fn read_start(image: &OpenImage, file_len: u64, len: usize) -> Result<Buf> {
+async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {
     let len = usize::try_from(file_len).unwrap_or(usize::MAX).min(len);
-    read_exact(&*image.store, HostOffset::ZERO, len).await
+    read_exact(store, HostOffset::ZERO, len).await
 }
 
 async fn build_layer(

@@ -4,7 +4,7 @@ use crate::handles::{Handle, Handles};
 use crate::located::{FileKind, Located};
 use mica_block::{Error, ErrorKind, IoFuture, Result, Run, RunKind, Store};
 use mica_rt::{Access, BUF_ALIGN, Buf, File};
-use mica_units::HostOffset;
+use mica_units::{HostOffset, SECTOR_BYTES};
 use rustix::fs::{AtFlags, SeekFrom, StatxFlags, fstat, seek, statx};
 use rustix::io::Errno;
 use std::sync::Arc;
@@ -120,6 +120,14 @@ impl Store for FileStore {
 
     fn len(&self) -> Result<u64> {
         self.with_file(|file| self.len_of(file))
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.with_file(|file| {
+            let stat = rustix::fs::fstat(file);
+            let stat = stat.map_err(|error| self.failed("asking for the size of", error))?;
+            Ok(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(SECTOR_BYTES))
+        })
     }
 
     fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {

@@ -62,7 +62,11 @@ fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
 
 fn flags_of(kind: ExtentKind) -> u32 {
     // What has no data is a hole, as in QEMU, whether or not a place is kept for it.
-    if kind.reads_as_zero() { STATE_HOLE | STATE_ZERO } else { 0 }
+    match kind {
+        ExtentKind::DataInHole => STATE_ZERO,
+        kind if kind.reads_as_zero() => STATE_HOLE | STATE_ZERO,
+        _ => 0,
+    }
 }
 
 /// Descriptors in order, neighbours with the same flags joined.

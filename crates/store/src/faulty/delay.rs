@@ -36,6 +36,10 @@ impl Store for DelayStore {
         })
     }
 
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+
     fn len(&self) -> Result<u64> {
         self.inner.len()
     }

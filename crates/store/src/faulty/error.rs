@@ -69,6 +69,10 @@ impl Store for ErrorStore {
         ready(Err(Error::from_io(what, cause)), buf)
     }
 
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+
     fn len(&self) -> Result<u64> {
         self.inner.len()
     }

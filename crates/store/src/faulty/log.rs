@@ -49,6 +49,10 @@ impl Store for LogStore {
         })
     }
 
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+
     fn len(&self) -> Result<u64> {
         self.inner.len()
     }

@@ -1,0 +1,50 @@
+//! Whether clusters of an image may lie in holes of its file.
+//!
+//! An image whose clusters were allocated without being written (`preallocation=metadata`), or that
+//! was written around zeros, has more clusters in use than its file takes space for. Its map is then
+//! told with the file's holes, as `qemu-img map` does; else the file is not asked, which saves a
+//! system call for each extent.
+
+use crate::format::{Header, RefcountTableEntry};
+use crate::open::read_header;
+use mica_block::{Result, Store, read_exact};
+use mica_units::HostOffset;
+
+/// The rule of QEMU: at least a ninth more clusters in use than fit in the space, and two more.
+pub(crate) async fn is_preallocated(store: &dyn Store) -> Result<bool> {
+    let header = read_header(store).await?;
+    let cluster_bytes = header.cluster_bits.bytes();
+    let real_clusters = store.allocated_bytes()? / cluster_bytes;
+    let threshold = (real_clusters.saturating_mul(10) / 9).max(real_clusters + 2);
+    let end_cluster = header.cluster_bits.clusters_for(store.len()?);
+    if end_cluster < threshold {
+        return Ok(false);
+    }
+    Ok(count_in_use(store, &header, end_cluster, threshold).await? >= threshold)
+}
+
+/// How many of the first `end` clusters have a refcount; stops at `enough`.
+async fn count_in_use(store: &dyn Store, header: &Header, end: u64, enough: u64) -> Result<u64> {
+    let bits = header.cluster_bits;
+    let block_entries = header.refcount_width.block_entries(bits);
+    let table_entries =
+        u64::from(header.refcount_table_clusters) * bits.bytes() / RefcountTableEntry::BYTES as u64;
+    let block_len = usize::try_from(bits.bytes()).expect("at most 2 MiB");
+    let mut in_use = 0;
+    for index in 0..end.div_ceil(block_entries).min(table_entries) {
+        let at = header.refcount_table_offset.bytes() + index * RefcountTableEntry::BYTES as u64;
+        let bytes = read_exact(store, HostOffset::new(at), RefcountTableEntry::BYTES).await?;
+        let Some(entry) = bytes.first_chunk() else { break };
+        let entry = RefcountTableEntry(u64::from_be_bytes(*entry));
+        let Some(block) = entry.decode(bits)? else { continue };
+        let block = read_exact(store, block, block_len).await?;
+        let count = usize::try_from((end - index * block_entries).min(block_entries));
+        let counts =
+            (0..count.unwrap_or(usize::MAX)).map_while(|at| header.refcount_width.get(&block, at));
+        in_use += counts.filter(|count| *count != 0).count() as u64;
+        if in_use >= enough {
+            break;
+        }
+    }
+    Ok(in_use)
+}
