@@ -64,8 +64,13 @@ fn main() -> Result<(), AnyError> {
         name: "null".to_owned(),
         description: "zeros without end".to_owned(),
     };
-    let config =
-        ServerConfig { listeners, exports: vec![export], queues, backend, limits: Limits::default() };
+    let config = ServerConfig {
+        listeners,
+        exports: vec![export],
+        queues,
+        backend,
+        limits: Limits::default(),
+    };
     let running = Server::start(config)?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     println!("{:?}", running.shutdown());

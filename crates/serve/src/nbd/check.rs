@@ -74,8 +74,7 @@ impl Rules {
                 extents_max: if one { 1 } else { usize::MAX },
             });
         }
-        let fragments =
-            if flags & command_flag::DF == 0 { Fragments::Any } else { Fragments::One };
+        let fragments = if flags & command_flag::DF == 0 { Fragments::Any } else { Fragments::One };
         match self.style {
             ReplyStyle::Simple if len > PAYLOAD_BYTES_MAX => refuse(ErrorCode::Inval),
             ReplyStyle::Structured if len > PAYLOAD_BYTES_MAX => refuse(ErrorCode::Overflow),

@@ -49,8 +49,7 @@ impl Listener {
         let listener =
             UnixListener::bind(path).map_err(|error| Error::from_io(context(), error))?;
         let made = path.symlink_metadata().map_err(|error| Error::from_io(context(), error))?;
-        let file =
-            SocketFile { path: path.to_owned(), device: made.dev(), inode: made.ino() };
+        let file = SocketFile { path: path.to_owned(), device: made.dev(), inode: made.ino() };
         Self::wrap(listener.into(), Family::Unix, Some(file))
     }
 
@@ -76,7 +75,10 @@ impl Listener {
         let listening = sockopt::socket_acceptconn(&fd)
             .map_err(|error| Error::from_io(context(), error.into()))?;
         if !listening {
-            return Err(Error::new(ErrorKind::Invalid, "the socket that was handed over does not listen"));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "the socket that was handed over does not listen",
+            ));
         }
         let family = match rustix::net::getsockname(&fd).map(SocketAddr::try_from) {
             Ok(Ok(address)) => Family::Tcp(address),
@@ -102,9 +104,8 @@ impl Listener {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let is_ours = |found: std::fs::Metadata| {
-            found.dev() == self.device && found.ino() == self.inode
-        };
+        let is_ours =
+            |found: std::fs::Metadata| found.dev() == self.device && found.ino() == self.inode;
         if self.path.symlink_metadata().is_ok_and(is_ours)
             && let Err(error) = std::fs::remove_file(&self.path)
         {

@@ -252,9 +252,8 @@ impl<'a> Negotiation<'a> {
         if self.find(request.name).is_none() {
             return self.unknown_export(out, option);
         }
-        let is_asked = |query: &&[u8]| {
-            *query == BASE_ALLOCATION || (!selects && *query == BASE_WILDCARD)
-        };
+        let is_asked =
+            |query: &&[u8]| *query == BASE_ALLOCATION || (!selects && *query == BASE_WILDCARD);
         let lists_all = !selects && request.queries.is_empty();
         if lists_all || request.queries.iter().any(is_asked) {
             let id = if selects { BASE_ALLOCATION_ID } else { 0 };
@@ -344,7 +343,8 @@ impl<'a> Inbox<'a> {
         let mut done = 0;
         while done < N {
             let rest = &mut out[done..];
-            done += self.some(rest.len(), |bytes| rest[..bytes.len()].copy_from_slice(bytes)).await?;
+            done +=
+                self.some(rest.len(), |bytes| rest[..bytes.len()].copy_from_slice(bytes)).await?;
         }
         Ok(out)
     }

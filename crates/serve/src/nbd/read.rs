@@ -65,7 +65,8 @@ pub(super) async fn read_long(
         if oversize {
             shared.room().await;
         }
-        let window = next_window(at, range.end());
+        // A plan that is there already is for all of the range, which is short then.
+        let window = if plan.is_some() { range } else { next_window(at, range.end()) };
         let contents = read_window(&*shared.disk, window, plan.take()).await;
         let contents = contents.map_err(|failure| Failure {
             // A header is out already that promised what cannot be kept.

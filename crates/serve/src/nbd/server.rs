@@ -255,11 +255,9 @@ impl Dispatch {
     fn hand_over(&self, socket: Socket, family: Family) {
         let index = self.next.fetch_add(1, Ordering::Relaxed) % self.peers.len();
         let Peer { handle, shared } = &self.peers[index];
-        let Some(guard) = OpenConnection::new(
-            &self.connections,
-            shared,
-            self.common.limits.connections_max,
-        ) else {
+        let Some(guard) =
+            OpenConnection::new(&self.connections, shared, self.common.limits.connections_max)
+        else {
             // Runs on the first queue, whose counter this is.
             self.peers[0].shared.stats.connections_refused.add(1);
             tracing::debug!("a connection was closed: there are too many");
@@ -316,3 +314,6 @@ async fn accept_all(listener: Arc<Socket>, family: Family, dispatch: Arc<Dispatc
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

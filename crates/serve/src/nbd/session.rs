@@ -28,8 +28,8 @@
 //! - I6 Whatever ends the session, everything it holds goes with it: buffers that the kernel still
 //!   uses stay with their operations.
 
-use super::input::{Input, Next};
 use super::check::{Action, Rules};
+use super::input::{Input, Next};
 use super::limits::{
     BUDGET_BYTES, FAILURES_LOGGED_MAX, Limits, REPLIES_QUEUED_MAX, SLOTS_MAX, STATUS_CHARGE_BYTES,
     WINDOW_BYTES,
@@ -218,8 +218,16 @@ struct Slot {
 enum Work {
     None,
     /// A read of one extent, which is nearly every read: nothing is allocated for it but its data.
-    Read { io: IoFuture, cookie: u64, offset: GuestOffset, len: usize },
-    Long { future: LocalFuture<'static, Result<u64, Failure>>, cookie: u64 },
+    Read {
+        io: IoFuture,
+        cookie: u64,
+        offset: GuestOffset,
+        len: usize,
+    },
+    Long {
+        future: LocalFuture<'static, Result<u64, Failure>>,
+        cookie: u64,
+    },
 }
 
 /// The wakers of the parts that are not slots.
@@ -548,8 +556,7 @@ impl<'a> Session<'a> {
         let mut plan = None;
         if read.range.len() <= WINDOW_BYTES {
             self.extents.clear();
-            let planned = match self.shared.disk.plan(read.range, Detail::Read, &mut self.extents)
-            {
+            let planned = match self.shared.disk.plan(read.range, Detail::Read, &mut self.extents) {
                 Planned::Ready(result) => Some(result),
                 // The map has to be read first: planned again by the long way.
                 Planned::Pending(_) => None,
@@ -615,11 +622,7 @@ impl<'a> Session<'a> {
         self.stats.read_bytes.add(bytes);
     }
 
-    fn start_long(
-        &mut self,
-        cookie: u64,
-        future: LocalFuture<'static, Result<u64, Failure>>,
-    ) {
+    fn start_long(&mut self, cookie: u64, future: LocalFuture<'static, Result<u64, Failure>>) {
         let slot = self.free_slot();
         self.slots[slot].work = Work::Long { future, cookie };
         self.poll_slot(slot);
