@@ -107,7 +107,11 @@ impl Chain {
         states
     }
 
+    /// The seal of a layer's sidecar; `None` too where a node of it was found to be bad.
     async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
+        if self.index.is_distrusted(layer.number.as_u16()) {
+            return None;
+        }
         let store = self.images.open_sidecar(&layer.path).ok().flatten()?;
         let bytes = read_exact(&*store, HostOffset::ZERO, HEADER_BYTES).await.ok()?;
         let header = Header::decode(&bytes)?;
@@ -246,6 +250,7 @@ impl Chain {
 
     fn adopt_written(&self, number: u16, tree: &mut Tree, header: &Header) -> Result<()> {
         let path = &self.layers[usize::from(number)].path;
+        self.index.trust(number);
         if let Some(store) = self.images.open_sidecar(path)? {
             self.index.keep_sidecar(number, store);
         }

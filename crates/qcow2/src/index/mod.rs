@@ -24,7 +24,7 @@ use crate::layer::Layer;
 use mica_block::Store;
 use mica_map::{Directory, NodeRef, Root};
 use quick_cache::sync::Cache;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -40,6 +40,8 @@ pub(crate) struct Index {
     tree: RwLock<Arc<Tree>>,
     /// The sidecars that the tree's nodes lie in, by layer number.
     sidecars: Mutex<HashMap<u16, Arc<dyn Store>>>,
+    /// Sidecars that had a bad node: their seals prove nothing until they are written again.
+    distrusted: Mutex<HashSet<u16>>,
     pub(crate) counters: Counters,
     /// The slice that was loaded last, to see that a guest reads on.
     last_loaded: AtomicU64,
@@ -88,6 +90,7 @@ impl Index {
             directories: Cache::new(directories.unwrap_or(usize::MAX).max(16)),
             tree: RwLock::default(),
             sidecars: Mutex::default(),
+            distrusted: Mutex::default(),
             counters: Counters::default(),
             last_loaded: AtomicU64::new(u64::MAX),
         }
@@ -113,6 +116,20 @@ impl Index {
         }
         drop(tree);
         self.lock_sidecars().retain(|kept, _| *kept < number);
+        self.lock_distrusted().insert(number);
+    }
+
+    pub(crate) fn is_distrusted(&self, number: u16) -> bool {
+        self.lock_distrusted().contains(&number)
+    }
+
+    /// The sidecar of layer `number` was written anew.
+    pub(crate) fn trust(&self, number: u16) {
+        self.lock_distrusted().remove(&number);
+    }
+
+    fn lock_distrusted(&self) -> MutexGuard<'_, HashSet<u16>> {
+        self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn keep_sidecar(&self, number: u16, store: Arc<dyn Store>) {
