@@ -9,5 +9,5 @@
 mod scenario;
 mod world;
 
-pub use scenario::{SEED_VARIABLE, scenario};
+pub use scenario::{RUNS_VARIABLE, SEED_VARIABLE, scenario};
 pub use world::{Latency, ReadFault, World};

@@ -8,18 +8,22 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// When set, scenarios run from this seed alone.
 pub const SEED_VARIABLE: &str = "MICA_SIM_SEED";
 
+/// When set, scenarios run from this many seeds: for long nights.
+pub const RUNS_VARIABLE: &str = "MICA_SIM_RUNS";
+
 /// Runs `body` in a world and an executor of its own for each of `runs` seeds. Where one fails, it
 /// prints the command that replays it.
 ///
 /// # Panics
 /// As `body` does.
 pub fn scenario<F: Future<Output = ()>>(runs: u64, body: impl Fn(World) -> F) {
-    let seeds = match std::env::var(SEED_VARIABLE) {
-        Ok(text) => {
-            let seed = text.parse().expect("the seed is a number");
-            seed..seed + 1
-        }
-        Err(_) => 0..runs,
+    let number = |variable| {
+        let text = std::env::var(variable).ok()?;
+        Some(text.parse::<u64>().unwrap_or_else(|_| panic!("{variable} is a number, not {text:?}")))
+    };
+    let seeds = match number(SEED_VARIABLE) {
+        Some(seed) => seed..seed.saturating_add(1),
+        None => 0..number(RUNS_VARIABLE).unwrap_or(runs),
     };
     for seed in seeds {
         let run = AssertUnwindSafe(|| {
