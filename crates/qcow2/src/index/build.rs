@@ -14,7 +14,7 @@ use crate::index::sidecar::{HEADER_BYTES, Header};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
 use crate::index::{Tree, raw_base_limit};
 use crate::layer::{Layer, Tables, l2_part};
-use mica_block::{Identity, Result, Store, read_exact};
+use mica_block::{Result, Store, read_exact};
 use mica_map::{Editor, NodeRef, Root, encode_node};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::collections::HashMap;
@@ -61,7 +61,8 @@ impl Chain {
     /// Reads the seals from the base up and takes the tree as far as they hold without reading a
     /// layer. Costs one small read for each layer.
     pub(crate) async fn adopt_sidecars(&self) {
-        let mut tree = Tree::default();
+        let generation = self.index.next_generation();
+        let mut tree = Tree { generation, ..Tree::default() };
         for layer in self.frozen() {
             if layer.tables.is_none() {
                 tree.push_raw_base(layer);
@@ -71,9 +72,7 @@ impl Chain {
             if self.seal_state(layer, &header, tree.id) != SealState::Sealed {
                 break;
             }
-            self.index.keep_sidecar(layer.number.as_u16(), store);
-            tree.roots.push(header.root);
-            tree.id = header.id;
+            tree.push(header.root, header.id, Some(store));
         }
         self.index.publish(tree);
     }
@@ -151,6 +150,8 @@ impl Chain {
             self.adopt_sidecars().await;
             tree = (*self.index.tree()).clone();
         }
+        // What is written anew below must not be taken for what lay in its place before.
+        tree.generation = self.index.next_generation();
         let mut builder = Builder::new(tree.root());
         let total = self.frozen().len();
         let first = tree.covered();
@@ -193,31 +194,27 @@ impl Chain {
             tree.push_raw_base(layer);
             return Ok(());
         }
-        let kept = self.read_seal(layer).await;
-        let candidate = kept.filter(|(header, _)| {
-            let state = self.seal_state(layer, header, tree.id);
-            matches!(state, SealState::Unproven | SealState::Sealed)
-        });
-        let scan = Scan::read(self, layer, builder, tree, candidate.is_some()).await?;
-        if self.identity_now(layer)? != layer.identity {
-            return Err(Stop::Changed);
-        }
-        let number = layer.number.as_u16();
-        match candidate {
-            Some((header, store)) if header.digest == scan.digest => {
+        if let Some((header, store)) = self.read_seal(layer).await
+            && let state = self.seal_state(layer, &header, tree.id)
+            && matches!(state, SealState::Unproven | SealState::Sealed)
+        {
+            if state == SealState::Sealed {
+                builder.restart(header.root);
+                tree.push(header.root, header.id, Some(store));
+                return Ok(());
+            }
+            let found = Scan::read(self, layer, builder, tree, ScanFor::Digest).await?;
+            self.require_unchanged(layer)?;
+            if header.digest == found.digest {
                 let content = self.resealed(layer, &header, &*store).await?;
                 self.images.write_sidecar(&layer.path, &content)?;
                 builder.restart(header.root);
-                self.adopt_written(number, tree, &header)?;
+                return self.adopt_written(layer, tree, &header).await;
             }
-            Some(_) => {
-                // The content is another: read it again, this time for its map.
-                let scan = Scan::read(self, layer, builder, tree, false).await?;
-                self.write_sidecar(builder, tree, layer, scan).await?;
-            }
-            None => self.write_sidecar(builder, tree, layer, scan).await?,
         }
-        Ok(())
+        let scan = Scan::read(self, layer, builder, tree, ScanFor::Map).await?;
+        self.require_unchanged(layer)?;
+        self.write_sidecar(builder, tree, layer, scan).await
     }
 
     async fn write_sidecar(
@@ -244,18 +241,21 @@ impl Chain {
         };
         content[..HEADER_BYTES].copy_from_slice(&header.encode());
         self.images.write_sidecar(&layer.path, &content)?;
-        self.adopt_written(number, tree, &header)?;
-        Ok(())
+        self.adopt_written(layer, tree, &header).await
     }
 
-    fn adopt_written(&self, number: u16, tree: &mut Tree, header: &Header) -> Result<()> {
-        let path = &self.layers[usize::from(number)].path;
-        self.index.trust(number);
-        if let Some(store) = self.images.open_sidecar(path)? {
-            self.index.keep_sidecar(number, store);
-        }
-        tree.roots.push(header.root);
-        tree.id = header.id;
+    /// Takes a sidecar that was just written into the tree: from the file, as everyone else will.
+    async fn adopt_written(
+        &self,
+        layer: &Layer,
+        tree: &mut Tree,
+        written: &Header,
+    ) -> std::result::Result<(), Stop> {
+        self.index.trust(layer.number.as_u16());
+        // Another process that serves the same layers may have put its own there meanwhile.
+        let seal = self.read_seal(layer).await.filter(|(header, _)| header.id == written.id);
+        let (header, store) = seal.ok_or(Stop::Changed)?;
+        tree.push(header.root, header.id, Some(store));
         Ok(())
     }
 
@@ -269,16 +269,17 @@ impl Chain {
         Ok(content)
     }
 
-    fn identity_now(&self, layer: &Layer) -> Result<Identity> {
-        self.images.identify(&layer.path)
+    /// I1: what was read is of the state that the seal will name.
+    fn require_unchanged(&self, layer: &Layer) -> std::result::Result<(), Stop> {
+        let now = self.images.identify(&layer.path)?;
+        if now == layer.identity { Ok(()) } else { Err(Stop::Changed) }
     }
 }
 
 impl Tree {
     /// A raw base needs no sidecar: its map is its length.
     fn push_raw_base(&mut self, base: &Layer) {
-        self.roots.push(Root::default());
-        self.id = raw_base_id(base);
+        self.push(Root::default(), raw_base_id(base), None);
     }
 }
 
@@ -309,7 +310,7 @@ impl Builder {
         tree: &Tree,
         number: u64,
     ) -> std::result::Result<Arc<Slice>, Stop> {
-        self.load_path(chain, number).await?;
+        self.load_path(chain, tree, number).await?;
         let at = self.editor.leaf(number);
         if let Some((kept_at, slice)) = self.slices.get(&number)
             && *kept_at == at
@@ -318,7 +319,7 @@ impl Builder {
         }
         let covered = &chain.layers[..tree.covered()];
         let slice = match at {
-            Some(at) => chain.leaf(at, covered.len()).await.map_err(|bad| damaged(chain, bad))?,
+            Some(at) => chain.leaf(tree, at).await.map_err(|bad| useless(chain, bad))?,
             None => base_slice(raw_base_limit(covered), number),
         };
         let slice = Arc::new(slice);
@@ -327,9 +328,14 @@ impl Builder {
     }
 
     /// Feeds the editor the directories on the way to slice `number`.
-    async fn load_path(&mut self, chain: &Chain, number: u64) -> std::result::Result<(), Stop> {
+    async fn load_path(
+        &mut self,
+        chain: &Chain,
+        tree: &Tree,
+        number: u64,
+    ) -> std::result::Result<(), Stop> {
         while let Some((slot, at)) = self.editor.missing(number) {
-            let directory = chain.directory(at).await.map_err(|bad| damaged(chain, bad))?;
+            let directory = chain.directory(tree, at).await.map_err(|bad| useless(chain, bad))?;
             self.editor.feed(slot, (*directory).clone());
         }
         Ok(())
@@ -345,12 +351,21 @@ impl Builder {
     }
 }
 
-fn damaged(chain: &Chain, bad: BadNode) -> Stop {
-    chain.distrust_sidecar(bad.0.file());
+fn useless(chain: &Chain, bad: BadNode) -> Stop {
+    chain.forget_sidecar(bad);
     Stop::Failed(mica_block::Error::new(
         mica_block::ErrorKind::Corrupt,
         "the index is damaged: build it again",
     ))
+}
+
+/// What a layer's tables are read for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ScanFor {
+    /// To see whether they are the ones that were sealed.
+    Digest,
+    /// To write the slices that they change, as well.
+    Map,
 }
 
 /// One pass over a layer's tables.
@@ -368,10 +383,10 @@ impl Scan {
         layer: &Layer,
         builder: &mut Builder,
         tree: &Tree,
-        digest_only: bool,
+        purpose: ScanFor,
     ) -> std::result::Result<Self, Stop> {
         let mut scan = Self { content: vec![0; HEADER_BYTES], digest: 0 };
-        if !digest_only {
+        if purpose == ScanFor::Map {
             scan.cut_beyond(chain, layer, builder, tree).await?;
         }
         let Some(tables) = &layer.tables else { return Ok(scan) };
@@ -393,7 +408,7 @@ impl Scan {
                 let Some(part) = table_part(tables.l2, l1_index, layer.len) else { continue };
                 let read = L2Read { layer, tables, entry, part };
                 let table = read.table(&mut sum).await?;
-                if digest_only {
+                if purpose == ScanFor::Digest {
                     continue;
                 }
                 read.each_slice(table.as_deref(), &mut pending);
@@ -424,7 +439,7 @@ impl Scan {
         }
         let first_beyond = layer.len.div_ceil(SLICE_BYTES);
         let boundary = layer.len >> SLICE_BITS;
-        builder.load_path(chain, first_beyond).await?;
+        builder.load_path(chain, tree, first_beyond).await?;
         builder.editor.truncate(first_beyond);
         builder.slices.retain(|number, _| *number < boundary);
         if boundary < first_beyond {
@@ -454,7 +469,7 @@ impl Scan {
         let at = at.expect("a sidecar is smaller than 256 TiB");
         encode_node(&mut self.content, at, &new.encode());
         builder.editor.grow_for(number);
-        builder.load_path(chain, number).await?;
+        builder.load_path(chain, tree, number).await?;
         builder.editor.set(number, Some(at));
         builder.keep(number, Some(at), new);
         Ok(())

@@ -4,7 +4,7 @@ use crate::chain::Chain;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
 };
-use crate::index::{Tree, count, raw_base_limit};
+use crate::index::{BadNodeReason, Tree, count, raw_base_limit};
 use mica_block::{Result, read_exact};
 use mica_map::{Directory, NODE_HEADER_BYTES, NodeRef, Step, node_len, open_node};
 use mica_rt::Buf;
@@ -119,9 +119,9 @@ impl Chain {
                     let covered = &self.layers[..tree.covered()];
                     base_slice(raw_base_limit(covered), number).append_runs(sector, &mut runs);
                 }
-                Err(BadNode(at)) => {
+                Err(bad) => {
                     // A sidecar that lies is forgotten: the chain itself has the truth.
-                    self.distrust_sidecar(at.file());
+                    self.forget_sidecar(bad);
                     let tree = self.index.tree();
                     return Box::pin(self.resolve(&tree, first, end)).await;
                 }
@@ -141,66 +141,82 @@ impl Chain {
             match step {
                 Step::Absent => return Ok(None),
                 Step::Read(at, look_up) => {
-                    let directory = self.directory(at).await?;
+                    let directory = self.directory(tree, at).await?;
                     step = look_up.feed(&directory);
                 }
-                Step::Leaf(at) => return self.leaf(at, tree.covered()).await.map(Some),
+                Step::Leaf(at) => return self.leaf(tree, at).await.map(Some),
             }
         }
     }
 
-    /// The slice in the node at `at`, for a tree that speaks for `layers` layers.
+    /// The slice of `tree` in the node at `at`.
     pub(crate) async fn leaf(
         &self,
+        tree: &Tree,
         at: NodeRef,
-        layers: usize,
     ) -> std::result::Result<Slice, BadNode> {
-        let node = self.read_node(at).await?;
-        let payload = open_node(&node, at).map_err(|_| BadNode(at))?;
-        Slice::decode(payload, layers).ok_or(BadNode(at))
+        let node = read_node(tree, at).await?;
+        let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
+        Slice::decode(payload, tree.covered()).ok_or(BadNode::damaged(at))
     }
 
-    /// The directory in the node at `at`.
+    /// The directory of `tree` in the node at `at`.
     pub(crate) async fn directory(
         &self,
+        tree: &Tree,
         at: NodeRef,
     ) -> std::result::Result<Arc<Directory>, BadNode> {
-        if let Some(directory) = self.index.directories.get(&at) {
+        if let Some(directory) = self.index.directories.get(&(tree.generation, at)) {
             return Ok(directory);
         }
-        let node = self.read_node(at).await?;
-        let payload = open_node(&node, at).map_err(|_| BadNode(at))?;
-        let directory = Directory::decode(payload, at).map_err(|_| BadNode(at))?;
+        let node = read_node(tree, at).await?;
+        let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
+        let directory = Directory::decode(payload, at).map_err(|_| BadNode::damaged(at))?;
         let directory = Arc::new(directory);
-        self.index.directories.insert(at, Arc::clone(&directory));
+        let key = (tree.generation, at);
+        self.index.directories.insert(key, Arc::clone(&directory));
         Ok(directory)
     }
 
-    async fn read_node(&self, at: NodeRef) -> std::result::Result<Buf, BadNode> {
-        let store = self.index.lock_sidecars().get(&at.file()).cloned().ok_or(BadNode(at))?;
-        let offset = HostOffset::new(at.offset());
-        let read = |len| read_exact(&*store, offset, len);
-        let first = read(NODE_READ_BYTES).await.map_err(|_| BadNode(at))?;
-        match node_len(&first) {
-            Some(len) if len <= first.len() => Ok(first),
-            Some(len) if len <= NODE_BYTES_MAX => read(len).await.map_err(|_| BadNode(at)),
-            _ => Err(BadNode(at)),
-        }
-    }
-
-    pub(crate) fn distrust_sidecar(&self, number: u16) {
-        if let Some(layer) = self.layers.get(usize::from(number)) {
+    pub(crate) fn forget_sidecar(&self, bad: BadNode) {
+        let BadNode { file, reason } = bad;
+        if let Some(layer) = self.layers.get(usize::from(file)) {
             let path = layer.path.display();
-            tracing::warn!(layer = %path, "the index of this layer is damaged: it is rebuilt");
+            tracing::warn!(layer = %path, ?reason, "the index of this layer is of no use");
         }
-        self.index.distrust(number);
+        self.index.forget(file, reason);
         self.index_call.set();
     }
 }
 
-/// A node that is not what it must be, or cannot be read: its sidecar is not to be trusted.
-#[derive(Debug)]
-pub(crate) struct BadNode(pub(crate) NodeRef);
+async fn read_node(tree: &Tree, at: NodeRef) -> std::result::Result<Buf, BadNode> {
+    let store = tree.sidecar(at.file()).ok_or(BadNode::damaged(at))?;
+    let offset = HostOffset::new(at.offset());
+    let read = |len| read_exact(&**store, offset, len);
+    let first = read(NODE_READ_BYTES).await.map_err(|_| BadNode::unreadable(at))?;
+    match node_len(&first) {
+        Some(len) if len <= first.len() => Ok(first),
+        Some(len) if len <= NODE_BYTES_MAX => read(len).await.map_err(|_| BadNode::unreadable(at)),
+        _ => Err(BadNode::damaged(at)),
+    }
+}
+
+/// A node that is of no use, and with it the sidecar that it lies in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct BadNode {
+    file: u16,
+    reason: BadNodeReason,
+}
+
+impl BadNode {
+    fn damaged(at: NodeRef) -> Self {
+        Self { file: at.file(), reason: BadNodeReason::Damaged }
+    }
+
+    fn unreadable(at: NodeRef) -> Self {
+        Self { file: at.file(), reason: BadNodeReason::Unreadable }
+    }
+}
 
 /// Slice `number` where a raw base shows through up to `limit` and nothing else is.
 pub(crate) fn base_slice(limit: u64, number: u64) -> Slice {

@@ -24,7 +24,7 @@ use crate::layer::Layer;
 use mica_block::Store;
 use mica_map::{Directory, NodeRef, Root};
 use quick_cache::sync::Cache;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -36,13 +36,14 @@ const DIRECTORY_MEMORY_BYTES: u64 = 384;
 /// The index of one chain.
 pub(crate) struct Index {
     pub(crate) cache: SliceCache,
-    directories: Cache<NodeRef, Arc<Directory>>,
+    /// By the generation of the tree that read them: a node's place says nothing about a sidecar
+    /// that was written anew.
+    directories: Cache<(u64, NodeRef), Arc<Directory>>,
     tree: RwLock<Arc<Tree>>,
-    /// The sidecars that the tree's nodes lie in, by layer number.
-    sidecars: Mutex<HashMap<u16, Arc<dyn Store>>>,
-    /// Sidecars that had a bad node: their seals prove nothing until they are written again.
-    distrusted: Mutex<HashSet<u16>>,
+    /// Sidecars that could not be read, with how often; see [`Index::is_distrusted`].
+    distrusted: Mutex<HashMap<u16, u32>>,
     pub(crate) counters: Counters,
+    generations: AtomicU64,
     /// The slice that was loaded last, to see that a guest reads on.
     last_loaded: AtomicU64,
 }
@@ -51,9 +52,14 @@ pub(crate) struct Index {
 #[derive(Clone, Default)]
 pub(crate) struct Tree {
     /// The tree's root at each layer that it speaks for, from the base.
-    pub(crate) roots: Vec<Root>,
+    roots: Vec<Root>,
+    /// The sidecar of each of those layers; a raw base has none.
+    sidecars: Vec<Option<Arc<dyn Store>>>,
     /// The name of the uppermost sidecar; zero if there is none.
-    pub(crate) id: u64,
+    id: u64,
+    /// Unlike that of every tree whose sidecars may have been others; see
+    /// [`Index::next_generation`].
+    generation: u64,
 }
 
 impl Tree {
@@ -64,6 +70,16 @@ impl Tree {
 
     pub(crate) fn root(&self) -> Root {
         self.roots.last().copied().unwrap_or_default()
+    }
+
+    fn push(&mut self, root: Root, id: u64, sidecar: Option<Arc<dyn Store>>) {
+        self.roots.push(root);
+        self.sidecars.push(sidecar);
+        self.id = id;
+    }
+
+    fn sidecar(&self, number: u16) -> Option<&Arc<dyn Store>> {
+        self.sidecars.get(usize::from(number))?.as_ref()
     }
 }
 
@@ -89,9 +105,9 @@ impl Index {
             cache: SliceCache::new(budget_bytes - directory_bytes),
             directories: Cache::new(directories.unwrap_or(usize::MAX).max(16)),
             tree: RwLock::default(),
-            sidecars: Mutex::default(),
             distrusted: Mutex::default(),
             counters: Counters::default(),
+            generations: AtomicU64::new(1),
             last_loaded: AtomicU64::new(u64::MAX),
         }
     }
@@ -101,26 +117,39 @@ impl Index {
         Arc::clone(&self.tree.read().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// A number that no tree had before.
+    fn next_generation(&self) -> u64 {
+        self.generations.fetch_add(1, Ordering::Relaxed)
+    }
+
     pub(crate) fn publish(&self, tree: Tree) {
         *self.tree.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tree);
     }
 
-    /// Forgets the sidecar of layer `number` and all above it: one of its nodes was bad.
-    pub(crate) fn distrust(&self, number: u16) {
+    /// Forgets the sidecar of layer `number` and all above it.
+    pub(crate) fn forget(&self, number: u16, reason: BadNodeReason) {
         let mut tree = self.tree.write().unwrap_or_else(PoisonError::into_inner);
         let covered = usize::from(number);
         if covered < tree.covered() {
-            let roots = tree.roots[..covered].to_vec();
+            let mut shorter = (**tree).clone();
+            shorter.roots.truncate(covered);
+            shorter.sidecars.truncate(covered);
             // Without a name nothing can be built on what is left before the seals were read again.
-            *tree = Arc::new(Tree { roots, id: 0 });
+            shorter.id = 0;
+            shorter.generation = self.next_generation();
+            *tree = Arc::new(shorter);
         }
         drop(tree);
-        self.lock_sidecars().retain(|kept, _| *kept < number);
-        self.lock_distrusted().insert(number);
+        *self.lock_distrusted().entry(number).or_default() += match reason {
+            BadNodeReason::Damaged => FAILURES_MAX,
+            BadNodeReason::Unreadable => 1,
+        };
     }
 
+    /// Whether the sidecar of layer `number` has to be written anew, whatever its seal says: it had
+    /// a damaged node, or could not be read time and again.
     pub(crate) fn is_distrusted(&self, number: u16) -> bool {
-        self.lock_distrusted().contains(&number)
+        self.lock_distrusted().get(&number).is_some_and(|failures| *failures >= FAILURES_MAX)
     }
 
     /// The sidecar of layer `number` was written anew.
@@ -128,18 +157,22 @@ impl Index {
         self.lock_distrusted().remove(&number);
     }
 
-    fn lock_distrusted(&self) -> MutexGuard<'_, HashSet<u16>> {
+    fn lock_distrusted(&self) -> MutexGuard<'_, HashMap<u16, u32>> {
         self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    pub(crate) fn keep_sidecar(&self, number: u16, store: Arc<dyn Store>) {
-        self.lock_sidecars().insert(number, store);
-    }
-
-    fn lock_sidecars(&self) -> MutexGuard<'_, HashMap<u16, Arc<dyn Store>>> {
-        self.sidecars.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
+
+/// Why a node of a sidecar is of no use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum BadNodeReason {
+    /// Its bytes are not what they must be.
+    Damaged,
+    /// It could not be read: the file was replaced, or the device failed.
+    Unreadable,
+}
+
+/// How often a sidecar may be unreadable before it is written anew.
+const FAILURES_MAX: u32 = 3;
 
 /// How far a raw base shows through `layers`, in bytes; zero if the base is no raw image.
 pub(crate) fn raw_base_limit(layers: &[Arc<Layer>]) -> u64 {
