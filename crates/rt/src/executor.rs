@@ -81,6 +81,8 @@ impl Executor {
     /// # Panics
     /// Inside another executor, or under `sim` when nothing can ever happen again.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        let inside = CURRENT.with(|current| current.borrow().is_some());
+        assert!(!inside, "an executor inside an executor");
         let _entered = Entered::new(Rc::clone(&self.core));
         let mut future = pin!(future);
         let waker = Waker::from(Arc::new(TaskWaker {
@@ -153,21 +155,22 @@ pub async fn yield_now() {
     .await;
 }
 
-struct Entered;
+/// Makes an executor the one of this thread, for as long as it lives.
+struct Entered {
+    previous: Option<Rc<Core>>,
+}
 
 impl Entered {
     fn new(core: Rc<Core>) -> Self {
-        CURRENT.with(|current| {
-            let previous = current.borrow_mut().replace(core);
-            assert!(previous.is_none(), "an executor inside an executor");
-        });
-        Self
+        Self { previous: CURRENT.with(|current| current.borrow_mut().replace(core)) }
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        CURRENT.with(|current| current.borrow_mut().take());
+        let entered = CURRENT
+            .with(|current| std::mem::replace(&mut *current.borrow_mut(), self.previous.take()));
+        drop(entered);
     }
 }
 

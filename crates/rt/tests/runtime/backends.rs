@@ -525,3 +525,30 @@ fn executor_runs_again_after_block_on() {
         }
     }
 }
+
+/// An executor may end in a task of another one: both must be left in order.
+#[test]
+fn executor_may_end_inside_another() {
+    for backend in real_backends() {
+        let inner = Executor::new(backend).unwrap();
+        let (stream, _peer) = socket_pair();
+        inner.block_on(async {
+            let recv = Box::pin(async move { stream.recv(Buf::new(10)).await });
+            assert!(timeout(Duration::ZERO, recv).await.is_err());
+        });
+        Executor::new(backend).unwrap().block_on(async move {
+            sleep(Duration::from_millis(1)).await;
+            drop(inner);
+            sleep(Duration::from_millis(1)).await;
+        });
+    }
+}
+
+#[test]
+#[should_panic(expected = "an executor inside an executor")]
+fn block_on_inside_an_executor_is_told() {
+    let outer = Executor::new(mica_rt::Backend::Pool).unwrap();
+    outer.block_on(async {
+        Executor::new(mica_rt::Backend::Pool).unwrap().block_on(async {});
+    });
+}
