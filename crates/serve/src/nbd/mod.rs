@@ -25,8 +25,14 @@ mod stats;
 mod status;
 mod wake;
 
-#[cfg(test)]
+#[cfg(any(test, feature = "fuzzing"))]
+mod hostile;
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
 mod testing;
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub use hostile::survive;
 
 pub use limits::Limits;
 pub use listener::Listener;
