@@ -5,6 +5,7 @@
 
 pub mod clock;
 pub mod command;
+pub mod judge;
 pub mod mica;
 pub mod nbd;
 pub mod qemu;

@@ -20,6 +20,8 @@ const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 /// Fixed newstyle, no zeroes.
 const CLIENT_FLAGS: u32 = 3;
+/// Bytes of a read of ours.
+const READ_BYTES: usize = 1 << 20;
 /// How long a server may keep silent.
 const SILENCE_MAX: Duration = Duration::from_secs(120);
 
@@ -153,6 +155,36 @@ impl Connection {
         let mut bytes = [0; N];
         self.stream.read_exact(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Reads `len` bytes at `offset`, in requests of a MiB.
+    ///
+    /// # Errors
+    /// If the server refuses or breaks the protocol. The connection must have simple replies.
+    pub fn read(&mut self, offset: u64, len: u64) -> Result<Vec<u8>> {
+        ensure!(!self.structured, "replies are structured");
+        let mut bytes = vec![0; usize::try_from(len)?];
+        for (number, piece) in (0_u64..).zip(bytes.chunks_mut(READ_BYTES)) {
+            let at = offset + number * READ_BYTES as u64;
+            let request = request(CMD_READ, 0, number, at, u32::try_from(piece.len())?);
+            self.stream.write_all(&request)?;
+            let reply: [u8; SIMPLE_REPLY_BYTES] = self.take()?;
+            let [magic, error, ..] = *reply.as_chunks::<4>().0 else { bail!("a cut reply") };
+            ensure!(u32::from_be_bytes(magic) == SIMPLE_REPLY_MAGIC, "no reply: {reply:02x?}");
+            let error = u32::from_be_bytes(error);
+            ensure!(error == 0, "the read of {} bytes at {at} fails with {error}", piece.len());
+            ensure!(reply[8..] == number.to_be_bytes(), "a reply to another request");
+            self.stream.read_exact(piece)?;
+        }
+        Ok(bytes)
+    }
+
+    /// Reads the whole export.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn read_all(&mut self) -> Result<Vec<u8>> {
+        self.read(0, self.len)
     }
 
     /// Ends the connection as a client should.

@@ -4,7 +4,7 @@ use super::parts::{self, Context};
 use super::samples::Samples;
 use super::{goals, plots, report};
 use crate::shell;
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use mica_gen::ChainSpec;
 use serde_json::json;
@@ -19,21 +19,21 @@ const SLOW_LAYERS: u32 = 300;
 /// What to measure, and how long.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Numbers of layers.
-    #[arg(long, value_delimiter = ',', default_value = "1,10,50,100,300,500,1000")]
+    /// Numbers of layers [default: 1,10,50,100,300,500,1000; quick: 1,10,100,500].
+    #[arg(long, value_delimiter = ',')]
     layers: Vec<u32>,
-    /// Runs of each server; of which the median counts.
-    #[arg(long, default_value_t = 5)]
-    repeats: u32,
+    /// Runs of each server, of which the median counts [default: 5; quick: 3].
+    #[arg(long)]
+    repeats: Option<u32>,
     /// Runs of each server on 300 layers and more.
     #[arg(long, default_value_t = 3)]
     slow_repeats: u32,
-    /// Seconds of each random load.
-    #[arg(long, default_value_t = 3.0)]
-    seconds: f64,
-    /// Seconds of each sequential load, at most.
-    #[arg(long, default_value_t = 8.0)]
-    sequential_seconds: f64,
+    /// Seconds of each random load [default: 3; quick: 1].
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// Seconds of each sequential load, at most [default: 8; quick: 3].
+    #[arg(long)]
+    sequential_seconds: Option<f64>,
     /// GiB of the disk.
     #[arg(long, default_value_t = 8)]
     gib: u64,
@@ -41,7 +41,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 0.3)]
     fill: f64,
     /// What to measure.
-    #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants())]
+    #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
     /// Few layers, few runs, short loads: a look, not a result.
     #[arg(long)]
@@ -52,6 +52,32 @@ pub(crate) struct Options {
     /// Folder for the results.
     #[arg(long, default_value = "bench/results")]
     out: PathBuf,
+}
+
+impl Options {
+    /// One value for a result, another for a quick look.
+    fn by_haste<T>(&self, result: T, look: T) -> T {
+        if self.quick { look } else { result }
+    }
+
+    fn layers(&self) -> Vec<u32> {
+        match &self.layers[..] {
+            [] => self.by_haste(vec![1, 10, 50, 100, 300, 500, 1000], vec![1, 10, 100, 500]),
+            layers => layers.to_vec(),
+        }
+    }
+
+    fn repeats(&self) -> u32 {
+        self.repeats.unwrap_or(self.by_haste(5, 3)).max(1)
+    }
+
+    fn seconds(&self) -> f64 {
+        self.seconds.unwrap_or(self.by_haste(3.0, 1.0))
+    }
+
+    fn sequential_seconds(&self) -> f64 {
+        self.sequential_seconds.unwrap_or(self.by_haste(8.0, 3.0))
+    }
 }
 
 /// A part of the bench.
@@ -75,20 +101,7 @@ pub(super) enum Part {
 
 /// Measures and writes it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let quick = Options {
-        layers: vec![1, 10, 100, 500],
-        repeats: 3,
-        slow_repeats: 3,
-        seconds: 1.0,
-        sequential_seconds: 3.0,
-        parts: options.parts.clone(),
-        work: options.work.clone(),
-        out: options.out.clone(),
-        ..*options
-    };
-    let options = if options.quick { &quick } else { options };
-    ensure!(!options.layers.is_empty() && options.repeats > 0, "nothing to measure");
-
+    let layers = options.layers();
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
     let work = match &options.work {
         Some(folder) => {
@@ -99,8 +112,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let context = Context {
         work: work.path(),
-        random: Duration::from_secs_f64(options.seconds),
-        sequential: Duration::from_secs_f64(options.sequential_seconds),
+        random: Duration::from_secs_f64(options.seconds()),
+        sequential: Duration::from_secs_f64(options.sequential_seconds()),
         spec: ChainSpec {
             disk_bytes: options.gib << 30,
             fill: options.fill,
@@ -110,14 +123,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut samples = Samples::default();
     let wanted = |part: Part| options.parts.contains(&part);
     for &layers in &options.layers {
-        let repeats = if layers < SLOW_LAYERS { options.repeats } else { options.slow_repeats };
+        let slow = layers >= SLOW_LAYERS;
+        let repeats = if slow { options.slow_repeats } else { options.repeats() };
         parts::of_chain(&context, layers, repeats, wanted, &mut samples)?;
     }
     if wanted(Part::Ceiling) {
-        parts::ceiling(&context, options.repeats, &mut samples)?;
+        parts::ceiling(&context, options.repeats(), &mut samples)?;
     }
     if wanted(Part::IndexSize) {
-        parts::index_size(&context, &options.layers, &mut samples)?;
+        parts::index_size(&context, &layers, &mut samples)?;
     }
     write(options, &samples)
 }
@@ -135,8 +149,8 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
         "disk_gib": options.gib,
         "fill": options.fill,
         "quick": options.quick,
-        "random_seconds": options.seconds,
-        "sequential_seconds": options.sequential_seconds,
+        "random_seconds": options.seconds(),
+        "sequential_seconds": options.sequential_seconds(),
         "goals": goals,
         "samples": samples,
     });

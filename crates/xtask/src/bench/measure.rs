@@ -15,6 +15,8 @@ const RANDOM_BYTES: u32 = 4096;
 /// Bytes of a sequential read, and how many are in flight.
 const SEQUENTIAL_BYTES: u32 = 256 << 10;
 const SEQUENTIAL_DEPTH: usize = 4;
+/// How long the first pass over a disk may take.
+const FIRST_PASS_MAX: Duration = Duration::from_secs(300);
 /// Depth at which throughput is measured.
 const DEPTH: usize = 32;
 
@@ -94,16 +96,19 @@ pub(super) enum Cold {
     Sequential,
 }
 
-/// The first time that a server without any sidecar meets the chain: open, one pass, then speed.
+/// The first time that a server without any sidecar meets the chain: open, random reads at once, one
+/// pass over the whole disk, random reads again.
 ///
 /// # Errors
 /// As [`warm`].
 pub(super) fn first_meeting(peer: &Peer, subject: Subject<'_>, sample: &mut Sample) -> Result<()> {
+    let subject = Subject { sequential: FIRST_PASS_MAX, ..subject };
     let running = peer.start(subject.image, subject.format, &[])?;
     let server = &running.server;
     sample.put("open_ms", server.open.as_secs_f64() * 1e3);
     let mut run = Run { subject, sample, requests: 0 };
-    run.warm_up(server)?;
+    run.random(server, "at_once_32", DEPTH)?;
+    run.sequential(server, "first_pass")?;
     run.random(server, "random_32", DEPTH)?;
     let requests = run.requests;
     finish(running, sample, requests)

@@ -33,8 +33,11 @@ const COLD: &[(&str, &str, usize)] = &[
 ];
 const FIRST: &[(&str, &str, usize)] = &[
     ("open ms", "open_ms", 1),
-    ("first pass s", "first_pass_s", 3),
+    ("random 4 KiB, depth 32, at once: reads/s", "at_once_32_per_s", 0),
+    ("first pass over the disk: MiB/s", "first_pass_mib_s", 0),
     ("then random 4 KiB, depth 32: reads/s", "random_32_per_s", 0),
+    ("walks", "map_walks", 0),
+    ("layers walked", "map_layers_walked", 0),
 ];
 const RANDOM: &[(&str, &str, usize)] = &[
     ("random 4 KiB, depth 32: reads/s", "random_32_per_s", 0),
@@ -67,6 +70,9 @@ pub(super) fn page(
     );
     for (what, said) in machine {
         line(&mut page, &format!("- {what}: {said}"));
+    }
+    if let Some(load) = samples.load_average() {
+        line(&mut page, &format!("- load average when runs began, median: {load:.2}"));
     }
     page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
     for goal in goals {

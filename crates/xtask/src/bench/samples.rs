@@ -18,6 +18,8 @@ pub(super) struct Sample {
     pub(super) metrics: BTreeMap<String, f64>,
     /// Distributions by name.
     pub(super) curves: BTreeMap<String, Vec<[f64; 2]>>,
+    /// Programs that wanted a processor when the run began, this bench's own among them.
+    pub(super) load_average: f64,
     /// Why there are no figures, or not all.
     pub(super) error: Option<String>,
 }
@@ -26,7 +28,10 @@ impl Sample {
     /// A run without figures yet.
     pub(super) fn new(part: &str, server: &str, layers: u32, repeat: u32) -> Self {
         let (part, server) = (part.to_owned(), server.to_owned());
-        Self { part, server, layers, repeat, ..Self::default() }
+        let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let load = load.split(' ').next().and_then(|load| load.parse().ok());
+        let load_average = load.unwrap_or(f64::NAN);
+        Self { part, server, layers, repeat, load_average, ..Self::default() }
     }
 
     /// Notes a figure.
@@ -101,6 +106,11 @@ impl Samples {
             }
         }
         servers
+    }
+
+    /// The median of the load average over all runs.
+    pub(super) fn load_average(&self) -> Option<f64> {
+        median(self.runs.iter().map(|run| run.load_average))
     }
 
     /// Why runs of `server` on `layers` layers in `part` have no figures.

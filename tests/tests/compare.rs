@@ -1,0 +1,50 @@
+//! `mica compare` judges as `qemu-img compare` does, with its exit codes.
+
+use mica_tests::{mica, qemu, tools};
+use std::path::Path;
+
+/// Two images that differ in `dir`, as files and formats; both programs give `code`.
+#[track_caller]
+fn same_verdict(dir: &Path, first: [&str; 2], second: [&str; 2], strict: bool, code: i32) {
+    let flag: &[&str] = if strict { &["-s"] } else { &[] };
+    let formats = ["-f", first[1], "-F", second[1]];
+    let [one, other] = [first, second].map(|[name, _]| dir.join(name).display().to_string());
+    let words = || flag.iter().chain(&formats).copied().chain([one.as_str(), other.as_str()]);
+    let ours = mica::run(["compare"].into_iter().chain(words()));
+    assert_eq!(ours.code(), Some(code), "{ours}");
+    if !strict {
+        // In strict mode QEMU compares allocation too, which mica does not.
+        let theirs = qemu::img(dir, ["compare"].into_iter().chain(words()));
+        assert_eq!(theirs.code(), Some(code), "{theirs}");
+    }
+}
+
+#[test]
+fn verdicts_are_qemus() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let writes = ["write -P 1 0 3M", "write -P 2 20M 64k", "write -z 1M 64k"];
+    qemu::create(dir, "one.qcow2", &[], "30M");
+    qemu::io(dir, &[], "one.qcow2", &writes);
+    qemu::flatten(dir, "one.qcow2", "one.raw");
+    let other = ["convert", "-O", "qcow2", "-o", "cluster_size=4k,compat=0.10", "one.qcow2"];
+    qemu::img(dir, other.iter().chain(&["same.qcow2"])).ok();
+    qemu::overlay(dir, "longer.qcow2", "one.qcow2", &[]);
+    qemu::img(dir, ["resize", "-q", "-f", "qcow2", "longer.qcow2", "40M"]).ok();
+    qemu::overlay(dir, "different.qcow2", "one.qcow2", &[]);
+    qemu::io(dir, &[], "different.qcow2", &["write -P 3 20M 512"]);
+    qemu::overlay(dir, "tail.qcow2", "longer.qcow2", &[]);
+    qemu::io(dir, &[], "tail.qcow2", &["write -P 3 39M 512"]);
+
+    let one = ["one.qcow2", "qcow2"];
+    same_verdict(dir, one, ["one.raw", "raw"], false, 0);
+    same_verdict(dir, one, ["same.qcow2", "qcow2"], false, 0);
+    same_verdict(dir, one, ["longer.qcow2", "qcow2"], false, 0);
+    same_verdict(dir, one, ["longer.qcow2", "qcow2"], true, 1);
+    same_verdict(dir, one, ["different.qcow2", "qcow2"], false, 1);
+    same_verdict(dir, one, ["tail.qcow2", "qcow2"], false, 1);
+    same_verdict(dir, one, ["none.qcow2", "qcow2"], false, 2);
+}
