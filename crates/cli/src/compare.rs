@@ -10,8 +10,9 @@ use mica_units::{GuestOffset, GuestRange};
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Bytes that are compared at once.
-const PIECE_BYTES: u64 = 2 << 20;
+/// Bytes that are compared at once: that many where there is data, more and more where there is none.
+const PIECE_BYTES_MIN: u64 = 2 << 20;
+const PIECE_BYTES_MAX: u64 = 1 << 52;
 
 pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
     let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;
@@ -57,29 +58,44 @@ async fn compare(
 ) -> Result<Difference> {
     let (common, end) = (short.geometry().len, long.geometry().len);
     let mut at = 0;
+    let mut piece = PIECE_BYTES_MIN;
     while at < end {
         progress(at);
         let boundary = if at < common { common } else { end };
-        let len = PIECE_BYTES.min(boundary - at);
+        let len = piece.min(boundary - at);
         let range = GuestRange::new(GuestOffset::new(at), len).expect("within the disk");
-        let theirs = read(long, range).await?;
-        let ours = if at < common { read(short, range).await? } else { None };
-        if let Some(skip) = first_difference(ours.as_deref(), theirs.as_deref()) {
-            return Ok(Difference::At(at + skip));
+        let theirs = plan(long, range).await?;
+        let ours = if at < common { plan(short, range).await? } else { None };
+        if theirs.is_none() && ours.is_none() {
+            piece = (piece * 2).min(PIECE_BYTES_MAX);
+        } else if len > PIECE_BYTES_MIN {
+            piece = PIECE_BYTES_MIN;
+            continue;
+        } else {
+            let theirs = read(long, theirs).await?;
+            let ours = read(short, ours).await?;
+            if let Some(skip) = first_difference(ours.as_deref(), theirs.as_deref()) {
+                return Ok(Difference::At(at + skip));
+            }
         }
         at += len;
     }
     Ok(Difference::None)
 }
 
-/// The bytes of `range`, or `None` if the map says that they are zeros.
-async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Option<Buf>> {
-    let mut extents: Vec<Extent> = Vec::new();
+/// Where the bytes of `range` are, or `None` if the map says that they are zeros.
+async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Vec<Extent>>> {
+    let mut extents = Vec::new();
     disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
-    if extents.iter().all(|extent| extent.kind.reads_as_zero()) {
-        return Ok(None);
-    }
-    let mut rest = Buf::new(usize::try_from(range.len()).expect("a piece"));
+    let is_zero = extents.iter().all(|extent| extent.kind.reads_as_zero());
+    Ok((!is_zero).then_some(extents))
+}
+
+/// The bytes of a plan.
+async fn read(disk: &dyn Disk, extents: Option<Vec<Extent>>) -> Result<Option<Buf>> {
+    let Some(extents) = extents else { return Ok(None) };
+    let total: u64 = extents.iter().map(|extent| extent.len).sum();
+    let mut rest = Buf::new(usize::try_from(total).expect("a piece"));
     let mut whole = Buf::new(rest.len());
     let mut reads = Vec::with_capacity(extents.len());
     for extent in &extents {

@@ -11,8 +11,11 @@ use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-/// Bytes of the disk that are planned at once.
-const PIECE_BYTES: u64 = 256 << 20;
+/// Bytes of the disk that are planned at once: more where little is there, less where much is.
+const PIECE_BYTES_MIN: u64 = 256 << 20;
+const PIECE_BYTES_MAX: u64 = 1 << 52;
+/// Extents of a piece from which on the next piece is a small one again.
+const EXTENTS_MANY: usize = 1024;
 /// Printed text that is held before it goes out.
 const PRINT_BYTES: usize = 64 << 10;
 
@@ -27,12 +30,15 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
         let mut printer = Printer::new(args, &opened);
         printer.begin()?;
         let mut at = start;
+        let mut piece = PIECE_BYTES_MIN;
         while at < end {
-            let count = PIECE_BYTES.min(end - at);
+            let count = piece.min(end - at);
             let range = GuestRange::new(GuestOffset::new(at), count);
             let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
             let mut extents = Vec::new();
             opened.disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+            let is_sparse = extents.len() < EXTENTS_MANY;
+            piece = if is_sparse { (piece * 2).min(PIECE_BYTES_MAX) } else { PIECE_BYTES_MIN };
             for extent in extents {
                 printer.add(extent)?;
             }

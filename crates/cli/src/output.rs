@@ -66,23 +66,16 @@ pub(crate) fn human_size(bytes: u64) -> String {
         unit += 1;
         divisor <<= 10;
     }
-    let (whole, rest) = (bytes / divisor, bytes % divisor);
-    let digits = match whole {
-        0..=9 => 2,
-        10..=99 => 1,
-        _ => 0,
+    #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
+    let value = bytes as f64 / divisor as f64;
+    let text = match value {
+        100.0.. => format!("{value:.0}"),
+        10.0.. => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
     };
-    let scale = 10_u64.pow(digits);
-    let scaled = u128::from(rest) * u128::from(scale);
-    let fraction = (scaled + u128::from(divisor) / 2) / u128::from(divisor);
-    let total = u128::from(whole) * u128::from(scale) + fraction;
-    let (whole, fraction) = (total / u128::from(scale), total % u128::from(scale));
-    let text = format!("{whole}.{fraction:0width$}", width = digits as usize);
-    let text = if digits == 0 { whole.to_string() } else { text };
-    let text = if text.contains('.') {
-        text.trim_end_matches('0').trim_end_matches('.').to_owned()
-    } else {
-        text
+    let text = match text.split_once('.') {
+        Some(_) => text.trim_end_matches('0').trim_end_matches('.'),
+        None => &text,
     };
     format!("{text} {}", UNITS[unit])
 }

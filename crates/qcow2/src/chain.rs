@@ -14,7 +14,7 @@ use mica_block::{
     Planned, Result,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange};
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -181,6 +181,13 @@ impl Chain {
             let at = GuestOffset::new(range.start().bytes() + done);
             let (number, base) = slice_of(at);
             count(&self.index.counters.misses, 1);
+            if let Some(len) = self.skip_unowned(at, range.end()).await? {
+                let (start, kind, layer) = (at, ExtentKind::Hole, LayerNumber::BASE);
+                let host = HostOffset::ZERO;
+                Extent::push_joined(extents, Extent { start, len, kind, layer, host });
+                done += len;
+                continue;
+            }
             let slice = self.slice(number).await?;
             let len = left_in_slice(base, at).min(range.len() - done);
             slice.append_extents(base, at, len, extents);

@@ -16,6 +16,8 @@ use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES}
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+/// L1 entries that are looked at in one read.
+const L1_SCAN_ENTRIES: u64 = 8192;
 /// Largest L1 table that a layer keeps in memory.
 const L1_KEPT_BYTES_MAX: usize = 4096;
 
@@ -194,6 +196,35 @@ impl Layer {
         let visited = self.visit_tables(tables, range, visit).await;
         visited.map_err(|error| self.explain(error))?;
         Ok(holes)
+    }
+
+    /// How far from `at` on, at most to `end`, the L1 table names no L2 table.
+    pub(crate) async fn unowned_until(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+    ) -> Result<GuestOffset> {
+        let stop = end.bytes().min(self.len);
+        if at.bytes() >= stop {
+            return Ok(end);
+        }
+        let Some(tables) = &self.tables else { return Ok(at) };
+        let table_bits = tables.l2.table_bits();
+        let mut index = at.bytes() >> table_bits;
+        let last = (stop - 1) >> table_bits;
+        while index <= last {
+            let count = (last - index + 1).min(L1_SCAN_ENTRIES);
+            let count = usize::try_from(count).expect("a piece");
+            let entries = tables.l1_range(&*self.store, index, count).await;
+            let entries = entries.map_err(|error| self.explain(error))?;
+            let used = entries.iter().position(|entry| entry.offset() != HostOffset::ZERO);
+            if let Some(used) = used {
+                let start = GuestOffset::new((index + used as u64) << table_bits);
+                return Ok(start.max(at));
+            }
+            index += count as u64;
+        }
+        Ok(end)
     }
 
     async fn read_l2_part(

@@ -16,6 +16,8 @@ use std::sync::atomic::Ordering;
 pub(crate) const WINDOW_SLICES: u64 = 8;
 /// Layers whose tables are read side by side in a walk.
 const WALK_BATCH: usize = 64;
+/// Least run without an owner that is worth asking every layer for.
+const SKIP_BYTES_MIN: u64 = 1 << 30;
 /// Layers above the tree up to which a miss loads one slice; with more it loads a window.
 const FEW_LAYERS: usize = 8;
 /// Read for a node whose length is not known yet: most slices and all directories fit.
@@ -68,6 +70,29 @@ impl Chain {
             self.index.cache.insert(slice_number, slice);
         }
         Ok(wanted.expect("the window holds the slice"))
+    }
+
+    /// How many bytes from `at` on nobody owns, where that is clear from the L1 tables alone and
+    /// worth the asking; at most up to `end`. So a disk of an exabyte with nothing on it is planned
+    /// in a moment.
+    pub(crate) async fn skip_unowned(
+        &self,
+        at: GuestOffset,
+        end: GuestOffset,
+    ) -> Result<Option<u64>> {
+        if end.bytes() - at.bytes() < SKIP_BYTES_MIN {
+            return Ok(None);
+        }
+        let mut unowned_end = end;
+        for layer in &self.layers {
+            unowned_end = layer.unowned_until(at, unowned_end).await?;
+            // Whole slices only, so that a slice in the cache is always a whole one's truth.
+            let len = (unowned_end.bytes() >> SLICE_BITS << SLICE_BITS).saturating_sub(at.bytes());
+            if unowned_end != end && len < SKIP_BYTES_MIN {
+                return Ok(None);
+            }
+        }
+        Ok(Some(unowned_end.bytes() - at.bytes()))
     }
 
     /// Who owns slices `first..end`: from the top down, each layer gets what none above it has, and
