@@ -41,7 +41,8 @@ struct Inner {
 }
 
 impl Error {
-    /// An error of `kind`; `context` says what was wrong and where, in one line without an end mark.
+    /// An error of `kind`; `context` says what was wrong and where, in one line without an end
+    /// mark.
     pub fn new(kind: ErrorKind, context: impl Into<String>) -> Self {
         Self { inner: Arc::new(Inner { kind, context: context.into(), source: None }) }
     }

@@ -17,8 +17,8 @@ pub enum ExtentKind {
     ZeroAllocated,
     /// The bytes are in the layer's data file at the extent's host offset.
     Data,
-    /// The layer has a cluster for these bytes, and its file a hole there: reads as zeros. Told only
-    /// where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    /// The layer has a cluster for these bytes, and its file a hole there: reads as zeros. Told
+    /// only where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
     DataInHole,
     /// The bytes are in the layer, encoded (compressed): only its format can read them.
     Encoded,

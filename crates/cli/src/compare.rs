@@ -10,7 +10,8 @@ use mica_units::{GuestOffset, GuestRange};
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Bytes that are compared at once: that many where there is data, more and more where there is none.
+/// Bytes that are compared at once: that many where there is data, more and more where there is
+/// none.
 const PIECE_BYTES_MIN: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
 

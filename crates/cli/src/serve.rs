@@ -1,7 +1,7 @@
 //! `mica serve`: a disk over NBD, until SIGTERM or SIGINT.
 //!
-//! Order: the image is opened, then the socket appears; so whoever can connect is served. At the end
-//! the socket goes first, requests in flight are answered, and the exit code is 0.
+//! Order: the image is opened, then the socket appears; so whoever can connect is served. At the
+//! end the socket goes first, requests in flight are answered, and the exit code is 0.
 
 use crate::args::{IndexChoice, ServeArgs};
 use crate::failure::Failure;
@@ -107,8 +107,8 @@ impl Indexer {
         let (indexed, flag) = (Arc::clone(&chain), Arc::clone(&stopping));
         let thread =
             std::thread::Builder::new().name("mica-index".to_owned()).spawn(move || {
-                // Large reads in a row, one at a time: plain threads serve that as well as a ring does,
-                // and leave the guests' rings alone.
+                // Large reads in a row, one at a time: plain threads serve that as well as a ring
+                // does, and leave the guests' rings alone.
                 match Executor::new(Backend::Pool) {
                     Ok(executor) => executor.block_on(keep_index(&indexed, &flag)),
                     Err(error) => tracing::warn!(%error, "no index is written"),

@@ -14,8 +14,8 @@ use std::path::Path;
 /// Name of the link to the active layer.
 const TOP_LINK: &str = "top.qcow2";
 
-/// Makes the chain that `spec` wishes for, and tells `progress` after each layer how many are there.
-/// Layers that were in the folder under the same names are replaced.
+/// Makes the chain that `spec` wishes for, and tells `progress` after each layer how many are
+/// there. Layers that were in the folder under the same names are replaced.
 ///
 /// # Errors
 /// `Invalid` if `spec` is; else what the system says.

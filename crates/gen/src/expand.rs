@@ -3,8 +3,8 @@
 //!
 //! A layer may have larger or smaller clusters than the plan, or subclusters. It holds whole
 //! *grains*: the larger of its own allocation unit and of the unit in which ownership is counted.
-//! Layers are expanded from the base up, each over the owners that the ones below it left; so what a
-//! layer hides is hidden in the owner map too, whatever it is made of.
+//! Layers are expanded from the base up, each over the owners that the ones below it left; so what
+//! a layer hides is hidden in the owner map too, whatever it is made of.
 
 use crate::owner::{Owner, OwnerMap};
 use crate::plan::{DataFile, LayerKind, LayerShape, Qcow2Shape};

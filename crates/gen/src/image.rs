@@ -1,8 +1,8 @@
 //! One layer as a file.
 //!
 //! A qcow2 file is laid out as header, refcount table, refcount blocks, L1 table, L2 tables, data.
-//! How many clusters the data takes is not known before it is compressed, so the refcount blocks are
-//! made for the most that it can take; that some stay zero is legal.
+//! How many clusters the data takes is not known before it is compressed, so the refcount blocks
+//! are made for the most that it can take; that some stay zero is legal.
 //!
 //! - I1. Every cluster of the file is counted as often as something names it, and no other is.
 //! - I2. A refcount flag (COPIED) stands exactly where the count is one.

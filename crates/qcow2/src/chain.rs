@@ -1,8 +1,8 @@
 //! A chain of images as one disk.
 //!
 //! Opening walks the backing names from the active layer down, reads each header, and keeps of a
-//! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header is
-//! read before a guest asks for it.
+//! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header
+//! is read before a guest asks for it.
 
 use crate::decoded::DecodedClusters;
 use crate::index::{Index, count};
@@ -112,8 +112,8 @@ impl Chain {
         self.layers.iter().map(|layer| &*layer.path)
     }
 
-    /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be damaged,
-    /// so that [`Self::build_index`] has work, or [`Self::call_for_index`].
+    /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be
+    /// damaged, so that [`Self::build_index`] has work, or [`Self::call_for_index`].
     pub async fn index_called_for(&self) {
         self.index_call.wait().await;
     }

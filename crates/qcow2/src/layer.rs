@@ -1,7 +1,7 @@
 //! One image of a chain: its tables, and what it says by itself.
 //!
-//! A layer knows nothing of the layers beneath it. It answers two questions: which bytes of a window
-//! it owns ([`Layer::own_runs`]), and what stands in a cluster that an index cannot describe
+//! A layer knows nothing of the layers beneath it. It answers two questions: which bytes of a
+//! window it owns ([`Layer::own_runs`]), and what stands in a cluster that an index cannot describe
 //! ([`Layer::read_deferred`]).
 //!
 //! Memory is bounded: a small L1 table is kept once it was read, a large one is read where it is
@@ -42,7 +42,8 @@ pub(crate) struct Tables {
     pub(crate) l1_entries: u32,
     pub(crate) compression: Compression,
     l1: OnceLock<Box<[L1Entry]>>,
-    /// Whether more clusters are in use than its file takes space for; see [`Layer::is_preallocated`].
+    /// Whether more clusters are in use than its file takes space for; see
+    /// [`Layer::is_preallocated`].
     preallocated: OnceLock<bool>,
 }
 

@@ -131,8 +131,8 @@ async fn open_one(
     Ok((Opened { path, image, kind: OpenedKind::Qcow2(Box::new(header)) }, below))
 }
 
-/// An overlay that does not state its base's format means raw; if the base looks like qcow2, that is
-/// either an old overlay or a guest that wrote a header to trick us. Neither is guessed.
+/// An overlay that does not state its base's format means raw; if the base looks like qcow2, that
+/// is either an old overlay or a guest that wrote a header to trick us. Neither is guessed.
 async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
     let magic = read_exact(&*image.store, HostOffset::ZERO, 4).await?;
     if *magic != *b"QFI\xfb" {

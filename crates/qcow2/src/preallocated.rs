@@ -1,9 +1,9 @@
 //! Whether clusters of an image may lie in holes of its file.
 //!
 //! An image whose clusters were allocated without being written (`preallocation=metadata`), or that
-//! was written around zeros, has more clusters in use than its file takes space for. Its map is then
-//! told with the file's holes, as `qemu-img map` does; else the file is not asked, which saves a
-//! system call for each extent.
+//! was written around zeros, has more clusters in use than its file takes space for. Its map is
+//! then told with the file's holes, as `qemu-img map` does; else the file is not asked, which saves
+//! a system call for each extent.
 
 use crate::format::{Header, RefcountTableEntry};
 use crate::open::read_header;

@@ -3,15 +3,15 @@
 //! The judgement is that of `qemu-img check` without `-r`: the same things count, as often. Nothing
 //! is written.
 //!
-//! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of the
-//! image; a **refcount** is what the image says of the number of references. A cluster with fewer
-//! references than its refcount is a **leak**: space is lost. One with more is a **corruption**: it
-//! may be given away while it is in use.
+//! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of
+//! the image; a **refcount** is what the image says of the number of references. A cluster with
+//! fewer references than its refcount is a **leak**: space is lost. One with more is a
+//! **corruption**: it may be given away while it is in use.
 //!
 //! - I1. Memory is bounded by the length of the file and by the limits of the format, never by the
 //!   length of the disk: references to clusters beyond the end of the file are reported, not kept.
-//! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so a
-//!   check costs what the tables in the file cost, and an enemy cannot multiply it.
+//! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so
+//!   a check costs what the tables in the file cost, and an enemy cannot multiply it.
 //! - I3. All that QEMU counts is independent of the order of reading, except the refcount blocks
 //!   among each other, which are counted in the order of the refcount table.
 //! - I4. An error ends the check only where QEMU ends it, which is exit status 1 of `qemu-img`.
@@ -265,7 +265,8 @@ impl Checker<'_> {
 
 /// What the checker keeps of the internal snapshots.
 struct Snapshots {
-    /// L1 tables that are worth a look: place, entries, and how many snapshots have exactly this one.
+    /// L1 tables that are worth a look: place, entries, and how many snapshots have exactly this
+    /// one.
     l1_tables: Vec<(HostOffset, u32, u64)>,
     /// Length of the table of snapshots.
     table_bytes: u64,

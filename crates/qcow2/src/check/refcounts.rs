@@ -1,7 +1,7 @@
 //! The refcounts that the image has on disk.
 //!
-//! The check of a flag asks only whether a refcount is one; so that is what is kept of all blocks, a
-//! bit for each cluster. The blocks are read again where a message wants the refcount itself.
+//! The check of a flag asks only whether a refcount is one; so that is what is kept of all blocks,
+//! a bit for each cluster. The blocks are read again where a message wants the refcount itself.
 
 use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};

@@ -5,8 +5,8 @@ use crate::format::RefcountWidth;
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;
 
-/// References to clusters. Kept in chunks that exist only once something in them is counted, so that
-/// the holes of a sparse file cost nothing.
+/// References to clusters. Kept in chunks that exist only once something in them is counted, so
+/// that the holes of a sparse file cost nothing.
 pub(super) struct References {
     width: RefcountWidth,
     chunks: Vec<Option<Box<[u8; CHUNK_BYTES]>>>,

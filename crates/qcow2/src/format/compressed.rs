@@ -69,8 +69,8 @@ impl Decompressor {
         Self { deflate: None, zstd: None }
     }
 
-    /// Fills `output`, which is one cluster, from the compressed `input`. Bytes of `input` after the
-    /// compressed data are ignored, as their number is known to a sector only.
+    /// Fills `output`, which is one cluster, from the compressed `input`. Bytes of `input` after
+    /// the compressed data are ignored, as their number is known to a sector only.
     ///
     /// # Errors
     /// `Corrupt` if the data is broken or too short for a cluster, or, with zstd, too long.

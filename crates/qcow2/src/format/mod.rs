@@ -2,10 +2,12 @@
 //!
 //! Every decoder here takes bytes that an enemy wrote. Invariants:
 //!
-//! - I1. No decoder panics, whatever the bytes are: each length is checked before it is used and all
+//! - I1. No decoder panics, whatever the bytes are: each length is checked before it is used and
+//!   all
 //!   arithmetic on values from the image is checked or provably small.
 //! - I2. No decoder allocates more than a small multiple of the bytes it was given.
-//! - I3. What `qemu-img` opens for reading decodes; what it refuses is refused, with the same reason.
+//! - I3. What `qemu-img` opens for reading decodes; what it refuses is refused, with the same
+//!   reason.
 //!   Where we refuse more (encryption, protocols in names), the error says so and its kind is
 //!   [`Unsupported`](mica_block::ErrorKind::Unsupported).
 //! - I4. `encode` followed by `decode` gives the same value.

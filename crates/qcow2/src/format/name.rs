@@ -32,7 +32,8 @@ pub struct ImageName {
 /// Reads a backing file's name: a path, or `json:` with nothing but an image in a file.
 ///
 /// # Errors
-/// `Unsupported` for protocols and for all else that `json:` can say, `Invalid` for what is neither.
+/// `Unsupported` for protocols and for all else that `json:` can say, `Invalid` for what is
+/// neither.
 pub fn parse_image_name(name: &OsStr) -> Result<ImageName> {
     check_len(name)?;
     match name.as_bytes().strip_prefix(b"json:") {

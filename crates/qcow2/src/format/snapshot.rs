@@ -122,8 +122,8 @@ impl SnapshotEntry {
         Ok(SnapshotDecoded::Entry { entry, len })
     }
 
-    /// Appends the entry to `table`, padded to a multiple of eight bytes before it. The extra data is
-    /// complete to the disk's length at least; names are cut at 65535 bytes.
+    /// Appends the entry to `table`, padded to a multiple of eight bytes before it. The extra data
+    /// is complete to the disk's length at least; names are cut at 65535 bytes.
     pub fn encode(&self, table: &mut Vec<u8>) {
         let mut extra = self.vm_state_bytes.to_be_bytes().to_vec();
         if let Some(bytes) = self.disk_bytes {

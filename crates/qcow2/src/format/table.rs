@@ -233,8 +233,8 @@ impl L2Format {
     ///
     /// # Errors
     /// `Corrupt` where QEMU answers a read with an I/O error: a zero flag in version 2, an address
-    /// that is not a multiple of the cluster size, a subcluster both allocated and zero or allocated
-    /// in a cluster without a place, a compressed cluster in an image with a data file.
+    /// that is not a multiple of the cluster size, a subcluster both allocated and zero or
+    /// allocated in a cluster without a place, a compressed cluster in an image with a data file.
     #[inline]
     pub fn interpret(self, raw: RawL2Entry) -> Result<L2Entry> {
         if raw.compressed() {
@@ -287,8 +287,8 @@ impl L2Format {
         }
     }
 
-    /// The entry that says `entry`. `copied` says that the cluster's refcount is exactly one; it has
-    /// no place in entries of clusters that are compressed or nowhere.
+    /// The entry that says `entry`. `copied` says that the cluster's refcount is exactly one; it
+    /// has no place in entries of clusters that are compressed or nowhere.
     pub fn encode(self, entry: L2Entry, copied: bool) -> RawL2Entry {
         let at = |host: HostOffset| host.bytes() & OFFSET_MASK | if copied { COPIED } else { 0 };
         let bitmap = |allocated: u32, zero: u32| {

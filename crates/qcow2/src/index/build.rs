@@ -139,7 +139,8 @@ impl Chain {
     /// layers when `progress` breaks.
     ///
     /// # Errors
-    /// If a layer cannot be read or a sidecar cannot be written. What was written before stays good.
+    /// If a layer cannot be read or a sidecar cannot be written. What was written before stays
+    /// good.
     pub async fn build_index(
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,

@@ -3,7 +3,8 @@
 //! The map of the frozen layers is a persistent radix tree in their sidecars ([`sidecar`]). A slice
 //! in the cache ([`cache`]) is the merge of that tree's leaf with what the layers above it say, so
 //! that one look-up answers at any depth. Where there is no sidecar, the slice is resolved by one
-//! walk down the chain ([`load`]), kept, and the sidecars are written in the background ([`build`]).
+//! walk down the chain ([`load`]), kept, and the sidecars are written in the background
+//! ([`build`]).
 //!
 //! Invariants
 //! - I1 A slice says for each sector the uppermost layer that owns it: what a walk of the chain,

@@ -5,7 +5,8 @@
 //! a cluster, and the vast hole: it is as long as owners differ, and no longer.
 //!
 //! Invariants
-//! - I1 The runs of a slice cover it exactly: the first starts at sector 0, each ends where the next
+//! - I1 The runs of a slice cover it exactly: the first starts at sector 0, each ends where the
+//!   next
 //!   starts, the last ends with the slice.
 //! - I2 Two neighbours never say what one run could say.
 //! - I3 A host offset is a multiple of a sector.

@@ -1,5 +1,6 @@
 //! The simulator's backend: time passes only when there is nothing else to do (or when a task spins
-//! for long, lest it spin for ever), and what completes next follows from a seed. There are no files and no sockets here, only simulated operations.
+//! for long, lest it spin for ever), and what completes next follows from a seed. There are no
+//! files and no sockets here, only simulated operations.
 
 use crate::op::{OpKey, OpKind, Ops, SimWork};
 use crate::time::Clock;

@@ -36,7 +36,8 @@ pub(super) struct Rules {
 }
 
 impl Rules {
-    /// Checks a request against the protocol and the disk. "Error values" says which error is whose.
+    /// Checks a request against the protocol and the disk. "Error values" says which error is
+    /// whose.
     pub(super) fn check(&self, request: &Request) -> Action {
         let Request { flags, command, cookie, offset, len } = *request;
         let refuse = |error| Action::Refuse { cookie, error };

@@ -1,8 +1,8 @@
 //! The style of the house, as far as a program can see it and rustfmt and clippy do not.
 //!
-//! A rule says where it is broken and what to do. What was there before a rule, or has its reason, is
-//! listed in `tidy/allowed.txt` with the size that it may have; an entry that is no longer needed has
-//! to go, so the list only shrinks.
+//! A rule says where it is broken and what to do. What was there before a rule, or has its reason,
+//! is listed in `tidy/allowed.txt` with the size that it may have; an entry that is no longer
+//! needed has to go, so the list only shrinks.
 
 mod allowed;
 mod arrows;
