@@ -1,4 +1,5 @@
-//! The client's side of an NBD handshake, and plain requests for tests. For load see `xtask`'s `load`.
+//! The client's side of an NBD handshake, and plain requests for tests. For load see `xtask`'s
+//! `load`.
 
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{Read, Write};

@@ -7,8 +7,8 @@ use std::process::Command;
 
 /// Runs `qemu-img` with `args` in `dir`.
 ///
-/// QEMU takes the name of an external data file relative to its own working directory, so images are
-/// named from their folder.
+/// QEMU takes the name of an external data file relative to its own working directory, so images
+/// are named from their folder.
 ///
 /// # Panics
 /// If it does not end in time.

@@ -60,8 +60,8 @@ fn is_program(file: &Path) -> bool {
     file.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
 }
 
-/// Whether all `tools` are there, so that a test can run. If not, the test says SKIPPED and why, past
-/// the test harness's capture; under CI, where nothing may be skipped, it fails.
+/// Whether all `tools` are there, so that a test can run. If not, the test says SKIPPED and why,
+/// past the test harness's capture; under CI, where nothing may be skipped, it fails.
 ///
 /// # Panics
 /// Under CI, if a tool is missing.

@@ -1,5 +1,6 @@
-//! Every image that `qemu-img` makes reads as QEMU reads it: cluster size by compression by extended
-//! L2 by external data file by version by refcount width, alone and as the middle of a chain.
+//! Every image that `qemu-img` makes reads as QEMU reads it: cluster size by compression by
+//! extended L2 by external data file by version by refcount width, alone and as the middle of a
+//! chain.
 
 use mica_tests::{judge, qemu, tools};
 use std::path::Path;

@@ -10,8 +10,8 @@ mod setup;
 mod shell;
 mod tidy;
 
-use anyhow::Result;
 use clap::{Parser, Subcommand};
+use std::process::ExitCode;
 
 /// Chores of the project.
 #[derive(Parser)]
@@ -39,12 +39,20 @@ enum Verb {
     Demo(demo::Options),
 }
 
-fn main() -> Result<()> {
-    match Cli::parse().verb {
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().verb {
         Verb::Ci => ci::run(),
         Verb::Tidy => tidy::run(),
         Verb::Setup => setup::run(),
         Verb::Bench { what } => what.run(),
         Verb::Demo(options) => demo::run(&options),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The causes on one line; a trace of where they passed helps nobody.
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }

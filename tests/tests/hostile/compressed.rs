@@ -32,8 +32,9 @@ fn rubbish_fails_alone() {
 
 #[test]
 fn data_that_inflates_beyond_its_cluster_stops_there() {
-    // Deflate: one byte, then copies of 258 bytes at distance one, for ever: 1,000 times its length.
-    // The bits of a fixed block: literal 'A', then length 258 (code 285), distance 1 (code 0).
+    // Deflate: one byte, then copies of 258 bytes at distance one, for ever: 1,000 times its
+    // length. The bits of a fixed block: literal 'A', then length 258 (code 285), distance 1 (code
+    // 0).
     let mut bits = vec![true, true, false];
     let push = |bits: &mut Vec<bool>, code: u32, width: u32| {
         bits.extend((0..width).rev().map(|bit| code >> bit & 1 == 1));

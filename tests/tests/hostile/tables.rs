@@ -199,7 +199,8 @@ fn subclusters_both_allocated_and_zero_fail_alone() {
 
 #[test]
 fn refcounts_that_make_no_sense_do_not_disturb_a_reader() {
-    // Launchpad 1728615 and its class: a block at offset 0, unaligned, beyond the file, the L1 table.
+    // Launchpad 1728615 and its class: a block at offset 0, unaligned, beyond the file, the L1
+    // table.
     for block in [0, 0x7fff_fe00, 1 << 45, u64::MAX] {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         victim.patch(victim.refcount_table(), u64::to_be_bytes(block));

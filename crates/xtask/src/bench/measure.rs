@@ -96,8 +96,8 @@ pub(super) enum Cold {
     Sequential,
 }
 
-/// The first time that a server without any sidecar meets the chain: open, random reads at once, one
-/// pass over the whole disk, random reads again.
+/// The first time that a server without any sidecar meets the chain: open, random reads at once,
+/// one pass over the whole disk, random reads again.
 ///
 /// # Errors
 /// As [`warm`].
@@ -131,6 +131,22 @@ pub(super) fn random_only(
     if subject.owners.is_some() {
         run.warm_up(server)?;
     }
+    run.random(server, "random_32", DEPTH)?;
+    let requests = run.requests;
+    sample.put("rss_peak_mib", ratio(server.memory().1, 1 << 20));
+    finish(running, sample, requests)
+}
+
+/// The few figures that a glance shows.
+///
+/// # Errors
+/// As [`warm`].
+pub(super) fn glance(peer: &Peer, subject: Subject<'_>, sample: &mut Sample) -> Result<()> {
+    let running = peer.start(subject.image, subject.format, &[])?;
+    let server = &running.server;
+    sample.put("open_ms", server.open.as_secs_f64() * 1e3);
+    let mut run = Run { subject, sample, requests: 0 };
+    run.sequential(server, "sequential")?;
     run.random(server, "random_32", DEPTH)?;
     let requests = run.requests;
     sample.put("rss_peak_mib", ratio(server.memory().1, 1 << 20));

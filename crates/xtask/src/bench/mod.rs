@@ -4,6 +4,7 @@
 //! answers wrongly is reported, not left out.
 
 mod chain;
+pub(crate) mod glance;
 mod goals;
 mod measure;
 mod parts;

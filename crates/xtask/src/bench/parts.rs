@@ -6,7 +6,7 @@ use super::peers::{MICA, Peer, all_there};
 use super::samples::{Sample, Samples};
 use crate::load::{null, ratio};
 use anyhow::{Result, ensure};
-use mica_gen::owner::OwnerMap;
+use mica_gen::owner::{Owner, OwnerMap};
 use mica_gen::{ChainSpec, DataMode, generate};
 use mica_tests::{clock, command, mica, tools};
 use std::fs::{self, File};
@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// A seal proves nothing about a layer that changed less than a second before: chains get older than
-/// that first.
+/// A seal proves nothing about a layer that changed less than a second before: chains get older
+/// than that first.
 const SETTLE: Duration = Duration::from_millis(1500);
 /// Layers at which budgets are compared: few enough for QEMU to open each by name.
 const BUDGET_LAYERS: u32 = 100;
@@ -74,6 +74,18 @@ impl Chain {
         }
     }
 
+    /// Layers that a walk from the active one down asks for a read of data, in the mean.
+    fn walk_lookups(&self) -> f64 {
+        let (mut asked, mut units) = (0, 0);
+        for at in self.owners.data_units() {
+            if let Owner::Data(layer) = self.owners.at(at) {
+                asked += u64::from(self.layers) - u64::from(layer.as_u16());
+                units += 1;
+            }
+        }
+        ratio(asked, units.max(1))
+    }
+
     /// Runs an `index` verb of mica on it.
     fn index(&self, verb: &str) -> Result<Duration> {
         let mut index = Command::new(mica::binary());
@@ -119,6 +131,7 @@ pub(super) fn of_chain(
         sample.put("build_s", chain.index("build")?.as_secs_f64());
         sample.put("index_bytes", ratio(chain.index_bytes()?, 1));
         sample.put("copied_tables_bytes", copied_tables_bytes(&context.spec, layers));
+        sample.put("walk_lookups_per_read", chain.walk_lookups());
         Ok(())
     });
     samples.push(build);

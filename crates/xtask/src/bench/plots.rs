@@ -1,6 +1,5 @@
 //! The figures 12 to 16 of the sQemu paper with today's programs.
 
-use super::peers::MICA;
 use super::samples::{Samples, median};
 use super::svg::{Chart, Line, Scale};
 use anyhow::Result;
@@ -18,90 +17,62 @@ pub(super) struct Plot {
     pub(super) title: String,
 }
 
+/// Figures of the warm runs by the number of layers: file, title, axis, scale, figure.
+const BY_LAYERS: &[(&str, &str, &str, Scale, &str)] = &[
+    ("memory", "Peak memory (as sQemu figure 12)", "MiB", Scale::Log, "rss_peak_mib"),
+    (
+        "lookup-latency",
+        "Latency of a block status, the look-up alone, p50 (as sQemu figure 14)",
+        "µs",
+        Scale::Log,
+        "lookup_p50_us",
+    ),
+    (
+        "sequential",
+        "Sequential reads (as sQemu figure 15)",
+        "MiB/s",
+        Scale::Log,
+        "sequential_mib_s",
+    ),
+    ("random", "Random 4 KiB reads at depth 32", "reads/s", Scale::Log, "random_32_per_s"),
+    ("open", "Time from start to the first handshake, warm", "ms", Scale::Log, "open_ms"),
+];
+
 /// Draws what there are figures for.
 pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plot>> {
     let layers = ("layers", Scale::Log);
-    let of = |metric| by_layers(samples, metric);
-    let charts = [
-        (
-            "memory",
-            Chart {
-                title: "Peak memory (as sQemu figure 12)",
-                x: layers,
-                y: ("MiB", Scale::Log),
-                lines: of("rss_peak_mib"),
-            },
-        ),
-        (
-            "misses",
-            Chart {
-                title: "mica's map: misses, walks, loads in a run (as sQemu figure 13)",
-                x: layers,
-                y: ("count", Scale::Linear),
-                lines: ["map_misses", "map_walks", "map_index_loads"]
-                    .into_iter()
-                    .flat_map(of)
-                    .filter(|line| line.name.starts_with(MICA))
-                    .collect(),
-            },
-        ),
-        (
-            "lookups",
-            Chart {
-                title: "Latency of a block status, the look-up alone, p50 (as sQemu figure 14)",
-                x: layers,
-                y: ("µs", Scale::Log),
-                lines: of("lookup_p50_us"),
-            },
-        ),
-        (
-            "latency",
-            Chart {
-                title: "Distribution of block-status latency (as sQemu figure 14)",
-                x: ("µs", Scale::Log),
-                y: ("part of all", Scale::Linear),
-                lines: distributions(samples),
-            },
-        ),
-        (
-            "sequential",
-            Chart {
-                title: "Sequential reads (as sQemu figure 15)",
-                x: layers,
-                y: ("MiB/s", Scale::Log),
-                lines: of("sequential_mib_s"),
-            },
-        ),
-        (
-            "random",
-            Chart {
-                title: "Random 4 KiB reads at depth 32",
-                x: layers,
-                y: ("reads/s", Scale::Log),
-                lines: of("random_32_per_s"),
-            },
-        ),
-        (
-            "open",
-            Chart {
-                title: "Time from start to the first handshake, warm",
-                x: layers,
-                y: ("ms", Scale::Log),
-                lines: of("open_ms"),
-            },
-        ),
-        (
-            "budget",
-            Chart {
-                title: "Random reads by memory for the map (as sQemu figure 16)",
-                x: ("MiB for the map of the whole chain", Scale::Log),
-                y: ("reads/s", Scale::Log),
-                lines: budgets(samples),
-            },
-        ),
-    ];
+    let by_layers = BY_LAYERS.iter().map(|&(file, title, unit, scale, metric)| {
+        let lines = by_layers(samples, "warm", metric);
+        (file, Chart { title, x: layers, y: (unit, scale), lines })
+    });
+    let counts = Chart {
+        title: "mica's map: misses, walks, loads in a run (as sQemu figure 13a)",
+        x: layers,
+        y: ("count", Scale::Linear),
+        lines: map_counts(samples),
+    };
+    let lookups = Chart {
+        title: "Look-ups per read (as sQemu figure 13c)",
+        x: layers,
+        y: ("look-ups", Scale::Log),
+        lines: lookups_per_read(samples),
+    };
+    let latency = Chart {
+        title: "Distribution of block-status latency (as sQemu figure 14)",
+        x: ("µs", Scale::Log),
+        y: ("part of all", Scale::Linear),
+        lines: distributions(samples),
+    };
+    let budget = Chart {
+        title: "Random reads by memory for the map (as sQemu figure 16)",
+        x: ("MiB for the map of the whole chain", Scale::Log),
+        y: ("reads/s", Scale::Log),
+        lines: budgets(samples),
+    };
+    let others =
+        [("misses", counts), ("lookups", lookups), ("latency", latency), ("budget", budget)];
     let mut plots = Vec::new();
-    for (what, chart) in charts {
+    for (what, chart) in by_layers.chain(others) {
         let Some(svg) = chart.draw() else { continue };
         let file = format!("{name}-{what}.svg");
         fs::write(out.join(&file), svg)?;
@@ -110,21 +81,34 @@ pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plo
     Ok(plots)
 }
 
-/// A line for each server: a figure of the warm runs by the number of layers.
-fn by_layers(samples: &Samples, metric: &str) -> Vec<Line> {
+/// A line for each server: a figure of `part`'s runs by the number of layers.
+fn by_layers(samples: &Samples, part: &str, metric: &str) -> Vec<Line> {
     let line = |server: String| {
         let point = |layers| {
-            let value = samples.median("warm", &server, layers, metric)?;
+            let value = samples.median(part, &server, layers, metric)?;
             Some([f64::from(layers), value])
         };
-        let points = samples.layers("warm").into_iter().filter_map(point).collect();
-        let name = match metric.strip_prefix("map_") {
-            Some(count) => format!("{server} {count}"),
-            None => server,
-        };
-        Line { name, points }
+        Line { points: samples.layers(part).into_iter().filter_map(point).collect(), name: server }
     };
-    samples.servers("warm").into_iter().map(line).filter(|line| !line.points.is_empty()).collect()
+    samples.servers(part).into_iter().map(line).filter(|line| !line.points.is_empty()).collect()
+}
+
+fn map_counts(samples: &Samples) -> Vec<Line> {
+    let counts = ["misses", "walks", "index_loads"];
+    let lines = counts.into_iter().flat_map(|count| {
+        let lines = by_layers(samples, "warm", &format!("map_{count}"));
+        lines.into_iter().map(move |line| Line { name: format!("{} {count}", line.name), ..line })
+    });
+    lines.collect()
+}
+
+/// mica's look-ups, which it counts itself, beside those of a walk from layer to layer, which
+/// follow from who owns the disk: no other server tells its own.
+fn lookups_per_read(samples: &Samples) -> Vec<Line> {
+    let measured = by_layers(samples, "warm", "lookups_per_request");
+    let computed = by_layers(samples, "index", "walk_lookups_per_read");
+    let walk = |line: Line| Line { name: "a walk of the chain (computed)".to_owned(), ..line };
+    measured.into_iter().chain(computed.into_iter().map(walk)).collect()
 }
 
 fn distributions(samples: &Samples) -> Vec<Line> {

@@ -62,6 +62,11 @@ impl Samples {
                 println!("{part}: {server}, {layers} layers, run {repeat}: {figures}");
             }
         }
+        self.add(sample);
+    }
+
+    /// Adds a run.
+    pub(super) fn add(&mut self, sample: Sample) {
         self.runs.push(sample);
     }
 
