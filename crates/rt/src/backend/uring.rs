@@ -14,12 +14,17 @@ use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Entries of the submission queue: what one turn can submit with one system call.
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
+/// How long an executor looks for completions before it sleeps. A processor that went to sleep takes
+/// about as long to wake; looking longer costs processor time and gains nothing more.
+const LOOK_MAX: Duration = Duration::from_micros(15);
+/// A wait up to this long was short: the next one may be as well.
+const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
 /// Largest single read or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
 
@@ -32,6 +37,8 @@ pub(crate) struct Uring {
     bell_armed: bool,
     /// Completions that had to be taken in to make room for submissions.
     early: Vec<(OpKey, i32)>,
+    /// Whether the last wait was so short that looking again for a while beats sleeping.
+    looks_first: bool,
 }
 
 /// Memory that a sendmsg names, kept with the operation (I1).
@@ -56,7 +63,7 @@ impl Uring {
         if needed.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        Ok(Self { ring, remote, bell_armed: false, early: Vec::new() })
+        Ok(Self { ring, remote, bell_armed: false, early: Vec::new(), looks_first: false })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
@@ -116,13 +123,7 @@ impl Uring {
     fn enter(&mut self, wait: Option<Duration>) {
         let waits = wait != Some(Duration::ZERO) && self.ring.completion().is_empty();
         let result = if waits {
-            let timespec;
-            let mut args = SubmitArgs::new();
-            if let Some(wait) = wait {
-                timespec = Timespec::from(wait);
-                args = args.timespec(&timespec);
-            }
-            self.ring.submitter().submit_with_args(1, &args)
+            self.wait(wait)
         } else {
             let submissions = self.ring.submission();
             // The flags say when the kernel has work that only a call lets it do.
@@ -145,6 +146,33 @@ impl Uring {
         }
     }
 
+    /// Submits, and waits for a completion: awake for a while where the last wait was short, then
+    /// asleep.
+    fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
+        let start = wait_started();
+        if self.looks_first {
+            self.ring.submit()?;
+            while start.elapsed() < LOOK_MAX.min(wait.unwrap_or(LOOK_MAX)) {
+                let submissions = self.ring.submission();
+                let is_flagged = submissions.taskrun() || submissions.cq_overflow();
+                drop(submissions);
+                if is_flagged || !self.ring.completion().is_empty() {
+                    return self.ring.submit();
+                }
+                std::hint::spin_loop();
+            }
+        }
+        let timespec;
+        let mut args = SubmitArgs::new();
+        if let Some(wait) = wait {
+            timespec = Timespec::from(wait);
+            args = args.timespec(&timespec);
+        }
+        let result = self.ring.submitter().submit_with_args(1, &args);
+        self.looks_first = start.elapsed() <= SHORT_WAIT_MAX;
+        result
+    }
+
     fn push(&mut self, entry: squeue::Entry) {
         loop {
             // SAFETY: I1 for operations; the bell and a cancellation name no memory.
@@ -160,6 +188,14 @@ impl Uring {
             }
         }
     }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how to wait for the system is no matter of the clock"
+)]
+fn wait_started() -> Instant {
+    Instant::now()
 }
 
 const POLL_IN: u16 = libc::POLLIN.cast_unsigned();
