@@ -55,42 +55,6 @@ fn a_live_socket_is_not_taken_from_its_server() {
 }
 
 #[test]
-fn qemu_and_mica_honour_each_others_locks() {
-    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::QEMU_NBD]) {
-        return;
-    }
-    let dir = tempfile::tempdir().expect("a folder");
-    let dir = dir.path();
-    disk(dir);
-    let image = dir.join("disk.qcow2");
-    let server = Server::mica(&image, "qcow2", &[]).expect("served");
-    for file in ["disk.qcow2", "base.qcow2"] {
-        let write = ["-f", "qcow2", "-c", "write -P 9 0 512"];
-        let path = dir.join(file).display().to_string();
-        let refused = command::run("qemu-io", write.iter().chain(&[path.as_str()]));
-        assert_ne!(refused.code(), Some(0), "{file} is served and may not change: {refused}");
-        assert!(refused.stderr.contains("lock"), "{file}: {refused}");
-        // Readers do not keep each other out.
-        qemu::img(dir, ["info", "-f", "qcow2", file]).ok();
-    }
-    server.stop().expect("it stops");
-    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 9 0 512"]);
-
-    // The other way round: QEMU writes, mica stays out.
-    let writer = Server::start("", |socket| {
-        let mut nbd = Command::new("qemu-nbd");
-        nbd.args(["-t", "-f", "qcow2", "-k"]).arg(socket).arg(&image);
-        nbd
-    });
-    let writer = writer.expect("QEMU serves");
-    let mut serve = Command::new(mica::binary());
-    serve.arg("serve").arg("--nbd").arg(dir.join("socket")).arg(&image);
-    let said = command::finish_within(&mut serve, Duration::from_secs(10)).refusal();
-    assert!(said.contains("lock") || said.contains("in use"), "{said}");
-    writer.stop().expect("it stops");
-}
-
-#[test]
 fn every_way_of_doing_io_reads_the_same() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
