@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
-/// How long an executor looks for completions before it sleeps. A processor that went to sleep takes
-/// about as long to wake; looking longer costs processor time and gains nothing more.
+/// How long an executor looks for completions before it sleeps. A processor that went to sleep
+/// takes about as long to wake; looking longer costs processor time and gains nothing more.
 const LOOK_MAX: Duration = Duration::from_micros(15);
 /// A wait up to this long was short: the next one may be as well.
 const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
