@@ -31,7 +31,7 @@ pub(crate) struct ImageArgs {
     /// Keep the index in this directory instead of beside the layers.
     #[arg(long, value_name = "DIRECTORY")]
     index_dir: Option<PathBuf>,
-    /// Let reads of images go wrong: delay=TIME, error=WHEN[,errno=NAME][,seed=N], log=FILE.
+    /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<String>,
 }
