@@ -114,7 +114,11 @@ impl Chain {
             let own_runs = mica_rt::join_all(reads).await;
             count(&self.index.counters.layers_walked, batch.len() as u64);
             for (layer, own) in batch.iter().rev().zip(own_runs) {
-                let mut own = own?;
+                let mut own = match own {
+                    // A layer under which nothing shows through need not be readable.
+                    Err(_) if runs.cover(limit) => return Ok(runs),
+                    own => own?,
+                };
                 limit = limit.min(sectors_of(layer.len.saturating_sub(start.bytes())));
                 own.truncate(limit);
                 if !own.is_empty() {

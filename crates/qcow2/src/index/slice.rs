@@ -164,9 +164,17 @@ impl Runs {
         self.runs.is_empty()
     }
 
-    /// Whether every one of `sectors` sectors has an owner.
+    /// Whether each of the first `sectors` sectors has an owner. Others may have one too: what an
+    /// upper layer holds beyond the end of a shorter one.
     pub(crate) fn cover(&self, sectors: u32) -> bool {
-        self.runs.iter().map(|run| run.end - run.start).sum::<u32>() == sectors
+        let mut end = 0;
+        for run in &self.runs {
+            if run.start > end {
+                break;
+            }
+            end = run.end;
+        }
+        end >= sectors
     }
 
     /// Forgets all owners from `sector` on.

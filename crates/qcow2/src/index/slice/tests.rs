@@ -65,6 +65,24 @@ fn overlay_gives_each_sector_its_upper_owner() {
     }
 }
 
+/// A layer held as many sectors beyond the end of a shorter one as the shorter one has in all: the
+/// walk took the sum for "nothing is missing" and gave zeros for what the layers beneath hold.
+#[test]
+fn runs_beyond_the_end_do_not_make_up_for_missing_ones() {
+    let mut runs = Runs::default();
+    let entry = Entry::without_host(EntryKind::Zero, LayerNumber::BASE);
+    runs.push(Run { start: 8, end: 16, entry });
+    assert!(!runs.cover(8));
+    let mut random = 3;
+    for _ in 0..300 {
+        let (runs, model) = random_runs(&mut random);
+        let missing = model.iter().position(|entry| *entry == Entry::HOLE);
+        let covered = u32::try_from(missing.unwrap_or(model.len())).unwrap();
+        assert!(runs.cover(covered));
+        assert!(covered == WINDOW || !runs.cover(covered + 1));
+    }
+}
+
 #[test]
 fn truncated_runs_own_nothing_beyond() {
     let mut random = 2;
