@@ -195,31 +195,32 @@ async fn build_layer(
             if header.incompatible.external_data_file {
                 layer.data = open_data_file(images, &layer.path, &header)?;
             }
-            let mut l1 = (header.l1_offset, header.l1_entries);
-            let mut disk_bytes = header.disk_bytes();
-            if let Some(wanted) = snapshot {
-                let found = crate::snapshots::find(&*layer.store, &header, wanted).await?;
-                l1 = snapshot_l1(&header, &found)?;
-                disk_bytes = found.disk_bytes.unwrap_or(disk_bytes);
-            }
-            let tables = Tables::new(header.l2_format(), l1.0, l1.1, header.compression);
+            let (l1_offset, l1_entries, disk_bytes) = match snapshot {
+                None => (header.l1_offset, header.l1_entries, header.disk_bytes()),
+                Some(wanted) => {
+                    let found = crate::snapshots::find(&*layer.store, &header, wanted).await?;
+                    snapshot_l1(&header, &found)?
+                }
+            };
+            let tables = Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
             layer.tables = Some(tables);
-            layer.len = disk_bytes / SECTOR_BYTES * SECTOR_BYTES;
+            layer.len = disk_bytes;
         }
     }
     Ok(layer)
 }
 
-fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset, u32)> {
-    let bytes = u64::from(snapshot.l1_entries) * 8;
-    if bytes > crate::format::L1_BYTES_MAX
-        || !snapshot.l1_offset.is_aligned(header.cluster_bits.bytes())
-    {
-        let name = &snapshot.name;
-        let context = format!("snapshot {name:?} has a malformed L1 table");
-        return Err(Error::new(ErrorKind::Corrupt, context));
-    }
-    Ok((snapshot.l1_offset, snapshot.l1_entries))
+/// Where the L1 table of a snapshot is, and the length of its disk.
+fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset, u32, u64)> {
+    // The same rules as for the image itself: the arithmetic of everything above rests on them.
+    let mut as_active = header.clone();
+    as_active.l1_offset = snapshot.l1_offset;
+    as_active.l1_entries = snapshot.l1_entries;
+    as_active.size = snapshot.disk_bytes.unwrap_or(header.size);
+    as_active
+        .check_active_l1()
+        .map_err(|error| error.wrap(format!("snapshot {:?}", snapshot.name)))?;
+    Ok((as_active.l1_offset, as_active.l1_entries, as_active.disk_bytes()))
 }
 
 fn open_data_file(

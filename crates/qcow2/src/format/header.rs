@@ -256,6 +256,11 @@ impl Header {
         if purpose == Purpose::Serve {
             self.check_snapshot_table()?;
         }
+        self.check_active_l1()
+    }
+
+    /// Whether the active L1 table is where a table may be and long enough for the disk.
+    pub(crate) fn check_active_l1(&self) -> Result<()> {
         self.check_table(
             "active L1 table (header byte 40)",
             self.l1_offset,
