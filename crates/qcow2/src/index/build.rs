@@ -3,8 +3,9 @@
 //!
 //! Invariants
 //! - I1 A sidecar is written only for a layer whose file was the same before and after it was read.
-//! - I2 Memory is bounded: one L2 table, the directories of the tree, and a bounded number of
-//!   slices.
+//! - I2 Memory is bounded: one L2 table, the directories of the tree, a bounded number of slices,
+//!   and the sidecar that is being written. A layer whose L1 table claims more than its file holds
+//!   gets none: a small file could ask for a sidecar of any size.
 //! - I3 Whoever reads meanwhile is undisturbed: a longer tree is published in one step.
 
 use crate::chain::{Chain, IndexProgress};
@@ -14,7 +15,7 @@ use crate::index::sidecar::{HEADER_BYTES, Header};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
 use crate::index::{Tree, raw_base_limit};
 use crate::layer::{Layer, Tables, l2_part};
-use mica_block::{Result, Store, read_exact};
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_map::{Editor, NodeRef, Root, encode_node};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::collections::HashMap;
@@ -29,6 +30,14 @@ const KEPT_SLICES_BYTES_MAX: usize = 8 << 20;
 const L1_PIECE_BYTES: u64 = 64 << 10;
 /// Bytes of the image's first cluster that the digest covers: the header and its extensions.
 const DIGEST_HEADER_BYTES: u64 = 64 << 10;
+
+/// Rounds of a build that finds sidecars on its way that cannot be read; each writes them anew or
+/// tries once more.
+const ROUNDS_MAX: usize = 16;
+/// Slices of a layer that malformed L1 entries may speak for: 256 GiB of the disk.
+const MALFORMED_SLICES_MAX: u64 = 1 << 16;
+/// Largest sidecar that is read whole to be sealed again; a larger one is made anew.
+const RESEALED_BYTES_MAX: u64 = 1 << 30;
 
 /// What a look at the seals found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,11 +57,13 @@ pub enum SealState {
 enum Stop {
     /// A layer changed while it was read.
     Changed,
-    Failed(mica_block::Error),
+    /// A sidecar below could not be read: it was forgotten, and may have to be written first.
+    Useless,
+    Failed(Error),
 }
 
-impl From<mica_block::Error> for Stop {
-    fn from(error: mica_block::Error) -> Self {
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
         Self::Failed(error)
     }
 }
@@ -145,6 +156,28 @@ impl Chain {
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {
+        let mut built = 0;
+        for _ in 0..ROUNDS_MAX {
+            match self.build_round(progress, &mut built).await {
+                Ok(()) => return Ok(built),
+                Err(Stop::Useless) => {}
+                Err(Stop::Changed) => {
+                    tracing::warn!("a layer changed while it was indexed: left for later");
+                    return Ok(built);
+                }
+                Err(Stop::Failed(error)) => return Err(error),
+            }
+        }
+        let context = "sidecars cannot be read back, though they were written anew";
+        Err(Error::new(ErrorKind::Io, context))
+    }
+
+    /// Extends the tree as far as it goes, and publishes it.
+    async fn build_round(
+        &self,
+        progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
+        built: &mut usize,
+    ) -> std::result::Result<(), Stop> {
         let mut tree = (*self.index.tree()).clone();
         if tree.id == 0 {
             // A damaged sidecar was forgotten, or none was adopted: the seals say where to start.
@@ -154,34 +187,28 @@ impl Chain {
         // What is written anew below must not be taken for what lay in its place before.
         tree.generation = self.index.next_generation();
         let mut builder = Builder::new(tree.root());
-        let total = self.frozen().len();
+        let layers = self.frozen().len();
         let first = tree.covered();
-        let mut built = 0;
-        for (index, layer) in self.frozen().iter().enumerate().skip(first) {
-            if progress(IndexProgress { layer: index, layers: total }).is_break() {
+        let mut outcome = Ok(());
+        for (number, layer) in self.frozen().iter().enumerate().skip(first) {
+            if progress(IndexProgress { layer: number, layers }).is_break() {
                 break;
             }
-            match self.extend_tree(&mut builder, &mut tree, layer).await {
-                Ok(()) => built += 1,
-                Err(Stop::Changed) => {
-                    let path = layer.path.display();
-                    tracing::warn!(layer = %path, "changed while it was indexed: left for later");
-                    break;
-                }
-                Err(Stop::Failed(error)) => {
-                    self.index.publish(tree);
-                    return Err(error);
-                }
+            outcome = self.extend_tree(&mut builder, &mut tree, layer).await;
+            if outcome.is_err() {
+                break;
             }
-            if built % PUBLISH_EVERY == 0 {
+            *built += 1;
+            if (tree.covered() - first).is_multiple_of(PUBLISH_EVERY) {
                 self.index.publish(tree.clone());
             }
         }
-        if built > 0 {
+        let layer = tree.covered();
+        if layer > first {
             self.index.publish(tree);
         }
-        let _ = progress(IndexProgress { layer: first + built, layers: total });
-        Ok(built)
+        let _ = progress(IndexProgress { layer, layers });
+        outcome
     }
 
     /// Adds `layer` to the tree: by its sidecar if its content proves it, else by a new one.
@@ -206,8 +233,9 @@ impl Chain {
             }
             let found = Scan::read(self, layer, builder, tree, ScanFor::Digest).await?;
             self.require_unchanged(layer)?;
-            if header.digest == found.digest {
-                let content = self.resealed(layer, &header, &*store).await?;
+            if header.digest == found.digest
+                && let Some(content) = self.resealed(layer, &header, &*store).await
+            {
                 self.images.write_sidecar(&layer.path, &content)?;
                 builder.restart(header.root);
                 return self.adopt_written(layer, tree, &header).await;
@@ -261,13 +289,23 @@ impl Chain {
     }
 
     /// The sidecar's content under a new seal: the layer proved to be the same by what is in it.
-    async fn resealed(&self, layer: &Layer, header: &Header, store: &dyn Store) -> Result<Vec<u8>> {
-        let len = usize::try_from(header.len).unwrap_or(usize::MAX);
-        let mut content = read_exact(store, HostOffset::ZERO, len).await?.to_vec();
+    /// `None` if the content is not what was sealed, or cannot be read.
+    async fn resealed(&self, layer: &Layer, header: &Header, store: &dyn Store) -> Option<Vec<u8>> {
+        // The length may be an enemy's word: a file can be sparse.
+        if header.len > RESEALED_BYTES_MAX {
+            return None;
+        }
+        let len = usize::try_from(header.len).ok()?;
+        let mut content = read_exact(store, HostOffset::ZERO, len).await.ok()?.to_vec();
+        let nodes = content.get(HEADER_BYTES..)?;
+        let id = Header::id_of(header.parent, header.digest, layer.len, header.root, nodes);
+        if id != header.id {
+            return None;
+        }
         let sealed_ns = self.images.now_ns();
         let header = Header { identity: layer.identity, sealed_ns, ..*header };
         content[..HEADER_BYTES].copy_from_slice(&header.encode());
-        Ok(content)
+        Some(content)
     }
 
     /// I1: what was read is of the state that the seal will name.
@@ -354,10 +392,7 @@ impl Builder {
 
 fn useless(chain: &Chain, bad: BadNode) -> Stop {
     chain.forget_sidecar(bad);
-    Stop::Failed(mica_block::Error::new(
-        mica_block::ErrorKind::Corrupt,
-        "the index is damaged: build it again",
-    ))
+    Stop::Useless
 }
 
 /// What a layer's tables are read for.
@@ -392,11 +427,13 @@ impl Scan {
         }
         let Some(tables) = &layer.tables else { return Ok(scan) };
         let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
+        let cluster_len = usize::try_from(tables.l2.cluster_bits.bytes()).expect("at most 2 MiB");
         let header_bytes = tables.l2.cluster_bits.bytes().min(DIGEST_HEADER_BYTES);
         let header_bytes = usize::try_from(header_bytes).expect("at most 64 KiB");
         sum.update(&explained(layer, HostOffset::ZERO, header_bytes).await?);
         let l1_bytes = u64::from(tables.l1_entries) * L1Entry::BYTES as u64;
         let mut pending = PendingSlice::default();
+        let mut claims = Claims::new(layer)?;
         let mut done = 0;
         while done < l1_bytes {
             let piece = usize::try_from((l1_bytes - done).min(L1_PIECE_BYTES)).expect("64 KiB");
@@ -407,14 +444,28 @@ impl Scan {
             for (l1_index, bytes) in (first..).zip(l1.as_chunks::<{ L1Entry::BYTES }>().0) {
                 let entry = L1Entry(u64::from_be_bytes(*bytes));
                 let Some(part) = table_part(tables.l2, l1_index, layer.len) else { continue };
-                let read = L2Read { layer, tables, entry, part };
-                let table = read.table(&mut sum).await?;
+                let table = match entry.decode(tables.l2.cluster_bits) {
+                    Ok(Some(at)) if claims.is_in_file(at) => {
+                        claims.table(tables.l2)?;
+                        let table = explained(layer, at, cluster_len).await?;
+                        sum.update(&table);
+                        Some(table)
+                    }
+                    // What lies beyond the end of the file reads as zeros and so names nothing.
+                    Ok(_) => continue,
+                    Err(_) => {
+                        claims.malformed(part)?;
+                        None
+                    }
+                };
                 if purpose == ScanFor::Digest {
                     continue;
                 }
-                read.each_slice(table.as_deref(), &mut pending);
-                while let Some((number, own)) = pending.take_complete(part.end()) {
-                    scan.add(chain, builder, tree, (layer, number, own)).await?;
+                for number in slices_of(part) {
+                    let end = pending.gather((layer, tables), part, table.as_deref(), number);
+                    while let Some((number, own)) = pending.take_complete(end) {
+                        scan.add(chain, builder, tree, (layer, number, own)).await?;
+                    }
                 }
             }
             done += piece as u64;
@@ -422,11 +473,15 @@ impl Scan {
         while let Some((number, own)) = pending.take_complete(GuestOffset::new(u64::MAX)) {
             scan.add(chain, builder, tree, (layer, number, own)).await?;
         }
+        if purpose == ScanFor::Map {
+            scan.cut_within(chain, layer, builder, tree).await?;
+        }
         scan.digest = sum.finalize();
         Ok(scan)
     }
 
-    /// A layer that ends before the one beneath hides what lies beyond its end.
+    /// A layer that ends before the one beneath hides what lies beyond its end: here the slices that
+    /// lie there whole.
     async fn cut_beyond(
         &mut self,
         chain: &Chain,
@@ -434,19 +489,29 @@ impl Scan {
         builder: &mut Builder,
         tree: &Tree,
     ) -> std::result::Result<(), Stop> {
-        let number = layer.number.index();
-        if number == 0 || chain.layers[number - 1].len <= layer.len {
+        if !cuts(chain, layer) {
             return Ok(());
         }
         let first_beyond = layer.len.div_ceil(SLICE_BYTES);
-        let boundary = layer.len >> SLICE_BITS;
         builder.load_path(chain, tree, first_beyond).await?;
         builder.editor.truncate(first_beyond);
-        builder.slices.retain(|number, _| *number < boundary);
-        if boundary < first_beyond {
-            self.add(chain, builder, tree, (layer, boundary, Runs::default())).await?;
-        }
+        builder.slices.retain(|number, _| *number < first_beyond);
         Ok(())
+    }
+
+    /// And here the slice in which the layer ends. It is the last one, so that if the layer wrote it
+    /// already the builder still keeps it: a sidecar that is not in its place cannot be read.
+    async fn cut_within(
+        &mut self,
+        chain: &Chain,
+        layer: &Layer,
+        builder: &mut Builder,
+        tree: &Tree,
+    ) -> std::result::Result<(), Stop> {
+        if !cuts(chain, layer) || layer.len.is_multiple_of(SLICE_BYTES) {
+            return Ok(());
+        }
+        self.add(chain, builder, tree, (layer, layer.len >> SLICE_BITS, Runs::default())).await
     }
 
     /// Writes slice `number` with the layer's `own` runs laid over it, if that changes it.
@@ -457,7 +522,6 @@ impl Scan {
         tree: &Tree,
         (layer, number, own): (&Layer, u64, Runs),
     ) -> std::result::Result<(), Stop> {
-        // The layer may have written this slice already, when it cut what lies beyond its end.
         let old = builder.slice(chain, tree, number).await?;
         let mut below = Runs::default();
         old.append_runs(0, &mut below);
@@ -489,44 +553,56 @@ fn table_part(l2: L2Format, l1_index: u64, len: u64) -> Option<GuestRange> {
     (!range.is_empty()).then_some(range)
 }
 
-struct L2Read<'a> {
-    layer: &'a Layer,
-    tables: &'a Tables,
-    entry: L1Entry,
-    part: GuestRange,
+/// Whether the layer ends before the one beneath.
+fn cuts(chain: &Chain, layer: &Layer) -> bool {
+    let number = layer.number.index();
+    number > 0 && layer.len < chain.layers[number - 1].len
 }
 
-impl L2Read<'_> {
-    /// The table, if there is one that can be read at all.
-    async fn table(&self, sum: &mut crc_fast::Digest) -> Result<Option<mica_rt::Buf>> {
-        let Ok(Some(at)) = self.entry.decode(self.tables.l2.cluster_bits) else { return Ok(None) };
-        let len = usize::try_from(self.tables.l2.cluster_bits.bytes()).expect("at most 2 MiB");
-        let table = explained(self.layer, at, len).await?;
-        sum.update(&table);
-        Ok(Some(table))
+/// The slices that `part` of the disk, which is not empty, touches.
+fn slices_of(part: GuestRange) -> std::ops::RangeInclusive<u64> {
+    part.start().bytes() >> SLICE_BITS..=(part.end().bytes() - 1) >> SLICE_BITS
+}
+
+/// What a layer's L1 table has claimed so far (I2). No writer names a table twice in it.
+struct Claims<'a> {
+    layer: &'a Layer,
+    file_bytes: u64,
+    table_bytes: u64,
+    malformed_slices: u64,
+}
+
+impl<'a> Claims<'a> {
+    fn new(layer: &'a Layer) -> Result<Self> {
+        let file_bytes = layer.store.len().map_err(|error| layer.explain(error))?;
+        Ok(Self { layer, file_bytes, table_bytes: 0, malformed_slices: 0 })
     }
 
-    /// Gives the layer's runs of each slice that the table touches.
-    fn each_slice(&self, table: Option<&[u8]>, pending: &mut PendingSlice) {
-        let broken = self.entry.decode(self.tables.l2.cluster_bits).is_err();
-        if table.is_none() && !broken {
-            return;
+    fn is_in_file(&self, table: HostOffset) -> bool {
+        table.bytes() < self.file_bytes
+    }
+
+    fn table(&mut self, l2: L2Format) -> Result<()> {
+        let cluster_bytes = l2.cluster_bits.bytes();
+        self.table_bytes = self.table_bytes.saturating_add(cluster_bytes);
+        if self.table_bytes <= self.file_bytes.saturating_add(cluster_bytes) {
+            return Ok(());
         }
-        let first = self.part.start().bytes() >> SLICE_BITS;
-        let last = (self.part.end().bytes() - 1) >> SLICE_BITS;
-        for number in first..=last {
-            let window = GuestOffset::new(number << SLICE_BITS);
-            let whole = GuestRange::new(window, SLICE_BYTES).expect("within the disk");
-            let Some(part) = whole.intersect(self.part) else { continue };
-            let runs = pending.runs(number);
-            match table {
-                Some(table) => {
-                    let bytes = l2_part(self.tables.l2, table, part);
-                    self.layer.append_l2_runs(self.tables, bytes, part, window, runs);
-                }
-                None => runs.push(self.layer.deferred_run(part, window)),
-            }
+        Err(self.refused("its L1 table names more L2 tables than its file holds"))
+    }
+
+    fn malformed(&mut self, part: GuestRange) -> Result<()> {
+        let slices = slices_of(part);
+        self.malformed_slices += slices.end() - slices.start() + 1;
+        if self.malformed_slices <= MALFORMED_SLICES_MAX {
+            return Ok(());
         }
+        Err(self.refused("its L1 table is malformed for more than 256 GiB of the disk"))
+    }
+
+    fn refused(&self, why: &str) -> Error {
+        let context = format!("{why}: it gets no index, and `mica check` says more");
+        self.layer.explain(Error::new(ErrorKind::Corrupt, context))
     }
 }
 
@@ -537,6 +613,30 @@ struct PendingSlice {
 }
 
 impl PendingSlice {
+    /// Takes in what `layer` says of the part of slice `number` that its `table`, which speaks for
+    /// `part`, covers; where there is no table, as its L1 entry is malformed, runs that fail when
+    /// they are read. Gives up to where the disk is known now.
+    fn gather(
+        &mut self,
+        (layer, tables): (&Layer, &Tables),
+        part: GuestRange,
+        table: Option<&[u8]>,
+        number: u64,
+    ) -> GuestOffset {
+        let window = GuestOffset::new(number << SLICE_BITS);
+        let whole = GuestRange::new(window, SLICE_BYTES).expect("within the disk");
+        let part = whole.intersect(part).expect("the table touches the slice");
+        let runs = self.runs(number);
+        match table {
+            Some(table) => {
+                let bytes = l2_part(tables.l2, table, part);
+                layer.append_l2_runs(tables, bytes, part, window, runs);
+            }
+            None => runs.push(layer.deferred_run(part, window)),
+        }
+        part.end()
+    }
+
     /// The runs of slice `number`, which is the last one asked for or a later one.
     fn runs(&mut self, number: u64) -> &mut Runs {
         if self.slices.back().is_none_or(|(last, _)| *last != number) {

@@ -79,6 +79,17 @@ impl Tree {
         self.id = id;
     }
 
+    /// Speaks for no more than the lowest `layers` layers from now on.
+    fn cut(&mut self, layers: usize, generation: u64) {
+        if layers < self.covered() {
+            self.roots.truncate(layers);
+            self.sidecars.truncate(layers);
+            // Without a name nothing can be built on what is left before the seals were read again.
+            self.id = 0;
+            self.generation = generation;
+        }
+    }
+
     fn sidecar(&self, number: u16) -> Option<&Arc<dyn Store>> {
         self.sidecars.get(usize::from(number))?.as_ref()
     }
@@ -123,28 +134,31 @@ impl Index {
         self.generations.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(crate) fn publish(&self, tree: Tree) {
-        *self.tree.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tree);
+    /// Makes `tree` the one that slices are loaded from, up to the first sidecar that was found
+    /// damaged since the tree was made.
+    pub(crate) fn publish(&self, mut tree: Tree) {
+        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let damaged = self.lock_distrusted();
+        let damaged = damaged.iter().filter(|(_, failures)| **failures >= FAILURES_MAX);
+        if let Some((lowest, _)) = damaged.min() {
+            tree.cut(usize::from(*lowest), self.next_generation());
+        }
+        *published = Arc::new(tree);
     }
 
     /// Forgets the sidecar of layer `number` and all above it.
     pub(crate) fn forget(&self, number: u16, reason: BadNodeReason) {
-        let mut tree = self.tree.write().unwrap_or_else(PoisonError::into_inner);
-        let covered = usize::from(number);
-        if covered < tree.covered() {
-            let mut shorter = (**tree).clone();
-            shorter.roots.truncate(covered);
-            shorter.sidecars.truncate(covered);
-            // Without a name nothing can be built on what is left before the seals were read again.
-            shorter.id = 0;
-            shorter.generation = self.next_generation();
-            *tree = Arc::new(shorter);
-        }
-        drop(tree);
-        *self.lock_distrusted().entry(number).or_default() += match reason {
+        let mut published = self.tree.write().unwrap_or_else(PoisonError::into_inner);
+        let mut distrusted = self.lock_distrusted();
+        let failures = distrusted.entry(number).or_default();
+        *failures = match reason {
             BadNodeReason::Damaged => FAILURES_MAX,
-            BadNodeReason::Unreadable => 1,
+            BadNodeReason::Unreadable => failures.saturating_add(1),
         };
+        drop(distrusted);
+        let mut tree = (**published).clone();
+        tree.cut(usize::from(number), self.next_generation());
+        *published = Arc::new(tree);
     }
 
     /// Whether the sidecar of layer `number` has to be written anew, whatever its seal says: it had
@@ -158,6 +172,7 @@ impl Index {
         self.lock_distrusted().remove(&number);
     }
 
+    /// Taken after the tree's lock where both are held.
     fn lock_distrusted(&self) -> MutexGuard<'_, HashMap<u16, u32>> {
         self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
     }
