@@ -7,7 +7,9 @@
 //! ```
 
 mod scenario;
+mod tiny;
 mod world;
 
 pub use scenario::{RUNS_VARIABLE, SEED_VARIABLE, scenario};
+pub use tiny::{TinyImage, TinySpec};
 pub use world::{Latency, ReadFault, World};
