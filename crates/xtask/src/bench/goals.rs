@@ -18,6 +18,8 @@ pub(super) struct Goal {
     pub(super) measured: Option<f64>,
     /// Whether it is reached.
     pub(super) reached: Option<bool>,
+    /// Why there is no figure.
+    pub(super) note: Option<String>,
 }
 
 /// A bound that a figure has to keep.
@@ -65,7 +67,7 @@ impl Judge<'_> {
             Bound::AtMost(limit) => measured <= limit,
         });
         let wanted = format!("{sign} {limit}{unit}");
-        self.goals.push(Goal { what: what.to_owned(), wanted, measured, reached });
+        self.goals.push(Goal { what: what.to_owned(), wanted, measured, reached, note: None });
     }
 
     /// The worst of mica's figures over all depths, as a share of its own at one layer.
@@ -121,6 +123,15 @@ impl Judge<'_> {
             let measured = self.ratio(layers, "random_32_per_s", f64::max);
             let what = format!("{layers} layers, random 4 KiB at depth 32 / QEMU");
             self.goal(&what, Bound::AtLeast(times), "", measured);
+            let dead = QEMU
+                .iter()
+                .filter(|server| !self.samples.errors("warm", server, layers).is_empty());
+            let dead: Vec<_> = dead.copied().collect();
+            if let Some(goal) = self.goals.last_mut().filter(|goal| goal.measured.is_none())
+                && !dead.is_empty()
+            {
+                goal.note = Some(format!("{} failed, see below", dead.join(" and ")));
+            }
         }
     }
 

@@ -128,6 +128,7 @@ pub(super) fn of_chain(
     }
     let mut build = Sample::new("index", MICA, layers, 0);
     note(&mut build, |sample| {
+        chain.index("drop")?;
         sample.put("build_s", chain.index("build")?.as_secs_f64());
         sample.put("index_bytes", ratio(chain.index_bytes()?, 1));
         sample.put("copied_tables_bytes", copied_tables_bytes(&context.spec, layers));
@@ -198,9 +199,7 @@ fn budgets(context: &Context<'_>, chain: &Chain, repeats: u32, samples: &mut Sam
         let mut peers = vec![mica];
         // A cache of QEMU's holds two slices of 4 KiB at least.
         let per_layer = (budget / u64::from(chain.layers)).max(8 << 10);
-        if per_layer * u64::from(chain.layers) <= budget.max(1 << 20)
-            && all_there(&[tools::QEMU_NBD])
-        {
+        if per_layer * u64::from(chain.layers) <= budget && all_there(&[tools::QEMU_NBD]) {
             peers.push(Peer::qemu_nbd(&[]).on_node(&json_chain(chain, per_layer)));
         }
         let part = format!("budget-{budget}");
@@ -263,15 +262,23 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
     if all_there(&[tools::QEMU_NBD]) {
         peers.push(Peer::qemu_nbd(&["--cache=none", "--aio=io_uring"]));
     }
+    let fio_there = all_there(&[tools::FIO]);
     for repeat in 0..repeats {
+        // fio takes its turn before and after the servers: devices warm up too.
+        let fio_turn = |samples: &mut Samples| {
+            let mut sample = Sample::new("raw", "fio on the file", 1, repeat);
+            note(&mut sample, |sample| fio(raw, context.random, sample));
+            samples.push(sample);
+        };
+        if fio_there && repeat % 2 == 0 {
+            fio_turn(samples);
+        }
         in_turns("raw", &peers, 1, 1, samples, |peer, sample| {
             sample.repeat = repeat;
             measure::random_only(peer, subject(raw, "raw"), &[], sample)
         });
-        if all_there(&[tools::FIO]) {
-            let mut sample = Sample::new("raw", "fio on the file", 1, repeat);
-            note(&mut sample, |sample| fio(raw, context.random, sample));
-            samples.push(sample);
+        if fio_there && repeat % 2 == 1 {
+            fio_turn(samples);
         }
     }
     Ok(())

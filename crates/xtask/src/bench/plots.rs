@@ -9,6 +9,9 @@ use std::path::Path;
 /// Layers whose look-up latencies are shown, as the paper does.
 const LATENCY_LAYERS: [u32; 2] = [1, 100];
 
+/// Shares of all look-ups that are too small to be drawn.
+const SHARE_MIN: f64 = 0.001;
+
 /// A plot that was written.
 pub(super) struct Plot {
     /// File name, beside the results.
@@ -119,7 +122,8 @@ fn distributions(samples: &Samples) -> Vec<Line> {
                 samples.of("warm", &server, layers).find_map(|run| run.curves.get("lookup_us"));
             if let Some(points) = first {
                 let name = format!("{server}, {layers} layers");
-                lines.push(Line { name, points: points.clone() });
+                let points = points.iter().filter(|point| point[1] >= SHARE_MIN).copied().collect();
+                lines.push(Line { name, points });
             }
         }
     }

@@ -77,10 +77,10 @@ pub(super) fn page(
     page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
     for goal in goals {
         let measured = goal.measured.map_or("not measured".to_owned(), |value| digits(value, 3));
-        let reached = match goal.reached {
-            Some(true) => "reached",
-            Some(false) => "**missed**",
-            None => "",
+        let reached = match (goal.reached, &goal.note) {
+            (Some(true), _) => "reached",
+            (Some(false), _) => "**missed**",
+            (None, note) => note.as_deref().unwrap_or_default(),
         };
         line(&mut page, &format!("| {} | {} | {measured} | {reached} |", goal.what, goal.wanted));
     }

@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
-const WIDTH: f64 = 720.0;
+const WIDTH: f64 = 940.0;
 const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 80.0;
-const RIGHT: f64 = 20.0;
+/// Room for the legend.
+const RIGHT: f64 = 280.0;
 const TOP: f64 = 40.0;
 const BOTTOM: f64 = 60.0;
 const COLOURS: &[&str] = &["#0b6e4f", "#c0392b", "#2456a6", "#8e44ad", "#b9770e", "#555555"];
@@ -79,11 +80,11 @@ impl Chart<'_> {
                 &mut svg,
                 &format!(
                     "<rect x=\"{}\" y=\"{}\" width=\"12\" height=\"4\" fill=\"{colour}\"/>",
-                    LEFT + 12.0,
+                    WIDTH - RIGHT + 12.0,
                     row + 6.0
                 ),
             );
-            text(&mut svg, [LEFT + 30.0, row + 12.0], "start", &line.name, "");
+            text(&mut svg, [WIDTH - RIGHT + 30.0, row + 12.0], "start", &line.name, "");
         }
         svg.push_str("</svg>\n");
         Some(svg)
