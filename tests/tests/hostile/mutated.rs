@@ -70,6 +70,10 @@ fn judge_copy(victim: &Victim) -> bool {
     let dd = ["dd", "-f", "qcow2", "-O", "raw", "bs=512", "if=disk.qcow2", "of=flat.raw"];
     let count = format!("count={count}");
     let theirs = qemu::img(victim.dir(), dd.iter().copied().chain([count.as_str()]));
+    if theirs.stderr.contains("snapshot") {
+        // QEMU reads the snapshot table of whatever it opens; mica only when it is asked for one.
+        return false;
+    }
     assert_eq!(theirs.code(), Some(0), "mica serves what QEMU refuses: {theirs}");
     let mut flat = fs::read(victim.dir().join("flat.raw")).expect("read");
     flat.resize(bytes.len(), 0);
