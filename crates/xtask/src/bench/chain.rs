@@ -122,10 +122,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let mut samples = Samples::default();
     let wanted = |part: Part| options.parts.contains(&part);
-    for &layers in &options.layers {
-        let slow = layers >= SLOW_LAYERS;
+    for &count in &layers {
+        let slow = count >= SLOW_LAYERS;
         let repeats = if slow { options.slow_repeats } else { options.repeats() };
-        parts::of_chain(&context, layers, repeats, wanted, &mut samples)?;
+        parts::of_chain(&context, count, repeats, wanted, &mut samples)?;
     }
     if wanted(Part::Ceiling) {
         parts::ceiling(&context, options.repeats(), &mut samples)?;
