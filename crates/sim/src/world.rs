@@ -146,6 +146,14 @@ impl World {
         });
     }
 
+    /// Changes the content and no time: a second change within one tick of the file system's clock.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn change_within_tick(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
+        self.with_file(path.as_ref(), |file| change(&mut file.bytes));
+    }
+
     /// How long reads of the file at `path` take from now on.
     ///
     /// # Panics

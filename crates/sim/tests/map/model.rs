@@ -98,14 +98,25 @@ pub(crate) fn path(number: usize, layer: &ModelLayer) -> PathBuf {
     format!("/chain/{number}.{suffix}").into()
 }
 
-pub(crate) fn put(world: &World, layers: &[ModelLayer]) {
-    for (number, layer) in layers.iter().enumerate() {
-        let bytes = match &layer.image {
-            Image::Raw(bytes) => bytes,
-            Image::Qcow2(image) => image.bytes(),
-        };
-        world.put(path(number, layer), bytes.to_vec());
+impl Image {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Raw(bytes) => bytes,
+            Self::Qcow2(image) => image.bytes(),
+        }
     }
+}
+
+/// Puts the layers in the world, just now.
+pub(crate) fn put_now(world: &World, layers: &[ModelLayer]) {
+    for (number, layer) in layers.iter().enumerate() {
+        world.put(path(number, layer), layer.image.bytes().to_vec());
+    }
+}
+
+/// Puts the layers in the world, long ago.
+pub(crate) fn put(world: &World, layers: &[ModelLayer]) {
+    put_now(world, layers);
     world.pass_time(std::time::Duration::from_secs(60));
 }
 
@@ -173,10 +184,7 @@ async fn read_some(chain: &Chain, layers: &[ModelLayer], extent: &Extent) {
             Found::ZeroAllocated(_, place) if place < FAR_BYTES => result.unwrap(),
             Found::Data(owner, place) if place < FAR_BYTES => {
                 result.unwrap();
-                let bytes = match &layers[owner].image {
-                    Image::Raw(bytes) => bytes,
-                    Image::Qcow2(image) => image.bytes(),
-                };
+                let bytes = layers[owner].image.bytes();
                 let there = bytes.get(place as usize..).unwrap_or_default();
                 let count = there.len().min(buf.len());
                 assert_eq!(buf[..count], there[..count], "{at:#x}");

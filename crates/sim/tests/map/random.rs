@@ -1,9 +1,10 @@
 //! Chains drawn at random.
 
-use crate::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, u64_at};
+use crate::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, put_now, u64_at};
 use mica_qcow2::IndexUse;
 use mica_qcow2::format::{L2Entry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};
+use mica_units::HostOffset;
 
 fn random_entry(world: &World, image: &mut TinyImage) -> L2Entry {
     let extended = image.l2().extended;
@@ -146,5 +147,62 @@ fn map_of_a_long_chain_is_what_a_naive_walk_finds() {
     scenario(20, |world| async move {
         let layers = 66 + world.random_below(80) as usize;
         judge(world, layers).await;
+    });
+}
+
+/// Gives a layer other entries, in place and in a file of the same length.
+fn rewrite(world: &World, layer: &mut ModelLayer) {
+    let Image::Qcow2(image) = &mut layer.image else { return };
+    let clusters = layer.len.div_ceil(image.l2().cluster_bits.bytes());
+    for _ in 0..5 {
+        let cluster = world.random_below(clusters.max(1)).min(clusters.saturating_sub(1));
+        let l1_at = image.l1_at(cluster >> image.l2().entries_bits());
+        // Only where there is a table: a new one would make the file longer.
+        if clusters > 0 && u64_at(image.bytes(), l1_at as u64) != 0 {
+            let entry = match world.random_below(3) {
+                0 => L2Entry::Unallocated,
+                1 if image.l2().version == Version::V3 => L2Entry::Zero,
+                _ => L2Entry::Data(HostOffset::new(
+                    image.l2().cluster_bits.bytes() * world.random_below(8),
+                )),
+            };
+            if u64_at(image.bytes(), l1_at as u64) & !(1 << 63) < image.bytes().len() as u64 {
+                image.set(cluster, entry);
+            }
+        }
+    }
+}
+
+/// Layers that were changed between two openings, with every lie that file times can tell.
+#[test]
+fn index_of_a_layer_that_changed_is_never_believed() {
+    scenario(100, |world| async move {
+        let count = 2 + world.random_below(8) as usize;
+        let mut layers = random_chain(&world, count);
+        put_now(&world, &layers);
+        let is_long_ago = world.random_below(2) == 0;
+        if is_long_ago {
+            world.pass_time(std::time::Duration::from_secs(60));
+        }
+        let chain = open(&world, &layers, IndexUse::Read).await;
+        drop(build(&chain, usize::MAX).await);
+        for _ in 0..=world.random_below(2) {
+            let number = world.random_below(count as u64) as usize;
+            rewrite(&world, &mut layers[number]);
+            let (name, bytes) = (path(number, &layers[number]), layers[number].image.bytes());
+            match world.random_below(4) {
+                0 => world.put(name, bytes.to_vec()),
+                1 => world.change(name, |old| *old = bytes.to_vec()),
+                // After a long time no file system gives the same time again.
+                2 if !is_long_ago => world.change_within_tick(name, |old| *old = bytes.to_vec()),
+                _ => world.change_keeping_mtime(name, |old| *old = bytes.to_vec()),
+            }
+        }
+        let changed = open(&world, &layers, IndexUse::Read).await;
+        compare(&changed, &layers).await;
+        drop(build(&changed, usize::MAX).await);
+        world.pass_time(std::time::Duration::from_secs(60));
+        let indexed = open(&world, &layers, IndexUse::Read).await;
+        compare(&indexed, &layers).await;
     });
 }
