@@ -1,9 +1,9 @@
 //! The chain index: one map for the whole chain.
 //!
-//! The map of the frozen layers is a persistent radix tree in their sidecars ([`sidecar`]). A slice
-//! in the cache ([`cache`]) is the merge of that tree's leaf with what the layers above it say, so
-//! that one look-up answers at any depth. Where there is no sidecar, the slice is resolved by one
-//! walk down the chain ([`load`]), kept, and the sidecars are written in the background
+//! The map of the frozen layers is a persistent radix tree in their sidecars ([`sidecar`]). A
+//! slice in the cache ([`cache`]) is the merge of that tree's leaf with what the layers above it
+//! say, so that one look-up answers at any depth. Where there is no sidecar, the slice is resolved
+//! by one walk down the chain ([`load`]), kept, and the sidecars are written in the background
 //! ([`build`]).
 //!
 //! Invariants
@@ -17,6 +17,7 @@
 pub(crate) mod build;
 pub(crate) mod cache;
 pub(crate) mod load;
+mod scan;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
 
@@ -84,7 +85,8 @@ impl Tree {
         if layers < self.covered() {
             self.roots.truncate(layers);
             self.sidecars.truncate(layers);
-            // Without a name nothing can be built on what is left before the seals were read again.
+            // Without a name nothing can be built on what is left before the seals were read
+            // again.
             self.id = 0;
             self.generation = generation;
         }
@@ -161,8 +163,8 @@ impl Index {
         *published = Arc::new(tree);
     }
 
-    /// Whether the sidecar of layer `number` has to be written anew, whatever its seal says: it had
-    /// a damaged node, or could not be read time and again.
+    /// Whether the sidecar of layer `number` has to be written anew, whatever its seal says: it
+    /// had a damaged node, or could not be read time and again.
     pub(crate) fn is_distrusted(&self, number: u16) -> bool {
         self.lock_distrusted().get(&number).is_some_and(|failures| *failures >= FAILURES_MAX)
     }
