@@ -6,6 +6,7 @@
 //!    world: files, sidecars, faults  ─▶ Images, Store ─▶ the code under test, unchanged
 //! ```
 
+pub mod hostile;
 mod scenario;
 mod tiny;
 mod world;

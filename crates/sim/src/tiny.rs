@@ -1,5 +1,5 @@
-//! Images of a few clusters, made entry by entry, for tests that need a certain table: also one that
-//! no writer would make. Refcounts are missing: reading asks for none.
+//! Images of a few clusters, made entry by entry, for tests that need a certain table: also one
+//! that no writer would make. Refcounts are missing: reading asks for none.
 
 use mica_qcow2::format::{L1Entry, L2Entry, L2Format, RawL2Entry, Version};
 use mica_units::{ClusterBits, HostOffset};
@@ -98,8 +98,8 @@ impl TinyImage {
         HostOffset::new(cluster << bits.bits())
     }
 
-    /// Gives guest cluster `cluster` this L2 entry, in a table that is made if it is missing. Gives
-    /// where in the file the entry stands.
+    /// Gives guest cluster `cluster` this L2 entry, in a table that is made if it is missing.
+    /// Gives where in the file the entry stands.
     pub fn set_raw(&mut self, cluster: u64, raw: RawL2Entry) -> usize {
         let l1_at = self.l1_at(cluster >> self.l2.entries_bits());
         let l1_entry = self.bytes[l1_at..].first_chunk().expect("the table is there");

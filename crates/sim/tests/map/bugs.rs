@@ -8,8 +8,8 @@ use mica_sim::{TinyImage, TinySpec, World, scenario};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// The active layer holds as much beyond the end of a shorter layer as that one is long. A walk that
-/// only adds up what was found takes this for all there is, and shows zeros for the base.
+/// The active layer holds as much beyond the end of a shorter layer as that one is long. A walk
+/// that only adds up what was found takes this for all there is, and shows zeros for the base.
 #[test]
 fn clusters_beyond_a_shorter_layer_do_not_hide_the_base() {
     scenario(1, |world| async move {
@@ -65,7 +65,8 @@ fn damaged_sidecar_that_a_build_needs_is_written_anew_by_that_build() {
     });
 }
 
-/// A layer that was copied is proved by its content. What its sidecar says was sealed again unseen.
+/// A layer that was copied is proved by its content. What its sidecar says was sealed again
+/// unseen.
 #[test]
 fn damaged_sidecar_of_a_copied_layer_is_not_sealed_again() {
     scenario(1, |world| async move {
@@ -85,8 +86,9 @@ fn damaged_sidecar_of_a_copied_layer_is_not_sealed_again() {
     });
 }
 
-/// A layer that ends before the one beneath rewrote the slice of its end first. Where it then wrote
-/// more than the builder keeps, it looked for that slice in a sidecar that was not there yet.
+/// A layer that ends before the one beneath rewrote the slice of its end first. Where it then
+/// wrote more than the builder keeps, it looked for that slice in a sidecar that was not there
+/// yet.
 #[test]
 fn short_layer_with_a_large_map_gets_its_index() {
     // Every other cluster of 512 bytes reads as zeros: as many runs as a slice can have.

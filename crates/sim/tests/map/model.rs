@@ -44,7 +44,8 @@ pub(crate) fn u64_at(bytes: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(word)
 }
 
-/// What layer `number` itself says of the sector at `at`; `None` where the one below is to be asked.
+/// What layer `number` itself says of the sector at `at`; `None` where the one below is to be
+/// asked.
 fn ask(image: &TinyImage, number: usize, at: u64) -> Option<Found> {
     let l2 = image.l2();
     let malformed = Some(Found::Malformed(number));

@@ -2,7 +2,7 @@
 
 use crate::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, put_now, u64_at};
 use mica_qcow2::IndexUse;
-use mica_qcow2::format::{L2Entry, Version};
+use mica_qcow2::format::{L1Entry, L2Entry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};
 use mica_units::HostOffset;
 
@@ -157,19 +157,19 @@ fn rewrite(world: &World, layer: &mut ModelLayer) {
     for _ in 0..5 {
         let cluster = world.random_below(clusters.max(1)).min(clusters.saturating_sub(1));
         let l1_at = image.l1_at(cluster >> image.l2().entries_bits());
+        let bits = image.l2().cluster_bits;
         // Only where there is a table: a new one would make the file longer.
-        if clusters > 0 && u64_at(image.bytes(), l1_at as u64) != 0 {
-            let entry = match world.random_below(3) {
-                0 => L2Entry::Unallocated,
-                1 if image.l2().version == Version::V3 => L2Entry::Zero,
-                _ => L2Entry::Data(HostOffset::new(
-                    image.l2().cluster_bits.bytes() * world.random_below(8),
-                )),
-            };
-            if u64_at(image.bytes(), l1_at as u64) & !(1 << 63) < image.bytes().len() as u64 {
-                image.set(cluster, entry);
-            }
+        let table = L1Entry(u64_at(image.bytes(), l1_at as u64)).decode(bits);
+        let in_file = |at: HostOffset| at.bytes() + bits.bytes() <= image.bytes().len() as u64;
+        if clusters == 0 || !table.is_ok_and(|table| table.is_some_and(in_file)) {
+            continue;
         }
+        let entry = match world.random_below(3) {
+            0 => L2Entry::Unallocated,
+            1 if image.l2().version == Version::V3 => L2Entry::Zero,
+            _ => L2Entry::Data(HostOffset::new(bits.bytes() * world.random_below(8))),
+        };
+        image.set(cluster, entry);
     }
 }
 
