@@ -122,11 +122,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let mut samples = Samples::default();
     let wanted = |part: Part| options.parts.contains(&part);
-    for &count in &layers {
-        let slow = count >= SLOW_LAYERS;
-        let repeats = if slow { options.slow_repeats } else { options.repeats() };
-        parts::of_chain(&context, count, repeats, wanted, &mut samples)?;
-    }
+    let repeats = |layers: u32| match layers >= SLOW_LAYERS {
+        true => options.slow_repeats,
+        false => options.repeats(),
+    };
+    parts::of_chains(&context, &layers, repeats, wanted, &mut samples)?;
     if wanted(Part::Ceiling) {
         parts::ceiling(&context, options.repeats(), &mut samples)?;
     }

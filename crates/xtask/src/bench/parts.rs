@@ -95,6 +95,20 @@ impl Chain {
         Ok(done.wall)
     }
 
+    /// Builds the index anew and notes what that took.
+    fn build(&self, context: &Context<'_>, samples: &mut Samples) {
+        let mut build = Sample::new("index", MICA, self.layers, 0);
+        note(&mut build, |sample| {
+            self.index("drop")?;
+            sample.put("build_s", self.index("build")?.as_secs_f64());
+            sample.put("index_bytes", ratio(self.index_bytes()?, 1));
+            sample.put("copied_tables_bytes", copied_tables_bytes(&context.spec, self.layers));
+            sample.put("walk_lookups_per_read", self.walk_lookups());
+            Ok(())
+        });
+        samples.push(build);
+    }
+
     /// Bytes of all sidecars, as they are long and as they take room.
     fn index_bytes(&self) -> Result<u64> {
         let mut bytes = 0;
@@ -108,11 +122,12 @@ impl Chain {
     }
 }
 
-/// All that is measured on one chain.
-pub(super) fn of_chain(
+/// All that is measured on chains. All lengths are made first, and then measured in turns: a
+/// machine whose speed drifts slows every length alike.
+pub(super) fn of_chains(
     context: &Context<'_>,
-    layers: u32,
-    repeats: u32,
+    layers: &[u32],
+    repeats: impl Fn(u32) -> u32,
     wanted: impl Fn(Part) -> bool,
     samples: &mut Samples,
 ) -> Result<()> {
@@ -121,39 +136,41 @@ pub(super) fn of_chain(
     if !on_chain.into_iter().any(&wanted) {
         return Ok(());
     }
-    println!("\n== {layers} layers");
-    let chain = Chain::make(context, ChainSpec { layers, ..context.spec.clone() })?;
-    if wanted(Part::First) {
-        first(context, &chain, repeats, samples)?;
+    let mut chains = Vec::new();
+    for &layers in layers {
+        println!("\n== {layers} layers");
+        let chain = Chain::make(context, ChainSpec { layers, ..context.spec.clone() })?;
+        if wanted(Part::First) {
+            first(context, &chain, repeats(layers), samples)?;
+        }
+        chain.build(context, samples);
+        chains.push(chain);
     }
-    let mut build = Sample::new("index", MICA, layers, 0);
-    note(&mut build, |sample| {
-        chain.index("drop")?;
-        sample.put("build_s", chain.index("build")?.as_secs_f64());
-        sample.put("index_bytes", ratio(chain.index_bytes()?, 1));
-        sample.put("copied_tables_bytes", copied_tables_bytes(&context.spec, layers));
-        sample.put("walk_lookups_per_read", chain.walk_lookups());
-        Ok(())
-    });
-    samples.push(build);
     let peers = Peer::for_chains();
     if wanted(Part::Warm) {
-        let measure =
-            |peer: &Peer, sample: &mut Sample| measure::warm(peer, chain.subject(context), sample);
-        in_turns("warm", &peers, layers, repeats, samples, measure);
+        println!("\n== warm");
+        let measure = |peer: &Peer, chain: &Chain, sample: &mut Sample| {
+            measure::warm(peer, chain.subject(context), sample)
+        };
+        in_turns("warm", &peers, &chains, &repeats, samples, measure);
     }
     if wanted(Part::Cold) {
-        cold(context, &chain, &peers, repeats, samples);
+        println!("\n== cold");
+        cold(context, &chains, &peers, &repeats, samples);
     }
-    if wanted(Part::Budget) && layers == BUDGET_LAYERS {
-        budgets(context, &chain, repeats, samples);
+    let few = |layers| repeats(layers).min(3);
+    let for_budgets = chains.iter().find(|chain| chain.layers == BUDGET_LAYERS);
+    if let (true, Some(chain)) = (wanted(Part::Budget), for_budgets) {
+        println!("\n== budgets");
+        budgets(context, chain, few, samples);
     }
     if wanted(Part::Handles) {
+        println!("\n== handles");
         let limit = ["prlimit", HANDLES_LIMIT];
-        let measure = |peer: &Peer, sample: &mut Sample| {
+        let measure = |peer: &Peer, chain: &Chain, sample: &mut Sample| {
             measure::random_only(peer, chain.subject(context), &limit, sample)
         };
-        in_turns("handles", &[Peer::mica(&[])], layers, repeats.min(3), samples, measure);
+        in_turns("handles", &[Peer::mica(&[])], &chains, few, samples, measure);
     }
     Ok(())
 }
@@ -177,12 +194,18 @@ fn first(context: &Context<'_>, chain: &Chain, repeats: u32, samples: &mut Sampl
     Ok(())
 }
 
-fn cold(context: &Context<'_>, chain: &Chain, peers: &[Peer], repeats: u32, samples: &mut Samples) {
+fn cold(
+    context: &Context<'_>,
+    chains: &[Chain],
+    peers: &[Peer],
+    repeats: impl Fn(u32) -> u32,
+    samples: &mut Samples,
+) {
     if let Err(error) = drop_caches() {
         println!("cold: not measured: {error}");
         return;
     }
-    in_turns("cold", peers, chain.layers, repeats.min(3), samples, |peer, sample| {
+    in_turns("cold", peers, chains, repeats, samples, |peer, chain, sample| {
         for what in [Cold::Random, Cold::Sequential] {
             drop_caches()?;
             measure::cold(peer, chain.subject(context), what, sample)?;
@@ -192,7 +215,12 @@ fn cold(context: &Context<'_>, chain: &Chain, peers: &[Peer], repeats: u32, samp
 }
 
 /// Speed by memory for the map. QEMU has a cache per layer, so its budget is divided.
-fn budgets(context: &Context<'_>, chain: &Chain, repeats: u32, samples: &mut Samples) {
+fn budgets(
+    context: &Context<'_>,
+    chain: &Chain,
+    repeats: impl Fn(u32) -> u32,
+    samples: &mut Samples,
+) {
     for &budget in BUDGETS {
         let text = budget.to_string();
         let mica = Peer::mica(&["--index-cache", &text]);
@@ -203,7 +231,8 @@ fn budgets(context: &Context<'_>, chain: &Chain, repeats: u32, samples: &mut Sam
             peers.push(Peer::qemu_nbd(&[]).on_node(&json_chain(chain, per_layer)));
         }
         let part = format!("budget-{budget}");
-        in_turns(&part, &peers, chain.layers, repeats.min(3), samples, |peer, sample| {
+        let chains = std::slice::from_ref(chain);
+        in_turns(&part, &peers, chains, &repeats, samples, |peer, chain, sample| {
             measure::random_only(peer, chain.subject(context), &[], sample)
         });
     }
@@ -251,9 +280,11 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
         random: context.random,
         sequential: context.sequential,
     };
-    in_turns("null", &peers, 1, repeats, samples, |peer, sample| {
-        measure::random_only(peer, subject(&size, "null"), &[], sample)
-    });
+    for repeat in 0..repeats {
+        each_once("null", &peers, 1, repeat, samples, |peer, sample| {
+            measure::random_only(peer, subject(&size, "null"), &[], sample)
+        });
+    }
 
     let raw = tempfile::Builder::new().prefix("raw-").tempfile_in(context.work)?;
     fill(raw.as_file())?;
@@ -273,8 +304,7 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
         if fio_there && repeat % 2 == 0 {
             fio_turn(samples);
         }
-        in_turns("raw", &peers, 1, 1, samples, |peer, sample| {
-            sample.repeat = repeat;
+        each_once("raw", &peers, 1, repeat, samples, |peer, sample| {
             measure::random_only(peer, subject(raw, "raw"), &[], sample)
         });
         if fio_there && repeat % 2 == 1 {
@@ -350,25 +380,47 @@ pub(super) fn index_size(
     Ok(())
 }
 
-/// Runs all `peers` `repeats` times, every other time in reverse order.
+/// Runs all `peers` on all `chains` in turns, as often as `repeats` says for a length, every other
+/// time in reverse order.
 fn in_turns(
     part: &str,
     peers: &[Peer],
-    layers: u32,
-    repeats: u32,
+    chains: &[Chain],
+    repeats: impl Fn(u32) -> u32,
     samples: &mut Samples,
-    measure: impl Fn(&Peer, &mut Sample) -> Result<()>,
+    measure: impl Fn(&Peer, &Chain, &mut Sample) -> Result<()>,
 ) {
-    for repeat in 0..repeats {
-        let mut order: Vec<_> = peers.iter().collect();
+    let most = chains.iter().map(|chain| repeats(chain.layers)).max().unwrap_or(0);
+    for repeat in 0..most {
+        let mut order: Vec<_> = chains.iter().collect();
         if repeat % 2 == 1 {
             order.reverse();
         }
-        for peer in order {
-            let mut sample = Sample::new(part, &peer.name, layers, repeat);
-            note(&mut sample, |sample| measure(peer, sample));
-            samples.push(sample);
+        for chain in order.into_iter().filter(|chain| repeat < repeats(chain.layers)) {
+            each_once(part, peers, chain.layers, repeat, samples, |peer, sample| {
+                measure(peer, chain, sample)
+            });
         }
+    }
+}
+
+/// Runs each of `peers` once, in reverse order if `repeat` is odd.
+fn each_once(
+    part: &str,
+    peers: &[Peer],
+    layers: u32,
+    repeat: u32,
+    samples: &mut Samples,
+    measure: impl Fn(&Peer, &mut Sample) -> Result<()>,
+) {
+    let mut order: Vec<_> = peers.iter().collect();
+    if repeat % 2 == 1 {
+        order.reverse();
+    }
+    for peer in order {
+        let mut sample = Sample::new(part, &peer.name, layers, repeat);
+        note(&mut sample, |sample| measure(peer, sample));
+        samples.push(sample);
     }
 }
 
