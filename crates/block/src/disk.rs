@@ -1,8 +1,11 @@
 //! What a guest sees: a block device with a length.
 
-use crate::{Extent, IoFuture, LocalFuture, Result};
+use crate::{Error, ErrorKind, Extent, InFlight, IoFuture, LocalFuture, Result};
 use mica_rt::Buf;
-use mica_units::GuestRange;
+use mica_units::{GuestOffset, GuestRange};
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
 /// Size and preferred units of a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -85,10 +88,99 @@ pub trait Disk: Send + Sync {
     /// `buf`, whose length is the extent's. An extent that reads as zero fills `buf` with zeros.
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture;
 
+    /// Whether it takes [`Disk::write`], [`Disk::write_zeroes`] and [`Disk::discard`].
+    fn is_writable(&self) -> bool {
+        false
+    }
+
+    /// Marks a request as under way until what it gives is dropped. Held from before the plan of
+    /// a read, or the start of a write, until its last I/O is done: meanwhile no space that it may
+    /// touch is put to another use.
+    fn enter(&self) -> InFlight<'_> {
+        InFlight::untracked()
+    }
+
+    /// Writes all of `buf`, whose length is not zero and a multiple of a sector, at `at`.
+    /// Overlapping writes in flight leave each sector as one of them wrote it.
+    ///
+    /// Errors: `Invalid` beyond the end, `Denied` if the disk is not writable, `NoSpace`; each
+    /// sector is then old or new.
+    fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
+        let _ = at;
+        Writing::Direct(ready(Err(not_writable()), buf))
+    }
+
+    /// Makes `range`, whose ends are multiples of a sector, read as zeros.
+    ///
+    /// Errors as [`Disk::write`]; `Unsupported` if [`Zeroes::fast`] is asked for and it would take
+    /// writing them out.
+    fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        let _ = (range, how);
+        Box::pin(async { Err(not_writable()) })
+    }
+
+    /// The guest does not need `range` any more: parts of it may read as zeros from now on, and
+    /// give their space back.
+    ///
+    /// Errors as [`Disk::write`].
+    fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
+        let _ = range;
+        Box::pin(async { Err(not_writable()) })
+    }
+
+    /// Makes durable every write that completed before the call. On a disk that is not writable
+    /// there is nothing to do.
+    ///
+    /// After an error the disk takes no more writes and no flush succeeds.
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async { Ok(()) })
+    }
+
+    /// Ends the writing: flushes, and leaves the image as if nobody had it open. Nothing else may
+    /// be under way, and nothing is written afterwards.
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.flush()
+    }
+
     /// How its map's cache does.
     fn map_stats(&self) -> MapStats {
         MapStats::default()
     }
+}
+
+/// How zeros are to be written.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Zeroes {
+    /// The space may be given back; else later writes to the range must not run out of space that
+    /// the range has now.
+    pub may_unmap: bool,
+    /// Only if it is faster than writing the zeros out (`NBD_CMD_FLAG_FAST_ZERO`).
+    pub fast: bool,
+}
+
+/// A write in flight. Resolves to the outcome and the buffer.
+#[must_use = "the buffer comes back only when awaited"]
+pub enum Writing<'a> {
+    /// Straight to one place.
+    Direct(IoFuture),
+    /// Anything longer.
+    Boxed(LocalFuture<'a, (Result<()>, Buf)>),
+}
+
+impl Future for Writing<'_> {
+    type Output = (Result<()>, Buf);
+
+    #[inline]
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.get_mut() {
+            Self::Direct(future) => Pin::new(future).poll(context),
+            Self::Boxed(future) => future.as_mut().poll(context),
+        }
+    }
+}
+
+fn not_writable() -> Error {
+    Error::new(ErrorKind::Denied, "the disk was opened for reading only")
 }
 
 /// A future that is ready with `result` and `buf`.

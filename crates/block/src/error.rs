@@ -24,6 +24,8 @@ pub enum ErrorKind {
     Denied,
     /// Beyond a stated maximum.
     Limit,
+    /// The device or the quota is full; nothing else is wrong.
+    NoSpace,
     /// The device, file system or network failed.
     Io,
 }
@@ -54,6 +56,7 @@ impl Error {
             io::ErrorKind::PermissionDenied => ErrorKind::Denied,
             io::ErrorKind::InvalidInput => ErrorKind::Invalid,
             io::ErrorKind::Unsupported => ErrorKind::Unsupported,
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
             _ => ErrorKind::Io,
         };
         let source = Some(source.into());

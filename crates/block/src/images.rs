@@ -1,7 +1,7 @@
 //! Where images come from. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{Result, Store};
+use crate::{Error, ErrorKind, Result, Store};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -44,6 +44,15 @@ pub trait Images: Send + Sync {
     /// # Errors
     /// What the system says, or the policy.
     fn open(&self, path: &Path) -> Result<OpenImage>;
+
+    /// Opens the file at `path` for reading and writing, and for no other writer.
+    ///
+    /// # Errors
+    /// What the system says, the policy, or that another program has the file open.
+    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        let context = format!("{}: nothing is opened for writing here", path.display());
+        Err(Error::new(ErrorKind::Denied, context))
+    }
 
     /// Which file is at `path` now.
     ///

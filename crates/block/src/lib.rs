@@ -7,6 +7,9 @@
 //!       ──▶ Store  host addresses: read the bytes                 knows neither
 //! ```
 //!
+//! Writes go the same way: [`Disk::write`] knows where, [`Store::write_at`] acts, and
+//! [`Disk::flush`] makes durable what was written.
+//!
 //! A plan is a list of [`Extent`]s, plain values that say where the bytes of a range are. Planning
 //! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing.
 
@@ -14,13 +17,15 @@ mod disk;
 mod error;
 mod extent;
 mod images;
+mod in_flight;
 mod store;
 
-pub use disk::{Detail, Disk, Geometry, MapStats, Planned, ready};
+pub use disk::{Detail, Disk, Geometry, MapStats, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use images::{Identity, Images, OpenImage};
-pub use store::{IoFuture, Run, RunKind, Store, read_exact};
+pub use in_flight::{InFlight, Requests};
+pub use store::{IoFuture, Run, RunKind, Space, Store, read_exact, write_all};
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,6 +1,6 @@
 //! What bytes lie in: a file, an object, memory. Knows addresses and nothing of formats.
 
-use crate::{Error, LocalFuture, Result};
+use crate::{Error, ErrorKind, LocalFuture, Result};
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
 use std::future::Future;
@@ -23,6 +23,18 @@ pub struct Run {
     pub kind: RunKind,
     /// How long it is, in bytes; never zero.
     pub len: u64,
+}
+
+/// What is done with the space of a range, as `fallocate` does it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Space {
+    /// Gives the space back; the range reads as zeros. The length stays.
+    Punch,
+    /// The range reads as zeros and keeps, or gets, its space.
+    Zero,
+    /// The range gets space; what is there stays, what is new reads as zeros. The store grows to
+    /// the range's end.
+    Allocate,
 }
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
@@ -60,14 +72,59 @@ pub trait Store: Send + Sync {
 
     /// What the store is called in messages.
     fn name(&self) -> String;
+
+    /// Writes all of `buf` from `offset` on. Whoever reads after it completed sees it; durable it
+    /// is after the next [`Store::sync`]. The store grows where the end is beyond its own.
+    ///
+    /// An error leaves each sector of the range old or new. Fails with `Denied` where the store
+    /// was opened for reading.
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let _ = offset;
+        IoFuture::Ready(Some((Err(self.opened_for_reading()), buf)))
+    }
+
+    /// Makes durable what was completed before the call: bytes, space and length.
+    ///
+    /// After an error nothing that was not durable before can be relied on.
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        let error = self.opened_for_reading();
+        Box::pin(async move { Err(error) })
+    }
+
+    /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` where the file
+    /// system cannot.
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let _ = (change, offset, len);
+        let error = self.opened_for_reading();
+        Box::pin(async move { Err(error) })
+    }
+
+    /// Makes it `len` bytes long: what is beyond is gone, what is new reads as zeros.
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        let _ = len;
+        let error = self.opened_for_reading();
+        Box::pin(async move { Err(error) })
+    }
+
+    /// The error of a write to a store that was opened for reading.
+    fn opened_for_reading(&self) -> Error {
+        Error::new(ErrorKind::Denied, format!("{} was opened for reading only", self.name()))
+    }
 }
 
-/// A read in flight. Resolves to the outcome and the buffer; an error leaves the buffer's content
-/// unspecified.
+/// A read or write in flight. Resolves to the outcome and the buffer; an error of a read leaves the
+/// buffer's content unspecified.
 #[must_use = "the buffer comes back only when awaited"]
 pub enum IoFuture {
-    /// One operation on a file.
+    /// One read of a file.
     File(FileRead),
+    /// One write of a file.
+    Write(FileWrite),
     /// Anything longer.
     Boxed(LocalFuture<'static, (Result<()>, Buf)>),
     /// Known already.
@@ -80,7 +137,18 @@ pub struct FileRead {
     offset: HostOffset,
 }
 
+/// A write of a file. See [`IoFuture::write`].
+pub struct FileWrite {
+    op: Op,
+    offset: HostOffset,
+}
+
 impl IoFuture {
+    /// Waits for `op`, which writes all of its buffer at `offset`.
+    pub fn write(op: Op, offset: HostOffset) -> Self {
+        Self::Write(FileWrite { op, offset })
+    }
+
     /// Waits for `op`, which reads at `offset`, and fills with zeros what lies beyond the end.
     pub fn file(op: Op, offset: HostOffset) -> Self {
         Self::File(FileRead { op, offset })
@@ -111,10 +179,34 @@ impl Future for IoFuture {
                 };
                 (result, buf)
             }),
+            Self::Write(write) => Pin::new(&mut write.op).poll(context).map(|(result, buf)| {
+                let (len, offset) = (buf.len(), write.offset);
+                let explain =
+                    |error| Err(Error::from_io(format!("writing {len} bytes at {offset}"), error));
+                let result = match result {
+                    Ok(count) if count == len => Ok(()),
+                    // A write of less without an error is how a full device shows.
+                    Ok(_) => explain(std::io::Error::from_raw_os_error(ENOSPC)),
+                    Err(error) => explain(error),
+                };
+                (result, buf)
+            }),
             Self::Boxed(future) => future.as_mut().poll(context),
             Self::Ready(output) => Poll::Ready(output.take().expect("polled after it was ready")),
         }
     }
+}
+
+/// Linux's number of "no space left on device".
+const ENOSPC: i32 = 28;
+
+/// Writes all of `buf` at `offset`.
+///
+/// # Errors
+/// What the store says, with its name.
+pub async fn write_all(store: &dyn Store, buf: Buf, offset: HostOffset) -> Result<()> {
+    let (result, _) = store.write_at(buf, offset).await;
+    result.map_err(|error| error.wrap(store.name()))
 }
 
 /// Reads `len` bytes at `offset` into a buffer of their own.

@@ -1,0 +1,111 @@
+//! Which requests are under way, so that space is put to another use only when nobody may touch it.
+//!
+//! Two phases, as in read-copy-update: requests count themselves in the phase that is current when
+//! they enter. Who wants to reuse space turns the phase ([`Requests::turn`]) and waits until the
+//! phase before is empty ([`Requests::is_drained`]): then every request that entered before the
+//! turn is done.
+//!
+//! Invariants
+//! - I1 A request counts in exactly one phase from enter to drop.
+//! - I2 [`Requests::turn`] is called again only after the phase that it ended is drained: else a
+//!   phase would hold requests from before and after.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+
+/// Counters are spread over this many cache lines, so that queues do not share one.
+const SHARDS: usize = 16;
+
+#[repr(align(128))]
+#[derive(Default)]
+struct Shard {
+    /// Requests under way, by phase.
+    under_way: [AtomicU64; 2],
+}
+
+/// The requests under way on one disk.
+#[derive(Default)]
+pub struct Requests {
+    shards: [Shard; SHARDS],
+    phase: AtomicUsize,
+}
+
+impl Requests {
+    /// Counts a request until what it gives is dropped.
+    #[inline]
+    pub fn enter(&self) -> InFlight<'_> {
+        let shard = &self.shards[shard_of_thread()];
+        loop {
+            let phase = self.phase.load(Ordering::SeqCst) & 1;
+            let counter = &shard.under_way[phase];
+            counter.fetch_add(1, Ordering::SeqCst);
+            // Whoever turned in between may have seen this phase empty already.
+            if self.phase.load(Ordering::SeqCst) & 1 == phase {
+                return InFlight { counter: Some(counter) };
+            }
+            counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Ends the current phase; gives its number for [`Self::is_drained`].
+    pub fn turn(&self) -> usize {
+        let ended = self.phase.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        ended
+    }
+
+    /// Whether every request that entered in phase `ended`, or before it, is done.
+    pub fn is_drained(&self, ended: usize) -> bool {
+        let count = |shard: &Shard| shard.under_way[ended & 1].load(Ordering::SeqCst);
+        self.shards.iter().map(count).sum::<u64>() == 0
+    }
+}
+
+/// A request that is under way; see [`Disk::enter`](crate::Disk::enter).
+#[must_use = "the request counts as done when this is dropped"]
+pub struct InFlight<'a> {
+    counter: Option<&'a AtomicU64>,
+}
+
+impl InFlight<'_> {
+    /// For disks on which space has one use only.
+    pub fn untracked() -> Self {
+        Self { counter: None }
+    }
+}
+
+impl Drop for InFlight<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(counter) = self.counter {
+            counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+fn shard_of_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+    }
+    SHARD.try_with(|shard| *shard).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_phase_is_drained_when_its_requests_are_done() {
+        let requests = Requests::default();
+        let early = requests.enter();
+        let ended = requests.turn();
+        let late = requests.enter();
+        assert!(!requests.is_drained(ended));
+        drop(early);
+        assert!(requests.is_drained(ended), "a later request does not count");
+        let ended = requests.turn();
+        assert!(!requests.is_drained(ended));
+        drop(late);
+        assert!(requests.is_drained(ended));
+    }
+}
