@@ -16,6 +16,7 @@
 mod disk;
 mod error;
 mod extent;
+mod group;
 mod images;
 mod in_flight;
 mod store;
@@ -23,6 +24,7 @@ mod store;
 pub use disk::{Detail, Disk, Geometry, MapStats, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
+pub use group::GroupSync;
 pub use images::{Identity, Images, OpenImage};
 pub use in_flight::{InFlight, Requests};
 pub use store::{IoFuture, Run, RunKind, Space, Store, read_exact, write_all};

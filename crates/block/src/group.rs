@@ -1,0 +1,197 @@
+//! Flushes that share one sync: whoever asks while a run is under way waits for it to end, and then
+//! one of those who wait leads one more run for all of them.
+//!
+//! ```text
+//! A ──┬─ run 1 (A leads) ─┬─────────────────────────
+//! B   └── waits ──────────┼─ run 2 (B leads) ─┬─────
+//! C       └── waits ──────┴── waits ──────────┴─────  B and C have the result of run 2
+//! ```
+//!
+//! Words: a **run** is one call of a leader's closure until its future is ready; runs are numbered
+//! from 1. A call **needs** run n if no run with a lower number will do: it began before the call.
+//!
+//! Invariants
+//! - I1 At most one run is under way.
+//! - I2 A call returns only the result of a run that began after the call; so what was done before
+//!   the call is in it, if the closure looks only when it is called.
+//! - I3 A run that was given up half-way (its future was dropped, or panicked) gives no result to
+//!   anybody; those who waited for it need the next one.
+//! - I4 Where no run is under way and somebody waits, one of those who wait has been woken and was
+//!   not polled since. If that one is dropped, it wakes another.
+//! - I5 No waker is woken under the lock.
+//!
+//! Callers may be on any thread; the run is on the executor of who leads it.
+
+use crate::Result;
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+/// Runs that are shared by all who wait for one.
+#[derive(Default)]
+pub struct GroupSync {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    is_running: bool,
+    /// Runs begun; the number of the last one.
+    begun: u64,
+    waiting: BTreeMap<u64, Waiter>,
+    next_key: u64,
+}
+
+/// A call that waits.
+struct Waiter {
+    /// The run that it needs.
+    needs: u64,
+    waker: Waker,
+    outcome: Option<Result<()>>,
+}
+
+impl State {
+    /// Somebody who may lead the next run.
+    fn successor(&self) -> Option<Waker> {
+        let unserved = |waiter: &&Waiter| waiter.outcome.is_none();
+        if self.is_running {
+            return None;
+        }
+        self.waiting.values().find(unserved).map(|waiter| waiter.waker.clone())
+    }
+}
+
+impl GroupSync {
+    /// Nobody waits, nothing runs.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Gives the result of a run that began after this call: of `lead`, or of another caller's.
+    /// `lead` is called at most once, and what it makes durable must be gathered when it is called,
+    /// not before.
+    ///
+    /// # Errors
+    /// What the run said, the same to all who waited for it.
+    pub async fn run(&self, lead: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+        match (Turn { group: self, key: None }).await {
+            Role::Served(outcome) => outcome,
+            Role::Leads(run) => {
+                let outcome = lead().await;
+                run.end(&outcome);
+                outcome
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that may panic runs while the state is half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What a call comes to be.
+enum Role<'a> {
+    Leads(RunUnderWay<'a>),
+    Served(Result<()>),
+}
+
+/// A call that waits for its role.
+struct Turn<'a> {
+    group: &'a GroupSync,
+    /// Its place in `waiting`, once it has one.
+    key: Option<u64>,
+}
+
+impl<'a> Future for Turn<'a> {
+    type Output = Role<'a>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Role<'a>> {
+        let group = self.group;
+        let mut state = group.lock();
+        if let Some(key) = self.key
+            && let Some(waiter) = state.waiting.get_mut(&key)
+            && let Some(outcome) = waiter.outcome.take()
+        {
+            state.waiting.remove(&key);
+            self.key = None;
+            return Poll::Ready(Role::Served(outcome));
+        }
+        if !state.is_running {
+            if let Some(key) = self.key.take() {
+                state.waiting.remove(&key);
+            }
+            state.is_running = true;
+            state.begun += 1;
+            let number = state.begun;
+            return Poll::Ready(Role::Leads(RunUnderWay { group, number }));
+        }
+        let waker = context.waker();
+        match self.key.and_then(|key| state.waiting.get_mut(&key)) {
+            Some(waiter) => waiter.waker.clone_from(waker),
+            None => {
+                let (key, needs) = (state.next_key, state.begun + 1);
+                state.next_key += 1;
+                let waiter = Waiter { needs, waker: waker.clone(), outcome: None };
+                state.waiting.insert(key, waiter);
+                self.key = Some(key);
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let Some(key) = self.key else { return };
+        let mut state = self.group.lock();
+        let waiter = state.waiting.remove(&key);
+        // It may have been the one that was woken to lead (I4).
+        let successor = state.successor();
+        drop(state);
+        drop(waiter);
+        if let Some(successor) = successor {
+            successor.wake();
+        }
+    }
+}
+
+/// The run that is under way. Dropped without [`RunUnderWay::end`], it is given up (I3).
+struct RunUnderWay<'a> {
+    group: &'a GroupSync,
+    number: u64,
+}
+
+impl RunUnderWay<'_> {
+    /// Gives `outcome` to all who needed this run; dropping `self` finds the next leader.
+    fn end(self, outcome: &Result<()>) {
+        let mut served = Vec::new();
+        let mut state = self.group.lock();
+        assert!(state.is_running && state.begun == self.number, "two runs at once");
+        for waiter in state.waiting.values_mut() {
+            if waiter.outcome.is_none() && waiter.needs <= self.number {
+                waiter.outcome = Some(outcome.clone());
+                served.push(waiter.waker.clone());
+            }
+        }
+        drop(state);
+        served.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Drop for RunUnderWay<'_> {
+    fn drop(&mut self) {
+        let mut state = self.group.lock();
+        state.is_running = false;
+        let successor = state.successor();
+        drop(state);
+        if let Some(successor) = successor {
+            successor.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
