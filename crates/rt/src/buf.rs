@@ -6,7 +6,7 @@
 //!
 //! Invariants
 //! - I1 Two [`Buf`]s that share a block cover disjoint ranges of it: the only way to get a second
-//!   one is [`Buf::split_to`], which divides a range.
+//!   one is [`Buf::split_to`], which divides a range; [`Buf::join`] puts two ranges together.
 //! - I2 Every byte of a block was initialised (zeroed when the block was made).
 //! - I3 A block's memory is freed when the last `Buf` is gone, never before.
 //!
@@ -90,6 +90,24 @@ impl Buf {
         self.start += at;
         self.len -= at;
         head
+    }
+
+    /// Takes `tail` back, which lies right behind this buffer because [`Buf::split_to`] parted them.
+    ///
+    /// # Panics
+    /// If it lies anywhere else.
+    pub fn join(&mut self, tail: Self) {
+        if tail.is_empty() {
+            return;
+        }
+        let same_block = match (&self.block, &tail.block) {
+            (Some(mine), Some(other)) => Arc::ptr_eq(mine, other),
+            _ => false,
+        };
+        assert!(same_block, "joined with a part of another buffer");
+        assert_eq!(self.start + self.len, tail.start, "joined with a part from elsewhere");
+        // `tail` gives its range up here: it is dropped without having been used again (I1).
+        self.len += tail.len;
     }
 
     /// Keeps the first `len` bytes.
@@ -224,6 +242,27 @@ mod tests {
         head.fill(b'x');
         assert_eq!(&*head, b"xx");
         assert_eq!(&*tail, b"cdef");
+    }
+
+    #[test]
+    fn parts_of_a_split_are_put_together_again() {
+        let mut tail = Buf::from_slice(b"abcdef");
+        let mut head = tail.split_to(2);
+        let mut end = tail.split_to(4);
+        end.fill(b'x');
+        head.join(end);
+        assert_eq!(&*head, b"abxxxx");
+        head.join(Buf::new(0));
+        let mut whole = Buf::from_slice(b"ab");
+        let mut nothing = whole.split_to(0);
+        nothing.join(whole);
+        assert_eq!(&*nothing, b"ab");
+    }
+
+    #[test]
+    #[should_panic(expected = "another buffer")]
+    fn parts_of_different_buffers_are_not_put_together() {
+        Buf::new(2).join(Buf::new(2));
     }
 
     #[test]
