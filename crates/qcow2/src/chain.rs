@@ -8,10 +8,11 @@ use crate::decoded::DecodedClusters;
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::notify::Notify;
-use crate::open::open_layers;
+use crate::open::{open_layers, read_header};
+use crate::write::Writer;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, MapStats,
-    Planned, Result,
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, InFlight, IoFuture,
+    LocalFuture, MapStats, Planned, Result, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
@@ -42,11 +43,18 @@ pub struct ChainOptions {
     pub index: IndexUse,
     /// An internal snapshot of the active layer, by id or name, to read instead of its present.
     pub snapshot: Option<String>,
+    /// Whether the active layer is written.
+    pub writable: bool,
 }
 
 impl Default for ChainOptions {
     fn default() -> Self {
-        Self { cache_bytes: CACHE_BYTES_DEFAULT, index: IndexUse::Read, snapshot: None }
+        Self {
+            cache_bytes: CACHE_BYTES_DEFAULT,
+            index: IndexUse::Read,
+            snapshot: None,
+            writable: false,
+        }
     }
 }
 
@@ -69,19 +77,27 @@ pub struct Chain {
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     decoded: Arc<DecodedClusters>,
+    pub(crate) writer: Option<Writer>,
 }
 
 impl Chain {
     /// Opens the chain whose active layer is the qcow2 image at `path`.
     ///
     /// # Errors
-    /// What makes an image unusable, with its path; the policy's refusal of a name; a loop.
+    /// What makes an image unusable, with its path; the policy's refusal of a name; a loop; for
+    /// writing also an image that is marked as corrupt, and a snapshot.
     pub async fn open(
         images: Arc<dyn Images>,
         path: &Path,
         options: &ChainOptions,
     ) -> Result<Self> {
-        let layers = open_layers(&*images, path, options.snapshot.as_deref()).await?;
+        if options.writable && options.snapshot.is_some() {
+            let context = "an internal snapshot is opened for reading only";
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        let wanted = (options.snapshot.as_deref(), options.writable);
+        let layers = open_layers(&*images, path, wanted).await?;
+        let writer = open_writer(&layers).await?;
         let len = layers.last().map_or(0, |layer| layer.len);
         let chain = Self {
             images,
@@ -90,6 +106,7 @@ impl Chain {
             index: Index::new(options.cache_bytes.max(CACHE_BYTES_MIN)),
             index_call: Notify::default(),
             decoded: Arc::default(),
+            writer,
         };
         if options.index == IndexUse::Read {
             chain.adopt_sidecars().await;
@@ -145,13 +162,11 @@ impl Chain {
         self.layers.last().expect("a chain has a layer")
     }
 
-    fn check_range(&self, range: GuestRange) -> Result<()> {
+    pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
         if range.end().bytes() <= self.len {
             return Ok(());
         }
-        let end = range.end();
-        let context = format!("the disk ends at {:#x}, before {end}", self.len);
-        Err(Error::new(ErrorKind::Invalid, context))
+        Err(beyond_end(self.len, range.end()))
     }
 
     /// Plans from cached slices; how much of `range` was planned before one was missing.
@@ -244,6 +259,52 @@ impl Disk for Chain {
         }
     }
 
+    fn is_writable(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    #[inline]
+    fn enter(&self) -> InFlight<'_> {
+        match &self.writer {
+            Some(writer) => writer.requests().enter(),
+            None => InFlight::untracked(),
+        }
+    }
+
+    #[inline]
+    fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
+        match self.in_place(at, buf.len() as u64) {
+            Some((writer, host)) => Writing::Direct(writer.write_in_place(buf, host)),
+            None => Writing::Boxed(Box::pin(self.write_slowly(at, buf))),
+        }
+    }
+
+    fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.zero_range(range, how))
+    }
+
+    fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.discard_range(range))
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            match &self.writer {
+                Some(writer) => writer.flush().await,
+                None => Ok(()),
+            }
+        })
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            match &self.writer {
+                Some(writer) => writer.close().await,
+                None => Ok(()),
+            }
+        })
+    }
+
     fn map_stats(&self) -> MapStats {
         let counters = &self.index.counters;
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -259,7 +320,27 @@ impl Disk for Chain {
     }
 }
 
-fn slice_of(at: GuestOffset) -> (u64, GuestOffset) {
+/// The state of writing, if the active layer was opened for it.
+async fn open_writer(layers: &[Arc<Layer>]) -> Result<Option<Writer>> {
+    let Some(active) = layers.last() else { return Ok(None) };
+    let Some(metadata) = &active.metadata else { return Ok(None) };
+    let opened = async {
+        let header = read_header(&*metadata.store).await?;
+        if header.incompatible.corrupt {
+            let context = "the image is marked as corrupt: run `mica check -r all` first";
+            return Err(Error::new(ErrorKind::Corrupt, context));
+        }
+        Writer::open(active, &header, Arc::clone(metadata)).await
+    };
+    opened.await.map(Some).map_err(|error| active.explain(error))
+}
+
+pub(crate) fn beyond_end(len: u64, end: GuestOffset) -> Error {
+    let context = format!("the disk ends at {len:#x}, before {end}");
+    Error::new(ErrorKind::Invalid, context)
+}
+
+pub(crate) fn slice_of(at: GuestOffset) -> (u64, GuestOffset) {
     use crate::index::slice::SLICE_BITS;
     let number = at.bytes() >> SLICE_BITS;
     (number, GuestOffset::new(number << SLICE_BITS))

@@ -10,6 +10,7 @@
 use crate::decoded::DecodedClusters;
 use crate::format::{Compression, L1Entry, L2Entry, L2Format};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
+use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -33,6 +34,8 @@ pub(crate) struct Layer {
     /// Bytes of the disk that it speaks for, a multiple of a sector.
     pub(crate) len: u64,
     pub(crate) tables: Option<Tables>,
+    /// What is written and not yet in the file, of an active layer that is open for writing.
+    pub(crate) metadata: Option<Arc<Metadata>>,
 }
 
 /// The tables of a qcow2 image. A raw image has none.
@@ -41,6 +44,8 @@ pub(crate) struct Tables {
     pub(crate) l1_offset: HostOffset,
     pub(crate) l1_entries: u32,
     pub(crate) compression: Compression,
+    /// Whether they are being written: then nothing of them is kept here.
+    pub(crate) live: bool,
     l1: OnceLock<Box<[L1Entry]>>,
     /// Whether more clusters are in use than its file takes space for; see
     /// [`Layer::is_preallocated`].
@@ -55,7 +60,7 @@ impl Tables {
         compression: Compression,
     ) -> Self {
         let (l1, preallocated) = (OnceLock::new(), OnceLock::new());
-        Self { l2, l1_offset, l1_entries, compression, l1, preallocated }
+        Self { l2, l1_offset, l1_entries, compression, live: false, l1, preallocated }
     }
 
     /// L1 entries `first..first + count`; those beyond the table name nothing.
@@ -64,7 +69,7 @@ impl Tables {
         let table_bytes = self.l1_entries as usize * L1Entry::BYTES;
         let within = usize::try_from(table_len.saturating_sub(first)).unwrap_or(usize::MAX);
         let present = count.min(within);
-        let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX {
+        let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX && !self.live {
             let table = match self.l1.get() {
                 Some(table) => table,
                 None => {
@@ -270,12 +275,14 @@ impl Layer {
                 Ok(L2Entry::Unallocated) => {}
                 Ok(L2Entry::Subclusters { host, allocated, zero }) => {
                     let bits = l2.subcluster_bits();
-                    let clusters = Subclusters { start, bits, host, allocated, zero };
+                    let shared = tables.live && !raw.copied() && !l2.data_file;
+                    let clusters = Subclusters { start, bits, host, allocated, zero, shared };
                     self.append_subclusters(clusters, range, window, runs);
                 }
                 Ok(entry) => {
                     let skipped = range.start().bytes() - start.bytes();
-                    runs.push(self.run_of(entry, skipped, range, window));
+                    let shared = tables.live && !raw.copied() && !l2.data_file;
+                    runs.push(self.run_of((entry, shared), skipped, range, window));
                 }
                 Err(_) => runs.push(self.deferred_run(range, window)),
             }
@@ -302,12 +309,19 @@ impl Layer {
                 None if clusters.zero & bit != 0 => L2Entry::Zero,
                 _ => continue,
             };
-            runs.push(self.run_of(entry, skipped, part, window));
+            runs.push(self.run_of((entry, clusters.shared), skipped, part, window));
         }
     }
 
-    /// The run for `range`, which lies `skipped` bytes into a cluster that is `entry`.
-    fn run_of(&self, entry: L2Entry, skipped: u64, range: GuestRange, window: GuestOffset) -> Run {
+    /// The run for `range`, which lies `skipped` bytes into a cluster that is `entry`, and shared
+    /// with something else or not.
+    fn run_of(
+        &self,
+        (entry, shared): (L2Entry, bool),
+        skipped: u64,
+        range: GuestRange,
+        window: GuestOffset,
+    ) -> Run {
         let placed = |kind, host: HostOffset| match host.checked_add(skipped) {
             Some(host) => Entry::at_host(kind, self.number, host),
             None => Entry::without_host(EntryKind::Deferred, self.number),
@@ -315,6 +329,7 @@ impl Layer {
         let entry = match entry {
             L2Entry::Zero => Entry::without_host(EntryKind::Zero, self.number),
             L2Entry::ZeroAllocated(host) => placed(EntryKind::ZeroAllocated, host),
+            L2Entry::Data(host) if shared => placed(EntryKind::SharedData, host),
             L2Entry::Data(host) => placed(EntryKind::Data, host),
             L2Entry::Compressed(_) | L2Entry::Unallocated | L2Entry::Subclusters { .. } => {
                 Entry::without_host(EntryKind::Deferred, self.number)
@@ -430,6 +445,7 @@ struct Subclusters {
     host: Option<HostOffset>,
     allocated: u32,
     zero: u32,
+    shared: bool,
 }
 
 fn changed() -> Error {

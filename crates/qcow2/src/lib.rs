@@ -8,16 +8,22 @@
 
 mod chain;
 pub mod check;
+mod claims;
+pub mod create;
 mod decoded;
 mod detail;
 pub mod format;
 mod index;
 mod inspect;
 mod layer;
+pub mod measure;
 mod notify;
 mod open;
 mod preallocated;
+pub mod recover;
 pub mod snapshots;
+pub mod writer;
+mod write;
 
 pub use chain::{
     CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,

@@ -11,6 +11,7 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
+use crate::write::pages::{Metadata, MetadataStore};
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
@@ -35,9 +36,9 @@ enum OpenedKind {
 pub(crate) async fn open_layers(
     images: &dyn Images,
     path: &Path,
-    snapshot: Option<&str>,
+    (snapshot, writable): (Option<&str>, bool),
 ) -> Result<Vec<Arc<Layer>>> {
-    let opened = open_all(images, path).await?;
+    let opened = open_all(images, path, writable).await?;
     let count = opened.len();
     let mut layers = Vec::with_capacity(count);
     for (number, opened) in opened.into_iter().rev().enumerate() {
@@ -45,21 +46,28 @@ pub(crate) async fn open_layers(
         let is_active = number.index() + 1 == count;
         let snapshot = snapshot.filter(|_| is_active);
         let context = opened.path.display().to_string();
-        let layer = build_layer(images, opened, number, snapshot).await;
+        let layer = build_layer(images, opened, number, (snapshot, writable && is_active)).await;
         layers.push(Arc::new(layer.map_err(|error| error.wrap(context))?));
     }
     Ok(layers)
 }
 
 /// Opens all images of a chain, from the active layer down.
-async fn open_all(images: &dyn Images, path: &Path) -> Result<Vec<Opened>> {
+async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Vec<Opened>> {
     let mut opened: Vec<Opened> = Vec::new();
     let mut seen = HashSet::new();
     let mut next = Some((path.to_path_buf(), ImageFormat::Qcow2));
     while let Some((path, format)) = next {
         let named_by = opened.last().map(|upper| upper.path.display().to_string());
         let name = path.display().to_string();
-        let step = open_one(images, path, format).await;
+        let image = match writable && opened.is_empty() {
+            true => images.open_writable(&path),
+            false => images.open(&path),
+        };
+        let step = match image {
+            Ok(image) => open_one(images, image, path, format).await,
+            Err(error) => Err(error),
+        };
         let (layer, below) = step.map_err(|error| match named_by {
             Some(upper) => error.wrap(format!("{name}, the backing file of {upper}")),
             None => error.wrap(name.clone()),
@@ -88,10 +96,10 @@ enum ImageFormat {
 
 async fn open_one(
     images: &dyn Images,
+    image: OpenImage,
     path: PathBuf,
     format: ImageFormat,
 ) -> Result<(Opened, Option<(PathBuf, ImageFormat)>)> {
-    let image = images.open(&path)?;
     if format == ImageFormat::Unstated {
         refuse_unstated_qcow2(&image).await?;
     }
@@ -176,7 +184,7 @@ async fn build_layer(
     images: &dyn Images,
     opened: Opened,
     number: LayerNumber,
-    snapshot: Option<&str>,
+    (snapshot, writable): (Option<&str>, bool),
 ) -> Result<Layer> {
     let Opened { path, image, kind } = opened;
     let OpenImage { store, identity } = image;
@@ -188,12 +196,13 @@ async fn build_layer(
         identity,
         len: 0,
         tables: None,
+        metadata: None,
     };
     match kind {
         OpenedKind::Raw => layer.len = layer.store.len()?.next_multiple_of(SECTOR_BYTES),
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
-                layer.data = open_data_file(images, &layer.path, &header)?;
+                layer.data = open_data_file(images, &layer.path, &header, writable)?;
             }
             let (l1_offset, l1_entries, disk_bytes) = match snapshot {
                 None => (header.l1_offset, header.l1_entries, header.disk_bytes()),
@@ -202,7 +211,14 @@ async fn build_layer(
                     snapshot_l1(&header, &found)?
                 }
             };
-            let tables = Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
+            let mut tables =
+                Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
+            if writable {
+                tables.live = true;
+                let metadata = Metadata::new(Arc::clone(&layer.store), header.cluster_bits);
+                layer.store = Arc::new(MetadataStore(Arc::clone(&metadata)));
+                layer.metadata = Some(metadata);
+            }
             layer.tables = Some(tables);
             layer.len = disk_bytes;
         }
@@ -227,12 +243,13 @@ fn open_data_file(
     images: &dyn Images,
     path: &Path,
     header: &Header,
+    writable: bool,
 ) -> Result<Arc<dyn mica_block::Store>> {
     let Some(name) = &header.data_file_name else {
         let context = "the image keeps its data in an external file and does not name it";
         return Err(Error::new(ErrorKind::Corrupt, context));
     };
     let resolved = images.resolve(path, &parse_data_file_name(name)?)?;
-    let opened = images.open(&resolved);
+    let opened = if writable { images.open_writable(&resolved) } else { images.open(&resolved) };
     Ok(opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?.store)
 }

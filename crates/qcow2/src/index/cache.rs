@@ -4,19 +4,22 @@
 //! - I1 The slices held never weigh more than the budget, what the cache itself needs for each
 //!   included.
 //! - I2 A slice is loaded by one task at a time; the others wait for it.
+//! - I3 What a loader read before a writer changed owners never replaces what the writer made of
+//!   the slice: each change counts, and a loader whose count is old keeps its slice to itself.
 
+use crate::claims::{Claim, Claims};
 use crate::index::slice::Slice;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
-use std::collections::HashMap;
-use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Poll, Waker};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What the cache needs for one slice besides the slice: its table entry and the shared counters.
 const ENTRY_BYTES: usize = 64;
 /// The weight by which the first tables are sized.
 const TYPICAL_SLICE_BYTES: u64 = 512;
+
+/// Counters of changes: enough that loaders and writers of other slices seldom share one.
+const VERSIONS: usize = 64;
 
 #[derive(Clone)]
 struct MemoryWeight;
@@ -31,23 +34,22 @@ impl Weighter<u64, Arc<Slice>> for MemoryWeight {
 pub(crate) struct SliceCache {
     slices: Cache<u64, Arc<Slice>, MemoryWeight>,
     budget_bytes: u64,
-    loading: Mutex<HashMap<u64, Vec<Waker>>>,
+    loading: Claims,
+    /// How often owners were changed, by the slice's number.
+    versions: [Mutex<u64>; VERSIONS],
 }
 
 impl SliceCache {
     pub(crate) fn new(budget_bytes: u64) -> Self {
         let typical = usize::try_from(budget_bytes / TYPICAL_SLICE_BYTES).unwrap_or(usize::MAX);
         let slices = Cache::with_weighter(typical.clamp(16, 4096), budget_bytes, MemoryWeight);
-        Self { slices, budget_bytes, loading: Mutex::default() }
+        let versions = std::array::from_fn(|_| Mutex::default());
+        Self { slices, budget_bytes, loading: Claims::default(), versions }
     }
 
     #[inline]
     pub(crate) fn get(&self, number: u64) -> Option<Arc<Slice>> {
         self.slices.get(&number)
-    }
-
-    pub(crate) fn insert(&self, number: u64, slice: Arc<Slice>) {
-        self.slices.insert(number, slice);
     }
 
     pub(crate) fn held_bytes(&self) -> u64 {
@@ -60,51 +62,38 @@ impl SliceCache {
 
     /// The right to load `key`. Waits while another task has it; `None` then, as the slice may be
     /// there now.
-    pub(crate) async fn claim(&self, key: u64) -> Option<LoadClaim<'_>> {
-        if let Some(claim) = self.try_claim(key) {
-            return Some(claim);
+    pub(crate) async fn claim(&self, key: u64) -> Option<Claim<'_>> {
+        self.loading.claim_or_wait(key).await
+    }
+
+    /// How often owners in slice `number`, or one that shares its counter, were changed.
+    pub(crate) fn version(&self, number: u64) -> u64 {
+        *self.version_of(number)
+    }
+
+    /// Puts a slice in that was loaded since `version` was asked for, unless owners changed since:
+    /// then it may say what was before.
+    pub(crate) fn insert_loaded(&self, number: u64, slice: Arc<Slice>, version: u64) {
+        let current = self.version_of(number);
+        if *current == version {
+            self.slices.insert(number, slice);
         }
-        self.wait_for_loader(key).await;
-        None
     }
 
-    fn try_claim(&self, key: u64) -> Option<LoadClaim<'_>> {
-        let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        if loading.contains_key(&key) {
-            return None;
+    /// Replaces the slice by what `change` makes of it, if it is in the cache. `change` gives
+    /// nothing to have it loaded anew.
+    pub(crate) fn change(&self, number: u64, change: impl FnOnce(&Slice) -> Option<Slice>) {
+        let mut version = self.version_of(number);
+        *version += 1;
+        let Some(slice) = self.slices.peek(&number) else { return };
+        match change(&slice) {
+            Some(changed) => self.slices.insert(number, Arc::new(changed)),
+            None => drop(self.slices.remove(&number)),
         }
-        loading.insert(key, Vec::new());
-        Some(LoadClaim { cache: self, key })
     }
 
-    fn wait_for_loader(&self, key: u64) -> impl Future<Output = ()> + use<'_> {
-        let mut waited = false;
-        std::future::poll_fn(move |context| {
-            let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
-            match loading.get_mut(&key) {
-                Some(waiters) if !waited => {
-                    waited = true;
-                    waiters.push(context.waker().clone());
-                    Poll::Pending
-                }
-                // Woken: the loader is done, or gave up. Whoever still misses the slice tries.
-                _ => Poll::Ready(()),
-            }
-        })
-    }
-}
-
-/// The right to load; given back on drop, also when the loader's future is dropped.
-pub(crate) struct LoadClaim<'a> {
-    cache: &'a SliceCache,
-    key: u64,
-}
-
-impl Drop for LoadClaim<'_> {
-    fn drop(&mut self) {
-        let mut loading = self.cache.loading.lock().unwrap_or_else(PoisonError::into_inner);
-        let waiters = loading.remove(&self.key).unwrap_or_default();
-        drop(loading);
-        waiters.into_iter().for_each(Waker::wake);
+    fn version_of(&self, number: u64) -> MutexGuard<'_, u64> {
+        let index = usize::try_from(number % VERSIONS as u64).expect("small");
+        self.versions[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

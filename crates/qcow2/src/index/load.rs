@@ -59,15 +59,15 @@ impl Chain {
             (number, number + 1)
         };
         self.index.last_loaded.store(end - 1, Ordering::Relaxed);
+        let versions: Vec<_> = (first..end).map(|slice| self.index.cache.version(slice)).collect();
         let runs = self.resolve(&tree, first, end).await?;
         let mut wanted = None;
-        for (position, slice_number) in (first..end).enumerate() {
-            let position = u32::try_from(position).expect("a window has few slices");
+        for ((slice_number, version), position) in (first..end).zip(versions).zip(0_u32..) {
             let slice = Arc::new(runs.slice_at(position * SLICE_SECTORS));
             if slice_number == number {
                 wanted = Some(Arc::clone(&slice));
             }
-            self.index.cache.insert(slice_number, slice);
+            self.index.cache.insert_loaded(slice_number, slice, version);
         }
         Ok(wanted.expect("the window holds the slice"))
     }

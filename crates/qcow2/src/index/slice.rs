@@ -41,6 +41,9 @@ pub(crate) enum EntryKind {
     ZeroAllocated,
     /// At the host sector.
     Data,
+    /// At the host sector, which something else may name too: it is not written in place. Only in
+    /// memory, of an active layer that is written.
+    SharedData,
     /// The layer's own L2 entry says the rest: compressed, beyond 16 PiB, or malformed.
     Deferred,
 }
@@ -58,7 +61,9 @@ impl Entry {
             EntryKind::Hole => return Self::HOLE,
             EntryKind::Zero => 1,
             EntryKind::Deferred => 4,
-            EntryKind::ZeroAllocated | EntryKind::Data => unreachable!("these have a place"),
+            EntryKind::ZeroAllocated | EntryKind::Data | EntryKind::SharedData => {
+                unreachable!("these have a place")
+            }
         };
         Self(u64::from(layer.as_u16()) << LAYER_SHIFT | code << HOST_BITS)
     }
@@ -68,6 +73,7 @@ impl Entry {
         let code: u64 = match kind {
             EntryKind::ZeroAllocated => 2,
             EntryKind::Data => 3,
+            EntryKind::SharedData => 5,
             _ => unreachable!("these have no place"),
         };
         let sector = host.bytes() / SECTOR_BYTES;
@@ -85,6 +91,7 @@ impl Entry {
             1 => EntryKind::Zero,
             2 => EntryKind::ZeroAllocated,
             3 => EntryKind::Data,
+            5 => EntryKind::SharedData,
             _ => EntryKind::Deferred,
         }
     }
@@ -98,7 +105,8 @@ impl Entry {
     }
 
     fn has_host(self) -> bool {
-        matches!(self.kind(), EntryKind::Data | EntryKind::ZeroAllocated)
+        use EntryKind::{Data, SharedData, ZeroAllocated};
+        matches!(self.kind(), Data | SharedData | ZeroAllocated)
     }
 
     /// What the run that starts with `self` says `sectors` sectors on.
@@ -124,7 +132,7 @@ impl Entry {
             EntryKind::Hole => ExtentKind::Hole,
             EntryKind::Zero => ExtentKind::Zero,
             EntryKind::ZeroAllocated => ExtentKind::ZeroAllocated,
-            EntryKind::Data => ExtentKind::Data,
+            EntryKind::Data | EntryKind::SharedData => ExtentKind::Data,
             EntryKind::Deferred => ExtentKind::Encoded,
         }
     }
@@ -282,6 +290,27 @@ impl Slice {
 
     fn run_end(&self, index: usize) -> u32 {
         self.starts.get(index + 1).map_or(SLICE_SECTORS, |start| u32::from(*start))
+    }
+
+    /// Where `len` bytes at `at` of the disk stand, if all of them stand in one run of `layer` that
+    /// nothing else names.
+    #[inline]
+    pub(crate) fn own_place(
+        &self,
+        at: GuestOffset,
+        len: u64,
+        layer: LayerNumber,
+    ) -> Option<HostOffset> {
+        let within = at.bytes() & (SLICE_BYTES - 1);
+        let sector = u16::try_from(within / SECTOR_BYTES).expect("a slice has 8192 sectors");
+        let index = self.starts.partition_point(|start| *start <= sector) - 1;
+        let entry = self.entries[index];
+        let end = u64::from(self.run_end(index)) * SECTOR_BYTES;
+        let is_own = entry.kind() == EntryKind::Data && entry.layer() == layer;
+        if !is_own || within + len > end {
+            return None;
+        }
+        entry.host().checked_add(within - u64::from(self.starts[index]) * SECTOR_BYTES)
     }
 
     /// Appends the extents of `len` bytes from `offset`, which lie in the slice that starts at

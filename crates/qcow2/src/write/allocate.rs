@@ -1,0 +1,503 @@
+//! Where new clusters come from: refcounts, free runs, and clusters that were counted ahead.
+//!
+//! A cluster's refcount has to be durable before anything durable names the cluster. So clusters
+//! are counted ahead, a run at a time: their counts are written with one group and durable from
+//! then on, and the links of later groups need not wait for counts. What was counted and not used
+//! is given back on close; a crash leaks it, at most [`AHEAD_BYTES`].
+//!
+//! Invariants
+//! - I1 A cluster is given to one request only: it leaves the pool with its reservation.
+//! - I2 A cluster in the pool has refcount 1 in memory; it is durable once the group in which it
+//!   was counted is.
+//! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond all
+//!   that the file had when it was opened, and was never given out before.
+//! - I4 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
+
+use super::pages::{Metadata, PageState, Stage};
+use super::ranges::MetadataRanges;
+use crate::claims::Claims;
+use crate::format::{Header, RefcountTableEntry, RefcountWidth};
+use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
+use mica_rt::Buf;
+use mica_units::{ClusterBits, HostOffset};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Bytes of clusters that are counted ahead, at least [`AHEAD_CLUSTERS_MIN`] clusters.
+pub(crate) const AHEAD_BYTES: u64 = 4 << 20;
+const AHEAD_CLUSTERS_MIN: u64 = 16;
+const AHEAD_CLUSTERS_MAX: u64 = 256;
+/// The highest address that an entry can name, and one.
+const HOST_END: u64 = 1 << 56;
+/// Where the refcount table's place stands in the header: offset, then clusters.
+const HEADER_TABLE_AT: u64 = 48;
+
+/// Clusters that nobody uses and that are counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Counted {
+    first: u64,
+    count: u64,
+    /// The group in which they were counted.
+    group: u64,
+    blank: bool,
+}
+
+/// A run of host clusters that was taken for a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Reserved {
+    /// The first cluster's number.
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+    /// The group with which their refcounts become durable.
+    pub(crate) group: u64,
+    /// Whether they read as zeros and will do so after a power cut.
+    pub(crate) blank: bool,
+}
+
+struct SpaceState {
+    table: Vec<u64>,
+    table_offset: HostOffset,
+    /// Where the search for free clusters goes on.
+    cursor: u64,
+    /// Clusters from here on are blank.
+    blank_from: u64,
+    pool: VecDeque<Counted>,
+}
+
+/// The clusters of one image file.
+pub(crate) struct Space {
+    metadata: Arc<Metadata>,
+    pub(crate) ranges: Arc<MetadataRanges>,
+    bits: ClusterBits,
+    width: RefcountWidth,
+    state: Mutex<SpaceState>,
+    refill: Claims,
+}
+
+/// What the search found at a cluster.
+enum Look {
+    Free {
+        first: u64,
+        count: u64,
+    },
+    /// Nothing free before this cluster.
+    On(u64),
+    /// The page that would tell has to be read.
+    Read(HostOffset),
+    /// The region has no refcount block.
+    NoBlock(u64),
+    /// The refcount table ends here.
+    TableFull,
+}
+
+impl Space {
+    pub(crate) async fn open(
+        metadata: &Arc<Metadata>,
+        ranges: Arc<MetadataRanges>,
+        header: &Header,
+    ) -> Result<Self> {
+        let bits = header.cluster_bits;
+        let bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
+        let len = usize::try_from(bytes).expect("the header's limit is 8 MiB");
+        let table = read_exact(&*metadata.store, header.refcount_table_offset, len).await?;
+        let table: Vec<u64> =
+            table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect();
+        for entry in &table {
+            if let Some(block) = RefcountTableEntry(*entry).decode(bits)? {
+                ranges.add(block, bits.bytes(), "a refcount block");
+            }
+        }
+        let file_end = bits.clusters_for(metadata.store.len()?);
+        let state = SpaceState {
+            table,
+            table_offset: header.refcount_table_offset,
+            cursor: 0,
+            blank_from: file_end,
+            pool: VecDeque::new(),
+        };
+        Ok(Self {
+            metadata: Arc::clone(metadata),
+            ranges,
+            bits,
+            width: header.refcount_width,
+            state: Mutex::new(state),
+            refill: Claims::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SpaceState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ahead(&self) -> u64 {
+        (AHEAD_BYTES >> self.bits.bits()).clamp(AHEAD_CLUSTERS_MIN, AHEAD_CLUSTERS_MAX)
+    }
+
+    /// Takes a run of at most `wanted` clusters; it may be shorter.
+    pub(crate) async fn reserve(&self, wanted: u64) -> Result<Reserved> {
+        loop {
+            if let Some(reserved) = self.take(wanted) {
+                self.count_ahead_if_low().await?;
+                return Ok(reserved);
+            }
+            let Some(_claim) = self.refill.claim_or_wait(0).await else { continue };
+            if self.lock().pool.is_empty() {
+                self.count_ahead(wanted.max(self.ahead())).await?;
+            }
+        }
+    }
+
+    /// Counts the next run before the pool is empty, so that its counts are durable by then.
+    async fn count_ahead_if_low(&self) -> Result<()> {
+        let left: u64 = self.lock().pool.iter().map(|run| run.count).sum();
+        if left > self.ahead() / 2 {
+            return Ok(());
+        }
+        let Some(_claim) = self.refill.try_claim(0) else { return Ok(()) };
+        // That it fails is for the request that needs it to tell.
+        let _ = self.count_ahead(self.ahead()).await;
+        Ok(())
+    }
+
+    fn take(&self, wanted: u64) -> Option<Reserved> {
+        let mut state = self.lock();
+        let run = state.pool.front_mut()?;
+        let count = wanted.min(run.count);
+        let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
+        run.first += count;
+        run.count -= count;
+        if run.count == 0 {
+            state.pool.pop_front();
+        }
+        Some(taken)
+    }
+
+    /// Takes clusters back that were reserved and never linked. Something may have been written
+    /// to them.
+    pub(crate) fn give_back(&self, reserved: Reserved) {
+        let Reserved { first, count, group, .. } = reserved;
+        self.lock().pool.push_front(Counted { first, count, group, blank: false });
+    }
+
+    /// All that is counted and not used: from now on nobody's.
+    pub(crate) fn drain_pool(&self) -> Vec<u64> {
+        let pool = std::mem::take(&mut self.lock().pool);
+        pool.iter().flat_map(|run| run.first..run.first + run.count).collect()
+    }
+
+    /// Finds a free run and counts it. The caller has the claim of refilling.
+    async fn count_ahead(&self, wanted: u64) -> Result<()> {
+        loop {
+            let look = self.look(wanted)?;
+            match look {
+                Look::Free { first, count } => {
+                    if self.count_run(first, count) {
+                        return Ok(());
+                    }
+                }
+                Look::On(cluster) => self.lock().cursor = cluster,
+                Look::Read(page) => self.metadata.load(page).await?,
+                Look::NoBlock(region) => self.make_block(region).await?,
+                Look::TableFull => self.grow_table().await?,
+            }
+        }
+    }
+
+    /// Looks from the cursor on, as far as one page of refcounts goes.
+    fn look(&self, wanted: u64) -> Result<Look> {
+        let state = self.lock();
+        let cluster = state.cursor;
+        if cluster >= HOST_END >> self.bits.bits() {
+            let context = "the image file has no free cluster left";
+            return Err(Error::new(ErrorKind::NoSpace, context));
+        }
+        let region_bits = self.width.block_entries_bits(self.bits);
+        let region = usize::try_from(cluster >> region_bits).unwrap_or(usize::MAX);
+        let Some(entry) = state.table.get(region) else { return Ok(Look::TableFull) };
+        let Some(block) = RefcountTableEntry(*entry).decode(self.bits)? else {
+            return Ok(Look::NoBlock(cluster >> region_bits));
+        };
+        let page_entries = self.page_entries();
+        let page_end = (cluster / page_entries + 1) * page_entries;
+        drop(state);
+        let pages = self.metadata.lock();
+        let at = self.count_at(block, cluster);
+        let len = self.page_len();
+        let page = HostOffset::new(at.bytes() / len * len);
+        let Some(bytes) = pages.get(page, usize::try_from(len).expect("4 KiB")) else {
+            return Ok(Look::Read(at));
+        };
+        let count = |cluster: u64| {
+            let index = usize::try_from(cluster % page_entries).expect("within a page");
+            self.width.get(bytes, index).unwrap_or(u64::MAX)
+        };
+        let Some(first) = (cluster..page_end).find(|cluster| count(*cluster) == 0) else {
+            return Ok(Look::On(page_end));
+        };
+        let end = (first + 1..page_end.min(first + wanted)).find(|cluster| count(*cluster) != 0);
+        let count = end.unwrap_or_else(|| page_end.min(first + wanted)) - first;
+        Ok(Look::Free { first, count })
+    }
+
+    /// Bytes of a page of refcounts.
+    fn page_len(&self) -> u64 {
+        self.bits.bytes().min(4096)
+    }
+
+    /// Refcounts in a page.
+    fn page_entries(&self) -> u64 {
+        self.page_len() * 8 / u64::from(self.width.bits())
+    }
+
+    /// Where the byte of `cluster`'s refcount is, in the block at `block`.
+    fn count_at(&self, block: HostOffset, cluster: u64) -> HostOffset {
+        let index = cluster & (self.width.block_entries(self.bits) - 1);
+        HostOffset::new(block.bytes() + index * u64::from(self.width.bits()) / 8)
+    }
+
+    /// Counts a run that was found free, and puts it into the pool; whether its page was still
+    /// there.
+    fn count_run(&self, first: u64, count: u64) -> bool {
+        let mut pages = self.metadata.lock();
+        let Ok(Some(block)) = self.block_of(first) else { return false };
+        if !pages.has(self.count_at(block, first)) {
+            return false;
+        }
+        for cluster in first..first + count {
+            self.put_count(&mut pages, block, cluster, 1);
+        }
+        let group = pages.group.number;
+        drop(pages);
+        let mut state = self.lock();
+        state.cursor = first + count;
+        let blank_from = state.blank_from.clamp(first, first + count);
+        for (first, end, blank) in [(first, blank_from, false), (blank_from, first + count, true)] {
+            if first < end {
+                state.pool.push_back(Counted { first, count: end - first, group, blank });
+            }
+        }
+        state.blank_from = state.blank_from.max(first + count);
+        true
+    }
+
+    fn block_of(&self, cluster: u64) -> Result<Option<HostOffset>> {
+        let region = cluster >> self.width.block_entries_bits(self.bits);
+        let state = self.lock();
+        let entry = usize::try_from(region).ok().and_then(|region| state.table.get(region));
+        entry.map_or(Ok(None), |entry| RefcountTableEntry(*entry).decode(self.bits))
+    }
+
+    /// Sets a refcount in a page that is there.
+    fn put_count(&self, pages: &mut PageState, block: HostOffset, cluster: u64, value: u64) {
+        let len = self.page_len();
+        let page = HostOffset::new(self.count_at(block, cluster).bytes() / len * len);
+        let index = usize::try_from(cluster % self.page_entries()).expect("within a page");
+        let len = usize::try_from(len).expect("4 KiB");
+        let bytes = pages.get_mut(page, len, Stage::Early).expect("the page is there");
+        self.width.set(bytes, index, value).expect("a refcount that fits");
+    }
+
+    /// The refcount of `cluster`, or nothing where there is no block for it.
+    pub(crate) async fn refcount(&self, cluster: u64) -> Result<Option<u64>> {
+        let Some(block) = self.block_of(cluster)? else { return Ok(None) };
+        let at = self.count_at(block, cluster);
+        loop {
+            let count = {
+                let pages = self.metadata.lock();
+                let len = self.page_len();
+                let page = HostOffset::new(at.bytes() / len * len);
+                let index = usize::try_from(cluster % self.page_entries()).expect("in a page");
+                let bytes = pages.get(page, usize::try_from(len).expect("4 KiB"));
+                bytes.map(|bytes| self.width.get(bytes, index))
+            };
+            match count {
+                Some(count) => return Ok(count),
+                None => self.metadata.load(at).await?,
+            }
+        }
+    }
+
+    /// Takes one reference from `cluster`. With the last one it is free at once.
+    pub(crate) async fn release(&self, cluster: u64) -> Result<()> {
+        loop {
+            let Some(count) = self.refcount(cluster).await? else { return Ok(()) };
+            let Some(block) = self.block_of(cluster)? else { return Ok(()) };
+            let mut pages = self.metadata.lock();
+            if !pages.has(self.count_at(block, cluster)) {
+                continue;
+            }
+            // Less than what names it: a leak is what is left of that, at worst.
+            self.put_count(&mut pages, block, cluster, count.saturating_sub(1));
+            drop(pages);
+            if count <= 1 {
+                let mut state = self.lock();
+                state.cursor = state.cursor.min(cluster);
+            }
+            return Ok(());
+        }
+    }
+
+    /// Makes the refcount block of a region that has none, in the region itself. Durable, as far
+    /// as the block goes, before the table names it.
+    async fn make_block(&self, region: u64) -> Result<()> {
+        let region_bits = self.width.block_entries_bits(self.bits);
+        let cluster = {
+            let mut state = self.lock();
+            let cluster = state.cursor.max(region << region_bits);
+            state.blank_from = state.blank_from.max(cluster + 1);
+            cluster
+        };
+        let host = HostOffset::new(cluster << self.bits.bits());
+        self.ranges.check(host, self.bits.bytes())?;
+        let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
+        let mut block = Buf::zeroed(len);
+        let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
+        self.width.set(&mut block, index, 1).expect("one fits");
+        self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), false);
+        let written = write_all(&*self.metadata.store, block, host).await;
+        let written = match written {
+            Ok(()) => self.metadata.store.sync().await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = written {
+            self.metadata.lock().drop_cluster(host, self.bits.bytes());
+            return Err(error);
+        }
+        let entry = RefcountTableEntry::encode(host).0;
+        let table_offset = self.lock().table_offset;
+        let at = HostOffset::new(table_offset.bytes() + region * 8);
+        self.metadata
+            .change(at, |pages| {
+                let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
+                bytes.copy_from_slice(&entry.to_be_bytes());
+            })
+            .await?;
+        self.ranges.add(host, self.bits.bytes(), "a refcount block");
+        self.lock().table[usize::try_from(region).expect("within the table")] = entry;
+        Ok(())
+    }
+
+    /// Gives the image a refcount table that is twice as long, beyond all that is used. The new
+    /// table and the blocks that count it are durable before the header names it.
+    async fn grow_table(&self) -> Result<()> {
+        let (old_table, old_offset, start) = {
+            let state = self.lock();
+            let covered = (state.table.len() as u64) << self.width.block_entries_bits(self.bits);
+            (state.table.clone(), state.table_offset, state.blank_from.max(covered))
+        };
+        let plan = GrownTable::plan(self, &old_table, start)?;
+        write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
+        self.metadata.store.sync().await?;
+        let mut field = Buf::zeroed(12);
+        field[..8].copy_from_slice(&plan.table_at(self).bytes().to_be_bytes());
+        let clusters = u32::try_from(plan.table_clusters).expect("8 MiB at most");
+        field[8..].copy_from_slice(&clusters.to_be_bytes());
+        let at = HostOffset::new(HEADER_TABLE_AT);
+        self.metadata
+            .change(at, |pages| {
+                let bytes = pages.get_mut(at, 12, Stage::Early).expect("the page is there");
+                bytes.copy_from_slice(&field);
+            })
+            .await?;
+        write_all(&*self.metadata.store, field, at).await?;
+        self.metadata.store.sync().await?;
+        self.adopt_table(&plan, old_table.len() as u64 * 8, old_offset);
+        Ok(())
+    }
+
+    fn adopt_table(&self, plan: &GrownTable, old_bytes: u64, old_offset: HostOffset) {
+        let cluster_bytes = self.bits.bytes();
+        for block in 0..plan.blocks {
+            let host = HostOffset::new((plan.start + block) << self.bits.bits());
+            self.ranges.add(host, cluster_bytes, "a refcount block");
+        }
+        let bytes = plan.table_clusters * cluster_bytes;
+        self.ranges.add(plan.table_at(self), bytes, "the refcount table");
+        self.ranges.remove(old_offset);
+        let mut pages = self.metadata.lock();
+        pages.drop_cluster(old_offset, old_bytes);
+        let first = old_offset.bytes() >> self.bits.bits();
+        pages.group.freed.extend(first..first + self.bits.clusters_for(old_bytes));
+        drop(pages);
+        let mut state = self.lock();
+        state.table_offset = plan.table_at(self);
+        state.table.clone_from(&plan.table);
+        state.blank_from = state.blank_from.max(plan.end());
+    }
+}
+
+/// A longer refcount table: blocks, then the table, in one run of clusters that the blocks count.
+struct GrownTable {
+    start: u64,
+    blocks: u64,
+    table_clusters: u64,
+    table: Vec<u64>,
+}
+
+impl GrownTable {
+    /// For the table `old`, at cluster `start` or after, which is beyond what `old` covers.
+    fn plan(space: &Space, old: &[u64], start: u64) -> Result<Self> {
+        let region_bits = space.width.block_entries_bits(space.bits);
+        let cluster_entries = space.bits.bytes() / 8;
+        let region = start >> region_bits;
+        // The blocks of this plan start with a region, so that they count nothing before it.
+        let start = if old.len() as u64 > region { (region + 1) << region_bits } else { start };
+        let region = start >> region_bits;
+        let mut blocks = 1;
+        loop {
+            let wanted = (old.len() as u64 * 2).max(region + blocks + 1);
+            let table_clusters = wanted.div_ceil(cluster_entries);
+            let end = start + blocks + table_clusters;
+            let needed = ((end - 1) >> region_bits) - region + 1;
+            if needed > blocks {
+                blocks = needed;
+                continue;
+            }
+            if table_clusters * space.bits.bytes() > crate::format::REFCOUNT_TABLE_BYTES_MAX {
+                let context = "the refcount table cannot grow any more";
+                return Err(Error::new(ErrorKind::NoSpace, context));
+            }
+            let mut table = old.to_vec();
+            table.resize(usize::try_from(table_clusters * cluster_entries).expect("8 MiB"), 0);
+            for block in 0..blocks {
+                let host = HostOffset::new((start + block) << space.bits.bits());
+                let index = usize::try_from(region + block).expect("within the table");
+                table[index] = RefcountTableEntry::encode(host).0;
+            }
+            return Ok(Self { start, blocks, table_clusters, table });
+        }
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.blocks + self.table_clusters
+    }
+
+    fn at(&self, space: &Space) -> HostOffset {
+        HostOffset::new(self.start << space.bits.bits())
+    }
+
+    fn table_at(&self, space: &Space) -> HostOffset {
+        HostOffset::new((self.start + self.blocks) << space.bits.bits())
+    }
+
+    /// What stands in the run.
+    fn bytes(&self, space: &Space) -> Buf {
+        let cluster = usize::try_from(space.bits.bytes()).expect("2 MiB");
+        let clusters = usize::try_from(self.blocks + self.table_clusters).expect("few");
+        let mut bytes = Buf::zeroed(clusters * cluster);
+        let blocks_len = usize::try_from(self.blocks).expect("few") * cluster;
+        let (blocks, table) = bytes.split_at_mut(blocks_len);
+        let entries = space.width.block_entries(space.bits);
+        let region_start = self.start / entries * entries;
+        for counted in self.start..self.end() {
+            let since = counted - region_start;
+            let block = usize::try_from(since / entries).expect("few") * cluster;
+            let index = usize::try_from(since % entries).expect("in a block");
+            space.width.set(&mut blocks[block..block + cluster], index, 1).expect("one fits");
+        }
+        for (to, entry) in table.chunks_exact_mut(8).zip(&self.table) {
+            to.copy_from_slice(&entry.to_be_bytes());
+        }
+        bytes
+    }
+}

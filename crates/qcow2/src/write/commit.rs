@@ -1,0 +1,201 @@
+//! Making a group of changes durable: the group sync of the transactional hypervisor (paper,
+//! section IV-B).
+//!
+//! ```text
+//! take the group ─▶ early pages ─▶ sync ─▶ late pages ─▶ sync     in two steps
+//!                └▶ early and late pages ───────────────▶ sync     where that is safe
+//! then: clusters that lost their last link ─▶ limbo ─▶ punched, counted down, free
+//! ```
+//!
+//! One step is enough if every link of the group names clusters whose counts are durable already
+//! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
+//! What a group takes is copied: changes that come meanwhile belong to the next one, so that a
+//! link never becomes durable with a group whose data it does not belong to.
+//!
+//! Freed clusters leave limbo when every request that was under way after the group was durable is
+//! done.
+
+use super::Writer;
+use super::pages::Dirty;
+use mica_block::{ErrorKind, Result, Space as SpaceChange};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+/// Host clusters that nothing durable names any more, but requests under way may.
+#[derive(Default)]
+pub(crate) struct Limbo {
+    /// Freed since the phase was turned.
+    waiting: Vec<u64>,
+    /// The phase that was ended, and what was freed before.
+    turned: Option<(usize, Vec<u64>)>,
+}
+
+impl Writer {
+    /// Makes durable all that completed before the call.
+    pub(crate) async fn flush(&self) -> Result<()> {
+        self.check_usable()?;
+        if !self.wrote.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.flushes.run(async || self.commit().await).await
+    }
+
+    async fn commit(&self) -> Result<()> {
+        self.check_usable()?;
+        let committed = self.commit_group().await;
+        if let Err(error) = &committed {
+            self.fail(error);
+        }
+        committed
+    }
+
+    async fn commit_group(&self) -> Result<()> {
+        self.release_drained().await?;
+        let (mut dirty, number, in_two_steps, freed) = {
+            let mut pages = self.metadata.lock();
+            let dirty = pages.take_dirty();
+            let group = &mut pages.group;
+            let number = group.number;
+            group.number += 1;
+            group.new_tables.clear();
+            let in_two_steps = std::mem::take(&mut group.in_two_steps);
+            (dirty, number, in_two_steps, std::mem::take(&mut group.freed))
+        };
+        let (early, late) = (std::mem::take(&mut dirty.early), std::mem::take(&mut dirty.late));
+        let has_metadata = !early.is_empty() || !late.is_empty();
+        if in_two_steps && !late.is_empty() {
+            self.write_pages(early).await?;
+            self.sync(true).await?;
+            self.metadata.lock().group.durable = number;
+            self.write_pages(late).await?;
+            self.sync_metadata().await?;
+        } else {
+            self.write_pages(early).await?;
+            self.write_pages(late).await?;
+            self.sync(has_metadata).await?;
+        }
+        self.end_group(&dirty, number);
+        self.counters.groups.fetch_add(1, Ordering::Relaxed);
+        if !freed.is_empty() {
+            let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+            limbo.waiting.extend(freed);
+        }
+        Ok(())
+    }
+
+    fn end_group(&self, dirty: &Dirty, number: u64) {
+        let mut pages = self.metadata.lock();
+        pages.written(dirty);
+        pages.group.durable = number;
+    }
+
+    async fn write_pages(&self, pages: Vec<(HostOffset, Buf)>) -> Result<()> {
+        let bytes: u64 = pages.iter().map(|(_, buf)| buf.len() as u64).sum();
+        self.counters.metadata_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let store = &*self.metadata.store;
+        let writes: Vec<_> = pages.into_iter().map(|(at, buf)| store.write_at(buf, at)).collect();
+        for (result, _) in mica_rt::join_all(writes).await {
+            result.map_err(|error| error.wrap(store.name()))?;
+        }
+        Ok(())
+    }
+
+    /// Syncs the guest's data, and the metadata where there is some.
+    async fn sync(&self, has_metadata: bool) -> Result<()> {
+        if !self.l2.data_file {
+            return self.sync_metadata().await;
+        }
+        self.counters.syncs.fetch_add(1, Ordering::Relaxed);
+        let data = self.data.sync().await.map_err(|error| error.wrap(self.data.name()));
+        match has_metadata {
+            true => data.and(self.sync_metadata().await),
+            false => data,
+        }
+    }
+
+    async fn sync_metadata(&self) -> Result<()> {
+        self.counters.syncs.fetch_add(1, Ordering::Relaxed);
+        let store = &*self.metadata.store;
+        store.sync().await.map_err(|error| error.wrap(store.name()))
+    }
+
+    /// Frees what nobody can touch any more.
+    async fn release_drained(&self) -> Result<()> {
+        let drained = {
+            let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+            let drained = limbo.turned.take_if(|(phase, _)| self.requests.is_drained(*phase));
+            if limbo.turned.is_none() && !limbo.waiting.is_empty() {
+                let freed = std::mem::take(&mut limbo.waiting);
+                limbo.turned = Some((self.requests.turn(), freed));
+            }
+            drained
+        };
+        match drained {
+            Some((_, clusters)) => self.release(clusters).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Takes one reference from each of `clusters`; the space of those that lose the last goes back
+    /// to the file system first, as they may be given out again right after.
+    async fn release(&self, mut clusters: Vec<u64>) -> Result<()> {
+        clusters.sort_unstable();
+        let mut last = Vec::new();
+        for run in clusters.chunk_by(|one, next| one == next) {
+            if self.space.refcount(run[0]).await? == Some(run.len() as u64) {
+                last.push(run[0]);
+            }
+        }
+        let bits = self.l2.cluster_bits;
+        for run in last.chunk_by(|one, next| one + 1 == *next) {
+            let at = HostOffset::new(run[0] << bits.bits());
+            let len = (run.len() as u64) << bits.bits();
+            match self.metadata.store.space(SpaceChange::Punch, at, len).await {
+                // That it keeps the space is no harm but the space.
+                Err(error) if error.kind() != ErrorKind::Unsupported => {
+                    tracing::debug!(%error, "freed clusters keep their space");
+                }
+                _ => {}
+            }
+        }
+        for cluster in clusters {
+            self.space.release(cluster).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends the writing. Nothing else is under way.
+    pub(crate) async fn close(&self) -> Result<()> {
+        if !self.wrote.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let closed = self.close_inner().await;
+        if let Err(error) = &closed {
+            self.fail(error);
+        }
+        closed
+    }
+
+    async fn close_inner(&self) -> Result<()> {
+        self.flush().await?;
+        // With nothing under way each round frees what the one before turned.
+        while self.has_limbo() {
+            self.flush().await?;
+        }
+        let unused = self.space.drain_pool();
+        for cluster in unused {
+            self.space.release(cluster).await?;
+        }
+        self.flush().await?;
+        self.unmark().await?;
+        self.check_usable()
+    }
+
+    fn has_limbo(&self) -> bool {
+        let limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
+        let group_freed = !self.metadata.lock().group.freed.is_empty();
+        group_freed || limbo.turned.is_some() || !limbo.waiting.is_empty()
+    }
+}

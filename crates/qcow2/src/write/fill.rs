@@ -1,0 +1,213 @@
+//! Selective copy-on-write: which bytes a write brings to a new place, and in how few operations.
+//!
+//! Of a unit (a subcluster, or a cluster where there are none) that gets a place, what the guest
+//! wrote is written; the rest is filled with what shows there now. Zeros are written only where the
+//! place is not blank, and a unit that the guest wrote whole is not looked at.
+
+use super::Writer;
+use super::request::ClusterPlan;
+use crate::chain::Chain;
+use mica_block::{Disk, Extent, Result};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use std::sync::atomic::Ordering;
+
+/// What of the guest is written without a copy, if it is at least this long. Less is copied
+/// together with what is filled beside it, which saves a write.
+const GUEST_ALONE_BYTES: u64 = 64 << 10;
+
+/// Where bytes come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Source {
+    Guest,
+    Zeros,
+    /// What shows at this guest offset.
+    Visible(GuestOffset),
+}
+
+/// Bytes that go to one place.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    host: HostOffset,
+    len: u64,
+    source: Source,
+}
+
+/// All that a transaction writes, in the guest's order.
+#[derive(Default)]
+pub(super) struct Parts {
+    parts: Vec<Part>,
+}
+
+impl Parts {
+    /// For a write to `range` of a disk of `disk_len` bytes.
+    pub(super) fn plan(
+        writer: &Writer,
+        disk_len: u64,
+        range: GuestRange,
+        plans: &[ClusterPlan],
+        visible: &[Extent],
+    ) -> Self {
+        let mut parts = Self::default();
+        for plan in plans {
+            parts.plan_cluster(writer, disk_len, range, plan, visible);
+        }
+        parts
+    }
+
+    fn plan_cluster(
+        &mut self,
+        writer: &Writer,
+        disk_len: u64,
+        range: GuestRange,
+        plan: &ClusterPlan,
+        visible: &[Extent],
+    ) {
+        let start = plan.entry.cluster << writer.l2.cluster_bits.bits();
+        let unit_bits = writer.l2.subcluster_bits();
+        for unit in 0..writer.units() {
+            let unit_start = start + (u64::from(unit) << unit_bits);
+            let whole = GuestRange::new(GuestOffset::new(unit_start), 1 << unit_bits);
+            let Some(whole) = whole else { continue };
+            let written = whole.intersect(range);
+            let host = |at: GuestOffset| {
+                plan.host.checked_add(at.bytes() - start).expect("within a cluster of the file")
+            };
+            if plan.must & (1 << unit) == 0 {
+                if let Some(written) = written {
+                    self.push(host(written.start()), written.len(), Source::Guest);
+                }
+                continue;
+            }
+            let mut at = whole.start();
+            if let Some(written) = written {
+                self.fill(GuestRange::between(at, written.start()), plan.blank, visible, host);
+                self.push(host(written.start()), written.len(), Source::Guest);
+                at = written.end();
+            }
+            // Beyond the end of the disk nothing shows; zeros, for the day on which it grows.
+            let end = GuestOffset::new(whole.end().bytes().min(disk_len)).max(at);
+            self.fill(GuestRange::between(at, end), plan.blank, visible, host);
+            if !plan.blank && end < whole.end() {
+                self.push(host(end), whole.end().bytes() - end.bytes(), Source::Zeros);
+            }
+        }
+    }
+
+    /// Fills `range` with what shows there.
+    fn fill(
+        &mut self,
+        range: Option<GuestRange>,
+        blank: bool,
+        visible: &[Extent],
+        host: impl Fn(GuestOffset) -> HostOffset,
+    ) {
+        let Some(range) = range.filter(|range| !range.is_empty()) else { return };
+        for part in visible.iter().filter_map(|extent| extent.within(range)) {
+            match part.kind.reads_as_zero() {
+                true if blank => {}
+                true => self.push(host(part.start), part.len, Source::Zeros),
+                false => self.push(host(part.start), part.len, Source::Visible(part.start)),
+            }
+        }
+    }
+
+    /// Appends a part, joined to the last one where it goes on.
+    fn push(&mut self, host: HostOffset, len: u64, source: Source) {
+        if len == 0 {
+            return;
+        }
+        if let Some(last) = self.parts.last_mut() {
+            let goes_on = last.host.checked_add(last.len) == Some(host);
+            let same = match (last.source, source) {
+                (Source::Guest, Source::Guest) | (Source::Zeros, Source::Zeros) => true,
+                (Source::Visible(one), Source::Visible(next)) => {
+                    one.checked_add(last.len) == Some(next)
+                }
+                _ => false,
+            };
+            if goes_on && same {
+                last.len += len;
+                return;
+            }
+        }
+        self.parts.push(Part { host, len, source });
+    }
+
+    /// The parts in groups that one write each can take to the file.
+    fn batches(&self) -> impl Iterator<Item = &[Part]> {
+        self.parts.chunk_by(|one, next| {
+            let alone = |part: &Part| part.source == Source::Guest && part.len >= GUEST_ALONE_BYTES;
+            one.host.checked_add(one.len) == Some(next.host) && !alone(one) && !alone(next)
+        })
+    }
+}
+
+impl Chain {
+    /// Writes the parts: the guest's bytes are in `buf`, in order.
+    pub(super) async fn write_parts(
+        &self,
+        writer: &Writer,
+        parts: Parts,
+        mut buf: Buf,
+    ) -> Result<()> {
+        let mut writes = Vec::new();
+        for batch in parts.batches() {
+            let host = batch[0].host;
+            let bytes = match batch {
+                [Part { source: Source::Guest, len, .. }] => take_front(&mut buf, *len),
+                batch => self.assemble(writer, batch, &mut buf).await?,
+            };
+            writes.push(writer.data.write_at(bytes, host));
+        }
+        for (result, _) in mica_rt::join_all(writes).await {
+            result.map_err(|error| error.wrap(writer.data.name()))?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of neighbouring parts in one buffer.
+    async fn assemble(&self, writer: &Writer, batch: &[Part], guest: &mut Buf) -> Result<Buf> {
+        let total: u64 = batch.iter().map(|part| part.len).sum();
+        let mut bytes = Buf::new(usize::try_from(total).expect("a transaction's bytes"));
+        let mut at = 0;
+        for part in batch {
+            let len = usize::try_from(part.len).expect("a transaction's bytes");
+            let to = at..at + len;
+            at += len;
+            match part.source {
+                Source::Guest => bytes[to].copy_from_slice(&take_front(guest, part.len)),
+                Source::Zeros => bytes[to].fill(0),
+                Source::Visible(start) => {
+                    let visible = self.read_visible(start, part.len).await?;
+                    bytes[to].copy_from_slice(&visible);
+                    let counters = &writer.counters;
+                    counters.copied_read_bytes.fetch_add(part.len, Ordering::Relaxed);
+                    counters.copied_written_bytes.fetch_add(part.len, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Reads what shows at `start`.
+    async fn read_visible(&self, start: GuestOffset, len: u64) -> Result<Buf> {
+        let range = GuestRange::new(start, len).expect("a part of the disk");
+        let mut extents = Vec::new();
+        self.plan(range, mica_block::Detail::Read, &mut extents).finish().await?;
+        let mut whole = Buf::new(usize::try_from(len).expect("a transaction's bytes"));
+        let mut at = 0;
+        for extent in extents {
+            let piece_len = usize::try_from(extent.len).expect("a transaction's bytes");
+            let (result, piece) = self.read(&extent, Buf::new(piece_len)).await;
+            result?;
+            whole[at..at + piece_len].copy_from_slice(&piece);
+            at += piece_len;
+        }
+        Ok(whole)
+    }
+}
+
+fn take_front(buf: &mut Buf, len: u64) -> Buf {
+    buf.split_to(usize::try_from(len).expect("a part of the buffer"))
+}

@@ -1,0 +1,195 @@
+//! L2 tables and their entries: finding them, making them, and linking clusters.
+
+use super::Writer;
+use super::pages::Stage;
+use crate::chain::Chain;
+use crate::format::{L1Entry, RawL2Entry};
+use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
+use mica_block::{Error, ErrorKind, Result, read_exact};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use std::sync::atomic::Ordering;
+
+/// The L2 entry of a guest cluster: where it stands and what it says.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    /// The cluster's number on the disk.
+    pub(super) cluster: u64,
+    pub(super) table: HostOffset,
+    pub(super) at: HostOffset,
+    pub(super) raw: RawL2Entry,
+}
+
+/// An entry that is to say something else.
+#[derive(Clone, Debug)]
+pub(super) struct Change {
+    pub(super) entry: Entry,
+    pub(super) new: RawL2Entry,
+    /// The group with which the counts of what it names are durable; 0 if they are.
+    pub(super) group: u64,
+    /// Whether the data has to be durable before the link.
+    pub(super) after_data: bool,
+    /// Host clusters that lose a reference.
+    pub(super) freed: Vec<u64>,
+}
+
+impl Writer {
+    /// The entries of guest clusters `first..=last`. Tables that are missing, or that a snapshot
+    /// shares, are made.
+    pub(super) async fn entries(&self, first: u64, last: u64) -> Result<Vec<Entry>> {
+        let bits = self.l2.cluster_bits.bits();
+        let mut entries = Vec::new();
+        let mut table = None;
+        for cluster in first..=last {
+            let guest = GuestOffset::new(cluster << bits);
+            let index = self.l2.l1_index(guest);
+            let host = match table {
+                Some((known, host)) if known == index => host,
+                _ => self.own_table(index).await?,
+            };
+            table = Some((index, host));
+            entries.push(self.entry(cluster, host).await?);
+        }
+        Ok(entries)
+    }
+
+    /// The entry of guest cluster `cluster` in the table at `table`.
+    async fn entry(&self, cluster: u64, table: HostOffset) -> Result<Entry> {
+        let guest = GuestOffset::new(cluster << self.l2.cluster_bits.bits());
+        let bytes = self.l2.entry_bytes();
+        let at = HostOffset::new(table.bytes() + self.l2.l2_index(guest) * bytes as u64);
+        loop {
+            let raw = self.metadata.lock().get(at, bytes).and_then(|table| self.l2.raw(table, 0));
+            match raw {
+                Some(raw) => return Ok(Entry { cluster, table, at, raw }),
+                None => self.metadata.load(at).await?,
+            }
+        }
+    }
+
+    fn l1_entry_at(&self, index: u64) -> HostOffset {
+        HostOffset::new(self.l1_offset.bytes() + index * L1Entry::BYTES as u64)
+    }
+
+    async fn l1_entry(&self, index: u64) -> Result<L1Entry> {
+        Ok(L1Entry(self.metadata.read_u64(self.l1_entry_at(index)).await?))
+    }
+
+    /// The L2 table of L1 entry `index`, which nothing else shares.
+    async fn own_table(&self, index: u64) -> Result<HostOffset> {
+        loop {
+            let entry = self.l1_entry(index).await?;
+            if entry.copied() && entry.offset() == HostOffset::ZERO {
+                let context = format!("L1 entry {index} names the header as its L2 table");
+                return Err(Error::new(ErrorKind::Corrupt, context));
+            }
+            if let Some(table) = entry.decode(self.l2.cluster_bits)?
+                && entry.copied()
+            {
+                return Ok(table);
+            }
+            let Some(_claim) = self.tables.claim_or_wait(index).await else { continue };
+            // Another request may have made it between the look and the claim.
+            if self.l1_entry(index).await? == entry {
+                return self.make_table(index, entry).await;
+            }
+        }
+    }
+
+    /// Makes a table for L1 entry `index`: an empty one, or a copy of the one that is shared.
+    async fn make_table(&self, index: u64, old: L1Entry) -> Result<HostOffset> {
+        let bits = self.l2.cluster_bits;
+        let shared = old.decode(bits)?;
+        let len = usize::try_from(bits.bytes()).expect("2 MiB");
+        let content = match shared {
+            None => None,
+            Some(table) => Some(read_exact(&*self.metadata.store, table, len).await?),
+        };
+        let reserved = self.space.reserve(1).await?;
+        let table = HostOffset::new(reserved.first << bits.bits());
+        if let Err(error) = self.ranges.check(table, bits.bytes()) {
+            return Err(self.note_corruption(error).await);
+        }
+        let at = self.l1_entry_at(index);
+        let is_plain = reserved.blank && content.is_none();
+        let link = |pages: &mut super::pages::PageState| {
+            pages.put_cluster(table, bits.bytes(), content.as_deref(), !is_plain);
+            let entry = L1Entry::encode(table, true).0.to_be_bytes();
+            let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
+            bytes.copy_from_slice(&entry);
+            let group = &mut pages.group;
+            group.new_tables.insert(table);
+            group.in_two_steps |= !is_plain || reserved.group > group.durable;
+            group.freed.extend(shared.map(|shared| shared.bytes() >> bits.bits()));
+        };
+        if let Err(error) = self.metadata.change(at, link).await {
+            self.space.give_back(reserved);
+            return Err(error);
+        }
+        self.ranges.add(table, bits.bytes(), "an L2 table");
+        Ok(table)
+    }
+
+    /// Has the entries say what is new. The caller has the claims of their clusters.
+    pub(super) async fn link(&self, changes: &[Change]) -> Result<()> {
+        for change in changes {
+            let Change { entry, new, group, after_data, freed } = change;
+            let bytes = self.l2.entry_bytes();
+            let put = |pages: &mut super::pages::PageState| {
+                let is_new = pages.group.new_tables.contains(&entry.table);
+                let stage = if is_new { Stage::Early } else { Stage::Late };
+                let to = pages.get_mut(entry.at, bytes, stage).expect("the page is there");
+                self.l2.put_raw(to, 0, *new);
+                let state = &mut pages.group;
+                state.in_two_steps |= *after_data || *group > state.durable;
+                state.freed.extend(freed);
+            };
+            self.metadata.change(entry.at, put).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Chain {
+    /// Has every reader see what `changes` linked.
+    pub(super) fn publish(&self, changes: &[Change]) {
+        let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
+        let active = self.layers.last().expect("a chain has a layer");
+        let Some(tables) = &active.tables else { return };
+        let bits = tables.l2.cluster_bits;
+        let slice_clusters_bits = SLICE_BITS - bits.bits();
+        let slices =
+            first.entry.cluster >> slice_clusters_bits..=last.entry.cluster >> slice_clusters_bits;
+        for number in slices {
+            let base = GuestOffset::new(number << SLICE_BITS);
+            let end = base.bytes() + SLICE_BYTES.min(self.len - base.bytes());
+            let of_slice = changes
+                .iter()
+                .filter(|change| change.entry.cluster >> slice_clusters_bits == number);
+            let mut runs = Runs::default();
+            let mut is_whole = true;
+            for change in of_slice {
+                let start = change.entry.cluster << bits.bits();
+                let stop = (start + bits.bytes()).min(end);
+                let (start, stop) = (GuestOffset::new(start), GuestOffset::new(stop));
+                let Some(part) = GuestRange::between(start, stop) else { continue };
+                let mut bytes = [0; 16];
+                tables.l2.put_raw(&mut bytes, 0, change.new);
+                let bytes = &bytes[..tables.l2.entry_bytes()];
+                // What no longer has an owner here shows what is beneath: that is not known here.
+                is_whole &= change.new != RawL2Entry::default();
+                active.append_l2_runs(tables, bytes, part, base, &mut runs);
+            }
+            self.index.cache.change(number, |slice| {
+                is_whole.then(|| {
+                    let mut beneath = Runs::default();
+                    slice.append_runs(0, &mut beneath);
+                    Runs::overlay(&beneath, &runs).slice_at(0)
+                })
+            });
+        }
+        if let Some(writer) = &self.writer {
+            let new = changes.iter().filter(|change| change.group > 0).count() as u64;
+            writer.counters.allocated_clusters.fetch_add(new, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Writing to the active layer of a chain.
+//!
+//! ```text
+//! write ─▶ in place?  the slice says so ─▶ one write, no metadata
+//!       └▶ request    claim clusters ─▶ reserve ─▶ write data ─▶ link ─▶ publish
+//! flush ─▶ commit     counts, new tables │ sync │ links │ sync        shared by all who wait
+//! ```
+//!
+//! Invariants, for which [`commit`] has the order of writes and syncs:
+//! - I1 A link to a cluster is durable only when its refcount is.
+//! - I2 A link is durable before its data only where what was visible before reads as zeros and
+//!   the cluster is blank: a power cut then shows zeros, which is the old content.
+//! - I3 A freed cluster is given to nobody before the metadata that dropped it is durable, and
+//!   every request that may have seen it is done.
+//! - I4 After a failed write of metadata, or a failed sync, nothing is written or acknowledged any
+//!   more.
+//! - I5 What a write did is seen by every read that starts after it was acknowledged.
+
+pub(crate) mod allocate;
+mod commit;
+mod fill;
+mod header;
+mod link;
+pub(crate) mod pages;
+pub(crate) mod ranges;
+mod request;
+mod zero;
+
+use crate::chain::Chain;
+use crate::claims::Claims;
+use crate::format::{Header, L1Entry, L2Format};
+use crate::layer::Layer;
+use allocate::Space;
+use commit::Limbo;
+use mica_block::{Error, ErrorKind, GroupSync, IoFuture, Requests, Result, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use pages::Metadata;
+use ranges::MetadataRanges;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// What copy-on-write and syncs have cost since the disk was opened.
+#[derive(Default)]
+pub(crate) struct WriteCounters {
+    pub(crate) copied_read_bytes: AtomicU64,
+    pub(crate) copied_written_bytes: AtomicU64,
+    pub(crate) metadata_bytes: AtomicU64,
+    pub(crate) syncs: AtomicU64,
+    pub(crate) groups: AtomicU64,
+    pub(crate) allocated_clusters: AtomicU64,
+}
+
+/// The active layer, open for writing.
+pub(crate) struct Writer {
+    metadata: Arc<Metadata>,
+    data: Arc<dyn Store>,
+    l2: L2Format,
+    l1_offset: HostOffset,
+    space: Space,
+    ranges: Arc<MetadataRanges>,
+    /// Guest clusters whose entry is being changed.
+    clusters: Claims,
+    /// L1 entries whose table is being made.
+    tables: Claims,
+    requests: Requests,
+    flushes: GroupSync,
+    failed: OnceLock<Error>,
+    header: header::InUse,
+    wrote: AtomicBool,
+    limbo: Mutex<Limbo>,
+    pub(crate) counters: WriteCounters,
+}
+
+impl Writer {
+    /// For the active `layer` with this `header`, whose metadata is `metadata`.
+    pub(crate) async fn open(
+        layer: &Layer,
+        header: &Header,
+        metadata: Arc<Metadata>,
+    ) -> Result<Self> {
+        let ranges = Arc::new(MetadataRanges::default());
+        let bits = header.cluster_bits;
+        ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
+        let l1_bytes = u64::from(header.l1_entries) * 8;
+        ranges.add(header.l1_offset, l1_bytes, "the L1 table");
+        let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
+        ranges.add(header.refcount_table_offset, table_bytes, "the refcount table");
+        if header.snapshot_count > 0 {
+            ranges.add(header.snapshots_offset, 1, "the snapshot table");
+        }
+        let len = usize::try_from(l1_bytes).expect("the header's limit is 32 MiB");
+        let l1 = read_exact(&*metadata.store, header.l1_offset, len).await?;
+        for entry in l1.as_chunks().0 {
+            // A malformed entry is told to who needs it.
+            if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
+                ranges.add(table, bits.bytes(), "an L2 table");
+            }
+        }
+        let space = Space::open(&metadata, Arc::clone(&ranges), header).await?;
+        Ok(Self {
+            data: Arc::clone(&layer.data),
+            l2: header.l2_format(),
+            l1_offset: header.l1_offset,
+            space,
+            ranges,
+            clusters: Claims::default(),
+            tables: Claims::default(),
+            requests: Requests::default(),
+            flushes: GroupSync::new(),
+            failed: OnceLock::new(),
+            header: header::InUse::new(header),
+            wrote: AtomicBool::new(false),
+            limbo: Mutex::default(),
+            counters: WriteCounters::default(),
+            metadata,
+        })
+    }
+
+    pub(crate) fn requests(&self) -> &Requests {
+        &self.requests
+    }
+
+    /// Writes over what is at `host` already.
+    #[inline]
+    pub(crate) fn write_in_place(&self, buf: Buf, host: HostOffset) -> IoFuture {
+        self.data.write_at(buf, host)
+    }
+
+    /// Whether writes may still be acknowledged.
+    pub(crate) fn check_usable(&self) -> Result<()> {
+        match self.failed.get() {
+            None => Ok(()),
+            Some(error) => {
+                let context = "the disk takes no more writes after an error";
+                Err(error.clone().wrap(context))
+            }
+        }
+    }
+
+    /// Nothing is acknowledged from now on (I4).
+    fn fail(&self, error: &Error) {
+        if self.failed.set(error.clone()).is_ok() {
+            tracing::error!(%error, "the disk takes no more writes");
+        }
+    }
+
+    /// Remembers `error` where the image contradicts itself: in the image too, so that nobody
+    /// writes to it before it was repaired.
+    async fn note_corruption(&self, error: Error) -> Error {
+        if error.kind() == ErrorKind::Corrupt && self.failed.get().is_none() {
+            self.fail(&error);
+            if let Err(error) = self.mark_corrupt().await {
+                tracing::error!(%error, "the image could not be marked as corrupt");
+            }
+        }
+        error
+    }
+}
+
+impl Chain {
+    /// The state of writing.
+    fn writer(&self) -> Result<&Writer> {
+        self.writer
+            .as_ref()
+            .ok_or_else(|| Error::new(ErrorKind::Denied, "the disk was opened for reading only"))
+    }
+
+    /// Where `len` bytes at `at` can be written without any change of metadata.
+    #[inline]
+    pub(crate) fn in_place(&self, at: GuestOffset, len: u64) -> Option<(&Writer, HostOffset)> {
+        let writer = self.writer.as_ref()?;
+        if !writer.header.is_marked() || writer.failed.get().is_some() {
+            return None;
+        }
+        let active = self.layers.last()?.number;
+        let host =
+            self.index.cache.get(crate::chain::slice_of(at).0)?.own_place(at, len, active)?;
+        writer.wrote.store(true, Ordering::Relaxed);
+        Some((writer, host))
+    }
+
+    pub(crate) fn check_writable(&self, range: GuestRange) -> Result<&Writer> {
+        let writer = self.writer()?;
+        writer.check_usable()?;
+        self.check_range(range)?;
+        Ok(writer)
+    }
+}

@@ -1,0 +1,401 @@
+//! The metadata of an image that is being written, in memory: pages of its tables and refcounts.
+//!
+//! A page is the unit in which metadata is read, changed and written: 4 KiB, or a cluster where
+//! that is smaller. Changes stay here until a group of them is made durable (see
+//! [`commit`](super::commit)); until then this is the only place that has them, so whoever reads
+//! metadata of the active layer reads through [`MetadataStore`].
+//!
+//! Invariants
+//! - I1 A page that is dirty, or being written, or being read, is never evicted.
+//! - I2 A page is read from the file only while it is not here: what was changed here is never
+//!   overwritten by what the file said before.
+//! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
+//!   before any page of the group that is late.
+
+use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::{ClusterBits, HostOffset};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Largest page.
+const PAGE_BITS_MAX: u32 = 12;
+/// Clean pages that are kept: 8 MiB, the tables of 64 GiB in clusters of 64 KiB.
+const CLEAN_PAGES_MAX: usize = 2048;
+
+/// When a dirty page is written, within its group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stage {
+    /// Before any link: refcounts, and tables that nothing durable names yet.
+    Early,
+    /// After the data and refcounts of the group are durable: links.
+    Late,
+}
+
+struct Page {
+    bytes: Box<[u8]>,
+    dirty: Option<Stage>,
+    writing: bool,
+    used: bool,
+}
+
+/// Copies of dirty pages, joined where they are neighbours, by stage.
+#[derive(Default)]
+pub(crate) struct Dirty {
+    pub(crate) early: Vec<(HostOffset, Buf)>,
+    pub(crate) late: Vec<(HostOffset, Buf)>,
+    pages: Vec<u64>,
+}
+
+/// The pages in memory, and what a group consists of besides.
+pub(crate) struct PageState {
+    bits: u32,
+    pages: HashMap<u64, Page>,
+    /// Pages in the order in which they were read, to find clean ones to evict.
+    order: VecDeque<u64>,
+    loading: HashMap<u64, u32>,
+    early: BTreeSet<u64>,
+    late: BTreeSet<u64>,
+    pub(crate) group: Group,
+}
+
+/// What changes of metadata have gathered since the last group was taken.
+#[derive(Default)]
+pub(crate) struct Group {
+    /// Its number; the first is 1.
+    pub(crate) number: u64,
+    /// Groups up to this one have their refcounts durable.
+    pub(crate) durable: u64,
+    /// Whether its data and refcounts must be durable before its links are written.
+    pub(crate) in_two_steps: bool,
+    /// Tables that were made in this group, so that nothing durable names them.
+    pub(crate) new_tables: BTreeSet<HostOffset>,
+    /// Host clusters that lose a reference with this group.
+    pub(crate) freed: Vec<u64>,
+}
+
+/// The metadata of one image.
+pub(crate) struct Metadata {
+    pub(crate) store: Arc<dyn Store>,
+    state: Mutex<PageState>,
+}
+
+impl Metadata {
+    pub(crate) fn new(store: Arc<dyn Store>, cluster_bits: ClusterBits) -> Arc<Self> {
+        let state = PageState {
+            bits: cluster_bits.bits().min(PAGE_BITS_MAX),
+            pages: HashMap::new(),
+            order: VecDeque::new(),
+            loading: HashMap::new(),
+            early: BTreeSet::new(),
+            late: BTreeSet::new(),
+            group: Group { number: 1, ..Group::default() },
+        };
+        Arc::new(Self { store, state: Mutex::new(state) })
+    }
+
+    /// The pages. Never held across I/O.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, PageState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the page of `at` in memory. It may be gone again when the caller locks: then it asks
+    /// again.
+    pub(crate) async fn load(&self, at: HostOffset) -> Result<()> {
+        let Some(loading) = self.start_loading(at) else { return Ok(()) };
+        let len = loading.len;
+        let bytes = read_exact(&*self.store, HostOffset::new(loading.page), len).await?;
+        self.lock().insert_loaded(loading.page, &bytes);
+        Ok(())
+    }
+
+    fn start_loading(&self, at: HostOffset) -> Option<Loading<'_>> {
+        let mut state = self.lock();
+        let page = state.page_of(at);
+        if let Some(page) = state.pages.get_mut(&page) {
+            page.used = true;
+            return None;
+        }
+        *state.loading.entry(page).or_default() += 1;
+        Some(Loading { metadata: self, page, len: 1 << state.bits })
+    }
+
+    /// Looks at the big-endian number at `at`.
+    pub(crate) async fn read_u64(&self, at: HostOffset) -> Result<u64> {
+        loop {
+            if let Some(bytes) = self.lock().get(at, 8) {
+                return Ok(u64::from_be_bytes(*bytes.first_chunk().expect("8 bytes")));
+            }
+            self.load(at).await?;
+        }
+    }
+
+    /// Changes the page of `at`, read first if it has to be.
+    pub(crate) async fn change<R>(
+        &self,
+        at: HostOffset,
+        mut change: impl FnMut(&mut PageState) -> R,
+    ) -> Result<R> {
+        loop {
+            {
+                let mut state = self.lock();
+                if state.has(at) {
+                    return Ok(change(&mut state));
+                }
+            }
+            self.load(at).await?;
+        }
+    }
+}
+
+/// A page that is being read.
+struct Loading<'a> {
+    metadata: &'a Metadata,
+    page: u64,
+    len: usize,
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        let mut state = self.metadata.lock();
+        if let Some(count) = state.loading.get_mut(&self.page) {
+            *count -= 1;
+            if *count == 0 {
+                state.loading.remove(&self.page);
+            }
+        }
+    }
+}
+
+impl PageState {
+    fn page_of(&self, at: HostOffset) -> u64 {
+        at.bytes() >> self.bits << self.bits
+    }
+
+    /// Bytes of a page.
+    pub(crate) fn page_bytes(&self) -> u64 {
+        1 << self.bits
+    }
+
+    pub(crate) fn has(&self, at: HostOffset) -> bool {
+        self.pages.contains_key(&self.page_of(at))
+    }
+
+    /// The `len` bytes at `at`, which lie in one page, if it is here.
+    pub(crate) fn get(&self, at: HostOffset, len: usize) -> Option<&[u8]> {
+        let page = self.page_of(at);
+        let within = usize::try_from(at.bytes() - page).expect("within a page");
+        Some(&self.pages.get(&page)?.bytes[within..within + len])
+    }
+
+    /// The same to change, which makes the page dirty. A page that is dirty early stays so: its
+    /// table is not linked yet.
+    pub(crate) fn get_mut(
+        &mut self,
+        at: HostOffset,
+        len: usize,
+        stage: Stage,
+    ) -> Option<&mut [u8]> {
+        let number = self.page_of(at);
+        let within = usize::try_from(at.bytes() - number).expect("within a page");
+        let page = self.pages.get_mut(&number)?;
+        page.used = true;
+        if page.dirty.is_none() {
+            page.dirty = Some(stage);
+            match stage {
+                Stage::Early => self.early.insert(number),
+                Stage::Late => self.late.insert(number),
+            };
+        }
+        Some(&mut page.bytes[within..within + len])
+    }
+
+    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early if `dirty`.
+    pub(crate) fn put_cluster(
+        &mut self,
+        at: HostOffset,
+        len: u64,
+        bytes: Option<&[u8]>,
+        dirty: bool,
+    ) {
+        let page_bytes = usize::try_from(self.page_bytes()).expect("4 KiB");
+        for (number, start) in
+            (at.bytes()..at.bytes() + len).step_by(page_bytes).zip((0..).step_by(page_bytes))
+        {
+            let content: Box<[u8]> = match bytes {
+                Some(bytes) => bytes[start..start + page_bytes].into(),
+                None => vec![0; page_bytes].into(),
+            };
+            self.forget_dirty(number);
+            let stage = dirty.then_some(Stage::Early);
+            let page = Page { bytes: content, dirty: stage, writing: false, used: true };
+            if self.pages.insert(number, page).is_none() {
+                self.order.push_back(number);
+            }
+            if dirty {
+                self.early.insert(number);
+            }
+        }
+        self.evict();
+    }
+
+    fn forget_dirty(&mut self, number: u64) {
+        self.early.remove(&number);
+        self.late.remove(&number);
+    }
+
+    /// Drops the pages of a metadata cluster that nothing names any more, changed or not.
+    pub(crate) fn drop_cluster(&mut self, at: HostOffset, len: u64) {
+        for number in (at.bytes()..at.bytes() + len).step_by(1 << self.bits) {
+            self.forget_dirty(number);
+            self.pages.remove(&number);
+        }
+        self.order.retain(|number| self.pages.contains_key(number));
+    }
+
+    fn insert_loaded(&mut self, number: u64, bytes: &[u8]) {
+        if self.pages.contains_key(&number) {
+            return;
+        }
+        let page = Page { bytes: bytes.into(), dirty: None, writing: false, used: true };
+        self.pages.insert(number, page);
+        self.order.push_back(number);
+        self.evict();
+    }
+
+    /// Forgets clean pages beyond the bound, those first that were not used for longest.
+    fn evict(&mut self) {
+        let busy = self.early.len() + self.late.len();
+        let mut looks = self.order.len();
+        while self.pages.len() > CLEAN_PAGES_MAX + busy && looks > 0 {
+            looks -= 1;
+            let Some(number) = self.order.pop_front() else { return };
+            let Some(page) = self.pages.get_mut(&number) else { continue };
+            let pinned = page.dirty.is_some() || page.writing || self.loading.contains_key(&number);
+            if pinned || std::mem::take(&mut page.used) {
+                self.order.push_back(number);
+            } else {
+                self.pages.remove(&number);
+            }
+        }
+    }
+
+    /// How many pages are dirty.
+    pub(crate) fn dirty_count(&self) -> usize {
+        self.early.len() + self.late.len()
+    }
+
+    /// Copies all dirty pages, which are clean from now on, and being written until
+    /// [`Self::written`].
+    pub(crate) fn take_dirty(&mut self) -> Dirty {
+        let early = std::mem::take(&mut self.early);
+        let late = std::mem::take(&mut self.late);
+        let pages = early.iter().chain(&late).copied().collect();
+        Dirty { early: self.copies(&early), late: self.copies(&late), pages }
+    }
+
+    fn copies(&mut self, numbers: &BTreeSet<u64>) -> Vec<(HostOffset, Buf)> {
+        const JOINED_MAX: usize = 256;
+        let mut copies = Vec::new();
+        let numbers: Vec<_> = numbers.iter().copied().collect();
+        let page_bytes = self.page_bytes();
+        let chunks = numbers.chunk_by(|one, next| one + page_bytes == *next);
+        for joined in chunks.flat_map(|chunk| chunk.chunks(JOINED_MAX)) {
+            let len = usize::try_from(page_bytes).expect("4 KiB");
+            let mut buf = Buf::new(joined.len() * len);
+            for (number, part) in joined.iter().zip(buf.chunks_exact_mut(len)) {
+                let page = self.pages.get_mut(number).expect("I1: a dirty page is here");
+                part.copy_from_slice(&page.bytes);
+                page.dirty = None;
+                page.writing = true;
+            }
+            copies.push((HostOffset::new(joined[0]), buf));
+        }
+        copies
+    }
+
+    /// The pages that `dirty` was copied from are in the file.
+    pub(crate) fn written(&mut self, dirty: &Dirty) {
+        for number in &dirty.pages {
+            if let Some(page) = self.pages.get_mut(number) {
+                page.writing = false;
+            }
+        }
+        self.evict();
+    }
+}
+
+/// The image file as its metadata is now: what is in memory lies over what is in the file.
+pub(crate) struct MetadataStore(pub(crate) Arc<Metadata>);
+
+impl MetadataStore {
+    /// Copies what is in memory over `buf`, which is what the file has at `offset`; whether that
+    /// was all of it.
+    fn overlay(metadata: &Metadata, buf: &mut [u8], offset: HostOffset) -> bool {
+        let state = metadata.lock();
+        let page_bytes = state.page_bytes();
+        let end = offset.bytes() + buf.len() as u64;
+        let mut at = offset.bytes();
+        let mut complete = true;
+        while at < end {
+            let stop = (state.page_of(HostOffset::new(at)) + page_bytes).min(end);
+            let len = usize::try_from(stop - at).expect("within a page");
+            let to = usize::try_from(at - offset.bytes()).expect("within the buffer");
+            match state.get(HostOffset::new(at), len) {
+                Some(bytes) => buf[to..to + len].copy_from_slice(bytes),
+                None => complete = false,
+            }
+            at = stop;
+        }
+        complete
+    }
+}
+
+impl Store for MetadataStore {
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        if offset.checked_add(buf.len() as u64).is_none() {
+            return self.0.store.read_at(buf, offset);
+        }
+        if Self::overlay(&self.0, &mut buf, offset) {
+            return mica_block::ready(Ok(()), buf);
+        }
+        let metadata = Arc::clone(&self.0);
+        IoFuture::boxed(async move {
+            let (result, mut buf) = metadata.store.read_at(buf, offset).await;
+            Self::overlay(&metadata, &mut buf, offset);
+            (result, buf)
+        })
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.0.store.len()
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.0.store.allocated_bytes()
+    }
+
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        self.0.store.run_at(offset, len)
+    }
+
+    fn name(&self) -> String {
+        self.0.store.name()
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        self.0.store.write_at(buf, offset)
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.0.store.sync()
+    }
+
+    fn space(&self, change: Space, at: HostOffset, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.0.store.space(change, at, len)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.0.store.set_len(len)
+    }
+}

@@ -1,0 +1,302 @@
+//! A write that changes metadata: claim, reserve, write the data, link, publish.
+
+use super::Writer;
+use super::allocate::Reserved;
+use super::fill::Parts;
+use super::link::{Change, Entry};
+use crate::chain::Chain;
+use crate::claims::Claim;
+use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
+use mica_block::{Detail, Disk, Extent, Result};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use std::sync::atomic::Ordering;
+
+/// Clusters that one transaction changes at most; a longer request is several.
+const CLUSTERS_MAX: u64 = 64;
+/// Bytes that one transaction writes at most, so that what it copies stays bounded.
+const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
+/// Dirty pages of metadata at which writers flush by themselves.
+const DIRTY_PAGES_MAX: usize = 1024;
+
+/// What becomes of one cluster.
+pub(super) struct ClusterPlan {
+    pub(super) entry: Entry,
+    /// Where its data is written: a place that nothing else names.
+    pub(super) host: HostOffset,
+    pub(super) blank: bool,
+    group: u64,
+    /// Units (subclusters, or the cluster) that the host place holds already.
+    pub(super) owned: u32,
+    /// Units that are written whole: by the guest, or filled with what shows there now.
+    pub(super) must: u32,
+    zero: u32,
+    freed: Vec<u64>,
+}
+
+/// What is known of a cluster before it has a place.
+struct Before {
+    host: Option<HostOffset>,
+    owned: u32,
+    zero: u32,
+    /// Units that move to the new place.
+    moved: u32,
+    freed: Vec<u64>,
+}
+
+/// Reservations that go back unless they were linked.
+pub(super) struct Reservations<'a> {
+    writer: &'a Writer,
+    reserved: Vec<Reserved>,
+}
+
+impl Drop for Reservations<'_> {
+    fn drop(&mut self) {
+        for reserved in self.reserved.drain(..) {
+            self.writer.space.give_back(reserved);
+        }
+    }
+}
+
+impl Chain {
+    /// Writes `buf` at `at`, which changes metadata or cannot be told to leave it.
+    pub(crate) async fn write_slowly(&self, at: GuestOffset, mut buf: Buf) -> (Result<()>, Buf) {
+        let range = GuestRange::new(at, buf.len() as u64);
+        let result = match range {
+            Some(range) => self.write_range(range, &mut buf).await,
+            None => Err(crate::chain::beyond_end(self.len, at)),
+        };
+        (result, buf)
+    }
+
+    async fn write_range(&self, range: GuestRange, buf: &mut Buf) -> Result<()> {
+        assert!(
+            (range.start().bytes() | range.len()).is_multiple_of(SECTOR_BYTES),
+            "a write of whole sectors"
+        );
+        let writer = self.check_writable(range)?;
+        writer.mark_in_use().await?;
+        writer.wrote.store(true, Ordering::Release);
+        let mut at = range.start().bytes();
+        let end = range.end().bytes();
+        while at < end {
+            let stop = writer.transaction_end(at).min(end);
+            let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
+            let piece = buf.split_to(usize::try_from(stop - at).expect("a part of the buffer"));
+            let written = self.write_transaction(writer, part.expect("it goes on"), piece).await;
+            if let Err(error) = written {
+                return Err(writer.note_corruption(error).await);
+            }
+            at = stop;
+        }
+        writer.flush_if_much().await
+    }
+
+    async fn write_transaction(&self, writer: &Writer, range: GuestRange, buf: Buf) -> Result<()> {
+        let bits = writer.l2.cluster_bits;
+        let first = bits.cluster_of(range.start().bytes());
+        let last = bits.cluster_of(range.end().bytes() - 1);
+        let _claims = writer.claim_clusters(first, last).await;
+        let entries = writer.entries(first, last).await?;
+        let mut plans = Vec::with_capacity(entries.len());
+        let mut reservations = Reservations { writer, reserved: Vec::new() };
+        writer.place(range, entries, &mut plans, &mut reservations).await?;
+        let visible = self.visible(writer, &plans).await?;
+        let parts = Parts::plan(writer, self.len, range, &plans, &visible);
+        self.write_parts(writer, parts, buf).await?;
+        let changes: Vec<_> =
+            plans.into_iter().filter_map(|plan| writer.change_of(range, plan, &visible)).collect();
+        // From here on the clusters are not given back: some may be linked when the rest fails.
+        reservations.reserved.clear();
+        writer.link_or_fail(&changes).await?;
+        self.publish(&changes);
+        Ok(())
+    }
+
+    /// What shows now where units of `plans` are written whole; empty if none are.
+    async fn visible(&self, writer: &Writer, plans: &[ClusterPlan]) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        let filled = || plans.iter().filter(|plan| plan.must != 0);
+        let (Some(first), Some(last)) = (filled().next(), filled().next_back()) else {
+            return Ok(extents);
+        };
+        let bits = writer.l2.cluster_bits.bits();
+        let start = GuestOffset::new(first.entry.cluster << bits);
+        let end = ((last.entry.cluster + 1) << bits).min(self.len);
+        if let Some(range) = GuestRange::between(start, GuestOffset::new(end)) {
+            self.plan(range, Detail::Read, &mut extents).finish().await?;
+        }
+        Ok(extents)
+    }
+}
+
+impl Writer {
+    /// Where the transaction that starts at `at` ends: at a cluster's end.
+    pub(super) fn transaction_end(&self, at: u64) -> u64 {
+        let bits = self.l2.cluster_bits;
+        let most = CLUSTERS_MAX.min((TRANSACTION_BYTES_MAX >> bits.bits()).max(1));
+        (bits.cluster_of(at) + most) << bits.bits()
+    }
+
+    /// The right to change the entries of guest clusters `first..=last`. In rising order, so that
+    /// two who want the same never wait for one another.
+    pub(super) async fn claim_clusters(&self, first: u64, last: u64) -> Vec<Claim<'_>> {
+        let mut claims = Vec::with_capacity(usize::try_from(last - first).unwrap_or(0) + 1);
+        for cluster in first..=last {
+            claims.push(self.clusters.claim(cluster).await);
+        }
+        claims
+    }
+
+    pub(super) async fn flush_if_much(&self) -> Result<()> {
+        if self.metadata.lock().dirty_count() > DIRTY_PAGES_MAX {
+            self.flush().await
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Units of a cluster: its subclusters, or itself.
+    pub(super) fn units(&self) -> u32 {
+        if self.l2.extended { crate::format::SUBCLUSTER_COUNT } else { 1 }
+    }
+
+    fn all_units(&self) -> u32 {
+        u32::MAX >> (32 - self.units())
+    }
+
+    /// The units of guest cluster `cluster` that `range` touches.
+    pub(super) fn touched(&self, cluster: u64, range: GuestRange) -> u32 {
+        let start = cluster << self.l2.cluster_bits.bits();
+        let whole = GuestRange::new(GuestOffset::new(start), self.l2.cluster_bits.bytes());
+        let Some(part) = whole.and_then(|whole| whole.intersect(range)) else { return 0 };
+        let unit_bits = self.l2.subcluster_bits();
+        let first = (part.start().bytes() - start) >> unit_bits;
+        let last = (part.end().bytes() - 1 - start) >> unit_bits;
+        let mask = |end: u64| u32::try_from((1_u64 << end) - 1).expect("32 units at most");
+        mask(last + 1) & !mask(first)
+    }
+
+    /// Decides where each cluster's data goes, and reserves what is missing: one run for the whole
+    /// request where there is one.
+    async fn place(
+        &self,
+        range: GuestRange,
+        entries: Vec<Entry>,
+        plans: &mut Vec<ClusterPlan>,
+        reservations: &mut Reservations<'_>,
+    ) -> Result<()> {
+        let mut wanting = Vec::new();
+        for entry in entries {
+            let before = self.before(&entry)?;
+            let host = before.host.unwrap_or(HostOffset::ZERO);
+            let touched = self.touched(entry.cluster, range);
+            if before.host.is_none() {
+                wanting.push(plans.len());
+            }
+            plans.push(ClusterPlan {
+                entry,
+                host,
+                blank: false,
+                group: 0,
+                owned: before.owned,
+                must: touched & !before.owned | before.moved,
+                zero: before.zero,
+                freed: before.freed,
+            });
+        }
+        let mut wanting = &wanting[..];
+        while !wanting.is_empty() {
+            let reserved = self.space.reserve(wanting.len() as u64).await?;
+            reservations.reserved.push(reserved);
+            let taken = usize::try_from(reserved.count).expect("as many as wanted");
+            let (now, rest) = wanting.split_at(taken);
+            for (index, cluster) in now.iter().zip(reserved.first..) {
+                let host = HostOffset::new(cluster << self.l2.cluster_bits.bits());
+                self.ranges.check(host, self.l2.cluster_bits.bytes())?;
+                let plan = &mut plans[*index];
+                (plan.host, plan.blank, plan.group) = (host, reserved.blank, reserved.group);
+            }
+            wanting = rest;
+        }
+        Ok(())
+    }
+
+    /// What the entry says for a write.
+    fn before(&self, entry: &Entry) -> Result<Before> {
+        let bits = self.l2.cluster_bits;
+        let guest = GuestOffset::new(entry.cluster << bits.bits());
+        let all = self.all_units();
+        let says = self.l2.interpret_at(entry.raw, guest)?;
+        if self.l2.data_file {
+            let (owned, zero) = match says {
+                L2Entry::Data(_) => (all, 0),
+                L2Entry::Subclusters { allocated, zero, .. } => (allocated, zero),
+                L2Entry::Zero | L2Entry::ZeroAllocated(_) => (0, all),
+                L2Entry::Unallocated | L2Entry::Compressed(_) => (0, 0),
+            };
+            let host = Some(HostOffset::new(guest.bytes()));
+            return Ok(Before { host, owned, zero, moved: 0, freed: Vec::new() });
+        }
+        let (host, owned, zero) = match says {
+            L2Entry::Unallocated => (None, 0, 0),
+            L2Entry::Zero => (None, 0, all),
+            L2Entry::ZeroAllocated(host) => (Some(host), 0, all),
+            L2Entry::Data(host) => (Some(host), all, 0),
+            L2Entry::Subclusters { host, allocated, zero } => (host, allocated, zero),
+            L2Entry::Compressed(compressed) => {
+                let freed = self.compressed_clusters(&compressed);
+                return Ok(Before { host: None, owned: 0, zero: 0, moved: all, freed });
+            }
+        };
+        if let Some(host) = host {
+            self.ranges.check(host, bits.bytes())?;
+        }
+        match host {
+            Some(host) if !entry.raw.copied() => {
+                let freed = vec![host.bytes() >> bits.bits()];
+                Ok(Before { host: None, owned: 0, zero, moved: owned, freed })
+            }
+            host => Ok(Before { host, owned, zero, moved: 0, freed: Vec::new() }),
+        }
+    }
+
+    /// The host clusters that a compressed cluster touches.
+    pub(super) fn compressed_clusters(&self, compressed: &CompressedCluster) -> Vec<u64> {
+        let bits = self.l2.cluster_bits.bits();
+        let start = compressed.host.bytes();
+        (start >> bits..=(start + compressed.len_max.max(1) - 1) >> bits).collect()
+    }
+
+    /// The change that links what was written; none where the entry says it already.
+    fn change_of(
+        &self,
+        range: GuestRange,
+        plan: ClusterPlan,
+        visible: &[Extent],
+    ) -> Option<Change> {
+        let ClusterPlan { entry, host, blank, group, owned, must, zero, freed } = plan;
+        let held = owned | must | self.touched(entry.cluster, range);
+        let zero = zero & !held;
+        let says = if held == self.all_units() {
+            L2Entry::Data(host)
+        } else {
+            L2Entry::Subclusters { host: Some(host), allocated: held, zero }
+        };
+        let new: RawL2Entry = self.l2.encode(says, true);
+        if new == entry.raw {
+            return None;
+        }
+        let after_data = !blank || !self.units_show_zeros(entry.cluster, must, visible);
+        Some(Change { entry, new, group, after_data, freed })
+    }
+
+    /// Whether what shows in the `units` of a cluster reads as zeros.
+    fn units_show_zeros(&self, cluster: u64, units: u32, visible: &[Extent]) -> bool {
+        let not_zero = |extent: &&Extent| !extent.kind.reads_as_zero();
+        visible
+            .iter()
+            .filter(not_zero)
+            .all(|extent| self.touched(cluster, extent.range()) & units == 0)
+    }
+}

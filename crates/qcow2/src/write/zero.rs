@@ -1,0 +1,303 @@
+//! Zeros and discards: changes of entries where whole units are covered, writes of zeros elsewhere.
+
+use super::Writer;
+use super::link::{Change, Entry};
+use crate::chain::Chain;
+use crate::format::{L2Entry, Version};
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use std::sync::atomic::Ordering;
+
+/// Zeros that are written out at a time.
+const ZEROS_BYTES_MAX: u64 = 1 << 20;
+
+/// What is asked of a range that reads as zeros afterwards.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wish {
+    Zeroes(Zeroes),
+    /// As far as whole clusters go, and only where that gives space back.
+    Discard,
+}
+
+impl Wish {
+    fn may_unmap(self) -> bool {
+        match self {
+            Self::Zeroes(how) => how.may_unmap,
+            Self::Discard => true,
+        }
+    }
+}
+
+impl Chain {
+    /// Makes `range` read as zeros.
+    pub(crate) async fn zero_range(&self, range: GuestRange, how: Zeroes) -> Result<()> {
+        let writer = self.check_writable(range)?;
+        if how.fast && !writer.zeroes_fast(range, self.len) {
+            let context = "zeros would have to be written out here";
+            return Err(Error::new(ErrorKind::Unsupported, context));
+        }
+        self.empty_range(writer, range, Wish::Zeroes(how)).await
+    }
+
+    /// Gives back the space of the whole clusters in `range`.
+    pub(crate) async fn discard_range(&self, range: GuestRange) -> Result<()> {
+        let writer = self.check_writable(range)?;
+        // Without a zero flag, what is beneath would show again.
+        if writer.l2.version == Version::V2 && self.layers.len() > 1 {
+            return Ok(());
+        }
+        let bits = writer.l2.cluster_bits;
+        let start = range.start().bytes().next_multiple_of(bits.bytes());
+        // The last cluster is whole where the disk ends in it.
+        let end = match range.end().bytes() {
+            end if end == self.len => end,
+            end => end - bits.offset_within(end),
+        };
+        match GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start))) {
+            Some(whole) if !whole.is_empty() => {
+                self.empty_range(writer, whole, Wish::Discard).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn empty_range(&self, writer: &Writer, range: GuestRange, wish: Wish) -> Result<()> {
+        writer.mark_in_use().await?;
+        writer.wrote.store(true, Ordering::Release);
+        let mut at = range.start().bytes();
+        let end = range.end().bytes();
+        while at < end {
+            let stop = writer.transaction_end(at).min(end);
+            let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
+            let part = part.expect("it goes on");
+            if let Err(error) = self.empty_part(writer, part, wish).await {
+                return Err(writer.note_corruption(error).await);
+            }
+            writer.flush_if_much().await?;
+            at = stop;
+        }
+        Ok(())
+    }
+
+    async fn empty_part(&self, writer: &Writer, part: GuestRange, wish: Wish) -> Result<()> {
+        let (before, whole, after) = match writer.whole_units(part, self.len) {
+            Some(divided) => divided,
+            None => (Some(part), None, None),
+        };
+        if let Some(whole) = whole {
+            for rest in self.empty_units(writer, whole, wish).await? {
+                self.write_zeros_out(rest).await?;
+            }
+        }
+        for edge in [before, after].into_iter().flatten() {
+            self.write_zeros_out(edge).await?;
+        }
+        Ok(())
+    }
+
+    /// Empties whole units by their entries; gives the ranges in which that cannot be.
+    async fn empty_units(
+        &self,
+        writer: &Writer,
+        whole: GuestRange,
+        wish: Wish,
+    ) -> Result<Vec<GuestRange>> {
+        let bits = writer.l2.cluster_bits;
+        let first = bits.cluster_of(whole.start().bytes());
+        let last = bits.cluster_of(whole.end().bytes() - 1);
+        let _claims = writer.claim_clusters(first, last).await;
+        let extents = self.extents_of(whole).await?;
+        if extents.iter().all(|extent| extent.kind == ExtentKind::Hole) {
+            return Ok(Vec::new());
+        }
+        if writer.l2.version == Version::V2 && wish != Wish::Discard {
+            let shows = extents.iter().filter(|extent| !extent.kind.reads_as_zero());
+            return Ok(shows.map(Extent::range).collect());
+        }
+        let mut rest = Vec::new();
+        let mut changes = Vec::new();
+        for entry in writer.entries(first, last).await? {
+            let start = GuestOffset::new(entry.cluster << bits.bits());
+            let cluster = GuestRange::new(start, bits.bytes()).and_then(|all| all.intersect(whole));
+            let Some(cluster) = cluster else { continue };
+            let shows_nothing = extents
+                .iter()
+                .filter_map(|extent| extent.within(cluster))
+                .all(|extent| extent.kind == ExtentKind::Hole);
+            if shows_nothing {
+                continue;
+            }
+            match writer.emptied(entry, writer.touched(entry.cluster, cluster), wish).await? {
+                Emptied::Same => {}
+                Emptied::Changed(change) => changes.push(change),
+                Emptied::NotByEntry => rest.push(cluster),
+            }
+        }
+        writer.link_or_fail(&changes).await?;
+        self.publish(&changes);
+        Ok(rest)
+    }
+
+    async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        self.plan(range, Detail::Read, &mut extents).finish().await?;
+        Ok(extents)
+    }
+
+    /// Writes zeros where something else shows.
+    async fn write_zeros_out(&self, range: GuestRange) -> Result<()> {
+        for extent in self.extents_of(range).await? {
+            if extent.kind.reads_as_zero() {
+                continue;
+            }
+            let mut at = extent.start.bytes();
+            let end = at + extent.len;
+            while at < end {
+                let len = (end - at).min(ZEROS_BYTES_MAX);
+                let zeros = Buf::zeroed(usize::try_from(len).expect("1 MiB"));
+                self.write_slowly(GuestOffset::new(at), zeros).await.0?;
+                at += len;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What becomes of an entry whose units are emptied.
+enum Emptied {
+    Same,
+    Changed(Change),
+    NotByEntry,
+}
+
+type Divided = (Option<GuestRange>, Option<GuestRange>, Option<GuestRange>);
+
+impl Writer {
+    /// Divides `part` into what comes before its whole units, these, and what comes after. The last
+    /// unit of the disk is whole where the disk ends.
+    fn whole_units(&self, part: GuestRange, disk_len: u64) -> Option<Divided> {
+        let unit = 1_u64 << self.l2.subcluster_bits();
+        let (start, end) = (part.start().bytes(), part.end().bytes());
+        let whole_start = start.next_multiple_of(unit);
+        let whole_end = if end == disk_len { end } else { end / unit * unit };
+        if whole_start >= whole_end {
+            return None;
+        }
+        let range = |from, to| {
+            GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
+                .filter(|range| !range.is_empty())
+        };
+        Some((range(start, whole_start), range(whole_start, whole_end), range(whole_end, end)))
+    }
+
+    fn zeroes_fast(&self, range: GuestRange, disk_len: u64) -> bool {
+        let divided = self.whole_units(range, disk_len);
+        self.l2.version != Version::V2 && matches!(divided, Some((None, Some(_), None)))
+    }
+
+    async fn emptied(&self, entry: Entry, units: u32, wish: Wish) -> Result<Emptied> {
+        let bits = self.l2.cluster_bits;
+        let guest = GuestOffset::new(entry.cluster << bits.bits());
+        if self.l2.data_file {
+            return self.emptied_in_data_file(entry, units, wish).await;
+        }
+        let all = u32::MAX >> (32 - self.units());
+        let (host, allocated, zero) = match self.l2.interpret_at(entry.raw, guest)? {
+            L2Entry::Unallocated => (None, 0, 0),
+            L2Entry::Zero => (None, 0, all),
+            L2Entry::ZeroAllocated(host) => (Some(host), 0, all),
+            L2Entry::Data(host) => (Some(host), all, 0),
+            L2Entry::Subclusters { host, allocated, zero } => (host, allocated, zero),
+            L2Entry::Compressed(compressed) => {
+                if units != all {
+                    return Ok(Emptied::NotByEntry);
+                }
+                let freed = self.compressed_clusters(&compressed);
+                return Ok(changed(entry, self.zero_entry(), freed));
+            }
+        };
+        if let Some(host) = host {
+            self.ranges.check(host, bits.bytes())?;
+        }
+        let (allocated, zero) = (allocated & !units, zero | units);
+        let keeps = host.filter(|_| allocated != 0 || !(wish.may_unmap() || !entry.raw.copied()));
+        let freed = match (host, keeps) {
+            (Some(host), None) => vec![host.bytes() >> bits.bits()],
+            _ => Vec::new(),
+        };
+        let says = match keeps {
+            None if zero == all => return Ok(changed(entry, self.zero_entry(), freed)),
+            Some(host) if zero == all => L2Entry::ZeroAllocated(host),
+            host => L2Entry::Subclusters { host, allocated, zero },
+        };
+        Ok(changed(entry, self.l2.encode(says, entry.raw.copied()), freed))
+    }
+
+    /// The entry of a cluster that reads as zeros and has no place. Version 2 has none: there
+    /// nothing lies beneath when this is asked.
+    fn zero_entry(&self) -> crate::format::RawL2Entry {
+        let says = match self.l2.version {
+            Version::V2 => L2Entry::Unallocated,
+            Version::V3 => L2Entry::Zero,
+        };
+        self.l2.encode(says, false)
+    }
+
+    /// With a data file the place of a cluster is fixed: its bytes there become zeros, and the
+    /// entry says so only where something beneath would show.
+    async fn emptied_in_data_file(&self, entry: Entry, units: u32, wish: Wish) -> Result<Emptied> {
+        let unit = 1_u64 << self.l2.subcluster_bits();
+        let start = entry.cluster << self.l2.cluster_bits.bits();
+        let guest = GuestOffset::new(start);
+        let all = u32::MAX >> (32 - self.units());
+        let (allocated, zero) = match self.l2.interpret_at(entry.raw, guest)? {
+            L2Entry::Data(_) => (all, 0),
+            L2Entry::Subclusters { allocated, zero, .. } => (allocated, zero),
+            L2Entry::Zero | L2Entry::ZeroAllocated(_) => (0, all),
+            L2Entry::Unallocated | L2Entry::Compressed(_) => (0, 0),
+        };
+        let len = self.data.len()?;
+        for index in (0..self.units()).filter(|index| units & (1 << index) != 0) {
+            let at = start + u64::from(index) * unit;
+            if at >= len {
+                continue;
+            }
+            let change = if wish.may_unmap() { Space::Punch } else { Space::Zero };
+            let (host, count) = (HostOffset::new(at), unit.min(len - at));
+            match self.data.space(change, host, count).await {
+                Err(error) if error.kind() == ErrorKind::Unsupported => {
+                    let zeros = Buf::zeroed(usize::try_from(count).expect("2 MiB"));
+                    mica_block::write_all(&*self.data, zeros, host).await?;
+                }
+                done => done?,
+            }
+        }
+        if units & !(allocated | zero) == 0 {
+            return Ok(Emptied::Same);
+        }
+        let zero = zero | units & !allocated;
+        let says = match allocated {
+            0 if zero == all => L2Entry::Zero,
+            0 => L2Entry::Subclusters { host: None, allocated, zero },
+            _ => L2Entry::Subclusters { host: Some(HostOffset::new(start)), allocated, zero },
+        };
+        Ok(changed(entry, self.l2.encode(says, allocated != 0), Vec::new()))
+    }
+
+    /// Links; what fails half-way leaves the disk unfit for more writes.
+    pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<()> {
+        let linked = self.link(changes).await;
+        if let Err(error) = &linked {
+            self.fail(error);
+        }
+        linked
+    }
+}
+
+fn changed(entry: Entry, new: crate::format::RawL2Entry, freed: Vec<u64>) -> Emptied {
+    if new == entry.raw {
+        return Emptied::Same;
+    }
+    Emptied::Changed(Change { entry, new, group: 0, after_data: false, freed })
+}
