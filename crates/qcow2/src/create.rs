@@ -1,0 +1,120 @@
+//! Makes a new image, as `qemu-img create` does: the layout is that of [`ImageWriter`] with nothing
+//! in it, so that there is one place that lays out files.
+//!
+//! The header is written last, when all that it names is durable: what a power cut leaves of an
+//! image that was not finished is no image.
+
+mod options;
+
+pub use options::{DataFile, ImagePlan, ImageWish, Preallocation, TablePlaces};
+
+use crate::writer::{ImageWriter, Place, Write};
+use mica_block::{Error, Result, Space, Store, write_all};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+
+/// Bytes of zeros that are written at once.
+const ZEROS_BYTES: u64 = 1 << 20;
+
+/// Where an image is made. Both stores are empty.
+#[derive(Clone, Copy)]
+pub struct Stores<'a> {
+    /// The image itself.
+    pub image: &'a dyn Store,
+    /// The file for its data, if the plan has one.
+    pub data: Option<&'a dyn Store>,
+}
+
+/// Makes the image that is planned, without data.
+///
+/// # Errors
+/// What the stores say; `Limit` if the tables of the image would be too long.
+pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
+    let preallocation = plan.preallocation;
+    let mut writer = ImageWriter::new(plan)?;
+    while let Some(reserved) = writer.reserve_table()? {
+        if let Some((place, at, len)) = reserved.data {
+            give_space(stores.at(place), preallocation, at, len).await?;
+        }
+        write_each(stores, reserved.writes).await?;
+    }
+    finish(writer, stores).await
+}
+
+/// Writes what ends an image: the tables, and when they are durable the header.
+///
+/// # Errors
+/// As [`create`].
+pub async fn finish(mut writer: ImageWriter, stores: Stores<'_>) -> Result<()> {
+    write_each(stores, writer.take_last_table()?).await?;
+    let data_len = writer.data_file_len();
+    let mut ending = writer.end()?;
+    while let Some(write) = ending.next_write()? {
+        write_each(stores, vec![write]).await?;
+    }
+    named(stores.image, stores.image.set_len(ending.len()).await)?;
+    if let (Some(data), Some(len)) = (stores.data, data_len) {
+        named(data, data.set_len(len).await)?;
+        named(data, data.sync().await)?;
+    }
+    named(stores.image, stores.image.sync().await)?;
+    write_all(stores.image, Buf::from_slice(&ending.header()?), HostOffset::ZERO).await?;
+    named(stores.image, stores.image.sync().await)
+}
+
+impl<'a> Stores<'a> {
+    /// The store of this place.
+    ///
+    /// # Panics
+    /// If the plan has a data file and there is no store for it.
+    pub fn at(&self, place: Place) -> &'a dyn Store {
+        match place {
+            Place::Image => self.image,
+            Place::DataFile => self.data.expect("a plan with a data file comes with its store"),
+        }
+    }
+}
+
+async fn write_each(stores: Stores<'_>, writes: Vec<Write>) -> Result<()> {
+    for Write { place, at, bytes } in writes {
+        write_all(stores.at(place), bytes, at).await?;
+    }
+    Ok(())
+}
+
+/// Gives `len` bytes at `at` the space that was asked for.
+async fn give_space(
+    store: &dyn Store,
+    preallocation: Preallocation,
+    at: HostOffset,
+    len: u64,
+) -> Result<()> {
+    match preallocation {
+        Preallocation::Off | Preallocation::Metadata => Ok(()),
+        Preallocation::Falloc => named(store, store.space(Space::Allocate, at, len).await),
+        Preallocation::Full => write_zeros(store, at, len).await,
+    }
+}
+
+/// Writes `len` bytes of zeros at `at`, so that the space is there whatever the file system can do.
+///
+/// # Errors
+/// What the store says.
+pub async fn write_zeros(store: &dyn Store, at: HostOffset, len: u64) -> Result<()> {
+    let (mut at, mut left) = (at.bytes(), len);
+    while left > 0 {
+        let count = left.min(ZEROS_BYTES);
+        let zeros = Buf::zeroed(usize::try_from(count).expect("at most a mebibyte"));
+        write_all(store, zeros, HostOffset::new(at)).await?;
+        (at, left) = (at + count, left - count);
+    }
+    Ok(())
+}
+
+/// The result of a call with the store's name.
+fn named<T>(store: &dyn Store, result: Result<T>) -> Result<T> {
+    result.map_err(|error: Error| error.wrap(store.name()))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,83 @@
+//! How long a new image will be, as `qemu-img measure` counts: never less than it takes.
+
+use crate::create::{ImagePlan, Preallocation};
+use crate::format::{BitmapEntry, L1Entry};
+use crate::writer::refcount_area;
+use mica_block::{Detail, Disk, Extent, Result};
+use mica_units::{ClusterBits, GuestOffset, GuestRange};
+
+/// Bytes of the disk that are planned at once: more where little is there.
+const WINDOW_BYTES_MIN: u64 = 256 << 20;
+const WINDOW_BYTES_MAX: u64 = 1 << 52;
+/// Extents of a window from which on the next one is small again.
+const EXTENTS_MANY: usize = 1024;
+/// Fixed fields of an entry of the bitmap directory.
+const BITMAP_ENTRY_BYTES: u64 = 24;
+
+/// Lengths of a file that is not there yet, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Measure {
+    /// What the content needs.
+    pub required: u64,
+    /// What is needed when every cluster is written.
+    pub fully_allocated: u64,
+}
+
+/// The length of an image of `plan` into which `data_bytes` of clusters are written.
+pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
+    let bits = plan.l2.cluster_bits;
+    let disk = plan.clusters();
+    let l2_tables = disk.div_ceil(plan.l2.entries());
+    let l1 = bits.clusters_for(l2_tables * L1Entry::BYTES as u64);
+    let besides = 1 + l1 + l2_tables + disk;
+    let all = besides + refcount_area(plan.refcount_width, bits, besides).clusters();
+    let fully_allocated = all << bits.bits();
+    let disk_bytes = disk << bits.bits();
+    let data_bytes = match plan.preallocation {
+        Preallocation::Off | Preallocation::Metadata => data_bytes,
+        Preallocation::Falloc | Preallocation::Full => disk_bytes,
+    };
+    Measure { required: fully_allocated - disk_bytes + data_bytes, fully_allocated }
+}
+
+/// Bytes of the clusters of `bits` that hold something of `disk` other than zeros.
+///
+/// # Errors
+/// What kept the disk's map from being read.
+pub async fn data_bytes(disk: &dyn Disk, bits: ClusterBits) -> Result<u64> {
+    let len = disk.geometry().len;
+    let (mut total, mut counted_to, mut at) = (0, 0, 0);
+    let mut window = WINDOW_BYTES_MIN;
+    while at < len {
+        let count = window.min(len - at);
+        let range = GuestRange::new(GuestOffset::new(at), count).expect("within the disk");
+        let mut extents: Vec<Extent> = Vec::new();
+        disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+        window = match extents.len() < EXTENTS_MANY {
+            true => (window * 2).min(WINDOW_BYTES_MAX),
+            false => WINDOW_BYTES_MIN,
+        };
+        for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
+            let end = (extent.start.bytes() + extent.len).next_multiple_of(bits.bytes());
+            let start = extent.start.bytes() - bits.offset_within(extent.start.bytes());
+            total += end.saturating_sub(start.max(counted_to));
+            counted_to = counted_to.max(end);
+        }
+        at += count;
+    }
+    Ok(total)
+}
+
+/// Bytes that a copy of the bitmaps of a disk of `disk_bytes` takes.
+pub fn bitmaps_bytes(bitmaps: &[BitmapEntry], disk_bytes: u64, bits: ClusterBits) -> u64 {
+    let cluster = bits.bytes();
+    let mut directory = 0;
+    let mut total = 0;
+    for bitmap in bitmaps {
+        let bytes = disk_bytes.div_ceil(1 << bitmap.granularity_bits).div_ceil(8);
+        let clusters = bits.clusters_for(bytes);
+        total += clusters * cluster + (clusters * 8).next_multiple_of(cluster);
+        directory += (BITMAP_ENTRY_BYTES + bitmap.name.len() as u64).next_multiple_of(8);
+    }
+    total + directory.next_multiple_of(cluster)
+}

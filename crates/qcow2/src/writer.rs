@@ -1,0 +1,386 @@
+//! Lays out a new image in one go, from the start of the disk to its end. Pure: it says which bytes
+//! go where, and does no I/O.
+//!
+//! ```text
+//! header | L1 | data and L2 tables in the order of the disk | refcount blocks | refcount table
+//! ```
+//!
+//! Invariants
+//! - I1 Clusters are taken one after the other and never given back: all from 0 to the end are in
+//!   use, once, but for those that compressed clusters share.
+//! - I2 Clusters of the disk come in ascending order, so that one L2 table is open at a time.
+//! - I3 No cluster is shared by more than its refcount can count.
+//!
+//! [`ImageWriter::end`] gives what comes after the data, and the header at the very last.
+
+mod compress;
+mod ending;
+mod refcounts;
+
+pub use compress::{CompressionLevel, Compressor};
+pub use ending::Ending;
+pub use refcounts::{RefcountArea, refcount_area};
+
+use crate::create::{ImagePlan, Preallocation};
+use crate::format::{CompressedCluster, L1Entry, L2Entry};
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::Buf;
+use mica_units::{ClusterBits, GuestOffset, HostOffset};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Which file bytes go to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// The image.
+    Image,
+    /// The file that holds its data.
+    DataFile,
+}
+
+/// Bytes to be written.
+#[derive(Debug)]
+pub struct Write {
+    /// Which file.
+    pub place: Place,
+    /// Where in it.
+    pub at: HostOffset,
+    /// What.
+    pub bytes: Buf,
+}
+
+/// What one cluster of the disk holds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Content {
+    /// Nothing: what lies beneath shows.
+    Unallocated,
+    /// Bytes in all of it.
+    Data,
+    /// Bytes in some subclusters, zeros in others; those in neither set show what lies beneath.
+    /// Without subclusters there is one: bit 0.
+    Parts {
+        /// Subclusters with bytes.
+        allocated: u32,
+        /// Subclusters of zeros.
+        zero: u32,
+    },
+    /// Bytes, compressed to these.
+    Packed(Vec<u8>),
+    /// A place in which nothing was written, so that it reads as zeros.
+    Reserved,
+}
+
+/// What [`ImageWriter::reserve_table`] gave places.
+#[derive(Debug)]
+pub struct Reserved {
+    /// Where the clusters are that have a place now, and how long they are together.
+    pub data: Option<(Place, HostOffset, u64)>,
+    /// What is to be written.
+    pub writes: Vec<Write>,
+}
+
+/// Writes an image from the start of its disk to the end.
+#[derive(Debug)]
+pub struct ImageWriter {
+    plan: ImagePlan,
+    l1: Vec<u8>,
+    /// The L2 table that is being filled, with its index in the L1 table.
+    table: Option<(u64, Vec<u8>)>,
+    /// L2 tables that were reserved, for [`Self::reserve_table`].
+    tables_reserved: u64,
+    /// First cluster that is not taken, in bytes.
+    next: u64,
+    /// The bytes behind the last compressed cluster that the next one may use.
+    tail: Range<u64>,
+    /// How often clusters are counted beyond once (I1).
+    shared: BTreeMap<u64, u64>,
+}
+
+/// A run of bytes on its way to a write.
+enum Source {
+    /// A range of the piece that is being placed.
+    Piece(Range<usize>),
+    /// Bytes of their own.
+    Own(Vec<u8>),
+}
+
+impl Source {
+    fn len(&self) -> usize {
+        match self {
+            Self::Piece(range) => range.len(),
+            Self::Own(bytes) => bytes.len(),
+        }
+    }
+}
+
+impl ImageWriter {
+    /// A writer of an image that holds nothing yet.
+    ///
+    /// # Errors
+    /// `Limit` if this machine has no room for its L1 table.
+    pub fn new(plan: ImagePlan) -> Result<Self> {
+        let bits = plan.l2.cluster_bits;
+        let l1_bytes = plan.l1_entries() * L1Entry::BYTES as u64;
+        let l1_len = usize::try_from(l1_bytes)
+            .map_err(|_| Error::new(ErrorKind::Limit, "the L1 table does not fit this machine"))?;
+        let next = (1 + bits.clusters_for(l1_bytes)) << bits.bits();
+        Ok(Self {
+            plan,
+            l1: vec![0; l1_len],
+            table: None,
+            tables_reserved: 0,
+            next,
+            tail: 0..0,
+            shared: BTreeMap::new(),
+        })
+    }
+
+    /// What is being written.
+    pub fn plan(&self) -> &ImagePlan {
+        &self.plan
+    }
+
+    /// Gives places to the clusters of the disk from `start` on: `contents` says what they hold,
+    /// and `piece` has their bytes, whole clusters, even for those without any.
+    ///
+    /// # Errors
+    /// `Limit` if the file becomes longer than the format can say.
+    pub fn place(
+        &mut self,
+        start: GuestOffset,
+        piece: Buf,
+        contents: Vec<Content>,
+    ) -> Result<Vec<Write>> {
+        let cluster_len = self.cluster_len();
+        assert_eq!(piece.len(), contents.len() * cluster_len, "whole clusters");
+        let mut segments = Vec::new();
+        for (number, content) in contents.into_iter().enumerate() {
+            let guest = GuestOffset::new(start.bytes() + (number * cluster_len) as u64);
+            let within = number * cluster_len..(number + 1) * cluster_len;
+            self.place_cluster(guest, content, within, &mut segments)?;
+        }
+        Ok(gather(segments, piece))
+    }
+
+    fn place_cluster(
+        &mut self,
+        guest: GuestOffset,
+        content: Content,
+        within: Range<usize>,
+        segments: &mut Vec<(Place, u64, Source)>,
+    ) -> Result<()> {
+        let entry = match content {
+            Content::Unallocated => return Ok(()),
+            Content::Parts { allocated: 0, zero: 0 } => return Ok(()),
+            Content::Parts { allocated: 0, zero } if self.plan.l2.extended => {
+                L2Entry::Subclusters { host: None, allocated: 0, zero }
+            }
+            Content::Parts { allocated: 0, .. } => L2Entry::Zero,
+            Content::Packed(packed) => {
+                let cluster = self.take_packed(packed.len() as u64)?;
+                segments.push((Place::Image, cluster.host.bytes(), Source::Own(packed)));
+                L2Entry::Compressed(cluster)
+            }
+            Content::Reserved => {
+                let (_, host) = self.take_clusters(guest, 1);
+                self.reserved(host)
+            }
+            Content::Data | Content::Parts { .. } => {
+                let (place, host) = self.take_clusters(guest, 1);
+                segments.push((place, host.bytes(), Source::Piece(within)));
+                match content {
+                    Content::Parts { allocated, zero } if self.plan.l2.extended => {
+                        L2Entry::Subclusters { host: Some(host), allocated, zero }
+                    }
+                    _ => L2Entry::Data(host),
+                }
+            }
+        };
+        if let Some((at, table)) = self.open_table(self.plan.l2.l1_index(guest)) {
+            segments.push((Place::Image, at, Source::Own(table)));
+        }
+        self.put_entry(guest, entry);
+        Ok(())
+    }
+
+    /// Gives a place to every cluster of the next L2 table, if the plan wants them preallocated;
+    /// `None` when there is no table left.
+    ///
+    /// # Errors
+    /// `Limit` if the file becomes longer than the format can say.
+    pub fn reserve_table(&mut self) -> Result<Option<Reserved>> {
+        let l2 = self.plan.l2;
+        if self.plan.preallocation == Preallocation::Off
+            || self.tables_reserved == self.plan.l1_entries()
+        {
+            return Ok(None);
+        }
+        let start = self.tables_reserved << l2.table_bits();
+        let first = l2.cluster_bits.cluster_of(start);
+        let count = l2.entries().min(self.plan.clusters() - first);
+        let table = self.open_table(self.tables_reserved);
+        self.tables_reserved += 1;
+        let (place, host) = self.take_clusters(GuestOffset::new(start), count);
+        for number in 0..count {
+            let within = number << l2.cluster_bits.bits();
+            let host = HostOffset::new(host.bytes() + within);
+            self.put_entry(GuestOffset::new(start + within), self.reserved(host));
+        }
+        let segments = table.map(|(at, table)| (Place::Image, at, Source::Own(table)));
+        let writes = gather(segments.into_iter().collect(), Buf::new(0));
+        let len = count << l2.cluster_bits.bits();
+        Ok(Some(Reserved { data: Some((place, host, len)), writes }))
+    }
+
+    /// Ends the L2 table that is open. Nothing is placed afterwards.
+    ///
+    /// # Errors
+    /// `Limit` if the file becomes longer than the format can say.
+    pub fn take_last_table(&mut self) -> Result<Vec<Write>> {
+        let table = self.close_table();
+        let segments = table.map(|(at, table)| (Place::Image, at, Source::Own(table)));
+        Ok(gather(segments.into_iter().collect(), Buf::new(0)))
+    }
+
+    /// How long the data file has to be, if there is one: as the disk, for who reads it alone.
+    pub fn data_file_len(&self) -> Option<u64> {
+        self.plan.data_file.as_ref().map(|_| self.plan.size)
+    }
+
+    /// What comes after the data.
+    ///
+    /// # Errors
+    /// `Limit` if the refcount table would be longer than QEMU reads.
+    pub fn end(self) -> Result<Ending> {
+        assert!(self.table.is_none(), "the last table was taken");
+        Ending::new(self.plan, self.l1, self.next, self.shared)
+    }
+
+    fn cluster_bits(&self) -> ClusterBits {
+        self.plan.l2.cluster_bits
+    }
+
+    fn cluster_len(&self) -> usize {
+        1 << self.cluster_bits().bits()
+    }
+
+    /// Makes table number `index` the one that is filled; gives the one before, if it ends here.
+    fn open_table(&mut self, index: u64) -> Option<(u64, Vec<u8>)> {
+        match &self.table {
+            Some((open, _)) if *open == index => return None,
+            Some((open, _)) => assert!(*open < index, "clusters come in ascending order (I2)"),
+            None => {}
+        }
+        let closed = self.close_table();
+        self.table = Some((index, vec![0; self.cluster_len()]));
+        closed
+    }
+
+    /// Gives the open table its place.
+    fn close_table(&mut self) -> Option<(u64, Vec<u8>)> {
+        let (index, table) = self.table.take()?;
+        let at = self.next;
+        self.next += self.cluster_bits().bytes();
+        let entry = L1Entry::encode(HostOffset::new(at), true).0.to_be_bytes();
+        let within = usize::try_from(index).expect("the table is in memory") * L1Entry::BYTES;
+        self.l1[within..within + L1Entry::BYTES].copy_from_slice(&entry);
+        Some((at, table))
+    }
+
+    /// The entry of a cluster that has a place and no bytes yet. A raw data file has its bytes from
+    /// the start; elsewhere what lies beneath shows until a subcluster is written.
+    fn reserved(&self, host: HostOffset) -> L2Entry {
+        match self.plan.l2.extended && !self.plan.has_raw_data_file() {
+            true => L2Entry::Subclusters { host: Some(host), allocated: 0, zero: 0 },
+            false => L2Entry::Data(host),
+        }
+    }
+
+    fn put_entry(&mut self, guest: GuestOffset, entry: L2Entry) {
+        let l2 = self.plan.l2;
+        let index = usize::try_from(l2.l2_index(guest)).expect("below the entries of a table");
+        let (_, table) = self.table.as_mut().expect("its table is open");
+        l2.put_raw(table, index, l2.encode(entry, true));
+    }
+
+    /// Takes `count` clusters in a row for those of the disk from `guest` on.
+    fn take_clusters(&mut self, guest: GuestOffset, count: u64) -> (Place, HostOffset) {
+        if self.plan.l2.data_file {
+            return (Place::DataFile, HostOffset::new(guest.bytes()));
+        }
+        let at = self.next;
+        self.next += count << self.cluster_bits().bits();
+        (Place::Image, HostOffset::new(at))
+    }
+
+    /// Takes `len` bytes, less than a cluster, for a compressed cluster: behind the one before if
+    /// the two may share a cluster.
+    fn take_packed(&mut self, len: u64) -> Result<CompressedCluster> {
+        let bits = self.cluster_bits();
+        let shared = bits.cluster_of(self.tail.start);
+        let count = 1 + self.shared.get(&shared).copied().unwrap_or(0);
+        let may_share = !self.tail.is_empty() && count < self.plan.refcount_width.max();
+        let fits = self.tail.start + len <= self.tail.end;
+        let goes_on = self.tail.end == self.next;
+        let at = match may_share && (fits || goes_on) {
+            true => {
+                self.shared.insert(shared, count);
+                self.tail.start
+            }
+            false => self.next,
+        };
+        let end = at + len;
+        if end > CompressedCluster::host_max(bits).bytes() {
+            let what = "the file is too long for compressed clusters of this size";
+            return Err(Error::new(ErrorKind::Limit, what));
+        }
+        let cluster_end = end.next_multiple_of(bits.bytes());
+        self.next = self.next.max(cluster_end);
+        self.tail = end..cluster_end;
+        Ok(CompressedCluster { host: HostOffset::new(at), len_max: len })
+    }
+}
+
+/// Joins segments that follow each other; a piece that goes out as it came in is not copied.
+fn gather(segments: Vec<(Place, u64, Source)>, piece: Buf) -> Vec<Write> {
+    let mut runs: Vec<(Place, u64, usize, Vec<Source>)> = Vec::new();
+    for (place, at, source) in segments {
+        let len = source.len();
+        match runs.last_mut() {
+            Some((last, start, total, sources))
+                if *last == place && *start + *total as u64 == at =>
+            {
+                *total += len;
+                match (sources.last_mut(), source) {
+                    (Some(Source::Piece(before)), Source::Piece(range))
+                        if before.end == range.start =>
+                    {
+                        before.end = range.end;
+                    }
+                    (_, source) => sources.push(source),
+                }
+            }
+            _ => runs.push((place, at, len, vec![source])),
+        }
+    }
+    if let [(place, at, len, sources)] = runs.as_slice()
+        && matches!(sources.as_slice(), [Source::Piece(_)])
+        && *len == piece.len()
+    {
+        return vec![Write { place: *place, at: HostOffset::new(*at), bytes: piece }];
+    }
+    let joined = |(place, at, len, sources): (Place, u64, usize, Vec<Source>)| {
+        let mut bytes = Buf::new(len);
+        let mut done = 0;
+        for source in sources {
+            let from = match &source {
+                Source::Piece(range) => &piece[range.clone()],
+                Source::Own(bytes) => bytes.as_slice(),
+            };
+            bytes[done..done + from.len()].copy_from_slice(from);
+            done += from.len();
+        }
+        Write { place, at: HostOffset::new(at), bytes }
+    };
+    runs.into_iter().map(joined).collect()
+}
