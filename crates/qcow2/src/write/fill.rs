@@ -5,6 +5,7 @@
 //! place is not blank, and a unit that the guest wrote whole is not looked at.
 
 use super::Writer;
+use super::gather::Guest;
 use super::request::ClusterPlan;
 use crate::chain::Chain;
 use mica_block::{Disk, Extent, Result};
@@ -40,17 +41,17 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// For a write to `range` of a disk of `disk_len` bytes.
+    /// For writes to `ranges`, in rising order, of a disk of `disk_len` bytes.
     pub(super) fn plan(
         writer: &Writer,
         disk_len: u64,
-        range: GuestRange,
+        ranges: &[GuestRange],
         plans: &[ClusterPlan],
         visible: &[Extent],
     ) -> Self {
         let mut parts = Self::default();
         for plan in plans {
-            parts.plan_cluster(writer, disk_len, range, plan, visible);
+            parts.plan_cluster(writer, disk_len, ranges, plan, visible);
         }
         parts
     }
@@ -59,7 +60,7 @@ impl Parts {
         &mut self,
         writer: &Writer,
         disk_len: u64,
-        range: GuestRange,
+        ranges: &[GuestRange],
         plan: &ClusterPlan,
         visible: &[Extent],
     ) {
@@ -69,18 +70,18 @@ impl Parts {
             let unit_start = start + (u64::from(unit) << unit_bits);
             let whole = GuestRange::new(GuestOffset::new(unit_start), 1 << unit_bits);
             let Some(whole) = whole else { continue };
-            let written = whole.intersect(range);
+            let written = ranges.iter().filter_map(|range| whole.intersect(*range));
             let host = |at: GuestOffset| {
                 plan.host.checked_add(at.bytes() - start).expect("within a cluster of the file")
             };
             if plan.must & (1 << unit) == 0 {
-                if let Some(written) = written {
+                for written in written {
                     self.push(host(written.start()), written.len(), Source::Guest);
                 }
                 continue;
             }
             let mut at = whole.start();
-            if let Some(written) = written {
+            for written in written {
                 self.fill(GuestRange::between(at, written.start()), plan.blank, visible, host);
                 self.push(host(written.start()), written.len(), Source::Guest);
                 at = written.end();
@@ -144,19 +145,19 @@ impl Parts {
 }
 
 impl Chain {
-    /// Writes the parts: the guest's bytes are in `buf`, in order.
+    /// Writes the parts.
     pub(super) async fn write_parts(
         &self,
         writer: &Writer,
         parts: Parts,
-        mut buf: Buf,
+        mut guest: Guest,
     ) -> Result<()> {
         let mut writes = Vec::new();
         for batch in parts.batches() {
             let host = batch[0].host;
             let bytes = match batch {
-                [Part { source: Source::Guest, len, .. }] => take_front(&mut buf, *len),
-                batch => self.assemble(writer, batch, &mut buf).await?,
+                [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
+                batch => self.assemble(writer, batch, &mut guest).await?,
             };
             writes.push(writer.data.write_at(bytes, host));
         }
@@ -167,16 +168,16 @@ impl Chain {
     }
 
     /// The bytes of neighbouring parts in one buffer.
-    async fn assemble(&self, writer: &Writer, batch: &[Part], guest: &mut Buf) -> Result<Buf> {
+    async fn assemble(&self, writer: &Writer, batch: &[Part], guest: &mut Guest) -> Result<Buf> {
         let total: u64 = batch.iter().map(|part| part.len).sum();
-        let mut bytes = Buf::new(usize::try_from(total).expect("a transaction's bytes"));
+        let mut bytes = Buf::new(bytes_len(total));
         let mut at = 0;
         for part in batch {
-            let len = usize::try_from(part.len).expect("a transaction's bytes");
+            let len = bytes_len(part.len);
             let to = at..at + len;
             at += len;
             match part.source {
-                Source::Guest => bytes[to].copy_from_slice(&take_front(guest, part.len)),
+                Source::Guest => guest.copy_to(&mut bytes[to]),
                 Source::Zeros => bytes[to].fill(0),
                 Source::Visible(start) => {
                     let visible = self.read_visible(start, part.len).await?;
@@ -195,10 +196,10 @@ impl Chain {
         let range = GuestRange::new(start, len).expect("a part of the disk");
         let mut extents = Vec::new();
         self.plan(range, mica_block::Detail::Read, &mut extents).finish().await?;
-        let mut whole = Buf::new(usize::try_from(len).expect("a transaction's bytes"));
+        let mut whole = Buf::new(bytes_len(len));
         let mut at = 0;
         for extent in extents {
-            let piece_len = usize::try_from(extent.len).expect("a transaction's bytes");
+            let piece_len = bytes_len(extent.len);
             let (result, piece) = self.read(&extent, Buf::new(piece_len)).await;
             result?;
             whole[at..at + piece_len].copy_from_slice(&piece);
@@ -208,6 +209,6 @@ impl Chain {
     }
 }
 
-fn take_front(buf: &mut Buf, len: u64) -> Buf {
-    buf.split_to(usize::try_from(len).expect("a part of the buffer"))
+fn bytes_len(len: u64) -> usize {
+    usize::try_from(len).expect("a transaction's bytes")
 }

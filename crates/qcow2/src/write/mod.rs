@@ -19,6 +19,7 @@
 pub(crate) mod allocate;
 mod commit;
 mod fill;
+mod gather;
 mod header;
 mod link;
 pub(crate) mod pages;
@@ -61,6 +62,7 @@ pub(crate) struct Writer {
     ranges: Arc<MetadataRanges>,
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
+    gather: gather::Gather,
     /// L1 entries whose table is being made.
     tables: Claims,
     requests: Requests,
@@ -105,6 +107,7 @@ impl Writer {
             space,
             ranges,
             clusters: Claims::default(),
+            gather: gather::Gather::default(),
             tables: Claims::default(),
             requests: Requests::default(),
             flushes: GroupSync::new(),

@@ -3,13 +3,14 @@
 use super::Writer;
 use super::allocate::Reserved;
 use super::fill::Parts;
+use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::link::{Change, Entry};
 use crate::chain::Chain;
-use crate::claims::Claim;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
-use mica_block::{Detail, Disk, Extent, Result};
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Clusters that one transaction changes at most; a longer request is several.
@@ -58,6 +59,26 @@ impl Drop for Reservations<'_> {
     }
 }
 
+/// Offers that were taken; told of a failure if nothing else was told.
+struct Taken(Vec<Arc<Offer>>);
+
+impl Taken {
+    fn finish(mut self, result: &Result<()>) {
+        for offer in self.0.drain(..) {
+            offer.finish(result.clone());
+        }
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        for offer in self.0.drain(..) {
+            let context = "the write that this one was joined to was given up";
+            offer.finish(Err(Error::new(ErrorKind::Io, context)));
+        }
+    }
+}
+
 impl Chain {
     /// Writes `buf` at `at`, which changes metadata or cannot be told to leave it.
     pub(crate) async fn write_slowly(&self, at: GuestOffset, mut buf: Buf) -> (Result<()>, Buf) {
@@ -83,7 +104,7 @@ impl Chain {
             let stop = writer.transaction_end(at).min(end);
             let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
             let piece = buf.split_to(usize::try_from(stop - at).expect("a part of the buffer"));
-            let written = self.write_transaction(writer, part.expect("it goes on"), piece).await;
+            let written = self.write_part(writer, part.expect("it goes on"), piece).await;
             if let Err(error) = written {
                 return Err(writer.note_corruption(error).await);
             }
@@ -92,20 +113,60 @@ impl Chain {
         writer.flush_if_much().await
     }
 
-    async fn write_transaction(&self, writer: &Writer, range: GuestRange, buf: Buf) -> Result<()> {
+    /// Writes a part of a request, together with what others write to the same cluster meanwhile.
+    async fn write_part(&self, writer: &Writer, range: GuestRange, mut buf: Buf) -> Result<()> {
         let bits = writer.l2.cluster_bits;
         let first = bits.cluster_of(range.start().bytes());
         let last = bits.cluster_of(range.end().bytes() - 1);
-        let _claims = writer.claim_clusters(first, last).await;
+        if first != last {
+            let _claimed = writer.claim_clusters(first, last).await;
+            return self.write_transaction(writer, Guest::new(vec![(range, buf)])).await;
+        }
+        let claimed = loop {
+            match writer.gather.join(&writer.clusters, first, range, buf) {
+                Role::Leads(claimed, back) => {
+                    buf = back;
+                    break claimed;
+                }
+                Role::Offered(offer) => match offer.outcome().await {
+                    Outcome::Done(result) => return result,
+                    Outcome::Again(back) => buf = back,
+                },
+            }
+        };
+        // Whoever is ready to write to this cluster offers itself now.
+        mica_rt::yield_now().await;
+        let mut pieces = vec![(range, buf)];
+        let mut offers = Vec::new();
+        for (range, buf, offer) in writer.gather.take(first, range) {
+            pieces.push((range, buf));
+            offers.push(offer);
+        }
+        let taken = Taken(offers);
+        let result = self.write_transaction(writer, Guest::new(pieces)).await;
+        taken.finish(&result);
+        drop(claimed);
+        result
+    }
+
+    /// One transaction. The caller has the claims of the clusters.
+    async fn write_transaction(&self, writer: &Writer, guest: Guest) -> Result<()> {
+        let bits = writer.l2.cluster_bits;
+        let ranges: Vec<_> = guest.ranges().collect();
+        let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
+        let first = bits.cluster_of(lowest.start().bytes());
+        let last = bits.cluster_of(highest.end().bytes() - 1);
         let entries = writer.entries(first, last).await?;
         let mut plans = Vec::with_capacity(entries.len());
         let mut reservations = Reservations { writer, reserved: Vec::new() };
-        writer.place(range, entries, &mut plans, &mut reservations).await?;
+        writer.place(&ranges, entries, &mut plans, &mut reservations).await?;
         let visible = self.visible(writer, &plans).await?;
-        let parts = Parts::plan(writer, self.len, range, &plans, &visible);
-        self.write_parts(writer, parts, buf).await?;
-        let changes: Vec<_> =
-            plans.into_iter().filter_map(|plan| writer.change_of(range, plan, &visible)).collect();
+        let parts = Parts::plan(writer, self.len, &ranges, &plans, &visible);
+        self.write_parts(writer, parts, guest).await?;
+        let changes: Vec<_> = plans
+            .into_iter()
+            .filter_map(|plan| writer.change_of(&ranges, plan, &visible))
+            .collect();
         // From here on the clusters are not given back: some may be linked when the rest fails.
         reservations.reserved.clear();
         writer.link_or_fail(&changes).await?;
@@ -138,14 +199,9 @@ impl Writer {
         (bits.cluster_of(at) + most) << bits.bits()
     }
 
-    /// The right to change the entries of guest clusters `first..=last`. In rising order, so that
-    /// two who want the same never wait for one another.
-    pub(super) async fn claim_clusters(&self, first: u64, last: u64) -> Vec<Claim<'_>> {
-        let mut claims = Vec::with_capacity(usize::try_from(last - first).unwrap_or(0) + 1);
-        for cluster in first..=last {
-            claims.push(self.clusters.claim(cluster).await);
-        }
-        claims
+    /// The right to change the entries of guest clusters `first..=last`.
+    pub(super) async fn claim_clusters(&self, first: u64, last: u64) -> Claimed<'_> {
+        self.gather.claim(&self.clusters, first, last).await
     }
 
     pub(super) async fn flush_if_much(&self) -> Result<()> {
@@ -177,11 +233,15 @@ impl Writer {
         mask(last + 1) & !mask(first)
     }
 
+    fn touched_by(&self, cluster: u64, ranges: &[GuestRange]) -> u32 {
+        ranges.iter().fold(0, |units, range| units | self.touched(cluster, *range))
+    }
+
     /// Decides where each cluster's data goes, and reserves what is missing: one run for the whole
     /// request where there is one.
     async fn place(
         &self,
-        range: GuestRange,
+        ranges: &[GuestRange],
         entries: Vec<Entry>,
         plans: &mut Vec<ClusterPlan>,
         reservations: &mut Reservations<'_>,
@@ -190,7 +250,7 @@ impl Writer {
         for entry in entries {
             let before = self.before(&entry)?;
             let host = before.host.unwrap_or(HostOffset::ZERO);
-            let touched = self.touched(entry.cluster, range);
+            let touched = self.touched_by(entry.cluster, ranges);
             if before.host.is_none() {
                 wanting.push(plans.len());
             }
@@ -271,12 +331,12 @@ impl Writer {
     /// The change that links what was written; none where the entry says it already.
     fn change_of(
         &self,
-        range: GuestRange,
+        ranges: &[GuestRange],
         plan: ClusterPlan,
         visible: &[Extent],
     ) -> Option<Change> {
         let ClusterPlan { entry, host, blank, group, owned, must, zero, freed } = plan;
-        let held = owned | must | self.touched(entry.cluster, range);
+        let held = owned | must | self.touched_by(entry.cluster, ranges);
         let zero = zero & !held;
         let says = if held == self.all_units() {
             L2Entry::Data(host)
