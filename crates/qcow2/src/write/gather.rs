@@ -1,0 +1,243 @@
+//! Neighbouring writes that are in flight together become one transaction: one place, one copy of
+//! what they leave, one change of the map.
+//!
+//! A write to one cluster whose entry somebody is changing offers itself. Who has the claim takes
+//! what is offered before it looks at the entry; what is offered later tries again when the claim
+//! ends.
+//!
+//! Invariants
+//! - I1 An offer that was taken is done when it says so, with the result of the transaction that
+//!   took it.
+//! - I2 When the claim of a cluster ends, everyone whose offer was not taken is woken.
+//! - I3 What is taken together does not overlap: each sector has one writer.
+
+use crate::claims::{Claim, Claims};
+use mica_block::Result;
+use mica_rt::Buf;
+use mica_units::GuestRange;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+/// Writes that one transaction takes at most.
+const TAKEN_MAX: usize = 64;
+
+/// Who offers a write to which cluster.
+#[derive(Default)]
+pub(super) struct Gather {
+    offers: Mutex<HashMap<u64, Vec<Arc<Offer>>>>,
+}
+
+/// A write that waits for somebody to take it.
+pub(super) struct Offer {
+    range: GuestRange,
+    state: Mutex<(State, Option<Waker>)>,
+}
+
+enum State {
+    Offered(Buf),
+    Taken,
+    Done(Result<()>),
+    Again(Buf),
+    Over,
+}
+
+/// What became of an offer.
+pub(super) enum Outcome {
+    Done(Result<()>),
+    /// Nobody took it.
+    Again(Buf),
+}
+
+/// Whether a write leads its transaction, or has offered itself to who does.
+pub(super) enum Role<'a> {
+    Leads(Claimed<'a>, Buf),
+    Offered(Arc<Offer>),
+}
+
+impl Gather {
+    /// The claim of `cluster`; if somebody has it, the write to `range` is offered.
+    pub(super) fn join<'a>(
+        &'a self,
+        claims: &'a Claims,
+        cluster: u64,
+        range: GuestRange,
+        buf: Buf,
+    ) -> Role<'a> {
+        // Under the lock of the offers, so that a claim that ends now sees this one (I2).
+        let mut offers = lock(&self.offers);
+        if let Some(claim) = claims.try_claim(cluster) {
+            let claimed =
+                Claimed { gather: self, clusters: cluster..=cluster, claims: vec![claim] };
+            return Role::Leads(claimed, buf);
+        }
+        let offer = Arc::new(Offer { range, state: Mutex::new((State::Offered(buf), None)) });
+        offers.entry(cluster).or_default().push(Arc::clone(&offer));
+        Role::Offered(offer)
+    }
+
+    /// The right to change the entries of guest clusters `first..=last`. In rising order, so that
+    /// two who want the same never wait for one another.
+    pub(super) async fn claim<'a>(
+        &'a self,
+        claims: &'a Claims,
+        first: u64,
+        last: u64,
+    ) -> Claimed<'a> {
+        let mut claimed = Claimed { gather: self, clusters: first..=last, claims: Vec::new() };
+        for cluster in first..=last {
+            claimed.claims.push(claims.claim(cluster).await);
+        }
+        claimed
+    }
+
+    /// What is offered for `cluster` and overlaps neither `led` nor each other.
+    pub(super) fn take(&self, cluster: u64, led: GuestRange) -> Vec<(GuestRange, Buf, Arc<Offer>)> {
+        let mut offers = lock(&self.offers);
+        let Some(waiting) = offers.get_mut(&cluster) else { return Vec::new() };
+        let mut taken: Vec<(GuestRange, Buf, Arc<Offer>)> = Vec::new();
+        waiting.retain(|offer| {
+            let overlaps = |range: GuestRange| range.intersect(offer.range).is_some();
+            let mut state = lock(&offer.state);
+            let free = taken.len() < TAKEN_MAX
+                && !overlaps(led)
+                && !taken.iter().any(|(range, ..)| overlaps(*range));
+            if !free {
+                return !matches!(state.0, State::Over);
+            }
+            match std::mem::replace(&mut state.0, State::Taken) {
+                State::Offered(buf) => taken.push((offer.range, buf, Arc::clone(offer))),
+                other => state.0 = other,
+            }
+            false
+        });
+        if waiting.is_empty() {
+            offers.remove(&cluster);
+        }
+        taken
+    }
+
+    /// Nobody has `cluster` any more.
+    fn wake(&self, cluster: u64) {
+        let waiting = lock(&self.offers).remove(&cluster);
+        for offer in waiting.into_iter().flatten() {
+            offer.change(|state| match state {
+                State::Offered(buf) => State::Again(buf),
+                other => other,
+            });
+        }
+    }
+}
+
+impl Offer {
+    /// The transaction that took it has ended.
+    pub(super) fn finish(&self, result: Result<()>) {
+        self.change(|_| State::Done(result));
+    }
+
+    fn change(&self, change: impl FnOnce(State) -> State) {
+        let mut state = lock(&self.state);
+        let old = std::mem::replace(&mut state.0, State::Over);
+        state.0 = change(old);
+        let waker = state.1.take();
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Waits until it is done, or nobody took it.
+    pub(super) async fn outcome(self: Arc<Self>) -> Outcome {
+        let withdraw = Withdraw(self);
+        std::future::poll_fn(|context| {
+            let mut state = lock(&withdraw.0.state);
+            match std::mem::replace(&mut state.0, State::Over) {
+                State::Done(result) => Poll::Ready(Outcome::Done(result)),
+                State::Again(buf) => Poll::Ready(Outcome::Again(buf)),
+                other => {
+                    state.0 = other;
+                    state.1 = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+}
+
+/// Takes an offer back whose future is dropped; one that was taken goes on without it.
+struct Withdraw(Arc<Offer>);
+
+impl Drop for Withdraw {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        if matches!(state.0, State::Offered(_) | State::Again(_)) {
+            state.0 = State::Over;
+        }
+    }
+}
+
+/// The right to change the entries of some guest clusters.
+pub(super) struct Claimed<'a> {
+    gather: &'a Gather,
+    clusters: std::ops::RangeInclusive<u64>,
+    claims: Vec<Claim<'a>>,
+}
+
+impl Drop for Claimed<'_> {
+    fn drop(&mut self) {
+        self.claims.clear();
+        for cluster in self.clusters.clone() {
+            self.gather.wake(cluster);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the guest writes in one transaction: ranges in rising order, with their bytes.
+#[derive(Default)]
+pub(super) struct Guest {
+    pieces: VecDeque<(GuestRange, Buf)>,
+}
+
+impl Guest {
+    pub(super) fn new(mut pieces: Vec<(GuestRange, Buf)>) -> Self {
+        pieces.sort_by_key(|(range, _)| range.start());
+        Self { pieces: pieces.into() }
+    }
+
+    pub(super) fn ranges(&self) -> impl Iterator<Item = GuestRange> + '_ {
+        self.pieces.iter().map(|(range, _)| *range)
+    }
+
+    /// The next `len` bytes, in the order of the ranges. Copied only where they lie in several
+    /// buffers.
+    pub(super) fn take(&mut self, len: usize) -> Buf {
+        if let Some((_, front)) = self.pieces.front_mut()
+            && len <= front.len()
+        {
+            return front.split_to(len);
+        }
+        let mut bytes = Buf::new(len);
+        self.copy_to(&mut bytes);
+        bytes
+    }
+
+    /// Fills `to` with the next bytes.
+    pub(super) fn copy_to(&mut self, to: &mut [u8]) {
+        let mut at = 0;
+        while at < to.len() {
+            let (_, front) = self.pieces.front_mut().expect("as many bytes as the ranges have");
+            let len = front.len().min(to.len() - at);
+            to[at..at + len].copy_from_slice(&front[..len]);
+            front.advance(len);
+            at += len;
+            if front.is_empty() {
+                self.pieces.pop_front();
+            }
+        }
+    }
+}
