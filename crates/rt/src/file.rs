@@ -1,7 +1,9 @@
 //! Files of the host, as operations of the runtime.
 
 use crate::buf::Buf;
-use crate::op::{Op, OpKind};
+use crate::op::{Op, OpKind, RawOp};
+use rustix::fs::FallocateFlags;
+use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -14,7 +16,8 @@ pub struct File {
     access: Access,
 }
 
-/// How the file was opened, which decides whether a read may be tried without a thread.
+/// How the file was opened, which decides whether a read may be tried without a thread, and where a
+/// short operation goes on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
     /// Through the page cache.
@@ -52,6 +55,40 @@ impl AsFd for File {
 /// Outside an executor.
 pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
     Op::start(OpKind::Read { file: Arc::clone(file), buf, offset, done: 0 })
+}
+
+/// Writes `buf` at `offset` until all of it is written; the count is less than the buffer's length
+/// only where the file took no more and gave no error.
+///
+/// The write goes on when its future is dropped, but one that the system cut short is then not
+/// continued.
+///
+/// # Panics
+/// Outside an executor.
+pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
+    Op::start(OpKind::Write { file: Arc::clone(file), buf, offset, done: 0 })
+}
+
+/// Makes durable what was written to `file` before, and what is needed to read it back, its length
+/// among it (fdatasync).
+///
+/// # Panics
+/// Outside an executor.
+pub fn sync_data(file: &Arc<File>) -> impl Future<Output = io::Result<()>> + use<> {
+    RawOp::start(OpKind::SyncData { file: Arc::clone(file) }).outcome()
+}
+
+/// Changes the space of `len` bytes at `offset`, as `mode` says.
+///
+/// # Panics
+/// Outside an executor.
+pub fn fallocate(
+    file: &Arc<File>,
+    mode: FallocateFlags,
+    offset: u64,
+    len: u64,
+) -> impl Future<Output = io::Result<()>> + use<> {
+    RawOp::start(OpKind::Fallocate { file: Arc::clone(file), mode, offset, len }).outcome()
 }
 
 /// Turns a negative errno, as io_uring gives it, into a result.

@@ -39,9 +39,7 @@ impl Socket {
     /// # Errors
     /// What the system says.
     pub async fn readable(self: &Arc<Self>) -> io::Result<()> {
-        let mut raw = RawOp::start(OpKind::Readable { socket: Arc::clone(self) });
-        let (code, _) = std::future::poll_fn(|context| raw.poll_done(context)).await;
-        crate::file::result_of(code).map(drop)
+        RawOp::start(OpKind::Readable { socket: Arc::clone(self) }).outcome().await
     }
 
     /// Takes one connection from a listening socket.
@@ -132,9 +130,7 @@ impl Stream {
         }
         match self {
             Self::Socket(socket) => {
-                let mut raw = RawOp::start(OpKind::Send { socket: Arc::clone(socket), parts });
-                let (code, _) = std::future::poll_fn(|context| raw.poll_done(context)).await;
-                crate::file::result_of(code).map(drop)
+                RawOp::start(OpKind::Send { socket: Arc::clone(socket), parts }).outcome().await
             }
             Self::Memory(stream) => stream.send(parts).await,
         }

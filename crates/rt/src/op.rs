@@ -12,6 +12,7 @@ use crate::buf::{BUF_ALIGN, Buf};
 use crate::executor::{self, Core};
 use crate::file::{Access, File, result_of};
 use crate::net::Socket;
+use rustix::fs::FallocateFlags;
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
@@ -24,6 +25,9 @@ use std::time::Duration;
 /// What an operation does, with all that it needs until it is complete.
 pub(crate) enum OpKind {
     Read { file: Arc<File>, buf: Buf, offset: u64, done: usize },
+    Write { file: Arc<File>, buf: Buf, offset: u64, done: usize },
+    SyncData { file: Arc<File> },
+    Fallocate { file: Arc<File>, mode: FallocateFlags, offset: u64, len: u64 },
     Recv { socket: Arc<Socket>, buf: Buf },
     Send { socket: Arc<Socket>, parts: SendParts },
     Readable { socket: Arc<Socket> },
@@ -78,19 +82,17 @@ impl OpKind {
             return Next::Again;
         }
         match self {
-            Self::Read { file, buf, done, .. } => match usize::try_from(code) {
-                Err(_) => Next::Complete(code),
-                Ok(count) => {
-                    let before = *done;
-                    *done = before.max(resume_at(file, before) + count);
-                    assert!(*done <= buf.len(), "the kernel read more than was asked");
-                    if *done == before || *done == buf.len() {
-                        Next::Complete(clamp_count(*done))
-                    } else {
-                        Next::Again
-                    }
+            Self::Read { file, buf, done, .. } | Self::Write { file, buf, done, .. } => {
+                let Ok(count) = usize::try_from(code) else { return Next::Complete(code) };
+                let before = *done;
+                *done = before.max(resume_at(file, before) + count);
+                assert!(*done <= buf.len(), "the kernel moved more than was asked");
+                if *done == before || *done == buf.len() {
+                    Next::Complete(clamp_count(*done))
+                } else {
+                    Next::Again
                 }
-            },
+            }
             Self::Send { parts, .. } => match usize::try_from(code) {
                 Err(_) => Next::Complete(code),
                 Ok(count) => {
@@ -104,9 +106,11 @@ impl OpKind {
                     }
                 }
             },
-            Self::Recv { .. } | Self::Readable { .. } | Self::Simulated { .. } => {
-                Next::Complete(code)
-            }
+            Self::SyncData { .. }
+            | Self::Fallocate { .. }
+            | Self::Recv { .. }
+            | Self::Readable { .. }
+            | Self::Simulated { .. } => Next::Complete(code),
         }
     }
 
@@ -116,8 +120,9 @@ impl OpKind {
     }
 }
 
-/// Where a read that came to `done` goes on. With O_DIRECT that must be aligned, so that a part of
-/// what was read is read again; no progress then means the end of the file.
+/// Where a read or write that came to `done` goes on. With O_DIRECT that must be aligned, so that a
+/// part of what was done is done again; no progress then means the end of the file, or that the
+/// device takes no more.
 pub(crate) fn resume_at(file: &File, done: usize) -> usize {
     match file.access() {
         Access::Buffered => done,
@@ -264,12 +269,15 @@ impl Future for Op {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         self.raw.poll_done(context).map(|(code, kind)| {
             match kind {
-                // The code does not hold the count of a read beyond 2 GiB.
-                OpKind::Read { buf, done, .. } => (result_of(code).map(|_| done), buf),
-                OpKind::Recv { buf, .. } | OpKind::Simulated { buf, .. } => (result_of(code), buf),
-                OpKind::Send { .. } | OpKind::Readable { .. } => {
-                    unreachable!("no buffer comes back")
+                // The code does not hold a count beyond 2 GiB.
+                OpKind::Read { buf, done, .. } | OpKind::Write { buf, done, .. } => {
+                    (result_of(code).map(|_| done), buf)
                 }
+                OpKind::Recv { buf, .. } | OpKind::Simulated { buf, .. } => (result_of(code), buf),
+                OpKind::Send { .. }
+                | OpKind::Readable { .. }
+                | OpKind::SyncData { .. }
+                | OpKind::Fallocate { .. } => unreachable!("no buffer comes back"),
             }
         })
     }
@@ -315,6 +323,14 @@ impl RawOp {
     }
 }
 
+impl RawOp {
+    /// Waits for an operation that gives nothing but its outcome.
+    pub(crate) async fn outcome(mut self) -> io::Result<()> {
+        let (code, _) = std::future::poll_fn(|context| self.poll_done(context)).await;
+        result_of(code).map(drop)
+    }
+}
+
 impl Drop for RawOp {
     fn drop(&mut self) {
         let Some(key) = self.key else { return };
@@ -337,5 +353,57 @@ impl Drop for RawOp {
         if cancel {
             self.core.cancel(key);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write_of(len: usize, access: Access) -> OpKind {
+        let null = std::fs::File::open("/dev/null").expect("a device");
+        let file = Arc::new(File::new(null.into(), access));
+        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0 }
+    }
+
+    /// What became of an operation: how far it came, and the code if it is complete.
+    fn after(kind: &mut OpKind, code: i32) -> (usize, Option<i32>) {
+        let next = kind.advance(code);
+        let OpKind::Write { done, .. } = kind else { unreachable!("made as a write") };
+        match next {
+            Next::Again => (*done, None),
+            Next::Complete(code) => (*done, Some(code)),
+        }
+    }
+
+    #[test]
+    fn short_write_goes_on_until_all_is_written() {
+        let mut write = write_of(10_000, Access::Buffered);
+        assert_eq!(after(&mut write, 4000), (4000, None));
+        assert_eq!(after(&mut write, -libc::EINTR), (4000, None));
+        assert_eq!(after(&mut write, 6000), (10_000, Some(10_000)));
+    }
+
+    #[test]
+    fn write_that_comes_no_further_is_complete_and_short() {
+        let mut write = write_of(10_000, Access::Buffered);
+        assert_eq!(after(&mut write, 4000), (4000, None));
+        assert_eq!(after(&mut write, 0), (4000, Some(4000)));
+    }
+
+    #[test]
+    fn short_direct_write_goes_on_at_a_page() {
+        let mut write = write_of(3 * BUF_ALIGN, Access::Direct);
+        assert_eq!(after(&mut write, 4096 + 512), (4608, None));
+        let OpKind::Write { file, done, .. } = &write else { unreachable!("made as a write") };
+        assert_eq!(resume_at(file, *done), 4096);
+        assert_eq!(after(&mut write, 8192), (12_288, Some(12_288)));
+    }
+
+    #[test]
+    fn error_after_a_part_was_written_is_the_outcome() {
+        let mut write = write_of(10_000, Access::Buffered);
+        assert_eq!(after(&mut write, 4000), (4000, None));
+        assert_eq!(after(&mut write, -libc::ENOSPC), (4000, Some(-libc::ENOSPC)));
     }
 }

@@ -1,10 +1,12 @@
 //! The pool backend, for systems that refuse io_uring: threads for files, poll(2) for sockets.
 //!
+//! Whatever changes a file goes to a thread, since even a write into the page cache may wait.
 //! A read through the page cache is first tried on the spot with RWF_NOWAIT, which needs no thread
 //! when the data is cached. With O_DIRECT that flag waits for the device, so it is not used there.
 //!
 //! Invariants
-//! - I1 A thread owns the buffer that it reads into: the operation is moved to it and back.
+//! - I1 A thread owns the buffer that it reads into or writes from: it is moved to the thread and
+//!   back.
 //! - I2 A socket operation is tried again only after poll said that it may go on.
 
 use crate::buf::Buf;
@@ -13,6 +15,7 @@ use crate::file::{Access, File};
 use crate::net::Socket;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -28,8 +31,8 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     remote: Arc<Remote>,
     threads: Vec<JoinHandle<()>>,
-    /// Reads given to threads that have not come back.
-    reading: usize,
+    /// Operations given to threads that have not come back.
+    working: usize,
     waiting: Vec<Waiting>,
 }
 
@@ -43,9 +46,15 @@ struct Waiting {
 struct Job {
     key: OpKey,
     file: Arc<File>,
-    buf: Buf,
-    done: usize,
-    offset: u64,
+    work: Work,
+}
+
+/// What a thread does with the file of a job.
+enum Work {
+    Read { buf: Buf, done: usize, offset: u64 },
+    Write { buf: Buf, done: usize, offset: u64 },
+    SyncData,
+    Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
 }
 
 struct Shared {
@@ -75,13 +84,29 @@ impl Pool {
             finished: Mutex::default(),
             remote: Arc::clone(&remote),
         });
-        Ok(Self { shared, remote, threads: Vec::new(), reading: 0, waiting: Vec::new() })
+        Ok(Self { shared, remote, threads: Vec::new(), working: 0, waiting: Vec::new() })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
         match op {
             OpKind::Read { file, buf, offset, done } => {
                 self.submit_read(key, file, buf, *offset, *done)
+            }
+            OpKind::Write { file, buf, offset, done } => {
+                let done = resume_at(file, *done);
+                let offset = *offset + done as u64;
+                let buf = std::mem::replace(buf, Buf::new(0));
+                self.give(key, file, Work::Write { buf, done, offset });
+                None
+            }
+            OpKind::SyncData { file } => {
+                self.give(key, file, Work::SyncData);
+                None
+            }
+            OpKind::Fallocate { file, mode, offset, len } => {
+                let (mode, offset, len) = (*mode, *offset, *len);
+                self.give(key, file, Work::Fallocate { mode, offset, len });
+                None
             }
             OpKind::Recv { socket, buf } => {
                 self.try_or_wait(key, socket, PollFlags::IN, |socket| {
@@ -123,15 +148,18 @@ impl Pool {
             !cancelled
         });
         let wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
-        if wait != Some(Duration::ZERO) || self.reading > 0 || !self.waiting.is_empty() {
+        if wait != Some(Duration::ZERO) || self.working > 0 || !self.waiting.is_empty() {
             self.poll(wait, ops, completions);
         }
         for (job, code) in lock(&self.shared.finished).drain(..) {
-            self.reading -= 1;
-            let OpKind::Read { buf, .. } = ops.kind_mut(job.key) else {
-                unreachable!("only reads go to threads");
-            };
-            *buf = job.buf;
+            self.working -= 1;
+            if let Work::Read { buf: back, .. } | Work::Write { buf: back, .. } = job.work {
+                let (OpKind::Read { buf, .. } | OpKind::Write { buf, .. }) = ops.kind_mut(job.key)
+                else {
+                    unreachable!("a buffer comes back to the operation that it came from");
+                };
+                *buf = back;
+            }
             completions.push((job.key, code));
         }
     }
@@ -190,26 +218,31 @@ impl Pool {
             }
         }
         let buf = std::mem::replace(buf, Buf::new(0));
-        let job = Job { key, file: Arc::clone(file), buf, done, offset };
+        self.give(key, file, Work::Read { buf, done, offset });
+        None
+    }
+
+    /// Gives `work` to a thread.
+    fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
+        let job = Job { key, file: Arc::clone(file), work };
         let mut queue = lock(&self.shared.queue);
         queue.jobs.push_back(job);
         let need_thread = queue.idle_threads < queue.jobs.len();
         drop(queue);
-        self.reading += 1;
+        self.working += 1;
         if need_thread && self.threads.len() < THREADS_MAX {
             self.add_thread();
         }
         self.shared.job_added.notify_one();
-        None
     }
 
     fn add_thread(&mut self) {
         let shared = Arc::clone(&self.shared);
-        let name = "mica-pread".to_owned();
+        let name = "mica-io".to_owned();
         match std::thread::Builder::new().name(name).spawn(move || shared.work()) {
             Ok(thread) => self.threads.push(thread),
             Err(error) if self.threads.is_empty() => {
-                tracing::warn!(%error, "no thread for reading: reads hold up their queue");
+                tracing::warn!(%error, "no thread for I/O: files hold up their queue");
                 lock(&self.shared.queue).closed = true;
                 self.shared.work();
                 lock(&self.shared.queue).closed = false;
@@ -266,9 +299,23 @@ impl Shared {
                 queue.idle_threads -= 1;
             };
             drop(queue);
-            let code = code_of(rustix::io::pread(&job.file, &mut job.buf[job.done..], job.offset));
+            let code = code_of(job.run());
             lock(&self.finished).push((job, code));
             self.remote.ring();
+        }
+    }
+}
+
+impl Job {
+    fn run(&mut self) -> Result<usize, Errno> {
+        let file = &*self.file;
+        match &mut self.work {
+            Work::Read { buf, done, offset } => rustix::io::pread(file, &mut buf[*done..], *offset),
+            Work::Write { buf, done, offset } => rustix::io::pwrite(file, &buf[*done..], *offset),
+            Work::SyncData => fdatasync(file).map(|()| 0),
+            Work::Fallocate { mode, offset, len } => {
+                fallocate(file, *mode, *offset, *len).map(|()| 0)
+            }
         }
     }
 }

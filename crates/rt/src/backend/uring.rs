@@ -9,7 +9,7 @@
 use crate::executor::Remote;
 use crate::net::SEND_BUFS_MAX;
 use crate::op::{OpKey, OpKind, SendParts, resume_at};
-use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -25,7 +25,7 @@ const COMPLETIONS_MAX: u32 = 2048;
 const LOOK_MAX: Duration = Duration::from_micros(15);
 /// A wait up to this long was short: the next one may be as well.
 const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
-/// Largest single read or receive that is submitted: the length field has 32 bits.
+/// Largest single read, write or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
 
 const BELL: u64 = u64::MAX;
@@ -54,6 +54,9 @@ impl Uring {
         ring.submitter().register_probe(&mut probe)?;
         let needed = [
             opcode::Read::CODE,
+            opcode::Write::CODE,
+            opcode::Fsync::CODE,
+            opcode::Fallocate::CODE,
             opcode::Recv::CODE,
             opcode::Send::CODE,
             opcode::SendMsg::CODE,
@@ -74,6 +77,20 @@ impl Uring {
                 let length = u32_of(left.len().min(LENGTH_MAX));
                 let at = *offset + from as u64;
                 opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
+            }
+            OpKind::Write { file, buf, offset, done } => {
+                let from = resume_at(file, *done);
+                let left = &buf[from..];
+                let length = u32_of(left.len().min(LENGTH_MAX));
+                let at = *offset + from as u64;
+                opcode::Write::new(Fd(file.raw()), left.as_ptr(), length).offset(at).build()
+            }
+            OpKind::SyncData { file } => {
+                opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
+            }
+            OpKind::Fallocate { file, mode, offset, len } => {
+                let mode = mode.bits().cast_signed();
+                opcode::Fallocate::new(Fd(file.raw()), *len).offset(*offset).mode(mode).build()
             }
             OpKind::Recv { socket, buf } => {
                 let length = u32_of(buf.len().min(LENGTH_MAX));

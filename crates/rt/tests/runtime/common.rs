@@ -47,3 +47,21 @@ pub(crate) fn file_of(content: &[u8], access: Access) -> Option<Arc<File>> {
         Err(error) => panic!("{error}"),
     }
 }
+
+/// An empty file, open with `access`, and its path; it is removed at the end. `None` where the file
+/// system knows no O_DIRECT.
+pub(crate) fn empty_file(access: Access) -> Option<(tempfile::TempPath, Arc<File>)> {
+    let path = tempfile::NamedTempFile::new().unwrap().into_temp_path();
+    let flags = match access {
+        Access::Buffered => 0,
+        Access::Direct => libc::O_DIRECT,
+    };
+    match std::fs::File::options().read(true).write(true).custom_flags(flags).open(&path) {
+        Ok(file) => Some((path, Arc::new(File::new(file.into(), access)))),
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            eprintln!("skipped O_DIRECT: {} knows none", std::env::temp_dir().display());
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}

@@ -7,3 +7,4 @@ mod common;
 mod drop;
 mod refused;
 mod simulated;
+mod writes;

@@ -1,7 +1,10 @@
 //! Where the system refuses io_uring, as the default profile of container engines does, the pool
 //! takes over and gives the same results.
 
-use mica_rt::{Access, Backend, Buf, Executor, Socket, Stream, read_at};
+use mica_rt::{
+    Access, Backend, Buf, Executor, FallocateFlags, Socket, Stream, fallocate, read_at, sync_data,
+    write_at,
+};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +24,7 @@ fn refuse_io_uring() {
 }
 
 #[test]
-fn auto_falls_back_to_the_pool_and_reads_the_same() {
+fn auto_falls_back_to_the_pool_and_does_the_same() {
     let content = crate::common::pattern(50_000);
     let results = std::thread::scope(|scope| {
         let refused = scope.spawn(|| {
@@ -50,6 +53,13 @@ fn results_of(executor: &Executor, content: &[u8]) -> Vec<(usize, Vec<u8>)> {
                 results.push((count, buf[..count].to_vec()));
             }
         }
+        let (path, file) = crate::common::empty_file(Access::Buffered).unwrap();
+        let (count, buf) = write_at(&file, Buf::from_slice(&content[..9000]), 5000).await;
+        results.push((count.unwrap(), buf.to_vec()));
+        sync_data(&file).await.unwrap();
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punched = fallocate(&file, punch, 4096, 4096).await.is_ok();
+        results.push((usize::from(punched), std::fs::read(&path).unwrap()));
         let (left, right) = std::os::unix::net::UnixStream::pair().unwrap();
         let left = Stream::Socket(Arc::new(Socket::new(left).unwrap()));
         let right = Stream::Socket(Arc::new(Socket::new(right).unwrap()));

@@ -1,0 +1,44 @@
+//! Locks of bytes of a file that belong to an open file description (F_OFD_SETLK): they are held
+//! until the last descriptor of it is closed, and two descriptions of one process stand in each
+//! other's way like those of two processes.
+
+use crate::file::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+impl File {
+    /// Takes a shared lock of `len` bytes at `start`, which nobody waits for: fails with EAGAIN or
+    /// EACCES if someone has an exclusive one.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn lock_shared(&self, start: u64, len: u64) -> io::Result<()> {
+        self.lock_call(libc::F_OFD_SETLK, libc::F_RDLCK, start, len).map(drop)
+    }
+
+    /// Whether another description of the file has a lock, of whatever kind, on any of `len` bytes
+    /// at `start`.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn is_locked_elsewhere(&self, start: u64, len: u64) -> io::Result<bool> {
+        let answer = self.lock_call(libc::F_OFD_GETLK, libc::F_WRLCK, start, len)?;
+        Ok(i32::from(answer.l_type) != libc::F_UNLCK)
+    }
+
+    fn lock_call(&self, call: i32, kind: i32, start: u64, len: u64) -> io::Result<libc::flock> {
+        let offset_of = |value| i64::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
+        let small = |value| i16::try_from(value).map_err(|_| io::ErrorKind::InvalidInput);
+        let mut lock = libc::flock {
+            l_type: small(kind)?,
+            l_whence: small(libc::SEEK_SET)?,
+            l_start: offset_of(start)?,
+            l_len: offset_of(len)?,
+            // The system wants zero here for this kind of lock.
+            l_pid: 0,
+        };
+        // SAFETY: the descriptor is open as long as `self`, and `lock` outlives the call.
+        let code = unsafe { libc::fcntl(self.as_fd().as_raw_fd(), call, &raw mut lock) };
+        if code == -1 { Err(io::Error::last_os_error()) } else { Ok(lock) }
+    }
+}
