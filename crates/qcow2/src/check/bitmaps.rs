@@ -16,7 +16,7 @@ impl Checker<'_> {
         let header = self.header;
         let Some(extension) = header.bitmaps else { return Ok(()) };
         let BitmapsExtension { directory_offset, directory_bytes, .. } = extension;
-        self.refer(directory_offset.bytes(), directory_bytes, 1)?;
+        self.refer_place(directory_offset.bytes(), directory_bytes, 1)?;
         // At most 64 MiB, as the extension's decoder has checked.
         let len = usize::try_from(directory_bytes).unwrap_or(usize::MAX);
         let there = self.file_bytes.saturating_sub(directory_offset.bytes());
@@ -61,7 +61,7 @@ impl Checker<'_> {
     async fn refer_bitmap(&mut self, bitmap: &BitmapEntry) -> Result<()> {
         let bits = self.header.cluster_bits;
         let bytes = u64::from(bitmap.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
-        self.refer(bitmap.table_offset.bytes(), bytes, 1)?;
+        self.refer_place(bitmap.table_offset.bytes(), bytes, 1)?;
         let mut at = bitmap.table_offset.bytes();
         let end = at.saturating_add(bytes).min(self.file_bytes);
         while at < end {
@@ -71,7 +71,7 @@ impl Checker<'_> {
                 let entry = BitmapTableEntry::decode(u64::from_be_bytes(entry), bits)
                     .map_err(|error| error.wrap(format!("bitmap {:?}", bitmap.name)))?;
                 if let BitmapTableEntry::Data(data) = entry {
-                    self.refer(data.bytes(), bits.bytes(), 1)?;
+                    self.refer_place(data.bytes(), bits.bytes(), 1)?;
                 }
             }
             at += len as u64;

@@ -1,7 +1,8 @@
 //! The reading check: whether the refcounts and the flags of an image are what its tables say.
 //!
 //! The judgement is that of `qemu-img check` without `-r`: the same things count, as often. Nothing
-//! is written.
+//! is written, unless a repair (`recover`) asks for it: then the walk that finds a wrong entry is the
+//! one that writes the right one.
 //!
 //! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of
 //! the image; a **refcount** is what the image says of the number of references. A cluster with
@@ -21,19 +22,27 @@
 //!        ─▶ L1, snapshots' L1 ─▶ L2 ─▶ references, flags               tables.rs, snapshots.rs
 //!        ─▶ refcount table, LUKS header, bitmaps ─▶ references         bitmaps.rs
 //!        ─▶ references = refcounts?                                    compare.rs
+//!
+//! for a repair: what else is kept                                      keep.rs
+//!               entries that are written                               mend.rs
 //! ```
 
 mod bitmaps;
 mod compare;
 mod finding;
+mod keep;
+mod mend;
 mod refcounts;
 mod references;
 mod snapshots;
 mod tables;
 
 pub use finding::Finding;
+pub(crate) use keep::{Counted, Kept, Ranges, Task};
+pub(crate) use refcounts::Block;
 
 use crate::format::{Encryption, Header, SnapshotEntry};
+use keep::Keep;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{HostOffset, SECTOR_BYTES};
@@ -60,6 +69,16 @@ pub async fn check(
     header: &Header,
     observer: &mut dyn Observer,
 ) -> Result<CheckReport> {
+    Ok(count(store, header, Task::Judge, observer).await?.report)
+}
+
+/// Walks over the image as [`check`] does, for `task`.
+pub(crate) async fn count(
+    store: Arc<dyn Store>,
+    header: &Header,
+    task: Task<'_>,
+    observer: &mut dyn Observer,
+) -> Result<Counted> {
     // QEMU counts a file in whole sectors.
     let file_bytes = store.len()?.next_multiple_of(SECTOR_BYTES);
     let cluster_count = header.cluster_bits.clusters_for(file_bytes);
@@ -72,8 +91,12 @@ pub async fn check(
             ),
         ));
     }
-    let checker = Checker {
+    let mut checker = Checker {
         file_bytes,
+        keep: Keep::for_task(&task),
+        task,
+        patches: Vec::new(),
+        mended: 0,
         references: References::new(header.refcount_width, cluster_count),
         refcounts: Refcounts::new(header, cluster_count),
         tables: Tables::default(),
@@ -86,7 +109,9 @@ pub async fn check(
         header,
         observer,
     };
-    checker.run().await
+    checker.run().await?;
+    let Checker { report, references, refcounts, keep, mended, .. } = checker;
+    Ok(Counted { report, references, refcounts, file_bytes, mended, kept: keep.finish() })
 }
 
 /// Who wants to know what a check finds and how far it is.
@@ -188,26 +213,47 @@ struct Checker<'a> {
     tables: Tables,
     report: CheckReport,
     progress: Progress,
+    task: Task<'a>,
+    keep: Keep,
+    /// Words of the table at hand that are to be written.
+    patches: Vec<mend::Patch>,
+    /// Words that were written.
+    mended: u64,
 }
 
 impl Checker<'_> {
-    async fn run(mut self) -> Result<CheckReport> {
+    async fn run(&mut self) -> Result<()> {
         let header = self.header;
         let cluster_bytes = header.cluster_bits.bytes();
         let snapshots = self.read_snapshots().await?;
         self.load_refcounts().await?;
-        self.refer(0, cluster_bytes, 1)?;
+        self.refer_place(0, cluster_bytes, 1)?;
         self.refer_l1_tables(&snapshots).await?;
-        self.refer(header.snapshots_offset.bytes(), snapshots.table_bytes, 1)?;
-        let table_bytes = u64::from(header.refcount_table_clusters) * cluster_bytes;
-        self.refer(header.refcount_table_offset.bytes(), table_bytes, 1)?;
+        self.refer_place(header.snapshots_offset.bytes(), snapshots.table_bytes, 1)?;
         if let Encryption::Luks { header: Some((offset, len)) } = header.encryption {
-            self.refer(offset.bytes(), len, 1)?;
+            self.refer_place(offset.bytes(), len, 1)?;
         }
         self.refer_bitmaps().await?;
-        self.refer_refcount_blocks()?;
-        self.compare().await?;
-        Ok(self.report)
+        match self.task {
+            Task::WithoutRefcounts => {
+                self.keep_refcount_structure();
+                Ok(())
+            }
+            Task::MendEntries(_) | Task::MendFlags(_) => Ok(()),
+            Task::Judge | Task::Keep => {
+                let table_bytes = u64::from(header.refcount_table_clusters) * cluster_bytes;
+                self.refer_place(header.refcount_table_offset.bytes(), table_bytes, 1)?;
+                self.refer_refcount_blocks()?;
+                self.compare().await
+            }
+        }
+    }
+
+    /// As [`Self::refer`], for what is neither an L2 table nor the guest's: nothing may be mended
+    /// over it.
+    fn refer_place(&mut self, offset: u64, len: u64, times: u64) -> Result<()> {
+        self.keep.place(self.header.cluster_bits, offset, len);
+        self.refer(offset, len, times)
     }
 
     /// Counts `times` references to each cluster that the `len` bytes at `offset` touch.
@@ -225,7 +271,7 @@ impl Checker<'_> {
         // The last cluster need not be there whole.
         if end >= self.file_bytes + bits.bytes() {
             self.corruption(Finding::BeyondEnd { offset, len }, times);
-            return Ok(());
+            return self.keep.beyond(bits, offset, len);
         }
         for cluster in bits.cluster_of(offset)..=bits.cluster_of(end - 1) {
             let excess = self.references.add(cluster, times);

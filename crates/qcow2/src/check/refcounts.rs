@@ -7,10 +7,11 @@ use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_block::Result;
 use mica_rt::Buf;
+use mica_units::HostOffset;
 
 /// Where a refcount block is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Block {
+pub(crate) enum Block {
     /// Nowhere: all its refcounts are 0.
     None,
     At(u64),
@@ -29,7 +30,7 @@ pub(super) enum One {
     Unknown,
 }
 
-pub(super) struct Refcounts {
+pub(crate) struct Refcounts {
     table: Vec<RefcountTableEntry>,
     width: RefcountWidth,
     block_entries_bits: u32,
@@ -54,19 +55,19 @@ impl Refcounts {
         }
     }
 
-    pub(super) fn width(&self) -> RefcountWidth {
+    pub(crate) fn width(&self) -> RefcountWidth {
         self.width
     }
 
-    pub(super) fn block_entries_bits(&self) -> u32 {
+    pub(crate) fn block_entries_bits(&self) -> u32 {
         self.block_entries_bits
     }
 
-    pub(super) fn table_entries(&self) -> u64 {
+    pub(crate) fn table_entries(&self) -> u64 {
         self.table.len() as u64
     }
 
-    pub(super) fn block(&self, index: u64) -> Block {
+    pub(crate) fn block(&self, index: u64) -> Block {
         let entry = usize::try_from(index).ok().and_then(|index| self.table.get(index));
         let Some(entry) = entry else { return Block::None };
         let offset = entry.offset();
@@ -171,6 +172,18 @@ impl Checker<'_> {
         Ok(refcount)
     }
 
+    /// Keeps where the refcount table and all that it names is, sound or not.
+    pub(super) fn keep_refcount_structure(&mut self) {
+        let (header, bits) = (self.header, self.header.cluster_bits);
+        let bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
+        self.keep.structure(bits, header.refcount_table_offset.bytes(), bytes);
+        for entry in &self.refcounts.table {
+            if entry.offset() != HostOffset::ZERO {
+                self.keep.structure(bits, entry.offset().bytes(), bits.bytes());
+            }
+        }
+    }
+
     /// Counts the references of the refcount table to its blocks.
     pub(super) fn refer_refcount_blocks(&mut self) -> Result<()> {
         let bits = self.header.cluster_bits;
@@ -186,7 +199,9 @@ impl Checker<'_> {
             } else if cluster >= self.references.cluster_count() {
                 self.corruption(Finding::RefcountBlockOutside { index }, 1);
             } else if cluster != 0 {
-                self.refer(offset.bytes(), bits.bytes(), 1)?;
+                // All other users were counted before.
+                self.keep.shared_block |= self.references.get(cluster) > 0;
+                self.refer_place(offset.bytes(), bits.bytes(), 1)?;
                 let references = self.references.get(cluster);
                 if references != 1 {
                     self.corruption(Finding::RefcountBlockShared { index, references }, 1);

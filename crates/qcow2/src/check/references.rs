@@ -7,7 +7,7 @@ const CHUNK_BITS_EXPONENT: u32 = 18;
 
 /// References to clusters. Kept in chunks that exist only once something in them is counted, so
 /// that the holes of a sparse file cost nothing.
-pub(super) struct References {
+pub(crate) struct References {
     width: RefcountWidth,
     chunks: Vec<Option<Box<[u8; CHUNK_BYTES]>>>,
     cluster_count: u64,
@@ -19,7 +19,7 @@ impl References {
     }
 
     /// Clusters of the file, and one more if its last one was found to be in use beyond the end.
-    pub(super) fn cluster_count(&self) -> u64 {
+    pub(crate) fn cluster_count(&self) -> u64 {
         self.cluster_count
     }
 
@@ -40,7 +40,7 @@ impl References {
         times - (after - before)
     }
 
-    pub(super) fn get(&self, cluster: u64) -> u64 {
+    pub(crate) fn get(&self, cluster: u64) -> u64 {
         let (chunk, index) = self.place(cluster);
         match self.chunks.get(chunk) {
             Some(Some(chunk)) => self.width.get(&chunk[..], index).unwrap_or(0),
@@ -49,7 +49,7 @@ impl References {
     }
 
     /// The first cluster from `cluster` on in a chunk where something is counted.
-    pub(super) fn next_counted(&self, cluster: u64) -> Option<u64> {
+    pub(crate) fn next_counted(&self, cluster: u64) -> Option<u64> {
         let (chunk, _) = self.place(cluster);
         let first = self.chunks.iter().skip(chunk).position(Option::is_some)? + chunk;
         Some(cluster.max((first as u64) << self.chunk_entries_bits()))

@@ -38,6 +38,8 @@ pub(super) struct Tables {
 
 /// A flag that must be compared with a refcount that is not at hand.
 struct Question {
+    /// Where the entry is.
+    at: u64,
     entry: u64,
     cluster: u64,
 }
@@ -55,7 +57,7 @@ impl Checker<'_> {
 
     async fn refer_l1(&mut self, at: HostOffset, entries: u32, mentions: Mentions) -> Result<()> {
         let bytes = u64::from(entries) * L1Entry::BYTES as u64;
-        self.refer(at.bytes(), bytes, mentions.all())?;
+        self.refer_place(at.bytes(), bytes, mentions.all())?;
         let mut at = at.bytes();
         // Beyond the end of the file there are zeros: no tables.
         let end = at.saturating_add(bytes).min(self.file_bytes);
@@ -63,19 +65,27 @@ impl Checker<'_> {
         while at < end {
             let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(READ_BYTES_MAX);
             let piece = self.read(at, len).await?;
-            for &entry in piece.as_chunks::<{ L1Entry::BYTES }>().0 {
+            for (number, &entry) in piece.as_chunks::<{ L1Entry::BYTES }>().0.iter().enumerate() {
                 let entry = L1Entry(u64::from_be_bytes(entry));
                 if entry.0 != 0 {
-                    self.refer_l2(index, entry, mentions).await?;
+                    let entry_at = at + (number * L1Entry::BYTES) as u64;
+                    self.refer_l2(index, entry_at, entry, mentions).await?;
                 }
                 index += 1;
             }
+            self.apply_to_l1().await?;
             at += len as u64;
         }
         Ok(())
     }
 
-    async fn refer_l2(&mut self, index: u64, entry: L1Entry, mentions: Mentions) -> Result<()> {
+    async fn refer_l2(
+        &mut self,
+        index: u64,
+        entry_at: u64,
+        entry: L1Entry,
+        mentions: Mentions,
+    ) -> Result<()> {
         let bits = self.header.cluster_bits;
         let offset = entry.offset();
         if entry.has_reserved_bits() {
@@ -92,7 +102,7 @@ impl Checker<'_> {
                 && (refcount == 1) != entry.copied()
             {
                 let finding = Finding::CopiedL2 { index, entry: entry.0, refcount };
-                self.corruption(finding, mentions.active);
+                self.wrong_flag(finding, entry_at, entry.0, mentions.active);
             }
         }
         if offset.bytes() < self.file_bytes {
@@ -101,6 +111,8 @@ impl Checker<'_> {
             waiting.snapshots = waiting.snapshots.saturating_add(mentions.snapshots);
         }
         if self.tables.waiting.len() >= TABLES_MAX {
+            // Reading tables has patches of its own.
+            self.apply_to_l1().await?;
             self.read_waiting().await?;
         }
         Ok(())
@@ -134,6 +146,7 @@ impl Checker<'_> {
                 for question in questions {
                     self.answer(question, mentions).await?;
                 }
+                self.apply_to_l2(table_at).await?;
                 self.went_on(1);
             }
         }
@@ -151,6 +164,7 @@ impl Checker<'_> {
             if raw == RawL2Entry::default() {
                 continue;
             }
+            let entry_at = at + (index * format.entry_bytes()) as u64;
             let kind = Kind::of(raw, format);
             if kind != Kind::Compressed && raw.has_reserved_bits() {
                 self.corruption(Finding::L2ReservedBits { entry: raw.entry }, mentions.all());
@@ -160,8 +174,9 @@ impl Checker<'_> {
                 Kind::Placed => {
                     // The table at offset 0 is no table; QEMU does not look at its flags.
                     if mentions.active > 0 && at != 0 {
-                        questions.extend(self.question(raw, format));
+                        questions.extend(self.question(raw, format, entry_at));
                     }
+                    self.mend_unaligned(raw, format, entry_at);
                     self.refer_cluster(raw, format, &mut follows, mentions)?;
                 }
                 Kind::Unallocated => {
@@ -217,7 +232,7 @@ impl Checker<'_> {
             self.corruption(Finding::SubclustersContradict { offset }, mentions.all());
         }
         if !offset.is_aligned(cluster_bytes) {
-            let has_data = if format.extended { raw.allocated() != 0 } else { !raw.zero_flag() };
+            let has_data = has_data(raw, format);
             self.corruption(Finding::ClusterUnaligned { offset, has_data }, mentions.all());
         }
         self.report.allocated_clusters += mentions.active;
@@ -232,18 +247,18 @@ impl Checker<'_> {
     }
 
     /// What is to be asked of the flag of a cluster with a place, if anything.
-    fn question(&self, raw: RawL2Entry, format: L2Format) -> Option<Question> {
+    fn question(&self, raw: RawL2Entry, format: L2Format, at: u64) -> Option<Question> {
         let cluster = format.cluster_bits.cluster_of(raw.offset().bytes());
         let ask = match format.data_file {
             // In a data file nothing is shared.
             true => !raw.copied(),
             false => self.is_one(cluster, raw.copied()) == Flag::Ask,
         };
-        ask.then_some(Question { entry: raw.entry, cluster })
+        ask.then_some(Question { at, entry: raw.entry, cluster })
     }
 
     async fn answer(&mut self, question: Question, mentions: Mentions) -> Result<()> {
-        let Question { entry, cluster } = question;
+        let Question { at, entry, cluster } = question;
         let refcount = match self.header.incompatible.external_data_file {
             true => Some(1),
             false => self.refcount(cluster).await?,
@@ -252,7 +267,8 @@ impl Checker<'_> {
         if let Some(refcount) = refcount
             && (refcount == 1) != copied
         {
-            self.corruption(Finding::CopiedData { entry, refcount }, mentions.active);
+            let finding = Finding::CopiedData { entry, refcount };
+            self.wrong_flag(finding, at, entry, mentions.active);
         }
         Ok(())
     }
@@ -264,6 +280,11 @@ impl Checker<'_> {
             (One::Yes, false) | (One::No, true) | (One::Unknown, _) => Flag::Ask,
         }
     }
+}
+
+/// Whether any part of a cluster with a place has data.
+pub(super) fn has_data(raw: RawL2Entry, format: L2Format) -> bool {
+    if format.extended { raw.allocated() != 0 } else { !raw.zero_flag() }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,211 @@
+//! What a walk over an image is for, and what it keeps for a repair besides the counts.
+
+use super::CheckReport;
+use super::refcounts::Refcounts;
+use super::references::References;
+use mica_block::{Error, ErrorKind, Result};
+use mica_units::ClusterBits;
+
+/// Most separate ranges that are kept of one kind. What a real image names beyond its end is one
+/// lost tail; only an enemy names so many.
+const RANGES_MAX: usize = 1 << 20;
+
+/// What a walk is for.
+#[derive(Clone, Copy)]
+pub(crate) enum Task<'a> {
+    /// To judge the image.
+    Judge,
+    /// To judge it, and to keep what a repair needs.
+    Keep,
+    /// To count all references but those of the refcount structure, which is to be replaced.
+    WithoutRefcounts,
+    /// To mend L2 entries that QEMU mends, but over none of these places.
+    MendEntries(&'a Places),
+    /// To mend the flags "refcount is one", but over none of these places.
+    MendFlags(&'a Places),
+}
+
+/// What a walk found.
+pub(crate) struct Counted {
+    /// The judgement, where it was asked for.
+    pub(crate) report: CheckReport,
+    /// The references to each cluster.
+    pub(crate) references: References,
+    /// Where the refcounts are.
+    pub(crate) refcounts: Refcounts,
+    /// Length of the file in whole sectors.
+    pub(crate) file_bytes: u64,
+    /// Words that were mended.
+    pub(crate) mended: u64,
+    /// What [`Task::Keep`] and [`Task::WithoutRefcounts`] keep; else nothing.
+    pub(crate) kept: Kept,
+}
+
+/// What is kept for a repair.
+#[derive(Default)]
+pub(crate) struct Kept {
+    /// Where all is that is neither an L2 table nor the guest's.
+    pub(crate) places: Places,
+    /// Clusters that something names which reaches beyond the end of the file. Their references are
+    /// not counted.
+    pub(crate) beyond: Ranges,
+    /// The refcount table and what it names, for [`Task::WithoutRefcounts`].
+    pub(crate) structure: Ranges,
+    /// A refcount block stands where something else does. Narrow refcounts do not show that.
+    pub(crate) shared_block: bool,
+}
+
+/// What is being kept.
+pub(super) struct Keep {
+    wanted: bool,
+    places: Vec<(u64, u64)>,
+    beyond: Vec<(u64, u64)>,
+    structure: Vec<(u64, u64)>,
+    pub(super) shared_block: bool,
+}
+
+impl Keep {
+    pub(super) fn for_task(task: &Task<'_>) -> Self {
+        Self {
+            wanted: matches!(task, Task::Keep | Task::WithoutRefcounts),
+            places: Vec::new(),
+            beyond: Vec::new(),
+            structure: Vec::new(),
+            shared_block: false,
+        }
+    }
+
+    pub(super) fn place(&mut self, bits: ClusterBits, offset: u64, len: u64) {
+        if self.wanted && len > 0 {
+            self.places.push(clusters(bits, offset, len));
+        }
+    }
+
+    pub(super) fn structure(&mut self, bits: ClusterBits, offset: u64, len: u64) {
+        if self.wanted && len > 0 {
+            self.structure.push(clusters(bits, offset, len));
+        }
+    }
+
+    pub(super) fn beyond(&mut self, bits: ClusterBits, offset: u64, len: u64) -> Result<()> {
+        if !self.wanted || len == 0 {
+            return Ok(());
+        }
+        let (first, last) = clusters(bits, offset, len);
+        // Tails are mostly named in their order.
+        match self.beyond.last_mut() {
+            Some((_, end)) if *end + 1 == first => *end = last,
+            _ => self.beyond.push((first, last)),
+        }
+        if self.beyond.len() >= RANGES_MAX {
+            self.beyond = Ranges::new(std::mem::take(&mut self.beyond)).ranges;
+            if self.beyond.len() >= RANGES_MAX / 2 {
+                return Err(Error::new(
+                    ErrorKind::Limit,
+                    "too many places beyond the end of the file are named; this is no lost tail",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn finish(self) -> Kept {
+        Kept {
+            places: Places::new(&self.places),
+            beyond: Ranges::new(self.beyond),
+            structure: Ranges::new(self.structure),
+            shared_block: self.shared_block,
+        }
+    }
+}
+
+fn clusters(bits: ClusterBits, offset: u64, len: u64) -> (u64, u64) {
+    (bits.cluster_of(offset), bits.cluster_of(offset.saturating_add(len - 1)))
+}
+
+/// Sets of clusters, in order and apart.
+#[derive(Default)]
+pub(crate) struct Ranges {
+    ranges: Vec<(u64, u64)>,
+}
+
+impl Ranges {
+    /// Of ranges in any order, each with its first and its last cluster.
+    pub(crate) fn new(mut ranges: Vec<(u64, u64)>) -> Self {
+        ranges.sort_unstable();
+        let mut apart: Vec<(u64, u64)> = Vec::new();
+        for (first, last) in ranges {
+            match apart.last_mut() {
+                Some((_, end)) if first <= end.saturating_add(1) => *end = last.max(*end),
+                _ => apart.push((first, last)),
+            }
+        }
+        Self { ranges: apart }
+    }
+
+    /// First and last cluster of each range.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.ranges.iter().copied()
+    }
+
+    /// The range that holds `cluster`, else the next one.
+    pub(crate) fn at_or_after(&self, cluster: u64) -> Option<(u64, u64)> {
+        let index = self.ranges.partition_point(|&(_, last)| last < cluster);
+        self.ranges.get(index).copied()
+    }
+}
+
+/// How many places cover each cluster.
+#[derive(Default)]
+pub(crate) struct Places {
+    /// From each of these clusters on there are so many, up to the next.
+    steps: Vec<(u64, u32)>,
+}
+
+impl Places {
+    fn new(places: &[(u64, u64)]) -> Self {
+        let starts = places.iter().map(|&(first, _)| (first, true));
+        let ends = places.iter().map(|&(_, last)| (last.saturating_add(1), false));
+        let mut changes: Vec<(u64, bool)> = starts.chain(ends).collect();
+        changes.sort_unstable();
+        let mut steps: Vec<(u64, u32)> = Vec::new();
+        let mut depth = 0_u32;
+        for (cluster, starts) in changes {
+            // Ends sort before starts, and each follows its own start: never below zero.
+            depth = if starts { depth.saturating_add(1) } else { depth.saturating_sub(1) };
+            match steps.last_mut() {
+                Some((last, now)) if *last == cluster => *now = depth,
+                _ => steps.push((cluster, depth)),
+            }
+        }
+        Self { steps }
+    }
+
+    /// How many places cover `cluster`.
+    pub(crate) fn covering(&self, cluster: u64) -> u32 {
+        let after = self.steps.partition_point(|&(first, _)| first <= cluster);
+        after.checked_sub(1).and_then(|index| self.steps.get(index)).map_or(0, |&(_, depth)| depth)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_that_overlap_are_counted() {
+        let places = Places::new(&[(0, 0), (4, 7), (5, 5), (8, 8)]);
+        let depths: Vec<_> = (0..10).map(|cluster| places.covering(cluster)).collect();
+        assert_eq!(depths, [1, 0, 0, 0, 1, 2, 1, 1, 1, 0]);
+        assert_eq!(Places::default().covering(3), 0);
+    }
+
+    #[test]
+    fn ranges_are_joined_and_found() {
+        let ranges = Ranges::new(vec![(10, 12), (3, 4), (5, 5), (11, 20)]);
+        assert_eq!(ranges.iter().collect::<Vec<_>>(), [(3, 5), (10, 20)]);
+        assert_eq!(ranges.at_or_after(5), Some((3, 5)));
+        assert_eq!(ranges.at_or_after(6), Some((10, 20)));
+        assert_eq!(ranges.at_or_after(21), None);
+    }
+}

@@ -1,0 +1,70 @@
+//! What a repair changes of the header: single fields, in its first sector, so that a power cut
+//! leaves the old header or the new one and nothing else of it is touched.
+
+use super::Repairer;
+use crate::format::Header;
+use mica_block::{Result, Store, read_exact, write_all};
+use mica_units::{HostOffset, SECTOR_BYTES};
+
+const REFCOUNT_TABLE_AT: usize = 48;
+const INCOMPATIBLE_AT: usize = 72;
+const AUTOCLEAR_AT: usize = 88;
+const DIRTY_AND_CORRUPT: u64 = 3;
+/// Bitmaps, and a raw data file: a repair changes nothing that they speak of.
+const AUTOCLEAR_KNOWN: u64 = 3;
+
+impl Repairer {
+    /// Clears the bits that say that the image is not to be trusted, after all else is durable.
+    pub(super) async fn clear_marks(&mut self) -> Result<()> {
+        let incompatible = &mut self.header.incompatible;
+        if !incompatible.dirty && !incompatible.corrupt {
+            return Ok(());
+        }
+        incompatible.dirty = false;
+        incompatible.corrupt = false;
+        self.clear_autoclear().await?;
+        change(&*self.store, |sector| {
+            keep_bits(sector, INCOMPATIBLE_AT, !DIRTY_AND_CORRUPT);
+        })
+        .await
+    }
+
+    /// Clears the bits that a writer who does not know them must clear, before anything is written.
+    pub(super) async fn clear_autoclear(&mut self) -> Result<()> {
+        if self.header.autoclear.unknown == 0 {
+            return Ok(());
+        }
+        self.header.autoclear.unknown = 0;
+        change(&*self.store, |sector| keep_bits(sector, AUTOCLEAR_AT, AUTOCLEAR_KNOWN)).await
+    }
+}
+
+/// Names the refcount table that `header` names.
+pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> Result<()> {
+    change(store, |sector| {
+        let offset = header.refcount_table_offset.bytes().to_be_bytes();
+        let clusters = header.refcount_table_clusters.to_be_bytes();
+        let field = sector.iter_mut().skip(REFCOUNT_TABLE_AT);
+        for (to, from) in field.zip(offset.into_iter().chain(clusters)) {
+            *to = from;
+        }
+    })
+    .await
+}
+
+fn keep_bits(sector: &mut [u8], at: usize, mask: u64) {
+    let field = sector.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<8>());
+    if let Some(field) = field {
+        *field = (u64::from_be_bytes(*field) & mask).to_be_bytes();
+    }
+}
+
+/// Changes the first sector and makes that durable.
+async fn change(store: &dyn Store, change: impl FnOnce(&mut [u8])) -> Result<()> {
+    // A few hundred bytes.
+    let len = usize::try_from(SECTOR_BYTES).unwrap_or(usize::MAX);
+    let mut sector = read_exact(store, HostOffset::ZERO, len).await?;
+    change(&mut sector);
+    write_all(store, sector, HostOffset::ZERO).await?;
+    store.sync().await
+}

@@ -1,0 +1,220 @@
+//! All refcounts anew: a table and its blocks in clusters that nothing names.
+//!
+//! The old structure, sound or not, is left alone until the header names the new one: a power cut
+//! before that leaves the image as it was. Afterwards the old one is not counted, so it is free.
+//!
+//! - I1. A fresh cluster is named by nothing: no table, no data, not the old structure, nothing
+//!   beyond the end of the file.
+//! - I2. Only blocks with a refcount in them are written, so a sparse file costs what is in it.
+
+use super::header::name_refcount_table;
+use super::refcounts::next_in_use;
+use super::{grow, refcounts};
+use crate::check::{Block, Counted, Finding, Kept, Ranges, Task, count};
+use crate::format::{Header, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
+use mica_block::{Error, ErrorKind, Result, Store, write_all};
+use mica_rt::Buf;
+use mica_units::{ClusterBits, HostOffset};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// How often the file may grow before there is room. Each time what is beyond its end gets less.
+const ROUNDS_MAX: u32 = 8;
+/// Longest write, unless a cluster is longer.
+const WRITE_BYTES_MAX: usize = 1 << 20;
+
+/// Whether refcounts have no block of their own to stand in, or the table is not all in the file.
+pub(super) fn is_needed(header: &Header, counted: &Counted) -> bool {
+    let bits = header.cluster_bits;
+    let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
+    let table_end = header.refcount_table_offset.bytes().saturating_add(table_bytes);
+    let file_end = counted.file_bytes.next_multiple_of(bits.bytes());
+    if table_bytes == 0 || table_end > file_end || counted.kept.shared_block {
+        return true;
+    }
+    let mut index = 0;
+    while let Some((first, end)) = refcounts::clusters_of(counted, index) {
+        let stands =
+            matches!(counted.refcounts.block(index), Block::At(at) if at < counted.file_bytes);
+        if !stands && next_in_use(counted, first, end).is_some() {
+            return true;
+        }
+        index += 1;
+    }
+    false
+}
+
+/// Writes all refcounts anew and names them in the header. Returns the header, and where all is but
+/// the refcounts.
+pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(Header, Kept)> {
+    for _ in 0..ROUNDS_MAX {
+        let ignore = &mut |_: Finding| {};
+        let counted = count(Arc::clone(&store), header, Task::WithoutRefcounts, ignore).await?;
+        let plan = Plan::new(header, &counted)?;
+        if plan.end() > counted.references.cluster_count() {
+            // What was beyond the end may now be in the file: it has to be counted.
+            store.set_len(plan.end() << header.cluster_bits.bits()).await?;
+            store.sync().await?;
+            continue;
+        }
+        plan.write(&*store, header, &counted).await?;
+        store.sync().await?;
+        let mut header = header.clone();
+        header.refcount_table_offset = HostOffset::new(plan.start << header.cluster_bits.bits());
+        header.refcount_table_clusters = u32::try_from(plan.table_clusters).unwrap_or(u32::MAX);
+        name_refcount_table(&*store, &header).await?;
+        return Ok((header, counted.kept));
+    }
+    Err(no_room())
+}
+
+/// Where the new structure is to be: the table, then its blocks in their order.
+struct Plan {
+    /// First cluster.
+    start: u64,
+    table_clusters: u64,
+    /// The blocks that there are to be, by their index in the table.
+    blocks: BTreeSet<u64>,
+}
+
+impl Plan {
+    fn new(header: &Header, counted: &Counted) -> Result<Self> {
+        let mut in_use = BTreeSet::new();
+        let entries_bits = counted.refcounts.block_entries_bits();
+        let mut cluster = 0;
+        while let Some(next) = next_in_use(counted, cluster, u64::MAX) {
+            in_use.insert(next >> entries_bits);
+            cluster = ((next >> entries_bits) + 1) << entries_bits;
+        }
+        let free = Free::new(counted);
+        let mut needed = 1;
+        loop {
+            let start = free.first_run(needed);
+            // The new structure counts itself.
+            let mut blocks = in_use.clone();
+            blocks.extend(start >> entries_bits..=(start + needed - 1) >> entries_bits);
+            let table_bytes = blocks.last().map_or(0, |last| (last + 1) * 8);
+            if table_bytes > REFCOUNT_TABLE_BYTES_MAX
+                || start + needed > grow::end_max(header, counted)
+            {
+                return Err(no_room());
+            }
+            let table_clusters = header.cluster_bits.clusters_for(table_bytes);
+            let plan = Self { start, table_clusters, blocks };
+            if plan.len() <= needed {
+                return Ok(plan);
+            }
+            needed = plan.len();
+        }
+    }
+
+    fn len(&self) -> u64 {
+        self.table_clusters + self.blocks.len() as u64
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.len()
+    }
+
+    async fn write(&self, store: &dyn Store, header: &Header, counted: &Counted) -> Result<()> {
+        let bits = header.cluster_bits;
+        let mut writer = Writer { store, at: self.start << bits.bits(), bytes: Vec::new() };
+        writer.append(&self.table(bits)).await?;
+        let width = counted.refcounts.width();
+        let entries_bits = counted.refcounts.block_entries_bits();
+        let own = self.start..self.end();
+        for &index in &self.blocks {
+            let mut block = vec![0; 1 << bits.bits()];
+            let (first, end) = (index << entries_bits, (index + 1) << entries_bits);
+            for (number, cluster) in (first..end).enumerate() {
+                let references =
+                    if own.contains(&cluster) { 1 } else { counted.references.get(cluster) };
+                if references > 0 {
+                    // References are counted as narrow as refcounts: they always fit.
+                    let set = width.set(&mut block, number, references);
+                    debug_assert!(set.is_some(), "in the block");
+                }
+            }
+            writer.append(&block).await?;
+        }
+        writer.write_out().await
+    }
+
+    fn table(&self, bits: ClusterBits) -> Vec<u8> {
+        let mut table = Vec::new();
+        let first = self.start + self.table_clusters;
+        for (number, &index) in self.blocks.iter().enumerate() {
+            let at = HostOffset::new((first + number as u64) << bits.bits());
+            // The table is 8 MiB at most.
+            table.resize(usize::try_from(index * 8).unwrap_or(usize::MAX), 0);
+            table.extend_from_slice(&RefcountTableEntry::encode(at).0.to_be_bytes());
+        }
+        table.resize(table.len().next_multiple_of(1 << bits.bits()), 0);
+        table
+    }
+}
+
+/// The clusters that nothing names.
+struct Free<'a> {
+    counted: &'a Counted,
+    taken: Ranges,
+}
+
+impl<'a> Free<'a> {
+    fn new(counted: &'a Counted) -> Self {
+        let (beyond, structure) = (counted.kept.beyond.iter(), counted.kept.structure.iter());
+        Self { counted, taken: Ranges::new(beyond.chain(structure).collect()) }
+    }
+
+    /// The first of so many free clusters, the first such run. The file ends where it ends: beyond
+    /// it all is free that nothing names.
+    fn first_run(&self, len: u64) -> u64 {
+        let mut start = 1;
+        loop {
+            let in_use = next_in_use(self.counted, start, u64::MAX);
+            let taken = self.taken.at_or_after(start);
+            let in_use_first = in_use.unwrap_or(u64::MAX);
+            let (first, after) = match taken {
+                Some((first, last)) if first <= in_use_first => (first, last.saturating_add(1)),
+                _ => (in_use_first, in_use_first.saturating_add(1)),
+            };
+            if first.saturating_sub(start) >= len {
+                return start;
+            }
+            start = after;
+        }
+    }
+}
+
+/// Writes what is appended, in long pieces.
+struct Writer<'a> {
+    store: &'a dyn Store,
+    at: u64,
+    bytes: Vec<u8>,
+}
+
+impl Writer<'_> {
+    async fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        if !self.bytes.is_empty() && self.bytes.len() + bytes.len() > WRITE_BYTES_MAX {
+            self.write_out().await?;
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    async fn write_out(&mut self) -> Result<()> {
+        let at = HostOffset::new(self.at);
+        write_all(self.store, Buf::from_slice(&self.bytes), at).await?;
+        self.at += self.bytes.len() as u64;
+        self.bytes.clear();
+        Ok(())
+    }
+}
+
+fn no_room() -> Error {
+    Error::new(
+        ErrorKind::Limit,
+        "there is no room for new refcounts: tables name too much beyond the end of the file; \
+         qemu-img convert makes a clean copy",
+    )
+}

@@ -1,0 +1,69 @@
+//! Power cuts at each write of a repair.
+
+use super::image::{Shape, guest};
+use super::store::{Event, play};
+use super::{HARMS, assert_repaired, harmed, repaired, shapes};
+use crate::recover::RepairMode;
+
+/// Deterministic numbers for what a power cut keeps.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// States that a disk may be in when power is cut after `events[..end]`: what was synced is there,
+/// of the rest all, nothing, or any sectors.
+fn states(start: &[u8], events: &[Event], end: usize, random: &mut Random) -> Vec<Vec<u8>> {
+    let synced = events[..end].iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
+    let mut durable = start.to_vec();
+    events[..synced].iter().for_each(|event| play(&mut durable, event));
+    let mut all = durable.clone();
+    events[synced..end].iter().for_each(|event| play(&mut all, event));
+    let mut torn = durable.clone();
+    for event in &events[synced..end] {
+        match event {
+            Event::Write(at, bytes) => {
+                for (number, sector) in bytes.chunks(512).enumerate() {
+                    if random.next().is_multiple_of(2) {
+                        play(&mut torn, &Event::Write(at + number * 512, sector.to_vec()));
+                    }
+                }
+            }
+            other if random.next().is_multiple_of(2) => play(&mut torn, other),
+            _ => {}
+        }
+    }
+    vec![durable, all, torn]
+}
+
+#[test]
+fn power_cut_at_each_write_leaves_an_image_that_can_be_repaired_again() {
+    let mut random = Random(0x5eed);
+    let mut cuts = 0;
+    let small = |shape: &Shape| shape.cluster_bits <= 12;
+    for shape in shapes().into_iter().filter(small) {
+        for (what, harm) in HARMS {
+            let image = harmed(shape, *harm);
+            let before = guest(&image.bytes);
+            let (store, _) = repaired(&image.bytes, RepairMode::All);
+            let events = store.events();
+            for end in 0..=events.len() {
+                for state in states(&image.bytes, &events, end, &mut random) {
+                    let what = format!("{what}, {shape:?}, cut after {end} of {}", events.len());
+                    assert!(guest(&state) == before, "{what}: the guest reads something else");
+                    let (again, repair) = repaired(&state, RepairMode::All);
+                    repair.unwrap_or_else(|error| panic!("{what}: {error:?}"));
+                    assert_repaired(&again.content(), &before, &what);
+                    cuts += 1;
+                }
+            }
+        }
+    }
+    assert!(cuts > 1000, "only {cuts} cuts");
+}

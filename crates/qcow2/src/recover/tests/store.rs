@@ -1,0 +1,95 @@
+//! A store in memory that remembers what was done to it.
+
+use mica_block::{IoFuture, LocalFuture, Result, Run, RunKind, Store};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::sync::{Arc, Mutex};
+
+/// What a store was told to do.
+#[derive(Clone)]
+pub(super) enum Event {
+    Write(usize, Vec<u8>),
+    SetLen(usize),
+    Sync,
+}
+
+/// A store that remembers what was done to it.
+pub(super) struct Logged {
+    bytes: Mutex<Vec<u8>>,
+    log: Mutex<Vec<Event>>,
+}
+
+impl Logged {
+    pub(super) fn new(bytes: &[u8]) -> Arc<Self> {
+        Arc::new(Self { bytes: Mutex::new(bytes.to_vec()), log: Mutex::default() })
+    }
+
+    pub(super) fn content(&self) -> Vec<u8> {
+        self.bytes.lock().expect("not poisoned").clone()
+    }
+
+    pub(super) fn events(&self) -> Vec<Event> {
+        self.log.lock().expect("not poisoned").clone()
+    }
+
+    fn apply(&self, event: Event) {
+        play(&mut self.bytes.lock().expect("not poisoned"), &event);
+        self.log.lock().expect("not poisoned").push(event);
+    }
+}
+
+pub(super) fn play(bytes: &mut Vec<u8>, event: &Event) {
+    match event {
+        Event::Write(at, written) => {
+            let end = at + written.len();
+            if bytes.len() < end {
+                bytes.resize(end, 0);
+            }
+            bytes[*at..end].copy_from_slice(written);
+        }
+        Event::SetLen(len) => bytes.resize(*len, 0),
+        Event::Sync => {}
+    }
+}
+
+pub(super) fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
+}
+
+impl Store for Logged {
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        let bytes = self.bytes.lock().expect("not poisoned");
+        let there = bytes.get(index(offset.bytes())..).unwrap_or_default();
+        let len = there.len().min(buf.len());
+        buf[..len].copy_from_slice(&there[..len]);
+        buf[len..].fill(0);
+        IoFuture::Ready(Some((Ok(()), buf)))
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.content().len() as u64)
+    }
+
+    fn run_at(&self, _offset: HostOffset, len: u64) -> Result<Run> {
+        Ok(Run { kind: RunKind::Data, len })
+    }
+
+    fn name(&self) -> String {
+        "memory".to_owned()
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        self.apply(Event::Write(index(offset.bytes()), buf.to_vec()));
+        IoFuture::Ready(Some((Ok(()), buf)))
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.apply(Event::Sync);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.apply(Event::SetLen(index(len)));
+        Box::pin(async { Ok(()) })
+    }
+}

@@ -1,0 +1,84 @@
+//! What a check found, as far as a repair must know.
+
+use crate::check::{Finding, Observer, Progress};
+
+/// What was found.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Found {
+    /// Wrong flags "refcount is one".
+    pub(super) flags: u64,
+    /// Mentions of what lies beyond the end of the file.
+    pub(super) beyond: u64,
+    /// Clusters without data at places that are none.
+    pub(super) mendable_entries: bool,
+    /// Faults of the refcount structure itself.
+    pub(super) broken_structure: u64,
+    /// QEMU would write all refcounts anew: it does not raise a refcount of 0 in its place.
+    pub(super) needs_rebuild: bool,
+    /// Clusters that have more users than a refcount can say.
+    overfull: u64,
+    /// Refcounts that differ.
+    refcounts: u64,
+    others: u64,
+}
+
+impl Found {
+    /// Whether anything is wrong but leaks and flags.
+    pub(super) fn more_than_flags(&self) -> bool {
+        self.others + self.beyond + self.overfull + self.broken_structure > 0
+    }
+
+    /// Whether a write could take a cluster that is in use.
+    pub(super) fn unsafe_to_write(&self) -> bool {
+        self.beyond + self.overfull + self.broken_structure > 0
+    }
+
+    /// Whether a repair of all would do anything.
+    pub(super) fn repairable(&self) -> bool {
+        self.flags + self.refcounts + self.broken_structure > 0 || self.mendable_entries
+    }
+
+    fn add(&mut self, finding: &Finding) {
+        match finding {
+            Finding::Leak { .. } => self.refcounts += 1,
+            Finding::CopiedL2 { .. } | Finding::CopiedData { .. } => self.flags += 1,
+            Finding::BeyondEnd { .. } => self.beyond += 1,
+            Finding::TooManyReferences { .. } => self.overfull += 1,
+            Finding::RefcountUnreadable { .. }
+            | Finding::RefcountTableReservedBits { .. }
+            | Finding::RefcountBlockUnaligned { .. }
+            | Finding::RefcountBlockOutside { .. }
+            | Finding::RefcountBlockShared { .. } => {
+                self.broken_structure += 1;
+                self.needs_rebuild = true;
+            }
+            Finding::RefcountTooLow { refcount, .. } => {
+                self.others += 1;
+                self.refcounts += 1;
+                self.needs_rebuild |= *refcount == 0;
+            }
+            Finding::ClusterUnaligned { has_data, .. } => {
+                self.others += 1;
+                self.mendable_entries |= !has_data;
+            }
+            _ => self.others += 1,
+        }
+    }
+}
+
+/// Listens to a check and passes on what it hears.
+pub(super) struct Watch<'o> {
+    pub(super) observer: &'o mut dyn Observer,
+    pub(super) found: Found,
+}
+
+impl Observer for Watch<'_> {
+    fn finding(&mut self, finding: Finding) {
+        self.found.add(&finding);
+        self.observer.finding(finding);
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        self.observer.progress(progress);
+    }
+}
