@@ -330,6 +330,10 @@ async fn open_writer(layers: &[Arc<Layer>]) -> Result<Option<Writer>> {
             let context = "the image is marked as corrupt: run `mica check -r all` first";
             return Err(Error::new(ErrorKind::Corrupt, context));
         }
+        let header = match header.incompatible.dirty {
+            true => crate::recover::repair_dirty(Arc::clone(&metadata.store), &header).await?,
+            false => header,
+        };
         Writer::open(active, &header, Arc::clone(metadata)).await
     };
     opened.await.map(Some).map_err(|error| active.explain(error))

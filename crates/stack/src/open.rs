@@ -55,11 +55,42 @@ pub struct OpenDisk {
     pub chain: Option<Arc<Chain>>,
 }
 
-/// Opens what the user named; for [`Format::Null`] that is a size in bytes.
+/// What a disk is opened for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Purpose {
+    Read,
+    Write,
+}
+
+/// Opens what the user named, for reading; for [`Format::Null`] that is a size in bytes.
 ///
 /// # Errors
 /// What makes the image unusable, in one line with its path.
 pub async fn open(
+    named: &Path,
+    format: Format,
+    images: ImageOptions,
+    chain: &ChainOptions,
+) -> Result<OpenDisk> {
+    open_for(Purpose::Read, named, format, images, chain).await
+}
+
+/// As [`open`], for reading and writing. Whoever gets the disk must end with [`Disk::close`]. The
+/// disk itself says whether it can be written: an internal snapshot cannot.
+///
+/// # Errors
+/// As [`open`], and if another program has the image open.
+pub async fn open_writable(
+    named: &Path,
+    format: Format,
+    images: ImageOptions,
+    chain: &ChainOptions,
+) -> Result<OpenDisk> {
+    open_for(Purpose::Write, named, format, images, chain).await
+}
+
+async fn open_for(
+    purpose: Purpose,
     named: &Path,
     format: Format,
     images: ImageOptions,
@@ -72,15 +103,22 @@ pub async fn open(
                 let context = format!("{text:?} is no size: write it like 8G for the null format");
                 Error::new(ErrorKind::Invalid, context)
             })?;
-            Ok(OpenDisk { disk: Arc::new(NullDisk::new(size)?), chain: None })
+            let disk = NullDisk::new(size)?;
+            let disk = if purpose == Purpose::Write { disk.writable() } else { disk };
+            Ok(OpenDisk { disk: Arc::new(disk), chain: None })
         }
         Format::Raw => {
             let images = FileImages::new(named, images)?;
-            Ok(OpenDisk { disk: Arc::new(RawDisk::open(&images, named)?), chain: None })
+            let disk = match purpose {
+                Purpose::Read => RawDisk::open(&images, named)?,
+                Purpose::Write => RawDisk::open_writable(&images, named)?,
+            };
+            Ok(OpenDisk { disk: Arc::new(disk), chain: None })
         }
         Format::Qcow2 => {
             let images: Arc<dyn Images> = Arc::new(FileImages::new(named, images)?);
-            let chain = Arc::new(Chain::open(images, named, chain).await?);
+            let chain = ChainOptions { writable: purpose == Purpose::Write, ..chain.clone() };
+            let chain = Arc::new(Chain::open(images, named, &chain).await?);
             let disk: Arc<dyn Disk> = Arc::clone(&chain) as _;
             Ok(OpenDisk { disk, chain: Some(chain) })
         }
