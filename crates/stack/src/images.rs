@@ -4,7 +4,7 @@ use crate::inject::Fault;
 use crate::policy::Policy;
 use crate::sidecars::{SidecarPlace, Sidecars};
 use mica_block::{Identity, Images, OpenImage, Result, Store};
-use mica_store::{CacheMode, FileStore, Handles};
+use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,14 +13,16 @@ use std::sync::Arc;
 pub struct ImageOptions {
     /// Directories whose files images may name, besides those of the image that the user named.
     pub allow_paths: Vec<PathBuf>,
-    /// Whether reads go through the host's page cache.
+    /// Whether reads and writes go through the host's page cache.
     pub cache: CacheMode,
     /// The bound on open descriptors.
     pub handles: Arc<Handles>,
     /// Where the indexes of layers are kept.
     pub sidecars: SidecarPlace,
-    /// What shall go wrong with reads of images, the first next to the file.
+    /// What shall go wrong with what is done to images, the first next to the file.
     pub faults: Vec<Fault>,
+    /// Whether QEMU's locks of images are taken and honoured.
+    pub locking: Locking,
 }
 
 impl ImageOptions {
@@ -32,6 +34,7 @@ impl ImageOptions {
             handles,
             sidecars: SidecarPlace::default(),
             faults: Vec::new(),
+            locking: Locking::default(),
         }
     }
 }
@@ -43,6 +46,7 @@ pub struct FileImages {
     cache: CacheMode,
     handles: Arc<Handles>,
     faults: Vec<Fault>,
+    locking: Locking,
 }
 
 impl FileImages {
@@ -51,10 +55,21 @@ impl FileImages {
     /// # Errors
     /// If there is no such image, or an option names a directory that is not there.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
-        let ImageOptions { allow_paths, cache, handles, sidecars, faults } = options;
+        let ImageOptions { allow_paths, cache, handles, sidecars, faults, locking } = options;
         let policy = Policy::new(named, &allow_paths)?;
         let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
-        Ok(Self { policy, sidecars, cache, handles, faults })
+        Ok(Self { policy, sidecars, cache, handles, faults, locking })
+    }
+
+    /// The image in `store`, which is what was `located`.
+    fn opened(&self, located: &Located, store: impl Store + 'static) -> Result<OpenImage> {
+        let len = located.known_len().map_or_else(|| store.len(), Ok)?;
+        let identity = located.identity(len);
+        let mut store: Arc<dyn Store> = Arc::new(store);
+        for fault in &self.faults {
+            store = fault.stack_on(store);
+        }
+        Ok(OpenImage { store, identity })
     }
 }
 
@@ -64,15 +79,15 @@ impl Images for FileImages {
     }
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
-        let located = self.policy.find(path)?;
-        let store = FileStore::new(&located, self.cache, &self.handles)?;
-        let len = located.known_len().map_or_else(|| store.len(), Ok)?;
-        let identity = located.identity(len);
-        let mut store: Arc<dyn Store> = Arc::new(store);
-        for fault in &self.faults {
-            store = fault.stack_on(store);
-        }
-        Ok(OpenImage { store, identity })
+        let mut located = self.policy.find(path)?;
+        let store = FileStore::new_shared(&mut located, self.cache, self.locking, &self.handles)?;
+        self.opened(&located, store)
+    }
+
+    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        let mut located = self.policy.find(path)?;
+        let store = WritableFile::open(&mut located, self.cache, self.locking)?;
+        self.opened(&located, store)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

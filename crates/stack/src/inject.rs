@@ -1,8 +1,10 @@
-//! What the user asked to go wrong: `--inject delay=2ms`, `--inject error=1%,errno=EIO`.
+//! What the user asked to go wrong: `--inject delay=2ms`, `--inject error=1%,errno=EIO`,
+//! `--inject error=nth:3,op=write+sync`.
 
 use mica_block::{Error, ErrorKind, Result, Store};
 use mica_store::faulty::{
-    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Sink, When,
+    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
+    Operations, Sink, When,
 };
 use rustix::io::Errno;
 use std::io::Write;
@@ -10,21 +12,24 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// One thing that shall go wrong with reads of images, or be told of them.
+/// One thing that shall go wrong with what is done to images, or be told of it.
 #[derive(Clone)]
 pub enum Fault {
-    /// Each read takes longer.
+    /// Reads, or other operations, take longer.
     Delay(DelayOptions),
-    /// Some reads fail.
+    /// Some reads, or other operations, fail.
     Error(ErrorOptions),
-    /// Each read is told.
+    /// Each operation is told.
     Log(LogOptions),
 }
 
 impl Fault {
     /// How it is written, for messages and help.
-    pub const SYNTAX: &str = "delay=TIME | error=WHEN[,errno=NAME][,seed=NUMBER] | log=FILE, \
-        where TIME is like 500us, 2ms or 1s, and WHEN is like 1%, every:100 or range:1M-2M";
+    pub const SYNTAX: &str = "delay=TIME[,op=LIST] | \
+        error=WHEN[,op=LIST][,errno=NAME][,seed=NUMBER] | log=FILE, \
+        where TIME is like 500us, 2ms or 1s, WHEN is like 1%, every:100, nth:3, from:3 or \
+        range:1M-2M, and LIST is all or some of read+write+sync+punch+zero+allocate+set-len, \
+        read if it is not said";
 
     /// `inner` with this fault.
     pub fn stack_on(&self, inner: Arc<dyn Store>) -> Arc<dyn Store> {
@@ -41,9 +46,7 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self> {
         let fault = match text.split_once('=') {
-            Some(("delay", time)) => {
-                parse_duration(time).map(|read| Self::Delay(DelayOptions { read }))
-            }
+            Some(("delay", rest)) => parse_delay(rest).map(Self::Delay),
             Some(("error", rest)) => parse_error(rest).map(Self::Error),
             Some(("log", file)) => {
                 return Ok(Self::Log(LogOptions { sink: open_log(file)? }));
@@ -55,6 +58,24 @@ impl FromStr for Fault {
             Error::new(ErrorKind::Invalid, what)
         })
     }
+}
+
+fn parse_delay(text: &str) -> Option<DelayOptions> {
+    let (time, operations) = match text.split_once(',') {
+        None => (text, Operations::READS),
+        Some((time, rest)) => (time, parse_operations(rest.strip_prefix("op=")?)?),
+    };
+    Some(DelayOptions { operations, time: parse_duration(time)? })
+}
+
+fn parse_operations(text: &str) -> Option<Operations> {
+    if text == "all" {
+        return Some(Operations::ALL);
+    }
+    text.split('+').try_fold(Operations::NONE, |operations, name| {
+        let named = |operation: &&Operation| operation.name() == name;
+        Operation::ALL.iter().find(named).map(|operation| operations.with(*operation))
+    })
 }
 
 fn parse_duration(text: &str) -> Option<Duration> {
@@ -74,14 +95,16 @@ fn parse_error(text: &str) -> Option<ErrorOptions> {
     let mut parts = text.split(',');
     let mut when = parse_when(parts.next()?)?;
     let mut errno = Errno::IO.raw_os_error();
+    let mut operations = Operations::READS;
     for part in parts {
         match (part.split_once('=')?, &mut when) {
             (("errno", name), _) => errno = parse_errno(name)?,
+            (("op", names), _) => operations = parse_operations(names)?,
             (("seed", number), When::Rate { seed, .. }) => *seed = number.parse().ok()?,
             _ => return None,
         }
     }
-    Some(ErrorOptions { when, errno })
+    Some(ErrorOptions { operations, when, errno })
 }
 
 fn parse_when(text: &str) -> Option<When> {
@@ -89,8 +112,11 @@ fn parse_when(text: &str) -> Option<When> {
         let share = percent.parse::<f64>().ok()? / 100.0;
         return (0.0..=1.0).contains(&share).then_some(When::Rate { share, seed: 0 });
     }
+    let parse_count = |text: &str| text.parse().ok().filter(|count: &u64| *count > 0);
     match text.split_once(':')? {
-        ("every", count) => count.parse().ok().filter(|count| *count > 0).map(When::Every),
+        ("every", count) => parse_count(count).map(When::Every),
+        ("nth", number) => parse_count(number).map(When::Nth),
+        ("from", number) => parse_count(number).map(When::From),
         ("range", range) => {
             let (start, end) = range.split_once('-')?;
             let (start, end) = (parse_bytes(start)?, parse_bytes(end)?);
@@ -121,6 +147,9 @@ fn parse_errno(text: &str) -> Option<i32> {
         "ENOMEM" => Errno::NOMEM,
         "ETIMEDOUT" => Errno::TIMEDOUT,
         "ESTALE" => Errno::STALE,
+        "EROFS" => Errno::ROFS,
+        "EDQUOT" => Errno::DQUOT,
+        "EOPNOTSUPP" => Errno::OPNOTSUPP,
         number => return number.parse().ok().filter(|number| (1..4096).contains(number)),
     };
     Some(errno.raw_os_error())

@@ -15,12 +15,13 @@
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
 //! - I3 A reopened handle is the file that it was: same device, inode and length. Else the read
-//!   fails and says so.
+//!   fails and says so. So it does if the image's locks cannot be had again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
 //!
 //! Locks: a handle's `file`, then the ring. Under the ring other handles are only tried.
 
-use crate::located::{FileId, FileKind, Located, not_an_image};
+use crate::located::{FileId, FileKind, Located, not_an_image, open_flags};
+use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Access, File};
 use rustix::fs::OFlags;
@@ -87,6 +88,13 @@ impl Handles {
         }
     }
 
+    /// Closes one descriptor that nobody uses; false if there is none.
+    pub(crate) fn give_way(&self) -> bool {
+        let mut ring = self.ring();
+        let idle = ring.find_idle(None);
+        idle.map(|position| ring.remove_at(position)).is_some()
+    }
+
     /// Forgets a handle whose store is gone.
     pub(crate) fn forget(&self, handle: &Arc<Handle>) {
         let mut file = handle.lock();
@@ -109,7 +117,7 @@ impl Handles {
                 Err(OpenFailure::NoDescriptor(error)) => {
                     // The rest of the process took more than its reserve.
                     let mut ring = self.ring();
-                    if let Some(position) = ring.find_idle(handle) {
+                    if let Some(position) = ring.find_idle(Some(handle)) {
                         ring.remove_at(position);
                         continue;
                     }
@@ -132,7 +140,7 @@ impl Handles {
     fn reserve(&self, handle: &Arc<Handle>) -> bool {
         let mut ring = self.ring();
         if ring.entries.len() >= self.bound {
-            let Some(position) = ring.find_idle(handle) else { return false };
+            let Some(position) = ring.find_idle(Some(handle)) else { return false };
             ring.remove_at(position);
         }
         ring.insert(Arc::clone(handle));
@@ -169,10 +177,12 @@ pub(crate) struct Handle {
     /// Length of a regular file when it was found.
     len: u64,
     access: Access,
+    /// Whether QEMU's locks are taken each time it is opened.
+    locking: Locking,
 }
 
 impl Handle {
-    pub(crate) fn new(located: &Located, access: Access) -> Self {
+    pub(crate) fn new(located: &Located, access: Access, locking: Locking) -> Self {
         Self {
             file: Mutex::default(),
             used: AtomicBool::new(false),
@@ -181,6 +191,7 @@ impl Handle {
             id: located.file_id(),
             len: located.regular_len(),
             access,
+            locking,
         }
     }
 
@@ -192,16 +203,7 @@ impl Handle {
         self.id.kind()
     }
 
-    /// Opens what `located` found, for this handle's access.
-    pub(crate) fn open_located(&self, located: &Located) -> rustix::io::Result<File> {
-        let flags = match self.access {
-            Access::Buffered => OFlags::empty(),
-            Access::Direct => OFlags::DIRECT,
-        };
-        Ok(File::new(located.open(flags)?, self.access))
-    }
-
-    /// Opens the file and makes sure that it is the one that it was (I3).
+    /// Opens the file, takes its locks again and makes sure that it is the one that it was (I3).
     fn open_file(&self) -> std::result::Result<File, OpenFailure> {
         let failed = |error: Errno| match error {
             Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
@@ -211,16 +213,23 @@ impl Handle {
                 OpenFailure::Other(Error::from_io(what, error.into()))
             }
         };
-        let located = Located::find_raw(&self.path, OFlags::empty())
+        let mut located = Located::find_raw(&self.path, OFlags::empty())
             .map_err(failed)?
             .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
         if !located.is_same_file(&self.id) {
             return Err(OpenFailure::Other(self.replaced("was replaced")));
         }
+        let fd = located.open(open_flags(self.access)).map_err(failed)?;
+        let file = File::new(fd, self.access);
+        lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
+        if self.locking != Locking::Off {
+            // What was changed before the locks were held counts.
+            located.refresh(&file).map_err(OpenFailure::Other)?;
+        }
         if located.regular_len() != self.len {
             return Err(OpenFailure::Other(self.replaced("changed its length")));
         }
-        self.open_located(&located).map_err(failed)
+        Ok(file)
     }
 
     /// Opens the file beside the cache, for one call.
@@ -285,7 +294,7 @@ impl Ring {
     }
 
     /// Closes an idle handle other than `opening` and gives its place (I2).
-    fn find_idle(&mut self, opening: &Arc<Handle>) -> Option<usize> {
+    fn find_idle(&mut self, opening: Option<&Arc<Handle>>) -> Option<usize> {
         for _ in 0..Self::SWEEPS * self.entries.len() {
             if self.hand >= self.entries.len() {
                 self.hand = 0;
@@ -293,7 +302,8 @@ impl Ring {
             let position = self.hand;
             self.hand += 1;
             let handle = &self.entries[position];
-            if Arc::ptr_eq(handle, opening) || handle.used.swap(false, Ordering::Relaxed) {
+            let is_opening = opening.is_some_and(|opening| Arc::ptr_eq(handle, opening));
+            if is_opening || handle.used.swap(false, Ordering::Relaxed) {
                 continue;
             }
             // One that is being used or opened right now is not idle.

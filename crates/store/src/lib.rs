@@ -3,19 +3,29 @@
 //!
 //! ```text
 //!  faulty::{DelayStore, ErrorStore, LogStore} ─▶ … ─▶ FileStore ─▶ Handles ─▶ mica_rt::File
+//!                                                     WritableFile ─────────▶ mica_rt::File
 //!                                                     MemoryStore
 //! ```
 //!
-//! A [`FileStore`] owns no descriptor: it asks [`Handles`] for one at each read, so that a chain of
-//! a thousand layers needs no thousand descriptors.
+//! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read, so
+//! that a chain of a thousand layers needs no thousand descriptors. A [`WritableFile`] keeps its own.
+//! Both take QEMU's locks of images if that is asked for ([`Locking`]).
 
+mod claims;
+mod direct;
+mod facts;
 pub mod faulty;
 mod file;
 mod handles;
 mod located;
+mod lock;
 mod memory;
+mod own_task;
+mod writable;
 
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, raise_open_files_limit};
 pub use located::{FileKind, Located};
+pub use lock::Locking;
 pub use memory::MemoryStore;
+pub use writable::WritableFile;

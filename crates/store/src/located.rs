@@ -4,10 +4,14 @@
 //! is first resolved with O_PATH, which has none; what it turned out to be is judged; and only then
 //! that very inode is opened, through its descriptor, so that nobody can swap the name in between.
 
+use crate::direct::no_direct;
+use crate::handles::Handles;
 use mica_block::{Error, ErrorKind, Identity, Result};
+use mica_rt::{Access, File};
 use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
 use rustix::io::Errno;
+use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
@@ -173,7 +177,43 @@ impl Located {
         }
     }
 
-    /// Opens it for reading: this inode, whatever the name means by now.
+    /// Opens it for reading. An idle descriptor gives way where there is no other.
+    pub(crate) fn open_file(&self, access: Access, handles: &Handles) -> Result<File> {
+        loop {
+            match self.open(open_flags(access)) {
+                Ok(fd) => return Ok(File::new(fd, access)),
+                Err(Errno::MFILE | Errno::NFILE) if handles.give_way() => {}
+                Err(Errno::INVAL) if access == Access::Direct => return Err(no_direct(&self.path)),
+                Err(error) => {
+                    let what = format!("opening {}", self.path.display());
+                    return Err(Error::from_io(what, error.into()));
+                }
+            }
+        }
+    }
+
+    /// Opens it for reading and writing.
+    pub(crate) fn open_writable(&self, access: Access) -> Result<File> {
+        let what = format!("opening {} for writing", self.path.display());
+        match self.open(OFlags::RDWR | open_flags(access)) {
+            Ok(fd) => Ok(File::new(fd, access)),
+            Err(Errno::INVAL) if access == Access::Direct => Err(no_direct(&self.path)),
+            Err(error @ Errno::ROFS) => {
+                Err(Error::new(ErrorKind::Denied, format!("{what}: {}", io::Error::from(error))))
+            }
+            Err(error) => Err(Error::from_io(what, error.into())),
+        }
+    }
+
+    /// Takes in what changed since it was found; `file` is what it was opened as.
+    pub(crate) fn refresh(&mut self, file: &File) -> Result<()> {
+        self.stat = fstat(file).map_err(|error| {
+            Error::from_io(format!("asking about {}", self.path.display()), error.into())
+        })?;
+        Ok(())
+    }
+
+    /// Opens this inode, whatever the name means by now; for reading unless `flags` say more.
     pub(crate) fn open(&self, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | flags;
         match openat(CWD, proc_path(&self.fd), flags, Mode::empty()) {
@@ -191,6 +231,13 @@ impl Located {
             }
             result => result,
         }
+    }
+}
+
+pub(crate) fn open_flags(access: Access) -> OFlags {
+    match access {
+        Access::Buffered => OFlags::empty(),
+        Access::Direct => OFlags::DIRECT,
     }
 }
 

@@ -1,42 +1,150 @@
-//! Bytes in memory, read without waiting.
+//! Bytes in memory, read and written without waiting.
 
-use mica_block::{Error, ErrorKind, IoFuture, Result, Run, RunKind, Store, ready};
+use crate::facts::check_run_len;
+use mica_block::{
+    Error, ErrorKind, IoFuture, LocalFuture, Result, Run, RunKind, Space, Store, ready,
+};
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// A store in memory.
 pub struct MemoryStore {
     name: String,
-    bytes: Arc<[u8]>,
+    content: Content,
 }
 
+enum Content {
+    Frozen(Arc<[u8]>),
+    Writable(RwLock<Vec<u8>>),
+}
+
+/// Most bytes that a store in memory grows to.
+const LEN_MAX: u64 = 1 << 32;
+
 impl MemoryStore {
-    /// A store that holds `bytes` and is called `name` in messages.
+    /// A store that holds `bytes`, for reading, and is called `name` in messages.
     pub fn new(name: impl Into<String>, bytes: impl Into<Arc<[u8]>>) -> Self {
-        Self { name: name.into(), bytes: bytes.into() }
+        Self { name: name.into(), content: Content::Frozen(bytes.into()) }
+    }
+
+    /// A store that holds `bytes`, for reading and writing, and is called `name` in messages. It
+    /// grows to at most 4 GiB.
+    pub fn new_writable(name: impl Into<String>, bytes: Vec<u8>) -> Self {
+        Self { name: name.into(), content: Content::Writable(RwLock::new(bytes)) }
+    }
+
+    fn bytes(&self) -> Bytes<'_> {
+        match &self.content {
+            Content::Frozen(bytes) => Bytes::Frozen(bytes),
+            Content::Writable(bytes) => {
+                Bytes::Writable(bytes.read().unwrap_or_else(PoisonError::into_inner))
+            }
+        }
+    }
+
+    /// Changes the content, which gets at least `end` bytes before.
+    fn change(&self, end: Option<u64>, act: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
+        let Content::Writable(bytes) = &self.content else {
+            return Err(self.opened_for_reading());
+        };
+        let full = || {
+            let what = format!("{} grows to at most {LEN_MAX} bytes", self.name);
+            Error::new(ErrorKind::NoSpace, what)
+        };
+        let end = end.filter(|end| *end <= LEN_MAX).ok_or_else(full)?;
+        let end = usize::try_from(end).map_err(|_| full())?;
+        let mut bytes = bytes.write().unwrap_or_else(PoisonError::into_inner);
+        if bytes.len() < end {
+            bytes.resize(end, 0);
+        }
+        act(&mut bytes);
+        Ok(())
+    }
+
+    fn change_space(&self, change: Space, start: u64, len: u64) -> Result<()> {
+        let end = start.checked_add(len);
+        match change {
+            Space::Allocate => self.change(end, |_| {}),
+            Space::Zero => self.change(end, |bytes| part_of(bytes, start, len).fill(0)),
+            Space::Punch => self.change(Some(0), |bytes| part_of(bytes, start, len).fill(0)),
+        }
+    }
+}
+
+/// What is there of `len` bytes from `start` on.
+fn part_of(bytes: &mut [u8], start: u64, len: u64) -> &mut [u8] {
+    let clamp = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
+    let (start, end) = (clamp(start), clamp(start.saturating_add(len)));
+    &mut bytes[start..end]
+}
+
+enum Bytes<'a> {
+    Frozen(&'a [u8]),
+    Writable(RwLockReadGuard<'a, Vec<u8>>),
+}
+
+impl std::ops::Deref for Bytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Frozen(bytes) => bytes,
+            Self::Writable(bytes) => bytes,
+        }
     }
 }
 
 impl Store for MemoryStore {
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        let bytes = self.bytes();
         let start = usize::try_from(offset.bytes()).unwrap_or(usize::MAX);
-        let there = self.bytes.get(start..).unwrap_or_default();
+        let there = bytes.get(start..).unwrap_or_default();
         let count = there.len().min(buf.len());
         buf[..count].copy_from_slice(&there[..count]);
         buf[count..].fill(0);
         ready(Ok(()), buf)
     }
 
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let (start, len) = (offset.bytes(), buf.len() as u64);
+        let end = if len == 0 { Some(0) } else { start.checked_add(len) };
+        let result = self.change(end, |bytes| part_of(bytes, start, len).copy_from_slice(&buf));
+        ready(result, buf)
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        // There is nothing that memory could be made durable on: who asks wants the order.
+        let result = self.change(Some(0), |_| {});
+        Box::pin(async move { result })
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let result = match len {
+            0 => self.change(Some(0), |_| {}),
+            len => self.change_space(change, offset.bytes(), len),
+        };
+        Box::pin(async move { result })
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        let keep = usize::try_from(len).unwrap_or(usize::MAX);
+        let result = self.change(Some(len), |bytes| bytes.truncate(keep));
+        Box::pin(async move { result })
+    }
+
     fn len(&self) -> Result<u64> {
-        Ok(self.bytes.len() as u64)
+        Ok(self.bytes().len() as u64)
     }
 
     fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
-        if len == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
-        }
-        let left = (self.bytes.len() as u64).saturating_sub(offset.bytes());
+        check_run_len(len)?;
+        let left = (self.bytes().len() as u64).saturating_sub(offset.bytes());
         Ok(match left {
             0 => Run { kind: RunKind::Hole, len },
             left => Run { kind: RunKind::Data, len: len.min(left) },

@@ -8,8 +8,12 @@ fn fault(text: &str) -> Fault {
 fn delays_are_understood() {
     for (text, micros) in [("delay=500us", 500), ("delay=2ms", 2000), ("delay=1s", 1_000_000)] {
         let Fault::Delay(options) = fault(text) else { panic!("{text}") };
-        assert_eq!(options.read, Duration::from_micros(micros));
+        let time = Duration::from_micros(micros);
+        assert_eq!(options, DelayOptions { operations: Operations::READS, time });
     }
+    let Fault::Delay(options) = fault("delay=1s,op=sync+write") else { panic!() };
+    let operations = Operations::from(Operation::Write).with(Operation::Sync);
+    assert_eq!(options, DelayOptions { operations, time: Duration::from_secs(1) });
 }
 
 #[test]
@@ -22,7 +26,26 @@ fn errors_are_understood() {
         ("error=range:1M-2G", When::Ranges(std::iter::once(1 << 20..2 << 30).collect()), Errno::IO),
     ] {
         let Fault::Error(options) = fault(text) else { panic!("{text}") };
-        assert_eq!(options, ErrorOptions { when, errno: errno.raw_os_error() }, "{text}");
+        let (operations, errno) = (Operations::READS, errno.raw_os_error());
+        assert_eq!(options, ErrorOptions { operations, when, errno }, "{text}");
+    }
+}
+
+#[test]
+fn errors_of_other_operations_are_understood() {
+    for (text, operations, when) in [
+        ("error=nth:3,op=sync", Operation::Sync.into(), When::Nth(3)),
+        ("error=from:2,op=all", Operations::ALL, When::From(2)),
+        ("error=from:2,op=set-len", Operation::SetLen.into(), When::From(2)),
+        (
+            "error=every:1,op=punch+zero+allocate",
+            Operations::from(Operation::Punch).with(Operation::Zero).with(Operation::Allocate),
+            When::Every(1),
+        ),
+    ] {
+        let Fault::Error(options) = fault(text) else { panic!("{text}") };
+        let errno = Errno::IO.raw_os_error();
+        assert_eq!(options, ErrorOptions { operations, when, errno }, "{text}");
     }
 }
 
@@ -50,6 +73,13 @@ fn nonsense_is_refused_with_the_syntax() {
         "error=every:3,seed=1",
         "error=1%,seed",
         "noise=1",
+        "delay=1s,",
+        "delay=1s,op=",
+        "delay=1s,op=reading",
+        "error=nth:0",
+        "error=from:",
+        "error=nth:1,op=read+",
+        "error=nth:1,op=all+read",
     ] {
         let error = text.parse::<Fault>().err().unwrap_or_else(|| panic!("{text} was accepted"));
         assert_eq!(error.kind(), ErrorKind::Invalid, "{text}");

@@ -1,6 +1,7 @@
 //! A store that takes its time.
 
-use mica_block::{IoFuture, Result, Run, Store};
+use super::{Operation, Operations};
+use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -9,8 +10,10 @@ use std::time::Duration;
 /// What a [`DelayStore`] does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DelayOptions {
-    /// Time that passes before a read goes on to the store beneath.
-    pub read: Duration,
+    /// What takes longer.
+    pub operations: Operations,
+    /// Time that passes before an operation goes on to the store beneath.
+    pub time: Duration,
 }
 
 /// A store that takes its time.
@@ -20,20 +23,69 @@ pub struct DelayStore {
 }
 
 impl DelayStore {
-    /// Delays the reads of `inner`.
+    /// Delays operations of `inner`.
     pub fn new(inner: Arc<dyn Store>, options: DelayOptions) -> Self {
         Self { inner, options }
+    }
+
+    fn delay(
+        &self,
+        operation: Operation,
+        act: impl FnOnce(&dyn Store) -> LocalFuture<'static, Result<()>> + 'static,
+    ) -> LocalFuture<'static, Result<()>> {
+        if !self.options.operations.contains(operation) {
+            return act(&*self.inner);
+        }
+        let inner = Arc::clone(&self.inner);
+        let delay = mica_rt::sleep(self.options.time);
+        Box::pin(async move {
+            delay.await;
+            act(&*inner).await
+        })
+    }
+
+    fn delay_io(
+        &self,
+        operation: Operation,
+        act: impl FnOnce(&dyn Store) -> IoFuture + 'static,
+    ) -> IoFuture {
+        if !self.options.operations.contains(operation) {
+            return act(&*self.inner);
+        }
+        let inner = Arc::clone(&self.inner);
+        let delay = mica_rt::sleep(self.options.time);
+        IoFuture::boxed(async move {
+            delay.await;
+            act(&*inner).await
+        })
     }
 }
 
 impl Store for DelayStore {
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        let inner = Arc::clone(&self.inner);
-        let delay = mica_rt::sleep(self.options.read);
-        IoFuture::boxed(async move {
-            delay.await;
-            inner.read_at(buf, offset).await
-        })
+        self.delay_io(Operation::Read, move |inner| inner.read_at(buf, offset))
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        self.delay_io(Operation::Write, move |inner| inner.write_at(buf, offset))
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.delay(Operation::Sync, |inner| inner.sync())
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let operation = Operation::of_space(change);
+        self.delay(operation, move |inner| inner.space(change, offset, len))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.delay(Operation::SetLen, move |inner| inner.set_len(len))
     }
 
     fn allocated_bytes(&self) -> Result<u64> {

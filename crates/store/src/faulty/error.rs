@@ -1,6 +1,7 @@
-//! A store whose reads fail, at times that follow from its options alone.
+//! A store whose operations fail, at times that follow from its options alone.
 
-use mica_block::{Error, IoFuture, Result, Run, Store, ready};
+use super::{Operation, Operations};
+use mica_block::{Error, IoFuture, LocalFuture, Result, Run, Space, Store, ready};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::io;
@@ -8,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Which reads fail.
+/// Which operations fail.
 #[derive(Clone, PartialEq, Debug)]
 pub enum When {
     /// This share of them, between 0 and 1, at random from `seed`.
@@ -20,37 +21,59 @@ pub enum When {
     },
     /// Every one whose number, counted from 1, is a multiple of this.
     Every(u64),
-    /// Those that touch one of these ranges of the store, in bytes.
+    /// The one of this number, counted from 1.
+    Nth(u64),
+    /// All from the one of this number on, counted from 1.
+    From(u64),
+    /// Those that touch one of these ranges of the store, in bytes. A sync touches all of it.
     Ranges(Vec<Range<u64>>),
 }
 
 /// What an [`ErrorStore`] does.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ErrorOptions {
-    /// Which reads fail.
+    /// Which operations are counted, and may fail.
+    pub operations: Operations,
+    /// Which of these fail.
     pub when: When,
     /// With which errno of the system.
     pub errno: i32,
 }
 
-/// A store whose reads fail.
+/// A store whose operations fail, with nothing done.
 pub struct ErrorStore {
     inner: Arc<dyn Store>,
     options: ErrorOptions,
-    reads: AtomicU64,
+    counted: AtomicU64,
 }
 
 impl ErrorStore {
-    /// Fails reads of `inner`.
+    /// Fails operations of `inner`.
     pub fn new(inner: Arc<dyn Store>, options: ErrorOptions) -> Self {
-        Self { inner, options, reads: AtomicU64::new(0) }
+        Self { inner, options, counted: AtomicU64::new(0) }
+    }
+
+    /// The error of an operation that touches `len` bytes at `offset`, if it is to fail.
+    fn failure(&self, operation: Operation, offset: u64, len: u64) -> Option<Error> {
+        if !self.options.operations.contains(operation) || !self.fails(offset, len) {
+            return None;
+        }
+        let doing = match operation {
+            Operation::Read => format!("reading {len} bytes at {}", HostOffset::new(offset)),
+            Operation::Write => format!("writing {len} bytes at {}", HostOffset::new(offset)),
+            other => format!("{} of {}", other.name(), self.inner.name()),
+        };
+        let cause = io::Error::from_raw_os_error(self.options.errno);
+        Some(Error::from_io(format!("injected: {doing}"), cause))
     }
 
     fn fails(&self, offset: u64, len: u64) -> bool {
-        let number = self.reads.fetch_add(1, Ordering::Relaxed) + 1;
+        let number = self.counted.fetch_add(1, Ordering::Relaxed) + 1;
         match &self.options.when {
             When::Rate { share, seed } => share_of(*seed, number) < *share,
             When::Every(count) => *count > 0 && number.is_multiple_of(*count),
+            When::Nth(nth) => number == *nth,
+            When::From(first) => number >= *first,
             When::Ranges(ranges) => {
                 let end = offset.saturating_add(len);
                 ranges.iter().any(|range| range.start < end && offset < range.end)
@@ -61,12 +84,43 @@ impl ErrorStore {
 
 impl Store for ErrorStore {
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        if !self.fails(offset.bytes(), buf.len() as u64) {
-            return self.inner.read_at(buf, offset);
+        match self.failure(Operation::Read, offset.bytes(), buf.len() as u64) {
+            None => self.inner.read_at(buf, offset),
+            Some(error) => ready(Err(error), buf),
         }
-        let what = format!("injected: reading {} bytes at {offset}", buf.len());
-        let cause = io::Error::from_raw_os_error(self.options.errno);
-        ready(Err(Error::from_io(what, cause)), buf)
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        match self.failure(Operation::Write, offset.bytes(), buf.len() as u64) {
+            None => self.inner.write_at(buf, offset),
+            Some(error) => ready(Err(error), buf),
+        }
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        match self.failure(Operation::Sync, 0, u64::MAX) {
+            None => self.inner.sync(),
+            Some(error) => Box::pin(async move { Err(error) }),
+        }
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        match self.failure(Operation::of_space(change), offset.bytes(), len) {
+            None => self.inner.space(change, offset, len),
+            Some(error) => Box::pin(async move { Err(error) }),
+        }
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        match self.failure(Operation::SetLen, len, u64::MAX) {
+            None => self.inner.set_len(len),
+            Some(error) => Box::pin(async move { Err(error) }),
+        }
     }
 
     fn allocated_bytes(&self) -> Result<u64> {
@@ -86,7 +140,7 @@ impl Store for ErrorStore {
     }
 }
 
-/// A number between 0 and 1 for read `number` (SplitMix64 of Steele, Lea and Flood).
+/// A number between 0 and 1 for operation `number` (SplitMix64 of Steele, Lea and Flood).
 #[expect(clippy::cast_precision_loss, reason = "a share of 53 bits is exact enough")]
 fn share_of(seed: u64, number: u64) -> f64 {
     let mut z = seed.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -1,6 +1,7 @@
 //! A store that tells of each of its operations.
 
-use mica_block::{IoFuture, Result, Run, Store};
+use super::Operation;
+use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store};
 use mica_rt::{Buf, Instant, now};
 use mica_units::HostOffset;
 use std::sync::{Arc, OnceLock};
@@ -29,24 +30,84 @@ impl LogStore {
     }
 }
 
-impl Store for LogStore {
-    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+impl LogStore {
+    fn begin_at(&self, operation: Operation, offset: HostOffset, len: u64) -> Line {
+        self.begin(operation, format!(" offset={offset} len={len}"))
+    }
+
+    fn begin(&self, operation: Operation, on: String) -> Line {
         let began = now();
         let start = *self.start.get_or_init(|| began);
-        let sink = Arc::clone(&self.options.sink);
-        let (name, len) = (self.inner.name(), buf.len());
+        let what = format!("{} {}{on}", operation.name(), self.inner.name());
+        Line { start, began, what, sink: Arc::clone(&self.options.sink) }
+    }
+}
+
+/// A line that is written when its operation is over.
+struct Line {
+    start: Instant,
+    began: Instant,
+    what: String,
+    sink: Sink,
+}
+
+impl Line {
+    fn follow(self, act: LocalFuture<'static, Result<()>>) -> LocalFuture<'static, Result<()>> {
+        Box::pin(async move {
+            let result = act.await;
+            self.end(&result);
+            result
+        })
+    }
+
+    fn end(self, result: &Result<()>) {
+        let at = self.began.saturating_since(self.start).as_secs_f64();
+        let took = now().saturating_since(self.began).as_micros();
+        let outcome = match result {
+            Ok(()) => format!("ok in {took} us"),
+            Err(error) => format!("failed in {took} us: {error:?}"),
+        };
+        (self.sink)(&format!("{at:.6} {} {outcome}", self.what));
+    }
+}
+
+impl Store for LogStore {
+    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let line = self.begin_at(Operation::Read, offset, buf.len() as u64);
         let read = self.inner.read_at(buf, offset);
         IoFuture::boxed(async move {
             let (result, buf) = read.await;
-            let at = began.saturating_since(start).as_secs_f64();
-            let took = now().saturating_since(began).as_micros();
-            let outcome = match &result {
-                Ok(()) => format!("ok in {took} us"),
-                Err(error) => format!("failed in {took} us: {error:?}"),
-            };
-            sink(&format!("{at:.6} read {name} offset={offset} len={len} {outcome}"));
+            line.end(&result);
             (result, buf)
         })
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let line = self.begin_at(Operation::Write, offset, buf.len() as u64);
+        let write = self.inner.write_at(buf, offset);
+        IoFuture::boxed(async move {
+            let (result, buf) = write.await;
+            line.end(&result);
+            (result, buf)
+        })
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.begin(Operation::Sync, String::new()).follow(self.inner.sync())
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let line = self.begin_at(Operation::of_space(change), offset, len);
+        line.follow(self.inner.space(change, offset, len))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.begin(Operation::SetLen, format!(" len={len}")).follow(self.inner.set_len(len))
     }
 
     fn allocated_bytes(&self) -> Result<u64> {

@@ -4,7 +4,9 @@
 mod delay;
 mod error;
 mod log;
+mod operation;
 
 pub use delay::{DelayOptions, DelayStore};
 pub use error::{ErrorOptions, ErrorStore, When};
 pub use log::{LogOptions, LogStore, Sink};
+pub use operation::{Operation, Operations};

@@ -5,7 +5,7 @@ use mica_block::{ErrorKind, Store};
 use mica_rt::{Backend, Executor, now};
 use mica_store::MemoryStore;
 use mica_store::faulty::{
-    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, When,
+    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operations, When,
 };
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -19,13 +19,15 @@ fn in_sim<F: Future<Output = ()>>(test: impl Fn() -> F) {
 }
 
 fn errors(when: When) -> ErrorStore {
-    ErrorStore::new(memory(), ErrorOptions { when, errno: libc::ENOSPC })
+    let operations = Operations::READS;
+    ErrorStore::new(memory(), ErrorOptions { operations, when, errno: libc::ENOSPC })
 }
 
 #[test]
 fn delay_takes_its_time_and_then_reads() {
     in_sim(|| async {
-        let store = DelayStore::new(memory(), DelayOptions { read: Duration::from_secs(60) });
+        let (operations, time) = (Operations::READS, Duration::from_secs(60));
+        let store = DelayStore::new(memory(), DelayOptions { operations, time });
         let began = now();
         assert_eq!(read(&store, 0, 4).await.unwrap(), [5; 4]);
         assert!(now().saturating_since(began) >= Duration::from_secs(60));
@@ -40,7 +42,7 @@ fn every_third_read_fails_with_the_errno_that_was_asked_for() {
             let result = read(&store, 0, 4).await;
             assert_eq!(result.is_err(), number % 3 == 0);
             if let Err(error) = result {
-                assert_eq!(error.kind(), ErrorKind::Io);
+                assert_eq!(error.kind(), ErrorKind::NoSpace);
                 assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
             }
         }
@@ -87,7 +89,8 @@ fn log_has_one_line_for_each_operation() {
         let lines: Arc<Mutex<Vec<String>>> = Arc::default();
         let sunk = Arc::clone(&lines);
         let sink = Arc::new(move |line: &str| sunk.lock().unwrap().push(line.to_owned()));
-        let slow = DelayStore::new(memory(), DelayOptions { read: Duration::from_millis(2) });
+        let (operations, time) = (Operations::READS, Duration::from_millis(2));
+        let slow = DelayStore::new(memory(), DelayOptions { operations, time });
         let store = LogStore::new(Arc::new(slow), LogOptions { sink });
         read(&store, 512, 10).await.unwrap();
         read(&store, 0, 10).await.unwrap();

@@ -160,10 +160,10 @@ fn identity_changes_with_the_content() {
 }
 
 /// A loop device over a file, taken down at the end.
-struct LoopDevice(String);
+pub(crate) struct LoopDevice(pub(crate) String);
 
 impl LoopDevice {
-    fn over(path: &Path) -> Option<Self> {
+    pub(crate) fn over(path: &Path) -> Option<Self> {
         let made = Command::new("losetup").args(["--find", "--show"]).arg(path).output().ok()?;
         let name = String::from_utf8(made.stdout).ok()?.trim().to_owned();
         (made.status.success() && !name.is_empty()).then_some(Self(name))

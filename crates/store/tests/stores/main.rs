@@ -5,6 +5,7 @@
 mod faulty;
 mod files;
 mod handles;
+mod writable;
 
 use mica_block::Store;
 use mica_rt::{Backend, Buf, Executor};

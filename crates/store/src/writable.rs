@@ -1,0 +1,304 @@
+//! A file or block device of the host, for reading and writing.
+//!
+//! Invariants
+//! - I1 The descriptor stays open as long as the store: the image's locks hang on it, and so does the
+//!   system's promise to tell a failed write-back to the next sync.
+//! - I2 After a failed sync no later one succeeds: the system may have forgotten what it could not
+//!   write. Syncs take turns, so that this is known before the next one starts.
+//! - I3 Past the page cache, a write of parts of blocks reads these blocks, changes them and writes
+//!   them back, all under a claim ([`Claims`]) and in a task of its own: what is written back is
+//!   never from before another write, even if the one who asked is gone.
+//! - I4 The file is never longer than what was asked of it: a write that had to fill a block up cuts
+//!   the file again, under a claim on all that lies behind.
+
+use crate::claims::{Claim, Claims, Kind};
+use crate::direct::Alignment;
+use crate::facts::{Facts, check_run_len};
+use crate::file::{CacheMode, end_of};
+use crate::located::{FileKind, Located};
+use crate::lock::{self, Locking, Role};
+use crate::own_task::in_own_task;
+use mica_block::{Error, ErrorKind, IoFuture, LocalFuture, Result, Run, Space, Store, ready};
+use mica_rt::{Buf, FallocateFlags, File};
+use mica_units::HostOffset;
+use rustix::fs::ftruncate;
+use rustix::io::Errno;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A file or block device of the host, for reading and writing. Keeps its descriptor, and the
+/// image's locks, as long as it lives.
+pub struct WritableFile {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    file: Arc<File>,
+    path: PathBuf,
+    kind: FileKind,
+    align: Alignment,
+    claims: Arc<Claims>,
+    /// Who syncs, and who comes next.
+    syncs: Arc<Claims>,
+    /// Whether a sync failed (I2).
+    sync_failed: AtomicBool,
+}
+
+impl WritableFile {
+    /// A store in what was `located`, which nobody else has open for writing. What `located` knows
+    /// is brought up to date once the locks are held.
+    ///
+    /// # Errors
+    /// What the system says; `Denied` if the file may not be written or another process has it
+    /// open; `Unsupported` if the file system knows no O_DIRECT and it is asked for.
+    pub fn open(located: &mut Located, cache: CacheMode, locking: Locking) -> Result<Self> {
+        let file = located.open_writable(cache.access())?;
+        lock::take(&file, located.path(), Role::Writer, locking)?;
+        located.refresh(&file)?;
+        let align = Alignment::of(&file, located)?;
+        let inner = Inner {
+            file: Arc::new(file),
+            path: located.path().to_owned(),
+            kind: located.kind(),
+            align,
+            claims: Arc::default(),
+            syncs: Arc::default(),
+            sync_failed: AtomicBool::new(false),
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+}
+
+impl Store for WritableFile {
+    #[inline]
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        let Inner { file, align, .. } = &*self.inner;
+        if buf.is_empty() || end_of(offset, buf.len() as u64).is_none() {
+            // No file reaches that far.
+            buf.fill(0);
+            return ready(Ok(()), buf);
+        }
+        if align.fits(&buf, offset) {
+            IoFuture::file(mica_rt::read_at(file, buf, offset.bytes()), offset)
+        } else {
+            align.read_around(file, buf, offset)
+        }
+    }
+
+    #[inline]
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        if buf.is_empty() {
+            return ready(Ok(()), buf);
+        }
+        let Some(end) = end_of(offset, buf.len() as u64) else {
+            return ready(Err(self.inner.too_far(offset)), buf);
+        };
+        if self.inner.align == Alignment::NONE {
+            return IoFuture::write(
+                mica_rt::write_at(&self.inner.file, buf, offset.bytes()),
+                offset,
+            );
+        }
+        let inner = Arc::clone(&self.inner);
+        if self.inner.align.fits_range(offset, buf.len() as u64) {
+            return IoFuture::boxed(async move {
+                let claim = inner.claims.claim(offset.bytes()..end, Kind::Whole).await;
+                let written = inner.write_blocks(buf, offset).await;
+                drop(claim);
+                written
+            });
+        }
+        IoFuture::boxed(in_own_task(async move {
+            let result = inner.write_parts(&buf, offset.bytes()).await;
+            (result, buf)
+        }))
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(in_own_task(async move {
+            // One at a time: of two at once the system tells only one that a write-back failed.
+            let _turn = inner.syncs.claim(0..1, Kind::Parts).await;
+            inner.check_synced()?;
+            mica_rt::sync_data(&inner.file).await.map_err(|error| {
+                inner.sync_failed.store(true, Ordering::SeqCst);
+                inner.failed("making durable", error)
+            })
+        }))
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let inner = Arc::clone(&self.inner);
+        if inner.align == Alignment::NONE {
+            return Box::pin(async move { inner.change_space(change, offset, len).await });
+        }
+        Box::pin(in_own_task(async move {
+            let Some(end) = end_of(offset, len) else { return Err(inner.too_far(offset)) };
+            let (_claim, _) = inner.claim_parts(offset.bytes(), end).await?;
+            inner.change_space(change, offset, len).await
+        }))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(async move {
+            let now = inner.len()?;
+            if inner.kind == FileKind::BlockDevice {
+                return if len == now { Ok(()) } else { Err(inner.fixed_len()) };
+            }
+            let _claim = match inner.align {
+                Alignment::NONE => None,
+                _ => Some(inner.claims.claim(len.min(now)..u64::MAX, Kind::Parts).await),
+            };
+            inner.cut(len)
+        })
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.facts().allocated_bytes()
+    }
+
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        check_run_len(len)?;
+        self.inner.facts().run_at(offset.bytes(), len)
+    }
+
+    fn name(&self) -> String {
+        self.inner.path.display().to_string()
+    }
+}
+
+impl Inner {
+    /// Writes whole blocks.
+    async fn write_blocks(&self, buf: Buf, offset: HostOffset) -> (Result<()>, Buf) {
+        let write =
+            |buf| IoFuture::write(mica_rt::write_at(&self.file, buf, offset.bytes()), offset);
+        if self.align.fits_memory(&buf) {
+            return write(buf).await;
+        }
+        let (result, _) = write(Buf::from_slice(&buf)).await;
+        (result, buf)
+    }
+
+    /// Writes `bytes`, which begin or end within a block (I3).
+    async fn write_parts(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        let asked_end = offset + bytes.len() as u64;
+        let (_claim, len) = self.claim_parts(offset, asked_end).await?;
+        let (start, end) = self.align.around(offset, bytes.len() as u64);
+        let around_len = usize::try_from(end - start)
+            .map_err(|_| Error::new(ErrorKind::Limit, "a write too long"))?;
+        let mut around = Buf::new(around_len);
+        let block = usize::try_from(self.align.block_bytes()).expect("at most a page");
+        let skipped = usize::try_from(offset - start).expect("less than a block");
+        // Only the first and the last block have bytes to keep.
+        if skipped > 0 {
+            self.read_block(&mut around[..block], start).await?;
+        }
+        let last = around_len - block;
+        if asked_end < end && (last > 0 || skipped == 0) {
+            self.read_block(&mut around[last..], end - block as u64).await?;
+        }
+        around[skipped..skipped + bytes.len()].copy_from_slice(bytes);
+        let (result, _) = self.write_blocks(around, HostOffset::new(start)).await;
+        let wanted = if result.is_ok() { len.max(asked_end) } else { len };
+        if self.kind == FileKind::Regular && end > len && self.len()? > wanted {
+            self.cut(wanted)?;
+        }
+        result
+    }
+
+    async fn read_block(&self, block: &mut [u8], at: u64) -> Result<()> {
+        let read = mica_rt::read_at(&self.file, Buf::new(block.len()), at);
+        let (result, read) = IoFuture::file(read, HostOffset::new(at)).await;
+        block.copy_from_slice(&read);
+        result
+    }
+
+    /// Claims the blocks around a range, with all that lies behind where they reach beyond the end
+    /// of the file (I4). Gives the length of the file as well.
+    async fn claim_parts(&self, offset: u64, asked_end: u64) -> Result<(Claim, u64)> {
+        let (start, end) = self.align.around(offset, asked_end - offset);
+        let mut claim_end = end;
+        loop {
+            if end > self.len()? {
+                claim_end = u64::MAX;
+            }
+            let claim = self.claims.claim(start..claim_end, Kind::Parts).await;
+            let len = self.len()?;
+            // Else it was cut meanwhile.
+            if end <= len || claim_end == u64::MAX {
+                return Ok((claim, len));
+            }
+        }
+    }
+
+    async fn change_space(&self, change: Space, offset: HostOffset, len: u64) -> Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let (doing, mode) = match change {
+            Space::Punch => ("punching", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
+            Space::Zero => ("zeroing", FallocateFlags::ZERO_RANGE),
+            Space::Allocate => ("allocating", FallocateFlags::empty()),
+        };
+        let changed = mica_rt::fallocate(&self.file, mode, offset.bytes(), len).await;
+        let what = || format!("{doing} {len} bytes at {offset}");
+        changed.map_err(|error| match error.raw_os_error().map(Errno::from_raw_os_error) {
+            // A kind of its own in the standard library only for one of them.
+            Some(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                Error::from_io(what(), io::Error::new(io::ErrorKind::Unsupported, error))
+            }
+            _ => Error::from_io(what(), error),
+        })
+    }
+
+    fn cut(&self, len: u64) -> Result<()> {
+        ftruncate(&self.file, len)
+            .map_err(|error| self.failed(&format!("setting the length to {len} of"), error.into()))
+    }
+
+    fn check_synced(&self) -> Result<()> {
+        if !self.sync_failed.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let what =
+            format!("an earlier sync of {} failed: nothing is durable any more", self.name());
+        Err(Error::new(ErrorKind::Io, what))
+    }
+
+    fn facts(&self) -> Facts<'_> {
+        Facts { file: &self.file, path: &self.path, kind: self.kind }
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.facts().len()
+    }
+
+    fn name(&self) -> std::path::Display<'_> {
+        Path::display(&self.path)
+    }
+
+    fn failed(&self, doing: &str, error: io::Error) -> Error {
+        Error::from_io(format!("{doing} {}", self.name()), error)
+    }
+
+    fn too_far(&self, offset: HostOffset) -> Error {
+        Error::new(ErrorKind::Limit, format!("{} does not reach {offset}", self.name()))
+    }
+
+    fn fixed_len(&self) -> Error {
+        let what = format!("{} is a block device: its length is fixed", self.name());
+        Error::new(ErrorKind::Unsupported, what)
+    }
+}
