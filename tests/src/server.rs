@@ -37,11 +37,19 @@ pub struct Stopped {
 }
 
 impl Server {
-    /// Starts mica on `image`, with `more` options.
+    /// Starts mica on `image`, read-only, with `more` options.
     ///
     /// # Errors
     /// If it does not come to serve.
     pub fn mica(image: &Path, format: &str, more: &[&str]) -> Result<Self> {
+        Self::mica_writable(image, format, &[&["--read-only"], more].concat())
+    }
+
+    /// Starts mica on `image`, to be written, with `more` options.
+    ///
+    /// # Errors
+    /// If it does not come to serve.
+    pub fn mica_writable(image: &Path, format: &str, more: &[&str]) -> Result<Self> {
         Self::start("", |socket| {
             let mut serve = Command::new(mica::binary());
             serve.arg("serve").arg("--nbd").arg(socket).args(["--format", format]).args(more);

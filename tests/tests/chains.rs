@@ -200,7 +200,7 @@ fn a_thousand_layers_are_served_under_a_limit_of_256_open_files() {
         let server = Server::start("", |socket| {
             let mut serve = Command::new("prlimit");
             serve.arg("--nofile=256:256").arg(mica::binary());
-            serve.arg("serve").arg("--nbd").arg(socket).args(["--index", index]);
+            serve.args(["serve", "--read-only", "--index", index, "--nbd"]).arg(socket);
             serve.arg(dir.join(&manifest.top));
             serve
         });

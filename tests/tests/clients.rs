@@ -245,7 +245,7 @@ fn tcp_on_the_loopback_serves_too() {
     assert_eq!(size.trim(), "8388608");
     assert!(server.stop().expect("it stops").status.success());
 
-    let outside = ["serve", "--nbd", "tcp:0.0.0.0:0", "--format", "qcow2"];
+    let outside = ["serve", "-r", "--nbd", "tcp:0.0.0.0:0", "--format", "qcow2"];
     let image = image.display().to_string();
     mica::run(outside.iter().chain(&[image.as_str()])).refusal();
 }

@@ -47,7 +47,7 @@ fn a_live_socket_is_not_taken_from_its_server() {
     let server = Server::mica(&image, "qcow2", &[]).expect("served");
     let socket = server.socket();
     let mut second = Command::new(mica::binary());
-    second.arg("serve").arg("--nbd").arg(&socket).arg(&image);
+    second.arg("serve").arg("--read-only").arg("--nbd").arg(&socket).arg(&image);
     command::finish_within(&mut second, Duration::from_secs(10)).refusal();
     let mut client = server.connect(&nbd::Wish::default()).expect("the first serves on");
     client.read(0, 4096).expect("read");
@@ -158,7 +158,7 @@ fn it_listens_only_once_it_can_serve() {
     disk(dir);
     let socket = dir.join("socket");
     let mut serve = Command::new(mica::binary());
-    serve.arg("serve").arg("--nbd").arg(&socket).args(["--inject", "delay=20ms"]);
+    serve.args(["serve", "--read-only", "--inject", "delay=20ms", "--nbd"]).arg(&socket);
     serve.arg(dir.join("disk.qcow2")).stdin(Stdio::null());
     let mut child = serve.spawn().expect("started");
     let connection = clock::poll(Duration::from_secs(20), Duration::from_millis(1), || {

@@ -67,7 +67,15 @@ pub(crate) struct ServeArgs {
     /// Can be given more than once.
     #[arg(long, required = true, value_name = "SOCKET")]
     pub(crate) nbd: Vec<String>,
-    /// Serve an internal snapshot of the image, by id or name, instead of its present state.
+    /// Refuse to write. Without it the image is opened for writing, as by qemu-nbd.
+    #[arg(short = 'r', long)]
+    pub(crate) read_only: bool,
+    /// What becomes of space that clients do not need any more: unmap gives it back, ignore keeps
+    /// it.
+    #[arg(long, value_enum, default_value = "unmap", value_name = "MODE")]
+    pub(crate) discard: DiscardChoice,
+    /// Serve an internal snapshot of the image, by id or name, instead of its present state. It
+    /// cannot be written.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     pub(crate) load_snapshot: Option<String>,
     /// Name of the export; it is also served under the empty name.
@@ -93,6 +101,14 @@ pub(crate) struct ServeArgs {
     /// The image: for a chain, its active layer.
     #[arg(value_name = "IMAGE")]
     pub(crate) image: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DiscardChoice {
+    #[value(alias = "off")]
+    Ignore,
+    #[value(alias = "on")]
+    Unmap,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -1,15 +1,17 @@
 //! `mica serve`: a disk over NBD, until SIGTERM or SIGINT.
 //!
 //! Order: the image is opened, then the socket appears; so whoever can connect is served. At the
-//! end the socket goes first, requests in flight are answered, and the exit code is 0.
+//! end the socket goes first, requests in flight are answered, the queues end, and the disk is
+//! closed, once, whatever went wrong before. The exit code is 0 if all that was written is in the
+//! image.
 
-use crate::args::{IndexChoice, ServeArgs};
+use crate::args::{DiscardChoice, IndexChoice, ServeArgs};
 use crate::failure::Failure;
 use crate::stats;
 use mica_block::ErrorKind;
 use mica_qcow2::{Chain, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_serve::nbd::{Export, Limits, Listener, Server, ServerConfig};
+use mica_serve::nbd::{Discard, Export, Limits, Listener, Server, ServerConfig};
 use mica_stack::OpenDisk;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -25,13 +27,30 @@ use std::thread::JoinHandle;
 const QUEUES_DEFAULT_MAX: usize = 8;
 
 pub(crate) fn run(args: ServeArgs) -> Result<ExitCode, Failure> {
-    let opened = open(&args)?;
+    let executor = args.images.executor()?;
+    let opened = open(&args, &executor)?;
+    let served = serve(&args, &opened);
+    let closed = executor.block_on(opened.disk.close()).map_err(|error| {
+        let image = args.image.display();
+        Failure::from(error.wrap(format!("closing {image}: not all that was written is in it")))
+    });
+    // Of two failures the one that may have cost data is told.
+    closed.and(served)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Serves until a signal comes. No queue runs any more when it returns.
+fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
     let listeners = args.nbd.iter().map(|name| listen(name)).collect::<Result<Vec<_>, _>>()?;
     let export = Export {
         disk: Arc::clone(&opened.disk),
         name: args.export_name.clone(),
         description: args.description.clone(),
+        discard: match args.discard {
+            DiscardChoice::Ignore => Discard::Ignore,
+            DiscardChoice::Unmap => Discard::Unmap,
+        },
     };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let server = Server::start(ServerConfig {
@@ -55,10 +74,10 @@ pub(crate) fn run(args: ServeArgs) -> Result<ExitCode, Failure> {
         let document = stats::document(&*opened.disk, &counters);
         write_stats(file, &document)?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
-fn open(args: &ServeArgs) -> Result<OpenDisk, Failure> {
+fn open(args: &ServeArgs, executor: &Executor) -> Result<OpenDisk, Failure> {
     let index = match args.index {
         IndexChoice::Auto | IndexChoice::Read => IndexUse::Read,
         IndexChoice::Off => IndexUse::Ignore,
@@ -67,10 +86,18 @@ fn open(args: &ServeArgs) -> Result<OpenDisk, Failure> {
     chain.snapshot.clone_from(&args.load_snapshot);
     let images = args.images.image_options()?;
     let format = args.images.format()?;
-    let executor = args.images.executor()?;
-    let opened = executor.block_on(mica_stack::open(&args.image, format, images, &chain))?;
+    let writes = !args.read_only && args.load_snapshot.is_none();
+    let opened = executor.block_on(async {
+        match writes {
+            true => mica_stack::open_writable(&args.image, format, images, &chain).await,
+            false => mica_stack::open(&args.image, format, images, &chain).await,
+        }
+    })?;
     if args.load_snapshot.is_some() && opened.chain.is_none() {
         return Err(Failure::new("--load-snapshot: only a qcow2 image has snapshots"));
+    }
+    if writes && !opened.disk.is_writable() {
+        tracing::warn!("{} is served read-only", args.image.display());
     }
     Ok(opened)
 }

@@ -6,7 +6,7 @@
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
 use mica_rt::{Backend, Buf};
-use mica_serve::nbd::{Export, Limits, Listener, Server, ServerConfig};
+use mica_serve::nbd::{Discard, Export, Limits, Listener, Server, ServerConfig};
 use mica_units::{GuestRange, HostOffset, LayerNumber};
 use std::io::Read;
 use std::path::Path;
@@ -63,6 +63,7 @@ fn main() -> Result<(), AnyError> {
         disk: Arc::new(null),
         name: "null".to_owned(),
         description: "zeros without end".to_owned(),
+        discard: Discard::default(),
     };
     let config = ServerConfig {
         listeners,

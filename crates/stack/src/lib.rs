@@ -16,6 +16,6 @@ mod sidecars;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
-pub use open::{Format, OpenDisk, open, parse_size};
+pub use open::{Format, OpenDisk, open, open_writable, parse_size};
 pub use raw::RawDisk;
 pub use sidecars::SidecarPlace;

@@ -1,19 +1,21 @@
-//! A disk of zeros that costs no I/O: what a server can do at most.
+//! A disk of zeros that costs no I/O: what a server can do at most. What is written to it is dropped.
 
-use crate::raw::check_range;
+use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned, Result, ready,
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Planned,
+    Result, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
-use mica_units::{GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 
 /// A disk of zeros.
 pub struct NullDisk {
     geometry: Geometry,
+    is_writable: bool,
 }
 
 impl NullDisk {
-    /// A disk of `len` bytes.
+    /// A disk of `len` bytes, for reading.
     ///
     /// # Errors
     /// If that is no multiple of 512.
@@ -22,7 +24,20 @@ impl NullDisk {
             let what = format!("a disk of {len} bytes: the length must be a multiple of 512");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        Ok(Self { geometry: Geometry { len, preferred_bytes: 4096 } })
+        Ok(Self { geometry: Geometry { len, preferred_bytes: 4096 }, is_writable: false })
+    }
+
+    /// The same, to be written too.
+    #[must_use]
+    pub fn writable(self) -> Self {
+        Self { is_writable: true, ..self }
+    }
+
+    fn check_write(&self, range: GuestRange) -> Result<()> {
+        if !self.is_writable {
+            return Err(Error::new(ErrorKind::Denied, "the disk was opened for reading only"));
+        }
+        check_range(range, self.geometry)
     }
 }
 
@@ -60,5 +75,23 @@ impl Disk for NullDisk {
     fn read(&self, _extent: &Extent, mut buf: Buf) -> IoFuture {
         buf.fill(0);
         ready(Ok(()), buf)
+    }
+
+    fn is_writable(&self) -> bool {
+        self.is_writable
+    }
+
+    fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
+        let len = buf.len() as u64;
+        let range = GuestRange::new(at, len).ok_or_else(|| beyond_the_end(at, len));
+        Writing::Direct(ready(range.and_then(|range| self.check_write(range)), buf))
+    }
+
+    fn write_zeroes(&self, range: GuestRange, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(self.check_write(range)))
+    }
+
+    fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(self.check_write(range)))
     }
 }

@@ -1,22 +1,43 @@
 //! A raw image: the bytes of the disk are the bytes of the store.
+//!
+//! Writes go straight to the store, side by side. What one of them leaves to be done is a sync,
+//! which flushes share. A sync that fails leaves nobody knowing which writes are durable: the disk
+//! is **latched** then: it takes no more writes, and no flush succeeds.
+//!
+//! The store keeps its length. Where that is no multiple of a sector, the part of the last sector
+//! that is not there reads as zeros and is not written.
 
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, Planned,
-    Result, RunKind, Store,
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
+    LocalFuture, Planned, Result, RunKind, Space, Store, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A raw disk.
 pub struct RawDisk {
     store: Arc<dyn Store>,
     geometry: Geometry,
+    /// Absent on a disk that is only read.
+    writer: Option<Writer>,
+}
+
+/// What writing takes.
+struct Writer {
+    /// Length of the store in bytes, which stays.
+    store_len: u64,
+    syncs: GroupSync,
+    /// Why the disk is latched, if it is.
+    latch: OnceLock<Error>,
 }
 
 /// The unit in which reads of a file are cheapest: a page.
 const PREFERRED_BYTES: u32 = 4096;
+
+/// Zeros that have to be written out are written in pieces of at most this size.
+const ZEROES_BYTES_MAX: u64 = 1 << 20;
 
 /// Most runs that one plan asks the file system for; what lies beyond is called data, which is
 /// always true enough.
@@ -32,6 +53,15 @@ impl RawDisk {
         Self::new(image.store)
     }
 
+    /// As [`Self::open`], to be written too.
+    ///
+    /// # Errors
+    /// What opening it gives.
+    pub fn open_writable(images: &dyn Images, path: &Path) -> Result<Self> {
+        let image = images.open_writable(path)?;
+        Self::new_writable(image.store)
+    }
+
     /// The disk in `store`. Its length is rounded up to a whole sector; the bytes past the end of
     /// the store are zeros, as in QEMU.
     ///
@@ -43,7 +73,26 @@ impl RawDisk {
             Error::new(ErrorKind::Limit, format!("{} is longer than a disk may be", store.name()))
         })?;
         let geometry = Geometry { len, preferred_bytes: PREFERRED_BYTES };
-        Ok(Self { store, geometry })
+        Ok(Self { store, geometry, writer: None })
+    }
+
+    /// As [`Self::new`], to be written too; `store` was opened for that.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn new_writable(store: Arc<dyn Store>) -> Result<Self> {
+        let store_len = store.len().map_err(|error| error.wrap(store.name()))?;
+        let disk = Self::new(store)?;
+        let writer = Writer { store_len, syncs: GroupSync::new(), latch: OnceLock::new() };
+        Ok(Self { writer: Some(writer), ..disk })
+    }
+
+    /// What writing `range` takes, if the disk takes it.
+    fn writer(&self, range: GuestRange) -> Result<&Writer> {
+        let writer = self.writer.as_ref().ok_or_else(opened_for_reading)?;
+        check_range(range, self.geometry)?;
+        writer.check_latch(&*self.store)?;
+        Ok(writer)
     }
 
     fn plan_now(&self, range: GuestRange, detail: Detail, extents: &mut Vec<Extent>) -> Result<()> {
@@ -95,15 +144,123 @@ impl Disk for RawDisk {
         }
         self.store.read_at(buf, extent.host)
     }
+
+    fn is_writable(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
+        let refuse = |error, buf| Writing::Direct(mica_block::ready(Err(error), buf));
+        let Some(range) = GuestRange::new(at, buf.len() as u64) else {
+            return refuse(beyond_the_end(at, buf.len() as u64), buf);
+        };
+        let writer = match self.writer(range) {
+            Ok(writer) => writer,
+            Err(error) => return refuse(error, buf),
+        };
+        let there = usize::try_from(writer.bytes_there(range)).expect("at most the buffer's");
+        if there == buf.len() {
+            return Writing::Direct(self.store.write_at(buf, HostOffset::new(at.bytes())));
+        }
+        let mut tail = buf;
+        let head = tail.split_to(there);
+        Writing::Boxed(Box::pin(async move {
+            let (result, mut buf) = self.store.write_at(head, HostOffset::new(at.bytes())).await;
+            buf.join(tail);
+            (result, buf)
+        }))
+    }
+
+    fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let len = self.writer(range)?.bytes_there(range);
+            let start = HostOffset::new(range.start().bytes());
+            let space = if how.may_unmap { Space::Punch } else { Space::Zero };
+            match self.store.space(space, start, len).await {
+                Err(error) if error.kind() == ErrorKind::Unsupported && !how.fast => {
+                    write_out_zeroes(&*self.store, range.start().bytes(), len).await
+                }
+                result => result,
+            }
+        })
+    }
+
+    fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let len = self.writer(range)?.bytes_there(range);
+            let start = HostOffset::new(range.start().bytes());
+            match self.store.space(Space::Punch, start, len).await {
+                // It was a hint, and nothing has changed.
+                Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
+                result => result,
+            }
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            let Some(writer) = &self.writer else { return Ok(()) };
+            let sync = async || {
+                writer.check_latch(&*self.store)?;
+                self.store.sync().await.inspect_err(|error| {
+                    // Only the first reason counts; runs follow each other, so there is one.
+                    let _ = writer.latch.set(error.clone());
+                })
+            };
+            writer.syncs.run(sync).await
+        })
+    }
+}
+
+impl Writer {
+    /// How much of `range` lies in the store, from its start on: all of it, but for a last sector
+    /// that is only begun.
+    fn bytes_there(&self, range: GuestRange) -> u64 {
+        let end = range.end().bytes().min(self.store_len);
+        end.saturating_sub(range.start().bytes())
+    }
+
+    fn check_latch(&self, store: &dyn Store) -> Result<()> {
+        match self.latch.get() {
+            None => Ok(()),
+            Some(error) => {
+                let name = store.name();
+                let what = format!("{name} is written no more, because a sync of it failed");
+                Err(error.clone().wrap(what))
+            }
+        }
+    }
+}
+
+async fn write_out_zeroes(store: &dyn Store, start: u64, len: u64) -> Result<()> {
+    let mut at = start;
+    let mut zeros = Buf::zeroed(usize::try_from(len.min(ZEROES_BYTES_MAX)).expect("small"));
+    while at < start + len {
+        let left = usize::try_from(start + len - at).unwrap_or(usize::MAX);
+        zeros.truncate(left.min(zeros.len()));
+        let count = zeros.len() as u64;
+        let (result, buf) = store.write_at(zeros, HostOffset::new(at)).await;
+        result?;
+        zeros = buf;
+        at += count;
+    }
+    Ok(())
+}
+
+fn opened_for_reading() -> Error {
+    Error::new(ErrorKind::Denied, "the disk was opened for reading only")
 }
 
 pub(crate) fn check_range(range: GuestRange, geometry: Geometry) -> Result<()> {
     if range.end().bytes() <= geometry.len {
         return Ok(());
     }
-    let (start, len) = (range.start(), range.len());
+    Err(beyond_the_end(range.start(), range.len()))
+}
+
+pub(crate) fn beyond_the_end(start: GuestOffset, len: u64) -> Error {
     let what = format!("{len} bytes at {start} are beyond the end of the disk");
-    Err(Error::new(ErrorKind::Invalid, what))
+    Error::new(ErrorKind::Invalid, what)
 }
 
 fn extent_at(start: GuestOffset, len: u64, kind: ExtentKind) -> Extent {

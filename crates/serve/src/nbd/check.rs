@@ -1,18 +1,29 @@
 //! From a request's bytes to what is to be done: every check that needs no I/O.
 
-use super::limits::{BUDGET_BYTES, PAYLOAD_BYTES_MAX, STATUS_CHARGE_BYTES};
+use super::limits::{BUDGET_BYTES, PAYLOAD_BYTES_MAX, STATUS_CHARGE_BYTES, ZEROES_CHARGE_BYTES};
 use super::protocol::{ErrorCode, Request, command, command_flag};
 use super::read::{Fragments, Read};
 use super::reply::ReplyStyle;
+use super::server::Discard;
 use super::status::Status;
-use mica_units::{GuestOffset, GuestRange};
+use super::write::{Answer, Change, ChangeKind, Write};
+use mica_block::Zeroes;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// A request after it was checked: what is to be done, with all it takes to do it.
 pub(super) enum Action {
     Read(Read),
     Status(Status),
-    Succeed { cookie: u64 },
-    Refuse { cookie: u64, error: ErrorCode },
+    /// Its payload follows.
+    Write(Write),
+    Change(Change),
+    Succeed {
+        cookie: u64,
+    },
+    Refuse {
+        cookie: u64,
+        error: ErrorCode,
+    },
 }
 
 impl Action {
@@ -21,6 +32,12 @@ impl Action {
         match self {
             Self::Read(read) => usize::try_from(read.range.len()).expect("at most the payload"),
             Self::Status(_) => STATUS_CHARGE_BYTES,
+            Self::Write(write) => usize::try_from(write.range.len()).expect("at most the payload"),
+            Self::Change(Change { kind: ChangeKind::Zeroes(range, _), .. }) => {
+                usize::try_from(range.len())
+                    .map_or(ZEROES_CHARGE_BYTES, |len| len.min(ZEROES_CHARGE_BYTES))
+            }
+            Self::Change(_) => 0,
             Self::Succeed { .. } | Self::Refuse { .. } => 0,
         }
     }
@@ -30,6 +47,8 @@ impl Action {
 #[derive(Clone, Copy)]
 pub(super) struct Rules {
     pub(super) disk_len: u64,
+    pub(super) is_writable: bool,
+    pub(super) discard: Discard,
     pub(super) style: ReplyStyle,
     /// Whether block status was negotiated.
     pub(super) status: bool,
@@ -39,32 +58,94 @@ impl Rules {
     /// Checks a request against the protocol and the disk. "Error values" says which error is
     /// whose.
     pub(super) fn check(&self, request: &Request) -> Action {
+        match request.command {
+            command::WRITE | command::TRIM | command::WRITE_ZEROES => self.check_change(request),
+            command::FLUSH => self.check_flush(request),
+            command::READ | command::BLOCK_STATUS => self.check_read(request),
+            _ => Action::Refuse { cookie: request.cookie, error: ErrorCode::Inval },
+        }
+    }
+
+    fn check_flush(&self, request: &Request) -> Action {
+        let cookie = request.cookie;
+        if request.flags & !command_flag::FUA != 0 {
+            return Action::Refuse { cookie, error: ErrorCode::Inval };
+        }
+        if !self.is_writable {
+            // Nothing is ever written here, so everything written is stable.
+            return Action::Succeed { cookie };
+        }
+        Action::Change(Change { cookie, kind: ChangeKind::Flush, answer: Answer::Done })
+    }
+
+    /// Reads take any range; what changes the disk takes whole sectors, the minimum that a
+    /// writable export announces.
+    fn check_change(&self, request: &Request) -> Action {
         let Request { flags, command, cookie, offset, len } = *request;
         let refuse = |error| Action::Refuse { cookie, error };
-        let mut flags_known = command_flag::FUA;
-        match command {
-            command::WRITE | command::TRIM | command::WRITE_ZEROES => {
-                return refuse(ErrorCode::Perm);
-            }
-            command::READ if self.style == ReplyStyle::Structured => {
-                flags_known |= command_flag::DF;
-            }
-            command::BLOCK_STATUS => flags_known |= command_flag::REQ_ONE,
-            command::READ | command::FLUSH => {}
-            _ => return refuse(ErrorCode::Inval),
+        if !self.is_writable {
+            return refuse(ErrorCode::Perm);
         }
+        let flags_known = match command {
+            command::WRITE_ZEROES => {
+                command_flag::FUA | command_flag::NO_HOLE | command_flag::FAST_ZERO
+            }
+            _ => command_flag::FUA,
+        };
         if flags & !flags_known != 0 {
             return refuse(ErrorCode::Inval);
         }
-        if command == command::FLUSH {
-            // Nothing is ever written here, so everything written is stable.
+        let range = GuestRange::new(GuestOffset::new(offset), u64::from(len));
+        let Some(range) = range.filter(|range| range.end().bytes() <= self.disk_len) else {
+            // "NBD_CMD_WRITE", "NBD_CMD_TRIM": beyond the end is no space for the one, and
+            // nonsense for the other.
+            let is_trim = command == command::TRIM;
+            return refuse(if is_trim { ErrorCode::Inval } else { ErrorCode::NoSpc });
+        };
+        if command == command::WRITE && len > PAYLOAD_BYTES_MAX {
+            return refuse(ErrorCode::Inval);
+        }
+        let is_whole =
+            offset.is_multiple_of(SECTOR_BYTES) && u64::from(len).is_multiple_of(SECTOR_BYTES);
+        if !is_whole {
+            return refuse(ErrorCode::Inval);
+        }
+        if len == 0 {
             return Action::Succeed { cookie };
+        }
+        let is_durable = flags & command_flag::FUA != 0;
+        let answer = if is_durable { Answer::Durable } else { Answer::Done };
+        let kind = match command {
+            command::WRITE => return Action::Write(Write { cookie, range, answer }),
+            command::TRIM if self.discard == Discard::Ignore => return Action::Succeed { cookie },
+            command::TRIM => ChangeKind::Discard(range),
+            _ => {
+                let may_unmap =
+                    flags & command_flag::NO_HOLE == 0 && self.discard == Discard::Unmap;
+                let fast = flags & command_flag::FAST_ZERO != 0;
+                ChangeKind::Zeroes(range, Zeroes { may_unmap, fast })
+            }
+        };
+        Action::Change(Change { cookie, kind, answer })
+    }
+
+    fn check_read(&self, request: &Request) -> Action {
+        let Request { flags, command, cookie, offset, len } = *request;
+        let refuse = |error| Action::Refuse { cookie, error };
+        let is_status = command == command::BLOCK_STATUS;
+        let flags_known = match self.style {
+            _ if is_status => command_flag::FUA | command_flag::REQ_ONE,
+            ReplyStyle::Structured => command_flag::FUA | command_flag::DF,
+            ReplyStyle::Simple => command_flag::FUA,
+        };
+        if flags & !flags_known != 0 {
+            return refuse(ErrorCode::Inval);
         }
         let range = GuestRange::new(GuestOffset::new(offset), u64::from(len));
         let Some(range) = range.filter(|range| range.end().bytes() <= self.disk_len) else {
             return refuse(ErrorCode::Inval);
         };
-        if command == command::BLOCK_STATUS {
+        if is_status {
             if !self.status || len == 0 {
                 return refuse(ErrorCode::Inval);
             }

@@ -1,18 +1,28 @@
-//! From received bytes to requests: a receive buffer, and where in it the session is.
+//! From received bytes to requests and their payloads: a receive buffer, and where in it the
+//! session is.
 //!
-//! One receive may bring many requests, or a part of one; a request's payload may be longer than
-//! the buffer. A request is given out when all of it is there.
+//! One receive may bring many requests, or a part of one. A request is given out when its header is
+//! there; if it has a payload, the session says what becomes of it ([`Input::fill`] or
+//! [`Input::skip`]) and gets it when all of it is there.
+//!
+//! A payload ends in a buffer of its own, which starts on a page and goes to the disk as it is. What
+//! the receive buffer has of it already is copied; the rest, if it is long, is received straight
+//! into its place. So short payloads come many to a system call, and long ones are not copied.
 
 use super::limits::{
-    PAYLOAD_BYTES_SKIPPED_MAX, PAYLOAD_STEP_BYTES, RECEIVE_BYTES_MAX, RECEIVE_BYTES_MIN,
+    PAYLOAD_BYTES_SKIPPED_MAX, PAYLOAD_DIRECT_BYTES_MIN, PAYLOAD_STEP_BYTES, RECEIVE_BYTES_MAX,
+    RECEIVE_BYTES_MIN,
 };
 use super::protocol::{Malformed, Request};
 use mica_rt::Buf;
 
 /// What the received bytes hold next.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub(super) enum Next {
+    /// A request. If it has a payload, [`Input::fill`] or [`Input::skip`] must follow.
     Request(Request),
+    /// The payload of the last request is there, or skipped.
+    Payload(Option<Buf>),
     /// Everything received is used up.
     NeedBytes,
 }
@@ -23,13 +33,30 @@ pub(super) struct Input {
     buf: Option<Buf>,
     at: usize,
     end: usize,
+    /// What the next receive may bring at most, if it is not for a payload's own buffer.
+    receive_bytes: usize,
     /// The start of a header whose rest has not come yet.
     header: [u8; Request::BYTES],
     header_len: usize,
-    /// A request whose payload is being skipped, and how much of that is to come.
-    skipping: Option<(Request, u32)>,
+    payload: Payload,
     /// Counts the bytes of payloads, for [`Input::steps`].
     payload_bytes: u64,
+}
+
+/// The payload that is arriving.
+enum Payload {
+    None,
+    /// So many bytes of it are to come.
+    Skipped(usize),
+    Filled(Filling),
+}
+
+struct Filling {
+    /// All of the payload's buffer, or its first `filled` bytes while a receive owns the rest.
+    buf: Buf,
+    filled: usize,
+    len: usize,
+    is_direct: bool,
 }
 
 impl Input {
@@ -41,77 +68,121 @@ impl Input {
             buf: Some(buf),
             at: 0,
             end: bytes.len(),
+            receive_bytes: RECEIVE_BYTES_MIN,
             header: [0; Request::BYTES],
             header_len: 0,
-            skipping: None,
+            payload: Payload::None,
             payload_bytes: 0,
         }
     }
 
-    /// The buffer for a receive, once everything in it is used up.
+    /// The buffer for a receive, once everything received is used up.
     pub(super) fn take_buf(&mut self) -> Option<Buf> {
-        if self.at == self.end { self.buf.take() } else { None }
-    }
-
-    /// Takes a buffer back that holds `count` received bytes.
-    pub(super) fn put_buf(&mut self, mut buf: Buf, count: usize) {
-        assert!(count <= buf.len(), "more was received than fits");
-        // Small requests never fill it; a payload does.
-        if count == buf.len() && self.skipping.is_some() && count < RECEIVE_BYTES_MAX {
-            let mut larger = Buf::new(RECEIVE_BYTES_MAX);
-            larger[..count].copy_from_slice(&buf);
-            buf = larger;
+        if self.at < self.end {
+            return None;
         }
-        self.buf = Some(buf);
-        self.at = 0;
-        self.end = count;
+        let buf = self.buf.take()?;
+        if let Payload::Filled(filling) = &mut self.payload
+            && filling.is_direct
+        {
+            let mut tail = std::mem::replace(&mut filling.buf, Buf::new(0));
+            filling.buf = tail.split_to(filling.filled);
+            return Some(tail);
+        }
+        Some(if buf.len() == self.receive_bytes { buf } else { Buf::new(self.receive_bytes) })
     }
 
-    /// The next request.
+    /// Takes the buffer of [`Input::take_buf`] back with `count` received bytes.
+    pub(super) fn put_buf(&mut self, buf: Buf, count: usize) {
+        assert!(count <= buf.len(), "more was received than fits");
+        if let Payload::Filled(filling) = &mut self.payload
+            && filling.is_direct
+        {
+            filling.buf.join(buf);
+            filling.filled += count;
+            self.payload_bytes += count as u64;
+            self.buf = Some(Buf::new(0));
+            (self.at, self.end) = (0, 0);
+        } else {
+            self.buf = Some(buf);
+            (self.at, self.end) = (0, count);
+        }
+    }
+
+    /// What comes next.
     pub(super) fn next(&mut self) -> Result<Next, Malformed> {
-        loop {
-            let Some(buf) = &self.buf else { return Ok(Next::NeedBytes) };
-            let bytes = &buf[self.at..self.end];
-            if let Some((request, left)) = &mut self.skipping {
-                let skipped = bytes.len().min(*left as usize);
-                self.at += skipped;
-                self.payload_bytes += skipped as u64;
-                *left -= u32::try_from(skipped).expect("at most `left`");
-                if *left > 0 {
+        let Some(buf) = &self.buf else { return Ok(Next::NeedBytes) };
+        let bytes = &buf[self.at..self.end];
+        match &mut self.payload {
+            Payload::None => {}
+            Payload::Skipped(left) => {
+                let count = bytes.len().min(*left);
+                *left -= count;
+                let is_over = *left == 0;
+                self.at += count;
+                self.payload_bytes += count as u64;
+                return Ok(if is_over { self.end_payload() } else { Next::NeedBytes });
+            }
+            Payload::Filled(filling) => {
+                let count = bytes.len().min(filling.len - filling.filled);
+                let end = filling.filled + count;
+                filling.buf[filling.filled..end].copy_from_slice(&bytes[..count]);
+                filling.filled = end;
+                let is_over = end == filling.len;
+                // Begun straight, it stays so: its end is not worth another way.
+                filling.is_direct |= filling.len - end >= PAYLOAD_DIRECT_BYTES_MIN;
+                self.at += count;
+                self.payload_bytes += count as u64;
+                return Ok(if is_over { self.end_payload() } else { Next::NeedBytes });
+            }
+        }
+        let request = match (self.header_len, bytes.first_chunk()) {
+            (0, Some(header)) => {
+                self.at += Request::BYTES;
+                Request::decode(header)?
+            }
+            (have, _) => {
+                let taken = bytes.len().min(Request::BYTES - have);
+                self.header[have..have + taken].copy_from_slice(&bytes[..taken]);
+                self.at += taken;
+                self.header_len += taken;
+                if self.header_len < Request::BYTES {
                     return Ok(Next::NeedBytes);
                 }
-                let request = *request;
-                self.skipping = None;
-                return Ok(Next::Request(request));
+                self.header_len = 0;
+                Request::decode(&self.header)?
             }
-            let request = match (self.header_len, bytes.first_chunk()) {
-                (0, Some(header)) => {
-                    self.at += Request::BYTES;
-                    Request::decode(header)?
-                }
-                (have, _) => {
-                    let taken = bytes.len().min(Request::BYTES - have);
-                    self.header[have..have + taken].copy_from_slice(&bytes[..taken]);
-                    self.at += taken;
-                    self.header_len += taken;
-                    if self.header_len < Request::BYTES {
-                        return Ok(Next::NeedBytes);
-                    }
-                    self.header_len = 0;
-                    Request::decode(&self.header)?
-                }
-            };
-            match request.payload_len() {
-                0 => return Ok(Next::Request(request)),
-                len if len > PAYLOAD_BYTES_SKIPPED_MAX => return Err(Malformed),
-                len => self.skipping = Some((request, len)),
-            }
+        };
+        if request.payload_len() > PAYLOAD_BYTES_SKIPPED_MAX {
+            return Err(Malformed);
+        }
+        Ok(Next::Request(request))
+    }
+
+    /// The last request's payload of `len` bytes is wanted.
+    pub(super) fn fill(&mut self, len: usize) {
+        let is_short = len < PAYLOAD_DIRECT_BYTES_MIN;
+        self.receive_bytes = if is_short { RECEIVE_BYTES_MAX } else { RECEIVE_BYTES_MIN };
+        let buf = Buf::new(len);
+        self.payload = Payload::Filled(Filling { buf, filled: 0, len, is_direct: false });
+    }
+
+    /// The last request's payload of `len` bytes is not wanted.
+    pub(super) fn skip(&mut self, len: usize) {
+        self.receive_bytes = RECEIVE_BYTES_MAX;
+        self.payload = Payload::Skipped(len);
+    }
+
+    fn end_payload(&mut self) -> Next {
+        match std::mem::replace(&mut self.payload, Payload::None) {
+            Payload::Filled(filling) => Next::Payload(Some(filling.buf)),
+            Payload::None | Payload::Skipped(_) => Next::Payload(None),
         }
     }
 
     /// Whether a request has begun to arrive and is not there as a whole.
     pub(super) fn is_partial(&self) -> bool {
-        self.header_len > 0 || self.skipping.is_some()
+        self.header_len > 0 || !matches!(self.payload, Payload::None)
     }
 
     /// A number that changes when a request that arrives slowly has made enough progress for a new
@@ -136,16 +207,35 @@ mod tests {
         out
     }
 
-    /// The cookies that come out when `bytes` go in, `step` at a time.
-    fn cookies(bytes: &[u8], step: usize) -> Result<Vec<u64>, Malformed> {
+    /// The cookies that come out when `bytes` go in, at most `step` at a time, and the payloads of
+    /// those that are even; the others are skipped.
+    fn taken(mut bytes: &[u8], step: usize) -> Result<Vec<(u64, Vec<u8>)>, Malformed> {
         let mut input = Input::new(&[]);
-        let mut out = Vec::new();
-        for part in bytes.chunks(step) {
+        let mut out: Vec<(u64, Vec<u8>)> = Vec::new();
+        while !bytes.is_empty() {
             let mut buf = input.take_buf().expect("all is used up");
-            buf[..part.len()].copy_from_slice(part);
-            input.put_buf(buf, part.len());
-            while let Next::Request(request) = input.next()? {
-                out.push(request.cookie);
+            assert!(buf.len() <= RECEIVE_BYTES_MAX || input.is_partial());
+            let count = buf.len().min(step).min(bytes.len());
+            buf[..count].copy_from_slice(&bytes[..count]);
+            bytes = &bytes[count..];
+            input.put_buf(buf, count);
+            loop {
+                match input.next()? {
+                    Next::NeedBytes => break,
+                    Next::Payload(buf) => {
+                        let last = out.last_mut().expect("a request before its payload");
+                        assert_eq!(buf.is_some(), last.0.is_multiple_of(2));
+                        last.1 = buf.map_or_else(Vec::new, |buf| buf.to_vec());
+                    }
+                    Next::Request(request) => {
+                        out.push((request.cookie, Vec::new()));
+                        match request.payload_len() as usize {
+                            0 => {}
+                            len if request.cookie.is_multiple_of(2) => input.fill(len),
+                            len => input.skip(len),
+                        }
+                    }
+                }
             }
         }
         Ok(out)
@@ -153,40 +243,76 @@ mod tests {
 
     #[test]
     fn requests_come_out_however_the_bytes_are_cut() {
+        let payload: Vec<u8> = (0..100).collect();
         let mut bytes = header(command::READ, 1, 4096);
         bytes.extend(header(command::WRITE, 2, 100));
-        bytes.extend([0xff; 100]);
-        bytes.extend(header(command::FLUSH, 3, 0));
+        bytes.extend(&payload);
+        bytes.extend(header(command::WRITE, 3, 50));
+        bytes.extend([0xff; 50]);
+        bytes.extend(header(command::FLUSH, 4, 0));
+        let wanted = [(1, vec![]), (2, payload), (3, vec![]), (4, vec![])];
         for step in 1..=bytes.len() {
-            assert_eq!(cookies(&bytes, step), Ok(vec![1, 2, 3]), "step {step}");
+            assert_eq!(taken(&bytes, step).expect("well formed"), wanted, "step {step}");
         }
     }
 
     #[test]
-    fn buffer_grows_for_payloads_only() {
+    fn long_payloads_come_out_however_they_are_cut() {
+        let payload: Vec<u8> = (0_u32..200_000).map(|at| at.to_le_bytes()[1]).collect();
+        let mut bytes = header(command::WRITE, 2, 200_000);
+        bytes.extend(&payload);
+        bytes.extend(header(command::WRITE, 4, 200_000));
+        bytes.extend(&payload);
+        bytes.extend(header(command::FLUSH, 6, 0));
+        let wanted = [(2, payload.clone()), (4, payload), (6, vec![])];
+        for step in [1000, 4096, 28, 65536, 77_777, usize::MAX] {
+            assert_eq!(taken(&bytes, step).expect("well formed"), wanted, "step {step}");
+        }
+    }
+
+    #[test]
+    fn rest_of_a_long_payload_is_received_into_its_own_buffer() {
+        let mut input = Input::new(&header(command::WRITE, 2, 1 << 20));
+        assert!(matches!(input.next(), Ok(Next::Request(_))));
+        input.fill(1 << 20);
+        assert!(matches!(input.next(), Ok(Next::NeedBytes)));
+
+        let buf = input.take_buf().expect("all is used up");
+
+        assert_eq!(buf.len(), 1 << 20);
+        let address = buf.as_ptr();
+        input.put_buf(buf, 1 << 20);
+        let Ok(Next::Payload(Some(payload))) = input.next() else { panic!("it is there") };
+        assert_eq!((payload.as_ptr(), payload.len()), (address, 1 << 20));
+        assert!(payload.is_aligned(4096));
+    }
+
+    #[test]
+    fn receive_buffer_is_bounded_whatever_is_skipped() {
         let mut input = Input::new(&header(command::WRITE, 1, 32 << 20));
-        assert_eq!(input.next(), Ok(Next::NeedBytes));
+        assert!(matches!(input.next(), Ok(Next::Request(_))));
+        input.skip(32 << 20);
         for _ in 0..520 {
+            if let Next::Payload(payload) = input.next().expect("well formed") {
+                assert!(payload.is_none());
+                return;
+            }
             let buf = input.take_buf().expect("all is used up");
             assert!(buf.len() <= RECEIVE_BYTES_MAX);
             let count = buf.len();
             input.put_buf(buf, count);
-            if let Next::Request(request) = input.next().expect("well formed") {
-                assert_eq!(request.cookie, 1);
-                return;
-            }
         }
         panic!("the payload never ended");
     }
 
     #[test]
     fn wrong_magic_is_malformed() {
-        assert_eq!(cookies(&[0; 28], 28), Err(Malformed));
-        assert_eq!(cookies(&[0; 28], 5), Err(Malformed));
+        assert_eq!(taken(&[0; 28], 28), Err(Malformed));
+        assert_eq!(taken(&[0; 28], 5), Err(Malformed));
     }
 
     #[test]
     fn write_of_4_gib_is_malformed() {
-        assert_eq!(cookies(&header(command::WRITE, 1, u32::MAX), 28), Err(Malformed));
+        assert_eq!(taken(&header(command::WRITE, 1, u32::MAX), 28), Err(Malformed));
     }
 }

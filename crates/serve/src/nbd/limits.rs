@@ -1,9 +1,11 @@
 //! Every maximum of the NBD server. What a client can make it hold, wait or do is bounded here.
 //!
 //! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
-//! requests, and [`BUDGET_BYTES`] of data that is being read or waits to be sent (a read that is
-//! larger than that runs alone and keeps within the budget piece by piece).
+//! requests, and [`BUDGET_BYTES`] of data that arrives to be written, is being written or read, or
+//! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece by
+//! piece; a write that is larger runs alone too, with all of its payload.
 
+use mica_block::REQUEST_BYTES_MAX;
 use std::time::Duration;
 
 /// Longest name of an export, description or query, as the protocol sets it ("Conventions").
@@ -25,7 +27,7 @@ pub(super) const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
 pub(super) const PAYLOAD_BYTES_SKIPPED_MAX: u32 = 64 << 20;
 /// Requests of one connection in flight.
 pub(super) const SLOTS_MAX: usize = 256;
-/// Data of one connection that is being read or waits to be sent.
+/// Data of one connection that arrives to be written, is being written or read, or waits to be sent.
 pub(super) const BUDGET_BYTES: usize = 8 << 20;
 /// Replies of one connection that wait to be sent before no further request is taken.
 pub(super) const REPLIES_QUEUED_MAX: usize = 1024;
@@ -35,10 +37,18 @@ pub(super) const BATCH_BYTES_MAX: usize = 1 << 20;
 pub(super) const WINDOW_BYTES: u64 = 256 << 10;
 /// Operations of one piece that run at once.
 pub(super) const WINDOW_OPS_MAX: usize = 32;
-/// Receive buffer of a connection: it starts small and grows when a client fills it.
+/// Receive buffer of a connection: it starts small and grows for short payloads, of which one
+/// receive then brings many.
 pub(super) const RECEIVE_BYTES_MIN: usize = 4 << 10;
 /// See [`RECEIVE_BYTES_MIN`].
 pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
+/// What is left of a payload is received straight into its own buffer if it is at least this long.
+pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
+/// Zeros are written and space is freed in pieces that end at multiples of this.
+pub(super) const PIECE_BYTES: u64 = REQUEST_BYTES_MAX;
+/// What writing zeros counts for in the budget at most: a disk that has to write them out does so
+/// in pieces of about this size.
+pub(super) const ZEROES_CHARGE_BYTES: usize = 1 << 20;
 /// Descriptors in one reply to a block status request.
 pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
 /// What a block status request counts for in the budget: the plan of its largest window.

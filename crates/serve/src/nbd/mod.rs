@@ -20,10 +20,12 @@ mod read;
 mod reply;
 mod server;
 mod session;
+mod shared;
 mod signal;
 mod stats;
 mod status;
 mod wake;
+mod write;
 
 #[cfg(any(test, feature = "fuzzing"))]
 mod hostile;
@@ -36,5 +38,5 @@ pub use hostile::survive;
 
 pub use limits::Limits;
 pub use listener::Listener;
-pub use server::{Export, Running, Server, ServerConfig};
+pub use server::{Discard, Export, Running, Server, ServerConfig};
 pub use stats::Counters;

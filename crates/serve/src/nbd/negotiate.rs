@@ -14,6 +14,7 @@ use super::protocol::{
 use super::reply::ReplyStyle;
 use super::server::Export;
 use super::session::Transmission;
+use mica_block::Disk;
 use mica_rt::{Buf, Stream};
 use std::collections::VecDeque;
 use std::fmt;
@@ -95,6 +96,7 @@ pub(super) async fn negotiate(
             Step::Transmit { export, status } => {
                 return Ok(Transmission {
                     disk: Arc::clone(&export.disk),
+                    discard: export.discard,
                     style: negotiation.style,
                     status,
                     leftover: inbox.rest().to_vec(),
@@ -174,7 +176,8 @@ impl<'a> Negotiation<'a> {
         let Some(export) = self.find(data) else {
             return Err(Refused::Malformed("an unknown export, asked for in the old way"));
         };
-        let info = protocol::info_export(export.disk.geometry().len, self.transmission_flags());
+        let flags = self.transmission_flags(&*export.disk);
+        let info = protocol::info_export(export.disk.geometry().len, flags);
         out.extend(&info[2..]);
         if self.flags & handshake::NO_ZEROES == 0 {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
@@ -206,7 +209,8 @@ impl<'a> Negotiation<'a> {
         };
         let mut inform = |data: &[&[u8]]| self.reply(out, option, option_reply::INFO, data);
         let geometry = export.disk.geometry();
-        inform(&[&protocol::info_export(geometry.len, self.transmission_flags())]);
+        let flags = self.transmission_flags(&*export.disk);
+        inform(&[&protocol::info_export(geometry.len, flags)]);
         if request.asks_for(info::NAME) {
             inform(&[&info::NAME.to_be_bytes(), export.name.as_bytes()]);
         }
@@ -214,8 +218,9 @@ impl<'a> Negotiation<'a> {
             inform(&[&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()]);
         }
         if request.asks_for(info::BLOCK_SIZE) {
+            let minimum = if export.disk.is_writable() { SECTOR_BYTES } else { 1 };
             let preferred = preferred_bytes(geometry.preferred_bytes);
-            inform(&[&protocol::info_block_size(1, preferred, PAYLOAD_BYTES_MAX)]);
+            inform(&[&protocol::info_block_size(minimum, preferred, PAYLOAD_BYTES_MAX)]);
         }
         self.reply(out, option, option_reply::ACK, &[]);
         if option == option::GO {
@@ -279,18 +284,26 @@ impl<'a> Negotiation<'a> {
         self.meta_context.as_deref() == Some(name)
     }
 
-    /// Read-only, and otherwise as qemu-nbd: a flush or a FUA flag has nothing to do and is
-    /// accepted; all connections see the same disk.
-    fn transmission_flags(&self) -> u16 {
+    /// As qemu-nbd: where nothing is written, a flush or a FUA flag has nothing to do and is
+    /// accepted; all connections see the same disk, and a flush on one is a flush for all.
+    fn transmission_flags(&self, disk: &dyn Disk) -> u16 {
         let df = if self.style == ReplyStyle::Structured { transmission::SEND_DF } else { 0 };
+        let writing = if disk.is_writable() {
+            transmission::SEND_TRIM | transmission::SEND_WRITE_ZEROES | transmission::SEND_FAST_ZERO
+        } else {
+            transmission::READ_ONLY
+        };
         transmission::HAS_FLAGS
-            | transmission::READ_ONLY
             | transmission::SEND_FLUSH
             | transmission::SEND_FUA
             | transmission::CAN_MULTI_CONN
+            | writing
             | df
     }
 }
+
+/// What a writable disk takes at least, as a number of the protocol.
+const SECTOR_BYTES: u32 = 512;
 
 /// "Size constraints": a power of two, at least 512 and at most the largest payload.
 fn preferred_bytes(preferred: u32) -> u32 {

@@ -26,8 +26,11 @@ pub(super) mod transmission {
     pub(in crate::nbd) const READ_ONLY: u16 = 1 << 1;
     pub(in crate::nbd) const SEND_FLUSH: u16 = 1 << 2;
     pub(in crate::nbd) const SEND_FUA: u16 = 1 << 3;
+    pub(in crate::nbd) const SEND_TRIM: u16 = 1 << 5;
+    pub(in crate::nbd) const SEND_WRITE_ZEROES: u16 = 1 << 6;
     pub(in crate::nbd) const SEND_DF: u16 = 1 << 7;
     pub(in crate::nbd) const CAN_MULTI_CONN: u16 = 1 << 8;
+    pub(in crate::nbd) const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
 /// "Option types".
@@ -76,8 +79,10 @@ pub(super) mod command {
 /// "Command flags".
 pub(super) mod command_flag {
     pub(in crate::nbd) const FUA: u16 = 1 << 0;
+    pub(in crate::nbd) const NO_HOLE: u16 = 1 << 1;
     pub(in crate::nbd) const DF: u16 = 1 << 2;
     pub(in crate::nbd) const REQ_ONE: u16 = 1 << 3;
+    pub(in crate::nbd) const FAST_ZERO: u16 = 1 << 4;
 }
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
@@ -117,6 +122,7 @@ pub(super) enum ErrorCode {
     Inval = 22,
     NoSpc = 28,
     Overflow = 75,
+    NotSup = 95,
 }
 
 impl ErrorCode {
@@ -125,12 +131,12 @@ impl ErrorCode {
     }
 
     /// What a client is told about an error of the disk. Total: a kind that is new tells EIO.
-    /// ENOTSUP is not used: the protocol keeps it for fast zeroing.
+    /// ENOTSUP is not given: the protocol keeps it for fast zeroing.
     pub(super) fn of(error: &Error) -> Self {
         match error.kind() {
-            ErrorKind::Invalid => Self::Inval,
+            ErrorKind::Invalid | ErrorKind::Limit => Self::Inval,
             ErrorKind::Denied => Self::Perm,
-            ErrorKind::Limit => Self::NoMem,
+            ErrorKind::NoSpace => Self::NoSpc,
             ErrorKind::Io => match error.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                 Some(rustix::io::Errno::NOMEM) => Self::NoMem,
                 Some(
@@ -146,10 +152,11 @@ impl ErrorCode {
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::Perm => "not permitted",
-            Self::Io => "the disk cannot be read here; the server's log says why",
-            Self::NoMem => "beyond a limit of the server",
+            Self::Io => "the disk failed here; the server's log says why",
+            Self::NoMem => "the server is out of memory",
             Self::Inval => "the request is malformed or beyond the end of the disk",
-            Self::NoSpc => "no space left on the disk's storage",
+            Self::NoSpc => "no space left on the disk's storage, or beyond the end of the disk",
+            Self::NotSup => "zeros are not faster than data here",
             Self::Overflow => "too long for one reply",
         }
     }

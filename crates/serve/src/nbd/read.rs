@@ -8,9 +8,10 @@
 
 use super::limits::{BUDGET_BYTES, WINDOW_BYTES, WINDOW_OPS_MAX};
 use super::reply::{Content, ReplyStyle};
-use super::session::{Charge, Failure, Shared};
+use super::shared::{Charge, Failure, Shared};
+use super::write::Outcome;
 use crate::nbd::protocol::Done;
-use mica_block::{Detail, Disk, Extent, IoFuture, Result};
+use mica_block::{Detail, Disk, Extent, InFlight, IoFuture, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 use std::future::{Future, poll_fn};
@@ -33,6 +34,12 @@ pub(super) struct Read {
     pub(super) fragments: Fragments,
 }
 
+/// The plan of a read, and what keeps it true.
+pub(super) struct Planned<'a> {
+    pub(super) extents: Vec<Extent>,
+    pub(super) in_flight: InFlight<'a>,
+}
+
 /// How the reply is put together.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Assembly {
@@ -44,13 +51,14 @@ enum Assembly {
     Stream,
 }
 
-/// Serves `read`. `plan` is the plan of its whole range, if that was made already.
-pub(super) async fn read_long(
-    shared: Rc<Shared>,
+/// Serves `read`. `plan` is the plan of its whole range, if that was made already. Each piece is in
+/// flight from its plan to its data, and not while the client takes its time.
+pub(super) async fn read_long<'a>(
+    shared: Rc<Shared<'a>>,
     read: Read,
-    mut plan: Option<Vec<Extent>>,
-    mut charge: Charge,
-) -> std::result::Result<u64, Failure> {
+    mut plan: Option<Planned<'a>>,
+    mut charge: Charge<'a>,
+) -> std::result::Result<Outcome, Failure> {
     let Read { cookie, range, fragments } = read;
     let style = shared.outgoing.borrow().style();
     let oversize = range.len() > BUDGET_BYTES as u64;
@@ -67,7 +75,7 @@ pub(super) async fn read_long(
         }
         // A plan that is there already is for all of the range, which is short then.
         let window = if plan.is_some() { range } else { next_window(at, range.end()) };
-        let contents = read_window(&*shared.disk, window, plan.take()).await;
+        let contents = read_window(shared.disk, window, plan.take()).await;
         let contents = contents.map_err(|failure| Failure {
             // A header is out already that promised what cannot be kept.
             ends_connection: assembly == Assembly::Stream && at > range.start(),
@@ -101,7 +109,7 @@ pub(super) async fn read_long(
         }
         outgoing.plain(kept);
     }
-    Ok(range.len())
+    Ok(Outcome::Read(range.len()))
 }
 
 fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
@@ -110,18 +118,19 @@ fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
     GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
 }
 
-async fn read_window(
-    disk: &dyn Disk,
+async fn read_window<'a>(
+    disk: &'a dyn Disk,
     range: GuestRange,
-    plan: Option<Vec<Extent>>,
+    plan: Option<Planned<'a>>,
 ) -> std::result::Result<Vec<Content>, Failure> {
-    let extents = match plan {
-        Some(extents) => extents,
+    let Planned { extents, in_flight: _in_flight } = match plan {
+        Some(plan) => plan,
         None => {
+            let in_flight = disk.enter();
             let mut extents = Vec::new();
             let planned = disk.plan(range, Detail::Read, &mut extents).finish().await;
             planned.map_err(|error| Failure::at(error, range.start()))?;
-            extents
+            Planned { extents, in_flight }
         }
     };
     assert!(covers(&extents, range), "a plan covers what was asked");

@@ -29,6 +29,19 @@ pub struct Export {
     pub name: String,
     /// Shown to people who list the exports; may be empty.
     pub description: String,
+    /// What becomes of space that clients do not need any more.
+    pub discard: Discard,
+}
+
+/// What becomes of space that clients do not need any more.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Discard {
+    /// It stays as it is: discards are answered and dropped, zeros are written so that they keep
+    /// their space.
+    Ignore,
+    /// The disk is told.
+    #[default]
+    Unmap,
 }
 
 impl fmt::Debug for Export {

@@ -53,6 +53,16 @@ counters! {
     reads,
     /// Bytes of those reads.
     read_bytes,
+    /// Writes that were done.
+    writes,
+    /// Bytes of those writes.
+    written_bytes,
+    /// Requests to write zeros that were done.
+    zeroes,
+    /// Requests to discard that were done.
+    discards,
+    /// Flushes that were done, besides those of single requests (FUA).
+    flushes,
     /// Requests that were answered with an error.
     errors,
 }

@@ -2,7 +2,8 @@
 
 use super::limits::STATUS_EXTENTS_MAX;
 use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
-use super::session::{Charge, Failure, Shared};
+use super::shared::{Charge, Failure, Shared};
+use super::write::Outcome;
 use mica_block::{Detail, Extent, ExtentKind, REQUEST_BYTES_MAX};
 use mica_rt::yield_now;
 use mica_units::{GuestOffset, GuestRange};
@@ -18,11 +19,11 @@ pub(super) struct Status {
 }
 
 /// Serves `status`. Tells about at least one byte, and never about more than was asked.
-pub(super) async fn block_status(
-    shared: Rc<Shared>,
+pub(super) async fn block_status<'a>(
+    shared: Rc<Shared<'a>>,
     status: Status,
-    charge: Charge,
-) -> Result<u64, Failure> {
+    charge: Charge<'a>,
+) -> Result<Outcome, Failure> {
     let Status { cookie, range, extents_max } = status;
     let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
     let mut extents = Vec::new();
@@ -30,7 +31,9 @@ pub(super) async fn block_status(
     'windows: while at < range.end() {
         let window = next_window(at, range.end());
         extents.clear();
+        let in_flight = shared.disk.enter();
         let planned = shared.disk.plan(window, Detail::Allocation, &mut extents).finish().await;
+        drop(in_flight);
         match planned {
             Ok(()) => {}
             // What is known already is an answer; the client asks again for the rest.
@@ -51,7 +54,7 @@ pub(super) async fn block_status(
     assert!(!descriptors.list.is_empty(), "a status tells about at least one byte");
     shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
     drop(charge);
-    Ok(0)
+    Ok(Outcome::Told)
 }
 
 fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {

@@ -2,7 +2,7 @@
 
 use super::connection::{Common, serve};
 use super::limits::Limits;
-use super::server::{Export, QueueShared};
+use super::server::{Discard, Export, QueueShared};
 use super::signal::Signal;
 use super::stats::Counters;
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned};
@@ -16,6 +16,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+#[cfg(test)]
+mod memory;
+
+#[cfg(test)]
+pub(super) use memory::{Event, MemoryDisk};
 
 /// Bytes of one run of a [`PatternDisk`].
 pub(super) const RUN_BYTES: u64 = 4096;
@@ -240,13 +246,27 @@ pub(super) fn simulated_seeds(
     for seed in seeds {
         let disk = disk();
         let reading = Arc::clone(&disk.reading);
-        simulated_once(seed, World::new(disk, reading), &test);
+        simulated_once(seed, World::new(Arc::new(disk), Discard::default(), reading), &test);
+    }
+}
+
+/// As [`simulated`], with a disk that is written.
+#[cfg(test)]
+pub(super) fn simulated_memory(
+    disk: impl Fn() -> MemoryDisk,
+    discard: Discard,
+    test: impl AsyncFn(World, Arc<MemoryDisk>),
+) {
+    for seed in 0..5 {
+        let disk = Arc::new(disk());
+        let world = World::new(Arc::clone(&disk) as _, discard, Arc::default());
+        simulated_once(seed, world, &async |world| test(world, Arc::clone(&disk)).await);
     }
 }
 
 /// As [`simulated`], with a disk that cannot plan.
 pub(super) fn simulated_with_broken_disk(test: impl AsyncFn(World)) {
-    simulated_once(0, World::new(BrokenDisk, Arc::default()), &test);
+    simulated_once(0, World::new(Arc::new(BrokenDisk), Discard::default(), Arc::default()), &test);
 }
 
 fn simulated_once(seed: u64, world: World, test: &impl AsyncFn(World)) {
@@ -255,12 +275,9 @@ fn simulated_once(seed: u64, world: World, test: &impl AsyncFn(World)) {
 }
 
 impl World {
-    fn new(disk: impl Disk + 'static, reading: Arc<Gauge>) -> Self {
-        let export = Export {
-            disk: Arc::new(disk),
-            name: "disk".to_owned(),
-            description: "a pattern".to_owned(),
-        };
+    fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
+        let export =
+            Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
         let common = Common {
             exports: vec![Arc::new(export)],
             limits: Limits::default(),

@@ -2,6 +2,9 @@ use super::*;
 use crate::NullDisk;
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
+use std::future::Future;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 fn range(start: u64, len: u64) -> GuestRange {
     GuestRange::new(GuestOffset::new(start), len).expect("a range")
@@ -85,4 +88,198 @@ fn null_disk_is_zeros_that_a_server_has_to_send() {
     let extents = plan(&disk, range(0, 1 << 40), Detail::Allocation).unwrap();
     assert_eq!((extents[0].kind, extents[0].len), (ExtentKind::Hole, 1 << 40));
     assert_eq!(NullDisk::new(1000).err().unwrap().kind(), ErrorKind::Invalid);
+}
+
+/// A memory store that is told what to refuse, and tells what it did.
+struct Fussy {
+    bytes: Mutex<Vec<u8>>,
+    calls: Mutex<Vec<&'static str>>,
+    knows_space: bool,
+    sync_fails: AtomicBool,
+}
+
+impl Fussy {
+    fn new(len: usize, knows_space: bool) -> Arc<Self> {
+        Arc::new(Self {
+            bytes: Mutex::new(vec![7; len]),
+            calls: Mutex::default(),
+            knows_space,
+            sync_fails: AtomicBool::new(false),
+        })
+    }
+
+    fn note(&self, call: &'static str) {
+        self.calls.lock().expect("no panic").push(call);
+    }
+
+    fn calls(&self) -> Vec<&'static str> {
+        std::mem::take(&mut *self.calls.lock().expect("no panic"))
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.bytes.lock().expect("no panic").clone()
+    }
+}
+
+impl Store for Fussy {
+    fn read_at(&self, buf: Buf, _: HostOffset) -> IoFuture {
+        mica_block::ready(Ok(()), buf)
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.bytes.lock().expect("no panic").len() as u64)
+    }
+
+    fn run_at(&self, _: HostOffset, len: u64) -> Result<mica_block::Run> {
+        Ok(mica_block::Run { kind: RunKind::Data, len })
+    }
+
+    fn name(&self) -> String {
+        "disk.raw".to_owned()
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        self.note("write");
+        let mut bytes = self.bytes.lock().expect("no panic");
+        let start = usize::try_from(offset.bytes()).expect("small");
+        let end = start + buf.len();
+        let len = bytes.len().max(end);
+        bytes.resize(len, 0);
+        bytes[start..end].copy_from_slice(&buf);
+        mica_block::ready(Ok(()), buf)
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.note("sync");
+        let failure = Error::new(ErrorKind::Io, "the device is gone");
+        let fails = self.sync_fails.load(Ordering::Relaxed);
+        Box::pin(async move { if fails { Err(failure) } else { Ok(()) } })
+    }
+
+    fn space(&self, change: Space, at: HostOffset, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.note(match change {
+            Space::Punch => "punch",
+            Space::Zero => "zero",
+            Space::Allocate => "allocate",
+        });
+        if !self.knows_space {
+            let error = Error::new(ErrorKind::Unsupported, "not here");
+            return Box::pin(async move { Err(error) });
+        }
+        let mut bytes = self.bytes.lock().expect("no panic");
+        let start = usize::try_from(at.bytes()).expect("small");
+        let end = start + usize::try_from(len).expect("small");
+        bytes[start..end].fill(0);
+        Box::pin(async { Ok(()) })
+    }
+}
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    Executor::new(Backend::Sim { seed: 0 }).expect("a simulator").block_on(future)
+}
+
+fn writable(store: &Arc<Fussy>) -> RawDisk {
+    RawDisk::new_writable(Arc::clone(store) as _).expect("a disk")
+}
+
+fn write(disk: &dyn Disk, at: u64, bytes: &[u8]) -> Result<()> {
+    let (result, buf) = run(disk.write(GuestOffset::new(at), Buf::from_slice(bytes)));
+    assert_eq!(*buf, *bytes, "the buffer comes back as it was");
+    result
+}
+
+const HOW: Zeroes = Zeroes { may_unmap: false, fast: false };
+
+#[test]
+fn disk_opened_for_reading_takes_no_writes() {
+    let store = Fussy::new(4096, true);
+    let raw = RawDisk::new(Arc::clone(&store) as _).expect("a disk");
+    let null = NullDisk::new(4096).expect("a disk");
+    for disk in [&raw as &dyn Disk, &null] {
+        assert!(!disk.is_writable());
+        assert_eq!(write(disk, 0, &[1; 512]).unwrap_err().kind(), ErrorKind::Denied);
+        let zeroes = run(disk.write_zeroes(range(0, 512), HOW));
+        assert_eq!(zeroes.unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(run(disk.discard(range(0, 512))).unwrap_err().kind(), ErrorKind::Denied);
+        run(disk.flush()).expect("there is nothing to flush");
+        run(disk.close()).expect("there is nothing to close");
+    }
+    assert!(store.calls().is_empty());
+}
+
+#[test]
+fn writes_beyond_the_end_are_refused() {
+    let store = Fussy::new(4096, true);
+    let null = NullDisk::new(4096).expect("a disk").writable();
+    for disk in [&writable(&store) as &dyn Disk, &null] {
+        assert!(disk.is_writable());
+        write(disk, 3584, &[1; 512]).expect("the last sector");
+        for at in [3584, 4096, u64::MAX - 511] {
+            assert_eq!(write(disk, at, &[1; 1024]).unwrap_err().kind(), ErrorKind::Invalid);
+        }
+        for range in [range(4096, 512), range(0, 4608)] {
+            let zeroes = run(disk.write_zeroes(range, HOW));
+            assert_eq!(zeroes.unwrap_err().kind(), ErrorKind::Invalid);
+            assert_eq!(run(disk.discard(range)).unwrap_err().kind(), ErrorKind::Invalid);
+        }
+    }
+    assert_eq!(store.bytes().len(), 4096);
+}
+
+#[test]
+fn last_sector_that_is_only_begun_does_not_make_the_image_grow() {
+    let store = Fussy::new(700, true);
+    let disk = writable(&store);
+    write(&disk, 0, &[1; 1024]).expect("written");
+    assert_eq!(store.bytes(), [1; 700]);
+    write(&disk, 512, &[2; 512]).expect("written");
+    assert_eq!(store.bytes()[512..], [2; 188]);
+    run(disk.write_zeroes(range(0, 1024), HOW)).expect("zeroed");
+    run(disk.discard(range(512, 512))).expect("discarded");
+    assert_eq!(store.bytes(), [0; 700]);
+}
+
+#[test]
+fn zeroes_change_the_space_and_are_written_out_only_where_they_must() {
+    let store = Fussy::new(3 << 20, true);
+    let disk = writable(&store);
+    let unmap = Zeroes { may_unmap: true, ..HOW };
+    run(disk.write_zeroes(range(0, 1024), HOW)).expect("zeroed");
+    run(disk.write_zeroes(range(0, 1024), unmap)).expect("zeroed");
+    run(disk.discard(range(0, 1024))).expect("discarded");
+    assert_eq!(store.calls(), ["zero", "punch", "punch"]);
+
+    let store = Fussy::new(3 << 20, false);
+    let disk = writable(&store);
+    run(disk.discard(range(0, 1024))).expect("a hint only");
+    let fast = run(disk.write_zeroes(range(0, 1024), Zeroes { fast: true, ..unmap }));
+    assert_eq!(fast.unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(store.calls(), ["punch", "punch"]);
+    assert_eq!(store.bytes(), vec![7; 3 << 20]);
+    run(disk.write_zeroes(range(512, (5 << 19) - 512), unmap)).expect("zeroed");
+    assert_eq!(store.calls(), ["punch", "write", "write", "write"]);
+    let bytes = store.bytes();
+    assert_eq!((bytes[511], bytes[5 << 19]), (7, 7));
+    assert!(bytes[512..5 << 19].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn failed_sync_latches_the_disk() {
+    let store = Fussy::new(4096, true);
+    let disk = writable(&store);
+    run(disk.flush()).expect("synced");
+    store.sync_fails.store(true, Ordering::Relaxed);
+    let error = run(disk.flush()).expect_err("the device is gone");
+    assert_eq!(error.kind(), ErrorKind::Io);
+    // The device comes back; what was lost meanwhile does not.
+    store.sync_fails.store(false, Ordering::Relaxed);
+    store.calls();
+    let say = |error: Error| assert!(error.to_string().contains("a sync of it failed"), "{error}");
+    say(run(disk.flush()).unwrap_err());
+    say(write(&disk, 0, &[1; 512]).unwrap_err());
+    say(run(disk.write_zeroes(range(0, 512), HOW)).unwrap_err());
+    say(run(disk.discard(range(0, 512))).unwrap_err());
+    say(run(disk.close()).unwrap_err());
+    assert!(store.calls().is_empty());
+    assert_eq!(read(&disk, range(0, 512)).len(), 512, "it is still read");
 }

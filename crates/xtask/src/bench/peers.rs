@@ -118,7 +118,7 @@ impl Peer {
     ) {
         match self.kind {
             Kind::Mica => {
-                command.arg("serve").arg("--nbd").arg(socket).args(["--format", format]);
+                command.args(["serve", "--read-only", "--format", format, "--nbd"]).arg(socket);
                 command.arg("--stats-file").arg(stats).args(&self.more).arg(image);
             }
             Kind::QemuNbd => {

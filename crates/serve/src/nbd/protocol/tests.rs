@@ -129,7 +129,8 @@ fn every_error_of_the_disk_has_a_code_of_the_protocol() {
         (ErrorKind::Corrupt, ErrorCode::Io),
         (ErrorKind::NotFound, ErrorCode::Io),
         (ErrorKind::Denied, ErrorCode::Perm),
-        (ErrorKind::Limit, ErrorCode::NoMem),
+        (ErrorKind::Limit, ErrorCode::Inval),
+        (ErrorKind::NoSpace, ErrorCode::NoSpc),
         (ErrorKind::Io, ErrorCode::Io),
     ];
     for (kind, code) in kinds {

@@ -27,6 +27,7 @@ fn served(backend: Backend, limits: Limits) -> Served {
         disk: Arc::new(PatternDisk::data(LEN)),
         name: "disk".to_owned(),
         description: String::new(),
+        discard: Discard::default(),
     };
     let config = ServerConfig {
         listeners: vec![unix, tcp],
@@ -228,6 +229,7 @@ fn configurations_that_make_no_sense_are_refused() {
         disk: Arc::new(PatternDisk::data(LEN)),
         name: name.to_owned(),
         description: String::new(),
+        discard: Discard::default(),
     };
     let config = |exports, queues| ServerConfig {
         listeners: Vec::new(),

@@ -1,11 +1,12 @@
 use super::*;
-use crate::nbd::limits::{PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MAX, STATUS_EXTENTS_MAX};
-use crate::nbd::protocol::{Request, command_flag};
+use crate::nbd::limits::{BUDGET_BYTES, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MAX, STATUS_EXTENTS_MAX};
+use crate::nbd::protocol::{Request, command, command_flag};
 use crate::nbd::testing::{
     PatternDisk, RUN_BYTES, Reply, assemble, decode_error, request, simulated, simulated_seeds,
     simulated_with_broken_disk,
 };
 use mica_block::ExtentKind;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

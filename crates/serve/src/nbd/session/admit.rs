@@ -1,0 +1,270 @@
+//! How requests begin and end in a session.
+
+use super::super::check::Action;
+use super::super::input::Next;
+use super::super::limits::{
+    BUDGET_BYTES, FAILURES_LOGGED_MAX, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES,
+};
+use super::super::protocol::{ErrorCode, command};
+use super::super::read::{Planned as ReadPlan, Read, read_long};
+use super::super::shared::{Charge, Failure};
+use super::super::status::block_status;
+use super::super::write::{Answer, Outcome, Write, change, write_durably};
+use super::slots::{Finished, Work};
+use super::{Ended, Session};
+use mica_block::{Detail, Extent, InFlight, LocalFuture, Planned};
+use mica_rt::{Buf, now};
+use mica_units::GuestOffset;
+use std::rc::Rc;
+
+/// A request whose payload is arriving.
+pub(super) enum Awaited<'a> {
+    /// It has its room already.
+    Write(Write, Charge<'a>),
+    /// The payload is skipped.
+    Refused(Action),
+}
+
+impl<'a> Session<'a> {
+    /// Admits requests as long as there are some and there is room for them.
+    pub(super) fn admit_all(&mut self) -> Result<(), Ended> {
+        while self.draining.is_none() {
+            let action = match self.held_back.take() {
+                Some(action) => action,
+                None => match self.next_action()? {
+                    Some(action) => action,
+                    None => break,
+                },
+            };
+            if !self.has_room(&action) {
+                self.held_back = Some(action);
+                break;
+            }
+            self.admit(action);
+        }
+        self.note_arrival();
+        Ok(())
+    }
+
+    /// The next request that is to be admitted. Writes whose payload is complete are started here:
+    /// they had their room before it came.
+    fn next_action(&mut self) -> Result<Option<Action>, Ended> {
+        loop {
+            let request = match self.input.next().map_err(|_| Ended::Malformed)? {
+                Next::NeedBytes => return Ok(None),
+                Next::Payload(payload) => match (self.awaited.take(), payload) {
+                    (Some(Awaited::Write(write, charge)), Some(payload)) => {
+                        self.write(write, payload, charge);
+                        continue;
+                    }
+                    (Some(Awaited::Refused(action)), None) => return Ok(Some(action)),
+                    _ => unreachable!("a payload is there for who awaits it"),
+                },
+                Next::Request(request) => request,
+            };
+            self.stats.requests.add(1);
+            self.taken += 1;
+            if request.command == command::DISC {
+                self.draining = Some(Ended::Disconnected);
+                return Ok(None);
+            }
+            let action = self.rules.check(&request);
+            if request.payload_len() == 0 || matches!(action, Action::Write(_)) {
+                return Ok(Some(action));
+            }
+            self.input.skip(request.payload_len() as usize);
+            self.awaited = Some(Awaited::Refused(action));
+        }
+    }
+
+    /// Starts, restarts or ends the deadline of a request that is arriving.
+    fn note_arrival(&mut self) {
+        if !self.input.is_partial() || self.held_back.is_some() || self.draining.is_some() {
+            self.arriving = None;
+        } else {
+            let steps = self.input.steps();
+            if self.arriving.is_none_or(|(_, before)| before != steps) {
+                self.arriving = Some((now(), steps));
+            }
+        }
+    }
+
+    fn has_room(&self, action: &Action) -> bool {
+        let outgoing = self.shared.outgoing.borrow();
+        let charged = self.shared.charged_bytes();
+        let slots_used = self.slots.used();
+        let held = outgoing.held_bytes();
+        let is_alone = slots_used == 0 && held == 0;
+        slots_used < SLOTS_MAX
+            && outgoing.queued_parts() < REPLIES_QUEUED_MAX
+            && (is_alone || charged + held + action.charge_bytes() <= BUDGET_BYTES)
+    }
+
+    fn admit(&mut self, action: Action) {
+        let charge = self.shared.charge(action.charge_bytes());
+        match action {
+            Action::Read(read) => self.read(read, charge),
+            Action::Status(status) => {
+                let future = block_status(Rc::clone(&self.shared), status, charge);
+                self.start_long(status.cookie, false, Box::pin(future));
+            }
+            Action::Write(write) => {
+                self.input.fill(usize::try_from(write.range.len()).expect("within a payload"));
+                self.awaited = Some(Awaited::Write(write, charge));
+            }
+            Action::Change(what) => {
+                let future = change(Rc::clone(&self.shared), what, charge);
+                self.start_long(what.cookie, true, Box::pin(future));
+            }
+            Action::Succeed { cookie } => self.shared.outgoing.borrow_mut().success(cookie),
+            Action::Refuse { cookie, error } => self.refuse(cookie, error, None),
+        }
+    }
+
+    fn refuse(&mut self, cookie: u64, error: ErrorCode, offset: Option<GuestOffset>) {
+        self.stats.errors.add(1);
+        let offset = offset.map(GuestOffset::bytes);
+        self.shared.outgoing.borrow_mut().error(cookie, error, offset);
+    }
+
+    fn read(&mut self, read: Read, charge: Charge<'a>) {
+        let disk = self.shared.disk;
+        let mut plan = None;
+        if read.range.len() <= WINDOW_BYTES {
+            let in_flight = disk.enter();
+            self.extents.clear();
+            let planned = match disk.plan(read.range, Detail::Read, &mut self.extents) {
+                Planned::Ready(result) => Some(result),
+                // The map has to be read first: planned again by the long way.
+                Planned::Pending(_) => None,
+            };
+            match (planned, &self.extents[..]) {
+                (Some(Ok(())), &[extent]) => {
+                    return self.read_one(read, &extent, charge, in_flight);
+                }
+                (Some(Ok(())), _) => {
+                    let extents = std::mem::take(&mut self.extents);
+                    plan = Some(ReadPlan { extents, in_flight });
+                }
+                (Some(Err(error)), _) => {
+                    return self.fail(read.cookie, Failure::at(error, read.range.start()));
+                }
+                (None, _) => {}
+            }
+        }
+        let future = read_long(Rc::clone(&self.shared), read, plan, charge);
+        self.start_long(read.cookie, false, Box::pin(future));
+    }
+
+    fn read_one(
+        &mut self,
+        read: Read,
+        extent: &Extent,
+        charge: Charge<'a>,
+        in_flight: InFlight<'a>,
+    ) {
+        let Read { cookie, range, .. } = read;
+        assert_eq!(extent.range(), range, "a plan covers what was asked");
+        let offset = range.start();
+        if extent.kind.reads_as_zero() {
+            let len = u32::try_from(range.len()).expect("checked");
+            self.shared.outgoing.borrow_mut().zeros(cookie, offset.bytes(), len);
+            self.note_read(range.len());
+            return;
+        }
+        let len = usize::try_from(range.len()).expect("checked");
+        let io = self.shared.disk.read(extent, Buf::new(len));
+        self.start(Work::Read { io, cookie, offset, _held: (charge, in_flight) });
+    }
+
+    fn write(&mut self, write: Write, payload: Buf, charge: Charge<'a>) {
+        let Write { cookie, range, answer } = write;
+        let disk = self.shared.disk;
+        let in_flight = disk.enter();
+        let io = disk.write(range.start(), payload);
+        match answer {
+            Answer::Done => {
+                self.start(Work::Write { io, cookie, range, _held: (charge, in_flight) });
+            }
+            Answer::Durable => {
+                let future = write_durably(Rc::clone(&self.shared), range, io, in_flight, charge);
+                self.start_long(cookie, true, Box::pin(future));
+            }
+        }
+    }
+
+    fn start_long(
+        &mut self,
+        cookie: u64,
+        changes: bool,
+        future: LocalFuture<'a, Result<Outcome, Failure>>,
+    ) {
+        self.start(Work::Long { future, cookie, changes });
+    }
+
+    fn start(&mut self, work: Work<'a>) {
+        if let Some(finished) = self.slots.start(work) {
+            self.finish(finished);
+        }
+    }
+
+    /// Answers a request that is done.
+    pub(super) fn finish(&mut self, finished: Finished) {
+        match finished {
+            Finished::Read { cookie, offset, result: Ok(()), buf } => {
+                self.note_read(buf.len() as u64);
+                self.shared.outgoing.borrow_mut().data(cookie, offset.bytes(), buf);
+            }
+            Finished::Read { cookie, offset, result: Err(error), .. } => {
+                self.fail(cookie, Failure::at(error, offset));
+            }
+            Finished::Write { cookie, range, result: Ok(()) } => {
+                self.note_changed(cookie, Outcome::Written(range.len()));
+            }
+            Finished::Write { cookie, range, result: Err(error) } => {
+                self.fail(cookie, Failure::at(error, range.start()));
+            }
+            Finished::Long { cookie, result: Ok(outcome) } => match outcome {
+                Outcome::Read(bytes) => self.note_read(bytes),
+                Outcome::Told => {}
+                outcome => self.note_changed(cookie, outcome),
+            },
+            Finished::Long { cookie, result: Err(failure) } => self.fail(cookie, failure),
+        }
+    }
+
+    fn note_read(&self, bytes: u64) {
+        self.stats.reads.add(1);
+        self.stats.read_bytes.add(bytes);
+    }
+
+    fn note_changed(&self, cookie: u64, outcome: Outcome) {
+        match outcome {
+            Outcome::Written(bytes) => {
+                self.stats.writes.add(1);
+                self.stats.written_bytes.add(bytes);
+            }
+            Outcome::Flushed => self.stats.flushes.add(1),
+            Outcome::Zeroed => self.stats.zeroes.add(1),
+            Outcome::Discarded => self.stats.discards.add(1),
+            Outcome::Read(_) | Outcome::Told => unreachable!("that changes nothing"),
+        }
+        self.shared.outgoing.borrow_mut().success(cookie);
+    }
+
+    /// The disk failed a request: tells the client which kind of failure, and the log which.
+    fn fail(&mut self, cookie: u64, failure: Failure) {
+        let Failure { error, offset, code, ends_connection } = failure;
+        // That zeros would be slow is an answer.
+        if code != ErrorCode::NotSup && self.failures_logged < FAILURES_LOGGED_MAX {
+            self.failures_logged += 1;
+            tracing::warn!(%offset, ?error, "a request failed");
+        }
+        if ends_connection {
+            self.stats.errors.add(1);
+            self.broken = true;
+        } else {
+            self.refuse(cookie, code, Some(offset));
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What a session shares with its requests: the disk, the replies, the budget.
+
+use super::limits::BUDGET_BYTES;
+use super::protocol::ErrorCode;
+use super::reply::Outgoing;
+use mica_block::{Disk, Error};
+use mica_units::GuestOffset;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+
+/// Why a request failed, and at which byte.
+pub(super) struct Failure {
+    pub(super) error: Error,
+    pub(super) offset: GuestOffset,
+    /// What the client is told.
+    pub(super) code: ErrorCode,
+    /// Whether the reply has begun in a way that cannot be taken back.
+    pub(super) ends_connection: bool,
+}
+
+impl Failure {
+    pub(super) fn at(error: Error, offset: GuestOffset) -> Self {
+        let code = ErrorCode::of(&error);
+        Self { error, offset, code, ends_connection: false }
+    }
+}
+
+/// What a session shares with its requests.
+pub(super) struct Shared<'a> {
+    pub(super) disk: &'a dyn Disk,
+    pub(super) outgoing: RefCell<Outgoing>,
+    /// Bytes that requests hold, or may still put into `outgoing`.
+    charged_bytes: Cell<usize>,
+    /// Requests that wait for `outgoing` to shrink.
+    room_wakers: RefCell<Vec<Waker>>,
+}
+
+impl<'a> Shared<'a> {
+    pub(super) fn new(disk: &'a dyn Disk, outgoing: Outgoing) -> Rc<Self> {
+        Rc::new(Self {
+            disk,
+            outgoing: RefCell::new(outgoing),
+            charged_bytes: Cell::new(0),
+            room_wakers: RefCell::default(),
+        })
+    }
+
+    /// Waits until half of the budget is free in `outgoing`.
+    pub(super) async fn room(&self) {
+        poll_fn(|context| {
+            if self.outgoing.borrow().held_bytes() <= BUDGET_BYTES / 2 {
+                return Poll::Ready(());
+            }
+            self.room_wakers.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// A batch is out: who waits for room looks again.
+    pub(super) fn sent(&self) {
+        self.outgoing.borrow_mut().sent();
+        let waiting = self.room_wakers.take();
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    pub(super) fn charged_bytes(&self) -> usize {
+        self.charged_bytes.get()
+    }
+
+    /// Counts `bytes` until what it gives is dropped.
+    pub(super) fn charge(self: &Rc<Self>, bytes: usize) -> Charge<'a> {
+        self.charged_bytes.set(self.charged_bytes.get() + bytes);
+        Charge { shared: Rc::clone(self), bytes }
+    }
+}
+
+/// A request's share of the budget, given back when dropped.
+pub(super) struct Charge<'a> {
+    shared: Rc<Shared<'a>>,
+    bytes: usize,
+}
+
+impl Charge<'_> {
+    /// Gives `bytes` of it back.
+    pub(super) fn release(&mut self, bytes: usize) {
+        assert!(bytes <= self.bytes, "more was released than charged");
+        self.bytes -= bytes;
+        self.shared.charged_bytes.set(self.shared.charged_bytes.get() - bytes);
+    }
+}
+
+impl Drop for Charge<'_> {
+    fn drop(&mut self) {
+        self.release(self.bytes);
+    }
+}
