@@ -1,11 +1,12 @@
 //! Stores that misbehave, under the simulator's clock.
 
 use crate::read;
-use mica_block::{ErrorKind, Store};
+use mica_block::{ErrorKind, Space, Store};
 use mica_rt::{Backend, Executor, now};
 use mica_store::MemoryStore;
 use mica_store::faulty::{
-    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operations, When,
+    DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
+    Operations, When,
 };
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -100,5 +101,77 @@ fn log_has_one_line_for_each_operation() {
         assert_eq!(lines[1], "0.002000 read memory offset=0x0 len=10 ok in 2000 us");
         assert_eq!(lines[2], "- run memory offset=0x0 len=7 Data for 7");
         assert_eq!(lines.len(), 3);
+    });
+}
+
+#[test]
+fn operation_of_a_number_fails_and_nothing_of_it_is_done() {
+    in_sim(|| async {
+        let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 100]));
+        let operations = Operations::from(Operation::Write).with(Operation::Sync);
+        let options = ErrorOptions { operations, when: When::Nth(3), errno: libc::EIO };
+        let store = ErrorStore::new(memory, options);
+        let write = async |byte: u8| {
+            let buf = mica_rt::Buf::from_slice(&[byte; 10]);
+            store.write_at(buf, mica_units::HostOffset::ZERO).await.0
+        };
+        write(1).await.unwrap();
+        store.sync().await.unwrap();
+        assert_eq!(write(2).await.unwrap_err().raw_os_error(), Some(libc::EIO));
+        assert_eq!(read(&store, 0, 11).await.unwrap(), [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]);
+        write(3).await.unwrap();
+        store.sync().await.unwrap();
+        assert_eq!(read(&store, 0, 2).await.unwrap(), [3, 3]);
+    });
+}
+
+#[test]
+fn operations_fail_from_a_number_on() {
+    in_sim(|| async {
+        for (operation, change) in [
+            (Operation::Punch, Space::Punch),
+            (Operation::Zero, Space::Zero),
+            (Operation::Allocate, Space::Allocate),
+        ] {
+            let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 100]));
+            let operations = operation.into();
+            let options = ErrorOptions { operations, when: When::From(2), errno: libc::EOPNOTSUPP };
+            let store = ErrorStore::new(memory, options);
+            let act = || store.space(change, mica_units::HostOffset::ZERO, 10);
+            act().await.unwrap();
+            for _ in 0..3 {
+                let error = act().await.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Unsupported);
+                assert!(error.to_string().contains("injected"), "{error}");
+            }
+            store.set_len(50).await.unwrap();
+            store.sync().await.unwrap();
+        }
+    });
+}
+
+#[test]
+fn delay_and_log_know_every_operation() {
+    in_sim(|| async {
+        let lines: Arc<Mutex<Vec<String>>> = Arc::default();
+        let sunk = Arc::clone(&lines);
+        let sink = Arc::new(move |line: &str| sunk.lock().unwrap().push(line.to_owned()));
+        let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 100]));
+        let (operations, time) = (Operations::ALL, Duration::from_millis(1));
+        let slow = DelayStore::new(memory, DelayOptions { operations, time });
+        let store = LogStore::new(Arc::new(slow), LogOptions { sink });
+        let at = mica_units::HostOffset::ZERO;
+        store.write_at(mica_rt::Buf::zeroed(10), at).await.0.unwrap();
+        store.sync().await.unwrap();
+        store.space(Space::Punch, at, 5).await.unwrap();
+        store.set_len(7).await.unwrap();
+        let expected = [
+            "0.000000 write memory offset=0x0 len=10 ok in 1000 us",
+            "0.001000 sync memory ok in 1000 us",
+            "0.002000 punch memory offset=0x0 len=5 ok in 1000 us",
+            "0.003000 set-len memory len=7 ok in 1000 us",
+        ];
+        assert_eq!(*lines.lock().unwrap(), expected);
+        assert_eq!(store.len().unwrap(), 7);
     });
 }

@@ -5,6 +5,7 @@
 mod faulty;
 mod files;
 mod handles;
+mod locks;
 mod writable;
 
 use mica_block::Store;
