@@ -22,7 +22,6 @@ use mica_block::{Error, ErrorKind, IoFuture, LocalFuture, Result, Run, Space, St
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
 use rustix::fs::ftruncate;
-use rustix::io::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -253,14 +252,7 @@ impl Inner {
             Space::Allocate => ("allocating", FallocateFlags::empty()),
         };
         let changed = mica_rt::fallocate(&self.file, mode, offset.bytes(), len).await;
-        let what = || format!("{doing} {len} bytes at {offset}");
-        changed.map_err(|error| match error.raw_os_error().map(Errno::from_raw_os_error) {
-            // A kind of its own in the standard library only for one of them.
-            Some(Errno::OPNOTSUPP | Errno::NOSYS) => {
-                Error::from_io(what(), io::Error::new(io::ErrorKind::Unsupported, error))
-            }
-            _ => Error::from_io(what(), error),
-        })
+        changed.map_err(|error| Error::from_io(format!("{doing} {len} bytes at {offset}"), error))
     }
 
     fn cut(&self, len: u64) -> Result<()> {

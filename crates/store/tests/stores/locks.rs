@@ -1,0 +1,143 @@
+//! QEMU's locks of images, between stores of one process: they keep each other out like those of
+//! two.
+
+use crate::{on_each_backend, read};
+use mica_block::{ErrorKind, Result};
+use mica_rt::{Access, File};
+use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+fn image(folder: &Path) -> PathBuf {
+    let path = folder.join("image");
+    std::fs::write(&path, vec![1; 4096]).unwrap();
+    path
+}
+
+fn open_shared(path: &Path, locking: Locking, handles: &Arc<Handles>) -> Result<FileStore> {
+    FileStore::new_shared(&mut Located::find(path)?, CacheMode::Writeback, locking, handles)
+}
+
+fn reader(path: &Path, locking: Locking) -> Result<FileStore> {
+    open_shared(path, locking, &Handles::new(8))
+}
+
+fn writer(path: &Path, locking: Locking) -> Result<WritableFile> {
+    WritableFile::open(&mut Located::find(path)?, CacheMode::Writeback, locking)
+}
+
+#[track_caller]
+fn assert_denied<T>(result: Result<T>, words: &str) {
+    let error = result.err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Denied);
+    let (text, me) = (error.to_string(), std::process::id());
+    assert!(text.contains(words) && text.contains("image"), "{text}");
+    assert!(text.contains(&format!("process {me})")), "it says who: {text}");
+}
+
+#[test]
+fn writer_keeps_out_readers_and_writers_until_it_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let first = writer(&path, Locking::On).unwrap();
+    assert_denied(writer(&path, Locking::On), "holds the image for writing");
+    assert_denied(writer(&path, Locking::ForceShare), "holds the image for writing");
+    assert_denied(reader(&path, Locking::On), "holds the image for writing");
+    reader(&path, Locking::ForceShare).unwrap();
+    reader(&path, Locking::Off).unwrap();
+    writer(&path, Locking::Off).unwrap();
+    drop(first);
+    reader(&path, Locking::On).unwrap();
+    writer(&path, Locking::On).unwrap();
+}
+
+#[test]
+fn readers_share_and_keep_out_writers() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let readers = [(); 3].map(|()| reader(&path, Locking::On).unwrap());
+    assert_denied(writer(&path, Locking::On), "lets nobody write it");
+    drop(readers);
+    let _lenient = reader(&path, Locking::ForceShare).unwrap();
+    writer(&path, Locking::On).unwrap();
+}
+
+/// The bytes that QEMU's raw driver takes and looks at.
+#[test]
+fn locked_bytes_are_those_of_qemu() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let observer = File::new(std::fs::File::open(&path).unwrap().into(), Access::Buffered);
+    let locked = || -> Vec<u64> {
+        (0..300).filter(|byte| observer.is_locked_elsewhere(*byte, 1).unwrap()).collect()
+    };
+    let store = reader(&path, Locking::On).unwrap();
+    assert_eq!(locked(), [100, 201, 203]);
+    drop(store);
+    let store = writer(&path, Locking::On).unwrap();
+    assert_eq!(locked(), [100, 101, 103, 201, 203]);
+    drop(store);
+    let store = reader(&path, Locking::ForceShare).unwrap();
+    assert_eq!(locked(), [100]);
+    drop(store);
+    assert_eq!(locked(), [0; 0]);
+}
+
+#[test]
+fn refused_opener_leaves_no_locks_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let first = writer(&path, Locking::On).unwrap();
+    assert!(reader(&path, Locking::On).is_err());
+    drop(first);
+    writer(&path, Locking::On).unwrap();
+}
+
+/// A permission that somebody uses or does not share, without a whole opener around it.
+#[test]
+fn each_lock_of_others_that_contradicts_is_honoured() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    for (byte, reads, writes) in [
+        (100, true, true),
+        (101, false, false),
+        (102, true, true),
+        (103, false, false),
+        (200, false, false),
+        (201, true, false),
+        (202, true, true),
+        (203, true, false),
+    ] {
+        let other = File::new(std::fs::File::open(&path).unwrap().into(), Access::Buffered);
+        other.lock_shared(byte, 1).unwrap();
+        assert_eq!(reader(&path, Locking::On).is_ok(), reads, "reading beside {byte}");
+        assert_eq!(writer(&path, Locking::On).is_ok(), writes, "writing beside {byte}");
+    }
+}
+
+/// Descriptors are short, so that a layer's is closed, and its locks with it. They are taken again
+/// with the next descriptor, or the read says why not.
+#[test]
+fn locks_are_taken_again_when_a_layer_is_opened_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    let others: Vec<PathBuf> =
+        (0..10).map(|number| folder.path().join(format!("other{number}"))).collect();
+    others.iter().for_each(|other| std::fs::write(other, vec![2; 4096]).unwrap());
+    on_each_backend(|| async {
+        let handles = Handles::new(4);
+        let store = open_shared(&path, Locking::On, &handles).unwrap();
+        let others: Vec<_> =
+            others.iter().map(|other| open_shared(other, Locking::On, &handles).unwrap()).collect();
+        assert!(handles.open_count() <= 4);
+        let second = writer(&path, Locking::On).unwrap();
+        assert_denied(read(&store, 0, 10).await, "holds the image for writing");
+        drop(second);
+        assert_eq!(read(&store, 0, 10).await.unwrap(), [1; 10]);
+        assert_denied(writer(&path, Locking::On), "lets nobody write it");
+        for other in &others {
+            read(other, 0, 10).await.unwrap();
+        }
+        assert_eq!(read(&store, 0, 10).await.unwrap(), [1; 10]);
+    });
+}
