@@ -44,6 +44,23 @@ pub struct MapStats {
     pub budget_bytes: u64,
 }
 
+/// What writing has cost besides the guest's own bytes, counted since the disk was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct WriteStats {
+    /// Bytes read to fill what a write left of a unit that got a new place.
+    pub copied_read_bytes: u64,
+    /// Bytes of these written, and zeros written around them.
+    pub copied_written_bytes: u64,
+    /// Bytes of metadata written.
+    pub metadata_bytes: u64,
+    /// Calls that made something durable (`fdatasync`).
+    pub syncs: u64,
+    /// Groups of changes made durable.
+    pub groups: u64,
+    /// Entries of the map that were changed by writes.
+    pub linked_clusters: u64,
+}
+
 /// The outcome of planning: at once, when the map is in memory, or later.
 #[must_use = "a plan that is pending has planned nothing yet"]
 pub enum Planned<'a> {
@@ -140,6 +157,11 @@ pub trait Disk: Send + Sync {
     /// be under way, and nothing is written afterwards.
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         self.flush()
+    }
+
+    /// What writing has cost.
+    fn write_stats(&self) -> WriteStats {
+        WriteStats::default()
     }
 
     /// How its map's cache does.

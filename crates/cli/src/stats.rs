@@ -1,6 +1,6 @@
 //! The figures of a run, as JSON.
 
-use mica_block::{Disk, MapStats};
+use mica_block::{Disk, MapStats, WriteStats};
 use mica_serve::nbd::Counters;
 use serde_json::{Value, json};
 
@@ -8,6 +8,14 @@ use serde_json::{Value, json};
 pub(crate) fn document(disk: &dyn Disk, nbd: &Counters) -> Value {
     let MapStats { hits, misses, index_loads, walks, layers_walked, cached_bytes, budget_bytes } =
         disk.map_stats();
+    let WriteStats {
+        copied_read_bytes,
+        copied_written_bytes,
+        metadata_bytes,
+        syncs,
+        groups,
+        linked_clusters,
+    } = disk.write_stats();
     json!({
         "map": {
             "hits": hits,
@@ -17,6 +25,14 @@ pub(crate) fn document(disk: &dyn Disk, nbd: &Counters) -> Value {
             "layers_walked": layers_walked,
             "cached_bytes": cached_bytes,
             "budget_bytes": budget_bytes,
+        },
+        "write": {
+            "copied_read_bytes": copied_read_bytes,
+            "copied_written_bytes": copied_written_bytes,
+            "metadata_bytes": metadata_bytes,
+            "syncs": syncs,
+            "groups": groups,
+            "linked_clusters": linked_clusters,
         },
         "nbd": nbd_counters(nbd),
     })

@@ -12,7 +12,7 @@ use crate::open::{open_layers, read_header};
 use crate::write::Writer;
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, InFlight, IoFuture,
-    LocalFuture, MapStats, Planned, Result, Writing, Zeroes,
+    LocalFuture, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
@@ -303,6 +303,10 @@ impl Disk for Chain {
                 None => Ok(()),
             }
         })
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        self.writer.as_ref().map(Writer::stats).unwrap_or_default()
     }
 
     fn map_stats(&self) -> MapStats {

@@ -178,7 +178,11 @@ impl Chain {
             at += len;
             match part.source {
                 Source::Guest => guest.copy_to(&mut bytes[to]),
-                Source::Zeros => bytes[to].fill(0),
+                Source::Zeros => {
+                    bytes[to].fill(0);
+                    let written = &writer.counters.copied_written_bytes;
+                    written.fetch_add(part.len, Ordering::Relaxed);
+                }
                 Source::Visible(start) => {
                     let visible = self.read_visible(start, part.len).await?;
                     bytes[to].copy_from_slice(&visible);

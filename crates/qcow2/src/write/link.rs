@@ -188,8 +188,8 @@ impl Chain {
             });
         }
         if let Some(writer) = &self.writer {
-            let new = changes.iter().filter(|change| change.group > 0).count() as u64;
-            writer.counters.allocated_clusters.fetch_add(new, Ordering::Relaxed);
+            let linked = changes.len() as u64;
+            writer.counters.linked_clusters.fetch_add(linked, Ordering::Relaxed);
         }
     }
 }

@@ -33,7 +33,9 @@ use crate::format::{Header, L1Entry, L2Format};
 use crate::layer::Layer;
 use allocate::Space;
 use commit::Limbo;
-use mica_block::{Error, ErrorKind, GroupSync, IoFuture, Requests, Result, Store, read_exact};
+use mica_block::{
+    Error, ErrorKind, GroupSync, IoFuture, Requests, Result, Store, WriteStats, read_exact,
+};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
@@ -49,7 +51,7 @@ pub(crate) struct WriteCounters {
     pub(crate) metadata_bytes: AtomicU64,
     pub(crate) syncs: AtomicU64,
     pub(crate) groups: AtomicU64,
-    pub(crate) allocated_clusters: AtomicU64,
+    pub(crate) linked_clusters: AtomicU64,
 }
 
 /// The active layer, open for writing.
@@ -118,6 +120,18 @@ impl Writer {
             counters: WriteCounters::default(),
             metadata,
         })
+    }
+
+    pub(crate) fn stats(&self) -> WriteStats {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        WriteStats {
+            copied_read_bytes: get(&self.counters.copied_read_bytes),
+            copied_written_bytes: get(&self.counters.copied_written_bytes),
+            metadata_bytes: get(&self.counters.metadata_bytes),
+            syncs: get(&self.counters.syncs),
+            groups: get(&self.counters.groups),
+            linked_clusters: get(&self.counters.linked_clusters),
+        }
     }
 
     pub(crate) fn requests(&self) -> &Requests {
