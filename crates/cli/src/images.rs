@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
 use mica_stack::{Fault, Format, ImageOptions, OpenDisk, SidecarPlace, parse_size};
-use mica_store::{CacheMode, Handles, raise_open_files_limit};
+use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
 use std::path::{Path, PathBuf};
 
 /// Descriptors that are left for sockets, rings and all that is no image.
@@ -22,6 +22,10 @@ pub(crate) struct ImageArgs {
     /// How images are read: through the page cache, or past it (O_DIRECT).
     #[arg(long, value_enum, default_value = "writeback", value_name = "MODE")]
     cache: CacheChoice,
+    /// Read images although another program has them open for writing: what is read may then
+    /// contradict itself. An image that is written is still nobody else's.
+    #[arg(short = 'U', long)]
+    force_share: bool,
     /// How I/O is done: io_uring, threads, or io_uring where the system lets us.
     #[arg(long, value_enum, default_value = "auto", value_name = "BACKEND")]
     aio: AioChoice,
@@ -80,6 +84,9 @@ impl ImageArgs {
             CacheChoice::Writeback => CacheMode::Writeback,
             CacheChoice::None => CacheMode::None,
         };
+        if self.force_share {
+            options.locking = Locking::ForceShare;
+        }
         if let Some(directory) = &self.index_dir {
             options.sidecars = SidecarPlace::Directory(directory.clone());
         }
@@ -96,7 +103,7 @@ impl ImageArgs {
             let least = CACHE_BYTES_MIN >> 10;
             return Err(Failure::new(format!("--index-cache: at least {least}k are needed")));
         }
-        Ok(ChainOptions { cache_bytes, index, snapshot: None })
+        Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
     }
 
     /// Opens `image` as these options say.
