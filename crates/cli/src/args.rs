@@ -1,6 +1,11 @@
 //! What can be said on the command line. The words are qemu-img's and qemu-nbd's where the job is.
 
+use crate::convert::ConvertArgs;
+use crate::create::CreateArgs;
+use crate::dd::{ReadArgs, WriteArgs};
 use crate::images::ImageArgs;
+use crate::measure::MeasureArgs;
+use crate::resize::ResizeArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -41,6 +46,12 @@ pub(crate) enum Verb {
     ///
     /// Exit code: 0 the same, 1 different, 2 an image could not be opened, 3 or more another error.
     Compare(CompareArgs),
+    Create(CreateArgs),
+    Convert(ConvertArgs),
+    Resize(ResizeArgs),
+    Measure(MeasureArgs),
+    Read(ReadArgs),
+    Write(WriteArgs),
     /// Build, look at or drop the index of a chain.
     Index(IndexArgs),
     /// Make chains for tests and measurements.

@@ -22,6 +22,12 @@ impl Failure {
         Self { code, ..self }
     }
 
+    /// The same, said of `what`.
+    #[must_use]
+    pub(crate) fn within(self, what: impl std::fmt::Display) -> Self {
+        Self { message: format!("{what}: {}", self.message), ..self }
+    }
+
     /// Says it, and gives the exit code.
     pub(crate) fn report(self) -> ExitCode {
         eprintln!("mica: {}", self.message);

@@ -6,13 +6,18 @@
 mod args;
 mod check;
 mod compare;
+mod convert;
+mod create;
+mod dd;
 mod failure;
 mod generate;
 mod images;
 mod index;
 mod info;
 mod map;
+mod measure;
 mod output;
+mod resize;
 mod serve;
 mod stats;
 
@@ -38,6 +43,12 @@ fn main() -> ExitCode {
         Verb::Map(args) => map::run(&args),
         Verb::Check(args) => check::run(&args),
         Verb::Compare(args) => compare::run(&args),
+        Verb::Create(args) => create::run(&args),
+        Verb::Convert(args) => convert::run(&args),
+        Verb::Resize(args) => resize::run(&args),
+        Verb::Measure(args) => measure::run(&args),
+        Verb::Read(args) => dd::read(&args),
+        Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args.verb),
         Verb::Gen(args) => generate::run(&args.verb),
     };

@@ -62,7 +62,8 @@ impl Store for Room {
         len: u64,
     ) -> LocalFuture<'static, Result<()>> {
         let end = usize::try_from(offset.bytes() + len).expect("small");
-        let done = self.resize(end.max(self.bytes.lock().expect("nobody panicked").len()));
+        let len = self.bytes.lock().expect("nobody panicked").len();
+        let done = self.resize(end.max(len));
         Box::pin(async move { done })
     }
 
@@ -111,7 +112,7 @@ fn images_of_every_shape_are_whole() {
     let modes = [Preallocation::Off, Preallocation::Metadata, Preallocation::Falloc];
     for preallocation in [modes.as_slice(), &[Preallocation::Full]].concat() {
         for cluster_bytes in [512, 4096, 65536, 2 << 20] {
-            for refcount_bits in [1, 2, 8, 16, 64] {
+            for refcount_bits in [1, 16, 64] {
                 for extended in [false, true] {
                     if extended && cluster_bytes < 1 << 14 {
                         continue;

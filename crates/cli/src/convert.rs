@@ -1,0 +1,270 @@
+//! `mica convert`: copies a disk, with all that its chain holds, into a new image.
+
+mod content;
+mod cursor;
+mod engine;
+mod turns;
+
+use crate::create::{NewFile, beside, fill_raw, new_data_file, parse_options};
+use crate::failure::Failure;
+use crate::images::{ImageArgs, size_of};
+use crate::output::progress_bar;
+use clap::Args;
+use content::Look;
+use engine::{Job, Target};
+use mica_block::{Disk, Space, Store};
+use mica_qcow2::IndexUse;
+use mica_qcow2::create::{ImagePlan, Preallocation, Stores, finish};
+use mica_qcow2::writer::ImageWriter;
+use mica_stack::{Format, OpenDisk};
+use mica_units::{HostOffset, SECTOR_BYTES};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Copy a disk, with all that its chain holds, into a new image.
+#[derive(Args)]
+pub(crate) struct ConvertArgs {
+    /// Format of the new image: qcow2 or raw.
+    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
+    output_format: String,
+    /// Options of the new image, as for `mica create`. Can be repeated.
+    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    options: Vec<String>,
+    /// Compress the clusters.
+    #[arg(short = 'c', long)]
+    compress: bool,
+    /// Leave out runs of zeros of this length in a raw image, of whole clusters in a qcow2 image;
+    /// 0 writes all zeros.
+    #[arg(short = 'S', default_value = "4k", value_name = "SIZE")]
+    sparse: String,
+    /// Copy an internal snapshot, by id or name.
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    load_snapshot: Option<String>,
+    /// Backing file of the new image, relative to its directory: only what differs is copied.
+    #[arg(short = 'B', long, value_name = "BASE")]
+    backing: Option<OsString>,
+    /// Format of the backing file: qcow2 or raw.
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    backing_format: Option<String>,
+    /// Pieces that are read, compressed and written side by side.
+    #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
+    coroutines: usize,
+    /// Taken for qemu-img's sake: pieces are always written as they come.
+    #[arg(short = 'W')]
+    out_of_order: bool,
+    /// Show how far it is.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    /// Overwrite a file that is there.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The disk that is copied: for a chain, its active layer.
+    #[arg(value_name = "SOURCE")]
+    source: PathBuf,
+    /// The image that is made.
+    #[arg(value_name = "TARGET")]
+    target: PathBuf,
+}
+
+/// Most pieces that are under way at one time, as in QEMU.
+const COROUTINES_MAX: usize = 16;
+
+pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
+    if !(1..=COROUTINES_MAX).contains(&args.coroutines) {
+        let what = format!("-m: it must be a number from 1 to {COROUTINES_MAX}");
+        return Err(Failure::new(what));
+    }
+    let sparse = size_of("-S", &args.sparse)?;
+    if !sparse.is_multiple_of(SECTOR_BYTES) {
+        return Err(Failure::new("-S: it must be a multiple of 512, or 0"));
+    }
+    let executor = args.images.executor()?;
+    let opened = executor.block_on(open_source(args))?;
+    refuse_target_in_source(args, &opened)?;
+    match args.output_format.parse::<Format>()? {
+        Format::Raw => convert_to_raw(args, &executor, opened.disk, sparse)?,
+        Format::Qcow2 => convert_to_qcow2(args, &executor, opened.disk, sparse)?,
+        Format::Null => return Err(Failure::new("the null format is no image to be made")),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn open_source(args: &ConvertArgs) -> Result<OpenDisk, Failure> {
+    let mut chain = args.images.chain_options(IndexUse::Read)?;
+    chain.snapshot.clone_from(&args.load_snapshot);
+    let (images, format) = (args.images.image_options()?, args.images.format()?);
+    let opened = mica_stack::open(&args.source, format, images, &chain).await?;
+    if args.load_snapshot.is_some() && opened.chain.is_none() {
+        return Err(Failure::new("--load-snapshot: only a qcow2 image has snapshots"));
+    }
+    Ok(opened)
+}
+
+/// A disk is not copied over a file that it is read from, whatever force is used.
+fn refuse_target_in_source(args: &ConvertArgs, opened: &OpenDisk) -> Result<(), Failure> {
+    let Ok(target) = args.target.canonicalize() else { return Ok(()) };
+    let is_target = |path: &Path| path.canonicalize().is_ok_and(|path| path == target);
+    let in_chain = opened.chain.as_ref().is_some_and(|chain| chain.paths().any(is_target));
+    if in_chain || is_target(&args.source) {
+        let what = format!("{} is a part of what is copied", args.target.display());
+        return Err(Failure::new(what));
+    }
+    Ok(())
+}
+
+fn convert_to_raw(
+    args: &ConvertArgs,
+    executor: &mica_rt::Executor,
+    source: Arc<dyn Disk>,
+    sparse: u64,
+) -> Result<(), Failure> {
+    if args.compress {
+        return Err(Failure::new("Compression not supported for this file format"));
+    }
+    if args.backing.is_some() {
+        return Err(Failure::new("Backing file not supported for file format 'raw'"));
+    }
+    let options = parse_options(&args.options, Format::Raw)?;
+    let preallocation = options.wish.preallocation.unwrap_or_default();
+    let size = source.geometry().len;
+    let file = executor.block_on(async {
+        let file = NewFile::create(&args.target, args.force, &args.images).await?;
+        // What is full gets its zeros with the data.
+        let first = match preallocation {
+            Preallocation::Full => Preallocation::Off,
+            other => other,
+        };
+        fill_raw(&**file.store(), size, first).await?;
+        Ok::<_, Failure>(file)
+    })?;
+    let unit = usize::try_from(sparse.clamp(SECTOR_BYTES, 1 << 20).next_power_of_two());
+    let unit = unit.expect("at most a mebibyte");
+    let look = Look {
+        cluster_bytes: unit,
+        subcluster_bytes: unit,
+        keep_zeros: sparse == 0 || preallocation == Preallocation::Full,
+        reserve_zeros: false,
+        compress: None,
+    };
+    let target = Target::Raw(Arc::clone(file.store()));
+    copy(
+        args,
+        Job {
+            source,
+            backing: None,
+            target,
+            look,
+            coroutines: args.coroutines,
+            backend: args.images.backend(),
+        },
+    )?;
+    executor.block_on(file.store().sync())?;
+    file.keep();
+    Ok(())
+}
+
+fn convert_to_qcow2(
+    args: &ConvertArgs,
+    executor: &mica_rt::Executor,
+    source: Arc<dyn Disk>,
+    sparse: u64,
+) -> Result<(), Failure> {
+    let plan = qcow2_plan(args, source.geometry().len)?;
+    let backing = executor.block_on(open_backing(args, &plan))?;
+    let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
+    let look = Look {
+        cluster_bytes: 1 << plan.l2.cluster_bits.bits(),
+        subcluster_bytes: 1 << plan.l2.subcluster_bits(),
+        keep_zeros,
+        reserve_zeros: plan.preallocation != Preallocation::Off,
+        compress: args.compress.then_some(plan.compression),
+    };
+    let falloc = plan.preallocation == Preallocation::Falloc;
+    let (image, data) = executor.block_on(async {
+        let image = NewFile::create(&args.target, args.force, &args.images).await?;
+        let data = new_data_file(&args.target, &plan, args.force, &args.images).await?;
+        Ok::<_, Failure>((image, data))
+    })?;
+    let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
+    let target = Target::Qcow2 {
+        image: Arc::clone(image.store()),
+        data: data_store.clone(),
+        writer: Mutex::new(ImageWriter::new(plan)?),
+    };
+    let job = copy(
+        args,
+        Job {
+            source,
+            backing,
+            target,
+            look,
+            coroutines: args.coroutines,
+            backend: args.images.backend(),
+        },
+    )?;
+    let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was made above") };
+    let writer = writer.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
+    executor.block_on(async {
+        finish(writer, stores).await?;
+        if falloc {
+            give_space(data_store.as_deref().unwrap_or(stores.image)).await?;
+        }
+        Ok::<_, Failure>(())
+    })?;
+    image.keep();
+    if let Some(data) = data {
+        data.keep();
+    }
+    Ok(())
+}
+
+fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
+    let mut options = parse_options(&args.options, Format::Qcow2)?;
+    if let Some(backing) = &args.backing {
+        options.wish.backing_name = Some(backing.clone());
+    }
+    if let Some(format) = &args.backing_format {
+        options.wish.backing_format = Some(format.clone());
+    }
+    let plan = options.wish.plan(size)?;
+    if args.compress && plan.l2.data_file {
+        return Err(Failure::new(
+            "Compressed clusters are not possible with an external data file",
+        ));
+    }
+    if plan.backing.is_some() && plan.preallocation != Preallocation::Off {
+        return Err(Failure::new("-B copies what differs: there is nothing to be preallocated"));
+    }
+    Ok(plan)
+}
+
+async fn open_backing(
+    args: &ConvertArgs,
+    plan: &ImagePlan,
+) -> Result<Option<Arc<dyn Disk>>, Failure> {
+    let Some(backing) = &plan.backing else { return Ok(None) };
+    let mut images = args.images.clone();
+    images.format = backing.format.clone().unwrap_or_default();
+    let path = beside(&args.target, Path::new(&backing.name));
+    Ok(Some(images.open(&path, IndexUse::Read).await?.disk))
+}
+
+async fn give_space(store: &dyn Store) -> Result<(), Failure> {
+    let len = store.len()?;
+    store.space(Space::Allocate, HostOffset::ZERO, len).await?;
+    Ok(store.sync().await?)
+}
+
+fn copy(args: &ConvertArgs, job: Job) -> Result<Job, Failure> {
+    let bar = progress_bar(job.source.geometry().len, "bytes");
+    let bar = if args.progress { bar } else { indicatif::ProgressBar::hidden() };
+    let copied = engine::copy(&job, &|at| bar.set_position(at));
+    bar.finish_and_clear();
+    copied?;
+    Ok(job)
+}

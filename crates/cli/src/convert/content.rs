@@ -1,0 +1,146 @@
+//! What the clusters of a piece are to hold: data, zeros, or nothing that the backing file has not.
+
+use mica_block::Result;
+use mica_qcow2::format::Compression;
+use mica_qcow2::writer::{Compressor, Content};
+
+/// How a piece is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Look {
+    /// Bytes of a cluster of the target; of a raw one, the length of zeros that are left out.
+    pub(super) cluster_bytes: usize,
+    /// Bytes of a subcluster; those of a cluster where there are none.
+    pub(super) subcluster_bytes: usize,
+    /// Whether clusters of zeros become data.
+    pub(super) keep_zeros: bool,
+    /// Whether clusters of zeros get a place.
+    pub(super) reserve_zeros: bool,
+    /// How clusters are compressed, if they are.
+    pub(super) compress: Option<Compression>,
+}
+
+impl Look {
+    /// Whether parts that surely are zeros have to be looked at too.
+    pub(super) fn with_zeros(&self) -> bool {
+        self.keep_zeros || self.reserve_zeros
+    }
+}
+
+/// What each cluster of `bytes` is to hold, over a backing file with the bytes `beneath`.
+pub(super) fn contents(
+    look: &Look,
+    bytes: &[u8],
+    beneath: Option<&[u8]>,
+    mut compressor: Option<&mut Compressor>,
+) -> Result<Vec<Content>> {
+    let mut contents = Vec::with_capacity(bytes.len() / look.cluster_bytes);
+    for (number, cluster) in bytes.chunks_exact(look.cluster_bytes).enumerate() {
+        let within = number * look.cluster_bytes..(number + 1) * look.cluster_bytes;
+        let content = match beneath {
+            _ if look.keep_zeros => Content::Data,
+            None => match on_nothing(look, cluster) {
+                Content::Unallocated if look.reserve_zeros => Content::Reserved,
+                content => content,
+            },
+            Some(beneath) => over(look, cluster, &beneath[within]),
+        };
+        let has_data = match content {
+            Content::Data => true,
+            Content::Parts { allocated, .. } => allocated != 0,
+            Content::Unallocated | Content::Reserved | Content::Packed(_) => false,
+        };
+        // What is compressed is the whole cluster, with whatever bytes are beneath it.
+        let packed = match &mut compressor {
+            Some(compressor) if has_data => compressor.compress(cluster)?,
+            _ => None,
+        };
+        contents.push(packed.map_or(content, Content::Packed));
+    }
+    Ok(contents)
+}
+
+/// A cluster of an image without a backing file: what is left out reads as zeros.
+fn on_nothing(look: &Look, cluster: &[u8]) -> Content {
+    if look.subcluster_bytes == look.cluster_bytes {
+        return if is_zero(cluster) { Content::Unallocated } else { Content::Data };
+    }
+    let parts = cluster.chunks_exact(look.subcluster_bytes);
+    let allocated = mask(parts.map(|part| !is_zero(part)));
+    match allocated {
+        0 => Content::Unallocated,
+        u32::MAX => Content::Data,
+        allocated => Content::Parts { allocated, zero: 0 },
+    }
+}
+
+/// A cluster over a backing file: what is the same is left out.
+fn over(look: &Look, cluster: &[u8], beneath: &[u8]) -> Content {
+    let parts = || cluster.chunks_exact(look.subcluster_bytes);
+    let theirs = beneath.chunks_exact(look.subcluster_bytes);
+    let differs = mask(parts().zip(theirs).map(|(ours, theirs)| ours != theirs));
+    let zero = mask(parts().map(is_zero)) & differs;
+    let allocated = differs & !zero;
+    let all = match look.subcluster_bytes == look.cluster_bytes {
+        true => 1,
+        false => u32::MAX,
+    };
+    match (allocated, zero) {
+        (0, 0) => Content::Unallocated,
+        (allocated, 0) if allocated == all => Content::Data,
+        (allocated, zero) => Content::Parts { allocated, zero },
+    }
+}
+
+/// Bit n is what the n-th answer is.
+fn mask(answers: impl Iterator<Item = bool>) -> u32 {
+    answers.enumerate().fold(0, |mask, (bit, answer)| mask | u32::from(answer) << bit)
+}
+
+/// Whether there is nothing but zeros.
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    // Most data shows in its first bytes; the rest is compared with itself, one byte further on,
+    // which is a call that the system does as fast as memory goes.
+    match bytes.split_first() {
+        None => true,
+        Some((first, rest)) => *first == 0 && bytes[..rest.len()] == *rest,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(subcluster_bytes: usize) -> Look {
+        Look {
+            cluster_bytes: 128,
+            subcluster_bytes,
+            keep_zeros: false,
+            reserve_zeros: false,
+            compress: None,
+        }
+    }
+
+    #[test]
+    fn zeros_are_left_out_where_nothing_is_beneath() {
+        let mut bytes = vec![0; 256];
+        bytes[200] = 1;
+        let plain = contents(&look(128), &bytes, None, None).expect("no compressor");
+        assert_eq!(plain, [Content::Unallocated, Content::Data]);
+        let parts = contents(&look(4), &bytes, None, None).expect("no compressor");
+        assert_eq!(parts, [Content::Unallocated, Content::Parts { allocated: 1 << 18, zero: 0 }]);
+    }
+
+    #[test]
+    fn over_a_backing_file_only_what_differs_is_held() {
+        let (mut ours, mut beneath) = (vec![7; 128], vec![7; 128]);
+        let held = |ours: &[u8], beneath: &[u8], unit| {
+            contents(&look(unit), ours, Some(beneath), None).expect("no compressor").remove(0)
+        };
+        assert_eq!(held(&ours, &beneath, 128), Content::Unallocated);
+        ours[..4].fill(0);
+        beneath[4..8].fill(1);
+        assert_eq!(held(&ours, &beneath, 4), Content::Parts { allocated: 2, zero: 1 });
+        assert_eq!(held(&ours, &beneath, 128), Content::Data);
+        assert_eq!(held(&[0; 128], &beneath, 128), Content::Parts { allocated: 0, zero: 1 });
+    }
+}

@@ -1,0 +1,226 @@
+//! Copies a disk: several coroutines on several threads, each of which takes a piece, reads it,
+//! looks at it, compresses it, and writes it.
+//!
+//! Pieces are taken, and get their places in the target, in the order of the disk; reading,
+//! compressing and writing go on side by side. So the target is laid out as if one had done it all.
+
+use super::content::{Look, contents};
+use super::cursor::{Cursor, Piece};
+use super::turns::Turns;
+use crate::dd::read_extents;
+use mica_block::{Disk, Error, ErrorKind, Result, Store, write_all};
+use mica_qcow2::writer::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
+use mica_rt::{Backend, Buf, Executor, join_all};
+use mica_units::{GuestOffset, HostOffset};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Bytes of a piece; a multiple of every cluster but the largest.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// What is copied, and how.
+pub(super) struct Job {
+    /// The source.
+    pub(super) source: Arc<dyn Disk>,
+    /// The disk beneath the target, of which only the differences are copied.
+    pub(super) backing: Option<Arc<dyn Disk>>,
+    /// Where it goes.
+    pub(super) target: Target,
+    /// How it is looked at.
+    pub(super) look: Look,
+    /// Pieces that are under way at one time.
+    pub(super) coroutines: usize,
+    /// How I/O is done.
+    pub(super) backend: Backend,
+}
+
+/// Where a disk is copied to. All of it is empty.
+pub(super) enum Target {
+    Raw(Arc<dyn Store>),
+    Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Mutex<ImageWriter> },
+}
+
+/// Copies all of it; `progress` is called now and then with the bytes that are done.
+pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = threads.min(job.coroutines);
+    let shared = Shared::new(job);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|number| {
+                let count = (job.coroutines - number).div_ceil(threads);
+                let shared = &shared;
+                scope.spawn(move || run_thread(job, shared, count, progress))
+            })
+            .collect();
+        for worker in workers {
+            if worker.join().is_err() {
+                shared.fail(Error::new(ErrorKind::Io, "a thread of the copy failed"));
+            }
+        }
+    });
+    shared.outcome()
+}
+
+fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &(dyn Fn(u64) + Sync)) {
+    // One that fails, by an error or a panic, keeps no other waiting.
+    let _ending = EndTurns(shared);
+    match Executor::new(job.backend) {
+        Ok(executor) => {
+            let coroutines = (0..count).map(|_| async {
+                if let Err(error) = run(job, shared, progress).await {
+                    shared.fail(error);
+                }
+            });
+            executor.block_on(join_all(coroutines));
+        }
+        Err(error) => shared.fail(Error::from_io("starting the I/O backend", error)),
+    }
+}
+
+/// What the coroutines share.
+struct Shared {
+    cursor: Mutex<Option<Cursor>>,
+    tickets: AtomicU64,
+    reading: Turns,
+    placing: Turns,
+    error: Mutex<Option<Error>>,
+}
+
+/// Ends the turns if its thread panics.
+struct EndTurns<'a>(&'a Shared);
+
+impl Drop for EndTurns<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(Error::new(ErrorKind::Io, "a thread of the copy failed"));
+        }
+    }
+}
+
+impl Shared {
+    fn new(job: &Job) -> Self {
+        let piece = PIECE_BYTES.max(job.look.cluster_bytes as u64);
+        let (source, backing) = (Arc::clone(&job.source), job.backing.clone());
+        let cursor = Cursor::new(source, backing, piece, job.look.with_zeros());
+        Self {
+            cursor: Mutex::new(Some(cursor)),
+            tickets: AtomicU64::new(0),
+            reading: Turns::default(),
+            placing: Turns::default(),
+            error: Mutex::new(None),
+        }
+    }
+
+    /// The first error is the one that is told.
+    fn fail(&self, error: Error) {
+        lock(&self.error).get_or_insert(error);
+        self.reading.end();
+        self.placing.end();
+    }
+
+    fn outcome(self) -> Result<()> {
+        self.error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+
+    /// The next piece with its ticket; `None` at the end of the disk, or of the copy.
+    async fn next(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<Option<(u64, Piece)>> {
+        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
+        if !self.reading.wait(ticket).await {
+            return Ok(None);
+        }
+        // It is this ticket's turn, so that nobody else has the cursor out.
+        let Some(mut cursor) = lock(&self.cursor).take() else { return Ok(None) };
+        let piece = cursor.next().await;
+        progress(cursor.position());
+        *lock(&self.cursor) = Some(cursor);
+        self.reading.advance();
+        Ok(piece?.map(|piece| (ticket, piece)))
+    }
+}
+
+/// One coroutine: piece after piece to the end.
+async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+    let kind = job.look.compress;
+    let mut compressor =
+        kind.map(|kind| Compressor::new(kind, CompressionLevel::Usual)).transpose()?;
+    while let Some((ticket, piece)) = shared.next(progress).await? {
+        let start = piece.start;
+        let bytes = read_padded(&*job.source, &piece, job.look.cluster_bytes).await?;
+        let beneath = match &job.backing {
+            None => None,
+            Some(backing) => Some(read_backing(&**backing, &piece, bytes.len()).await?),
+        };
+        let look = contents(&job.look, &bytes, beneath.as_deref(), compressor.as_mut())?;
+        match &job.target {
+            Target::Raw(store) => {
+                let len = usize::try_from(piece.len).expect("a piece");
+                write_raw(&**store, start, bytes, len, &look).await?;
+            }
+            Target::Qcow2 { image, data, writer } => {
+                if !shared.placing.wait(ticket).await {
+                    return Ok(());
+                }
+                let writes = lock(writer).place(GuestOffset::new(start), bytes, look)?;
+                shared.placing.advance();
+                for Write { place, at, bytes } in writes {
+                    let store = match (place, data) {
+                        (Place::DataFile, Some(data)) => data,
+                        _ => image,
+                    };
+                    write_all(&**store, bytes, at).await?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of a piece, with zeros up to the end of its last cluster.
+async fn read_padded(disk: &dyn Disk, piece: &Piece, cluster_bytes: usize) -> Result<Buf> {
+    let _entered = disk.enter();
+    let bytes = read_extents(disk, &piece.source).await?;
+    let whole = bytes.len().next_multiple_of(cluster_bytes);
+    Ok(pad(bytes, whole))
+}
+
+/// What the backing file has for a piece, with zeros beyond its end.
+async fn read_backing(disk: &dyn Disk, piece: &Piece, len: usize) -> Result<Buf> {
+    let _entered = disk.enter();
+    Ok(pad(read_extents(disk, &piece.backing).await?, len))
+}
+
+fn pad(bytes: Buf, len: usize) -> Buf {
+    if bytes.len() == len {
+        return bytes;
+    }
+    let mut padded = Buf::zeroed(len);
+    padded[..bytes.len()].copy_from_slice(&bytes);
+    padded
+}
+
+/// Writes the runs of a piece that have data where they are on the disk.
+async fn write_raw(
+    store: &dyn Store,
+    start: u64,
+    mut bytes: Buf,
+    len: usize,
+    contents: &[Content],
+) -> Result<()> {
+    let unit = bytes.len() / contents.len().max(1);
+    bytes.truncate(len);
+    let mut at = start;
+    for run in contents.chunk_by(|a, b| a == b) {
+        let part = bytes.split_to((run.len() * unit).min(bytes.len()));
+        let part_len = part.len() as u64;
+        if run.first() == Some(&Content::Data) && !part.is_empty() {
+            write_all(store, part, HostOffset::new(at)).await?;
+        }
+        at += part_len;
+    }
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

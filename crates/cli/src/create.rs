@@ -1,0 +1,231 @@
+//! `mica create`: a new image, with qemu-img's options.
+
+mod new_file;
+mod options;
+
+pub(crate) use new_file::{NewFile, open_writable};
+pub(crate) use options::{NewImageOptions, parse as parse_options};
+
+use crate::args::{OutputArgs, OutputFormat};
+use crate::failure::Failure;
+use crate::images::{ImageArgs, size_of};
+use crate::output::{print, print_json};
+use clap::Args;
+use mica_block::{Space, Store};
+use mica_qcow2::IndexUse;
+use mica_qcow2::create::{ImagePlan, Preallocation, Stores};
+use mica_qcow2::format::{Compression, Version};
+use mica_stack::Format;
+use mica_units::HostOffset;
+use serde_json::{Map, Value};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Make an image.
+///
+/// An overlay (-b) gets subclusters of 4 KiB unless -o says otherwise (extended_l2=on,
+/// cluster_size=128k), so that small writes copy nothing. These readers do not know them: QEMU
+/// before 5.2, cloud-hypervisor, imago and libkrun, qcow2-rs, crosvm. For them, and with
+/// compat=0.10, use -o extended_l2=off.
+#[derive(Args)]
+pub(crate) struct CreateArgs {
+    /// The image's backing file, relative to the directory of the image.
+    #[arg(short = 'b', long, value_name = "BASE")]
+    pub(crate) backing: Option<OsString>,
+    /// Format of the backing file: qcow2 or raw.
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    pub(crate) backing_format: Option<String>,
+    /// Do not open the backing file; SIZE must be given then.
+    #[arg(short = 'u', long)]
+    pub(crate) unsafe_backing: bool,
+    /// Options of the format: compat, cluster_size, extended_l2, refcount_bits, lazy_refcounts,
+    /// compression_type, preallocation, data_file, data_file_raw. Can be repeated.
+    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    pub(crate) options: Vec<String>,
+    /// Overwrite a file that is there.
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// Print only errors.
+    #[arg(short = 'q', long)]
+    pub(crate) quiet: bool,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+    #[command(flatten)]
+    pub(crate) images: ImageArgs,
+    /// The image that is made.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// Length of its disk; that of the backing file's disk by default.
+    #[arg(value_name = "SIZE")]
+    pub(crate) size: Option<String>,
+}
+
+pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
+    let executor = args.images.executor()?;
+    let format = args.images.format()?;
+    let mut options = parse_options(&args.options, format)?;
+    if let Some(backing) = &args.backing {
+        options.wish.backing_name = Some(backing.clone());
+    }
+    if let Some(format) = &args.backing_format {
+        options.wish.backing_format = Some(format.clone());
+    }
+    if let Some(size) = &args.size {
+        options.size = Some(size_of("SIZE", size)?);
+    }
+    executor.block_on(async {
+        match format {
+            Format::Qcow2 => create_qcow2(args, options).await?,
+            Format::Raw => create_raw(args, options).await?,
+            Format::Null => return Err(Failure::new("the null format is no image to be made")),
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result<(), Failure> {
+    let named = |failure: Failure| failure.within(args.file.display());
+    // What makes no sense is told before any file is looked at.
+    options.wish.plan(0).map_err(Failure::from).map_err(named)?;
+    if let (Some(backing), false) = (&options.wish.backing_name, args.unsafe_backing) {
+        let format = options.wish.backing_format.as_deref().unwrap_or_default();
+        let len = backing_len(&args.file, Path::new(backing), format, &args.images).await;
+        let len = len.map_err(|failure| failure.within("the backing file"))?;
+        options.size.get_or_insert(len);
+    }
+    let size = options.size.ok_or_else(|| {
+        Failure::new("Image creation needs a size parameter: give SIZE, or a backing file")
+    })?;
+    let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
+    let told = tell_qcow2(&args.file, &plan);
+    let image = NewFile::create(&args.file, args.force, &args.images).await?;
+    let data = new_data_file(&args.file, &plan, args.force, &args.images).await?;
+    let stores =
+        Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
+    mica_qcow2::create::create(plan, stores).await?;
+    image.keep();
+    if let Some(data) = data {
+        data.keep();
+    }
+    tell(args, told)
+}
+
+/// The file for the data of an image at `file`, if the plan has one.
+pub(crate) async fn new_data_file(
+    file: &Path,
+    plan: &ImagePlan,
+    force: bool,
+    images: &ImageArgs,
+) -> Result<Option<NewFile>, Failure> {
+    match &plan.data_file {
+        None => Ok(None),
+        Some(data) => {
+            let path = beside(file, Path::new(&data.name));
+            Ok(Some(NewFile::create(&path, force, images).await?))
+        }
+    }
+}
+
+/// Where the file is that the image at `file` calls `name`.
+pub(crate) fn beside(file: &Path, name: &Path) -> PathBuf {
+    file.parent().unwrap_or(Path::new("")).join(name)
+}
+
+/// Length of the disk of the backing file, which must be readable as `format`.
+async fn backing_len(
+    file: &Path,
+    name: &Path,
+    format: &str,
+    images: &ImageArgs,
+) -> Result<u64, Failure> {
+    let mut images = images.clone();
+    format.clone_into(&mut images.format);
+    let opened = images.open(&beside(file, name), IndexUse::Ignore).await?;
+    Ok(opened.disk.geometry().len)
+}
+
+async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
+    if args.backing.is_some() || args.backing_format.is_some() {
+        return Err(Failure::new("Backing file not supported for file format 'raw'"));
+    }
+    let size = options.size.ok_or_else(|| Failure::new("Image creation needs a size parameter"))?;
+    let size = options.wish.plan(size)?.size;
+    let preallocation = options.wish.preallocation.unwrap_or_default();
+    let file = NewFile::create(&args.file, args.force, &args.images).await?;
+    fill_raw(&**file.store(), size, preallocation).await?;
+    file.store().sync().await?;
+    file.keep();
+    let mut told = Map::new();
+    told.insert("filename".into(), args.file.display().to_string().into());
+    told.insert("format".into(), "raw".into());
+    told.insert("virtual-size".into(), size.into());
+    told.insert("preallocation".into(), preallocation.name().into());
+    tell(args, told)
+}
+
+/// Gives an empty raw file its length.
+pub(crate) async fn fill_raw(
+    store: &dyn Store,
+    size: u64,
+    preallocation: Preallocation,
+) -> Result<(), Failure> {
+    let start = HostOffset::ZERO;
+    match preallocation {
+        Preallocation::Off | Preallocation::Metadata => {}
+        Preallocation::Falloc => store.space(Space::Allocate, start, size).await?,
+        Preallocation::Full => mica_qcow2::create::write_zeros(store, start, size).await?,
+    }
+    Ok(store.set_len(size).await?)
+}
+
+fn tell_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {
+    let mut told = Map::new();
+    let mut tell = |name: &str, value: Value| {
+        told.insert(name.to_owned(), value);
+    };
+    tell("filename", file.display().to_string().into());
+    tell("format", "qcow2".into());
+    tell("virtual-size", plan.size.into());
+    tell("cluster-size", plan.l2.cluster_bits.bytes().into());
+    let is_v2 = plan.l2.version == Version::V2;
+    tell("compat", if is_v2 { "0.10" } else { "1.1" }.into());
+    tell("extended-l2", plan.l2.extended.into());
+    let zlib = plan.compression == Compression::Deflate;
+    tell("compression-type", if zlib { "zlib" } else { "zstd" }.into());
+    tell("lazy-refcounts", plan.lazy_refcounts.into());
+    tell("refcount-bits", plan.refcount_width.bits().into());
+    tell("preallocation", plan.preallocation.name().into());
+    if let Some(backing) = &plan.backing {
+        tell("backing-filename", backing.name.to_string_lossy().into());
+        tell("backing-filename-format", backing.format.clone().into());
+    }
+    if let Some(data) = &plan.data_file {
+        tell("data-file", data.name.to_string_lossy().into());
+        tell("data-file-raw", data.raw.into());
+    }
+    told
+}
+
+fn tell(args: &CreateArgs, told: Map<String, Value>) -> Result<(), Failure> {
+    if args.output.output == OutputFormat::Json {
+        return print_json(&told);
+    }
+    if args.quiet {
+        return Ok(());
+    }
+    let mut text = format!("Formatting '{}', fmt=", args.file.display());
+    for (name, value) in told.iter().filter(|(name, _)| *name != "filename") {
+        let value = match value {
+            Value::String(text) => text.clone(),
+            Value::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
+            other => other.to_string(),
+        };
+        match name.as_str() {
+            "format" => text.push_str(&value),
+            "virtual-size" => text.push_str(&format!(" size={value}")),
+            name => text.push_str(&format!(" {}={value}", name.replace('-', "_"))),
+        }
+    }
+    print(&(text + "\n"))
+}

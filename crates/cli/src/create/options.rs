@@ -1,0 +1,147 @@
+//! What is said with `-o`: `key=value,...` as qemu-img reads it.
+
+use crate::failure::Failure;
+use crate::images::size_of;
+use mica_qcow2::create::{ImageWish, Preallocation};
+use mica_qcow2::format::{Compression, Version};
+use mica_stack::Format;
+
+/// What one may say of a new image.
+#[derive(Default)]
+pub(crate) struct NewImageOptions {
+    /// What is wished of a qcow2 image; of a raw one `preallocation` only.
+    pub(crate) wish: ImageWish,
+    /// Length of the disk, where it is said here.
+    pub(crate) size: Option<u64>,
+}
+
+/// Reads all that was said with `-o` for an image of `format`.
+pub(crate) fn parse(texts: &[String], format: Format) -> Result<NewImageOptions, Failure> {
+    let mut options = NewImageOptions::default();
+    for text in texts {
+        for word in words(text) {
+            let (key, value) = word.split_once('=').unwrap_or((&word, "on"));
+            match format {
+                Format::Qcow2 => options.set(key, value)?,
+                _ => options.set_raw(key, value)?,
+            }
+        }
+    }
+    Ok(options)
+}
+
+impl NewImageOptions {
+    fn set(&mut self, key: &str, value: &str) -> Result<(), Failure> {
+        let wish = &mut self.wish;
+        match key {
+            "size" => self.size = Some(size_of("-o size", value)?),
+            "compat" => wish.version = Some(version(value)?),
+            "backing_file" => wish.backing_name = Some(value.into()),
+            "backing_fmt" => wish.backing_format = Some(value.to_owned()),
+            "data_file" => wish.data_file = Some(value.into()),
+            "data_file_raw" => wish.data_file_raw = switch(key, value)?,
+            "cluster_size" => wish.cluster_bytes = Some(size_of("-o cluster_size", value)?),
+            "extended_l2" => wish.extended_l2 = Some(switch(key, value)?),
+            "refcount_bits" => {
+                let bits = value.parse().map_err(|_| wrong(key, value, "a number"))?;
+                wish.refcount_bits = Some(bits);
+            }
+            "lazy_refcounts" => wish.lazy_refcounts = Some(switch(key, value)?),
+            "compression_type" => wish.compression = Some(compression(value)?),
+            "preallocation" => wish.preallocation = Some(value.parse::<Preallocation>()?),
+            "encryption" | "encrypt.format" => {
+                return Err(Failure::new("-o: mica does not encrypt images"));
+            }
+            _ => {
+                let known = "size, compat, backing_file, backing_fmt, data_file, data_file_raw, \
+                             cluster_size, extended_l2, refcount_bits, lazy_refcounts, \
+                             compression_type, preallocation";
+                return Err(Failure::new(format!(
+                    "-o: Invalid parameter '{key}': it is one of {known}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn set_raw(&mut self, key: &str, value: &str) -> Result<(), Failure> {
+        match (key, value) {
+            ("size", _) => self.size = Some(size_of("-o size", value)?),
+            ("preallocation", "metadata") => {
+                return Err(wrong(key, value, "off, falloc or full for a raw image"));
+            }
+            ("preallocation", _) => self.wish.preallocation = Some(value.parse()?),
+            _ => {
+                let what = format!(
+                    "-o: Invalid parameter '{key}': a raw image has size and \
+                                    preallocation only"
+                );
+                return Err(Failure::new(what));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Divides at commas; two commas are one that belongs to a value.
+fn words(text: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut letters = text.chars().peekable();
+    while let Some(letter) = letters.next() {
+        if letter == ',' && letters.next_if_eq(&',').is_none() {
+            words.push(String::new());
+        } else if let Some(word) = words.last_mut() {
+            word.push(letter);
+        }
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
+fn switch(key: &str, value: &str) -> Result<bool, Failure> {
+    match value {
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
+        _ => Err(wrong(key, value, "on or off")),
+    }
+}
+
+fn version(value: &str) -> Result<Version, Failure> {
+    match value {
+        "0.10" | "v2" => Ok(Version::V2),
+        "1.1" | "v3" => Ok(Version::V3),
+        _ => Err(wrong("compat", value, "0.10 or 1.1")),
+    }
+}
+
+fn compression(value: &str) -> Result<Compression, Failure> {
+    match value {
+        "zlib" => Ok(Compression::Deflate),
+        "zstd" => Ok(Compression::Zstd),
+        _ => Err(wrong("compression_type", value, "zlib or zstd")),
+    }
+}
+
+fn wrong(key: &str, value: &str, wanted: &str) -> Failure {
+    Failure::new(format!("-o {key}={value}: it must be {wanted}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_doubled_comma_belongs_to_the_value() {
+        assert_eq!(words("a=1,b=x,,y,c"), ["a=1", "b=x,y", "c"]);
+        assert_eq!(words(""), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_is_no_option_is_refused() {
+        assert!(parse(&["cluster_sizes=1k".to_owned()], Format::Qcow2).is_err());
+        assert!(parse(&["cluster_size=1k".to_owned()], Format::Raw).is_err());
+        let options = parse(&["cluster_size=1k,lazy_refcounts".to_owned()], Format::Qcow2);
+        let wish = options.unwrap_or_default().wish;
+        assert_eq!((wish.cluster_bytes, wish.lazy_refcounts), (Some(1024), Some(true)));
+    }
+}

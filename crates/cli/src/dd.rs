@@ -1,0 +1,164 @@
+//! `mica read` and `mica write`: bytes of a disk from and to a pipe, for scripts.
+
+use crate::failure::Failure;
+use crate::images::{ImageArgs, size_of};
+use clap::Args;
+use mica_block::{Detail, Disk};
+use mica_qcow2::IndexUse;
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use std::io::{Read as _, Write as _};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Bytes that are read or written at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Read bytes of a disk to stdout.
+#[derive(Args)]
+pub(crate) struct ReadArgs {
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
+    /// First byte (suffixes k, M, G, T).
+    #[arg(value_name = "OFFSET")]
+    offset: String,
+    /// How many bytes.
+    #[arg(value_name = "LENGTH")]
+    length: String,
+}
+
+/// Write bytes from stdin to a disk, and make them durable.
+#[derive(Args)]
+pub(crate) struct WriteArgs {
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
+    /// Where the first byte goes (suffixes k, M, G, T).
+    #[arg(value_name = "OFFSET")]
+    offset: String,
+}
+
+pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
+    let offset = size_of("OFFSET", &args.offset)?;
+    let length = size_of("LENGTH", &args.length)?;
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let disk = args.images.open(&args.image, IndexUse::Read).await?.disk;
+        let end = offset
+            .checked_add(length)
+            .filter(|end| *end <= disk.geometry().len)
+            .ok_or_else(|| beyond_end(&*disk))?;
+        let mut stdout = std::io::stdout().lock();
+        let mut at = offset;
+        while at < end {
+            let piece = read_piece(&*disk, at, (end - at).min(PIECE_BYTES)).await?;
+            stdout.write_all(&piece)?;
+            at += piece.len() as u64;
+        }
+        stdout.flush()?;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
+    let offset = size_of("OFFSET", &args.offset)?;
+    let executor = args.images.executor()?;
+    executor.block_on(async {
+        let images = args.images.image_options()?;
+        let (format, chain) = (args.images.format()?, args.images.chain_options(IndexUse::Read)?);
+        let disk = mica_stack::open_writable(&args.image, format, images, &chain).await?.disk;
+        let written = write_all(&*disk, offset).await;
+        // What was written before an error is made durable all the same.
+        let closed = disk.close().await;
+        written?;
+        closed?;
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
+    let mut stdin = std::io::stdin().lock();
+    let mut at = offset;
+    loop {
+        // The first piece ends at a boundary, so that all others are whole.
+        let mut piece = Vec::new();
+        stdin.by_ref().take(PIECE_BYTES - at % PIECE_BYTES).read_to_end(&mut piece)?;
+        if piece.is_empty() {
+            return Ok(());
+        }
+        let end = at.checked_add(piece.len() as u64);
+        if end.is_none_or(|end| end > disk.geometry().len) {
+            return Err(beyond_end(disk));
+        }
+        write_piece(disk, at, &piece).await?;
+        at += piece.len() as u64;
+    }
+}
+
+/// Writes `piece` at `at`; the sectors of which it has a part only are read first.
+async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failure> {
+    let end = at + piece.len() as u64;
+    let (start, stop) = (at - at % SECTOR_BYTES, end.next_multiple_of(SECTOR_BYTES));
+    let within = usize::try_from(at - start).expect("less than a sector");
+    let mut buf = match (at, end) == (start, stop) {
+        true => Buf::new(piece.len()),
+        false => read_piece(disk, start, stop - start).await?,
+    };
+    buf[within..within + piece.len()].copy_from_slice(piece);
+    let _entered = disk.enter();
+    let (result, _) = disk.write(GuestOffset::new(start), buf).await;
+    Ok(result?)
+}
+
+/// The `len` bytes at `at`.
+async fn read_piece(disk: &dyn Disk, at: u64, len: u64) -> Result<Buf, Failure> {
+    let _entered = disk.enter();
+    let sectors_start = at - at % SECTOR_BYTES;
+    let sectors_end = (at + len).next_multiple_of(SECTOR_BYTES);
+    let range = GuestRange::new(GuestOffset::new(sectors_start), sectors_end - sectors_start);
+    let mut extents = Vec::new();
+    let range = range.ok_or_else(|| beyond_end(disk))?;
+    disk.plan(range, Detail::Read, &mut extents).finish().await?;
+    let mut bytes = read_extents(disk, &extents).await?;
+    bytes.advance(usize::try_from(at - sectors_start).expect("less than a sector"));
+    bytes.truncate(usize::try_from(len).expect("a piece"));
+    Ok(bytes)
+}
+
+/// The bytes of a plan in one buffer.
+pub(crate) async fn read_extents(
+    disk: &dyn Disk,
+    extents: &[mica_block::Extent],
+) -> mica_block::Result<Buf> {
+    let total: u64 = extents.iter().map(|extent| extent.len).sum();
+    let total = usize::try_from(total).expect("a piece");
+    if let [extent] = extents {
+        let (result, bytes) = disk.read(extent, Buf::new(total)).await;
+        return result.map(|()| bytes);
+    }
+    let mut rest = Buf::new(total);
+    let mut reads = Vec::with_capacity(extents.len());
+    for extent in extents {
+        let part = rest.split_to(usize::try_from(extent.len).expect("a piece"));
+        reads.push(disk.read(extent, part));
+    }
+    // The parts lie side by side and become one again without a copy.
+    let mut whole: Option<Buf> = None;
+    for (result, part) in mica_rt::join_all(reads).await {
+        result?;
+        match &mut whole {
+            None => whole = Some(part),
+            Some(whole) => whole.join(part),
+        }
+    }
+    Ok(whole.unwrap_or_else(|| Buf::new(0)))
+}
+
+fn beyond_end(disk: &dyn Disk) -> Failure {
+    Failure::new(format!("the disk ends at byte {}, before that", disk.geometry().len))
+}

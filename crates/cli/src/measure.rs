@@ -1,0 +1,117 @@
+//! `mica measure`: how long an image will be that is made of a disk, in qemu-img's words.
+
+use crate::args::{OutputArgs, OutputFormat};
+use crate::create::parse_options;
+use crate::failure::Failure;
+use crate::images::{ImageArgs, size_of};
+use crate::output::{print, print_json};
+use clap::Args;
+use mica_qcow2::format::Version;
+use mica_qcow2::measure::{Measure, bitmaps_bytes, data_bytes, measure};
+use mica_qcow2::{IndexUse, inspect};
+use mica_stack::{FileImages, Format};
+use mica_units::ClusterBits;
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Tell how long a new image will be.
+#[derive(Args)]
+pub(crate) struct MeasureArgs {
+    /// Format of the new image: qcow2 or raw.
+    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
+    output_format: String,
+    /// Options of the new image, as for `mica create`. Can be repeated.
+    #[arg(short = 'o', value_name = "KEY=VALUE,...")]
+    options: Vec<String>,
+    /// Measure for a disk of this length that is full, instead of IMAGE.
+    #[arg(long, value_name = "SIZE", conflicts_with = "image")]
+    size: Option<String>,
+    /// Measure an internal snapshot of IMAGE, by id or name.
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", conflicts_with = "size")]
+    load_snapshot: Option<String>,
+    #[command(flatten)]
+    output: OutputArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image whose content is to be copied.
+    #[arg(value_name = "IMAGE", required_unless_present = "size")]
+    image: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: &MeasureArgs) -> Result<ExitCode, Failure> {
+    let executor = args.images.executor()?;
+    let (measured, bitmaps) = executor.block_on(measure_for(args))?;
+    let Measure { required, fully_allocated } = measured;
+    match args.output.output {
+        OutputFormat::Json => {
+            let mut told: Map<String, Value> = Map::new();
+            if let Some(bitmaps) = bitmaps {
+                told.insert("bitmaps".into(), bitmaps.into());
+            }
+            told.insert("required".into(), required.into());
+            told.insert("fully-allocated".into(), fully_allocated.into());
+            print_json(&told)?;
+        }
+        OutputFormat::Human => {
+            let mut text =
+                format!("required size: {required}\nfully allocated size: {fully_allocated}\n");
+            if let Some(bitmaps) = bitmaps {
+                text.push_str(&format!("bitmaps size: {bitmaps}\n"));
+            }
+            print(&text)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failure> {
+    let format = args.output_format.parse::<Format>()?;
+    let options = parse_options(&args.options, format)?;
+    let source = match &args.image {
+        None => None,
+        Some(image) => {
+            let mut chain = args.images.chain_options(IndexUse::Read)?;
+            chain.snapshot.clone_from(&args.load_snapshot);
+            let (images, format) = (args.images.image_options()?, args.images.format()?);
+            Some(mica_stack::open(image, format, images, &chain).await?)
+        }
+    };
+    let size = match (&args.size, &source) {
+        (Some(size), _) => size_of("--size", size)?,
+        (None, Some(source)) => source.disk.geometry().len,
+        (None, None) => options.size.unwrap_or(0),
+    };
+    let plan = options.wish.plan(size)?;
+    match format {
+        Format::Null => Err(Failure::new("the null format has no length to be measured")),
+        Format::Raw => Ok((Measure { required: plan.size, fully_allocated: plan.size }, None)),
+        Format::Qcow2 => {
+            let bits = plan.l2.cluster_bits;
+            let data = match &source {
+                None => 0,
+                // How much of it the backing file has is not known: all of it may be needed.
+                Some(_) if plan.backing.is_some() => plan.clusters() * bits.bytes(),
+                Some(source) => data_bytes(&*source.disk, bits).await?,
+            };
+            let bitmaps = match plan.l2.version {
+                Version::V2 => None,
+                Version::V3 => source_bitmaps(args, bits).await?,
+            };
+            Ok((measure(&plan, data), bitmaps))
+        }
+    }
+}
+
+/// What a copy of the source's bitmaps takes, if it is an image that can have some.
+async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<u64>, Failure> {
+    let (Some(image), Format::Qcow2) = (&args.image, args.images.format()?) else {
+        return Ok(None);
+    };
+    let images = FileImages::new(image, args.images.image_options()?)?;
+    let info = inspect(&images, image).await?;
+    if info.header.version == Version::V2 {
+        return Ok(None);
+    }
+    Ok(Some(bitmaps_bytes(&info.bitmaps, info.header.disk_bytes(), bits)))
+}

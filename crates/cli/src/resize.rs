@@ -1,0 +1,75 @@
+//! `mica resize`: makes the disk of an image that nobody uses longer or shorter.
+
+use crate::create::open_writable;
+use crate::failure::Failure;
+use crate::images::{ImageArgs, size_of};
+use crate::output::print;
+use clap::Args;
+use mica_stack::Format;
+use mica_units::SECTOR_BYTES;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Make the disk of an image longer or shorter. The image must not be in use.
+#[derive(Args)]
+pub(crate) struct ResizeArgs {
+    /// Let the disk become shorter; what is beyond its new end is lost.
+    #[arg(long)]
+    shrink: bool,
+    /// Print only errors.
+    #[arg(short = 'q', long)]
+    quiet: bool,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The new length; with + or - before it, by how much.
+    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true)]
+    size: String,
+}
+
+pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
+    let executor = args.images.executor()?;
+    let format = args.images.format()?;
+    executor.block_on(async {
+        let store = open_writable(&args.file, &args.images)?;
+        match format {
+            Format::Raw => {
+                let old = store.len()?;
+                let new = new_len(args, old)?;
+                store.set_len(new).await?;
+                store.sync().await?;
+            }
+            Format::Qcow2 => {
+                let what = "mica does not yet resize qcow2 images: `qemu-img resize` does";
+                return Err(Failure::new(what));
+            }
+            Format::Null => return Err(Failure::new("the null format is no image")),
+        }
+        if !args.quiet {
+            print("Image resized.\n")?;
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+/// The length that was asked for, from the one that is.
+fn new_len(args: &ResizeArgs, old: u64) -> Result<u64, Failure> {
+    let new = match args.size.split_at_checked(1) {
+        Some(("+", more)) => old.checked_add(size_of("SIZE", more)?),
+        Some(("-", less)) => old.checked_sub(size_of("SIZE", less)?),
+        _ => Some(size_of("SIZE", &args.size)?),
+    };
+    let new = new
+        .and_then(|new| new.checked_next_multiple_of(SECTOR_BYTES))
+        .filter(|new| i64::try_from(*new).is_ok())
+        .ok_or_else(|| Failure::new("New image size must be positive and below 8 EiB"))?;
+    if new < old && !args.shrink {
+        return Err(Failure::new(
+            "Use the --shrink option to perform a shrink operation: all data beyond the new end of \
+             the disk is lost",
+        ));
+    }
+    Ok(new)
+}
