@@ -2,20 +2,27 @@
 //!
 //! - A store is bound to its file, as a descriptor is: a file that was replaced goes on being read
 //!   by those who opened it, and an opener gets the new one, with another identity.
-//! - A read takes effect when it completes, so that what is written meanwhile may be seen.
+//! - A read or a write takes effect when it completes, so that what is written meanwhile may be
+//!   seen. What is written is volatile until a later sync: see `power.rs`.
+//! - One store at a time is open for writing.
 //! - Nothing here depends on anything but the seed and the order of calls. Mica's own order follows
 //!   from the executor's seed.
 
-use mica_block::{
-    Error, ErrorKind, Identity, Images, IoFuture, OpenImage, Result, Run, RunKind, Store,
-};
-use mica_rt::Buf;
-use mica_units::HostOffset;
+mod fault;
+mod file;
+mod store;
+
+pub use fault::{ChangeFault, Operation, PowerCut};
+
+use fault::Changes;
+use file::{SharedFile, SimFile};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
+use store::SimStore;
 
 /// How long reads of a file take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,27 +60,13 @@ struct State {
     files: BTreeMap<PathBuf, SharedFile>,
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
-}
-
-type SharedFile = Arc<Mutex<SimFile>>;
-
-struct SimFile {
-    path: PathBuf,
-    bytes: Vec<u8>,
-    inode: u64,
-    mtime_ns: i128,
-    ctime_ns: i128,
-    latency: Latency,
-    faults: Vec<ReadFault>,
-    reads: u64,
+    changes: Changes,
 }
 
 /// A world begins at this time, so that file times are not near zero.
 const START_NS: i128 = 1_700_000_000_000_000_000;
 /// Time passes by this much at each change, so that each has a time of its own.
 const TICK_NS: i128 = 1_000_000;
-/// How much longer a read takes that is hit by a spike.
-const SPIKE_FACTOR: u32 = 100;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -90,8 +83,20 @@ impl World {
             files: BTreeMap::new(),
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
+            changes: Changes::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// The seed from which it was made.
+    pub fn seed(&self) -> u64 {
+        lock(&self.state).seed
+    }
+
+    /// The files and what readers see of them.
+    pub fn files(&self) -> Vec<(PathBuf, Vec<u8>)> {
+        let files = lock(&self.state).files.clone();
+        files.into_iter().map(|(path, file)| (path, lock(&file).bytes.clone())).collect()
     }
 
     /// A number below `bound` that follows from the seed and from how many were drawn before.
@@ -128,7 +133,7 @@ impl World {
     pub fn change(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
         let now_ns = lock(&self.state).tick();
         self.with_file(path.as_ref(), |file| {
-            change(&mut file.bytes);
+            file.change_durably(change);
             (file.mtime_ns, file.ctime_ns) = (now_ns, now_ns);
         });
     }
@@ -141,7 +146,7 @@ impl World {
     pub fn change_keeping_mtime(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
         let now_ns = lock(&self.state).tick();
         self.with_file(path.as_ref(), |file| {
-            change(&mut file.bytes);
+            file.change_durably(change);
             file.ctime_ns = now_ns;
         });
     }
@@ -151,7 +156,7 @@ impl World {
     /// # Panics
     /// If there is no such file.
     pub fn change_within_tick(&self, path: impl AsRef<Path>, change: impl FnOnce(&mut Vec<u8>)) {
-        self.with_file(path.as_ref(), |file| change(&mut file.bytes));
+        self.with_file(path.as_ref(), |file| file.change_durably(change));
     }
 
     /// How long reads of the file at `path` take from now on.
@@ -254,7 +259,11 @@ impl World {
     }
 
     fn store(&self, file: SharedFile) -> Arc<dyn Store> {
-        Arc::new(SimStore { world: self.clone(), file })
+        Arc::new(SimStore { world: self.clone(), file, writer: None })
+    }
+
+    fn tick(&self) -> i128 {
+        lock(&self.state).tick()
     }
 }
 
@@ -271,6 +280,23 @@ impl Images for World {
         let file = self.file(path)?;
         let identity = lock(&file).identity();
         Ok(OpenImage { store: self.store(file), identity })
+    }
+
+    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        let file = self.file(path)?;
+        let mut locked = lock(&file);
+        if locked.writer.upgrade().is_some() {
+            let what = format!("{} is open for writing already", path.display());
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        let writer = Arc::new(());
+        locked.writer = Arc::downgrade(&writer);
+        // From now on it matters what is durable.
+        locked.journal();
+        let identity = locked.identity();
+        drop(locked);
+        let store = Arc::new(SimStore { world: self.clone(), file, writer: Some(writer) });
+        Ok(OpenImage { store, identity })
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {
@@ -332,116 +358,10 @@ impl State {
             latency: Latency::Flash,
             faults: Vec::new(),
             reads: 0,
+            journal: None,
+            writer: Weak::new(),
+            dead: false,
         }))
-    }
-}
-
-impl SimFile {
-    fn identity(&self) -> Identity {
-        Identity {
-            device: 1,
-            inode: self.inode,
-            len: self.bytes.len() as u64,
-            mtime_ns: self.mtime_ns,
-            ctime_ns: self.ctime_ns,
-        }
-    }
-
-    fn nominal_latency(&self) -> Duration {
-        match self.latency {
-            Latency::Cached => Duration::from_micros(2),
-            Latency::Flash => Duration::from_micros(80),
-            Latency::Remote => Duration::from_millis(1),
-        }
-    }
-
-    /// Fills what there is and gives how much that is.
-    fn read(&self, buf: &mut [u8], offset: u64) -> usize {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        let there = self.bytes.get(start..).unwrap_or_default();
-        let count = there.len().min(buf.len());
-        buf[..count].copy_from_slice(&there[..count]);
-        count
-    }
-}
-
-/// A file of the world that someone has open.
-struct SimStore {
-    world: World,
-    file: SharedFile,
-}
-
-impl SimStore {
-    /// What becomes of the read that starts now: its latency, and the errno with which it fails.
-    fn fate(&self) -> (Duration, Option<i32>) {
-        let mut file = lock(&self.file);
-        file.reads += 1;
-        let mut latency = file.nominal_latency();
-        let mut errno = None;
-        for fault in &file.faults {
-            match *fault {
-                ReadFault::FailNth(number, code) if number == file.reads => errno = Some(code),
-                ReadFault::FailNth(..) => {}
-                ReadFault::FailAll(code) => errno = Some(code),
-                ReadFault::SpikeOneIn(count) => {
-                    if self.world.random_below(count.max(1)) == 0 {
-                        latency *= SPIKE_FACTOR;
-                    }
-                }
-            }
-        }
-        (latency, errno)
-    }
-}
-
-impl Store for SimStore {
-    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        let (latency, errno) = self.fate();
-        let file = Arc::clone(&self.file);
-        let work = move |buf: &mut Buf| match errno {
-            Some(code) => Err(io::Error::from_raw_os_error(code)),
-            None => Ok(lock(&file).read(buf, offset.bytes())),
-        };
-        IoFuture::file(mica_rt::simulate(buf, latency, Box::new(work)), offset)
-    }
-
-    fn len(&self) -> Result<u64> {
-        Ok(lock(&self.file).bytes.len() as u64)
-    }
-
-    /// Blocks of zeros are holes, as they would be in a file that was written sparsely.
-    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
-        const BLOCK: u64 = 4096;
-        if len == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
-        }
-        let file = lock(&self.file);
-        let kind_at = |at: u64| {
-            let start = usize::try_from(at - at % BLOCK).unwrap_or(usize::MAX);
-            let there = file.bytes.get(start..).unwrap_or_default();
-            let block = usize::try_from(BLOCK).unwrap_or(usize::MAX).min(there.len());
-            match there[..block].iter().all(|byte| *byte == 0) {
-                true => RunKind::Hole,
-                false => RunKind::Data,
-            }
-        };
-        let start = offset.bytes();
-        let end = start.saturating_add(len);
-        let kind = kind_at(start);
-        let file_len = file.bytes.len() as u64;
-        let mut at = start - start % BLOCK;
-        while at < end && kind_at(at) == kind {
-            at = match at {
-                // All the rest is a hole.
-                at if at >= file_len => end,
-                at => at.saturating_add(BLOCK),
-            };
-        }
-        Ok(Run { kind, len: at.min(end) - start })
-    }
-
-    fn name(&self) -> String {
-        lock(&self.file).path.display().to_string()
     }
 }
 

@@ -57,7 +57,7 @@ fn generated(world: &World) -> Generated {
 async fn open(world: &World, generated: &Generated) -> Arc<Chain> {
     let images: Arc<dyn Images> = Arc::new(world.clone());
     let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
-    let options = ChainOptions { cache_bytes, index: IndexUse::Read, snapshot: None };
+    let options = ChainOptions { cache_bytes, index: IndexUse::Read, ..ChainOptions::default() };
     Arc::new(Chain::open(images, generated.layers.last().unwrap(), &options).await.unwrap())
 }
 

@@ -1,6 +1,9 @@
 use super::*;
-use crate::scenario;
-use mica_block::read_exact;
+use crate::{Loss, scenario};
+use mica_block::{Run, RunKind, Space, read_exact, write_all};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::future::Future;
 
 fn block_on<F: Future<Output = ()>>(body: impl Fn(World) -> F) {
     scenario(8, body);
@@ -114,4 +117,118 @@ fn same_seed_gives_the_same_history() {
     assert_eq!(history(1), history(1));
     assert_eq!(history(1).len(), 20);
     assert_ne!(history(1), history(2));
+}
+
+fn put_writable(world: &World) -> Arc<dyn Store> {
+    world.put("/a", vec![1; 1024]);
+    world.open_writable(Path::new("/a")).unwrap().store
+}
+
+async fn write(store: &dyn Store, at: u64, byte: u8, len: usize) -> Result<()> {
+    write_all(store, Buf::from_slice(&vec![byte; len]), HostOffset::new(at)).await
+}
+
+fn content(world: &World) -> Vec<u8> {
+    world.files().pop().unwrap().1
+}
+
+#[test]
+fn written_bytes_are_read_at_once_and_durable_after_a_sync() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        write(&*store, 512, 2, 1024).await.unwrap();
+        store.sync().await.unwrap();
+        write(&*store, 0, 3, 512).await.unwrap();
+        let buf = read_exact(&*store, HostOffset::ZERO, 512).await.unwrap();
+        assert_eq!(buf[..], [3; 512]);
+        world.cut_power(Loss::Everything);
+        assert_eq!(content(&world), [vec![1; 512], vec![2; 1024]].concat());
+    });
+}
+
+#[test]
+fn sync_does_not_wait_for_what_completes_during_it() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        let sync = store.sync();
+        write(&*store, 0, 2, 512).await.unwrap();
+        sync.await.unwrap();
+        world.cut_power(Loss::Everything);
+        assert_eq!(content(&world), [1; 1024]);
+    });
+}
+
+#[test]
+fn space_changes_and_lengths_are_volatile_too() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        store.space(Space::Punch, HostOffset::new(512), 4096).await.unwrap();
+        store.space(Space::Allocate, HostOffset::new(1024), 512).await.unwrap();
+        store.sync().await.unwrap();
+        store.set_len(100).await.unwrap();
+        assert_eq!(store.len().unwrap(), 100);
+        world.cut_power(Loss::Everything);
+        assert_eq!(content(&world), [vec![1; 512], vec![0; 1024]].concat());
+    });
+}
+
+#[test]
+fn stores_of_a_machine_that_lost_power_change_nothing() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        let late = store.write_at(Buf::zeroed(512), HostOffset::ZERO);
+        world.kill();
+        assert_eq!(late.await.0.unwrap_err().raw_os_error(), Some(5));
+        assert!(write(&*store, 0, 2, 512).await.is_err() && store.sync().await.is_err());
+        assert_eq!(content(&world), [1; 1024]);
+        // Nor do they keep others from writing.
+        assert!(world.open_writable(Path::new("/a")).is_ok());
+    });
+}
+
+#[test]
+fn one_writer_at_a_time() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        let again = || world.open_writable(Path::new("/a")).map(drop);
+        assert_eq!(again().unwrap_err().kind(), ErrorKind::Denied);
+        let reader = world.open(Path::new("/a")).unwrap();
+        let denied = write(&*reader.store, 0, 2, 1).await.unwrap_err();
+        assert_eq!(denied.kind(), ErrorKind::Denied);
+        drop(store);
+        again().unwrap();
+    });
+}
+
+#[test]
+fn nth_change_fails_once_or_for_good() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        let fault = ChangeFault { operation: Operation::Write, nth: 2, lasting: false, errno: 28 };
+        world.inject_change(fault);
+        write(&*store, 0, 2, 512).await.unwrap();
+        assert!(!world.fault_struck());
+        assert_eq!(write(&*store, 0, 3, 512).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert!(world.heal_changes());
+        world.inject_change(ChangeFault { nth: 1, lasting: true, ..fault });
+        for _ in 0..3 {
+            assert!(write(&*store, 0, 4, 512).await.is_err());
+            store.sync().await.unwrap();
+        }
+    });
+}
+
+#[test]
+fn power_goes_after_the_operation_that_was_named() {
+    block_on(|world| async move {
+        let store = put_writable(&world);
+        world.cut_power_after(2, Loss::Nothing);
+        let cut = world.power_cut();
+        write(&*store, 0, 2, 512).await.unwrap();
+        assert_eq!(world.cuts(), 0);
+        write(&*store, 512, 3, 512).await.unwrap();
+        cut.await;
+        assert_eq!((world.cuts(), world.changes_completed()), (1, 2));
+        assert_eq!(content(&world), [vec![2; 512], vec![3; 512]].concat());
+    });
 }

@@ -123,7 +123,7 @@ pub(crate) fn put(world: &World, layers: &[ModelLayer]) {
 
 pub(crate) async fn open(world: &World, layers: &[ModelLayer], index: IndexUse) -> Arc<Chain> {
     let images: Arc<dyn Images> = Arc::new(world.clone());
-    let options = ChainOptions { cache_bytes: CACHE_BYTES_MIN, index, snapshot: None };
+    let options = ChainOptions { cache_bytes: CACHE_BYTES_MIN, index, ..ChainOptions::default() };
     let top = path(layers.len() - 1, layers.last().unwrap());
     Arc::new(Chain::open(images, &top, &options).await.unwrap())
 }

@@ -1,0 +1,265 @@
+//! Crashes: a guest works on a disk, the power goes, and what is left is judged.
+//!
+//! ```text
+//! open ─▶ guest ─▶ power cut ─▶ sound? ─▶ open ─▶ what may be left? ─▶ guest ─▶ close ─▶ clean?
+//!   └──────────────────────────── and once more ────────────────────────────────────────┘
+//! ```
+
+use crate::{ChangeFault, Errors, Guest, Load, Loss, ModelDisk, Operation, World};
+use mica_block::{Disk, LocalFuture, Result};
+use std::cell::{Cell, RefCell};
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+/// A guest that is not served after so much time, by the simulator's clock, never will be.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// How a disk is opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// For reading.
+    Read,
+    /// For writing too; what a crash left may be mended.
+    Write,
+}
+
+/// What the scenarios need to know of the disk that is tried.
+pub trait Subject {
+    /// Opens it.
+    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>>;
+
+    /// Judges the files while nobody has them open, and gives how much space they leak. Where they
+    /// are corrupt, says so.
+    fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>>;
+
+    /// Has another program judge the files, which show what `model` says.
+    fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
+        let _ = (world, model);
+    }
+}
+
+/// When the power goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cut {
+    /// After so many operations that change files.
+    After(u64),
+    /// When so much time has passed.
+    At(Duration),
+    /// Not at all.
+    Never,
+}
+
+/// How a round ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ending {
+    /// In a clean close.
+    Closed,
+    /// In a power cut.
+    Cut,
+}
+
+/// Runs `future` until the power goes, if it does first.
+pub async fn until_power_cut<F: Future>(world: &World, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    let mut cut = world.power_cut();
+    poll_fn(|context| {
+        if Pin::new(&mut cut).poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        let polled = future.as_mut().poll(context);
+        // The power may have gone while it was polled.
+        match polled {
+            Poll::Ready(output) if Pin::new(&mut cut).poll(context).is_pending() => {
+                Poll::Ready(Some(output))
+            }
+            Poll::Ready(_) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+/// A scenario on one disk: rounds of work, each of which ends in a power cut or a close.
+pub struct Crashes<'a> {
+    world: &'a World,
+    subject: &'a dyn Subject,
+    model: Rc<RefCell<ModelDisk>>,
+    /// Space that is leaked: what a crash leaked may stay.
+    leaks: u64,
+}
+
+impl<'a> Crashes<'a> {
+    /// A disk that shows `model` and leaks nothing.
+    pub fn new(world: &'a World, subject: &'a dyn Subject, model: ModelDisk) -> Self {
+        Self { world, subject, model: Rc::new(RefCell::new(model)), leaks: 0 }
+    }
+
+    /// The model of the disk.
+    pub fn model(&self) -> Rc<RefCell<ModelDisk>> {
+        Rc::clone(&self.model)
+    }
+
+    /// A guest works until the power goes, or until it is done and closes the disk; then what is
+    /// there is judged.
+    ///
+    /// # Panics
+    /// If it is not what it may be.
+    pub async fn round(&mut self, cut: Cut, loss: Loss, work: impl AsyncFnOnce(&Guest)) -> Ending {
+        let armed = Rc::new(Cell::new(true));
+        match cut {
+            Cut::After(operations) => self.world.cut_power_after(operations, loss),
+            Cut::At(delay) => {
+                let (world, armed) = (self.world.clone(), Rc::clone(&armed));
+                mica_rt::spawn(async move {
+                    mica_rt::sleep(delay).await;
+                    if armed.get() {
+                        world.cut_power(loss);
+                    }
+                });
+            }
+            Cut::Never => {}
+        }
+        let before = self.world.cuts();
+        let all = async {
+            let disk = self.open(Mode::Write).await;
+            if self.world.cuts() > before {
+                return;
+            }
+            let disk = disk.expect("the disk opens");
+            let guest = Guest::new(self.world, disk, &self.model, Errors::Unexpected);
+            work(&guest).await;
+            guest.close().await.expect("the disk closes");
+        };
+        let all = async { mica_rt::timeout(PATIENCE, all).await.expect("the guest is served") };
+        let ending = match until_power_cut(self.world, all).await {
+            Some(()) => Ending::Closed,
+            None => Ending::Cut,
+        };
+        armed.set(false);
+        self.world.keep_power();
+        match ending {
+            Ending::Closed => self.expect_clean().await,
+            Ending::Cut => self.expect_survival().await,
+        }
+        ending
+    }
+
+    /// A guest works while `fault` strikes, whatever comes of it; then the power goes, or where
+    /// `loss` is `None` the process dies, and what is there is judged. Gives whether it struck.
+    ///
+    /// # Panics
+    /// If nobody is told of the fault, or what is there is not what it may be.
+    pub async fn fault_round(
+        &mut self,
+        fault: ChangeFault,
+        loss: Option<Loss>,
+        work: impl AsyncFnOnce(&Guest),
+    ) -> bool {
+        self.world.inject_change(fault);
+        let all = async {
+            let Ok(disk) = self.open(Mode::Write).await else { return 1 };
+            let guest = Guest::new(self.world, disk, &self.model, Errors::Expected);
+            work(&guest).await;
+            // It counts as the guest's own.
+            drop(guest.close().await);
+            guest.failed()
+        };
+        let failed = mica_rt::timeout(PATIENCE, all).await.expect("the guest is served");
+        let struck = self.world.heal_changes();
+        assert!(struck || failed == 0, "nothing struck, but {failed} requests failed");
+        // What only gives space back may fail in silence.
+        let matters = matches!(fault.operation, Operation::Write | Operation::Sync);
+        assert!(failed > 0 || !struck || !matters, "nobody was told that {fault:?} struck");
+        match loss {
+            Some(loss) => self.world.cut_power(loss),
+            None => self.world.kill(),
+        }
+        self.expect_survival().await;
+        struck
+    }
+
+    /// After a power cut, or when the process died.
+    ///
+    /// # Panics
+    /// If the disk is not sound, or shows what must not be left.
+    pub async fn expect_survival(&mut self) {
+        self.model.borrow_mut().crash();
+        let checked = self.subject.check(self.world).await;
+        self.leaks = checked.unwrap_or_else(|error| panic!("after the crash: {error}"));
+        // Who only reads mends nothing, and must see the same.
+        if self.world.random_below(2) == 0 {
+            self.settle(Mode::Read).await;
+        }
+        self.settle(Mode::Write).await;
+        self.expect_clean().await;
+    }
+
+    /// After a clean close.
+    ///
+    /// # Panics
+    /// If the disk is not sound, or leaks more than it did.
+    pub async fn expect_clean(&mut self) {
+        let checked = self.subject.check(self.world).await;
+        let leaks = checked.unwrap_or_else(|error| panic!("after the close: {error}"));
+        assert!(
+            leaks <= self.leaks,
+            "{leaks} clusters leak after a clean close, not {}",
+            self.leaks
+        );
+        self.leaks = leaks;
+    }
+
+    /// Has another program judge.
+    ///
+    /// # Panics
+    /// As [`Subject::judge_elsewhere`] does.
+    pub fn judge_elsewhere(&self) {
+        self.subject.judge_elsewhere(self.world, &self.model.borrow());
+    }
+
+    async fn settle(&self, mode: Mode) {
+        let disk = self.open(mode).await.expect("the disk opens after the crash");
+        let guest = Guest::new(self.world, disk, &self.model, Errors::Unexpected);
+        guest.settle().await.expect("what is left can be read");
+        if mode == Mode::Write {
+            guest.close().await.expect("the disk closes after the crash");
+        }
+    }
+
+    async fn open(&self, mode: Mode) -> Result<Arc<dyn Disk>> {
+        self.subject.open(self.world, mode).await
+    }
+}
+
+/// A cut at random: within the first `operations` operations, or within about the time that as many
+/// take.
+pub fn cut_at_random(world: &World, operations: u64) -> (Cut, Loss) {
+    let loss = loss_at_random(world);
+    let number = 1 + world.random_below(operations);
+    let cut = match world.random_below(3) {
+        0 => Cut::At(Duration::from_micros(number * 60)),
+        _ => Cut::After(number),
+    };
+    (cut, loss)
+}
+
+/// A loss at random.
+pub fn loss_at_random(world: &World) -> Loss {
+    let losses = Loss::ALL.len() as u64;
+    usize::try_from(world.random_below(losses)).map_or(Loss::Torn, |at| Loss::ALL[at])
+}
+
+/// A load at random for a disk of `sectors` sectors.
+pub fn load_at_random(world: &World, sectors: u64) -> Load {
+    let longest = [16, 64, 1024][usize::try_from(world.random_below(3)).unwrap_or(0)];
+    Load {
+        tasks: 1 + world.random_below(6),
+        requests: 5 + world.random_below(25),
+        sectors_max: sectors.min(longest),
+        flush_one_in: 2 + world.random_below(12),
+    }
+}

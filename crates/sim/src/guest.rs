@@ -1,0 +1,325 @@
+//! A guest that writes, reads and judges what it reads: several requests at once, often for the
+//! same sectors.
+
+use crate::{ModelDisk, Request, Ticket, World};
+use mica_block::{Detail, Disk, Error, Result, Zeroes};
+use mica_rt::{Buf, join_all};
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a guest does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Load {
+    /// Requests under way at once.
+    pub tasks: u64,
+    /// Requests of each task.
+    pub requests: u64,
+    /// Most sectors of a request.
+    pub sectors_max: u64,
+    /// Of so many requests one is a flush.
+    pub flush_one_in: u64,
+}
+
+/// Whether requests may fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Errors {
+    /// None may: nothing was told to fail.
+    Unexpected,
+    /// They may, and what was acknowledged counts all the same.
+    Expected,
+}
+
+/// A guest on one opening of a disk.
+pub struct Guest {
+    world: World,
+    disk: Arc<dyn Disk>,
+    model: Rc<RefCell<ModelDisk>>,
+    errors: Errors,
+    failed: Cell<u64>,
+    /// A flush has failed: none may succeed, and no write either.
+    latched: Cell<bool>,
+    cuts: u64,
+}
+
+/// Sectors that requests crowd in.
+const CROWD_SECTORS: u64 = 96;
+/// How much is read at once to see all of a disk.
+const STEP_SECTORS: u64 = 512;
+
+impl Guest {
+    /// A guest on `disk`, which shows what `model` says.
+    pub fn new(
+        world: &World,
+        disk: Arc<dyn Disk>,
+        model: &Rc<RefCell<ModelDisk>>,
+        errors: Errors,
+    ) -> Self {
+        assert_eq!(disk.geometry().len, model.borrow().sectors() * SECTOR_BYTES, "another disk");
+        Self {
+            world: world.clone(),
+            disk,
+            model: Rc::clone(model),
+            errors,
+            failed: Cell::new(0),
+            latched: Cell::new(false),
+            cuts: world.cuts(),
+        }
+    }
+
+    /// How many requests failed.
+    pub fn failed(&self) -> u64 {
+        self.failed.get()
+    }
+
+    /// Writes, zeroes, discards, flushes and reads at random.
+    pub async fn run(&self, load: &Load) {
+        let crowd = self.below(self.sectors());
+        let task = async |_| {
+            for _ in 0..load.requests {
+                self.request_at_random(load, crowd).await;
+            }
+        };
+        join_all((0..load.tasks).map(task)).await;
+    }
+
+    async fn request_at_random(&self, load: &Load, crowd: u64) {
+        if self.below(8) == 0 {
+            mica_rt::sleep(Duration::from_micros(self.below(400))).await;
+        }
+        if self.below(load.flush_one_in.max(1)) == 0 {
+            return drop(self.flush().await);
+        }
+        let (first, count) = self.place_at_random(load, crowd);
+        match self.below(20) {
+            0..=9 => drop(self.write(first, count).await),
+            10 | 11 => drop(self.write_zeroes(first, count, self.zeroes_at_random()).await),
+            12 | 13 => drop(self.discard(first, count).await),
+            _ => self.read(first, count).await,
+        }
+    }
+
+    fn place_at_random(&self, load: &Load, crowd: u64) -> (u64, u64) {
+        let sectors = self.sectors();
+        let mut count = match self.below(4) {
+            0 => 1 + self.below(load.sectors_max),
+            1 => 8,
+            _ => 1 + self.below(load.sectors_max.min(16)),
+        };
+        let mut first = match self.below(3) {
+            0 => self.below(sectors),
+            _ => (crowd + self.below(CROWD_SECTORS)) % sectors,
+        };
+        // Whole units take other paths than parts do.
+        if self.below(3) == 0 {
+            let unit = 1 << self.below(9);
+            first -= first % unit;
+            count = count.next_multiple_of(unit);
+        }
+        (first, count.min(sectors - first))
+    }
+
+    fn zeroes_at_random(&self) -> Zeroes {
+        Zeroes { may_unmap: self.below(2) == 0, fast: self.below(4) == 0 }
+    }
+
+    /// Writes `count` sectors from `first` on.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn write(&self, first: u64, count: u64) -> Result<()> {
+        let (ticket, range) = self.begin(Request::Write, first, count);
+        let content = self.model.borrow().content(&ticket);
+        let _request = self.disk.enter();
+        let (result, _) = self.disk.write(range.start(), Buf::from_slice(&content)).await;
+        self.end_change(&ticket, &result);
+        result
+    }
+
+    /// Makes `count` sectors from `first` on read as zeros.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn write_zeroes(&self, first: u64, count: u64, how: Zeroes) -> Result<()> {
+        let (ticket, range) = self.begin(Request::Zeroes, first, count);
+        let _request = self.disk.enter();
+        let mut result = self.disk.write_zeroes(range, how).await;
+        if how.fast && matches!(&result, Err(error) if is_unsupported(error)) {
+            result = self.disk.write_zeroes(range, Zeroes { fast: false, ..how }).await;
+        }
+        self.end_change(&ticket, &result);
+        result
+    }
+
+    /// Discards `count` sectors from `first` on.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn discard(&self, first: u64, count: u64) -> Result<()> {
+        let (ticket, range) = self.begin(Request::Discard, first, count);
+        let _request = self.disk.enter();
+        let result = self.disk.discard(range).await;
+        self.end_change(&ticket, &result);
+        result
+    }
+
+    /// Flushes.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn flush(&self) -> Result<()> {
+        let (ticket, _) = self.begin(Request::Flush, 0, 0);
+        let was_latched = self.latched.get();
+        let result = self.disk.flush().await;
+        self.end_flush(&ticket, &result, was_latched);
+        result
+    }
+
+    /// Ends the writing.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub async fn close(&self) -> Result<()> {
+        let (ticket, _) = self.begin(Request::Flush, 0, 0);
+        let was_latched = self.latched.get();
+        let result = self.disk.close().await;
+        self.end_flush(&ticket, &result, was_latched);
+        result
+    }
+
+    /// Reads `count` sectors from `first` on and judges them.
+    ///
+    /// # Panics
+    /// If they show what they must not.
+    pub async fn read(&self, first: u64, count: u64) {
+        let (ticket, range) = self.begin(Request::Read, first, count);
+        let _request = self.disk.enter();
+        let result = read(&*self.disk, range).await;
+        if self.power_is_gone() {
+            return;
+        }
+        match result {
+            Ok(bytes) => {
+                let judged = self.model.borrow_mut().end_read(&ticket, &bytes);
+                judged.expect("reads show what was written");
+                self.model.borrow_mut().end(&ticket, true);
+            }
+            Err(error) => self.fail(Request::Read, &error),
+        }
+    }
+
+    /// Reads all of the disk and judges it.
+    ///
+    /// # Panics
+    /// As [`Self::read`].
+    pub async fn read_all(&self) {
+        for first in (0..self.sectors()).step_by(512) {
+            self.read(first, STEP_SECTORS.min(self.sectors() - first)).await;
+        }
+    }
+
+    /// After a crash: reads all of the disk, judges whether that may be left of it, and takes it
+    /// for what is there from now on.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    ///
+    /// # Panics
+    /// If it must not be left.
+    pub async fn settle(&self) -> Result<()> {
+        for first in (0..self.sectors()).step_by(512) {
+            let range = range_of(first, STEP_SECTORS.min(self.sectors() - first));
+            let bytes = read(&*self.disk, range).await?;
+            let judged = self.model.borrow_mut().settle(first, &bytes);
+            judged.expect("after the crash the disk shows what may be left");
+        }
+        Ok(())
+    }
+
+    fn sectors(&self) -> u64 {
+        self.model.borrow().sectors()
+    }
+
+    fn below(&self, bound: u64) -> u64 {
+        self.world.random_below(bound)
+    }
+
+    fn begin(&self, request: Request, first: u64, count: u64) -> (Ticket, GuestRange) {
+        let range = range_of(first, count);
+        self.world.trace(|| format!("guest: {request:?} of {count} sectors from {first}"));
+        (self.model.borrow_mut().begin(request, range), range)
+    }
+
+    /// What is answered once the power is gone reaches nobody.
+    fn power_is_gone(&self) -> bool {
+        self.world.cuts() > self.cuts
+    }
+
+    fn end_change(&self, ticket: &Ticket, result: &Result<()>) {
+        if self.power_is_gone() {
+            return;
+        }
+        if let Err(error) = result {
+            self.fail(ticket.request(), error);
+        }
+        self.world.trace(|| format!("guest: {ticket:?} ends: {result:?}"));
+        self.model.borrow_mut().end(ticket, result.is_ok());
+    }
+
+    fn end_flush(&self, ticket: &Ticket, result: &Result<()>, was_latched: bool) {
+        if self.power_is_gone() {
+            return;
+        }
+        match result {
+            Ok(()) => assert!(!was_latched, "a flush succeeds after one failed"),
+            Err(error) => {
+                self.fail(Request::Flush, error);
+                self.latched.set(true);
+            }
+        }
+        self.world.trace(|| format!("guest: {ticket:?} ends: {result:?}"));
+        self.model.borrow_mut().end(ticket, result.is_ok());
+    }
+
+    fn fail(&self, request: Request, error: &Error) {
+        self.failed.set(self.failed.get() + 1);
+        if self.errors == Errors::Unexpected {
+            panic!("nothing was told to fail, but a {request:?} does: {error:?}");
+        }
+    }
+}
+
+fn is_unsupported(error: &Error) -> bool {
+    error.kind() == mica_block::ErrorKind::Unsupported
+}
+
+fn range_of(first: u64, count: u64) -> GuestRange {
+    let start = GuestOffset::new(first * SECTOR_BYTES);
+    GuestRange::new(start, count * SECTOR_BYTES).expect("a range of a small disk")
+}
+
+/// Reads `range` of `disk`.
+///
+/// # Errors
+/// What the disk says.
+///
+/// # Panics
+/// If the plan is none of `range`.
+pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
+    let mut extents = Vec::new();
+    disk.plan(range, Detail::Read, &mut extents).finish().await?;
+    let mut bytes = Vec::new();
+    for extent in extents {
+        assert_eq!(extent.start.bytes(), range.start().bytes() + bytes.len() as u64);
+        // Whatever is not filled must not look right.
+        let len = usize::try_from(extent.len).expect("a small disk");
+        let buf = Buf::from_slice(&vec![0xdd; len]);
+        let (result, buf) = disk.read(&extent, buf).await;
+        result?;
+        bytes.extend_from_slice(&buf);
+    }
+    assert_eq!(bytes.len() as u64, range.len());
+    Ok(bytes)
+}

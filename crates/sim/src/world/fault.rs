@@ -1,0 +1,191 @@
+//! Changes of files that fail, and the power that goes.
+
+use super::file::SharedFile;
+use super::{World, lock};
+use crate::Loss;
+use std::future::Future;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Context, Poll, Waker};
+
+/// When set, the world tells what it does.
+const TRACE_VARIABLE: &str = "MICA_SIM_TRACE";
+
+/// An operation that changes a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operation {
+    /// Bytes are written.
+    Write,
+    /// What is volatile is made durable.
+    Sync,
+    /// Space is allocated or given back.
+    Space,
+    /// The length is set.
+    SetLen,
+}
+
+/// What shall happen to changes of files: of all files, counted together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChangeFault {
+    /// Which operation fails.
+    pub operation: Operation,
+    /// The number of the first that fails, counted from 1 as of now.
+    pub nth: u64,
+    /// Whether all later ones fail, too.
+    pub lasting: bool,
+    /// How.
+    pub errno: i32,
+}
+
+/// What is known of changes in a world.
+#[derive(Default)]
+pub(super) struct Changes {
+    /// With how many operations of its kind there were when it was added, and whether it struck.
+    faults: Vec<(ChangeFault, u64, bool)>,
+    started: [u64; 4],
+    completed: u64,
+    cut_after: Option<(u64, Loss)>,
+    cuts: u64,
+    waiting: Vec<Waker>,
+}
+
+impl World {
+    /// Adds a fault.
+    pub fn inject_change(&self, fault: ChangeFault) {
+        let changes = &mut lock(&self.state).changes;
+        let before = changes.started[fault.operation as usize];
+        changes.faults.push((fault, before, false));
+    }
+
+    /// Takes all faults of changes away. Gives whether one of them struck.
+    pub fn heal_changes(&self) -> bool {
+        let faults = std::mem::take(&mut lock(&self.state).changes.faults);
+        faults.iter().any(|(_, _, struck)| *struck)
+    }
+
+    /// Whether a fault of changes struck that was not taken away.
+    pub fn fault_struck(&self) -> bool {
+        lock(&self.state).changes.faults.iter().any(|(_, _, struck)| *struck)
+    }
+
+    /// How many operations that change files have completed.
+    pub fn changes_completed(&self) -> u64 {
+        lock(&self.state).changes.completed
+    }
+
+    /// The power goes when so many more operations that change files have completed.
+    pub fn cut_power_after(&self, operations: u64, loss: Loss) {
+        let changes = &mut lock(&self.state).changes;
+        changes.cut_after = Some((changes.completed + operations, loss));
+    }
+
+    /// The power is not cut after all.
+    pub fn keep_power(&self) {
+        lock(&self.state).changes.cut_after = None;
+    }
+
+    /// The power goes, and comes again: stores that are open give errors from now on, and who opens
+    /// a file finds what `loss` left of it.
+    pub fn cut_power(&self, loss: Loss) {
+        self.trace(|| format!("the power goes, losing {loss:?}"));
+        self.restart(Some(loss));
+    }
+
+    /// The process that has files open dies: stores that are open give errors from now on, and who
+    /// opens a file finds what was written.
+    pub fn kill(&self) {
+        self.trace(|| "the process dies".to_owned());
+        self.restart(None);
+    }
+
+    /// How often the power went or the process died.
+    pub fn cuts(&self) -> u64 {
+        lock(&self.state).changes.cuts
+    }
+
+    /// Ready when the power goes, or the process dies, next.
+    pub fn power_cut(&self) -> PowerCut {
+        PowerCut { world: self.clone(), before: self.cuts() }
+    }
+
+    /// Tells `event` where the user wants to know.
+    pub fn trace(&self, event: impl FnOnce() -> String) {
+        static WANTED: OnceLock<bool> = OnceLock::new();
+        if *WANTED.get_or_init(|| std::env::var_os(TRACE_VARIABLE).is_some()) {
+            eprintln!("{}", event());
+        }
+    }
+
+    fn restart(&self, loss: Option<Loss>) {
+        let files: Vec<(PathBuf, SharedFile)> =
+            lock(&self.state).files.clone().into_iter().collect();
+        for (path, file) in files {
+            let mut file = lock(&file);
+            if file.journal.is_none() {
+                continue;
+            }
+            let reborn = file.reborn(loss, &mut |bound| self.random_below(bound));
+            lock(&self.state).files.insert(path, Arc::new(Mutex::new(reborn)));
+        }
+        let waiting = {
+            let changes = &mut lock(&self.state).changes;
+            changes.cuts += 1;
+            changes.cut_after = None;
+            changes.faults.clear();
+            std::mem::take(&mut changes.waiting)
+        };
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// The errno with which the change fails that starts now.
+    pub(super) fn start_change(&self, operation: Operation) -> Option<i32> {
+        let changes = &mut lock(&self.state).changes;
+        let count = &mut changes.started[operation as usize];
+        *count += 1;
+        let mut errno = None;
+        let of_kind = |(fault, ..): &&mut (ChangeFault, u64, bool)| fault.operation == operation;
+        for (fault, before, struck) in changes.faults.iter_mut().filter(of_kind) {
+            let number = *count - *before;
+            if number == fault.nth || (fault.lasting && number > fault.nth) {
+                *struck = true;
+                errno = Some(fault.errno);
+            }
+        }
+        errno
+    }
+
+    /// A change completed, whatever became of it.
+    pub(super) fn complete_change(&self) {
+        let due = {
+            let changes = &mut lock(&self.state).changes;
+            changes.completed += 1;
+            changes.cut_after.filter(|(after, _)| changes.completed >= *after)
+        };
+        if let Some((_, loss)) = due {
+            self.cut_power(loss);
+        }
+    }
+}
+
+/// See [`World::power_cut`].
+#[must_use]
+pub struct PowerCut {
+    world: World,
+    before: u64,
+}
+
+impl Future for PowerCut {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let changes = &mut lock(&self.world.state).changes;
+        if changes.cuts > self.before {
+            return Poll::Ready(());
+        }
+        if !changes.waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+            changes.waiting.push(context.waker().clone());
+        }
+        Poll::Pending
+    }
+}

@@ -1,0 +1,244 @@
+//! A file of the world that someone has open.
+
+use super::file::SharedFile;
+use super::{Operation, ReadFault, World, lock};
+use crate::power::Change;
+use mica_block::{Error, ErrorKind, IoFuture, LocalFuture, Result, Run, RunKind, Space, Store};
+use mica_rt::{Buf, Op};
+use mica_units::HostOffset;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How much longer a read takes that is hit by a spike.
+const SPIKE_FACTOR: u32 = 100;
+/// How much longer a sync takes than a read.
+const SYNC_FACTOR: u32 = 6;
+/// Whoever uses a file of a machine without power gets this.
+const EIO: i32 = 5;
+
+/// A file of the world that someone has open.
+pub(super) struct SimStore {
+    pub(super) world: World,
+    pub(super) file: SharedFile,
+    /// Held as long as it is open for writing; absent where it is open for reading.
+    pub(super) writer: Option<Arc<()>>,
+}
+
+impl SimStore {
+    /// What becomes of the read that starts now: its latency, and the errno with which it fails.
+    fn fate(&self) -> (Duration, Option<i32>) {
+        let mut file = lock(&self.file);
+        file.reads += 1;
+        let mut latency = file.nominal_latency();
+        let mut errno = None;
+        for fault in &file.faults {
+            match *fault {
+                ReadFault::FailNth(number, code) if number == file.reads => errno = Some(code),
+                ReadFault::FailNth(..) => {}
+                ReadFault::FailAll(code) => errno = Some(code),
+                ReadFault::SpikeOneIn(count) => {
+                    if self.world.random_below(count.max(1)) == 0 {
+                        latency *= SPIKE_FACTOR;
+                    }
+                }
+            }
+        }
+        (latency, errno)
+    }
+
+    /// Starts an operation that makes `change` when it completes.
+    fn start(&self, operation: Operation, change: Change, buf: Buf) -> Op {
+        let errno = self.world.start_change(operation);
+        let mut file = lock(&self.file);
+        let name = file.journal().start(change);
+        let latency = file.nominal_latency();
+        drop(file);
+        let (world, file) = (self.world.clone(), Arc::clone(&self.file));
+        let work = move |buf: &mut Buf| {
+            let now_ns = world.tick();
+            let mut draw = |bound| world.random_below(bound);
+            let mut locked = lock(&file);
+            if locked.dead {
+                return Err(io::Error::from_raw_os_error(EIO));
+            }
+            let change = locked.journal().complete(name).expect("an operation completes once");
+            world.trace(|| format!("{} {}", locked.path.display(), describe(&change, errno)));
+            let made = match errno {
+                None => vec![change],
+                // A write that fails has written none or some of its sectors.
+                Some(_) if operation == Operation::Write && draw(2) == 0 => change.torn(&mut draw),
+                Some(_) => Vec::new(),
+            };
+            made.into_iter().for_each(|change| locked.make(change, now_ns));
+            drop(locked);
+            world.complete_change();
+            errno.map_or(Ok(buf.len()), |code| Err(io::Error::from_raw_os_error(code)))
+        };
+        mica_rt::simulate(buf, latency, Box::new(work))
+    }
+
+    /// As [`Self::start`], without bytes.
+    fn start_space(
+        &self,
+        operation: Operation,
+        change: Change,
+        what: &'static str,
+    ) -> LocalFuture<'static, Result<()>> {
+        if self.writer.is_none() {
+            let error = self.opened_for_reading();
+            return Box::pin(async move { Err(error) });
+        }
+        let op = self.start(operation, change, Buf::new(0));
+        finish(op, what)
+    }
+}
+
+fn finish(op: Op, what: &'static str) -> LocalFuture<'static, Result<()>> {
+    Box::pin(async move {
+        let (result, _) = op.await;
+        result.map(drop).map_err(|error| Error::from_io(what, error))
+    })
+}
+
+fn at(offset: HostOffset) -> usize {
+    usize::try_from(offset.bytes()).expect("files of the world are small")
+}
+
+fn bytes(len: u64) -> usize {
+    usize::try_from(len).expect("files of the world are small")
+}
+
+impl Store for SimStore {
+    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let (latency, errno) = self.fate();
+        let file = Arc::clone(&self.file);
+        let work = move |buf: &mut Buf| {
+            let file = lock(&file);
+            match errno.or(file.dead.then_some(EIO)) {
+                Some(code) => Err(io::Error::from_raw_os_error(code)),
+                None => Ok(file.read(buf, offset.bytes())),
+            }
+        };
+        IoFuture::file(mica_rt::simulate(buf, latency, Box::new(work)), offset)
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(lock(&self.file).bytes.len() as u64)
+    }
+
+    /// Blocks of zeros are holes, as they would be in a file that was written sparsely.
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        const BLOCK: u64 = 4096;
+        if len == 0 {
+            return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
+        }
+        let file = lock(&self.file);
+        let kind_at = |at: u64| {
+            let start = usize::try_from(at - at % BLOCK).unwrap_or(usize::MAX);
+            let there = file.bytes.get(start..).unwrap_or_default();
+            let block = usize::try_from(BLOCK).unwrap_or(usize::MAX).min(there.len());
+            match there[..block].iter().all(|byte| *byte == 0) {
+                true => RunKind::Hole,
+                false => RunKind::Data,
+            }
+        };
+        let start = offset.bytes();
+        let end = start.saturating_add(len);
+        let kind = kind_at(start);
+        let file_len = file.bytes.len() as u64;
+        let mut at = start - start % BLOCK;
+        while at < end && kind_at(at) == kind {
+            at = match at {
+                // All the rest is a hole.
+                at if at >= file_len => end,
+                at => at.saturating_add(BLOCK),
+            };
+        }
+        Ok(Run { kind, len: at.min(end) - start })
+    }
+
+    fn name(&self) -> String {
+        lock(&self.file).path.display().to_string()
+    }
+
+    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        if self.writer.is_none() {
+            return mica_block::ready(Err(self.opened_for_reading()), buf);
+        }
+        let change = Change::Data { at: at(offset), bytes: buf.to_vec() };
+        IoFuture::write(self.start(Operation::Write, change, buf), offset)
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        if self.writer.is_none() {
+            let error = self.opened_for_reading();
+            return Box::pin(async move { Err(error) });
+        }
+        let errno = self.world.start_change(Operation::Sync);
+        let mut file = lock(&self.file);
+        let mark = file.journal().mark();
+        let latency = file.nominal_latency() * SYNC_FACTOR;
+        drop(file);
+        let (world, file) = (self.world.clone(), Arc::clone(&self.file));
+        let work = move |_: &mut Buf| {
+            let mut locked = lock(&file);
+            if locked.dead {
+                return Err(io::Error::from_raw_os_error(EIO));
+            }
+            world.trace(|| format!("{} sync {errno:?}", locked.path.display()));
+            match errno {
+                None => locked.journal().sync(mark),
+                Some(_) => {
+                    locked.journal().fail_sync(mark, &mut |bound| world.random_below(bound));
+                }
+            }
+            drop(locked);
+            world.complete_change();
+            errno.map_or(Ok(0), |code| Err(io::Error::from_raw_os_error(code)))
+        };
+        finish(mica_rt::simulate(Buf::new(0), latency, Box::new(work)), "syncing")
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        let (at, len) = (at(offset), bytes(len));
+        match change {
+            Space::Punch => {
+                self.start_space(Operation::Space, Change::Zeros { at, len }, "punching a hole")
+            }
+            // As FALLOC_FL_ZERO_RANGE, which makes a file longer.
+            Space::Zero => {
+                let change = Change::Data { at, bytes: vec![0; len] };
+                self.start_space(Operation::Space, change, "zeroing")
+            }
+            Space::Allocate => {
+                let change = Change::Grow { len: at + len };
+                self.start_space(Operation::Space, change, "allocating")
+            }
+        }
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        let len = bytes(len);
+        let change = match len < lock(&self.file).bytes.len() {
+            true => Change::Shrink { len },
+            false => Change::Grow { len },
+        };
+        self.start_space(Operation::SetLen, change, "setting the length")
+    }
+}
+
+fn describe(change: &Change, errno: Option<i32>) -> String {
+    let what = match change {
+        Change::Data { at, bytes } => format!("write {at:#x}+{:#x}", bytes.len()),
+        Change::Zeros { at, len } => format!("zeros {at:#x}+{len:#x}"),
+        Change::Grow { len } => format!("grow to {len:#x}"),
+        Change::Shrink { len } => format!("shrink to {len:#x}"),
+    };
+    errno.map_or(what.clone(), |code| format!("{what} fails with errno {code}"))
+}
