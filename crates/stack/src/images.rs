@@ -6,7 +6,7 @@ use crate::sidecars::{SidecarPlace, Sidecars};
 use mica_block::{Identity, Images, OpenImage, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// How image files are opened.
 #[derive(Clone)]
@@ -47,6 +47,14 @@ pub struct FileImages {
     handles: Arc<Handles>,
     faults: Vec<Fault>,
     locking: Locking,
+    written: Mutex<Vec<Written>>,
+}
+
+/// An image that was opened for writing here.
+struct Written {
+    device: u64,
+    inode: u64,
+    store: Weak<dyn Store>,
 }
 
 impl FileImages {
@@ -58,7 +66,7 @@ impl FileImages {
         let ImageOptions { allow_paths, cache, handles, sidecars, faults, locking } = options;
         let policy = Policy::new(named, &allow_paths)?;
         let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
-        Ok(Self { policy, sidecars, cache, handles, faults, locking })
+        Ok(Self { policy, sidecars, cache, handles, faults, locking, written: Mutex::default() })
     }
 
     /// The image in `store`, which is what was `located`.
@@ -71,6 +79,15 @@ impl FileImages {
         }
         Ok(OpenImage { store, identity })
     }
+
+    /// Whether what was `located` is open for writing here: then its lock is our own, and whoever
+    /// opens it once more may find out that the chain bites its tail.
+    fn writes(&self, located: &Located) -> bool {
+        let Identity { device, inode, .. } = located.identity(0);
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        written.retain(|image| image.store.strong_count() > 0);
+        written.iter().any(|image| (image.device, image.inode) == (device, inode))
+    }
 }
 
 impl Images for FileImages {
@@ -80,14 +97,19 @@ impl Images for FileImages {
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
-        let store = FileStore::new_shared(&mut located, self.cache, self.locking, &self.handles)?;
+        let locking = if self.writes(&located) { Locking::Off } else { self.locking };
+        let store = FileStore::new_shared(&mut located, self.cache, locking, &self.handles)?;
         self.opened(&located, store)
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking)?;
-        self.opened(&located, store)
+        let image = self.opened(&located, store)?;
+        let Identity { device, inode, .. } = image.identity;
+        let written = Written { device, inode, store: Arc::downgrade(&image.store) };
+        self.written.lock().unwrap_or_else(PoisonError::into_inner).push(written);
+        Ok(image)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

@@ -236,3 +236,74 @@ fn sidecars_of_layers_elsewhere_are_as_closed_as_the_layers() {
         assert_eq!(error.unwrap().kind(), ErrorKind::Denied);
     }
 }
+
+fn denied<T>(result: Result<T>) -> String {
+    let error = result.err().expect("an error");
+    assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
+    error.to_string()
+}
+
+#[test]
+fn image_is_opened_for_writing_once_and_its_bytes_change() {
+    let (_folder, path) = folder_with_image();
+    let ours = images(&path);
+    let image = ours.open_writable(&path).unwrap();
+    assert_eq!(image.identity, ours.identify(&path).unwrap());
+    let executor = Executor::new(Backend::Auto).unwrap();
+    let buf = mica_rt::Buf::from_slice(b"IM");
+    executor.block_on(mica_block::write_all(&*image.store, buf, HostOffset::ZERO)).unwrap();
+    executor.block_on(image.store.sync()).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), b"IMage");
+    assert!(denied(ours.open_writable(&path)).contains("for writing"));
+    let theirs = images(&path);
+    assert!(denied(theirs.open(&path)).contains("for writing"));
+    // The same chain may look at it again, to find that it is its own base.
+    assert_eq!(read_all(&*ours.open(&path).unwrap().store), b"IMage");
+    drop(image);
+    let reader = theirs.open(&path).unwrap();
+    assert!(denied(ours.open_writable(&path)).contains("nobody write it"));
+    ours.open(&path).unwrap();
+    drop(reader);
+    ours.open_writable(&path).unwrap();
+}
+
+#[test]
+fn locks_are_those_that_were_asked_for() {
+    let (_folder, path) = folder_with_image();
+    let with = |locking| FileImages::new(&path, ImageOptions { locking, ..options() }).unwrap();
+    let _writer = with(Locking::On).open_writable(&path).unwrap();
+    denied(with(Locking::On).open(&path));
+    with(Locking::ForceShare).open(&path).unwrap();
+    with(Locking::Off).open(&path).unwrap();
+    denied(with(Locking::ForceShare).open_writable(&path));
+    with(Locking::Off).open_writable(&path).unwrap();
+}
+
+#[test]
+fn file_that_may_not_be_written_is_refused() {
+    let (_folder, path) = folder_with_image();
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    let ours = images(&path);
+    assert!(denied(ours.open_writable(outside.path())).contains("--allow-path"));
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o400)).unwrap();
+    if std::fs::File::options().write(true).open(&path).is_ok() {
+        eprintln!("skipped: root may write every file");
+        return;
+    }
+    assert!(denied(ours.open_writable(&path)).contains("for writing"));
+}
+
+#[test]
+fn fault_happens_to_writes_of_images() {
+    let (_folder, path) = folder_with_image();
+    let faults = vec!["error=nth:2,op=write+sync,errno=ENOSPC".parse().unwrap()];
+    let images = FileImages::new(&path, ImageOptions { faults, ..options() }).unwrap();
+    let store = images.open_writable(&path).unwrap().store;
+    let executor = Executor::new(Backend::Auto).unwrap();
+    executor.block_on(store.sync()).unwrap();
+    let (result, _) = executor.block_on(async {
+        store.write_at(mica_rt::Buf::from_slice(b"IM"), HostOffset::ZERO).await
+    });
+    assert_eq!(result.unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(std::fs::read(&path).unwrap(), b"image");
+}
