@@ -1,0 +1,241 @@
+//! `mica create`, `measure`, `resize`, `read` and `write`: what QEMU says of the images, and what
+//! happens to files that are there.
+
+use mica_tests::{command, mica, qemu, tools};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Options that make an image of every shape; the second says which size goes with them.
+const SHAPES: &[(&str, &str)] = &[
+    ("", "1G"),
+    ("", "0"),
+    ("", "1000001"),
+    ("cluster_size=512", "100M"),
+    ("cluster_size=4k", "1G"),
+    ("cluster_size=2M", "100G"),
+    ("extended_l2=on", "1G"),
+    ("extended_l2=on,cluster_size=16k", "1G"),
+    ("extended_l2=on,preallocation=metadata", "100M"),
+    ("compat=0.10", "1G"),
+    ("compat=0.10,preallocation=metadata", "100M"),
+    ("refcount_bits=1", "1G"),
+    ("refcount_bits=2,preallocation=metadata", "1G"),
+    ("refcount_bits=4", "1G"),
+    ("refcount_bits=8", "1G"),
+    ("refcount_bits=32", "1G"),
+    ("refcount_bits=64,preallocation=metadata", "1G"),
+    ("lazy_refcounts=on", "1G"),
+    ("compression_type=zstd", "1G"),
+    ("preallocation=metadata", "20G"),
+    ("preallocation=falloc", "20M"),
+    ("preallocation=full", "20M"),
+    ("preallocation=metadata,cluster_size=512", "20M"),
+    ("data_file=data.bin", "20M"),
+    ("data_file=data.bin,data_file_raw=on", "20M"),
+    ("data_file=data.bin,data_file_raw=on,extended_l2=on", "20M"),
+    ("data_file=data.bin,preallocation=falloc", "20M"),
+];
+
+/// Runs mica in `dir`.
+#[track_caller]
+fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
+    command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
+}
+
+/// What QEMU says of an image, without what differs between any two files.
+#[track_caller]
+fn info(dir: &Path, image: &str) -> Value {
+    let mut told = qemu::img(dir, ["info", "--output=json", image]).json();
+    let object = told.as_object_mut().expect("an object");
+    for field in ["children", "filename", "actual-size"] {
+        object.remove(field);
+    }
+    told
+}
+
+#[track_caller]
+fn check(dir: &Path, image: &str) {
+    let said = qemu::img(dir, ["check", image]);
+    assert_eq!(said.code(), Some(0), "{said}");
+}
+
+#[test]
+fn images_are_those_of_qemu_field_by_field() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    for (options, size) in SHAPES {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        let with = if options.is_empty() { vec![] } else { vec!["-o", options] };
+        let ours = [&["create", "-q"], with.as_slice(), &["image.qcow2", size]].concat();
+        mica_in(dir, &ours).ok();
+        check(dir, "image.qcow2");
+        let told = info(dir, "image.qcow2");
+        if *size != "0" && !options.contains("data_file") {
+            qemu::io(dir, &[], "image.qcow2", &["write -P 7 1k 700k", "read -P 7 1k 700k"]);
+            check(dir, "image.qcow2");
+        }
+        fs::remove_file(dir.join("image.qcow2")).expect("it was made");
+        qemu::create(dir, "image.qcow2", &with, size);
+        assert_eq!(told, info(dir, "image.qcow2"), "{options} {size}");
+    }
+}
+
+#[test]
+fn what_qemu_refuses_is_refused_for_its_reason() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    for options in [
+        "cluster_size=3k",
+        "cluster_size=4M",
+        "cluster_size=256",
+        "refcount_bits=3",
+        "refcount_bits=128",
+        "compat=0.10,lazy_refcounts=on",
+        "compat=0.10,extended_l2=on",
+        "compat=0.10,refcount_bits=1",
+        "compat=0.10,compression_type=zstd",
+        "compat=0.10,data_file=data",
+        "extended_l2=on,cluster_size=4k",
+        "data_file_raw=on",
+        "backing_fmt=qcow2",
+    ] {
+        let ours = mica_in(dir, &["create", "-o", options, "image.qcow2", "1G"]).refusal();
+        let theirs = ["create", "-q", "-f", "qcow2", "-o", options, "image.qcow2", "1G"];
+        let theirs = qemu::img(dir, theirs).refusal();
+        let reason = |said: &str| said.split_once("image.qcow2: ").map(|said| said.1.to_owned());
+        assert_eq!(reason(&ours), reason(&theirs), "{options}: {ours}{theirs}");
+        assert!(!dir.join("image.qcow2").exists(), "{options}: a file was left");
+    }
+    mica_in(dir, &["create", "image.qcow2", "1E"]).refusal();
+    mica_in(dir, &["create", "image.qcow2"]).refusal();
+    mica_in(dir, &["create", "-b", "none.qcow2", "-F", "qcow2", "image.qcow2"]).refusal();
+    mica_in(dir, &["create", "-o", "unknown=1", "image.qcow2", "1G"]).refusal();
+    assert!(!dir.join("image.qcow2").exists());
+}
+
+#[test]
+fn overlays_take_their_size_from_below_and_have_subclusters() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "100M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 3M"]);
+    mica_in(dir, &["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    let told = info(dir, "top.qcow2");
+    assert_eq!(told["virtual-size"], 100 << 20);
+    assert_eq!(told["cluster-size"], 128 << 10);
+    assert_eq!(told["backing-filename"], "base.qcow2");
+    assert_eq!(told["backing-filename-format"], "qcow2");
+    assert_eq!(told["format-specific"]["data"]["extended-l2"], true);
+    let writes = ["write -P 2 4k 4k", "read -P 1 0 4k", "read -P 2 4k 4k", "read -P 1 8k 1M"];
+    qemu::io(dir, &[], "top.qcow2", &writes);
+    check(dir, "top.qcow2");
+
+    let plain = ["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "-o", "extended_l2=off"];
+    mica_in(dir, &[plain.as_slice(), &["plain.qcow2", "300M"]].concat()).ok();
+    let told = info(dir, "plain.qcow2");
+    qemu::overlay(dir, "theirs.qcow2", "base.qcow2", &[]);
+    qemu::img(dir, ["resize", "-q", "theirs.qcow2", "300M"]).ok();
+    assert_eq!(told, info(dir, "theirs.qcow2"));
+}
+
+#[test]
+fn a_file_that_is_there_is_overwritten_only_by_force_and_not_while_it_is_in_use() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("image.qcow2"), "precious").expect("there is room");
+    let said = mica_in(dir, &["create", "image.qcow2", "1G"]).refusal();
+    assert!(said.contains("--force"), "{said}");
+    assert_eq!(fs::read(dir.join("image.qcow2")).expect("it is there"), b"precious");
+    mica_in(dir, &["create", "-q", "--force", "image.qcow2", "1G"]).ok();
+    mica_in(dir, &["check", "image.qcow2"]).ok();
+    fs::write(dir.join("empty.qcow2"), "").expect("there is room");
+    let told = mica_in(dir, &["create", "--output", "json", "empty.qcow2", "1G"]).json();
+    assert_eq!(told["virtual-size"], 1 << 30);
+    assert_eq!(told["format"], "qcow2");
+}
+
+#[test]
+fn what_fails_half_way_does_not_stay() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    // A limit of the file's length is the full device that any user can have.
+    let limited = |verb: &str| {
+        let script = format!("trap '' XFSZ; ulimit -f 256; exec \"$0\" {verb}");
+        let mut shell = Command::new("bash");
+        shell.current_dir(dir).arg("-c").arg(script).arg(mica::binary());
+        command::finish(&mut shell).refusal()
+    };
+    limited("create -o preallocation=full image.qcow2 100M");
+    assert!(!dir.join("image.qcow2").exists());
+    fs::write(dir.join("source.raw"), vec![7; 1 << 20]).expect("there is room");
+    limited("convert -f raw source.raw image.qcow2");
+    assert!(!dir.join("image.qcow2").exists());
+    limited("convert -f raw -O raw source.raw image.raw");
+    assert!(!dir.join("image.raw").exists());
+}
+
+#[test]
+fn lengths_are_measured_as_by_qemu() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "source.qcow2", &[], "1G");
+    let writes = ["write -P 1 0 3M", "write -P 2 20M 64k", "write -z 1M 64k", "write 300M 512"];
+    qemu::io(dir, &[], "source.qcow2", &writes);
+    qemu::img(dir, ["bitmap", "--add", "source.qcow2", "changes"]).ok();
+    for options in [
+        "compat=1.1",
+        "compat=0.10",
+        "cluster_size=4k",
+        "extended_l2=on",
+        "refcount_bits=1",
+        "preallocation=metadata",
+        "preallocation=full",
+    ] {
+        for what in [["source.qcow2", ""], ["--size", "1T"], ["--size", "100001"]] {
+            let words: Vec<_> = what.into_iter().filter(|word| !word.is_empty()).collect();
+            let all = [&["measure", "-O", "qcow2", "-o", options], words.as_slice()].concat();
+            assert_eq!(mica_in(dir, &all).ok(), qemu::img(dir, &all).ok(), "{options} {what:?}");
+            let json = [all.as_slice(), &["--output", "json"]].concat();
+            assert_eq!(mica_in(dir, &json).json(), qemu::img(dir, &json).json());
+        }
+    }
+    let raw = ["measure", "-O", "raw", "source.qcow2"];
+    assert_eq!(mica_in(dir, &raw).ok(), qemu::img(dir, raw).ok());
+}
+
+#[test]
+fn raw_images_are_made_resized_written_and_read() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "-f", "raw", "disk.raw", "1M"]).ok();
+    let len = || fs::metadata(dir.join("disk.raw")).expect("it is there").len();
+    assert_eq!(len(), 1 << 20);
+    mica_in(dir, &["resize", "-f", "raw", "disk.raw", "+1M"]).ok();
+    assert_eq!(len(), 2 << 20);
+    mica_in(dir, &["resize", "-f", "raw", "disk.raw", "1M"]).refusal();
+    assert_eq!(len(), 2 << 20);
+    mica_in(dir, &["resize", "-f", "raw", "--shrink", "disk.raw", "-512k"]).ok();
+    assert_eq!(len(), 3 << 19);
+    mica_in(dir, &["resize", "-f", "raw", "--shrink", "disk.raw", "-2M"]).refusal();
+
+    let script = "printf 'hello, disk' | \"$0\" write -f raw disk.raw 1000";
+    let mut shell = Command::new("bash");
+    command::finish(shell.current_dir(dir).arg("-c").arg(script).arg(mica::binary())).ok();
+    assert_eq!(mica_in(dir, &["read", "-f", "raw", "disk.raw", "1000", "11"]).ok(), "hello, disk");
+    assert_eq!(mica_in(dir, &["read", "-f", "raw", "disk.raw", "999", "1"]).ok(), "\0");
+    mica_in(dir, &["read", "-f", "raw", "disk.raw", "2M", "1"]).refusal();
+    assert_eq!(len(), 3 << 19, "a write changes no length");
+}
