@@ -6,9 +6,9 @@ use super::read::{Fragments, Read};
 use super::reply::ReplyStyle;
 use super::server::Discard;
 use super::status::Status;
-use super::write::{Answer, Change, ChangeKind, Write};
+use super::write::{Answer, Change, ChangeKind, Write, is_whole};
 use mica_block::Zeroes;
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange};
 
 /// A request after it was checked: what is to be done, with all it takes to do it.
 pub(super) enum Action {
@@ -32,7 +32,11 @@ impl Action {
         match self {
             Self::Read(read) => usize::try_from(read.range.len()).expect("at most the payload"),
             Self::Status(_) => STATUS_CHARGE_BYTES,
-            Self::Write(write) => usize::try_from(write.range.len()).expect("at most the payload"),
+            Self::Write(write) => {
+                let len = usize::try_from(write.range.len()).expect("at most the payload");
+                // Parts of sectors are put into a buffer with the rest of theirs.
+                if is_whole(write.range) { len } else { 2 * len }
+            }
             Self::Change(Change { kind: ChangeKind::Zeroes(range, _), .. }) => {
                 usize::try_from(range.len())
                     .map_or(ZEROES_CHARGE_BYTES, |len| len.min(ZEROES_CHARGE_BYTES))
@@ -78,8 +82,6 @@ impl Rules {
         Action::Change(Change { cookie, kind: ChangeKind::Flush, answer: Answer::Done })
     }
 
-    /// Reads take any range; what changes the disk takes whole sectors, the minimum that a
-    /// writable export announces.
     fn check_change(&self, request: &Request) -> Action {
         let Request { flags, command, cookie, offset, len } = *request;
         let refuse = |error| Action::Refuse { cookie, error };
@@ -103,11 +105,6 @@ impl Rules {
             return refuse(if is_trim { ErrorCode::Inval } else { ErrorCode::NoSpc });
         };
         if command == command::WRITE && len > PAYLOAD_BYTES_MAX {
-            return refuse(ErrorCode::Inval);
-        }
-        let is_whole =
-            offset.is_multiple_of(SECTOR_BYTES) && u64::from(len).is_multiple_of(SECTOR_BYTES);
-        if !is_whole {
             return refuse(ErrorCode::Inval);
         }
         if len == 0 {

@@ -1,11 +1,13 @@
 //! One connection from accept to close: handshake, session, and what is said about its end.
 
+use super::edges::Edges;
 use super::limits::Limits;
 use super::negotiate::{Refused, negotiate};
 use super::server::{Export, QueueShared};
 use super::session::{Ended, transmit};
 use super::signal::Signal;
 use super::stats::QueueStats;
+use mica_block::Disk;
 use mica_rt::{Elapsed, Stream, timeout};
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,8 +18,25 @@ use std::task::{Context, Poll};
 /// What the connections of a queue have in common.
 pub(super) struct Common {
     pub(super) exports: Vec<Arc<Export>>,
+    /// Of each export, in the same order.
+    edges: Vec<Edges>,
     pub(super) limits: Limits,
     pub(super) stop: Arc<Signal>,
+}
+
+impl Common {
+    pub(super) fn new(exports: Vec<Export>, limits: Limits, stop: Arc<Signal>) -> Self {
+        let exports: Vec<_> = exports.into_iter().map(Arc::new).collect();
+        let edges = exports.iter().map(|_| Edges::default()).collect();
+        Self { exports, edges, limits, stop }
+    }
+
+    /// What the changes of `disk` have in common. Exports of one disk have it from the first.
+    fn edges(&self, disk: &Arc<dyn Disk>) -> &Edges {
+        let is_of = |export: &Arc<Export>| Arc::ptr_eq(&export.disk, disk);
+        let index = self.exports.iter().position(is_of).expect("the disk of an export");
+        &self.edges[index]
+    }
 }
 
 /// Serves `stream` until it ends, and closes it. A panic ends this connection only.
@@ -59,7 +78,8 @@ async fn serve_inner(stream: &Stream, common: &Common, stats: &QueueStats) {
         }
     };
     stats.sessions.add(1);
-    let ended = transmit(stream, transmission, limits, &common.stop, stats).await;
+    let edges = common.edges(&transmission.disk);
+    let ended = transmit(stream, transmission, edges, limits, &common.stop, stats).await;
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),
         Ended::TooSlow => stats.deadlines_passed.add(1),

@@ -11,6 +11,7 @@
 
 mod check;
 mod connection;
+mod edges;
 mod input;
 mod limits;
 mod listener;

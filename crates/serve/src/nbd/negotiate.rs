@@ -218,9 +218,8 @@ impl<'a> Negotiation<'a> {
             inform(&[&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()]);
         }
         if request.asks_for(info::BLOCK_SIZE) {
-            let minimum = if export.disk.is_writable() { SECTOR_BYTES } else { 1 };
             let preferred = preferred_bytes(geometry.preferred_bytes);
-            inform(&[&protocol::info_block_size(minimum, preferred, PAYLOAD_BYTES_MAX)]);
+            inform(&[&protocol::info_block_size(1, preferred, PAYLOAD_BYTES_MAX)]);
         }
         self.reply(out, option, option_reply::ACK, &[]);
         if option == option::GO {
@@ -301,9 +300,6 @@ impl<'a> Negotiation<'a> {
             | df
     }
 }
-
-/// What a writable disk takes at least, as a number of the protocol.
-const SECTOR_BYTES: u32 = 512;
 
 /// "Size constraints": a power of two, at least 512 and at most the largest payload.
 fn preferred_bytes(preferred: u32) -> u32 {

@@ -81,11 +81,7 @@ impl Server {
     pub fn start(config: ServerConfig) -> Result<Running> {
         check(&config)?;
         let stop = Arc::new(Signal::default());
-        let common = Arc::new(Common {
-            exports: config.exports.into_iter().map(Arc::new).collect(),
-            limits: config.limits,
-            stop: Arc::clone(&stop),
-        });
+        let common = Arc::new(Common::new(config.exports, config.limits, Arc::clone(&stop)));
         let queues: Vec<Arc<QueueShared>> = (0..config.queues).map(|_| Arc::default()).collect();
         // If a later queue does not start, dropping this stops the earlier ones.
         let mut running =

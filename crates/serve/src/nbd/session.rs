@@ -34,6 +34,7 @@
 //!   stays until it is done, so that the request counts as in flight while its I/O is.
 
 use super::check::{Action, Rules};
+use super::edges::Edges;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
@@ -106,12 +107,13 @@ impl fmt::Display for Ended {
 pub(super) async fn transmit(
     stream: &Stream,
     transmission: Transmission,
+    edges: &Edges,
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
 ) -> Ended {
     let disk = Arc::clone(&transmission.disk);
-    let mut session = Session::new(&*disk, &transmission, limits, stats);
+    let mut session = Session::new((&*disk, edges), &transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
@@ -207,7 +209,7 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(
-        disk: &'a dyn Disk,
+        (disk, edges): (&'a dyn Disk, &'a Edges),
         transmission: &Transmission,
         limits: Limits,
         stats: &'a QueueStats,
@@ -223,7 +225,7 @@ impl<'a> Session<'a> {
         let disk_len = disk.geometry().len;
         let is_writable = disk.is_writable();
         Self {
-            shared: Shared::new(disk, Outgoing::new(style)),
+            shared: Shared::new(disk, edges, Outgoing::new(style)),
             rules: Rules { disk_len, is_writable, discard, style, status },
             limits,
             stats,

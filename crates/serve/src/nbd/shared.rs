@@ -1,5 +1,6 @@
 //! What a session shares with its requests: the disk, the replies, the budget.
 
+use super::edges::Edges;
 use super::limits::BUDGET_BYTES;
 use super::protocol::ErrorCode;
 use super::reply::Outgoing;
@@ -10,10 +11,11 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-/// Why a request failed, and at which byte.
+/// Why a request failed, and at which byte of its range.
 pub(super) struct Failure {
     pub(super) error: Error,
-    pub(super) offset: GuestOffset,
+    /// `None` for a request that has no range: clients take no offset there.
+    pub(super) offset: Option<GuestOffset>,
     /// What the client is told.
     pub(super) code: ErrorCode,
     /// Whether the reply has begun in a way that cannot be taken back.
@@ -22,14 +24,19 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) fn at(error: Error, offset: GuestOffset) -> Self {
+        Self { offset: Some(offset), ..Self::whole(error) }
+    }
+
+    pub(super) fn whole(error: Error) -> Self {
         let code = ErrorCode::of(&error);
-        Self { error, offset, code, ends_connection: false }
+        Self { error, offset: None, code, ends_connection: false }
     }
 }
 
 /// What a session shares with its requests.
 pub(super) struct Shared<'a> {
     pub(super) disk: &'a dyn Disk,
+    pub(super) edges: &'a Edges,
     pub(super) outgoing: RefCell<Outgoing>,
     /// Bytes that requests hold, or may still put into `outgoing`.
     charged_bytes: Cell<usize>,
@@ -38,9 +45,10 @@ pub(super) struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    pub(super) fn new(disk: &'a dyn Disk, outgoing: Outgoing) -> Rc<Self> {
+    pub(super) fn new(disk: &'a dyn Disk, edges: &'a Edges, outgoing: Outgoing) -> Rc<Self> {
         Rc::new(Self {
             disk,
+            edges,
             outgoing: RefCell::new(outgoing),
             charged_bytes: Cell::new(0),
             room_wakers: RefCell::default(),

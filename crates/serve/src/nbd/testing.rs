@@ -3,7 +3,6 @@
 use super::connection::{Common, serve};
 use super::limits::Limits;
 use super::server::{Discard, Export, QueueShared};
-use super::signal::Signal;
 use super::stats::Counters;
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned};
 use mica_rt::{Backend, Buf, Executor, Stream, simulate, sleep, spawn, yield_now};
@@ -278,11 +277,7 @@ impl World {
     fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
         let export =
             Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
-        let common = Common {
-            exports: vec![Arc::new(export)],
-            limits: Limits::default(),
-            stop: Arc::new(Signal::default()),
-        };
+        let common = Common::new(vec![export], Limits::default(), Arc::default());
         Self { common: Arc::new(common), queue: Arc::default(), open: Rc::default(), reading }
     }
 

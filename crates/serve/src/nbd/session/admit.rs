@@ -9,7 +9,7 @@ use super::super::protocol::{ErrorCode, command};
 use super::super::read::{Planned as ReadPlan, Read, read_long};
 use super::super::shared::{Charge, Failure};
 use super::super::status::block_status;
-use super::super::write::{Answer, Outcome, Write, change, write_durably};
+use super::super::write::{Answer, Outcome, Write, change, is_whole, write_long};
 use super::slots::{Finished, Work};
 use super::{Ended, Session};
 use mica_block::{Detail, Extent, InFlight, LocalFuture, Planned};
@@ -174,22 +174,22 @@ impl<'a> Session<'a> {
         }
         let len = usize::try_from(range.len()).expect("checked");
         let io = self.shared.disk.read(extent, Buf::new(len));
-        self.start(Work::Read { io, cookie, offset, _held: (charge, in_flight) });
+        self.start(Work::Read { io, cookie, offset, _held: (charge, in_flight, ()) });
     }
 
     fn write(&mut self, write: Write, payload: Buf, charge: Charge<'a>) {
         let Write { cookie, range, answer } = write;
-        let disk = self.shared.disk;
-        let in_flight = disk.enter();
-        let io = disk.write(range.start(), payload);
-        match answer {
-            Answer::Done => {
-                self.start(Work::Write { io, cookie, range, _held: (charge, in_flight) });
-            }
-            Answer::Durable => {
-                let future = write_durably(Rc::clone(&self.shared), range, io, in_flight, charge);
-                self.start_long(cookie, true, Box::pin(future));
-            }
+        let (disk, edges) = (self.shared.disk, self.shared.edges);
+        if answer == Answer::Done
+            && is_whole(range)
+            && let Some(sharing) = edges.try_share()
+        {
+            let in_flight = disk.enter();
+            let io = disk.write(range.start(), payload);
+            self.start(Work::Write { io, cookie, range, _held: (charge, in_flight, sharing) });
+        } else {
+            let future = write_long(Rc::clone(&self.shared), write, payload, charge);
+            self.start_long(cookie, true, Box::pin(future));
         }
     }
 
@@ -258,13 +258,13 @@ impl<'a> Session<'a> {
         // That zeros would be slow is an answer.
         if code != ErrorCode::NotSup && self.failures_logged < FAILURES_LOGGED_MAX {
             self.failures_logged += 1;
-            tracing::warn!(%offset, ?error, "a request failed");
+            tracing::warn!(offset = ?offset.map(GuestOffset::bytes), ?error, "a request failed");
         }
         if ends_connection {
             self.stats.errors.add(1);
             self.broken = true;
         } else {
-            self.refuse(cookie, code, Some(offset));
+            self.refuse(cookie, code, offset);
         }
     }
 }

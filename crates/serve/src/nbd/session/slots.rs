@@ -1,5 +1,6 @@
 //! The requests of a session that are in flight.
 
+use super::super::edges::Sharing;
 use super::super::limits::SLOTS_MAX;
 use super::super::shared::{Charge, Failure};
 use super::super::wake::WakeSet;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 /// What a request gives back when it is done.
-pub(super) type Held<'a> = (Charge<'a>, InFlight<'a>);
+pub(super) type Held<'a, More = ()> = (Charge<'a>, InFlight<'a>, More);
 
 /// A request in flight. Each holds its [`InFlight`] until its last I/O is done.
 pub(super) enum Work<'a> {
@@ -30,7 +31,7 @@ pub(super) enum Work<'a> {
         io: Writing<'a>,
         cookie: u64,
         range: GuestRange,
-        _held: Held<'a>,
+        _held: Held<'a, Sharing<'a>>,
     },
     /// Anything longer. One that changes the disk is seen to its end, whatever the client does.
     Long {
