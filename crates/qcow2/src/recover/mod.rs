@@ -236,9 +236,7 @@ impl Repairer {
             return Ok(kept);
         }
         let done = refcounts::correct(&*self.store, &counted, self.mode).await?;
-        if done != Repaired::default() {
-            self.store.sync().await?;
-        }
+        self.store.sync().await?;
         self.repaired.leaks += done.leaks;
         self.repaired.corruptions += done.corruptions;
         Ok(counted.kept)

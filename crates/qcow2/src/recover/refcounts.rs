@@ -32,19 +32,26 @@ pub(super) async fn correct(
     mode: RepairMode,
 ) -> Result<Repaired> {
     let mut all = Repaired::default();
-    let mut index = 0;
-    while let Some(clusters) = clusters_of(counted, index) {
-        if let Some(at) = block_at(counted, index) {
-            let mut block = read_block(store, counted, at).await?;
-            let (done, changed) = set(counted, &mut block, clusters, mode);
-            if let Some((start, end)) = changed {
-                let piece = Buf::from_slice(block.get(start..end).unwrap_or_default());
-                write_all(store, piece, HostOffset::new(at + start as u64)).await?;
-            }
+    for index in 0..counted.refcounts.table_entries() {
+        let in_file = clusters_of(counted, index);
+        if in_file.is_none() && mode == RepairMode::Leaks {
+            break;
+        }
+        let Some(at) = block_at(counted, index) else { continue };
+        let mut block = read_block(store, counted, at).await?;
+        let mut changed = None;
+        if let Some(clusters) = in_file {
+            let done = set(counted, &mut block, clusters, mode, &mut changed);
             all.leaks += done.leaks;
             all.corruptions += done.corruptions;
         }
-        index += 1;
+        if mode == RepairMode::All {
+            clear_beyond(counted, &mut block, index, &mut changed);
+        }
+        if let Some((start, end)) = sectors(counted, changed) {
+            let piece = Buf::from_slice(block.get(start..end).unwrap_or_default());
+            write_all(store, piece, HostOffset::new(at + start as u64)).await?;
+        }
     }
     Ok(all)
 }
@@ -94,16 +101,19 @@ fn compare(counted: &Counted, block: &[u8], (first, end): (u64, u64)) -> Repaire
     found
 }
 
-/// Changes `block`; returns how much, and the bytes that changed in whole sectors.
+/// The first and the last refcount of a block that changed.
+type Changed = Option<(usize, usize)>;
+
+/// Changes refcounts in `block`; returns how many.
 fn set(
     counted: &Counted,
     block: &mut [u8],
     (first, end): (u64, u64),
     mode: RepairMode,
-) -> (Repaired, Option<(usize, usize)>) {
+    changed: &mut Changed,
+) -> Repaired {
     let width = counted.refcounts.width();
     let mut done = Repaired::default();
-    let mut changed: Option<(usize, usize)> = None;
     for (number, cluster) in (first..end).enumerate() {
         let refcount = width.get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
@@ -112,16 +122,42 @@ fn set(
             RepairMode::All => refcount != references,
         };
         // References are counted as narrow as refcounts: they always fit.
-        if !wanted || width.set(block, number, references).is_none() {
-            continue;
+        if wanted && width.set(block, number, references).is_some() {
+            done.leaks += u64::from(refcount > references);
+            done.corruptions += u64::from(refcount < references);
+            *changed = Some((changed.map_or(number, |(first, _)| first), number));
         }
-        done.leaks += u64::from(refcount > references);
-        done.corruptions += u64::from(refcount < references);
-        let byte = (number << width.order()) >> 3;
-        changed = Some((changed.map_or(byte, |(start, _)| start), byte));
     }
+    done
+}
+
+/// Clears the refcounts of clusters beyond the end of the file that nothing names: no check counts
+/// them, but they would be leaks as soon as the file grows.
+fn clear_beyond(counted: &Counted, block: &mut [u8], index: u64, changed: &mut Changed) {
+    let bits = counted.refcounts.block_entries_bits();
+    let width = counted.refcounts.width();
+    let block_first = index << bits;
+    let first = counted.references.cluster_count().max(block_first);
+    for cluster in first..(index + 1) << bits {
+        // At most 2^24 refcounts.
+        let number = usize::try_from(cluster - block_first).unwrap_or(usize::MAX);
+        let named =
+            || counted.kept.beyond.at_or_after(cluster).is_some_and(|(at, _)| at <= cluster);
+        if width.get(block, number).unwrap_or(0) > 0
+            && !named()
+            && width.set(block, number, 0).is_some()
+        {
+            *changed = Some((changed.map_or(number, |(first, _)| first.min(number)), number));
+        }
+    }
+}
+
+/// The bytes of a block, in whole sectors, that changed.
+fn sectors(counted: &Counted, changed: Changed) -> Changed {
+    let order = counted.refcounts.width().order();
     let sector = usize::try_from(SECTOR_BYTES).unwrap_or(usize::MAX);
-    let sectors =
-        changed.map(|(start, last)| (start - start % sector, last - last % sector + sector));
-    (done, sectors)
+    changed.map(|(first, last)| {
+        let (start, last) = ((first << order) >> 3, (last << order) >> 3);
+        (start - start % sector, last - last % sector + sector)
+    })
 }
