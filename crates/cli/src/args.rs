@@ -1,5 +1,6 @@
 //! What can be said on the command line. The words are qemu-img's and qemu-nbd's where the job is.
 
+use crate::check::RepairChoice;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
 use crate::dd::{ReadArgs, WriteArgs};
@@ -172,6 +173,9 @@ pub(crate) struct CheckArgs {
     pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) images: ImageArgs,
+    /// Repair what is found: leaks only, or all that can be.
+    #[arg(short = 'r', long, value_enum, value_name = "WHAT")]
+    pub(crate) repair: Option<RepairChoice>,
     /// The image. Its backing files are not checked.
     #[arg(value_name = "IMAGE")]
     pub(crate) image: PathBuf,

@@ -1,11 +1,13 @@
-//! `mica check`: the reading check of one image, in qemu-img's words and exit codes.
+//! `mica check`: the check of one image, and its repair, in qemu-img's words and exit codes.
 
 use crate::args::{CheckArgs, OutputFormat};
 use crate::failure::Failure;
 use crate::output::{print, print_json, progress_bar};
+use clap::ValueEnum;
 use indicatif::ProgressBar;
 use mica_qcow2::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2::open_for_check;
+use mica_qcow2::recover::{RepairMode, Repaired, open_for_repair, repair};
 use mica_stack::{FileImages, Format};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
@@ -16,6 +18,15 @@ const FINDINGS_SHOWN_MAX: u64 = 1000;
 /// What qemu-img says where there is nothing to check.
 const EXIT_NO_CHECK: u8 = 63;
 
+/// What `-r` repairs.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RepairChoice {
+    /// Space that nobody uses.
+    Leaks,
+    /// All that can be repaired.
+    All,
+}
+
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     if args.images.format()? != Format::Qcow2 {
         let what = "only qcow2 images have something to check";
@@ -24,21 +35,41 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     executor.block_on(async {
         let images = FileImages::new(&args.image, args.images.image_options()?)?;
-        let (image, header) = open_for_check(&images, &args.image).await?;
         let mut shower = Shower { shown: 0, bar: progress_bar(0, "tables") };
-        let report = check(image.store, &header, &mut shower).await;
+        let done = match args.repair {
+            None => {
+                let (image, header) = open_for_check(&images, &args.image).await?;
+                let report = check(image.store, &header, &mut shower).await;
+                report.map(|report| (report, Repaired::default()))
+            }
+            Some(choice) => {
+                let (image, header) = open_for_repair(&images, &args.image).await?;
+                let repair = repair(image.store, &header, choice.mode(), &mut shower).await;
+                repair.map(|repair| (repair.after, repair.repaired))
+            }
+        };
         shower.bar.finish_and_clear();
         if shower.shown > FINDINGS_SHOWN_MAX {
             eprintln!("({} more findings are not shown)", shower.shown - FINDINGS_SHOWN_MAX);
         }
-        let report = report.map_err(|error| error.wrap(args.image.display().to_string()))?;
+        let (report, repaired) =
+            done.map_err(|error| error.wrap(args.image.display().to_string()))?;
         match args.output.output {
             OutputFormat::Human if args.quiet => {}
-            OutputFormat::Human => print(&human(&report))?,
-            OutputFormat::Json => print_json(&json(args, &report))?,
+            OutputFormat::Human => print(&(human_repaired(repaired) + &human(&report)))?,
+            OutputFormat::Json => print_json(&json(args, &report, repaired))?,
         }
         Ok(ExitCode::from(report.verdict().exit_status()))
     })
+}
+
+impl RepairChoice {
+    fn mode(self) -> RepairMode {
+        match self {
+            Self::Leaks => RepairMode::Leaks,
+            Self::All => RepairMode::All,
+        }
+    }
 }
 
 struct Shower {
@@ -58,6 +89,17 @@ impl Observer for Shower {
         self.bar.set_length(progress.total);
         self.bar.set_position(progress.done);
     }
+}
+
+fn human_repaired(repaired: Repaired) -> String {
+    if repaired == Repaired::default() {
+        return String::new();
+    }
+    let Repaired { leaks, corruptions } = repaired;
+    format!(
+        "The following inconsistencies were found and repaired:\n\n    {leaks} leaked clusters\n    \
+         {corruptions} corruptions\n\nDouble checking the fixed image now...\n"
+    )
 }
 
 fn human(report: &CheckReport) -> String {
@@ -106,7 +148,7 @@ fn percent(part: u64, whole: u64) -> f64 {
     ratio * 100.0
 }
 
-fn json(args: &CheckArgs, report: &CheckReport) -> Value {
+fn json(args: &CheckArgs, report: &CheckReport, repaired: Repaired) -> Value {
     let mut object = Map::new();
     let mut set = |name: &str, value: Value| object.insert(name.to_owned(), value);
     set("image-end-offset", report.image_end_offset.into());
@@ -116,6 +158,8 @@ fn json(args: &CheckArgs, report: &CheckReport) -> Value {
     let counts = [
         ("corruptions", report.corruptions),
         ("leaks", report.leaks),
+        ("corruptions-fixed", repaired.corruptions),
+        ("leaks-fixed", repaired.leaks),
         ("allocated-clusters", report.allocated_clusters),
         ("fragmented-clusters", report.fragmented_clusters),
         ("compressed-clusters", report.compressed_clusters),
