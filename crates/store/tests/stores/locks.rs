@@ -141,3 +141,19 @@ fn locks_are_taken_again_when_a_layer_is_opened_again() {
         assert_eq!(read(&store, 0, 10).await.unwrap(), [1; 10]);
     });
 }
+
+/// As other hypervisors lock: all of the file, for themselves.
+#[test]
+fn file_that_is_locked_as_a_whole_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = image(folder.path());
+    for open in [&|| reader(&path, Locking::On).map(drop) as Result<()>, &|| {
+        writer(&path, Locking::On).map(drop)
+    }] as [&dyn Fn() -> Result<()>; 2]
+    {
+        let holder = std::fs::File::options().write(true).open(&path).unwrap();
+        let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        rustix::fs::fcntl_lock(&holder, exclusive).unwrap();
+        assert_denied(open(), "locked the image for itself");
+    }
+}

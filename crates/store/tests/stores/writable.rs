@@ -302,3 +302,44 @@ fn writable_file_reads_what_others_wrote_before() {
         }
     });
 }
+
+/// A file system of 256 KiB in memory, taken down at the end.
+struct SmallFileSystem(tempfile::TempDir);
+
+impl SmallFileSystem {
+    fn mount() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=256k", "none"]).arg(folder.path());
+        mount.output().ok()?.status.success().then_some(Self(folder))
+    }
+}
+
+impl Drop for SmallFileSystem {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+/// Asked once more, the system says that all is well: it has told of the failure and forgotten it.
+#[test]
+fn no_sync_succeeds_after_one_that_failed() {
+    let skipped = || eprintln!("skipped: no file system or loop device can be made here");
+    let Some(small) = SmallFileSystem::mount() else { return skipped() };
+    let path = small.0.path().join("device");
+    std::fs::File::create(&path).unwrap().set_len(4 << 20).unwrap();
+    let Some(device) = crate::files::LoopDevice::over(&path) else { return skipped() };
+    on_each_backend(|| async {
+        let store = open_writable(Path::new(&device.0), CacheMode::Writeback);
+        store.sync().await.unwrap();
+        write(&store, 0, &[1; 2 << 20]).await;
+        let syncs = join_all((0..4).map(|_| store.sync())).await;
+        let error = syncs[0].clone().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        assert!(error.to_string().contains("making durable"), "{error}");
+        for result in &syncs[1..] {
+            assert!(result.as_ref().unwrap_err().to_string().contains("an earlier sync"));
+        }
+        assert_eq!(store.sync().await.unwrap_err().kind(), ErrorKind::Io);
+    });
+}
