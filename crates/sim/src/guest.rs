@@ -204,9 +204,11 @@ impl Guest {
             Ok(bytes) => {
                 let judged = self.model.borrow_mut().end_read(&ticket, &bytes);
                 judged.expect("reads show what was written");
-                self.model.borrow_mut().end(&ticket, true);
             }
-            Err(error) => self.fail(Request::Read, &error),
+            Err(error) => {
+                self.model.borrow_mut().end(&ticket, false);
+                self.fail(Request::Read, &error);
+            }
         }
     }
 

@@ -66,6 +66,8 @@ pub struct ModelDisk {
     initial: Vec<u8>,
     /// Sectors of which there is more to say than that they are as they were.
     touched: BTreeMap<u64, Vec<Version>>,
+    /// When the reads under way started, by their numbers.
+    reads: BTreeMap<u64, u64>,
     /// Moments so far: each start and each end of a request is one.
     now: u64,
     requests: u64,
@@ -84,9 +86,12 @@ struct Version {
     number: u64,
     end: u64,
     gone: u64,
+    /// Whether not even a crash brings it back.
+    over: bool,
 }
 
-const FIRST: Version = Version { value: Value::Initial, number: 0, end: 0, gone: NEVER };
+const FIRST: Version =
+    Version { value: Value::Initial, number: 0, end: 0, gone: NEVER, over: false };
 
 /// A sector that shows what it must not.
 #[derive(Clone, PartialEq, Eq)]
@@ -107,7 +112,7 @@ impl ModelDisk {
     /// If that is no whole number of sectors.
     pub fn new(initial: Vec<u8>) -> Self {
         assert_eq!(initial.len() % SECTOR, 0, "a disk has whole sectors");
-        Self { initial, touched: BTreeMap::new(), now: 0, requests: 0 }
+        Self { initial, touched: BTreeMap::new(), reads: BTreeMap::new(), now: 0, requests: 0 }
     }
 
     /// Sectors of the disk.
@@ -124,11 +129,15 @@ impl ModelDisk {
         let value = match request {
             Request::Write => Value::Written(ticket.number),
             Request::Zeroes | Request::Discard => Value::Zero,
-            Request::Read | Request::Flush => return ticket,
+            Request::Flush => return ticket,
+            Request::Read => {
+                self.reads.insert(ticket.number, ticket.start);
+                return ticket;
+            }
         };
         let number = ticket.number;
         for sector in ticket.sectors.clone() {
-            let version = Version { value, number, end: NEVER, gone: NEVER };
+            let version = Version { value, number, end: NEVER, gone: NEVER, over: false };
             self.touched.entry(sector).or_insert_with(|| vec![FIRST]).push(version);
         }
         ticket
@@ -143,7 +152,7 @@ impl ModelDisk {
     pub fn end(&mut self, ticket: &Ticket, acknowledged: bool) {
         self.now += 1;
         match ticket.request {
-            Request::Read => {}
+            Request::Read => drop(self.reads.remove(&ticket.number)),
             Request::Flush if acknowledged => self.forget_gone(ticket.start),
             Request::Flush => {}
             Request::Write | Request::Zeroes | Request::Discard => {
@@ -169,8 +178,13 @@ impl ModelDisk {
 
     /// R4: versions that were gone at `start` never come back.
     fn forget_gone(&mut self, start: u64) {
+        // Reads under way may show them still.
+        let oldest = self.reads.values().copied().min().unwrap_or(NEVER);
         for versions in self.touched.values_mut() {
-            versions.retain(|version| version.gone >= start);
+            for version in &mut *versions {
+                version.over |= version.gone < start;
+            }
+            versions.retain(|version| !version.over || version.gone >= oldest);
         }
     }
 
@@ -182,7 +196,7 @@ impl ModelDisk {
     /// # Panics
     /// If that is not as much as was asked for.
     pub fn end_read(&mut self, ticket: &Ticket, bytes: &[u8]) -> Result<(), Wrong> {
-        self.now += 1;
+        self.end(ticket, true);
         let (now, start) = (self.now, ticket.start);
         let (sectors, rest) = bytes.as_chunks::<SECTOR>();
         assert!(
@@ -208,9 +222,13 @@ impl ModelDisk {
     /// [`Self::settle`] to say.
     pub fn crash(&mut self) {
         self.now += 1;
-        for version in self.touched.values_mut().flatten() {
-            version.end = version.end.min(self.now);
-            version.gone = NEVER;
+        self.reads.clear();
+        for versions in self.touched.values_mut() {
+            versions.retain(|version| !version.over);
+            for version in versions {
+                version.end = version.end.min(self.now);
+                version.gone = NEVER;
+            }
         }
     }
 

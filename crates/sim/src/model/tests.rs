@@ -75,6 +75,19 @@ fn read_that_began_before_the_acknowledgement_may_be_old() {
     assert!(!reads(&mut model, &OLD));
 }
 
+/// The model once took this for a foreign value: the flush had it forget what the read may show.
+#[test]
+fn read_that_began_before_write_and_flush_may_be_old() {
+    let mut model = model();
+    let read = begin(&mut model, Request::Read);
+    run(&mut model, Request::Write);
+    run(&mut model, Request::Flush);
+    assert!(!survives(&model, &OLD));
+    assert!(model.end_read(&read, &OLD).is_ok());
+    run(&mut model, Request::Flush);
+    assert!(!reads(&mut model, &OLD));
+}
+
 #[test]
 fn either_of_two_overlapping_writes_stays_once_it_was_read() {
     let mut model = model();

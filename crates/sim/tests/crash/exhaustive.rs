@@ -1,0 +1,120 @@
+//! All short sequences of requests, with a power cut after every operation.
+
+use crate::chain::{ChainSubject, Shape};
+use mica_block::Zeroes;
+use mica_gen::{Feature, Features};
+use mica_sim::crash::{Crashes, Cut, Ending};
+use mica_sim::{Guest, Loss, World, scenario};
+use std::sync::OnceLock;
+
+/// What a sequence is made of.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// A sector in the middle of a cluster.
+    WritePart,
+    /// From the middle of that cluster to the middle of the next.
+    WriteAcross,
+    /// Two whole clusters.
+    WriteWhole,
+    /// All clusters of an L2 table and more.
+    WriteLong,
+    /// The first cluster reads as zeros and gives its space back.
+    Unmap,
+    /// Parts of two clusters read as zeros and keep their space.
+    Zero,
+    /// Two clusters are discarded.
+    Discard,
+    Flush,
+}
+
+const STEPS: [Step; 8] = [
+    Step::WritePart,
+    Step::WriteAcross,
+    Step::WriteWhole,
+    Step::WriteLong,
+    Step::Unmap,
+    Step::Zero,
+    Step::Discard,
+    Step::Flush,
+];
+
+/// Longest sequence.
+const STEPS_MAX: u32 = 3;
+
+async fn take(guest: &Guest, step: Step, unit: u64) {
+    let result = match step {
+        Step::WritePart => guest.write(unit / 2, 1).await,
+        Step::WriteAcross => guest.write(unit / 2, unit).await,
+        Step::WriteWhole => guest.write(0, 2 * unit).await,
+        Step::WriteLong => guest.write(unit + 1, 20 * unit).await,
+        Step::Unmap => guest.write_zeroes(0, unit, Zeroes { may_unmap: true, fast: false }).await,
+        Step::Zero => guest.write_zeroes(unit / 2, unit, Zeroes::default()).await,
+        Step::Discard => guest.discard(0, 2 * unit).await,
+        Step::Flush => guest.flush().await,
+    };
+    result.expect("nothing was told to fail");
+}
+
+/// The sequence with this number; none where there are no more.
+fn sequence(mut number: u64) -> Option<Vec<Step>> {
+    let base = STEPS.len() as u64;
+    for len in 1..=STEPS_MAX {
+        let count = base.pow(len);
+        if number < count {
+            let digit = |place| usize::try_from(number / base.pow(place) % base).unwrap();
+            return Some((0..len).map(|place| STEPS[digit(place)]).collect());
+        }
+        number -= count;
+    }
+    None
+}
+
+/// Cuts the power after each operation of the sequence that belongs to the world's seed.
+async fn cut_after_each(world: &World, shape: &Shape) {
+    let Some(steps) = sequence(world.seed()) else { return };
+    let subject = ChainSubject { shape: shape.clone() };
+    let unit = shape.cluster_bytes / 512;
+    for loss in [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn] {
+        for operations in 1.. {
+            let world = World::new(world.seed() * 1000 + operations);
+            world.trace(|| format!("{steps:?}, cut after {operations}, losing {loss:?}"));
+            shape.put_in(&world);
+            let mut crashes = Crashes::new(&world, &subject, shape.model());
+            let work = async |guest: &Guest| {
+                for step in &steps {
+                    take(guest, *step, unit).await;
+                }
+            };
+            if crashes.round(Cut::After(operations), loss, work).await == Ending::Closed {
+                break;
+            }
+        }
+    }
+}
+
+fn features(list: &[Feature]) -> Features {
+    list.iter().copied().collect()
+}
+
+/// Small clusters, so that a few requests need several tables.
+#[test]
+fn short_sequences_on_small_clusters_survive_a_cut_after_every_operation() {
+    static SHAPE: OnceLock<Shape> = OnceLock::new();
+    let shape = SHAPE.get_or_init(|| {
+        Shape::small(
+            512,
+            96,
+            features(&[Feature::Zero, Feature::ZeroPreallocated, Feature::Deflate]),
+        )
+    });
+    scenario(150, |world| async move { cut_after_each(&world, shape).await });
+}
+
+#[test]
+fn short_sequences_on_subclusters_survive_a_cut_after_every_operation() {
+    static SHAPE: OnceLock<Shape> = OnceLock::new();
+    let shape = SHAPE.get_or_init(|| {
+        Shape::small(16 << 10, 24, features(&[Feature::ExtendedL2, Feature::Zero]))
+    });
+    scenario(80, |world| async move { cut_after_each(&world, shape).await });
+}

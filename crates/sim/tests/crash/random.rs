@@ -1,0 +1,60 @@
+//! Chains of random shape under random load, with and without crashes.
+
+use crate::chain::{ChainSubject, Shape};
+use mica_sim::crash::{Crashes, Cut, Ending, cut_at_random, load_at_random};
+use mica_sim::{Loss, World, scenario};
+
+/// One run in this many is judged by QEMU, too.
+const FOREIGN_ONE_IN: u64 = 20;
+
+fn subject(world: &World) -> ChainSubject {
+    let shape = Shape::random(world);
+    shape.put_in(world);
+    ChainSubject { shape }
+}
+
+#[test]
+fn chain_that_is_closed_is_clean_and_shows_what_was_written() {
+    scenario(150, |world| async move {
+        let subject = subject(&world);
+        let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
+        for _ in 0..2 {
+            let load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
+            let work = async |guest: &mica_sim::Guest| {
+                guest.run(&load).await;
+                guest.read_all().await;
+            };
+            let ending = crashes.round(Cut::Never, Loss::Nothing, work).await;
+            assert_eq!(ending, Ending::Closed);
+        }
+        if world.random_below(FOREIGN_ONE_IN) == 0 {
+            crashes.judge_elsewhere();
+        }
+    });
+}
+
+#[test]
+fn chain_survives_power_cuts() {
+    scenario(300, |world| async move {
+        let subject = subject(&world);
+        let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
+        let foreign = world.random_below(FOREIGN_ONE_IN) == 0;
+        for _ in 0..1 + world.random_below(3) {
+            let load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
+            let (cut, loss) = cut_at_random(&world, 150);
+            crashes.round(cut, loss, async |guest| guest.run(&load).await).await;
+            if foreign {
+                crashes.judge_elsewhere();
+            }
+        }
+        let load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
+        let work = async |guest: &mica_sim::Guest| {
+            guest.run(&load).await;
+            guest.read_all().await;
+        };
+        crashes.round(Cut::Never, Loss::Nothing, work).await;
+        if foreign {
+            crashes.judge_elsewhere();
+        }
+    });
+}
