@@ -15,7 +15,8 @@
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
 //! - I3 A reopened handle is the file that it was: same device, inode and length. Else the read
-//!   fails and says so. So it does if the image's locks cannot be had again ([`crate::lock`]).
+//!   fails and says so. So it does if the image's locks cannot be had again, or if it was written
+//!   to while they were not held ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
 //!
 //! Locks: a handle's `file`, then the ring. Under the ring other handles are only tried.
@@ -176,6 +177,8 @@ pub(crate) struct Handle {
     id: FileId,
     /// Length of a regular file when it was found.
     len: u64,
+    /// When its content last changed, as of then.
+    mtime_ns: i128,
     access: Access,
     /// Whether QEMU's locks are taken each time it is opened.
     locking: Locking,
@@ -190,6 +193,7 @@ impl Handle {
             path: located.path().to_owned(),
             id: located.file_id(),
             len: located.regular_len(),
+            mtime_ns: located.mtime_ns(),
             access,
             locking,
         }
@@ -222,9 +226,12 @@ impl Handle {
         let fd = located.open(open_flags(self.access)).map_err(failed)?;
         let file = File::new(fd, self.access);
         lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
-        if self.locking != Locking::Off {
-            // What was changed before the locks were held counts.
+        if self.locking == Locking::On {
+            // The locks kept writers out but for the time without a descriptor.
             located.refresh(&file).map_err(OpenFailure::Other)?;
+            if self.kind() == FileKind::Regular && located.mtime_ns() != self.mtime_ns {
+                return Err(OpenFailure::Other(self.replaced("was written to")));
+            }
         }
         if located.regular_len() != self.len {
             return Err(OpenFailure::Other(self.replaced("changed its length")));

@@ -7,9 +7,9 @@
 //!                                                     MemoryStore
 //! ```
 //!
-//! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read, so
-//! that a chain of a thousand layers needs no thousand descriptors. A [`WritableFile`] keeps its own.
-//! Both take QEMU's locks of images if that is asked for ([`Locking`]).
+//! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read,
+//! so that a chain of a thousand layers needs no thousand descriptors. A [`WritableFile`] keeps its
+//! own. Both take QEMU's locks of images if that is asked for ([`Locking`]).
 
 mod claims;
 mod direct;

@@ -131,7 +131,7 @@ impl Located {
                 device: stat.st_dev,
                 inode: stat.st_ino,
                 len,
-                mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
+                mtime_ns: self.mtime_ns(),
                 ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
             },
             // All nodes of one device are one file; no regular file has inode 0.
@@ -143,6 +143,11 @@ impl Located {
                 ctime_ns: i128::MAX,
             },
         }
+    }
+
+    /// When the content last changed.
+    pub(crate) fn mtime_ns(&self) -> i128 {
+        nanoseconds(self.stat.st_mtime, self.stat.st_mtime_nsec)
     }
 
     pub(crate) fn regular_len(&self) -> u64 {

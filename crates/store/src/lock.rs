@@ -1,9 +1,9 @@
 //! QEMU's locks of images, so that mica and QEMU keep out of each other's way.
 //!
-//! Whoever has an image open holds shared locks of single bytes of the file, which tell what it does
-//! with the image and what it does not let others do meanwhile. Nobody waits for a lock: each takes
-//! its own bytes first and then looks whether somebody else's contradict them, so that of two who
-//! come at once at least one sees the other.
+//! Whoever has an image open holds shared locks of single bytes of the file, which tell what it
+//! does with the image and what it does not let others do meanwhile. Nobody waits for a lock: each
+//! takes its own bytes first and then looks whether somebody else's contradict them, so that of two
+//! who come at once at least one sees the other.
 //!
 //! | byte    | who holds it                             |
 //! |---------|------------------------------------------|
@@ -14,10 +14,10 @@
 //! before, 3 changing the length.
 //!
 //! The locks belong to the open file description (see [`mica_rt::File`]): closing it ends them. A
-//! store that is read gives its descriptor up when descriptors are short ([`crate::Handles`]) and has
-//! no lock until it opens the file again. It takes the locks then, and fails the read if it cannot:
-//! meanwhile another program may have written to the layer, which the length and the identity of the
-//! file tell only in part.
+//! store that is read gives its descriptor up when descriptors are short ([`crate::Handles`]), and
+//! has no lock until it opens the file again. It takes the locks then, and fails the read if it
+//! cannot, or if the file was written to meanwhile. That is a limit: a writer is not kept out then,
+//! and is noticed only where the file has a time of its last change, which a block device has not.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::File;

@@ -1,15 +1,15 @@
 //! A file or block device of the host, for reading and writing.
 //!
 //! Invariants
-//! - I1 The descriptor stays open as long as the store: the image's locks hang on it, and so does the
-//!   system's promise to tell a failed write-back to the next sync.
+//! - I1 The descriptor stays open as long as the store: the image's locks hang on it, and so does
+//!   the system's promise to tell a failed write-back to the next sync.
 //! - I2 After a failed sync no later one succeeds: the system may have forgotten what it could not
 //!   write. Syncs take turns, so that this is known before the next one starts.
 //! - I3 Past the page cache, a write of parts of blocks reads these blocks, changes them and writes
 //!   them back, all under a claim ([`Claims`]) and in a task of its own: what is written back is
 //!   never from before another write, even if the one who asked is gone.
-//! - I4 The file is never longer than what was asked of it: a write that had to fill a block up cuts
-//!   the file again, under a claim on all that lies behind.
+//! - I4 The file is never longer than what was asked of it: a write that had to fill a block up
+//!   cuts the file again, under a claim on all that lies behind.
 
 use crate::claims::{Claim, Claims, Kind};
 use crate::direct::Alignment;

@@ -2,9 +2,10 @@
 //! two.
 
 use crate::{on_each_backend, read};
-use mica_block::{ErrorKind, Result};
-use mica_rt::{Access, File};
+use mica_block::{ErrorKind, Result, Store};
+use mica_rt::{Access, Buf, File};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
+use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -139,6 +140,17 @@ fn locks_are_taken_again_when_a_layer_is_opened_again() {
             read(other, 0, 10).await.unwrap();
         }
         assert_eq!(read(&store, 0, 10).await.unwrap(), [1; 10]);
+        for other in &others {
+            read(other, 0, 10).await.unwrap();
+        }
+        // Nobody kept this writer out. What it wrote is not taken for the layer.
+        mica_rt::sleep(std::time::Duration::from_millis(20)).await;
+        let third = writer(&path, Locking::On).unwrap();
+        third.write_at(Buf::from_slice(&[1; 10]), HostOffset::ZERO).await.0.unwrap();
+        drop(third);
+        let error = read(&store, 0, 10).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(error.to_string().contains("was written to while it was in use"), "{error}");
     });
 }
 
