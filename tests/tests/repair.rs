@@ -1,5 +1,5 @@
-//! `mica check -r` repairs what `qemu-img check -r` repairs: copies of one broken image, one for each
-//! program; afterwards QEMU judges both, and compares what a guest reads.
+//! `mica check -r` repairs what `qemu-img check -r` repairs: copies of one broken image, one for
+//! each program; afterwards QEMU judges both, and compares what a guest reads.
 
 use mica_tests::{mica, qemu, tools};
 use serde_json::Value;
@@ -91,7 +91,7 @@ impl Image {
     fn refcounts_in_use(&self) -> u64 {
         let len = self.file.metadata().expect("there").len();
         let order = if self.version() == 3 { self.word(96) >> 32 } else { 4 };
-        let bytes = (len / self.cluster_bytes() << order) / 8;
+        let bytes = ((len / self.cluster_bytes()) << order) / 8;
         bytes.min(self.cluster_bytes())
     }
 
@@ -284,8 +284,8 @@ fn broken_images_are_repaired_as_by_qemu() {
     }
 }
 
-/// Both programs repair copies of `disk.qcow2` in `dir` with `-r what`; their exit status and counts
-/// are the same.
+/// Both programs repair copies of `disk.qcow2` in `dir` with `-r what`; their exit status and
+/// counts are the same.
 #[track_caller]
 fn same_repair(dir: &Path, what: &str) -> Value {
     std::fs::copy(dir.join("disk.qcow2"), dir.join("theirs.qcow2")).expect("copied");
@@ -307,27 +307,32 @@ fn same_repair(dir: &Path, what: &str) -> Value {
     ours
 }
 
+/// What is done to an image, by its name.
+type LittleHarm = (&'static str, fn(&Image));
+
 #[test]
 fn what_was_repaired_is_counted_as_by_qemu() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
-    let refcounts = |image: &Image| image.word(image.refcount_table());
-    let harms: &[(&str, &dyn Fn(&Image))] = &[
-        ("nothing", &|_| {}),
-        ("leaks", &|image| image.fill(refcounts(image) + 1, 9, 1)),
-        ("too many by one: flags follow", &|image| {
+    fn refcounts(image: &Image) -> u64 {
+        image.word(image.refcount_table())
+    }
+    let harms: &[LittleHarm] = &[
+        ("nothing", |_| {}),
+        ("leaks", |image| image.fill(refcounts(image) + 1, 9, 1)),
+        ("too many by one: flags follow", |image| {
             let data = (image.word(image.l2_entry(2)) & 0x00ff_ffff_ffff_fe00) >> 16;
             image.fill(refcounts(image) + 2 * data + 1, 2, 1);
         }),
-        ("too few", &|image| {
+        ("too few", |image| {
             let shared = (image.word(image.l2_entry(8)) & 0x00ff_ffff_ffff_fe00) >> 16;
             image.fill(refcounts(image) + 2 * shared + 1, 1, 1);
         }),
-        ("a reserved bit", &|image| {
+        ("a reserved bit", |image| {
             image.put(image.l2_entry(0), image.word(image.l2_entry(0)) | 1 << 58);
         }),
-        ("none, which cannot be repaired with the leaks", &|image| {
+        ("none, which cannot be repaired with the leaks", |image| {
             image.fill(refcounts(image) + 1, 0, 1);
         }),
     ];

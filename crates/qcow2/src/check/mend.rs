@@ -3,8 +3,7 @@
 //! - I1. A table is written only where nothing else of the image's own stands: no header, no
 //!   refcounts, no other kind of table. An entry of an enemy that names the header as a table would
 //!   else have the header written.
-//! - I2. An entry is written as one sector or less of changed bytes, so a power cut leaves it old or
-//!   new.
+//! - I2. An entry lies in one sector, so a power cut leaves it old or new.
 
 use super::tables::has_data;
 use super::{Checker, Finding, Task};

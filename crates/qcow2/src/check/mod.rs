@@ -1,8 +1,8 @@
 //! The reading check: whether the refcounts and the flags of an image are what its tables say.
 //!
 //! The judgement is that of `qemu-img check` without `-r`: the same things count, as often. Nothing
-//! is written, unless a repair (`recover`) asks for it: then the walk that finds a wrong entry is the
-//! one that writes the right one.
+//! is written, unless a repair (`recover`) asks for it: then the walk that finds a wrong entry
+//! writes the right one.
 //!
 //! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of
 //! the image; a **refcount** is what the image says of the number of references. A cluster with

@@ -7,6 +7,7 @@ use mica_block::{Result, Store, read_exact, write_all};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
 const REFCOUNT_TABLE_AT: usize = 48;
+const SNAPSHOT_TABLE_AT: usize = 64;
 const INCOMPATIBLE_AT: usize = 72;
 const AUTOCLEAR_AT: usize = 88;
 const DIRTY_AND_CORRUPT: u64 = 3;
@@ -46,6 +47,17 @@ pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> R
         let clusters = header.refcount_table_clusters.to_be_bytes();
         let field = sector.iter_mut().skip(REFCOUNT_TABLE_AT);
         for (to, from) in field.zip(offset.into_iter().chain(clusters)) {
+            *to = from;
+        }
+    })
+    .await
+}
+
+/// Names the snapshot table that `header` names.
+pub(super) async fn name_snapshot_table(store: &dyn Store, header: &Header) -> Result<()> {
+    change(store, |sector| {
+        let field = sector.iter_mut().skip(SNAPSHOT_TABLE_AT);
+        for (to, from) in field.zip(header.snapshots_offset.bytes().to_be_bytes()) {
             *to = from;
         }
     })

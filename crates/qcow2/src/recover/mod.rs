@@ -1,5 +1,5 @@
-//! The repair of an image: what `qemu-img check -r` does, and what opening a dirty image for writing
-//! needs.
+//! The repair of an image: what `qemu-img check -r` does, and what opening a dirty image for
+//! writing needs.
 //!
 //! The tables that map the disk are the truth; refcounts, and the flags that follow from them, are
 //! made to fit. What the guest reads does not change.
@@ -16,7 +16,7 @@
 //!   no corruption any more.
 //!
 //! ```text
-//! count ─▶ entries that cannot be kept ─▶ the lost tail       entries, grow       } all
+//! count ─▶ entries, the lost tail, snapshots                check::mend, grow, snapshots
 //!       ─▶ refcounts: in place, or anew                       refcounts, rebuild
 //!       ─▶ flags "refcount is one"                            check::mend
 //!       ─▶ check ─▶ bits                                      header
@@ -26,6 +26,7 @@ mod grow;
 mod header;
 mod rebuild;
 mod refcounts;
+mod snapshots;
 mod watch;
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
@@ -97,12 +98,12 @@ pub async fn repair(
     Ok(repairer.run(observer).await?.0)
 }
 
-/// Repairs an image that was not closed by its last writer, before it is opened for writing. Returns
-/// its header as it is then.
+/// Repairs an image that was not closed by its last writer, before it is opened for writing.
+/// Returns its header as it is then.
 ///
-/// QEMU opens what it could not wholly repair. Here an image is refused if a write could still hurt:
-/// if a cluster has more users than its refcount can say, or tables name clusters far beyond the end
-/// of the file. Other corruptions are left as they are, and the image stays dirty.
+/// QEMU opens what it could not wholly repair. Here an image is refused if a write could still
+/// hurt: if a cluster has more users than its refcount can say, or tables name clusters far beyond
+/// the end of the file. Other corruptions are left as they are, and the image stays dirty.
 ///
 /// # Errors
 /// As [`repair`]; `Corrupt` for what is refused.
@@ -180,7 +181,7 @@ impl Repairer {
     async fn mend_all(&mut self, counted: Counted, found: Found) -> Result<()> {
         let (counted, found) = match self.mode {
             RepairMode::Leaks => (counted, found),
-            RepairMode::All => self.mend_entries_and_tail(counted, found).await?,
+            RepairMode::All => self.mend_all_but_refcounts(counted, found).await?,
         };
         let repaired_before = self.repaired;
         let kept = self.mend_refcounts(counted, &found).await?;
@@ -199,9 +200,9 @@ impl Repairer {
         Ok((counted, watch.found))
     }
 
-    /// Makes room for a tail that was lost, and mends entries that QEMU mends. Counts again if it
-    /// did anything.
-    async fn mend_entries_and_tail(
+    /// Mends entries and snapshots that QEMU mends, and makes room for a tail that was lost. Counts
+    /// again if it did anything.
+    async fn mend_all_but_refcounts(
         &mut self,
         counted: Counted,
         found: Found,
@@ -218,6 +219,12 @@ impl Repairer {
             self.store.sync().await?;
             (counted, found) = self.count(&mut ignore).await?;
             self.repaired.corruptions += beyond.saturating_sub(found.beyond);
+        }
+        let incomplete = found.incomplete_snapshots;
+        if incomplete > 0 {
+            self.header = snapshots::complete(&*self.store, &self.header, &counted).await?;
+            (counted, found) = self.count(&mut ignore).await?;
+            self.repaired.corruptions += incomplete.saturating_sub(found.incomplete_snapshots);
         }
         Ok((counted, found))
     }

@@ -155,20 +155,20 @@ impl Plan {
 }
 
 /// The clusters that nothing names.
-struct Free<'a> {
+pub(super) struct Free<'a> {
     counted: &'a Counted,
     taken: Ranges,
 }
 
 impl<'a> Free<'a> {
-    fn new(counted: &'a Counted) -> Self {
+    pub(super) fn new(counted: &'a Counted) -> Self {
         let (beyond, structure) = (counted.kept.beyond.iter(), counted.kept.structure.iter());
         Self { counted, taken: Ranges::new(beyond.chain(structure).collect()) }
     }
 
     /// The first of so many free clusters, the first such run. The file ends where it ends: beyond
     /// it all is free that nothing names.
-    fn first_run(&self, len: u64) -> u64 {
+    pub(super) fn first_run(&self, len: u64) -> u64 {
         let mut start = 1;
         loop {
             let in_use = next_in_use(self.counted, start, u64::MAX);

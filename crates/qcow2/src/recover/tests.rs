@@ -1,6 +1,6 @@
-//! The images here are built by hand in every geometry: header, refcount table, refcount blocks, L1,
-//! a snapshot's L1, the table of snapshots, an L2 table, data. Then they are harmed, repaired, and
-//! cut off from power at each write of the repair.
+//! The images here are built by hand in every geometry: header, refcount table, refcount blocks,
+//! L1, a snapshot's L1, the table of snapshots, an L2 table, data. Then they are harmed, repaired,
+//! and cut off from power at each write of the repair.
 
 mod image;
 mod power;
@@ -125,6 +125,15 @@ const HARMS: &[Harm] = &[
         image.header.incompatible.dirty = true;
         image.store_header();
         image.bytes.truncate(index(image.cluster_at(image.data_at)));
+    }),
+    ("a snapshot of version 2", |image| {
+        if image.header.snapshot_count > 0 {
+            let at = index(image.cluster_at(image.l1_at + 2));
+            // The entry ends with its names, after 16 bytes of extra data.
+            image.bytes.copy_within(at + 56..at + 60, at + 40);
+            image.bytes[at + 36..at + 40].fill(0);
+            image.bytes[at + 44..at + 60].fill(0);
+        }
     }),
     ("marked dirty and corrupt", |image| {
         image.header.incompatible.dirty = true;

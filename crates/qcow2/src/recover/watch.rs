@@ -11,6 +11,8 @@ pub(super) struct Found {
     pub(super) beyond: u64,
     /// Clusters without data at places that are none.
     pub(super) mendable_entries: bool,
+    /// Snapshots without the extra data of version 3.
+    pub(super) incomplete_snapshots: u64,
     /// Faults of the refcount structure itself.
     pub(super) broken_structure: u64,
     /// QEMU would write all refcounts anew: it does not raise a refcount of 0 in its place.
@@ -60,6 +62,10 @@ impl Found {
             Finding::ClusterUnaligned { has_data, .. } => {
                 self.others += 1;
                 self.mendable_entries |= !has_data;
+            }
+            Finding::SnapshotIncomplete { .. } => {
+                self.others += 1;
+                self.incomplete_snapshots += 1;
             }
             _ => self.others += 1,
         }

@@ -29,8 +29,8 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Data at guest clusters 0.., each filled with its number. The refcounts permitting, a snapshot
-    /// shares the L2 table and all that.
+    /// Data at guest clusters 0.., each filled with its number. The refcounts permitting, a
+    /// snapshot shares the L2 table and all that.
     pub(super) fn new(shape: Shape) -> Self {
         let bits = ClusterBits::new(shape.cluster_bits).expect("valid");
         let width = RefcountWidth::from_order(shape.refcount_order).expect("valid");

@@ -39,15 +39,18 @@ fn states(start: &[u8], events: &[Event], end: usize, random: &mut Random) -> Ve
             _ => {}
         }
     }
-    vec![durable, all, torn]
+    let mut states = vec![durable, all, torn];
+    states.dedup();
+    states
 }
 
 #[test]
 fn power_cut_at_each_write_leaves_an_image_that_can_be_repaired_again() {
     let mut random = Random(0x5eed);
     let mut cuts = 0;
-    let small = |shape: &Shape| shape.cluster_bits <= 12;
-    for shape in shapes().into_iter().filter(small) {
+    // With the smallest clusters the most is written.
+    let small = |shape: &Shape| shape.cluster_bits == 9 || shape.refcount_order == 4;
+    for shape in shapes().into_iter().filter(small).filter(|shape| shape.cluster_bits <= 14) {
         for (what, harm) in HARMS {
             let image = harmed(shape, *harm);
             let before = guest(&image.bytes);
