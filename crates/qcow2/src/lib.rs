@@ -21,6 +21,7 @@ mod notify;
 mod open;
 mod preallocated;
 pub mod recover;
+pub mod resize;
 pub mod snapshots;
 pub mod writer;
 mod write;

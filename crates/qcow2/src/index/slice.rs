@@ -350,6 +350,46 @@ impl Slice {
         }
     }
 
+    /// The slice in which `above` owns what it covers.
+    pub(crate) fn overlaid(&self, above: &Runs) -> Self {
+        /// Up to so many runs it is cheaper to put each in than to build the slice anew.
+        const FEW_RUNS: usize = 4;
+        if let [first, rest @ ..] = &above.runs[..]
+            && rest.len() < FEW_RUNS
+        {
+            return rest.iter().fold(self.with_run(*first), |slice, run| slice.with_run(*run));
+        }
+        let mut beneath = Runs::default();
+        self.append_runs(0, &mut beneath);
+        Runs::overlay(&beneath, above).slice_at(0)
+    }
+
+    /// The slice in which `run` owns what it covers.
+    fn with_run(&self, run: Run) -> Self {
+        let end = run.end.min(SLICE_SECTORS);
+        let at = |sector: u32| self.starts.partition_point(|start| u32::from(*start) <= sector) - 1;
+        let first = at(run.start);
+        let mut builder = SliceBuilder {
+            starts: Vec::with_capacity(self.starts.len() + 2),
+            entries: Vec::with_capacity(self.entries.len() + 2),
+            end: 0,
+        };
+        builder.starts.extend_from_slice(&self.starts[..first]);
+        builder.entries.extend_from_slice(&self.entries[..first]);
+        if u32::from(self.starts[first]) < run.start {
+            builder.push_run(u32::from(self.starts[first]), self.entries[first]);
+        }
+        builder.push_run(run.start, run.entry);
+        if end < SLICE_SECTORS {
+            let last = at(end);
+            let skipped = end - u32::from(self.starts[last]);
+            builder.push_run(end, self.entries[last].advanced(skipped));
+            builder.starts.extend_from_slice(&self.starts[last + 1..]);
+            builder.entries.extend_from_slice(&self.entries[last + 1..]);
+        }
+        Self { starts: builder.starts.into(), entries: builder.entries.into() }
+    }
+
     /// The slice's runs with an owner, moved to start at `sector` of a window.
     pub(crate) fn append_runs(&self, sector: u32, runs: &mut Runs) {
         for (index, entry) in self.entries.iter().enumerate() {

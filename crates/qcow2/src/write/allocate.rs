@@ -11,7 +11,9 @@
 //!   was counted is.
 //! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond all
 //!   that the file had when it was opened, and was never given out before.
-//! - I4 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
+//! - I4 A counted cluster lies within the file: the file is made longer before the count is, so that
+//!   a link that a power cut leaves never names a place beyond the end.
+//! - I5 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
 
 use super::pages::{Metadata, PageState, Stage};
 use super::ranges::MetadataRanges;
@@ -191,6 +193,7 @@ impl Space {
             let look = self.look(wanted)?;
             match look {
                 Look::Free { first, count } => {
+                    self.lengthen(first + count).await?;
                     if self.count_run(first, count) {
                         return Ok(());
                     }
@@ -201,6 +204,29 @@ impl Space {
                 Look::TableFull => self.grow_table().await?,
             }
         }
+    }
+
+    /// Makes the file reach up to cluster `end` (I4). The caller has the claim of refilling.
+    async fn lengthen(&self, end: u64) -> Result<()> {
+        let store = &*self.metadata.store;
+        let len = end << self.bits.bits();
+        if store.len()? >= len {
+            return Ok(());
+        }
+        store.set_len(len).await.map_err(|error| error.wrap(store.name()))
+    }
+
+    /// Where the file can end if clusters from `unused`, which are in rising order, are at its end.
+    pub(crate) async fn cut_tail(&self, unused: &[u64]) -> Result<()> {
+        let store = &*self.metadata.store;
+        let file_end = self.bits.clusters_for(store.len()?);
+        let expected = (0..file_end).rev();
+        let tail = unused.iter().rev().zip(expected).take_while(|(have, want)| *have == want);
+        let count = tail.count() as u64;
+        if count == 0 {
+            return Ok(());
+        }
+        store.set_len((file_end - count) << self.bits.bits()).await
     }
 
     /// Looks from the cursor on, as far as one page of refcounts goes.

@@ -184,11 +184,15 @@ impl Writer {
         while self.has_limbo() {
             self.flush().await?;
         }
-        let unused = self.space.drain_pool();
-        for cluster in unused {
-            self.space.release(cluster).await?;
+        let mut unused = self.space.drain_pool();
+        unused.sort_unstable();
+        for cluster in &unused {
+            self.space.release(*cluster).await?;
         }
         self.flush().await?;
+        if let Err(error) = self.space.cut_tail(&unused).await {
+            tracing::debug!(%error, "the file keeps its length");
+        }
         self.unmark().await?;
         self.check_usable()
     }

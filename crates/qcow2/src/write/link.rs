@@ -28,6 +28,8 @@ pub(super) struct Change {
     pub(super) group: u64,
     /// Whether the data has to be durable before the link.
     pub(super) after_data: bool,
+    /// Units whose place or state changes, from the first to the last.
+    pub(super) units: std::ops::Range<u32>,
     /// Host clusters that lose a reference.
     pub(super) freed: Vec<u64>,
 }
@@ -132,7 +134,7 @@ impl Writer {
     /// Has the entries say what is new. The caller has the claims of their clusters.
     pub(super) async fn link(&self, changes: &[Change]) -> Result<()> {
         for change in changes {
-            let Change { entry, new, group, after_data, freed } = change;
+            let Change { entry, new, group, after_data, freed, .. } = change;
             let bytes = self.l2.entry_bytes();
             let put = |pages: &mut super::pages::PageState| {
                 let is_new = pages.group.new_tables.contains(&entry.table);
@@ -168,8 +170,10 @@ impl Chain {
             let mut runs = Runs::default();
             let mut is_whole = true;
             for change in of_slice {
-                let start = change.entry.cluster << bits.bits();
-                let stop = (start + bits.bytes()).min(end);
+                let cluster = change.entry.cluster << bits.bits();
+                let unit_bits = tables.l2.subcluster_bits();
+                let place = |unit: u32| cluster + (u64::from(unit) << unit_bits);
+                let (start, stop) = (place(change.units.start), place(change.units.end).min(end));
                 let (start, stop) = (GuestOffset::new(start), GuestOffset::new(stop));
                 let Some(part) = GuestRange::between(start, stop) else { continue };
                 let mut bytes = [0; 16];
@@ -179,13 +183,7 @@ impl Chain {
                 is_whole &= change.new != RawL2Entry::default();
                 active.append_l2_runs(tables, bytes, part, base, &mut runs);
             }
-            self.index.cache.change(number, |slice| {
-                is_whole.then(|| {
-                    let mut beneath = Runs::default();
-                    slice.append_runs(0, &mut beneath);
-                    Runs::overlay(&beneath, &runs).slice_at(0)
-                })
-            });
+            self.index.cache.change(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
         }
         if let Some(writer) = &self.writer {
             let linked = changes.len() as u64;

@@ -336,7 +336,8 @@ impl Writer {
         visible: &[Extent],
     ) -> Option<Change> {
         let ClusterPlan { entry, host, blank, group, owned, must, zero, freed } = plan;
-        let held = owned | must | self.touched_by(entry.cluster, ranges);
+        let changed = must | self.touched_by(entry.cluster, ranges);
+        let held = owned | changed;
         let zero = zero & !held;
         let says = if held == self.all_units() {
             L2Entry::Data(host)
@@ -348,7 +349,8 @@ impl Writer {
             return None;
         }
         let after_data = !blank || !self.units_show_zeros(entry.cluster, must, visible);
-        Some(Change { entry, new, group, after_data, freed })
+        let units = changed.trailing_zeros()..u32::BITS - changed.leading_zeros();
+        Some(Change { entry, new, group, after_data, units, freed })
     }
 
     /// Whether what shows in the `units` of a cluster reads as zeros.

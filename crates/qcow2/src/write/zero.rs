@@ -108,7 +108,13 @@ impl Chain {
         let last = bits.cluster_of(whole.end().bytes() - 1);
         let _claims = writer.claim_clusters(first, last).await;
         let extents = self.extents_of(whole).await?;
-        if extents.iter().all(|extent| extent.kind == ExtentKind::Hole) {
+        let active = self.layers.last().expect("a chain has a layer").number;
+        // What reads as zeros by a frozen layer, or by none, does so for good.
+        let is_settled = |extent: &Extent| match extent.kind {
+            ExtentKind::ZeroAllocated => extent.layer != active || !wish.may_unmap(),
+            kind => kind.reads_as_zero(),
+        };
+        if extents.iter().all(is_settled) {
             return Ok(Vec::new());
         }
         if writer.l2.version == Version::V2 && wish != Wish::Discard {
@@ -121,11 +127,7 @@ impl Chain {
             let start = GuestOffset::new(entry.cluster << bits.bits());
             let cluster = GuestRange::new(start, bits.bytes()).and_then(|all| all.intersect(whole));
             let Some(cluster) = cluster else { continue };
-            let shows_nothing = extents
-                .iter()
-                .filter_map(|extent| extent.within(cluster))
-                .all(|extent| extent.kind == ExtentKind::Hole);
-            if shows_nothing {
+            if extents.iter().filter_map(|extent| extent.within(cluster)).all(|e| is_settled(&e)) {
                 continue;
             }
             match writer.emptied(entry, writer.touched(entry.cluster, cluster), wish).await? {
@@ -214,7 +216,7 @@ impl Writer {
                     return Ok(Emptied::NotByEntry);
                 }
                 let freed = self.compressed_clusters(&compressed);
-                return Ok(changed(entry, self.zero_entry(), freed));
+                return Ok(changed(entry, self.zero_entry(), self.units(), freed));
             }
         };
         if let Some(host) = host {
@@ -227,11 +229,13 @@ impl Writer {
             _ => Vec::new(),
         };
         let says = match keeps {
-            None if zero == all => return Ok(changed(entry, self.zero_entry(), freed)),
+            None if zero == all => {
+                return Ok(changed(entry, self.zero_entry(), self.units(), freed));
+            }
             Some(host) if zero == all => L2Entry::ZeroAllocated(host),
             host => L2Entry::Subclusters { host, allocated, zero },
         };
-        Ok(changed(entry, self.l2.encode(says, entry.raw.copied()), freed))
+        Ok(changed(entry, self.l2.encode(says, entry.raw.copied()), self.units(), freed))
     }
 
     /// The entry of a cluster that reads as zeros and has no place. Version 2 has none: there
@@ -282,7 +286,7 @@ impl Writer {
             0 => L2Entry::Subclusters { host: None, allocated, zero },
             _ => L2Entry::Subclusters { host: Some(HostOffset::new(start)), allocated, zero },
         };
-        Ok(changed(entry, self.l2.encode(says, allocated != 0), Vec::new()))
+        Ok(changed(entry, self.l2.encode(says, allocated != 0), self.units(), Vec::new()))
     }
 
     /// Links; what fails half-way leaves the disk unfit for more writes.
@@ -295,9 +299,14 @@ impl Writer {
     }
 }
 
-fn changed(entry: Entry, new: crate::format::RawL2Entry, freed: Vec<u64>) -> Emptied {
+fn changed(
+    entry: Entry,
+    new: crate::format::RawL2Entry,
+    all_units: u32,
+    freed: Vec<u64>,
+) -> Emptied {
     if new == entry.raw {
         return Emptied::Same;
     }
-    Emptied::Changed(Change { entry, new, group: 0, after_data: false, freed })
+    Emptied::Changed(Change { entry, new, group: 0, after_data: false, units: 0..all_units, freed })
 }

@@ -167,3 +167,20 @@ fn host_beyond_the_field_is_left_to_the_layer() {
     assert_eq!(entry.kind(), EntryKind::Deferred);
     assert_eq!(entry.layer().as_u16(), 7);
 }
+
+#[test]
+fn a_slice_with_a_few_runs_put_in_is_the_slice_with_them_laid_over() {
+    let mut random = 3;
+    for _ in 0..300 {
+        let slice = random_runs(&mut random).0.slice_at(0);
+        let mut above = random_runs(&mut random).0;
+        above.truncate(SLICE_SECTORS);
+        let first = next(&mut random) as usize % above.runs.len();
+        let count = 1 + next(&mut random) as usize % 4;
+        above.runs = above.runs.drain(first..).take(count).collect();
+        let mut beneath = Runs::default();
+        slice.append_runs(0, &mut beneath);
+        let expected = Runs::overlay(&beneath, &above).slice_at(0);
+        assert_eq!(slice.overlaid(&above), expected);
+    }
+}
