@@ -15,11 +15,18 @@ use tempfile::TempDir;
 const MIB: usize = 1 << 20;
 
 /// Kinds of images that are written.
-const KINDS: &[Kind] = &[Kind { format: "raw" }];
+const KINDS: &[Kind] = &[
+    Kind { format: "raw", options: "preallocation=off" },
+    Kind { format: "qcow2", options: "cluster_size=64k" },
+    Kind { format: "qcow2", options: "cluster_size=64k,extended_l2=on" },
+    Kind { format: "qcow2", options: "cluster_size=4k,refcount_bits=1" },
+];
 
 /// A kind of image.
 struct Kind {
     format: &'static str,
+    /// For `qemu-img create`.
+    options: &'static str,
 }
 
 /// An image of zeros, and mica that serves it.
@@ -33,10 +40,10 @@ impl Kind {
     /// Makes an image of `size` and serves it, to be written, with `more` options.
     #[track_caller]
     fn serve(&self, size: &str, more: &[&str]) -> Served {
-        println!("{}", self.format);
+        println!("{} {}", self.format, self.options);
         let dir = tempfile::tempdir().expect("a folder");
         let image = dir.path().join("image");
-        let create = ["create", "-q", "-f", self.format, "image", size];
+        let create = ["create", "-q", "-f", self.format, "-o", self.options, "image", size];
         qemu::img(dir.path(), create).ok();
         let server = Server::mica_writable(&image, self.format, more).expect("served");
         Served { dir, format: self.format, server }
@@ -56,15 +63,20 @@ impl Served {
         self.server.connect(&nbd::Wish::default()).expect("served")
     }
 
-    /// Bytes that the image takes on its file system.
-    fn allocated(&self) -> u64 {
-        use std::os::unix::fs::MetadataExt;
-        self.image().metadata().expect("an image").blocks() * 512
+    /// Stops the server well, and holds the image against `wanted`. Gives the bytes that it takes
+    /// on its file system.
+    #[track_caller]
+    fn end_with(self, wanted: &[u8]) -> u64 {
+        let format = self.format;
+        let (flat, allocated) = self.end();
+        judge::same_bytes(format, &flat, wanted);
+        allocated
     }
 
-    /// Stops the server well, and holds the image against `wanted`.
+    /// Stops the server well, and checks the image. Gives its content, and the bytes that it takes.
     #[track_caller]
-    fn end_with(self, wanted: &[u8]) {
+    fn end(self) -> (Vec<u8>, u64) {
+        use std::os::unix::fs::MetadataExt;
         let Self { dir, format, server } = self;
         let stopped = server.stop().expect("it stops");
         assert!(stopped.status.success() && !stopped.socket_left, "{stopped:?}");
@@ -73,7 +85,7 @@ impl Served {
         }
         qemu::img(dir.path(), ["convert", "-f", format, "-O", "raw", "image", "flat"]).ok();
         let flat = fs::read(dir.path().join("flat")).expect("flat");
-        judge::same_bytes(format, &flat, wanted);
+        (flat, dir.path().join("image").metadata().expect("an image").blocks() * 512)
     }
 }
 
@@ -225,25 +237,20 @@ assert h.pread(8 << 20, 4 << 20) == bytes(8 << 20)
         for (mode, least, most) in [("unmap", 7, 10), ("ignore", 15, 18)] {
             let served = kind.serve("16M", &["--discard", mode]);
             command::finish(&mut nbdsh(&["-u", &served.uri(), "-c", script])).ok();
-            let mib = served.allocated() >> 20;
-            assert!((least..=most).contains(&mib), "{mode}: {mib} MiB are allocated");
-            let map =
-                qemu::img(served.dir.path(), ["map", "--output=json", "-f", "raw", &served.uri()]);
+            let uri = served.uri();
+            let map = qemu::img(served.dir.path(), ["map", "--output=json", "-f", "raw", &uri]);
             let map = map.json();
-            let data: u64 = map
-                .as_array()
-                .expect("a map")
-                .iter()
-                .filter(|run| run["data"] == Value::Bool(true))
-                .filter_map(|run| run["length"].as_u64())
-                .sum();
-            assert!(data >= 4 << 20 && data <= (most + 1) << 20, "{mode}: {map}");
+            let runs = map.as_array().expect("a map").iter();
+            let data = runs.filter(|run| run["data"] == Value::Bool(true));
+            let data: u64 = data.filter_map(|run| run["length"].as_u64()).sum();
+            assert!(data >= 4 << 20 && data <= most << 20, "{mode}: {map}");
             let mut wanted = vec![0x55; 16 * MIB];
             wanted[4 * MIB..12 * MIB].fill(0);
             if mode == "unmap" {
                 wanted[..4 * MIB].fill(0);
             }
-            served.end_with(&wanted);
+            let mib = served.end_with(&wanted) >> 20;
+            assert!((least..=most).contains(&mib), "{mode}: {mib} MiB are allocated");
         }
     }
 }
@@ -322,24 +329,30 @@ fn fio_killed_while_it_writes_leaves_whole_sectors() {
     }
     for kind in KINDS {
         let served = kind.serve("32M", &[]);
-        for _ in 0..3 {
+        for round in 0..3 {
             let mut fio = Command::new("fio");
             fio.current_dir(served.dir.path());
             fio.args(["--name=w", "--ioengine=nbd", "--rw=randwrite", "--bs=64k"]);
             fio.args(["--iodepth=32", "--size=32M", "--time_based", "--runtime=30"]);
-            fio.args(["--thread", "--buffer_pattern=0x77"]);
+            fio.args(["--thread"]);
+            fio.arg(format!("--buffer_pattern=0x7{round}"));
             fio.arg(format!("--uri={}", served.uri()));
             let mut child = fio.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("fio");
-            clock::sleep(Duration::from_millis(700));
+            let mut reader = served.connect();
+            let begun = clock::poll(Duration::from_secs(30), Duration::from_millis(20), || {
+                let all = reader.read_all().expect("the server lives");
+                all.contains(&(0x70 + round)).then_some(())
+            });
             child.kill().expect("killed");
             child.wait().expect("ended");
+            begun.expect("fio writes");
         }
-        let all = served.connect().read_all().expect("the server lives");
-        assert!(all.contains(&0x77), "fio had not begun");
-        for sector in all.chunks(512) {
-            assert!(sector.iter().all(|byte| *byte == sector[0]), "a torn sector");
+        // What the last client had sent may still be written when it is gone, and is at the end.
+        served.connect().read_all().expect("the server lives");
+        for sector in served.end().0.chunks(512) {
+            let is_whole = sector.iter().all(|byte| *byte == sector[0]);
+            assert!(is_whole && matches!(sector[0], 0 | 0x70..=0x72), "a torn sector");
         }
-        served.end_with(&all);
     }
 }
 
@@ -356,7 +369,7 @@ fn shutdown_ends_what_is_under_way_and_closes_the_image() {
             client.stream.write_all(&head).expect("sent");
             client.stream.write_all(&vec![0x20 + at.to_le_bytes()[0]; 65536]).expect("sent");
         }
-        // The server has them once it reads no more of them from the socket.
+        // The delay keeps them under way. What is not taken by then has no answer and no effect.
         clock::sleep(Duration::from_millis(20));
         let mut wanted = vec![0; 4 * MIB];
         let Served { dir, format, server } = served;
@@ -369,7 +382,7 @@ fn shutdown_ends_what_is_under_way_and_closes_the_image() {
             let at = usize::from(reply[15]) * 65536;
             wanted[at..at + 65536].fill(0x20 + reply[15]);
         }
-        assert_eq!(replies.len(), 8 * 16, "all were taken before the signal");
+        assert!(!replies.is_empty(), "none was taken before the signal");
         qemu::img(dir.path(), ["convert", "-f", format, "-O", "raw", "image", "flat"]).ok();
         let flat = fs::read(dir.path().join("flat")).expect("flat");
         judge::same_bytes("image", &flat, &wanted);
@@ -394,7 +407,7 @@ for call in [h.flush, h.flush, lambda: h.pwrite(b'y' * 4096, 0)]:
 assert h.pread(4096, 0) == b'x' * 4096
 ";
     for kind in KINDS {
-        let served = kind.serve("4M", &["--log-level", "error", "--inject", "error=nth:1,op=sync"]);
+        let served = kind.serve("4M", &["--log-level", "off", "--inject", "error=nth:1,op=sync"]);
         command::finish(&mut nbdsh(&["-u", &served.uri(), "-c", script])).ok();
         let stopped = served.server.stop().expect("it stops");
         assert_eq!(stopped.status.code(), Some(1), "{stopped:?}");
