@@ -5,10 +5,12 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::print;
 use clap::Args;
-use mica_stack::Format;
+use mica_qcow2::resize::Resizer;
+use mica_stack::{FileImages, Format};
 use mica_units::SECTOR_BYTES;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Make the disk of an image longer or shorter. The image must not be in use.
 #[derive(Args)]
@@ -33,17 +35,19 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
     let executor = args.images.executor()?;
     let format = args.images.format()?;
     executor.block_on(async {
-        let store = open_writable(&args.file, &args.images)?;
         match format {
             Format::Raw => {
+                let store = open_writable(&args.file, &args.images)?;
                 let old = store.len()?;
                 let new = new_len(args, old)?;
                 store.set_len(new).await?;
                 store.sync().await?;
             }
             Format::Qcow2 => {
-                let what = "mica does not yet resize qcow2 images: `qemu-img resize` does";
-                return Err(Failure::new(what));
+                let images = FileImages::new(&args.file, args.images.image_options()?)?;
+                let mut resizer = Resizer::open(Arc::new(images), &args.file).await?;
+                let new = new_len(args, resizer.disk_bytes())?;
+                resizer.resize(new).await?;
             }
             Format::Null => return Err(Failure::new("the null format is no image")),
         }
@@ -63,7 +67,7 @@ fn new_len(args: &ResizeArgs, old: u64) -> Result<u64, Failure> {
     };
     let new = new
         .and_then(|new| new.checked_next_multiple_of(SECTOR_BYTES))
-        .filter(|new| i64::try_from(*new).is_ok())
+        .filter(|new| *new > 0 && i64::try_from(*new).is_ok())
         .ok_or_else(|| Failure::new("New image size must be positive and below 8 EiB"))?;
     if new < old && !args.shrink {
         return Err(Failure::new(

@@ -1,0 +1,336 @@
+//! Makes the disk of an image that nobody uses longer or shorter.
+//!
+//! Longer: room in the L1 table ─▶ zeros where something would show ─▶ the new size. Shorter: the
+//! new size with a shorter L1 table ─▶ what is beyond is freed.
+//!
+//! Invariants
+//! - I1 What the header names is durable before the header is, so that a power cut leaves the old
+//!   length or the new one; at worst with leaks.
+//! - I2 Nothing but zeros is ever in the part by which a disk grew: neither what a longer backing
+//!   file has there, nor what the image kept from a longer life.
+//! - I3 A cluster is freed after nothing durable names it.
+
+mod future;
+mod space;
+
+use crate::chain::{Chain, ChainOptions, IndexUse};
+use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version};
+use crate::open::read_header;
+use crate::recover::repair_dirty;
+use future::FutureImages;
+use mica_block::{
+    Disk as _, Error, ErrorKind, Images, OpenImage, Result, Store, Zeroes, read_exact, write_all,
+};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use space::FileSpace;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const SIZE_AT: usize = 24;
+const L1_ENTRIES_AT: usize = 36;
+const L1_OFFSET_AT: usize = 40;
+const INCOMPATIBLE_AT: usize = 72;
+const AUTOCLEAR_AT: usize = 88;
+/// A raw data file: what a new length keeps true. Bitmaps are refused before.
+const AUTOCLEAR_KEPT: u64 = 2;
+
+/// An image whose length is to be changed.
+pub struct Resizer {
+    images: Arc<dyn Images>,
+    path: PathBuf,
+    image: OpenImage,
+    header: Header,
+}
+
+impl Resizer {
+    /// Opens the image at `path`, for nobody else.
+    ///
+    /// # Errors
+    /// If it is no image that can be written, or its length cannot be changed.
+    pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
+        let step = async {
+            let image = images.open_writable(path)?;
+            let mut header = read_header(&*image.store).await?;
+            if header.incompatible.dirty || header.incompatible.corrupt {
+                header = repair_dirty(Arc::clone(&image.store), &header).await?;
+            }
+            refuse_unsafe(&header)?;
+            Ok((image, header))
+        };
+        let opened = step.await;
+        let (image, header) =
+            opened.map_err(|error: Error| error.wrap(path.display().to_string()))?;
+        Ok(Self { images, path: path.to_owned(), image, header })
+    }
+
+    /// Length of the disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.header.disk_bytes()
+    }
+
+    /// Makes the disk `size` bytes long, a multiple of a sector.
+    ///
+    /// # Errors
+    /// `Invalid` if no image of these clusters is that long; what the store says.
+    pub async fn resize(&mut self, size: u64) -> Result<()> {
+        let mut wanted = self.header.clone();
+        wanted.size = size;
+        let entries = wanted.l1_entries_needed();
+        if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
+            let what = "The image size is too large (try using a larger cluster size)";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        let entries = u32::try_from(entries).expect("32 MiB of entries");
+        match size.cmp(&self.disk_bytes()) {
+            std::cmp::Ordering::Equal => Ok(()),
+            std::cmp::Ordering::Greater => self.grow(size, entries).await,
+            std::cmp::Ordering::Less => self.shrink(size, entries).await,
+        }
+    }
+
+    async fn grow(&mut self, size: u64, entries: u32) -> Result<()> {
+        if entries > self.header.l1_entries {
+            self.grow_l1(entries).await?;
+        }
+        self.zero_new(size).await?;
+        self.header.size = size;
+        self.write_header().await
+    }
+
+    /// Makes the L1 table longer, in its clusters if it fits them, else elsewhere.
+    async fn grow_l1(&mut self, entries: u32) -> Result<()> {
+        let bits = self.header.cluster_bits;
+        let bytes = |entries: u32| u64::from(entries) * L1Entry::BYTES as u64;
+        let (old, new) = (bytes(self.header.l1_entries), bytes(entries));
+        let store = &*self.image.store;
+        let has_place = self.header.l1_offset != HostOffset::ZERO;
+        if has_place && bits.clusters_for(new) == bits.clusters_for(old) {
+            let at = HostOffset::new(self.header.l1_offset.bytes() + old);
+            write_all(store, Buf::zeroed(len_of(new - old)), at).await?;
+            store.sync().await?;
+            self.header.l1_entries = entries;
+            return self.write_header().await;
+        }
+        let mut table = Buf::zeroed(len_of(new));
+        let before = read_exact(store, self.header.l1_offset, len_of(old)).await?;
+        table[..before.len()].copy_from_slice(&before);
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        let at = match space.take(bits.clusters_for(new)).await {
+            Ok(at) => at,
+            Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+            Err(error) if self.header.version == Version::V2 => return Err(error),
+            Err(_) => return self.move_l1_and_count(table, entries).await,
+        };
+        write_all(store, table, at).await?;
+        space.commit().await?;
+        let old_at = self.header.l1_offset;
+        // The refcount table may have got another place meanwhile.
+        self.header = read_header(store).await?;
+        self.header.l1_offset = at;
+        self.header.l1_entries = entries;
+        self.write_header().await?;
+        if has_place {
+            space.free(old_at, bits.clusters_for(old)).await?;
+        }
+        space.commit().await
+    }
+
+    /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and has all
+    /// refcounts made right. So tables come to lie that are longer than what a refcount block counts.
+    async fn move_l1_and_count(&mut self, table: Buf, entries: u32) -> Result<()> {
+        let store = &*self.image.store;
+        // What was reserved in the search was never written.
+        self.header = read_header(store).await?;
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        let at = space.end(self.header.cluster_bits.clusters_for(table.len() as u64)).await?;
+        write_all(store, table, at).await?;
+        store.sync().await?;
+        self.header.l1_offset = at;
+        self.header.l1_entries = entries;
+        self.header.incompatible.dirty = true;
+        self.write_header().await?;
+        self.header = repair_dirty(Arc::clone(&self.image.store), &self.header).await?;
+        if self.header.incompatible.dirty {
+            let what = "the refcounts could not be mended: `mica check` says what is wrong";
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
+        Ok(())
+    }
+
+    /// Writes zeros over what would show in a disk of `size` bytes (I2).
+    async fn zero_new(&self, size: u64) -> Result<()> {
+        let old = self.disk_bytes();
+        let kept = self.kept_end(old).await?.min(size);
+        if kept <= old && self.header.backing.is_none() {
+            return Ok(());
+        }
+        let images = FutureImages::new(Arc::clone(&self.images), &self.path, &self.image, size);
+        let options =
+            ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
+        let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
+        let beneath = chain.frozen().last().map_or(0, |layer| layer.len).min(size);
+        let end = GuestOffset::new(kept.max(beneath));
+        let zeroed = match GuestRange::between(GuestOffset::new(old), end) {
+            Some(range) if !range.is_empty() => {
+                let how = Zeroes { may_unmap: true, fast: false };
+                chain.write_zeroes(range, how).await
+            }
+            _ => Ok(()),
+        };
+        let closed = chain.close().await;
+        zeroed.and(closed)
+    }
+
+    /// Up to where the tables speak of what lies beyond `end`; `end` if they do not.
+    async fn kept_end(&self, end: u64) -> Result<u64> {
+        let l2 = self.header.l2_format();
+        let l1 = self.read_l1().await?;
+        let first = l2.l1_index(GuestOffset::new(end));
+        let named = |entry: &u64| L1Entry(*entry).offset() != HostOffset::ZERO;
+        let beyond = l1.iter().skip(len_of(first)).rposition(named);
+        match beyond {
+            None => Ok(end),
+            Some(0) => {
+                // Only the table in which the disk ends is there, which is the usual case.
+                let Some(at) = L1Entry(l1[len_of(first)]).decode(l2.cluster_bits)? else {
+                    return Ok(end);
+                };
+                let table = read_exact(&*self.image.store, at, self.cluster_len()).await?;
+                let start = l2.l2_index(GuestOffset::new(end));
+                let used = (start..l2.entries())
+                    .rfind(|index| l2.raw(&table, len_of(*index)) != Some(Default::default()));
+                let base = first << l2.table_bits();
+                Ok(used.map_or(end, |index| base + ((index + 1) << l2.cluster_bits.bits())))
+            }
+            Some(more) => Ok((first + more as u64 + 1) << l2.table_bits()),
+        }
+    }
+
+    async fn shrink(&mut self, size: u64, entries: u32) -> Result<()> {
+        let l2 = self.header.l2_format();
+        let bits = l2.cluster_bits;
+        let l1 = self.read_l1().await?;
+        let (old_at, old_entries) = (self.header.l1_offset, self.header.l1_entries);
+        self.header.size = size;
+        self.header.l1_entries = entries;
+        self.write_header().await?;
+
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        if !size.is_multiple_of(1 << l2.table_bits()) {
+            let last = L1Entry(l1[len_of(u64::from(entries) - 1)]);
+            self.cut_table(&space, last, size).await?;
+        }
+        for entry in &l1[len_of(entries.into())..] {
+            let Some(at) = L1Entry(*entry).decode(bits)? else { continue };
+            let table = read_exact(&*self.image.store, at, self.cluster_len()).await?;
+            self.free_entries(&space, &table, 0).await?;
+            space.free(at, 1).await?;
+        }
+        let l1_bytes = |entries: u32| u64::from(entries) * L1Entry::BYTES as u64;
+        let (kept, all) =
+            (bits.clusters_for(l1_bytes(entries)), bits.clusters_for(l1_bytes(old_entries)));
+        space.free(HostOffset::new(old_at.bytes() + (kept << bits.bits())), all - kept).await?;
+        space.commit().await
+    }
+
+    /// Forgets what the table in which the disk ends now has beyond that end. One that a snapshot
+    /// shares stays: what it says beyond the end is zeroed if the disk grows again.
+    async fn cut_table(&self, space: &FileSpace, entry: L1Entry, size: u64) -> Result<()> {
+        let l2 = self.header.l2_format();
+        let Some(at) = entry.decode(l2.cluster_bits)? else { return Ok(()) };
+        if !entry.copied() {
+            return Ok(());
+        }
+        let end = size.next_multiple_of(l2.cluster_bits.bytes());
+        if end.is_multiple_of(1 << l2.table_bits()) {
+            return Ok(());
+        }
+        let first = l2.l2_index(GuestOffset::new(end));
+        let store = &*self.image.store;
+        let mut table = read_exact(store, at, self.cluster_len()).await?;
+        let before = Buf::from_slice(&table);
+        table[len_of(first) * l2.entry_bytes()..].fill(0);
+        write_all(store, table, at).await?;
+        store.sync().await?;
+        self.free_entries(space, &before, first).await
+    }
+
+    /// Frees what the entries of `table` from `first` on name.
+    async fn free_entries(&self, space: &FileSpace, table: &[u8], first: u64) -> Result<()> {
+        let l2 = self.header.l2_format();
+        for index in first..l2.entries() {
+            let Some(raw) = l2.raw(table, len_of(index)) else { break };
+            match l2.interpret(raw) {
+                Ok(L2Entry::Compressed(compressed)) => {
+                    let start = l2.cluster_bits.cluster_of(compressed.host.bytes());
+                    let end = compressed.host.bytes() + compressed.len_max;
+                    let count = l2.cluster_bits.clusters_for(end) - start;
+                    let at = HostOffset::new(start << l2.cluster_bits.bits());
+                    space.free(at, count).await?;
+                }
+                Ok(entry) => {
+                    if let Some(host) = entry.host() {
+                        space.free(host, 1).await?;
+                    }
+                }
+                // What it names is not known: it leaks, which a check mends.
+                Err(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    async fn read_l1(&self) -> Result<Vec<u64>> {
+        let len = len_of(u64::from(self.header.l1_entries)) * L1Entry::BYTES;
+        let bytes = read_exact(&*self.image.store, self.header.l1_offset, len).await?;
+        Ok(bytes.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect())
+    }
+
+    fn cluster_len(&self) -> usize {
+        1 << self.header.cluster_bits.bits()
+    }
+
+    /// Writes size and L1 table into the header's first sector, all at once, and makes it durable.
+    async fn write_header(&self) -> Result<()> {
+        let store: &dyn Store = &*self.image.store;
+        let mut sector = read_exact(store, HostOffset::ZERO, len_of(SECTOR_BYTES)).await?;
+        let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
+        put(SIZE_AT, &self.header.size.to_be_bytes());
+        put(L1_ENTRIES_AT, &self.header.l1_entries.to_be_bytes());
+        put(L1_OFFSET_AT, &self.header.l1_offset.bytes().to_be_bytes());
+        if self.header.version == Version::V3 {
+            let field = &mut sector[AUTOCLEAR_AT..AUTOCLEAR_AT + 8];
+            let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
+            field.copy_from_slice(&(bits & AUTOCLEAR_KEPT).to_be_bytes());
+            // The lowest bit of the incompatible features.
+            sector[INCOMPATIBLE_AT + 7] |= u8::from(self.header.incompatible.dirty);
+        }
+        write_all(store, sector, HostOffset::ZERO).await?;
+        store.sync().await
+    }
+}
+
+/// Refuses images of which more would have to change than the length.
+fn refuse_unsafe(header: &Header) -> Result<()> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
+    if header.snapshot_count > 0 && header.version == Version::V2 {
+        return refuse("Can't resize a v2 image which has snapshots");
+    }
+    if header.bitmaps.is_some() {
+        return refuse(
+            "the image has bitmaps, which would have to be resized too: `qemu-img resize` does that",
+        );
+    }
+    if header.incompatible.external_data_file {
+        return refuse(
+            "the image keeps its data in an external file: `qemu-img resize` resizes both",
+        );
+    }
+    Ok(())
+}
+
+/// A length that was checked to be small.
+fn len_of(len: u64) -> usize {
+    usize::try_from(len).expect("a table fits the memory")
+}

@@ -1,0 +1,137 @@
+//! An image as it will be: its header says the new size already, while the file still says the old
+//! one. So the writing engine prepares the new part of a disk before anyone else can see it.
+
+use mica_block::{Identity, Images, IoFuture, LocalFuture, OpenImage, Result, Run, Space, Store};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::SIZE_AT;
+
+/// The images of a chain, of which one has its future size.
+pub(super) struct FutureImages {
+    images: Arc<dyn Images>,
+    path: PathBuf,
+    image: OpenImage,
+}
+
+impl FutureImages {
+    /// All that `images` has, but `image` at `path` with `size` bytes.
+    pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
+        let store = Arc::new(FutureStore { store: Arc::clone(&image.store), size });
+        let image = OpenImage { store, identity: image.identity };
+        Self { images, path: path.to_owned(), image }
+    }
+}
+
+impl Images for FutureImages {
+    fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
+        self.images.resolve(referrer, name)
+    }
+
+    fn open(&self, path: &Path) -> Result<OpenImage> {
+        if path == self.path { Ok(self.image.clone()) } else { self.images.open(path) }
+    }
+
+    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
+        if path == self.path { Ok(self.image.clone()) } else { self.images.open_writable(path) }
+    }
+
+    fn identify(&self, path: &Path) -> Result<Identity> {
+        self.images.identify(path)
+    }
+
+    fn open_sidecar(&self, _path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        Ok(None)
+    }
+
+    fn write_sidecar(&self, _path: &Path, _content: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn remove_sidecar(&self, _path: &Path) -> Result<()> {
+        Ok(())
+    }
+
+    fn now_ns(&self) -> i128 {
+        self.images.now_ns()
+    }
+}
+
+/// A store whose header shows another size than it keeps.
+struct FutureStore {
+    store: Arc<dyn Store>,
+    size: u64,
+}
+
+/// Puts the part of the size field `field` that lies in `buf`, read from `offset`, into it.
+fn patch(buf: &mut [u8], offset: HostOffset, field: &[u8]) {
+    for (at, byte) in (SIZE_AT as u64..).zip(field) {
+        let within = at.checked_sub(offset.bytes()).and_then(|at| usize::try_from(at).ok());
+        if let Some(to) = within.and_then(|within| buf.get_mut(within)) {
+            *to = *byte;
+        }
+    }
+}
+
+impl Store for FutureStore {
+    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let read = self.store.read_at(buf, offset);
+        let field = self.size.to_be_bytes();
+        IoFuture::boxed(async move {
+            let (result, mut buf) = read.await;
+            patch(&mut buf, offset, &field);
+            (result, buf)
+        })
+    }
+
+    fn write_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        let header_end = SIZE_AT as u64 + 8;
+        if offset.bytes() >= header_end {
+            return self.store.write_at(buf, offset);
+        }
+        let store = Arc::clone(&self.store);
+        IoFuture::boxed(async move {
+            let field = Buf::new(8);
+            match store.read_at(field, HostOffset::new(SIZE_AT as u64)).await {
+                (Ok(()), field) => patch(&mut buf, offset, &field),
+                (Err(error), _) => return (Err(error), buf),
+            }
+            store.write_at(buf, offset).await
+        })
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.store.len()
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.store.allocated_bytes()
+    }
+
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        self.store.run_at(offset, len)
+    }
+
+    fn name(&self) -> String {
+        self.store.name()
+    }
+
+    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+        self.store.sync()
+    }
+
+    fn space(
+        &self,
+        change: Space,
+        offset: HostOffset,
+        len: u64,
+    ) -> LocalFuture<'static, Result<()>> {
+        self.store.space(change, offset, len)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+        self.store.set_len(len)
+    }
+}
