@@ -47,6 +47,8 @@ pub trait Subject {
 pub enum Cut {
     /// After so many operations that change files.
     After(u64),
+    /// After so many syncs and then so many operations.
+    AfterSyncs(u64, u64),
     /// When so much time has passed.
     At(Duration),
     /// Not at all.
@@ -112,6 +114,7 @@ impl<'a> Crashes<'a> {
         let armed = Rc::new(Cell::new(true));
         match cut {
             Cut::After(operations) => self.world.cut_power_after(operations, loss),
+            Cut::AfterSyncs(syncs, then) => self.world.cut_power_after_syncs(syncs, then, loss),
             Cut::At(delay) => {
                 let (world, armed) = (self.world.clone(), Rc::clone(&armed));
                 mica_rt::spawn(async move {
@@ -142,7 +145,12 @@ impl<'a> Crashes<'a> {
         armed.set(false);
         self.world.keep_power();
         match ending {
-            Ending::Closed => self.expect_clean().await,
+            Ending::Closed => {
+                self.expect_clean().await;
+                let disk = self.open(Mode::Read).await.expect("the disk that was closed opens");
+                let guest = Guest::new(self.world, disk, &self.model, Errors::Unexpected);
+                guest.read_all().await;
+            }
             Ending::Cut => self.expect_survival().await,
         }
         ending
@@ -240,8 +248,9 @@ impl<'a> Crashes<'a> {
 pub fn cut_at_random(world: &World, operations: u64) -> (Cut, Loss) {
     let loss = loss_at_random(world);
     let number = 1 + world.random_below(operations);
-    let cut = match world.random_below(3) {
+    let cut = match world.random_below(6) {
         0 => Cut::At(Duration::from_micros(number * 60)),
+        1..=3 => Cut::AfterSyncs(1 + number / 8, world.random_below(4)),
         _ => Cut::After(number),
     };
     (cut, loss)

@@ -46,6 +46,9 @@ pub(super) struct Changes {
     started: [u64; 4],
     completed: u64,
     cut_after: Option<(u64, Loss)>,
+    cut_after_syncs: Option<(u64, u64, Loss)>,
+    /// One sync in so many is acknowledged and not done; none where it is zero.
+    syncs_ignored_one_in: u64,
     cuts: u64,
     waiting: Vec<Waker>,
 }
@@ -69,6 +72,17 @@ impl World {
         lock(&self.state).changes.faults.iter().any(|(_, _, struck)| *struck)
     }
 
+    /// From now on one sync in `count`, at random, is acknowledged and not done: a disk that lies.
+    pub fn ignore_syncs(&self, count: u64) {
+        lock(&self.state).changes.syncs_ignored_one_in = count;
+    }
+
+    /// Whether the sync that completes now is one that is not done.
+    pub(super) fn ignores_sync(&self) -> bool {
+        let count = lock(&self.state).changes.syncs_ignored_one_in;
+        count > 0 && self.random_below(count) == 0
+    }
+
     /// How many operations that change files have completed.
     pub fn changes_completed(&self) -> u64 {
         lock(&self.state).changes.completed
@@ -80,9 +94,16 @@ impl World {
         changes.cut_after = Some((changes.completed + operations, loss));
     }
 
+    /// The power goes when so many more syncs, and then so many operations, have completed: what is
+    /// written next after a sync is what depends on it.
+    pub fn cut_power_after_syncs(&self, syncs: u64, then: u64, loss: Loss) {
+        lock(&self.state).changes.cut_after_syncs = Some((syncs, then, loss));
+    }
+
     /// The power is not cut after all.
     pub fn keep_power(&self) {
-        lock(&self.state).changes.cut_after = None;
+        let changes = &mut lock(&self.state).changes;
+        (changes.cut_after, changes.cut_after_syncs) = (None, None);
     }
 
     /// The power goes, and comes again: stores that are open give errors from now on, and who opens
@@ -131,7 +152,7 @@ impl World {
         let waiting = {
             let changes = &mut lock(&self.state).changes;
             changes.cuts += 1;
-            changes.cut_after = None;
+            (changes.cut_after, changes.cut_after_syncs) = (None, None);
             changes.faults.clear();
             std::mem::take(&mut changes.waiting)
         };
@@ -156,10 +177,19 @@ impl World {
     }
 
     /// A change completed, whatever became of it.
-    pub(super) fn complete_change(&self) {
+    pub(super) fn complete_change(&self, operation: Operation) {
         let due = {
             let changes = &mut lock(&self.state).changes;
             changes.completed += 1;
+            if operation == Operation::Sync
+                && let Some((syncs, then, loss)) = &mut changes.cut_after_syncs
+            {
+                *syncs = syncs.saturating_sub(1);
+                if *syncs == 0 {
+                    changes.cut_after = Some((changes.completed + *then, *loss));
+                    changes.cut_after_syncs = None;
+                }
+            }
             changes.cut_after.filter(|(after, _)| changes.completed >= *after)
         };
         if let Some((_, loss)) = due {

@@ -72,7 +72,7 @@ impl SimStore {
             };
             made.into_iter().for_each(|change| locked.make(change, now_ns));
             drop(locked);
-            world.complete_change();
+            world.complete_change(operation);
             errno.map_or(Ok(buf.len()), |code| Err(io::Error::from_raw_os_error(code)))
         };
         mica_rt::simulate(buf, latency, Box::new(work))
@@ -188,13 +188,14 @@ impl Store for SimStore {
             }
             world.trace(|| format!("{} sync {errno:?}", locked.path.display()));
             match errno {
+                None if world.ignores_sync() => {}
                 None => locked.journal().sync(mark),
                 Some(_) => {
                     locked.journal().fail_sync(mark, &mut |bound| world.random_below(bound));
                 }
             }
             drop(locked);
-            world.complete_change();
+            world.complete_change(Operation::Sync);
             errno.map_or(Ok(0), |code| Err(io::Error::from_raw_os_error(code)))
         };
         finish(mica_rt::simulate(Buf::new(0), latency, Box::new(work)), "syncing")

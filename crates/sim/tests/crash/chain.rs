@@ -5,7 +5,7 @@ use mica_block::{Disk, Images, LocalFuture, Result};
 use mica_gen::owner::Owner;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, content, generate};
 use mica_qcow2::check::{Finding, check};
-use mica_qcow2::format::Header;
+use mica_qcow2::format::{Header, RefcountTableEntry};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, open_for_check};
 use mica_sim::crash::{Mode, Subject};
 use mica_sim::{Latency, ModelDisk, World};
@@ -59,13 +59,13 @@ impl Shape {
     }
 
     /// A base and an overlay of one size of clusters, small.
-    pub(crate) fn small(cluster_bytes: u64, clusters: u64, features: Features) -> Self {
+    pub(crate) fn small(cluster_bytes: u64, clusters: u64, fill: f64, features: Features) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut spec = ChainSpec::new(folder.path());
         spec.layers = 2;
         spec.cluster_bytes = cluster_bytes;
         spec.disk_bytes = clusters * cluster_bytes;
-        spec.fill = 0.7;
+        spec.fill = fill;
         spec.features = features;
         Self::generate(&World::new(1), &spec)
     }
@@ -188,6 +188,34 @@ impl ChainSubject {
             let about = &self.shape.about;
             return Err(format!("{about}: {report:?}: {}", findings.join("; ")));
         }
-        Ok(report.leaks)
+        let bytes = world.files().into_iter().find(|(path, _)| *path == self.shape.top).unwrap().1;
+        Ok(report.leaks + counts_beyond_end(&bytes, header))
     }
+}
+
+/// Clusters beyond the end of the file that have a count. A check does not call them leaks, but
+/// they are when the file has grown over them.
+fn counts_beyond_end(file: &[u8], header: &Header) -> u64 {
+    let bits = header.cluster_bits;
+    let cluster_bytes = usize::try_from(bits.bytes()).unwrap();
+    let clusters = bits.clusters_for(file.len() as u64);
+    let table = usize::try_from(header.refcount_table_offset.bytes()).unwrap();
+    let table = &file[table..table + header.refcount_table_clusters as usize * cluster_bytes];
+    let width = header.refcount_width;
+    let per_block = width.block_entries(bits);
+    let mut beyond = 0;
+    for (first, entry) in
+        (0..).step_by(usize::try_from(per_block).unwrap()).zip(table.as_chunks().0)
+    {
+        let entry = RefcountTableEntry(u64::from_be_bytes(*entry));
+        let Ok(Some(block)) = entry.decode(bits) else { continue };
+        let block = usize::try_from(block.bytes()).unwrap();
+        let Some(block) = file.get(block..block + cluster_bytes) else { continue };
+        let counted = (0..per_block).filter(|index| {
+            let count = width.get(block, usize::try_from(*index).unwrap());
+            first + index >= clusters && count.is_some_and(|count| count > 0)
+        });
+        beyond += counted.count() as u64;
+    }
+    beyond
 }

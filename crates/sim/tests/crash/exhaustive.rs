@@ -3,8 +3,10 @@
 use crate::chain::{ChainSubject, Shape};
 use mica_block::Zeroes;
 use mica_gen::{Feature, Features};
+use mica_rt::{Backend, Executor};
 use mica_sim::crash::{Crashes, Cut, Ending};
 use mica_sim::{Guest, Loss, World, scenario};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 /// What a sequence is made of.
@@ -69,8 +71,9 @@ fn sequence(mut number: u64) -> Option<Vec<Step>> {
     None
 }
 
-/// Cuts the power after each operation of the sequence that belongs to the world's seed.
-async fn cut_after_each(world: &World, shape: &Shape) {
+/// Cuts the power after each operation of the sequence that belongs to the world's seed. One sync
+/// in `ignored_one_in`, if that is not zero, is not done.
+async fn cut_after_each(world: &World, shape: &Shape, ignored_one_in: u64) {
     let Some(steps) = sequence(world.seed()) else { return };
     let subject = ChainSubject { shape: shape.clone() };
     let unit = shape.cluster_bytes / 512;
@@ -79,6 +82,7 @@ async fn cut_after_each(world: &World, shape: &Shape) {
             let world = World::new(world.seed() * 1000 + operations);
             world.trace(|| format!("{steps:?}, cut after {operations}, losing {loss:?}"));
             shape.put_in(&world);
+            world.ignore_syncs(ignored_one_in);
             let mut crashes = Crashes::new(&world, &subject, shape.model());
             let work = async |guest: &Guest| {
                 for step in &steps {
@@ -104,17 +108,43 @@ fn short_sequences_on_small_clusters_survive_a_cut_after_every_operation() {
         Shape::small(
             512,
             96,
+            0.7,
             features(&[Feature::Zero, Feature::ZeroPreallocated, Feature::Deflate]),
         )
     });
-    scenario(150, |world| async move { cut_after_each(&world, shape).await });
+    scenario(150, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
 #[test]
 fn short_sequences_on_subclusters_survive_a_cut_after_every_operation() {
     static SHAPE: OnceLock<Shape> = OnceLock::new();
     let shape = SHAPE.get_or_init(|| {
-        Shape::small(16 << 10, 24, features(&[Feature::ExtendedL2, Feature::Zero]))
+        Shape::small(16 << 10, 24, 0.7, features(&[Feature::ExtendedL2, Feature::Zero]))
     });
-    scenario(80, |world| async move { cut_after_each(&world, shape).await });
+    scenario(80, |world| async move { cut_after_each(&world, shape, 0).await });
+}
+
+/// Nothing is there, so that each first write makes a table, and few counts fit in a block.
+#[test]
+fn short_sequences_on_an_empty_image_survive_a_cut_after_every_operation() {
+    static SHAPE: OnceLock<Shape> = OnceLock::new();
+    let shape = SHAPE.get_or_init(|| {
+        Shape::small(512, 96, 0.0, features(&[Feature::RefcountBits, Feature::RawBase]))
+    });
+    scenario(80, |world| async move { cut_after_each(&world, shape, 0).await });
+}
+
+/// Each sync is there for a reason: some sequence has to notice when one in four is missing.
+#[test]
+fn missing_syncs_are_noticed() {
+    let shape = Shape::small(512, 96, 0.7, features(&[Feature::Zero]));
+    let noticed = (0..24).filter(|seed| {
+        let run = AssertUnwindSafe(|| {
+            let executor = Executor::new(Backend::Sim { seed: *seed }).unwrap();
+            executor.block_on(cut_after_each(&World::new(*seed), &shape, 4));
+        });
+        catch_unwind(run).is_err()
+    });
+    let noticed = noticed.count();
+    assert!(noticed >= 3, "only {noticed} of 24 sequences notice");
 }

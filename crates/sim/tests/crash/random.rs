@@ -1,8 +1,10 @@
 //! Chains of random shape under random load, with and without crashes.
 
 use crate::chain::{ChainSubject, Shape};
+use mica_rt::{Backend, Executor};
 use mica_sim::crash::{Crashes, Cut, Ending, cut_at_random, load_at_random};
 use mica_sim::{Loss, World, scenario};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// One run in this many is judged by QEMU, too.
 const FOREIGN_ONE_IN: u64 = 20;
@@ -35,26 +37,45 @@ fn chain_that_is_closed_is_clean_and_shows_what_was_written() {
 
 #[test]
 fn chain_survives_power_cuts() {
-    scenario(300, |world| async move {
-        let subject = subject(&world);
-        let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
-        let foreign = world.random_below(FOREIGN_ONE_IN) == 0;
-        for _ in 0..1 + world.random_below(3) {
-            let load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
-            let (cut, loss) = cut_at_random(&world, 150);
-            crashes.round(cut, loss, async |guest| guest.run(&load).await).await;
-            if foreign {
-                crashes.judge_elsewhere();
-            }
-        }
-        let load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
-        let work = async |guest: &mica_sim::Guest| {
-            guest.run(&load).await;
-            guest.read_all().await;
-        };
-        crashes.round(Cut::Never, Loss::Nothing, work).await;
+    scenario(300, |world| async move { crash(&world).await });
+}
+
+/// The scenario has to notice when every other sync is missing: each is there for a reason.
+#[test]
+fn missing_syncs_are_noticed() {
+    let noticed = (0..40).filter(|seed| {
+        let run = AssertUnwindSafe(|| {
+            let executor = Executor::new(Backend::Sim { seed: *seed }).unwrap();
+            let world = World::new(*seed);
+            world.ignore_syncs(2);
+            executor.block_on(crash(&world));
+        });
+        catch_unwind(run).is_err()
+    });
+    let noticed = noticed.count();
+    assert!(noticed >= 10, "only {noticed} of 40 runs notice");
+}
+
+/// Rounds that end in power cuts, and one that does not.
+async fn crash(world: &World) {
+    let subject = subject(world);
+    let mut crashes = Crashes::new(world, &subject, subject.shape.model());
+    let foreign = world.random_below(FOREIGN_ONE_IN) == 0;
+    for _ in 0..1 + world.random_below(4) {
+        let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
+        let (cut, loss) = cut_at_random(world, 150);
+        crashes.round(cut, loss, async |guest| guest.run(&load).await).await;
         if foreign {
             crashes.judge_elsewhere();
         }
-    });
+    }
+    let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
+    let work = async |guest: &mica_sim::Guest| {
+        guest.run(&load).await;
+        guest.read_all().await;
+    };
+    crashes.round(Cut::Never, Loss::Nothing, work).await;
+    if foreign {
+        crashes.judge_elsewhere();
+    }
 }
