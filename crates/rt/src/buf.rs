@@ -92,7 +92,8 @@ impl Buf {
         head
     }
 
-    /// Takes `tail` back, which lies right behind this buffer because [`Buf::split_to`] parted them.
+    /// Takes `tail` back, which lies right behind this buffer because [`Buf::split_to`] parted
+    /// them.
     ///
     /// # Panics
     /// If it lies anywhere else.

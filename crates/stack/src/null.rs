@@ -1,4 +1,5 @@
-//! A disk of zeros that costs no I/O: what a server can do at most. What is written to it is dropped.
+//! A disk of zeros that costs no I/O: what a server can do at most. What is written to it is
+//! dropped.
 
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{

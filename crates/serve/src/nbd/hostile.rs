@@ -56,7 +56,10 @@ async fn take_everything(stream: Stream) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nbd::testing::{info_data, meta_data, option_header, request};
+    use crate::nbd::server::Discard;
+    use crate::nbd::testing::{
+        MemoryDisk, info_data, meta_data, option_header, request, simulated_memory,
+    };
 
     /// Inputs per run; `MICA_HOSTILE_INPUTS` sets another number.
     const INPUTS: u64 = 3000;
@@ -160,5 +163,22 @@ mod tests {
             }
         }
         assert!(reads > count / 4, "only {reads} reads got through to the disk");
+    }
+
+    #[test]
+    fn writable_export_survives_them_too() {
+        let writes = Cell::new(0);
+        for seed in 0..INPUTS / 10 {
+            let input = input(seed);
+            let (stage, bytes) = input.split_first().expect("a stage");
+            let disk = || MemoryDisk::new(1 << 20);
+            simulated_memory(disk, Discard::Unmap, async |world, disk| {
+                survive_one(&world, *stage, bytes).await;
+                assert!(disk.is_quiet(), "input {seed}: a request is still in flight");
+                let counters = world.counters();
+                writes.set(writes.get() + counters.writes + counters.zeroes + counters.discards);
+            });
+        }
+        assert!(writes.get() > INPUTS / 10, "only {} changes got through", writes.get());
     }
 }

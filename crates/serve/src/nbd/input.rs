@@ -5,9 +5,10 @@
 //! there; if it has a payload, the session says what becomes of it ([`Input::fill`] or
 //! [`Input::skip`]) and gets it when all of it is there.
 //!
-//! A payload ends in a buffer of its own, which starts on a page and goes to the disk as it is. What
-//! the receive buffer has of it already is copied; the rest, if it is long, is received straight
-//! into its place. So short payloads come many to a system call, and long ones are not copied.
+//! A payload ends in a buffer of its own, which starts on a page and goes to the disk as it is.
+//! What the receive buffer has of it already is copied; the rest, if it is long, is received
+//! straight into its place. So short payloads come many to a system call, and long ones are not
+//! copied.
 
 use super::limits::{
     PAYLOAD_BYTES_SKIPPED_MAX, PAYLOAD_DIRECT_BYTES_MIN, PAYLOAD_STEP_BYTES, RECEIVE_BYTES_MAX,

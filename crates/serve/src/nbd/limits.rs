@@ -2,8 +2,8 @@
 //!
 //! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
 //! requests, and [`BUDGET_BYTES`] of data that arrives to be written, is being written or read, or
-//! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece by
-//! piece; a write that is larger runs alone too, with all of its payload.
+//! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece
+//! by piece; a write that is larger runs alone too, with all of its payload.
 
 use mica_block::REQUEST_BYTES_MAX;
 use std::time::Duration;
@@ -27,7 +27,8 @@ pub(super) const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
 pub(super) const PAYLOAD_BYTES_SKIPPED_MAX: u32 = 64 << 20;
 /// Requests of one connection in flight.
 pub(super) const SLOTS_MAX: usize = 256;
-/// Data of one connection that arrives to be written, is being written or read, or waits to be sent.
+/// Data of one connection that arrives to be written, is being written or read, or waits to be
+/// sent.
 pub(super) const BUDGET_BYTES: usize = 8 << 20;
 /// Replies of one connection that wait to be sent before no further request is taken.
 pub(super) const REPLIES_QUEUED_MAX: usize = 1024;
