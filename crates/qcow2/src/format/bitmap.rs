@@ -223,6 +223,23 @@ impl BitmapTableEntry {
     }
 }
 
+/// Sets the flag `in_use` of every entry of a directory: the bitmaps do not fit the data from now
+/// on. Whether all of the directory could be walked.
+pub(crate) fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
+    let mut rest = directory;
+    for _ in 0..count {
+        let Ok((entry, tail)) = RawBitmap::mut_from_prefix(rest) else { return false };
+        entry.flags = U32::new(entry.flags.get() | IN_USE);
+        let more = u64::from(entry.extra_len.get()) + u64::from(entry.name_len.get());
+        let padded = (more + RAW_BYTES as u64).next_multiple_of(8) - RAW_BYTES as u64;
+        let Some(tail) = usize::try_from(padded).ok().and_then(|len| tail.get_mut(len..)) else {
+            return false;
+        };
+        rest = tail;
+    }
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -27,6 +27,7 @@ mod table;
 pub use bitmap::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, decode_bitmap_directory,
 };
+pub(crate) use bitmap::mark_bitmaps_in_use;
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
 pub use header::{

@@ -2,9 +2,9 @@
 //! broken.
 
 use super::Writer;
-use crate::format::{Header, Version};
+use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
 use crate::write::pages::Stage;
-use mica_block::{Result, write_all};
+use mica_block::{Result, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,13 +14,16 @@ const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
-/// The autoclear bit that stays true while mica writes: the data file is a raw disk.
+/// The autoclear bits that stay true while mica writes: the bitmaps say themselves that they are
+/// out of date, and the data file is a raw disk.
+const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
 
 /// What has to be said in the header before the first write.
 pub(crate) struct InUse {
     is_v3: bool,
     lazy_refcounts: bool,
+    bitmaps: Option<BitmapsExtension>,
     marked: AtomicBool,
 }
 
@@ -29,6 +32,7 @@ impl InUse {
         Self {
             is_v3: header.version == Version::V3,
             lazy_refcounts: header.compatible.lazy_refcounts,
+            bitmaps: header.bitmaps.filter(|_| header.autoclear.bitmaps_consistent),
             marked: AtomicBool::new(false),
         }
     }
@@ -41,8 +45,8 @@ impl InUse {
 }
 
 impl Writer {
-    /// Clears what no writer keeps true (autoclear bits, the bitmaps' among them) before the first
-    /// write, and sets the dirty bit of an image with lazy refcounts, as QEMU does.
+    /// Before the first write: clears the autoclear bits that mica does not know, marks the bitmaps
+    /// as out of date, and sets the dirty bit of an image with lazy refcounts, as QEMU does.
     pub(crate) async fn mark_in_use(&self) -> Result<()> {
         if self.header.is_marked() {
             return Ok(());
@@ -53,8 +57,10 @@ impl Writer {
         }
         if self.header.is_v3 {
             let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
-            if autoclear & !RAW_EXTERNAL != 0 {
-                self.write_header_bits(AUTOCLEAR_AT, autoclear & RAW_EXTERNAL).await?;
+            let bitmaps = if self.mark_bitmaps().await? { BITMAPS } else { 0 };
+            let kept = autoclear & (RAW_EXTERNAL | bitmaps);
+            if kept != autoclear {
+                self.write_header_bits(AUTOCLEAR_AT, kept).await?;
             }
             if self.header.lazy_refcounts {
                 self.change_incompatible(DIRTY, 0).await?;
@@ -62,6 +68,25 @@ impl Writer {
         }
         self.header.marked.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Has the directory of bitmaps say that they are in use. Whether that could be said of all.
+    async fn mark_bitmaps(&self) -> Result<bool> {
+        let Some(bitmaps) = &self.header.bitmaps else { return Ok(false) };
+        let store = &*self.metadata.store;
+        let at = bitmaps.directory_offset;
+        if store.len()? < at.bytes().saturating_add(bitmaps.directory_bytes) {
+            return Ok(false);
+        }
+        let Ok(len) = usize::try_from(bitmaps.directory_bytes) else { return Ok(false) };
+        let mut directory = read_exact(store, at, len).await?;
+        if !mark_bitmaps_in_use(&mut directory, bitmaps.count) {
+            return Ok(false);
+        }
+        self.ranges.check(at, bitmaps.directory_bytes)?;
+        write_all(store, directory, at).await?;
+        store.sync().await?;
+        Ok(true)
     }
 
     /// The image is as if nobody had it open: refcounts are right.
