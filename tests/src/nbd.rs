@@ -40,8 +40,12 @@ pub const SIMPLE_REPLY_BYTES: usize = 16;
 pub const CHUNK_BYTES: usize = 20;
 /// Command: read.
 pub const CMD_READ: u16 = 0;
+/// Command: write.
+pub const CMD_WRITE: u16 = 1;
 /// Command: end the connection.
 pub const CMD_DISCONNECT: u16 = 2;
+/// Command: make durable what was written.
+pub const CMD_FLUSH: u16 = 3;
 /// Command: say what is data, hole and zero.
 pub const CMD_BLOCK_STATUS: u16 = 7;
 /// Request flag: one extent only.

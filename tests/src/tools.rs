@@ -33,6 +33,7 @@ tools! {
     NBDSH = "nbdsh" in ["python3-libnbd"];
     NBDKIT = "nbdkit" in ["nbdkit"];
     FIO = "fio" in ["fio"];
+    STRACE = "strace" in ["strace"];
     MKE2FS = "mke2fs" in ["e2fsprogs"];
     DEBUGFS = "debugfs" in ["e2fsprogs"];
     E2FSCK = "e2fsck" in ["e2fsprogs"];

@@ -1,5 +1,6 @@
 //! `cargo xtask bench chain`: the order in which everything is measured, and where it goes.
 
+use super::machine::Machine;
 use super::parts::{self, Context};
 use super::samples::Samples;
 use super::{goals, plots, report};
@@ -10,7 +11,6 @@ use mica_gen::ChainSpec;
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 /// Layers from which on a run is a slow one.
@@ -161,40 +161,6 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
     fs::write(&md, &page)?;
     println!("\n{page}\nwritten: {}, {}", md.display(), json.display());
     Ok(())
-}
-
-/// The machine that it was measured on.
-struct Machine {
-    date: String,
-    facts: Vec<(String, String)>,
-}
-
-impl Machine {
-    fn look() -> Result<Self> {
-        let says = |program: &str, args: &[&str]| {
-            let output = Command::new(program).args(args).current_dir(shell::root()).output();
-            let said = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-            said.ok().and_then(|said| said.lines().next().map(str::to_owned))
-        };
-        let date = says("date", &["-u", "+%Y-%m-%d"]).context("no date")?;
-        let processors = std::thread::available_parallelism()?.get();
-        let model = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let model = model.lines().find_map(|line| line.strip_prefix("model name"));
-        let model = model.map_or("unknown", |model| model.trim_start_matches([' ', '\t', ':']));
-        let mut facts = vec![("processors".to_owned(), format!("{processors} of {model}"))];
-        let questions: [(&str, &str, &[&str]); 5] = [
-            ("kernel", "uname", &["-sr"]),
-            ("mica", "git", &["describe", "--always", "--dirty", "--abbrev=12"]),
-            ("QEMU", "qemu-nbd", &["--version"]),
-            ("nbdkit", "nbdkit", &["--version"]),
-            ("fio", "fio", &["--version"]),
-        ];
-        for (what, program, args) in questions {
-            let said = says(program, args).unwrap_or_else(|| "not installed".to_owned());
-            facts.push((what.to_owned(), said));
-        }
-        Ok(Self { date, facts })
-    }
 }
 
 /// Whether the page cache can be dropped here.

@@ -1,33 +1,11 @@
 //! The goals for reading chains, each judged by what was measured.
 
+use super::goal::{Bound, Goal};
 use super::peers::MICA;
 use super::samples::Samples;
-use serde::Serialize;
 
 /// The peers that a figure is held against: the better of them counts.
 const QEMU: &[&str] = &["qemu-nbd", "qemu-storage-daemon"];
-
-/// A goal and how far it is reached.
-#[derive(Debug, Serialize)]
-pub(super) struct Goal {
-    /// What is wanted, in words.
-    pub(super) what: String,
-    /// The figure that is wanted, in words.
-    pub(super) wanted: String,
-    /// What was measured; nothing if it was not.
-    pub(super) measured: Option<f64>,
-    /// Whether it is reached.
-    pub(super) reached: Option<bool>,
-    /// Why there is no figure.
-    pub(super) note: Option<String>,
-}
-
-/// A bound that a figure has to keep.
-#[derive(Clone, Copy)]
-enum Bound {
-    AtLeast(f64),
-    AtMost(f64),
-}
 
 /// Judges all goals.
 pub(super) fn judge(samples: &Samples) -> Vec<Goal> {
@@ -58,16 +36,7 @@ impl Judge<'_> {
     }
 
     fn goal(&mut self, what: &str, bound: Bound, unit: &str, measured: Option<f64>) {
-        let (sign, limit) = match bound {
-            Bound::AtLeast(limit) => ("≥", limit),
-            Bound::AtMost(limit) => ("≤", limit),
-        };
-        let reached = measured.map(|measured| match bound {
-            Bound::AtLeast(limit) => measured >= limit,
-            Bound::AtMost(limit) => measured <= limit,
-        });
-        let wanted = format!("{sign} {limit}{unit}");
-        self.goals.push(Goal { what: what.to_owned(), wanted, measured, reached, note: None });
+        self.goals.push(Goal::new(what, bound, unit, measured));
     }
 
     /// The worst of mica's figures over all depths, as a share of its own at one layer.

@@ -3,16 +3,22 @@
 //! Absolute times belong to the machine; what counts are ratios within a run. A server that dies or
 //! answers wrongly is reported, not left out.
 
+mod bars;
 mod chain;
 pub(crate) mod glance;
+mod goal;
 mod goals;
+mod machine;
 mod measure;
+mod page;
 mod parts;
 mod peers;
 mod plots;
 mod report;
 mod samples;
 mod svg;
+mod turns;
+mod write;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -23,6 +29,9 @@ pub(crate) enum Bench {
     /// Reading chains of 1 to 1000 layers: speed, memory, opening, the index. Writes a table, JSON
     /// and plots.
     Chain(chain::Options),
+    /// Writing raw and qcow2 images, empty, preallocated and over a base: speed, syncs, bytes
+    /// copied and written. Writes a table, JSON and plots.
+    Write(write::Options),
 }
 
 impl Bench {
@@ -30,6 +39,7 @@ impl Bench {
     pub(crate) fn run(&self) -> Result<()> {
         match self {
             Self::Chain(options) => chain::run(options),
+            Self::Write(options) => write::run(options),
         }
     }
 }

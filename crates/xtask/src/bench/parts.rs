@@ -4,6 +4,7 @@ use super::chain::{Part, drop_caches};
 use super::measure::{self, Cold, Subject};
 use super::peers::{MICA, Peer, all_there};
 use super::samples::{Sample, Samples};
+use super::turns::{each_once, note};
 use crate::load::{null, ratio};
 use anyhow::{Result, ensure};
 use mica_gen::owner::{Owner, OwnerMap};
@@ -401,34 +402,5 @@ fn in_turns(
                 measure(peer, chain, sample)
             });
         }
-    }
-}
-
-/// Runs each of `peers` once, in reverse order if `repeat` is odd.
-fn each_once(
-    part: &str,
-    peers: &[Peer],
-    layers: u32,
-    repeat: u32,
-    samples: &mut Samples,
-    measure: impl Fn(&Peer, &mut Sample) -> Result<()>,
-) {
-    let mut order: Vec<_> = peers.iter().collect();
-    if repeat % 2 == 1 {
-        order.reverse();
-    }
-    for peer in order {
-        let mut sample = Sample::new(part, &peer.name, layers, repeat);
-        note(&mut sample, |sample| measure(peer, sample));
-        samples.push(sample);
-    }
-}
-
-/// Measures; what goes wrong becomes the sample's error.
-fn note(sample: &mut Sample, measure: impl FnOnce(&mut Sample) -> Result<()>) {
-    if let Err(error) = measure(sample) {
-        let text = format!("{error:#}");
-        let end = text.char_indices().nth(600).map_or(text.len(), |(at, _)| at);
-        sample.error = Some(text[..end].replace('\n', " "));
     }
 }

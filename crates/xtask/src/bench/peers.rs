@@ -14,6 +14,7 @@ pub(super) struct Peer {
     /// Its name in tables.
     pub(super) name: String,
     kind: Kind,
+    access: Access,
     /// Options besides those that every run has.
     more: Vec<String>,
     /// What QEMU opens instead of the image.
@@ -28,8 +29,17 @@ enum Kind {
     Nbdkit,
 }
 
+/// What a server may do with its image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Access {
+    Read,
+    Write,
+}
+
 /// mica's name in tables.
 pub(super) const MICA: &str = "mica";
+/// qemu-nbd's name in tables.
+pub(super) const QEMU_NBD: &str = "qemu-nbd";
 
 impl Peer {
     /// mica with `more` options.
@@ -39,7 +49,7 @@ impl Peer {
 
     /// qemu-nbd with `more` options.
     pub(super) fn qemu_nbd(more: &[&str]) -> Self {
-        Self::new("qemu-nbd", Kind::QemuNbd, more)
+        Self::new(QEMU_NBD, Kind::QemuNbd, more)
     }
 
     /// nbdkit with `more` options; the image is its plugin and that plugin's argument.
@@ -66,6 +76,11 @@ impl Peer {
         peers
     }
 
+    /// The same, allowed to write.
+    pub(super) fn writable(self) -> Self {
+        Self { access: Access::Write, ..self }
+    }
+
     /// The same on a block-device name of QEMU's instead of the image that a run names.
     pub(super) fn on_node(self, node: &str) -> Self {
         Self { node: Some(format!("json:{node}")), ..self }
@@ -73,7 +88,7 @@ impl Peer {
 
     fn new(name: &str, kind: Kind, more: &[&str]) -> Self {
         let more = more.iter().map(|&word| word.to_owned()).collect();
-        Self { name: name.to_owned(), kind, more, node: None }
+        Self { name: name.to_owned(), kind, access: Access::Read, more, node: None }
     }
 
     /// Starts it on `image`; `limit` wraps the command, as `prlimit` does.
@@ -116,13 +131,16 @@ impl Peer {
         format: &str,
         stats: &Path,
     ) {
+        let reads = self.access == Access::Read;
         match self.kind {
             Kind::Mica => {
-                command.args(["serve", "--read-only", "--format", format, "--nbd"]).arg(socket);
+                command.arg("serve").args(reads.then_some("--read-only"));
+                command.args(["--format", format, "--nbd"]).arg(socket);
                 command.arg("--stats-file").arg(stats).args(&self.more).arg(image);
             }
             Kind::QemuNbd => {
-                command.args(["-r", "-t", "-e", "0", "-k"]).arg(socket).args(&self.more);
+                command.args(reads.then_some("-r")).args(["-t", "-e", "0", "-k"]).arg(socket);
+                command.args(&self.more);
                 match &self.node {
                     Some(node) => command.arg(node),
                     None => command.args(["-f", format]).arg(image),
@@ -130,15 +148,19 @@ impl Peer {
             }
             Kind::QemuStorageDaemon => {
                 let node = format!(
-                    "driver={format},node-name=top,read-only=on,file.driver=file,file.filename={}",
+                    "driver={format},node-name=top,read-only={},file.driver=file,file.filename={}",
+                    if reads { "on" } else { "off" },
                     image.display()
                 );
                 let address = format!("addr.type=unix,addr.path={}", socket.display());
                 command.args(["--blockdev", &node, "--nbd-server", &address]);
-                command.args(["--export", "type=nbd,id=export,node-name=top"]).args(&self.more);
+                let writable = if reads { "off" } else { "on" };
+                let export = format!("type=nbd,id=export,node-name=top,writable={writable}");
+                command.args(["--export", &export]).args(&self.more);
             }
             Kind::Nbdkit => {
-                command.args(["--foreground", "--readonly", "--unix"]).arg(socket);
+                command.arg("--foreground").args(reads.then_some("--readonly"));
+                command.arg("--unix").arg(socket);
                 command.args(&self.more);
             }
         }

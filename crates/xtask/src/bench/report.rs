@@ -1,9 +1,9 @@
 //! The results as a page.
 
-use super::goals::Goal;
+use super::goal::Goal;
+use super::page::{self, line};
 use super::plots::Plot;
 use super::samples::Samples;
-use std::fmt::Write;
 
 /// Columns of the table of warm runs: what, figure, digits after the point.
 const WARM: &[(&str, &str, usize)] = &[
@@ -60,30 +60,9 @@ pub(super) fn page(
     goals: &[Goal],
     plots: &[Plot],
 ) -> String {
-    let mut page = "# Reading chains: mica beside its peers\n\n".to_owned();
-    if quick {
-        page.push_str("**A quick look: few runs, short loads. No result.**\n\n");
-    }
-    page.push_str(
-        "Medians of runs in which the servers took turns; ratios count, absolute times belong to \
-         the machine. Every answer was verified.\n\n",
-    );
-    for (what, said) in machine {
-        line(&mut page, &format!("- {what}: {said}"));
-    }
-    if let Some(load) = samples.load_average() {
-        line(&mut page, &format!("- load average when runs began, median: {load:.2}"));
-    }
-    page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
-    for goal in goals {
-        let measured = goal.measured.map_or("not measured".to_owned(), |value| digits(value, 3));
-        let reached = match (goal.reached, &goal.note) {
-            (Some(true), _) => "reached",
-            (Some(false), _) => "**missed**",
-            (None, note) => note.as_deref().unwrap_or_default(),
-        };
-        line(&mut page, &format!("| {} | {} | {measured} | {reached} |", goal.what, goal.wanted));
-    }
+    let title = "Reading chains: mica beside its peers";
+    let mut page = page::head(title, quick, "Every answer was verified.", machine, samples);
+    page::goals(&mut page, goals);
     table(&mut page, samples, "warm", "Warm", WARM);
     table(&mut page, samples, "cold", "Cold: page cache dropped before each, index present", COLD);
     table(&mut page, samples, "first", "Chains that mica has never seen", FIRST);
@@ -96,12 +75,7 @@ pub(super) fn page(
     table(&mut page, samples, "raw", "A raw file past the page cache", RANDOM);
     table(&mut page, samples, "index", "The index on disk", INDEX);
     table(&mut page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
-    if !plots.is_empty() {
-        page.push_str("\n## Plots\n");
-    }
-    for Plot { file, title } in plots {
-        line(&mut page, &format!("\n![{title}]({file})"));
-    }
+    page::plots(&mut page, plots);
     page
 }
 
@@ -147,25 +121,4 @@ fn table(
     for error in errors {
         line(page, &format!("\n**Failed:** {error}"));
     }
-}
-
-fn digits(value: f64, significant: usize) -> String {
-    let size = value.abs();
-    let whole = if size >= 1000.0 {
-        0
-    } else if size >= 100.0 {
-        1
-    } else {
-        2
-    };
-    if size > 0.0 && size < 0.01 {
-        format!("{value:.significant$e}")
-    } else {
-        format!("{value:.whole$}")
-    }
-}
-
-fn line(page: &mut String, words: &str) {
-    // Writing to a string does not fail.
-    let _ = writeln!(page, "{words}");
 }

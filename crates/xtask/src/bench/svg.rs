@@ -9,7 +9,9 @@ const LEFT: f64 = 80.0;
 const RIGHT: f64 = 280.0;
 const TOP: f64 = 40.0;
 const BOTTOM: f64 = 60.0;
-const COLOURS: &[&str] = &["#0b6e4f", "#c0392b", "#2456a6", "#8e44ad", "#b9770e", "#555555"];
+/// Colours of lines and bars, in order.
+pub(super) const COLOURS: &[&str] =
+    &["#0b6e4f", "#c0392b", "#2456a6", "#8e44ad", "#b9770e", "#555555"];
 
 /// How values become places.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -34,7 +36,7 @@ pub(super) struct Chart<'a> {
 
 /// An axis: from its least to its largest value.
 #[derive(Clone, Copy)]
-struct Axis {
+pub(super) struct Axis {
     scale: Scale,
     low: f64,
     high: f64,
@@ -50,11 +52,7 @@ impl Chart<'_> {
         let points = || self.lines.iter().flat_map(|line| &line.points).filter(drawable);
         let x = Axis::around(self.x.1, points().map(|point| point[0]))?;
         let y = Axis::around(self.y.1, points().map(|point| point[1]))?;
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-             font-family=\"sans-serif\" font-size=\"13\">\n\
-             <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n"
-        );
+        let mut svg = document(WIDTH, HEIGHT);
         text(&mut svg, [WIDTH / 2.0, 22.0], "middle", self.title, "font-weight=\"bold\"");
         self.draw_axes(&mut svg, x, y);
         for (number, line) in self.lines.iter().enumerate() {
@@ -109,7 +107,8 @@ impl Chart<'_> {
 }
 
 impl Axis {
-    fn around(scale: Scale, values: impl Iterator<Item = f64>) -> Option<Self> {
+    /// One that has room for all `values`.
+    pub(super) fn around(scale: Scale, values: impl Iterator<Item = f64>) -> Option<Self> {
         let (low, high) = values.fold(None, |range, value| match range {
             None => Some((value, value)),
             Some((low, high)) => Some((value.min(low), value.max(high))),
@@ -122,14 +121,15 @@ impl Axis {
     }
 
     /// Where `value` lies between the ends, from 0.0 to 1.0.
-    fn part(self, value: f64) -> f64 {
+    pub(super) fn part(self, value: f64) -> f64 {
         match self.scale {
             Scale::Linear => (value - self.low) / (self.high - self.low),
             Scale::Log => (value / self.low).ln() / (self.high / self.low).ln(),
         }
     }
 
-    fn ticks(self) -> Vec<f64> {
+    /// Round values along it.
+    pub(super) fn ticks(self) -> Vec<f64> {
         match self.scale {
             Scale::Linear => {
                 let step = [1.0, 2.0, 5.0]
@@ -158,8 +158,17 @@ fn place_y(axis: Axis, value: f64) -> f64 {
     HEIGHT - BOTTOM - axis.part(value) * (HEIGHT - TOP - BOTTOM)
 }
 
+/// The beginning of a document.
+pub(super) fn document(width: f64, height: f64) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
+         font-family=\"sans-serif\" font-size=\"13\">\n\
+         <rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
+    )
+}
+
 /// A number without digits that nobody reads.
-fn number(value: f64) -> String {
+pub(super) fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 1e6 => format!("{}M", value / 1e6),
         size if size >= 1e4 => format!("{}k", value / 1e3),
@@ -168,7 +177,8 @@ fn number(value: f64) -> String {
     }
 }
 
-fn grid(svg: &mut String, from: [f64; 2], to: [f64; 2]) {
+/// A thin line.
+pub(super) fn grid(svg: &mut String, from: [f64; 2], to: [f64; 2]) {
     let ([x1, y1], [x2, y2]) = (from, to);
     put(
         svg,
@@ -178,7 +188,8 @@ fn grid(svg: &mut String, from: [f64; 2], to: [f64; 2]) {
     );
 }
 
-fn text(svg: &mut String, at: [f64; 2], anchor: &str, words: &str, more: &str) {
+/// Words at a place.
+pub(super) fn text(svg: &mut String, at: [f64; 2], anchor: &str, words: &str, more: &str) {
     let words = words.replace('&', "&amp;").replace('<', "&lt;");
     let [x, y] = at;
     put(
@@ -187,7 +198,8 @@ fn text(svg: &mut String, at: [f64; 2], anchor: &str, words: &str, more: &str) {
     );
 }
 
-fn put(svg: &mut String, element: &str) {
+/// Adds an element.
+pub(super) fn put(svg: &mut String, element: &str) {
     // Writing to a string does not fail.
     let _ = writeln!(svg, "{element}");
 }

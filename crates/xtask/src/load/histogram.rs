@@ -29,6 +29,19 @@ impl Histogram {
         self.max = self.max.max(latency);
     }
 
+    /// Counts all that `other` has counted, too.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        if other.counts.len() > self.counts.len() {
+            self.counts.resize(other.counts.len(), 0);
+        }
+        for (count, more) in self.counts.iter_mut().zip(&other.counts) {
+            *count += more;
+        }
+        self.total += other.total;
+        self.sum += other.sum;
+        self.max = self.max.max(other.max);
+    }
+
     /// How many were counted.
     pub(crate) fn total(&self) -> u64 {
         self.total
@@ -110,6 +123,17 @@ mod tests {
             assert!(off <= 0.5 + ratio(nanoseconds, 64), "{nanoseconds} falls on {middle}");
         }
         assert!((0..100_000).is_sorted_by_key(bucket));
+    }
+
+    #[test]
+    fn merged_histograms_count_as_one() {
+        let (mut low, mut high) = (Histogram::default(), Histogram::default());
+        (1..=50).for_each(|us| low.add(Duration::from_micros(us)));
+        (51..=100).for_each(|us| high.add(Duration::from_micros(us)));
+        low.merge(&high);
+        assert_eq!(low.total(), 100);
+        assert!((low.quantile_us(0.99) - 99.0).abs() < 1.5);
+        assert!((low.mean_us() - 50.5).abs() < 0.01);
     }
 
     #[test]

@@ -9,7 +9,10 @@ mod histogram;
 pub(crate) mod null;
 mod pattern;
 mod replies;
+pub(crate) mod stamp;
+mod write;
 
 pub(crate) use drive::{Load, Outcome, Request, run};
 pub(crate) use histogram::ratio;
 pub(crate) use pattern::Pattern;
+pub(crate) use write::{Durable, WriteLoad, Written, write};

@@ -16,11 +16,6 @@ const REPLIES_BYTES_MAX: usize = 1 << 20;
 
 /// What the load generator does against nothing: random 4 KiB reads, `depth` in flight.
 pub(crate) fn ceiling(depth: usize, limit: Duration) -> Result<Outcome> {
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("null");
-    let listener = UnixListener::bind(&path)?;
-    let server = std::thread::spawn(move || serve(listener.accept()?.0));
-    let mut connection = nbd::Connection::open(&path, "", &nbd::Wish::default())?;
     let load = Load {
         request: Request::Read,
         pattern: Pattern::Mix,
@@ -30,9 +25,31 @@ pub(crate) fn ceiling(depth: usize, limit: Duration) -> Result<Outcome> {
         owners: None,
         seed: 1,
     };
-    let outcome = run(&mut connection, &load)?;
-    connection.disconnect()?;
-    server.join().ok().context("the null server panicked")??;
+    with_clients(1, |clients| run(clients.first_mut().context("no client")?, &load))
+}
+
+/// Lets `drive` put a load on so many connections to nothing.
+pub(crate) fn with_clients<T>(
+    count: usize,
+    drive: impl FnOnce(&mut [nbd::Connection]) -> Result<T>,
+) -> Result<T> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("null");
+    let listener = UnixListener::bind(&path)?;
+    let mut servers = Vec::new();
+    let mut clients = Vec::new();
+    for _ in 0..count {
+        let listener = listener.try_clone()?;
+        servers.push(std::thread::spawn(move || serve(listener.accept()?.0)));
+        clients.push(nbd::Connection::open(&path, "", &nbd::Wish::default())?);
+    }
+    let outcome = drive(&mut clients)?;
+    for client in clients {
+        client.disconnect()?;
+    }
+    for server in servers {
+        server.join().ok().context("the null server panicked")??;
+    }
     Ok(outcome)
 }
 
@@ -55,10 +72,10 @@ fn serve(mut stream: UnixStream) -> Result<()> {
         reply.extend_from_slice(data);
         reply
     };
-    // NBD_INFO_EXPORT with flags HAS_FLAGS and READ_ONLY, then the end of the option.
+    // NBD_INFO_EXPORT with flags HAS_FLAGS and SEND_FLUSH, then the end of the option.
     let mut export = vec![0, 0];
     export.extend(DISK_BYTES.to_be_bytes());
-    export.extend([0, 3]);
+    export.extend([0, 5]);
     stream.write_all(&[reply(3, &export), reply(1, &[])].concat())?;
     transmit(&mut stream)
 }
@@ -66,6 +83,8 @@ fn serve(mut stream: UnixStream) -> Result<()> {
 fn transmit(stream: &mut UnixStream) -> Result<()> {
     let mut requests = vec![0; 64 << 10];
     let mut end = 0;
+    // Bytes of a write that are still to come, and go nowhere.
+    let mut payload = 0;
     let mut replies = Vec::with_capacity(2 * REPLIES_BYTES_MAX);
     loop {
         let count = stream.read(&mut requests[end..])?;
@@ -73,18 +92,25 @@ fn transmit(stream: &mut UnixStream) -> Result<()> {
             return Ok(());
         }
         end += count;
-        let (whole, rest) = requests[..end].as_chunks::<{ nbd::REQUEST_BYTES }>();
-        let rest = rest.len();
-        for request in whole {
-            if u16::from_be_bytes([request[6], request[7]]) == nbd::CMD_DISCONNECT {
-                return Ok(());
-            }
+        let mut at = 0;
+        loop {
+            let skipped = payload.min(end - at);
+            (at, payload) = (at + skipped, payload - skipped);
+            let Some(request) = requests[at..end].first_chunk::<{ nbd::REQUEST_BYTES }>() else {
+                break;
+            };
+            at += request.len();
             let len = u32::from_be_bytes([request[24], request[25], request[26], request[27]]);
             ensure!(len as usize <= REPLIES_BYTES_MAX, "a request of {len} bytes");
             replies.extend(nbd::SIMPLE_REPLY_MAGIC.to_be_bytes());
             replies.extend([0; 4]);
             replies.extend_from_slice(&request[8..16]);
-            replies.resize(replies.len() + len as usize, 0);
+            match u16::from_be_bytes([request[6], request[7]]) {
+                nbd::CMD_DISCONNECT => return Ok(()),
+                nbd::CMD_READ => replies.resize(replies.len() + len as usize, 0),
+                nbd::CMD_WRITE => payload = len as usize,
+                _ => {}
+            }
             if replies.len() >= REPLIES_BYTES_MAX {
                 stream.write_all(&replies)?;
                 replies.clear();
@@ -92,8 +118,8 @@ fn transmit(stream: &mut UnixStream) -> Result<()> {
         }
         stream.write_all(&replies)?;
         replies.clear();
-        requests.copy_within(end - rest..end, 0);
-        end = rest;
+        requests.copy_within(at..end, 0);
+        end -= at;
     }
 }
 

@@ -1,0 +1,34 @@
+//! Runs in turns: every server once, then again the other way round.
+
+use super::peers::Peer;
+use super::samples::{Sample, Samples};
+use anyhow::Result;
+
+/// Runs each of `peers` once, in reverse order if `repeat` is odd.
+pub(super) fn each_once(
+    part: &str,
+    peers: &[Peer],
+    layers: u32,
+    repeat: u32,
+    samples: &mut Samples,
+    measure: impl Fn(&Peer, &mut Sample) -> Result<()>,
+) {
+    let mut order: Vec<_> = peers.iter().collect();
+    if repeat % 2 == 1 {
+        order.reverse();
+    }
+    for peer in order {
+        let mut sample = Sample::new(part, &peer.name, layers, repeat);
+        note(&mut sample, |sample| measure(peer, sample));
+        samples.push(sample);
+    }
+}
+
+/// Measures; what goes wrong becomes the sample's error.
+pub(super) fn note(sample: &mut Sample, measure: impl FnOnce(&mut Sample) -> Result<()>) {
+    if let Err(error) = measure(sample) {
+        let text = format!("{error:#}");
+        let end = text.char_indices().nth(600).map_or(text.len(), |(at, _)| at);
+        sample.error = Some(text[..end].replace('\n', " "));
+    }
+}

@@ -1,0 +1,129 @@
+//! The results as a page: a table for each load, and one for what was counted.
+
+use super::Part;
+use super::images::Kind;
+use super::loads::Case;
+use super::{counted_part, part};
+use crate::bench::goal::Goal;
+use crate::bench::page::{self, line};
+use crate::bench::plots::Plot;
+use crate::bench::samples::Samples;
+use clap::ValueEnum;
+
+/// A column: what, figure, digits after the point.
+type Column = (&'static str, &'static str, usize);
+
+const SPEED: &[Column] = &[
+    ("writes/s", "writes_per_s", 0),
+    ("MiB/s", "mib_s", 1),
+    ("write p50 µs", "write_p50_us", 0),
+    ("p99 µs", "write_p99_us", 0),
+    ("fsync p50 µs", "flush_p50_us", 0),
+    ("p99 µs", "flush_p99_us", 0),
+    ("CPU µs/write", "cpu_us", 1),
+    ("to devices per guest byte", "device_per_guest_byte", 2),
+    ("file MiB", "file_mib", 0),
+    ("room MiB", "file_room_mib", 0),
+    ("syncs/fsync, own count", "syncs_per_flush", 2),
+    ("metadata KiB/fsync, own", "metadata_per_flush_kib", 1),
+    ("written per guest byte, own", "written_per_guest_byte", 2),
+];
+const COUNTED: &[Column] = &[
+    ("guest MiB", "guest_mib", 1),
+    ("fsyncs", "flushes", 0),
+    ("syncs", "syncs", 0),
+    ("syncs/fsync", "syncs_per_flush", 2),
+    ("own count", "own_syncs", 0),
+    ("writes", "write_calls", 0),
+    ("written MiB", "written_mib", 1),
+    ("zeroed MiB", "zeroed_mib", 1),
+    ("written per guest byte", "written_per_guest_byte", 2),
+    ("beyond data and copies, KiB/fsync", "metadata_per_flush_kib", 1),
+    ("reads of the base", "base_reads", 0),
+    ("read MiB", "base_read_mib", 1),
+    ("image read MiB", "image_read_mib", 1),
+];
+
+/// The page.
+pub(super) fn page(
+    machine: &[(String, String)],
+    quick: bool,
+    samples: &Samples,
+    goals: &[Goal],
+    plots: &[Plot],
+) -> String {
+    let title = "Writing: mica beside its peers";
+    let verified = "Every image was checked by QEMU after each run, and its content read back \
+                    through QEMU after the first of each kind. A flush at the end is part of every \
+                    load's time. What a server counts itself includes opening and closing.";
+    let mut page = page::head(title, quick, verified, machine, samples);
+    page::goals(&mut page, goals);
+    let mut seen = Vec::new();
+    let parts = Part::value_variants().iter().filter(|part| **part != Part::Counts);
+    for case in parts.flat_map(|part| part.runs()).map(|(_, case)| case) {
+        if seen.contains(&case) {
+            continue;
+        }
+        seen.push(case);
+        let name = |kind| part(kind, case);
+        let kinds = Kind::ALL.iter().copied().filter(|kind| is_there(samples, &name(*kind)));
+        let rows: Vec<_> = kinds.map(|kind| (kind.name().to_owned(), name(kind), kind)).collect();
+        table(&mut page, samples, &case.words(), "image", SPEED, &rows);
+    }
+    let counted: Vec<_> = Part::Counts
+        .runs()
+        .into_iter()
+        .map(|(kind, case)| (row_name(kind, case), counted_part(kind, case), kind))
+        .filter(|(_, part, _)| is_there(samples, part))
+        .collect();
+    let title = "Counted by strace, I/O in threads (as the paper's tables 1, 2 and 4)";
+    table(&mut page, samples, title, "image and load", COUNTED, &counted);
+    page::plots(&mut page, plots);
+    page
+}
+
+fn row_name(kind: Kind, case: Case) -> String {
+    format!("{}: {}", kind.name(), case.words())
+}
+
+fn is_there(samples: &Samples, part: &str) -> bool {
+    !samples.servers(part).is_empty()
+}
+
+fn table(
+    page: &mut String,
+    samples: &Samples,
+    title: &str,
+    first: &str,
+    columns: &[Column],
+    rows: &[(String, String, Kind)],
+) {
+    if rows.is_empty() {
+        return;
+    }
+    line(page, &format!("\n## {title}\n"));
+    let heads: Vec<_> = columns.iter().map(|(what, ..)| *what).collect();
+    line(page, &format!("| {first} | server | runs | {} |", heads.join(" | ")));
+    line(page, &format!("|{}", "---|".repeat(columns.len() + 3)));
+    let mut failures = Vec::new();
+    for (row, part, kind) in rows {
+        for server in samples.servers(part) {
+            let runs = samples.of(part, &server, kind.layers()).count();
+            let cells: Vec<_> = columns
+                .iter()
+                .map(|(_, metric, after_point)| {
+                    let value = samples.median(part, &server, kind.layers(), metric);
+                    value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
+                })
+                .collect();
+            line(page, &format!("| {row} | {server} | {runs} | {} |", cells.join(" | ")));
+            let errors = samples.errors(part, &server, kind.layers());
+            if let Some(first) = errors.first() {
+                failures.push(format!("{server}, {row}, {} runs: {first}", errors.len()));
+            }
+        }
+    }
+    for failure in failures {
+        line(page, &format!("\n**Failed:** {failure}"));
+    }
+}
