@@ -193,7 +193,7 @@ fn convert_to_qcow2(
     let target = Target::Qcow2 {
         image: Arc::clone(image.store()),
         data: data_store.clone(),
-        writer: Mutex::new(ImageWriter::new(plan)?),
+        writer: Box::new(Mutex::new(ImageWriter::new(plan)?)),
     };
     let job = copy(
         args,

@@ -7,7 +7,6 @@
 //! - I1. Every cluster of the file is counted as often as something names it, and no other is.
 //! - I2. A refcount flag (COPIED) stands exactly where the count is one.
 
-mod compress;
 mod qcow2;
 mod refcounts;
 

@@ -37,7 +37,7 @@ pub(super) struct Job {
 /// Where a disk is copied to. All of it is empty.
 pub(super) enum Target {
     Raw(Arc<dyn Store>),
-    Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Mutex<ImageWriter> },
+    Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Box<Mutex<ImageWriter>> },
 }
 
 /// Copies all of it; `progress` is called now and then with the bytes that are done.

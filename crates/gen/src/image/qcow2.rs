@@ -1,7 +1,6 @@
 //! A qcow2 layer. See [`super`] for the layout and its invariants.
 
 use super::Image;
-use super::compress::Compressor;
 use super::refcounts::Refcounts;
 use crate::content::{self, POISON};
 use crate::expand::{Content, Entry};
@@ -14,6 +13,7 @@ use mica_qcow2::format::{
     Autoclear, BackingName, Compatible, CompressedCluster, Compression, Encryption, FeatureName,
     Header, Incompatible, L1Entry, L2Entry, SUBCLUSTER_COUNT, Version,
 };
+use mica_qcow2::writer::{CompressionLevel, Compressor, refcount_area};
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
 
 /// Most clusters that one compressed cluster takes, with what is left free before it.
@@ -29,7 +29,7 @@ pub(super) fn write(image: &Image<'_>, shape: &Qcow2Shape) -> Result<()> {
     let mut refcounts = Refcounts::new(shape.l2.cluster_bits, shape.refcount, layout.clusters);
     refcounts.name(&(0..layout.data));
     let rng = image.order.clone().unwrap_or_else(|| Rng::new(image.shape.number.index() as u64));
-    let compressor = Compressor::new(shape.compression)?;
+    let compressor = Compressor::new(shape.compression, CompressionLevel::Fast)?;
     let mut data = Data { image, shape, refcounts, next: layout.data, rng, compressor, data_file };
 
     let mut l1 = vec![0; layout.l1_entries * L1Entry::BYTES];
@@ -129,26 +129,17 @@ impl Layout {
             entries.iter().map(|entry| clusters_max(entry.content, shape)).sum();
         let others = 1 + l1_clusters + l2_tables + data_clusters;
 
-        // The blocks count themselves and the table that names them.
-        let (mut blocks, mut table_clusters) = (1, 1);
-        let clusters = loop {
-            let clusters = others + blocks + table_clusters;
-            let needed = clusters.div_ceil(shape.refcount.block_entries(bits));
-            let table_needed = bits.clusters_for(needed * 8);
-            if needed <= blocks && table_needed <= table_clusters {
-                break clusters;
-            }
-            (blocks, table_clusters) = (needed.max(blocks), table_needed.max(table_clusters));
-        };
+        let area = refcount_area(shape.refcount, bits, others);
+        let clusters = others + area.clusters();
 
         let at = |clusters: u64| clusters << bits.bits();
         let refcount_table = at(1);
-        let refcount_blocks = refcount_table + at(table_clusters);
-        let l1 = refcount_blocks + at(blocks);
+        let refcount_blocks = refcount_table + at(area.table);
+        let l1 = refcount_blocks + at(area.blocks);
         let l2 = l1 + at(l1_clusters);
         Self {
             refcount_table,
-            refcount_table_clusters: table_clusters,
+            refcount_table_clusters: area.table,
             refcount_blocks,
             l1,
             l1_entries: usize::try_from(l1_entries).unwrap_or(usize::MAX),
