@@ -149,7 +149,7 @@ fn overlays_take_their_size_from_below_and_have_subclusters() {
 }
 
 #[test]
-fn a_file_that_is_there_is_overwritten_only_by_force_and_not_while_it_is_in_use() {
+fn a_file_that_is_there_is_overwritten_only_by_force() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     fs::write(dir.join("image.qcow2"), "precious").expect("there is room");
@@ -162,6 +162,25 @@ fn a_file_that_is_there_is_overwritten_only_by_force_and_not_while_it_is_in_use(
     let told = mica_in(dir, &["create", "--output", "json", "empty.qcow2", "1G"]).json();
     assert_eq!(told["virtual-size"], 1 << 30);
     assert_eq!(told["format"], "qcow2");
+}
+
+#[test]
+fn scripts_write_overlays_and_read_them() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "10M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 88 0 1M"]);
+    mica_in(dir, &["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    let script = "printf 'hello' | \"$0\" write top.qcow2 1001";
+    let mut shell = Command::new("bash");
+    command::finish(shell.current_dir(dir).arg("-c").arg(script).arg(mica::binary())).ok();
+    assert_eq!(mica_in(dir, &["read", "top.qcow2", "1000", "7"]).ok(), "XhelloX");
+    check(dir, "top.qcow2");
+    qemu::io(dir, &[], "top.qcow2", &["read -P 88 0 1001", "read -P 88 1006 1000k"]);
+    mica_in(dir, &["read", "top.qcow2", "10M", "1"]).refusal();
 }
 
 #[test]

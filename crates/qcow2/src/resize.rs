@@ -137,7 +137,8 @@ impl Resizer {
     }
 
     /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and has all
-    /// refcounts made right. So tables come to lie that are longer than what a refcount block counts.
+    /// refcounts made right. So tables find a place that are longer than what a refcount block
+    /// counts.
     async fn move_l1_and_count(&mut self, table: Buf, entries: u32) -> Result<()> {
         let store = &*self.image.store;
         // What was reserved in the search was never written.

@@ -130,7 +130,7 @@ impl Ending {
             .collect()
     }
 
-    /// Refcount block `number`: every cluster up to the end once, and more often where it is shared.
+    /// Refcount block `number`: every cluster up to the end once, more often where it is shared.
     fn block(&self, number: u64) -> Result<Buf> {
         let (bits, width) = (self.plan.l2.cluster_bits, self.plan.refcount_width);
         let entries = width.block_entries(bits);
