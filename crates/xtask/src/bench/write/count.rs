@@ -125,7 +125,9 @@ impl Tally {
     /// Adds one call, as `name(descriptor<path>, ...) = result`.
     fn add(&mut self, call: &str, base: &Path) {
         let Some((name, arguments)) = call.split_once('(') else { return };
-        let Some((arguments, result)) = arguments.rsplit_once(") = ") else { return };
+        // Results stand in a column of their own, however short the call.
+        let Some((arguments, result)) = arguments.rsplit_once(" = ") else { return };
+        let arguments = arguments.trim_end().trim_end_matches(')');
         let result = result.split_whitespace().next().and_then(|word| word.parse::<u64>().ok());
         // A call that failed has done nothing.
         let Some(result) = result else { return };
@@ -166,14 +168,16 @@ mod tests {
         let lines = "7 pwrite64(9</d/a.img>, \"\"..., 4096, 8192) = 4096\n\
              8 pwritev(9</d/a.img>, [{iov_base=\"\"..., iov_len=512}], 1, 0 <unfinished ...>\n\
              7 preadv(10</d/base.raw>, [{iov_base=\"\"..., iov_len=61440}], 1, 0) = 61440\n\
-             8 <... pwritev resumed>) = 512\n\
+             8 <... pwritev resumed>)           = 512\n\
              7 preadv2(9</d/a.img>, [], 1, 0, RWF_NOWAIT) = -1 EAGAIN (again)\n\
              8 fallocate(9</d/a.img>, FALLOC_FL_KEEP_SIZE|FALLOC_FL_ZERO_RANGE, 0, 65536) = 0\n\
-             7 fdatasync(9</d/a.img>) = 0\n\
+             7 fdatasync(9</d/a.img>)           = 0\n\
+             8 fdatasync(9</d/a.img> <unfinished ...>\n\
+             8 <... fdatasync resumed>)         = 0\n\
              7 pwrite64(3<socket:[1]>, \"\"..., 16, 0) = 16\n";
         let tally = Tally::of(lines, Path::new("/d/base.raw"));
         let wanted = Tally {
-            syncs: 1,
+            syncs: 2,
             writes: 2,
             written_bytes: 4096 + 512,
             zeroed_bytes: 65536,

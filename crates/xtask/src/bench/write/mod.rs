@@ -45,6 +45,9 @@ pub(crate) struct Options {
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
+    /// Of these only what has this in its name, as "overlay/random-4k".
+    #[arg(long, default_value = "", value_name = "TEXT")]
+    only: String,
     /// One run of each, short loads: a look, not a result.
     #[arg(long)]
     quick: bool,
@@ -181,7 +184,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut samples = Samples::default();
     in_turns(options, &context, &mut samples);
     if options.parts.contains(&Part::Counts) && all_there(&[tools::STRACE]) {
-        counts(&context, &mut samples);
+        counts(options, &context, &mut samples);
     }
     write(options, &context, &samples)
 }
@@ -194,7 +197,7 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     // Parts share runs; none is made twice.
     let mut runs: Vec<(Kind, Case)> = Vec::new();
     for run in parts.flat_map(|part| part.runs()) {
-        if !runs.contains(&run) {
+        if !runs.contains(&run) && part(run.0, run.1).contains(&options.only) {
             runs.push(run);
         }
     }
@@ -209,11 +212,14 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
 }
 
 /// What is counted is the same each time, or nearly: one run of each does.
-fn counts(context: &Context<'_>, samples: &mut Samples) {
+fn counts(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     let mica = Peer::mica(&["--aio", "threads"]).writable();
     let peers = [mica, Peer::qemu_nbd(&["--aio=threads"]).writable()];
     for (kind, case) in Part::Counts.runs() {
         let name = counted_part(kind, case);
+        if !name.contains(&options.only) {
+            continue;
+        }
         each_once(&name, &peers, kind.layers(), 0, samples, |peer, sample| {
             count::run(context, peer, kind, case, sample)
         });
