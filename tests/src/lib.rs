@@ -5,6 +5,7 @@
 
 pub mod clock;
 pub mod command;
+pub mod guest;
 pub mod judge;
 pub mod mica;
 pub mod nbd;

@@ -30,6 +30,7 @@ tools! {
     QEMU_STORAGE_DAEMON = "qemu-storage-daemon" in ["qemu-utils", "qemu-system-common", "qemu-block-extra"];
     NBDINFO = "nbdinfo" in ["libnbd-bin"];
     NBDCOPY = "nbdcopy" in ["libnbd-bin"];
+    NBDFUSE = "nbdfuse" in ["libnbd-bin", "nbdfuse"];
     NBDSH = "nbdsh" in ["python3-libnbd"];
     NBDKIT = "nbdkit" in ["nbdkit"];
     FIO = "fio" in ["fio"];
@@ -38,6 +39,7 @@ tools! {
     DEBUGFS = "debugfs" in ["e2fsprogs"];
     E2FSCK = "e2fsck" in ["e2fsprogs"];
     MKFS_XFS = "mkfs.xfs" in ["xfsprogs"];
+    XFS_REPAIR = "xfs_repair" in ["xfsprogs"];
 }
 
 impl Tool {

@@ -1,0 +1,220 @@
+//! Storage that fails, fills up or is taken away.
+
+use super::image::{self, Image, make, serve, sound, sound_but_for_leaks, stop_alive};
+use mica_tests::guest::{Answer, EIO, ENOSPC, Guest};
+use mica_tests::{command, judge, qemu, tools};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const BLOCK: usize = 64 << 10;
+
+/// Writes blocks of `byte` over the whole disk; the errors that came, block by block.
+fn fill(guest: &mut Guest, byte: u8) -> Vec<u32> {
+    let starts = (0..guest.len()).step_by(BLOCK);
+    let write = |start| guest.write(start, &[byte; BLOCK]).expect("answered");
+    starts.map(write).collect()
+}
+
+/// Each block holds the bytes of the last write that was acknowledged, or of one that was not.
+#[track_caller]
+fn blocks_hold(dir: &Path, errors: &[u32], old: impl Fn(usize) -> u8, new: u8) {
+    qemu::flatten(dir, "disk.qcow2", "flat.raw");
+    let flat = fs::read(dir.join("flat.raw")).expect("flat");
+    for (number, (block, errno)) in flat.chunks(BLOCK).zip(errors).enumerate() {
+        match errno {
+            0 => judge::same_bytes(&format!("block {number}"), block, &[new; BLOCK]),
+            _ => {
+                let known = block.iter().all(|byte| *byte == new || *byte == old(number));
+                assert!(known, "block {number} holds what nobody wrote");
+            }
+        }
+    }
+}
+
+fn first_content(number: usize) -> u8 {
+    if number < 32 { 17 } else { 0 }
+}
+
+/// A full disk: guests get ENOSPC where space is needed, and write on where it is not.
+#[track_caller]
+fn goes_on_without_space(dir: &Path, more: &[&str]) {
+    let server = serve(dir, more);
+    let mut guest = Guest::connect(&server).expect("served");
+    let errors = fill(&mut guest, 0x22);
+    assert!(errors.iter().all(|errno| [0, ENOSPC].contains(errno)), "{errors:?}");
+    assert!(errors[..32].iter().all(|errno| *errno == 0), "these had their space: {errors:?}");
+    assert!(errors.contains(&ENOSPC), "there was space for all");
+    assert_eq!(guest.flush().expect("answered"), 0, "what was acknowledged is durable");
+    // The disk is still in order for what needs no space.
+    assert_eq!(guest.write(0, &[0x22; BLOCK]).expect("answered"), 0);
+    let Answer::Done(read) = guest.read(0, 65_536).expect("answered") else { panic!("no read") };
+    judge::same_bytes("the first block", &read, &[0x22; BLOCK]);
+    let stopped = stop_alive(server);
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+    sound_but_for_leaks(dir);
+    blocks_hold(dir, &errors, first_content, 0x22);
+}
+
+#[test]
+fn a_guest_is_told_that_space_is_short_and_the_disk_goes_on() {
+    if !image::tools_present() {
+        return;
+    }
+    for options in ["cluster_size=64k", "extended_l2=on", "cluster_size=4k"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        make(dir.path(), options);
+        println!("{options}");
+        let full = "error=range:6M-1T,op=write+zero+allocate,errno=ENOSPC";
+        goes_on_without_space(dir.path(), &["--inject", full]);
+    }
+}
+
+/// A small file system of its own; unmounted when dropped.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(dir: &Path, size: &str) -> Option<Self> {
+        let folder = dir.join("small");
+        fs::create_dir(&folder).expect("made");
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(&folder);
+        (command::finish(&mut mount).code() == Some(0)).then_some(Self(folder))
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_file_system_that_is_full_harms_nothing() {
+    if !image::tools_present() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let Some(small) = Small::mount(dir.path(), "8M") else {
+        tools::skip("mounting a tmpfs is not allowed here");
+        return;
+    };
+    let folder = &small.0;
+    make(folder, "cluster_size=64k");
+    let server = serve(folder, &[]);
+    let mut guest = Guest::connect(&server).expect("served");
+    let errors = fill(&mut guest, 0x22);
+    assert!(errors.iter().all(|errno| [0, ENOSPC].contains(errno)), "{errors:?}");
+    assert!(errors.contains(&ENOSPC), "there was space for all");
+    let first_flush = guest.flush().expect("answered");
+    assert!([0, ENOSPC].contains(&first_flush), "{first_flush}");
+    let flushed = first_flush == 0;
+    // Space comes: the guest writes on. If metadata found no space, only a new start helps.
+    let larger = format!("remount,size={}M", 64);
+    command::run("mount", ["-o", &larger, &folder.display().to_string()]).ok();
+    if flushed {
+        let again = fill(&mut guest, 0x22);
+        assert!(again.iter().all(|errno| *errno == 0), "{again:?}");
+        assert_eq!(guest.flush().expect("answered"), 0);
+    }
+    let stopped = stop_alive(server);
+    assert_eq!(stopped.status.success(), flushed, "{stopped:?}");
+    sound_but_for_leaks(folder);
+    if flushed {
+        blocks_hold(folder, &vec![0; errors.len()], first_content, 0x22);
+    }
+}
+
+#[test]
+fn sick_blocks_fail_alone() {
+    if !image::tools_present() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    // All tables lie in front, and every cluster has its place.
+    make(dir, "preallocation=metadata");
+    let server = serve(dir, &["--inject", "error=range:5M-6M,op=write,errno=EIO"]);
+    let mut guest = Guest::connect(&server).expect("served");
+    let errors = fill(&mut guest, 0x33);
+    let sick = errors.iter().filter(|errno| **errno == EIO).count();
+    assert!((16..=17).contains(&sick), "{errors:?}");
+    assert!(errors.iter().all(|errno| [0, EIO].contains(errno)), "{errors:?}");
+    assert_eq!(guest.flush().expect("answered"), 0, "a write that failed was told already");
+    let stopped = stop_alive(server);
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+    sound(dir);
+    blocks_hold(dir, &errors, first_content, 0x33);
+}
+
+#[test]
+fn after_a_sync_that_failed_nothing_is_acknowledged() {
+    if !image::tools_present() {
+        return;
+    }
+    for options in ["cluster_size=64k", "extended_l2=on", "lazy_refcounts=on", "compat=0.10"] {
+        for failing in ["from:1", "nth:1", "nth:2", "nth:3"] {
+            let dir = tempfile::tempdir().expect("a folder");
+            let dir = dir.path();
+            make(dir, options);
+            let what = format!("{options}, {failing}");
+            let server = serve(dir, &["--inject", &format!("error={failing},op=sync,errno=EIO")]);
+            let mut guest = Guest::connect(&server).expect("served");
+            let mut last = 0;
+            for number in 0..6 {
+                let wrote = guest.write((4 << 20) + number * 65_536, &[9; BLOCK]).expect("alive");
+                assert!(last == 0 || wrote == EIO, "{what}: a write goes on after that");
+                last = if wrote == 0 { guest.flush().expect("alive") } else { wrote };
+                assert!([0, EIO].contains(&last), "{what}: {last}");
+            }
+            assert_eq!(last, EIO, "{what}: no sync failed");
+            assert_eq!(guest.flush().expect("alive"), EIO, "{what}");
+            assert_eq!(guest.write(0, &[9; 512]).expect("alive"), EIO, "{what}");
+            let stopped = stop_alive(server);
+            assert_eq!(stopped.status.code(), Some(1), "{what}: {stopped:?}");
+            assert!(stopped.log.contains("disk.qcow2"), "{what}: it names the image: {stopped:?}");
+            opens_again(dir, &what);
+        }
+    }
+}
+
+/// The image is opened, written and closed as if nothing had happened.
+#[track_caller]
+fn opens_again(dir: &Path, what: &str) {
+    let server = serve(dir, &[]);
+    let mut guest = Guest::connect(&server).expect("served");
+    let Answer::Done(read) = guest.read(0, 2 << 20).expect("alive") else { panic!("{what}") };
+    assert!(read[512..].iter().all(|byte| *byte == 17), "{what}: the first content is there");
+    assert_eq!(guest.write(8 << 20, &[7; BLOCK]).expect("alive"), 0, "{what}");
+    assert_eq!(guest.flush().expect("alive"), 0, "{what}");
+    let stopped = stop_alive(server);
+    assert_eq!(stopped.status.code(), Some(0), "{what}: {stopped:?}");
+    sound_but_for_leaks(dir);
+}
+
+#[test]
+fn a_file_that_is_cut_short_under_us_ends_nothing_else() {
+    if !image::tools_present() {
+        return;
+    }
+    for keep in [0, 200, 70_000, 300_000, 1 << 20] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        make(dir, "cluster_size=64k");
+        let server = serve(dir, &[]);
+        let mut guest = Guest::connect(&server).expect("served");
+        assert_eq!(guest.write(4 << 20, &[5; BLOCK]).expect("alive"), 0);
+        Image::open(dir).set_len(keep);
+        for round in 0..3_u64 {
+            let answers = [
+                guest.read(round << 19, 65_536).expect("alive").errno(),
+                guest.write(round << 19, &[6; BLOCK]).expect("alive"),
+                guest.write((6 + round) << 20, &[6; BLOCK]).expect("alive"),
+                guest.flush().expect("alive"),
+            ];
+            let known = answers.iter().all(|errno| [0, EIO].contains(errno));
+            assert!(known, "{keep} bytes are left: {answers:?}");
+        }
+        stop_alive(server);
+    }
+}

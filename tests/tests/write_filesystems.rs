@@ -1,0 +1,194 @@
+//! File systems on disks that mica serves: made by their own programs, judged by their own
+//! programs. No mount of them is needed, so no rights either; where the system has FUSE, they are
+//! made on the served disk itself, else they are copied to it and back.
+
+use mica_tests::server::Server;
+use mica_tests::{clock, command, qemu, tools};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// How long FUSE may take to come and go.
+const FUSE_LIMIT: Duration = Duration::from_secs(20);
+
+/// The disk as a file, by `nbdfuse`.
+struct DiskFile {
+    child: Child,
+    folder: PathBuf,
+}
+
+impl DiskFile {
+    /// `None` if the system has no FUSE for us.
+    fn mount(dir: &Path, uri: &str) -> Option<Self> {
+        let folder = dir.join("fuse");
+        fs::create_dir_all(&folder).expect("made");
+        let mut nbdfuse = Command::new("nbdfuse");
+        nbdfuse.arg(folder.join("disk")).arg(uri).stdin(Stdio::null()).stderr(Stdio::null());
+        let mut child = nbdfuse.spawn().expect("started");
+        let there = clock::poll(FUSE_LIMIT, Duration::from_millis(10), || {
+            match child.try_wait().expect("a child") {
+                Some(_) => Some(false),
+                None => folder.join("disk").exists().then_some(true),
+            }
+        });
+        if there == Some(true) {
+            return Some(Self { child, folder });
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+        fs::remove_dir(&folder).expect("nothing is mounted there");
+        None
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.join("disk")
+    }
+
+    fn unmount(mut self) {
+        let way = ["fusermount3", "fusermount"].into_iter().find(|program| {
+            let mut command = Command::new(program);
+            let command = command.arg("-u").arg(&self.folder).stderr(Stdio::null());
+            command.status().is_ok_and(|status| status.success())
+        });
+        if way.is_none() {
+            command::run("umount", [&self.folder]).ok();
+        }
+        assert!(command::wait(&mut self.child, FUSE_LIMIT).is_some(), "nbdfuse does not end");
+    }
+}
+
+impl Drop for DiskFile {
+    fn drop(&mut self) {
+        // After `unmount` it has ended; else a test fails, and nothing must stay mounted.
+        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Serves `disk.qcow2` in `dir` and lets `work` at it as a file.
+#[track_caller]
+fn with_disk(dir: &Path, work: impl FnOnce(&Path)) {
+    let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]).expect("served");
+    match DiskFile::mount(dir, &server.uri()) {
+        Some(disk) => {
+            work(&disk.path());
+            disk.unmount();
+        }
+        None => {
+            println!("no FUSE here: file systems are copied");
+            let copy = dir.join("copy.raw");
+            let copy_name = copy.display().to_string();
+            command::run("nbdcopy", [&server.uri(), &copy_name]).ok();
+            work(&copy);
+            command::run("nbdcopy", ["--flush", &copy_name, &server.uri()]).ok();
+        }
+    }
+    let stopped = server.stop().expect("it stops");
+    assert!(stopped.status.success(), "{stopped:?}");
+    let said = qemu::img(dir, ["check", "-f", "qcow2", "disk.qcow2"]);
+    assert_eq!(said.code(), Some(0), "{said}");
+}
+
+/// Files of all kinds, to be put into a file system.
+fn files(dir: &Path) -> PathBuf {
+    let folder = dir.join("files");
+    let mut rng = mica_gen::Rng::new(5);
+    for number in 0..40_usize {
+        let inner = folder.join(format!("folder-{}", number % 7));
+        fs::create_dir_all(&inner).expect("made");
+        let len = usize::try_from(rng.below(300_000)).expect("small");
+        let words = std::iter::repeat_with(|| rng.next_u64().to_le_bytes());
+        let bytes: Vec<u8> = words.take(len / 8).flatten().collect();
+        fs::write(inner.join(format!("file-{number}")), bytes).expect("written");
+    }
+    folder
+}
+
+/// Programs of the superuser are not on everybody's path.
+fn program(tool: tools::Tool) -> String {
+    tool.find().expect("it is present").display().to_string()
+}
+
+#[track_caller]
+fn ext4_on(options: &[&str]) {
+    let needed = [tools::QEMU_IMG, tools::MKE2FS, tools::E2FSCK, tools::DEBUGFS, tools::NBDCOPY];
+    if !tools::present(&needed) || !tools::present(&[tools::NBDFUSE]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let folder = files(dir);
+    fs::write(dir.join("below.raw"), vec![0x55; 20 << 20]).expect("written");
+    qemu::create(dir, "disk.qcow2", options, "96M");
+    with_disk(dir, |disk| {
+        let mut make = Command::new(program(tools::MKE2FS));
+        make.args(["-q", "-F", "-t", "ext4", "-E", "discard", "-d"]).arg(&folder).arg(disk);
+        command::finish(&mut make).ok();
+    });
+    // Another session changes it: files go, others come.
+    let more = folder.join("folder-3/file-3").display().to_string();
+    with_disk(dir, |disk| {
+        for request in ["rm folder-1/file-1", "rm folder-2/file-2", &format!("write {more} more")] {
+            let mut debugfs = Command::new(program(tools::DEBUGFS));
+            debugfs.args(["-w", "-R", request]).arg(disk);
+            command::finish(&mut debugfs).ok();
+        }
+    });
+    qemu::flatten(dir, "disk.qcow2", "flat.raw");
+    let flat = dir.join("flat.raw").display().to_string();
+    command::run(&program(tools::E2FSCK), ["-f", "-n", &flat]).ok();
+    let out = dir.join("out").display().to_string();
+    for (inside, outside) in [("more", more), ("folder-5/file-5", name(&folder, 5))] {
+        let request = format!("dump {inside} {out}");
+        command::run(&program(tools::DEBUGFS), ["-R", &request, &flat]).ok();
+        assert_eq!(fs::read(&out).expect("dumped"), fs::read(outside).expect("there"), "{inside}");
+    }
+}
+
+fn name(folder: &Path, number: usize) -> String {
+    let file = format!("folder-{}/file-{number}", number % 7);
+    folder.join(file).display().to_string()
+}
+
+#[test]
+fn ext4_is_sound_in_an_empty_image() {
+    ext4_on(&[]);
+}
+
+#[test]
+fn ext4_is_sound_in_an_overlay_with_extended_l2() {
+    ext4_on(&["-o", "extended_l2=on", "-b", "below.raw", "-F", "raw"]);
+}
+
+#[test]
+fn ext4_is_sound_in_small_clusters() {
+    ext4_on(&["-o", "cluster_size=4k", "-b", "below.raw", "-F", "raw"]);
+}
+
+#[test]
+fn xfs_is_sound_in_an_overlay() {
+    let needed = [tools::QEMU_IMG, tools::MKFS_XFS, tools::XFS_REPAIR, tools::NBDCOPY];
+    if !tools::present(&needed) || !tools::present(&[tools::NBDFUSE]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("below.raw"), vec![0x55; 20 << 20]).expect("written");
+    // What mkfs.xfs calls the least that it makes.
+    qemu::create(dir, "disk.qcow2", &["-b", "below.raw", "-F", "raw"], "320M");
+    with_disk(dir, |disk| {
+        let mut make = Command::new(program(tools::MKFS_XFS));
+        command::finish(make.args(["-q", "-f"]).arg(disk)).ok();
+    });
+    with_disk(dir, |disk| {
+        let mut judge = Command::new(program(tools::XFS_REPAIR));
+        command::finish(judge.args(["-n", "-f"]).arg(disk)).ok();
+    });
+    qemu::flatten(dir, "disk.qcow2", "flat.raw");
+    let flat = dir.join("flat.raw").display().to_string();
+    command::run(&program(tools::XFS_REPAIR), ["-n", "-f", &flat]).ok();
+}
