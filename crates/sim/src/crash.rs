@@ -51,6 +51,8 @@ pub enum Cut {
     AfterSyncs(u64, u64),
     /// When so much time has passed.
     At(Duration),
+    /// Not at all, but the process dies when so much time has passed.
+    KillAt(Duration),
     /// Not at all.
     Never,
 }
@@ -115,12 +117,15 @@ impl<'a> Crashes<'a> {
         match cut {
             Cut::After(operations) => self.world.cut_power_after(operations, loss),
             Cut::AfterSyncs(syncs, then) => self.world.cut_power_after_syncs(syncs, then, loss),
-            Cut::At(delay) => {
+            Cut::At(delay) | Cut::KillAt(delay) => {
+                let loss = matches!(cut, Cut::At(_)).then_some(loss);
                 let (world, armed) = (self.world.clone(), Rc::clone(&armed));
                 mica_rt::spawn(async move {
                     mica_rt::sleep(delay).await;
-                    if armed.get() {
-                        world.cut_power(loss);
+                    match loss {
+                        _ if !armed.get() => {}
+                        Some(loss) => world.cut_power(loss),
+                        None => world.kill(),
                     }
                 });
             }
@@ -248,8 +253,9 @@ impl<'a> Crashes<'a> {
 pub fn cut_at_random(world: &World, operations: u64) -> (Cut, Loss) {
     let loss = loss_at_random(world);
     let number = 1 + world.random_below(operations);
-    let cut = match world.random_below(6) {
+    let cut = match world.random_below(7) {
         0 => Cut::At(Duration::from_micros(number * 60)),
+        6 => Cut::KillAt(Duration::from_micros(number * 60)),
         1..=3 => Cut::AfterSyncs(1 + number / 8, world.random_below(4)),
         _ => Cut::After(number),
     };
@@ -270,5 +276,6 @@ pub fn load_at_random(world: &World, sectors: u64) -> Load {
         requests: 5 + world.random_below(25),
         sectors_max: sectors.min(longest),
         flush_one_in: 2 + world.random_below(12),
+        give_up_one_in: 0,
     }
 }

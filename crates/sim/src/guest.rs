@@ -21,6 +21,8 @@ pub struct Load {
     pub sectors_max: u64,
     /// Of so many requests one is a flush.
     pub flush_one_in: u64,
+    /// Of so many writes one is given up half-way; none where it is zero.
+    pub give_up_one_in: u64,
 }
 
 /// Whether requests may fail.
@@ -42,8 +44,12 @@ pub struct Guest {
     /// A flush has failed: none may succeed, and no write either.
     latched: Cell<bool>,
     cuts: u64,
+    /// Requests that were given up: they may still happen.
+    given_up: RefCell<Vec<Ticket>>,
 }
 
+/// After so long nothing of a request that was given up is under way.
+const AFTERMATH: Duration = Duration::from_secs(10);
 /// Sectors that requests crowd in.
 const CROWD_SECTORS: u64 = 96;
 /// How much is read at once to see all of a disk.
@@ -66,6 +72,7 @@ impl Guest {
             failed: Cell::new(0),
             latched: Cell::new(false),
             cuts: world.cuts(),
+            given_up: RefCell::default(),
         }
     }
 
@@ -93,6 +100,9 @@ impl Guest {
             return drop(self.flush().await);
         }
         let (first, count) = self.place_at_random(load, crowd);
+        if load.give_up_one_in > 0 && self.below(load.give_up_one_in) == 0 {
+            return self.give_up(first, count).await;
+        }
         match self.below(20) {
             0..=9 => drop(self.write(first, count).await),
             10 | 11 => drop(self.write_zeroes(first, count, self.zeroes_at_random()).await),
@@ -136,6 +146,32 @@ impl Guest {
         let (result, _) = self.disk.write(range.start(), Buf::from_slice(&content)).await;
         self.end_change(&ticket, &result);
         result
+    }
+
+    /// Starts to write or to discard `count` sectors from `first` on, and drops the request.
+    async fn give_up(&self, first: u64, count: u64) {
+        let writes = self.below(3) > 0;
+        let request = if writes { Request::Write } else { Request::Discard };
+        let (ticket, range) = self.begin(request, first, count);
+        let content = self.model.borrow().content(&ticket);
+        let patience = Duration::from_micros(self.below(300));
+        let ended = {
+            let _request = self.disk.enter();
+            let work = async {
+                match writes {
+                    true => self.disk.write(range.start(), Buf::from_slice(&content)).await.0,
+                    false => self.disk.discard(range).await,
+                }
+            };
+            mica_rt::timeout(patience, work).await
+        };
+        match ended {
+            Ok(result) => self.end_change(&ticket, &result),
+            Err(_) => {
+                self.world.trace(|| format!("guest: {ticket:?} is given up"));
+                self.given_up.borrow_mut().push(ticket);
+            }
+        }
     }
 
     /// Makes `count` sectors from `first` on read as zeros.
@@ -182,6 +218,12 @@ impl Guest {
     /// # Errors
     /// What the disk says.
     pub async fn close(&self) -> Result<()> {
+        if !self.given_up.borrow().is_empty() {
+            mica_rt::sleep(AFTERMATH).await;
+        }
+        for ticket in self.given_up.borrow_mut().drain(..) {
+            self.model.borrow_mut().end(&ticket, false);
+        }
         let (ticket, _) = self.begin(Request::Flush, 0, 0);
         let was_latched = self.latched.get();
         let result = self.disk.close().await;

@@ -1,8 +1,8 @@
 //! A disk in a few lines, which says what another one may show.
 //!
 //! Words: a **version** of a sector is what one request made of it. A request is **sure** when it
-//! was acknowledged and says what the sector is from then on: writes and zeroes are, a discard never
-//! is, nor is a request that failed. A version is **gone** since the moment from which no read may
+//! was acknowledged and says what the sector is from then on: writes and zeroes are, a discard
+//! never is, nor is a request that failed. A version is **gone** since the moment from which no read may
 //! show it any more.
 //!
 //! Rules

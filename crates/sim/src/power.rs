@@ -2,7 +2,7 @@
 //!
 //! Readers see a change when its operation completes. Until a sync that was called later, it is
 //! **volatile**: the power cut decides about it. A file that is written keeps a [`Journal`]: the
-//! bytes that are **durable**, and the volatile changes since, in the order in which they completed.
+//! bytes that are **durable**, and the volatile changes since, in the order of their completion.
 //!
 //! Invariants
 //! - I1 The durable bytes with all volatile changes made to them are what readers see; unless a

@@ -1,5 +1,5 @@
 //! The crash scenario on a raw disk that is right, and on disks that are wrong on purpose: it must
-//! pass the one and catch each of the others.
+//! pass the one and catch each of the others. The raw disk of production is tried too.
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 #![expect(clippy::cast_possible_truncation, reason = "numbers below 256")]
@@ -228,15 +228,33 @@ impl Subject for RawSubject {
     }
 }
 
+/// The raw disk of production.
+struct ProductionRaw;
+
+impl Subject for ProductionRaw {
+    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+        Box::pin(async move {
+            let disk = match mode {
+                Mode::Read => mica_stack::RawDisk::open(world, Path::new(PATH))?,
+                Mode::Write => mica_stack::RawDisk::open_writable(world, Path::new(PATH))?,
+            };
+            Ok(Arc::new(disk) as _)
+        })
+    }
+
+    fn check<'a>(&'a self, _: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>> {
+        Box::pin(async { Ok(0) })
+    }
+}
+
 fn initial() -> Vec<u8> {
     (0..DISK_BYTES).map(|at| (at / 512 % 250 + 1) as u8).collect()
 }
 
 /// Rounds that end in power cuts and closes.
-async fn crash(world: &World, flaw: Flaw) {
+async fn crash(world: &World, subject: &dyn Subject) {
     world.put(PATH, initial());
-    let subject = RawSubject(flaw);
-    let mut crashes = Crashes::new(world, &subject, ModelDisk::new(initial()));
+    let mut crashes = Crashes::new(world, subject, ModelDisk::new(initial()));
     for _ in 0..3 {
         let (cut, loss) = cut_at_random(world, 100);
         let load = load_at_random(world, DISK_BYTES as u64 / 512);
@@ -251,16 +269,21 @@ async fn crash(world: &World, flaw: Flaw) {
 }
 
 /// Rounds in which an operation fails.
-async fn fail(world: &World, flaw: Flaw) {
+async fn fail(world: &World, subject: &dyn Subject) {
     for (operation, errno) in [(Operation::Sync, EIO), (Operation::Write, ENOSPC)] {
         for nth in 1..100 {
             let world = World::new(world.seed());
             world.put(PATH, initial());
-            let subject = RawSubject(flaw);
-            let mut crashes = Crashes::new(&world, &subject, ModelDisk::new(initial()));
+            let mut crashes = Crashes::new(&world, subject, ModelDisk::new(initial()));
             let lasting = world.random_below(2) == 0;
             let fault = ChangeFault { operation, nth, lasting, errno };
-            let load = mica_sim::Load { tasks: 3, requests: 8, sectors_max: 16, flush_one_in: 4 };
+            let load = mica_sim::Load {
+                tasks: 3,
+                requests: 8,
+                sectors_max: 16,
+                flush_one_in: 4,
+                give_up_one_in: 0,
+            };
             let loss = Some(loss_at_random(&world));
             if !crashes.fault_round(fault, loss, async |guest| guest.run(&load).await).await {
                 break;
@@ -271,20 +294,30 @@ async fn fail(world: &World, flaw: Flaw) {
 
 #[test]
 fn right_disk_survives_crashes() {
-    scenario(300, |world| async move { crash(&world, Flaw::None).await });
+    scenario(300, |world| async move { crash(&world, &RawSubject(Flaw::None)).await });
 }
 
 #[test]
 fn right_disk_survives_faults() {
-    scenario(30, |world| async move { fail(&world, Flaw::None).await });
+    scenario(30, |world| async move { fail(&world, &RawSubject(Flaw::None)).await });
+}
+
+#[test]
+fn raw_disk_of_production_survives_crashes() {
+    scenario(200, |world| async move { crash(&world, &ProductionRaw).await });
+}
+
+#[test]
+fn raw_disk_of_production_survives_faults() {
+    scenario(30, |world| async move { fail(&world, &ProductionRaw).await });
 }
 
 /// The seed from which the flaw is found, among the first few.
-fn found_from(flaw: Flaw, try_once: impl AsyncFn(&World, Flaw)) -> Option<u64> {
+fn found_from(flaw: Flaw, try_once: impl AsyncFn(&World, &dyn Subject)) -> Option<u64> {
     (0..60).find(|seed| {
         let run = AssertUnwindSafe(|| {
             let executor = Executor::new(Backend::Sim { seed: *seed }).unwrap();
-            executor.block_on(try_once(&World::new(*seed), flaw));
+            executor.block_on(try_once(&World::new(*seed), &RawSubject(flaw)));
         });
         catch_unwind(run).is_err()
     })

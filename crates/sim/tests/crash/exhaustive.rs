@@ -112,7 +112,7 @@ fn short_sequences_on_small_clusters_survive_a_cut_after_every_operation() {
             features(&[Feature::Zero, Feature::ZeroPreallocated, Feature::Deflate]),
         )
     });
-    scenario(150, |world| async move { cut_after_each(&world, shape, 0).await });
+    scenario(72, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn short_sequences_on_subclusters_survive_a_cut_after_every_operation() {
     let shape = SHAPE.get_or_init(|| {
         Shape::small(16 << 10, 24, 0.7, features(&[Feature::ExtendedL2, Feature::Zero]))
     });
-    scenario(80, |world| async move { cut_after_each(&world, shape, 0).await });
+    scenario(72, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
 /// Nothing is there, so that each first write makes a table, and few counts fit in a block.
@@ -131,7 +131,7 @@ fn short_sequences_on_an_empty_image_survive_a_cut_after_every_operation() {
     let shape = SHAPE.get_or_init(|| {
         Shape::small(512, 96, 0.0, features(&[Feature::RefcountBits, Feature::RawBase]))
     });
-    scenario(80, |world| async move { cut_after_each(&world, shape, 0).await });
+    scenario(72, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
 /// Each sync is there for a reason: some sequence has to notice when one in four is missing.

@@ -13,7 +13,7 @@ async fn fail_each(world: &World, operation: Operation, errnos: [i32; 2]) {
     let subject = ChainSubject { shape: Shape::random(world) };
     let lasting = world.random_below(2) == 0;
     let errno = errnos[usize::try_from(world.random_below(2)).unwrap()];
-    let load = Load { tasks: 2, requests: 4, sectors_max: 32, flush_one_in: 4 };
+    let load = Load { tasks: 2, requests: 4, sectors_max: 32, flush_one_in: 4, give_up_one_in: 0 };
     let step = 1 + world.random_below(3);
     let mut nth = 1;
     loop {
@@ -33,28 +33,28 @@ async fn fail_each(world: &World, operation: Operation, errnos: [i32; 2]) {
 
 #[test]
 fn every_failing_write_is_survived() {
-    scenario(25, |world| async move {
+    scenario(16, |world| async move {
         fail_each(&world, Operation::Write, [EIO, ENOSPC]).await;
     });
 }
 
 #[test]
 fn every_failing_sync_is_survived() {
-    scenario(25, |world| async move {
+    scenario(16, |world| async move {
         fail_each(&world, Operation::Sync, [EIO, ENOSPC]).await;
     });
 }
 
 #[test]
 fn every_failing_change_of_space_is_survived() {
-    scenario(25, |world| async move {
+    scenario(16, |world| async move {
         fail_each(&world, Operation::Space, [EIO, EOPNOTSUPP]).await;
     });
 }
 
 #[test]
 fn every_failing_change_of_length_is_survived() {
-    scenario(25, |world| async move {
+    scenario(16, |world| async move {
         fail_each(&world, Operation::SetLen, [EIO, ENOSPC]).await;
     });
 }
