@@ -110,10 +110,10 @@ impl Case {
     /// How many writes it is made of, on a disk where they touch many clusters without filling it.
     pub(super) fn writes(self) -> usize {
         let many = match (self.bytes, self.place) {
-            (..=4096, Place::Random) => 8192,
-            (..=4096, Place::Sequential) => 16384,
-            (..=65536, Place::Random) => 2048,
-            (..=65536, Place::Sequential) => 4096,
+            (..=4096, Place::Random) => 16384,
+            (..=4096, Place::Sequential) => 32768,
+            (..=65536, Place::Random) => 4096,
+            (..=65536, Place::Sequential) => 8192,
             _ => (512 << 20) / self.bytes as usize,
         };
         match self.mode {

@@ -1,7 +1,7 @@
 //! One run: a fresh image, a server, a load, and what it cost.
 
 use super::images::{self, BASE_GENERATION, Image, Images, Kind};
-use super::loads::Case;
+use super::loads::{Case, Mode};
 use crate::bench::peers::{Peer, Running};
 use crate::bench::samples::Sample;
 use crate::load::{WriteLoad, Written, ratio, stamp, write};
@@ -94,6 +94,12 @@ pub(super) fn run(
     let writes = ratio(written.writes.total().max(1), 1);
     sample.put("writes_per_s", written.per_second());
     sample.put("mib_s", written.mib_per_second());
+    if case.mode == Mode::Never {
+        // The last flush, which is the only one, is the device's: beside it the server's own part.
+        let flush = Duration::from_secs_f64(written.flushes.max_us() / 1e6);
+        let unflushed = written.elapsed.saturating_sub(flush).as_secs_f64();
+        sample.put("unflushed_per_s", writes / unflushed.max(f64::EPSILON));
+    }
     sample.put("writes", writes);
     sample.put("write_p50_us", written.writes.quantile_us(0.5));
     sample.put("write_p99_us", written.writes.quantile_us(0.99));

@@ -15,6 +15,7 @@ type Column = (&'static str, &'static str, usize);
 
 const SPEED: &[Column] = &[
     ("writes/s", "writes_per_s", 0),
+    ("before the last flush", "unflushed_per_s", 0),
     ("MiB/s", "mib_s", 1),
     ("write p50 µs", "write_p50_us", 0),
     ("p99 µs", "write_p99_us", 0),
