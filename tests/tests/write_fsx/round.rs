@@ -23,15 +23,15 @@ pub(super) fn all(shapes: &[Shape]) {
     if !shapes::tools_present() {
         return;
     }
-    let number = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
-    let ops: u64 = number("MICA_FSX_OPS").unwrap_or(OPS_DEFAULT);
-    let first_seed: u64 = number("MICA_FSX_SEED").unwrap_or(1);
+    let told = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
+    let ops: u64 = told("MICA_FSX_OPS").unwrap_or(OPS_DEFAULT);
+    let first_seed: u64 = told("MICA_FSX_SEED").unwrap_or(1);
     let only = std::env::var("MICA_FSX_SHAPE").ok();
     let wanted = shapes.iter().filter(|shape| only.as_ref().is_none_or(|only| only == shape.name));
     let mut failed = Vec::new();
     for shape in wanted {
-        for (seed, round) in (first_seed..).zip(0..ops.div_ceil(ROUND_OPS_MAX)) {
-            let ops = (ops - round * ROUND_OPS_MAX).min(ROUND_OPS_MAX);
+        for (seed, number) in (first_seed..).zip(0..ops.div_ceil(ROUND_OPS_MAX)) {
+            let ops = (ops - number * ROUND_OPS_MAX).min(ROUND_OPS_MAX);
             let run = std::panic::AssertUnwindSafe(|| round(shape, seed, ops));
             let why = match std::panic::catch_unwind(run) {
                 Ok(Ok(())) => continue,
