@@ -112,13 +112,13 @@ impl Case {
         let many = match (self.bytes, self.place) {
             (..=4096, Place::Random) => 16384,
             (..=4096, Place::Sequential) => 32768,
-            (..=65536, Place::Random) => 4096,
-            (..=65536, Place::Sequential) => 8192,
-            _ => (512 << 20) / self.bytes as usize,
+            (..=65536, Place::Random) => 2048,
+            (..=65536, Place::Sequential) => 4096,
+            _ => (256 << 20) / self.bytes as usize,
         };
         match self.mode {
             Mode::Never | Mode::Sometimes => many,
-            Mode::Each | Mode::Writers => many.min(4096) / 2,
+            Mode::Each | Mode::Writers => many.min(2048),
             Mode::Alone => 400,
         }
     }

@@ -36,7 +36,7 @@ pub(crate) struct Options {
     /// Runs of each server, of which the median counts [default: 5; quick: 1].
     #[arg(long)]
     repeats: Option<u32>,
-    /// Seconds of each load, at most [default: 1.5; quick: 0.7].
+    /// Seconds of each load, at most [default: 1; quick: 0.7].
     #[arg(long)]
     seconds: Option<f64>,
     /// GiB of the disks [default: 2; quick: 1].
@@ -65,7 +65,7 @@ impl Options {
     }
 
     fn seconds(&self) -> f64 {
-        self.seconds.unwrap_or(if self.quick { 0.7 } else { 1.5 })
+        self.seconds.unwrap_or(if self.quick { 0.7 } else { 1.0 })
     }
 
     fn gib(&self) -> u64 {
