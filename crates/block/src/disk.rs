@@ -153,6 +153,11 @@ pub trait Disk: Send + Sync {
         Box::pin(async { Ok(()) })
     }
 
+    /// Waits until no request is under way, those included that nobody waits for any more.
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
     /// Ends the writing: flushes, and leaves the image as if nobody had it open. Nothing else may
     /// be under way, and nothing is written afterwards.
     fn close(&self) -> LocalFuture<'_, Result<()>> {

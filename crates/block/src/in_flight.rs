@@ -10,6 +10,7 @@
 //! - I2 [`Requests::turn`] is called again only after the phase that it ended is drained: else a
 //!   phase would hold requests from before and after.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Counters are spread over this many cache lines, so that queues do not share one.
@@ -33,17 +34,35 @@ impl Requests {
     /// Counts a request until what it gives is dropped.
     #[inline]
     pub fn enter(&self) -> InFlight<'_> {
-        let shard = &self.shards[shard_of_thread()];
+        let (shard, phase) = self.count();
+        InFlight { counter: Some(&self.shards[shard].under_way[phase]) }
+    }
+
+    /// Counts one more; gives where, for who counts it down.
+    #[inline]
+    fn count(&self) -> (usize, usize) {
+        let shard = shard_of_thread();
         loop {
             let phase = self.phase.load(Ordering::SeqCst) & 1;
-            let counter = &shard.under_way[phase];
+            let counter = &self.shards[shard].under_way[phase];
             counter.fetch_add(1, Ordering::SeqCst);
             // Whoever turned in between may have seen this phase empty already.
             if self.phase.load(Ordering::SeqCst) & 1 == phase {
-                return InFlight { counter: Some(counter) };
+                return (shard, phase);
             }
             counter.fetch_sub(1, Ordering::SeqCst);
         }
+    }
+
+    /// The same for work that outlives the request's borrow of the disk.
+    pub fn enter_owned(self: &Arc<Self>) -> OwnedInFlight {
+        let (shard, phase) = self.count();
+        OwnedInFlight { requests: Arc::clone(self), shard, phase }
+    }
+
+    /// Whether nothing is under way.
+    pub fn is_idle(&self) -> bool {
+        self.is_drained(0) && self.is_drained(1)
     }
 
     /// Ends the current phase; gives its number for [`Self::is_drained`].
@@ -64,6 +83,20 @@ impl Requests {
 #[must_use = "the request counts as done when this is dropped"]
 pub struct InFlight<'a> {
     counter: Option<&'a AtomicU64>,
+}
+
+/// Work that is under way, however long; see [`Requests::enter_owned`].
+#[must_use = "the work counts as done when this is dropped"]
+pub struct OwnedInFlight {
+    requests: Arc<Requests>,
+    shard: usize,
+    phase: usize,
+}
+
+impl Drop for OwnedInFlight {
+    fn drop(&mut self) {
+        self.requests.shards[self.shard].under_way[self.phase].fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl InFlight<'_> {
@@ -93,6 +126,15 @@ fn shard_of_thread() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn owned_work_counts_until_it_is_dropped_on_whatever_thread() {
+        let requests = Arc::new(Requests::default());
+        let owned = requests.enter_owned();
+        assert!(!requests.is_idle());
+        std::thread::spawn(move || drop(owned)).join().expect("no panic");
+        assert!(requests.is_idle());
+    }
 
     #[test]
     fn a_phase_is_drained_when_its_requests_are_done() {

@@ -26,7 +26,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use group::GroupSync;
 pub use images::{Identity, Images, OpenImage};
-pub use in_flight::{InFlight, Requests};
+pub use in_flight::{InFlight, OwnedInFlight, Requests};
 pub use store::{IoFuture, Run, RunKind, Space, Store, read_exact, write_all};
 
 use std::future::Future;

@@ -3,6 +3,7 @@
 use crate::{Error, ErrorKind, LocalFuture, Result};
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
+use std::any::Any;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -152,6 +153,26 @@ impl IoFuture {
     /// Waits for `op`, which reads at `offset`, and fills with zeros what lies beyond the end.
     pub fn file(op: Op, offset: HostOffset) -> Self {
         Self::File(FileRead { op, offset })
+    }
+
+    /// Drops `guard` when the I/O is done, not before: also if this future is dropped earlier.
+    #[must_use]
+    pub fn hold(mut self, guard: impl Any) -> Self {
+        match &mut self {
+            Self::File(FileRead { op, .. }) | Self::Write(FileWrite { op, .. }) => {
+                op.hold(Box::new(guard));
+                self
+            }
+            Self::Ready(_) => self,
+            Self::Boxed(_) => {
+                let Self::Boxed(future) = self else { unreachable!("matched above") };
+                Self::boxed(mica_rt::spawn_joined(async move {
+                    let output = future.await;
+                    drop(guard);
+                    output
+                }))
+            }
+        }
     }
 
     /// Boxes `future`.

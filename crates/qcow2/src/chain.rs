@@ -16,14 +16,19 @@ use mica_block::{
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
+
+/// How often who waits for an idle disk looks again.
+const IDLE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Whether the sidecars are used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,8 +72,15 @@ pub struct IndexProgress {
     pub layers: usize,
 }
 
-/// A chain of images, base to active, opened for reading.
+/// A chain of images, base to active. Clones are the same chain.
+#[derive(Clone)]
 pub struct Chain {
+    state: Arc<ChainState>,
+}
+
+/// What a chain is. Behind an `Arc`, so that work that has begun can end though nobody waits for it
+/// any more.
+pub struct ChainState {
     pub(crate) images: Arc<dyn Images>,
     /// From the base.
     pub(crate) layers: Vec<Arc<Layer>>,
@@ -78,6 +90,15 @@ pub struct Chain {
     pub(crate) index_call: Notify,
     decoded: Arc<DecodedClusters>,
     pub(crate) writer: Option<Writer>,
+}
+
+impl Deref for Chain {
+    type Target = ChainState;
+
+    #[inline]
+    fn deref(&self) -> &ChainState {
+        &self.state
+    }
 }
 
 impl Chain {
@@ -99,7 +120,7 @@ impl Chain {
         let layers = open_layers(&*images, path, wanted).await?;
         let writer = open_writer(&layers).await?;
         let len = layers.last().map_or(0, |layer| layer.len);
-        let chain = Self {
+        let state = ChainState {
             images,
             layers,
             len,
@@ -108,6 +129,7 @@ impl Chain {
             decoded: Arc::default(),
             writer,
         };
+        let chain = Self { state: Arc::new(state) };
         if options.index == IndexUse::Read {
             chain.adopt_sidecars().await;
         }
@@ -248,8 +270,22 @@ impl Disk for Chain {
             ExtentKind::Encoded => {
                 let layer = Arc::clone(&self.layers[extent.layer.index()]);
                 let decoded = Arc::clone(&self.decoded);
-                let start = extent.start;
-                IoFuture::boxed(async move { layer.read_deferred(start, buf, &decoded).await })
+                let (start, chain) = (extent.start, self.clone());
+                IoFuture::boxed(async move {
+                    let (result, mut buf) = layer.read_deferred(start, buf, &decoded).await;
+                    if result.is_ok() || layer.metadata.is_none() {
+                        return (result, buf);
+                    }
+                    // Perhaps we changed the cluster since it was planned.
+                    match Box::pin(chain.read_changed(start, buf.len() as u64)).await {
+                        Ok(Some(visible)) => {
+                            buf.copy_from_slice(&visible);
+                            (Ok(()), buf)
+                        }
+                        Ok(None) => (result, buf),
+                        Err(error) => (Err(error), buf),
+                    }
+                })
             }
             zero => {
                 debug_assert!(zero.reads_as_zero());
@@ -275,23 +311,33 @@ impl Disk for Chain {
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
         match self.in_place(at, buf.len() as u64) {
             Some((writer, host)) => Writing::Direct(writer.write_in_place(buf, host)),
-            None => Writing::Boxed(Box::pin(self.write_slowly(at, buf))),
+            None => Writing::Boxed(
+                self.to_its_end(async move |chain| chain.write_slowly(at, buf).await),
+            ),
         }
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.zero_range(range, how))
+        self.to_its_end(async move |chain| chain.zero_range(range, how).await)
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        Box::pin(self.discard_range(range))
+        self.to_its_end(async move |chain| chain.discard_range(range).await)
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.to_its_end(async move |chain| match &chain.writer {
+            Some(writer) => writer.flush().await,
+            None => Ok(()),
+        })
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async {
-            match &self.writer {
-                Some(writer) => writer.flush().await,
-                None => Ok(()),
+            if let Some(writer) = &self.writer {
+                while !writer.requests().is_idle() {
+                    mica_rt::sleep(IDLE_PAUSE).await;
+                }
             }
         })
     }

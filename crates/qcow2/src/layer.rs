@@ -8,7 +8,7 @@
 //! needed, and no L2 table is kept at all: the chain's slices are.
 
 use crate::decoded::DecodedClusters;
-use crate::format::{Compression, L1Entry, L2Entry, L2Format};
+use crate::format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Result, Store, read_exact};
@@ -275,18 +275,28 @@ impl Layer {
                 Ok(L2Entry::Unallocated) => {}
                 Ok(L2Entry::Subclusters { host, allocated, zero }) => {
                     let bits = l2.subcluster_bits();
-                    let shared = tables.live && !raw.copied() && !l2.data_file;
+                    let shared = self.is_shared(tables, raw);
                     let clusters = Subclusters { start, bits, host, allocated, zero, shared };
                     self.append_subclusters(clusters, range, window, runs);
                 }
                 Ok(entry) => {
                     let skipped = range.start().bytes() - start.bytes();
-                    let shared = tables.live && !raw.copied() && !l2.data_file;
+                    let shared = self.is_shared(tables, raw);
                     runs.push(self.run_of((entry, shared), skipped, range, window));
                 }
                 Err(_) => runs.push(self.deferred_run(range, window)),
             }
         }
+    }
+
+    /// Whether a cluster of an active layer that is written must not be written in place: something
+    /// else names it too, or the image claims that it lies over metadata.
+    fn is_shared(&self, tables: &Tables, raw: RawL2Entry) -> bool {
+        let Some(metadata) = self.metadata.as_ref().filter(|_| !tables.l2.data_file) else {
+            return false;
+        };
+        !raw.copied()
+            || metadata.ranges.check(raw.offset(), tables.l2.cluster_bits.bytes()).is_err()
     }
 
     fn append_subclusters(

@@ -275,9 +275,10 @@ impl Core {
         match next {
             Next::Again => self.driver.borrow_mut().submit(key, ops.kind_mut(key)),
             Next::Complete(code) => {
-                let (waker, freed) = ops.complete(key, code);
+                let mut completed = ops.complete(key, code);
                 drop(ops);
-                drop(freed);
+                let waker = completed.waker.take();
+                drop(completed);
                 if let Some(waker) = waker {
                     waker.wake();
                 }

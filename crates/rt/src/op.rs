@@ -13,6 +13,7 @@ use crate::executor::{self, Core};
 use crate::file::{Access, File, result_of};
 use crate::net::Socket;
 use rustix::fs::FallocateFlags;
+use std::any::Any;
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
@@ -161,6 +162,16 @@ enum SlotState {
 struct Slot {
     generation: u32,
     state: SlotState,
+    /// Dropped when the operation is complete, whoever waits for it; see [`Op::hold`].
+    held: Option<Box<dyn Any>>,
+}
+
+/// What a completion leaves to do: a waker to wake if someone waits, and what is to be dropped, by
+/// the caller, outside of any borrow.
+pub(crate) struct Completed {
+    pub(crate) waker: Option<Waker>,
+    _abandoned: Option<OpKind>,
+    _held: Option<Box<dyn Any>>,
 }
 
 /// All operations of one executor.
@@ -190,7 +201,7 @@ impl Ops {
             return OpKey { index, generation: slot.generation };
         }
         let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 operations");
-        self.slots.push(Slot { generation: 0, state });
+        self.slots.push(Slot { generation: 0, state, held: None });
         OpKey { index, generation: 0 }
     }
 
@@ -218,22 +229,22 @@ impl Ops {
         matches!(self.slot_mut(key).state, SlotState::InFlight { abandoned: true, .. })
     }
 
-    /// Records the answer. Gives the waker to wake if someone waits, else what is to be dropped:
-    /// by the caller, outside of any borrow.
-    pub(crate) fn complete(&mut self, key: OpKey, code: i32) -> (Option<Waker>, Option<OpKind>) {
+    /// Records the answer.
+    pub(crate) fn complete(&mut self, key: OpKey, code: i32) -> Completed {
         self.in_flight -= 1;
         let free = self.free;
         let slot = self.slot_mut(key);
+        let held = slot.held.take();
         let state = std::mem::replace(&mut slot.state, SlotState::Free { next: free });
         let SlotState::InFlight { kind, waker, abandoned } = state else {
             unreachable!("an operation completed twice");
         };
         if abandoned {
             self.free = Some(key.index);
-            return (None, Some(kind));
+            return Completed { waker: None, _abandoned: Some(kind), _held: held };
         }
         slot.state = SlotState::Done { kind, code };
-        (waker, None)
+        Completed { waker, _abandoned: None, _held: held }
     }
 
     /// Every operation that is still in flight.
@@ -260,6 +271,17 @@ pub struct Op {
 impl Op {
     pub(crate) fn start(kind: OpKind) -> Self {
         Self { raw: RawOp::start(kind) }
+    }
+
+    /// Drops `guard` when the operation is complete, not before: also if this future is dropped
+    /// while the kernel still works on it.
+    pub fn hold(&mut self, guard: Box<dyn Any>) {
+        let Some(key) = self.raw.key else { return };
+        let mut ops = self.raw.core.ops.borrow_mut();
+        let slot = ops.slot_mut(key);
+        if matches!(slot.state, SlotState::InFlight { .. }) {
+            slot.held = Some(guard);
+        }
     }
 }
 

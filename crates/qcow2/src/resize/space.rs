@@ -4,7 +4,6 @@
 use crate::format::Header;
 use crate::write::allocate::{Reserved, Space};
 use crate::write::pages::Metadata;
-use crate::write::ranges::MetadataRanges;
 use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
 use mica_units::{ClusterBits, HostOffset};
 use std::sync::Arc;
@@ -25,12 +24,12 @@ impl FileSpace {
     pub(super) async fn open(store: Arc<dyn Store>, header: &Header) -> Result<Self> {
         let bits = header.cluster_bits;
         let metadata = Metadata::new(Arc::clone(&store), bits);
-        let ranges = Arc::new(MetadataRanges::default());
+        let ranges = &metadata.ranges;
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         ranges.add(header.l1_offset, u64::from(header.l1_entries) * 8, "the L1 table");
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         ranges.add(header.refcount_table_offset, table_bytes, "the refcount table");
-        let space = Space::open(&metadata, ranges, header).await?;
+        let space = Space::open(&metadata, header).await?;
         Ok(Self { store, metadata, space, bits })
     }
 

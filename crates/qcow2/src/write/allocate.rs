@@ -16,7 +16,6 @@
 //! - I5 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
 
 use super::pages::{Metadata, PageState, Stage};
-use super::ranges::MetadataRanges;
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
@@ -69,7 +68,6 @@ struct SpaceState {
 /// The clusters of one image file.
 pub(crate) struct Space {
     metadata: Arc<Metadata>,
-    pub(crate) ranges: Arc<MetadataRanges>,
     bits: ClusterBits,
     width: RefcountWidth,
     state: Mutex<SpaceState>,
@@ -82,8 +80,8 @@ enum Look {
         first: u64,
         count: u64,
     },
-    /// Nothing free before this cluster.
-    On(u64),
+    /// Nothing free from the first cluster up to the second.
+    On(u64, u64),
     /// The page that would tell has to be read.
     Read(HostOffset),
     /// The region has no refcount block.
@@ -93,11 +91,7 @@ enum Look {
 }
 
 impl Space {
-    pub(crate) async fn open(
-        metadata: &Arc<Metadata>,
-        ranges: Arc<MetadataRanges>,
-        header: &Header,
-    ) -> Result<Self> {
+    pub(crate) async fn open(metadata: &Arc<Metadata>, header: &Header) -> Result<Self> {
         let bits = header.cluster_bits;
         let bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         let len = usize::try_from(bytes).expect("the header's limit is 8 MiB");
@@ -106,7 +100,7 @@ impl Space {
             table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect();
         for entry in &table {
             if let Some(block) = RefcountTableEntry(*entry).decode(bits)? {
-                ranges.add(block, bits.bytes(), "a refcount block");
+                metadata.ranges.add(block, bits.bytes(), "a refcount block");
             }
         }
         let file_end = bits.clusters_for(metadata.store.len()?);
@@ -119,7 +113,6 @@ impl Space {
         };
         Ok(Self {
             metadata: Arc::clone(metadata),
-            ranges,
             bits,
             width: header.refcount_width,
             state: Mutex::new(state),
@@ -198,7 +191,10 @@ impl Space {
                         return Ok(());
                     }
                 }
-                Look::On(cluster) => self.lock().cursor = cluster,
+                Look::On(from, cluster) => {
+                    self.advance(from, cluster);
+                    mica_rt::yield_now().await;
+                }
                 Look::Read(page) => self.metadata.load(page).await?,
                 Look::NoBlock(region) => self.make_block(region).await?,
                 Look::TableFull => self.grow_table().await?,
@@ -246,6 +242,7 @@ impl Space {
         let page_entries = self.page_entries();
         let page_end = (cluster / page_entries + 1) * page_entries;
         drop(state);
+        self.metadata.ranges.check_table(block)?;
         let pages = self.metadata.lock();
         let at = self.count_at(block, cluster);
         let len = self.page_len();
@@ -258,11 +255,19 @@ impl Space {
             self.width.get(bytes, index).unwrap_or(u64::MAX)
         };
         let Some(first) = (cluster..page_end).find(|cluster| count(*cluster) == 0) else {
-            return Ok(Look::On(page_end));
+            return Ok(Look::On(cluster, page_end));
         };
         let end = (first + 1..page_end.min(first + wanted)).find(|cluster| count(*cluster) != 0);
         let count = end.unwrap_or_else(|| page_end.min(first + wanted)) - first;
         Ok(Look::Free { first, count })
+    }
+
+    /// Moves the cursor on, unless something before it was freed meanwhile.
+    fn advance(&self, from: u64, to: u64) {
+        let mut state = self.lock();
+        if state.cursor >= from {
+            state.cursor = to;
+        }
     }
 
     /// Bytes of a page of refcounts.
@@ -295,7 +300,9 @@ impl Space {
         let group = pages.group.number;
         drop(pages);
         let mut state = self.lock();
-        state.cursor = first + count;
+        if state.cursor <= first {
+            state.cursor = first + count;
+        }
         let blank_from = state.blank_from.clamp(first, first + count);
         for (first, end, blank) in [(first, blank_from, false), (blank_from, first + count, true)] {
             if first < end {
@@ -310,7 +317,12 @@ impl Space {
         let region = cluster >> self.width.block_entries_bits(self.bits);
         let state = self.lock();
         let entry = usize::try_from(region).ok().and_then(|region| state.table.get(region));
-        entry.map_or(Ok(None), |entry| RefcountTableEntry(*entry).decode(self.bits))
+        let block = entry.map_or(Ok(None), |entry| RefcountTableEntry(*entry).decode(self.bits))?;
+        drop(state);
+        if let Some(block) = block {
+            self.metadata.ranges.check_table(block)?;
+        }
+        Ok(block)
     }
 
     /// Sets a refcount in a page that is there.
@@ -374,7 +386,7 @@ impl Space {
             cluster
         };
         let host = HostOffset::new(cluster << self.bits.bits());
-        self.ranges.check(host, self.bits.bytes())?;
+        self.metadata.ranges.check(host, self.bits.bytes())?;
         let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
         let mut block = Buf::zeroed(len);
         let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
@@ -382,7 +394,7 @@ impl Space {
         self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), false);
         let written = write_all(&*self.metadata.store, block, host).await;
         let written = match written {
-            Ok(()) => self.metadata.store.sync().await,
+            Ok(()) => self.metadata.sync().await,
             Err(error) => Err(error),
         };
         if let Err(error) = written {
@@ -398,7 +410,7 @@ impl Space {
                 bytes.copy_from_slice(&entry.to_be_bytes());
             })
             .await?;
-        self.ranges.add(host, self.bits.bytes(), "a refcount block");
+        self.metadata.ranges.add(host, self.bits.bytes(), "a refcount block");
         self.lock().table[usize::try_from(region).expect("within the table")] = entry;
         Ok(())
     }
@@ -413,7 +425,7 @@ impl Space {
         };
         let plan = GrownTable::plan(self, &old_table, start)?;
         write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
-        self.metadata.store.sync().await?;
+        self.metadata.sync().await?;
         let mut field = Buf::zeroed(12);
         field[..8].copy_from_slice(&plan.table_at(self).bytes().to_be_bytes());
         let clusters = u32::try_from(plan.table_clusters).expect("8 MiB at most");
@@ -425,8 +437,8 @@ impl Space {
                 bytes.copy_from_slice(&field);
             })
             .await?;
-        write_all(&*self.metadata.store, field, at).await?;
-        self.metadata.store.sync().await?;
+        self.metadata.write_through(field, at).await?;
+        self.metadata.sync().await?;
         self.adopt_table(&plan, old_table.len() as u64 * 8, old_offset);
         Ok(())
     }
@@ -435,11 +447,11 @@ impl Space {
         let cluster_bytes = self.bits.bytes();
         for block in 0..plan.blocks {
             let host = HostOffset::new((plan.start + block) << self.bits.bits());
-            self.ranges.add(host, cluster_bytes, "a refcount block");
+            self.metadata.ranges.add(host, cluster_bytes, "a refcount block");
         }
         let bytes = plan.table_clusters * cluster_bytes;
-        self.ranges.add(plan.table_at(self), bytes, "the refcount table");
-        self.ranges.remove(old_offset);
+        self.metadata.ranges.add(plan.table_at(self), bytes, "the refcount table");
+        self.metadata.ranges.remove(old_offset);
         let mut pages = self.metadata.lock();
         pages.drop_cluster(old_offset, old_bytes);
         let first = old_offset.bytes() >> self.bits.bits();

@@ -117,8 +117,7 @@ impl Writer {
 
     async fn sync_metadata(&self) -> Result<()> {
         self.counters.syncs.fetch_add(1, Ordering::Relaxed);
-        let store = &*self.metadata.store;
-        store.sync().await.map_err(|error| error.wrap(store.name()))
+        self.metadata.sync().await
     }
 
     /// Frees what nobody can touch any more.
@@ -149,6 +148,13 @@ impl Writer {
             }
         }
         let bits = self.l2.cluster_bits;
+        for cluster in &last {
+            // What frees metadata is a lie of the tables.
+            let at = HostOffset::new(cluster << bits.bits());
+            if let Err(error) = self.metadata.ranges.check(at, bits.bytes()) {
+                return Err(self.note_corruption(error).await);
+            }
+        }
         for run in last.chunk_by(|one, next| one + 1 == *next) {
             let at = HostOffset::new(run[0] << bits.bits());
             let len = (run.len() as u64) << bits.bits();
@@ -168,6 +174,7 @@ impl Writer {
 
     /// Ends the writing. Nothing else is under way.
     pub(crate) async fn close(&self) -> Result<()> {
+        self.check_usable()?;
         if !self.wrote.load(Ordering::Acquire) {
             return Ok(());
         }

@@ -8,7 +8,7 @@ use super::Writer;
 use super::gather::Guest;
 use super::request::ClusterPlan;
 use crate::chain::Chain;
-use mica_block::{Disk, Extent, Result};
+use mica_block::{Detail, Disk, Extent, ExtentKind, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
@@ -152,15 +152,19 @@ impl Chain {
         parts: Parts,
         mut guest: Guest,
     ) -> Result<()> {
-        let mut writes = Vec::new();
+        let mut ready = Vec::new();
         for batch in parts.batches() {
             let host = batch[0].host;
             let bytes = match batch {
                 [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
                 batch => self.assemble(writer, batch, &mut guest).await?,
             };
-            writes.push(writer.data.write_at(bytes, host));
+            ready.push((host, bytes));
         }
+        // Nothing that may fail lies between the first write and the wait for all: clusters go
+        // back only when no write to them is under way.
+        let writes: Vec<_> =
+            ready.into_iter().map(|(host, bytes)| writer.data.write_at(bytes, host)).collect();
         for (result, _) in mica_rt::join_all(writes).await {
             result.map_err(|error| error.wrap(writer.data.name()))?;
         }
@@ -197,9 +201,27 @@ impl Chain {
 
     /// Reads what shows at `start`.
     async fn read_visible(&self, start: GuestOffset, len: u64) -> Result<Buf> {
+        self.read_extents(self.extents_at(start, len).await?).await
+    }
+
+    /// The same where a planned cluster turned out to be encoded no more; nothing if it still is.
+    pub(crate) async fn read_changed(&self, start: GuestOffset, len: u64) -> Result<Option<Buf>> {
+        let extents = self.extents_at(start, len).await?;
+        if extents.iter().any(|extent| extent.kind == ExtentKind::Encoded) {
+            return Ok(None);
+        }
+        self.read_extents(extents).await.map(Some)
+    }
+
+    async fn extents_at(&self, start: GuestOffset, len: u64) -> Result<Vec<Extent>> {
         let range = GuestRange::new(start, len).expect("a part of the disk");
         let mut extents = Vec::new();
-        self.plan(range, mica_block::Detail::Read, &mut extents).finish().await?;
+        self.plan(range, Detail::Read, &mut extents).finish().await?;
+        Ok(extents)
+    }
+
+    async fn read_extents(&self, extents: Vec<Extent>) -> Result<Buf> {
+        let len = extents.iter().map(|extent| extent.len).sum();
         let mut whole = Buf::new(bytes_len(len));
         let mut at = 0;
         for extent in extents {

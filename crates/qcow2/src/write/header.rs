@@ -4,7 +4,7 @@
 use super::Writer;
 use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
 use crate::write::pages::Stage;
-use mica_block::{Result, read_exact, write_all};
+use mica_block::{Result, read_exact};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,9 +83,9 @@ impl Writer {
         if !mark_bitmaps_in_use(&mut directory, bitmaps.count) {
             return Ok(false);
         }
-        self.ranges.check(at, bitmaps.directory_bytes)?;
-        write_all(store, directory, at).await?;
-        store.sync().await?;
+        self.metadata.ranges.check(at, bitmaps.directory_bytes)?;
+        self.metadata.write_through(directory, at).await?;
+        self.metadata.sync().await?;
         Ok(true)
     }
 
@@ -118,7 +118,7 @@ impl Writer {
                 field.copy_from_slice(&bytes);
             })
             .await?;
-        write_all(&*self.metadata.store, Buf::from_slice(&bytes), at).await?;
-        self.metadata.store.sync().await
+        self.metadata.write_through(Buf::from_slice(&bytes), at).await?;
+        self.metadata.sync().await
     }
 }

@@ -5,7 +5,7 @@ use super::pages::Stage;
 use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
-use mica_block::{Error, ErrorKind, Result, read_exact};
+use mica_block::{Error, ErrorKind, Result, Space, read_exact};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
@@ -87,6 +87,7 @@ impl Writer {
             if let Some(table) = entry.decode(self.l2.cluster_bits)?
                 && entry.copied()
             {
+                self.metadata.ranges.check_table(table)?;
                 return Ok(table);
             }
             let Some(_claim) = self.tables.claim_or_wait(index).await else { continue };
@@ -101,6 +102,9 @@ impl Writer {
     async fn make_table(&self, index: u64, old: L1Entry) -> Result<HostOffset> {
         let bits = self.l2.cluster_bits;
         let shared = old.decode(bits)?;
+        if let Some(shared) = shared {
+            self.metadata.ranges.check_table(shared)?;
+        }
         let len = usize::try_from(bits.bytes()).expect("2 MiB");
         let content = match shared {
             None => None,
@@ -108,16 +112,26 @@ impl Writer {
         };
         let reserved = self.space.reserve(1).await?;
         let table = HostOffset::new(reserved.first << bits.bits());
-        if let Err(error) = self.ranges.check(table, bits.bytes()) {
+        if let Err(error) = self.metadata.ranges.check(table, bits.bytes()) {
             return Err(self.note_corruption(error).await);
+        }
+        // So that a full device is told to this request, and not to a flush of all.
+        match self.metadata.store.space(Space::Allocate, table, bits.bytes()).await {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                self.space.give_back(reserved);
+                return Err(error);
+            }
+            // Where the file system cannot do it in advance, the flush will.
+            _ => {}
         }
         let at = self.l1_entry_at(index);
         let is_plain = reserved.blank && content.is_none();
         let link = |pages: &mut super::pages::PageState| {
-            pages.put_cluster(table, bits.bytes(), content.as_deref(), !is_plain);
+            // First the entry: a dirty page stays when others come.
             let entry = L1Entry::encode(table, true).0.to_be_bytes();
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
             bytes.copy_from_slice(&entry);
+            pages.put_cluster(table, bits.bytes(), content.as_deref(), !is_plain);
             let group = &mut pages.group;
             group.new_tables.insert(table);
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
@@ -127,7 +141,10 @@ impl Writer {
             self.space.give_back(reserved);
             return Err(error);
         }
-        self.ranges.add(table, bits.bytes(), "an L2 table");
+        if let Some(shared) = shared {
+            self.metadata.ranges.remove(shared);
+        }
+        self.metadata.ranges.add(table, bits.bytes(), "an L2 table");
         Ok(table)
     }
 

@@ -34,14 +34,14 @@ use crate::layer::Layer;
 use allocate::Space;
 use commit::Limbo;
 use mica_block::{
-    Error, ErrorKind, GroupSync, IoFuture, Requests, Result, Store, WriteStats, read_exact,
+    Error, ErrorKind, GroupSync, IoFuture, LocalFuture, OwnedInFlight, Requests, Result, Store,
+    WriteStats, read_exact,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
-use ranges::MetadataRanges;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 
 /// What copy-on-write and syncs have cost since the disk was opened.
 #[derive(Default)]
@@ -61,15 +61,13 @@ pub(crate) struct Writer {
     l2: L2Format,
     l1_offset: HostOffset,
     space: Space,
-    ranges: Arc<MetadataRanges>,
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
     gather: gather::Gather,
     /// L1 entries whose table is being made.
     tables: Claims,
-    requests: Requests,
+    requests: Arc<Requests>,
     flushes: GroupSync,
-    failed: OnceLock<Error>,
     header: header::InUse,
     wrote: AtomicBool,
     limbo: Mutex<Limbo>,
@@ -83,7 +81,8 @@ impl Writer {
         header: &Header,
         metadata: Arc<Metadata>,
     ) -> Result<Self> {
-        let ranges = Arc::new(MetadataRanges::default());
+        let ranges = &metadata.ranges;
+        let file_end = header.cluster_bits.clusters_for(metadata.store.len()?);
         let bits = header.cluster_bits;
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         let l1_bytes = u64::from(header.l1_entries) * 8;
@@ -98,22 +97,24 @@ impl Writer {
         for entry in l1.as_chunks().0 {
             // A malformed entry is told to who needs it.
             if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
-                ranges.add(table, bits.bytes(), "an L2 table");
+                if table.bytes() >> bits.bits() >= file_end {
+                    ranges.contest(table);
+                } else {
+                    ranges.add(table, bits.bytes(), "an L2 table");
+                }
             }
         }
-        let space = Space::open(&metadata, Arc::clone(&ranges), header).await?;
+        let space = Space::open(&metadata, header).await?;
         Ok(Self {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
             l1_offset: header.l1_offset,
             space,
-            ranges,
             clusters: Claims::default(),
             gather: gather::Gather::default(),
             tables: Claims::default(),
-            requests: Requests::default(),
+            requests: Arc::default(),
             flushes: GroupSync::new(),
-            failed: OnceLock::new(),
             header: header::InUse::new(header),
             wrote: AtomicBool::new(false),
             limbo: Mutex::default(),
@@ -141,12 +142,13 @@ impl Writer {
     /// Writes over what is at `host` already.
     #[inline]
     pub(crate) fn write_in_place(&self, buf: Buf, host: HostOffset) -> IoFuture {
-        self.data.write_at(buf, host)
+        // Whatever becomes of who asked: what is there now gives way to nothing else before.
+        self.data.write_at(buf, host).hold(self.requests.enter_owned())
     }
 
     /// Whether writes may still be acknowledged.
     pub(crate) fn check_usable(&self) -> Result<()> {
-        match self.failed.get() {
+        match self.metadata.failure() {
             None => Ok(()),
             Some(error) => {
                 let context = "the disk takes no more writes after an error";
@@ -157,15 +159,13 @@ impl Writer {
 
     /// Nothing is acknowledged from now on (I4).
     fn fail(&self, error: &Error) {
-        if self.failed.set(error.clone()).is_ok() {
-            tracing::error!(%error, "the disk takes no more writes");
-        }
+        self.metadata.fail(error);
     }
 
     /// Remembers `error` where the image contradicts itself: in the image too, so that nobody
     /// writes to it before it was repaired.
     async fn note_corruption(&self, error: Error) -> Error {
-        if error.kind() == ErrorKind::Corrupt && self.failed.get().is_none() {
+        if error.kind() == ErrorKind::Corrupt && self.metadata.failure().is_none() {
             self.fail(&error);
             if let Err(error) = self.mark_corrupt().await {
                 tracing::error!(%error, "the image could not be marked as corrupt");
@@ -175,7 +175,39 @@ impl Writer {
     }
 }
 
+/// Work that must not be left half-way. If it is, because the executor ended under it, nobody knows
+/// what it has done: nothing is acknowledged any more.
+struct MustEnd {
+    chain: Chain,
+    ended: bool,
+    _under_way: Option<OwnedInFlight>,
+}
+
+impl Drop for MustEnd {
+    fn drop(&mut self) {
+        if let (false, Some(writer)) = (self.ended, &self.chain.writer) {
+            writer.fail(&Error::new(ErrorKind::Io, "a request was given up half-way"));
+        }
+    }
+}
+
 impl Chain {
+    /// Does `work` in a task of its own: a client that goes away does not leave it half-way.
+    pub(crate) fn to_its_end<T: 'static>(
+        &self,
+        work: impl AsyncFnOnce(Chain) -> T + 'static,
+    ) -> LocalFuture<'static, T> {
+        let under_way = self.writer.as_ref().map(|writer| writer.requests.enter_owned());
+        let must_end = MustEnd { chain: self.clone(), ended: false, _under_way: under_way };
+        Box::pin(mica_rt::spawn_joined(async move {
+            // All of it: a capture of its parts would not be what is dropped at the end.
+            let mut must_end = must_end;
+            let output = work(must_end.chain.clone()).await;
+            must_end.ended = true;
+            output
+        }))
+    }
+
     /// The state of writing.
     fn writer(&self) -> Result<&Writer> {
         self.writer
@@ -187,7 +219,7 @@ impl Chain {
     #[inline]
     pub(crate) fn in_place(&self, at: GuestOffset, len: u64) -> Option<(&Writer, HostOffset)> {
         let writer = self.writer.as_ref()?;
-        if !writer.header.is_marked() || writer.failed.get().is_some() {
+        if !writer.header.is_marked() || writer.metadata.failure().is_some() {
             return None;
         }
         let active = self.layers.last()?.number;

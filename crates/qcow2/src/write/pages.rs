@@ -12,11 +12,13 @@
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
 //!   before any page of the group that is late.
 
-use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store, read_exact};
+use super::ranges::MetadataRanges;
+use mica_block::{Error, IoFuture, LocalFuture, Result, Run, Space, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Largest page.
 const PAGE_BITS_MAX: u32 = 12;
@@ -36,7 +38,7 @@ struct Page {
     bytes: Box<[u8]>,
     dirty: Option<Stage>,
     writing: bool,
-    used: bool,
+    used: Cell<bool>,
 }
 
 /// Copies of dirty pages, joined where they are neighbours, by stage.
@@ -77,6 +79,8 @@ pub(crate) struct Group {
 /// The metadata of one image.
 pub(crate) struct Metadata {
     pub(crate) store: Arc<dyn Store>,
+    pub(crate) ranges: MetadataRanges,
+    failed: OnceLock<Error>,
     state: Mutex<PageState>,
 }
 
@@ -91,7 +95,61 @@ impl Metadata {
             late: BTreeSet::new(),
             group: Group { number: 1, ..Group::default() },
         };
-        Arc::new(Self { store, state: Mutex::new(state) })
+        let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
+        Arc::new(Self { store, ranges, failed, state: Mutex::new(state) })
+    }
+
+    /// Why nothing is written any more, if that is so.
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.failed.get()
+    }
+
+    /// Nothing is acknowledged from now on.
+    pub(crate) fn fail(&self, error: &Error) {
+        if self.failed.set(error.clone()).is_ok() {
+            tracing::error!(%error, "the disk takes no more writes");
+        }
+    }
+
+    /// Makes durable what was written. The kernel tells a failure once, to whoever asks first: so
+    /// everybody asks here, and after one failure nothing is acknowledged any more.
+    pub(crate) async fn sync(&self) -> Result<()> {
+        let synced = self.store.sync().await.map_err(|error| error.wrap(self.store.name()));
+        if let Err(error) = &synced {
+            self.fail(error);
+        }
+        synced
+    }
+
+    /// Writes what must not be known half-way: a failure ends the writing.
+    pub(crate) async fn write_through(&self, bytes: Buf, at: HostOffset) -> Result<()> {
+        let written = write_all(&*self.store, bytes, at).await;
+        if let Err(error) = &written {
+            self.fail(error);
+        }
+        written
+    }
+
+    /// Keeps the pages of a range from being evicted while the file is read under them.
+    fn pin(self: &Arc<Self>, at: HostOffset, len: u64) -> Pinned {
+        let mut state = self.lock();
+        let first = state.page_of(at);
+        let pages: Vec<_> = (first..at.bytes() + len).step_by(1 << state.bits).collect();
+        for page in &pages {
+            *state.loading.entry(*page).or_default() += 1;
+        }
+        drop(state);
+        Pinned { metadata: Arc::clone(self), pages }
+    }
+
+    fn unpin(&self, page: u64) {
+        let mut state = self.lock();
+        if let Some(count) = state.loading.get_mut(&page) {
+            *count -= 1;
+            if *count == 0 {
+                state.loading.remove(&page);
+            }
+        }
     }
 
     /// The pages. Never held across I/O.
@@ -112,8 +170,8 @@ impl Metadata {
     fn start_loading(&self, at: HostOffset) -> Option<Loading<'_>> {
         let mut state = self.lock();
         let page = state.page_of(at);
-        if let Some(page) = state.pages.get_mut(&page) {
-            page.used = true;
+        if let Some(page) = state.pages.get(&page) {
+            page.used.set(true);
             return None;
         }
         *state.loading.entry(page).or_default() += 1;
@@ -157,12 +215,20 @@ struct Loading<'a> {
 
 impl Drop for Loading<'_> {
     fn drop(&mut self) {
-        let mut state = self.metadata.lock();
-        if let Some(count) = state.loading.get_mut(&self.page) {
-            *count -= 1;
-            if *count == 0 {
-                state.loading.remove(&self.page);
-            }
+        self.metadata.unpin(self.page);
+    }
+}
+
+/// Pages that are not evicted until this is dropped.
+struct Pinned {
+    metadata: Arc<Metadata>,
+    pages: Vec<u64>,
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        for page in &self.pages {
+            self.metadata.unpin(*page);
         }
     }
 }
@@ -185,7 +251,9 @@ impl PageState {
     pub(crate) fn get(&self, at: HostOffset, len: usize) -> Option<&[u8]> {
         let page = self.page_of(at);
         let within = usize::try_from(at.bytes() - page).expect("within a page");
-        Some(&self.pages.get(&page)?.bytes[within..within + len])
+        let page = self.pages.get(&page)?;
+        page.used.set(true);
+        Some(&page.bytes[within..within + len])
     }
 
     /// The same to change, which makes the page dirty. A page that is dirty early stays so: its
@@ -199,7 +267,7 @@ impl PageState {
         let number = self.page_of(at);
         let within = usize::try_from(at.bytes() - number).expect("within a page");
         let page = self.pages.get_mut(&number)?;
-        page.used = true;
+        page.used.set(true);
         if page.dirty.is_none() {
             page.dirty = Some(stage);
             match stage {
@@ -228,7 +296,7 @@ impl PageState {
             };
             self.forget_dirty(number);
             let stage = dirty.then_some(Stage::Early);
-            let page = Page { bytes: content, dirty: stage, writing: false, used: true };
+            let page = Page { bytes: content, dirty: stage, writing: false, used: Cell::new(true) };
             if self.pages.insert(number, page).is_none() {
                 self.order.push_back(number);
             }
@@ -257,7 +325,7 @@ impl PageState {
         if self.pages.contains_key(&number) {
             return;
         }
-        let page = Page { bytes: bytes.into(), dirty: None, writing: false, used: true };
+        let page = Page { bytes: bytes.into(), dirty: None, writing: false, used: Cell::new(true) };
         self.pages.insert(number, page);
         self.order.push_back(number);
         self.evict();
@@ -272,7 +340,7 @@ impl PageState {
             let Some(number) = self.order.pop_front() else { return };
             let Some(page) = self.pages.get_mut(&number) else { continue };
             let pinned = page.dirty.is_some() || page.writing || self.loading.contains_key(&number);
-            if pinned || std::mem::take(&mut page.used) {
+            if pinned || page.used.take() {
                 self.order.push_back(number);
             } else {
                 self.pages.remove(&number);
@@ -360,7 +428,9 @@ impl Store for MetadataStore {
             return mica_block::ready(Ok(()), buf);
         }
         let metadata = Arc::clone(&self.0);
+        let pinned = metadata.pin(offset, buf.len() as u64);
         IoFuture::boxed(async move {
+            let _pinned = pinned;
             let (result, mut buf) = metadata.store.read_at(buf, offset).await;
             Self::overlay(&metadata, &mut buf, offset);
             (result, buf)

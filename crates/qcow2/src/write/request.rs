@@ -273,7 +273,7 @@ impl Writer {
             let (now, rest) = wanting.split_at(taken);
             for (index, cluster) in now.iter().zip(reserved.first..) {
                 let host = HostOffset::new(cluster << self.l2.cluster_bits.bits());
-                self.ranges.check(host, self.l2.cluster_bits.bytes())?;
+                self.metadata.ranges.check(host, self.l2.cluster_bits.bytes())?;
                 let plan = &mut plans[*index];
                 (plan.host, plan.blank, plan.group) = (host, reserved.blank, reserved.group);
             }
@@ -305,12 +305,12 @@ impl Writer {
             L2Entry::Data(host) => (Some(host), all, 0),
             L2Entry::Subclusters { host, allocated, zero } => (host, allocated, zero),
             L2Entry::Compressed(compressed) => {
-                let freed = self.compressed_clusters(&compressed);
+                let freed = self.compressed_clusters(&compressed)?;
                 return Ok(Before { host: None, owned: 0, zero: 0, moved: all, freed });
             }
         };
         if let Some(host) = host {
-            self.ranges.check(host, bits.bytes())?;
+            self.metadata.ranges.check(host, bits.bytes())?;
         }
         match host {
             Some(host) if !entry.raw.copied() => {
@@ -322,10 +322,14 @@ impl Writer {
     }
 
     /// The host clusters that a compressed cluster touches.
-    pub(super) fn compressed_clusters(&self, compressed: &CompressedCluster) -> Vec<u64> {
+    pub(super) fn compressed_clusters(&self, compressed: &CompressedCluster) -> Result<Vec<u64>> {
         let bits = self.l2.cluster_bits.bits();
         let start = compressed.host.bytes();
-        (start >> bits..=(start + compressed.len_max.max(1) - 1) >> bits).collect()
+        let clusters = start >> bits..=(start + compressed.len_max.max(1) - 1) >> bits;
+        for cluster in clusters.clone() {
+            self.metadata.ranges.check(HostOffset::new(cluster << bits), 1 << bits)?;
+        }
+        Ok(clusters.collect())
     }
 
     /// The change that links what was written; none where the entry says it already.

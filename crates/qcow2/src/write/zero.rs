@@ -215,12 +215,12 @@ impl Writer {
                 if units != all {
                     return Ok(Emptied::NotByEntry);
                 }
-                let freed = self.compressed_clusters(&compressed);
+                let freed = self.compressed_clusters(&compressed)?;
                 return Ok(changed(entry, self.zero_entry(), self.units(), freed));
             }
         };
         if let Some(host) = host {
-            self.ranges.check(host, bits.bytes())?;
+            self.metadata.ranges.check(host, bits.bytes())?;
         }
         let (allocated, zero) = (allocated & !units, zero | units);
         let keeps = host.filter(|_| allocated != 0 || !(wish.may_unmap() || !entry.raw.copied()));

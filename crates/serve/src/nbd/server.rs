@@ -232,6 +232,10 @@ fn start_queue(
                 let left = queue.active.load(Ordering::Relaxed);
                 tracing::warn!(left, "connections are dropped with requests in flight");
             }
+            // Work that a client left behind still has to end on this executor.
+            for export in &common.exports {
+                let _ = timeout(common.limits.drain_deadline, export.disk.idle()).await;
+            }
         });
     };
     let thread = std::thread::Builder::new()

@@ -58,7 +58,7 @@ fn missing_syncs_are_noticed() {
 
 /// A client that goes away drops its requests, wherever they are.
 #[test]
-#[ignore = "the engine gives space back while what was given up is still being written"]
+
 fn requests_that_are_given_up_harm_nobody() {
     scenario(100, |world| async move { crash(&world, 10).await });
 }
