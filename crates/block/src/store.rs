@@ -156,7 +156,6 @@ impl IoFuture {
     }
 
     /// Drops `guard` when the I/O is done, not before: also if this future is dropped earlier.
-    #[must_use]
     pub fn hold(mut self, guard: impl Any) -> Self {
         match &mut self {
             Self::File(FileRead { op, .. }) | Self::Write(FileWrite { op, .. }) => {

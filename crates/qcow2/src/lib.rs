@@ -23,8 +23,8 @@ mod preallocated;
 pub mod recover;
 pub mod resize;
 pub mod snapshots;
-pub mod writer;
 mod write;
+pub mod writer;
 
 pub use chain::{
     CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,

@@ -2,8 +2,8 @@
 //!
 //! Words: a **version** of a sector is what one request made of it. A request is **sure** when it
 //! was acknowledged and says what the sector is from then on: writes and zeroes are, a discard
-//! never is, nor is a request that failed. A version is **gone** since the moment from which no read may
-//! show it any more.
+//! never is, nor is a request that failed. A version is **gone** since the moment from which no
+//! read may show it any more.
 //!
 //! Rules
 //! - R1 A version is gone when a sure request is acknowledged that started after the version's own

@@ -24,10 +24,10 @@ mod refcount;
 mod snapshot;
 mod table;
 
+pub(crate) use bitmap::mark_bitmaps_in_use;
 pub use bitmap::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, decode_bitmap_directory,
 };
-pub(crate) use bitmap::mark_bitmaps_in_use;
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
 pub use header::{

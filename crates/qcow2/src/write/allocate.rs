@@ -11,7 +11,8 @@
 //!   was counted is.
 //! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond all
 //!   that the file had when it was opened, and was never given out before.
-//! - I4 A counted cluster lies within the file: the file is made longer before the count is, so that
+//! - I4 A counted cluster lies within the file: the file is made longer before the count is, so
+//!   that
 //!   a link that a power cut leaves never names a place beyond the end.
 //! - I5 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
 

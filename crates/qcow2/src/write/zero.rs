@@ -223,7 +223,7 @@ impl Writer {
             self.metadata.ranges.check(host, bits.bytes())?;
         }
         let (allocated, zero) = (allocated & !units, zero | units);
-        let keeps = host.filter(|_| allocated != 0 || !(wish.may_unmap() || !entry.raw.copied()));
+        let keeps = host.filter(|_| allocated != 0 || !wish.may_unmap() && entry.raw.copied());
         let freed = match (host, keeps) {
             (Some(host), None) => vec![host.bytes() >> bits.bits()],
             _ => Vec::new(),
