@@ -92,12 +92,15 @@ pub(crate) fn plan(spec: &ChainSpec, cluster_bits: ClusterBits) -> ChainPlan {
         .map(LayerShape::allocation_bytes)
         .min()
         .unwrap_or(UNIT_BYTES_MIN);
+    let unit_bits = ClusterBits::new(UNIT_BYTES_MIN.trailing_zeros());
+    let cluster_bits = unit_bits.map_or(cluster_bits, |unit_bits| unit_bits.max(cluster_bits));
+    let has_raw = shapes.iter().any(|shape| matches!(shape.kind, LayerKind::Raw));
     let unit_bytes = match spec.features.has(Feature::Lengths) {
         true => UNIT_BYTES_MIN,
+        // A raw layer holds plan clusters, however large those of the layers above are.
+        false if has_raw => smallest.min(cluster_bits.bytes()).max(UNIT_BYTES_MIN),
         false => smallest.max(UNIT_BYTES_MIN),
     };
-    let smallest = ClusterBits::new(UNIT_BYTES_MIN.trailing_zeros());
-    let cluster_bits = smallest.map_or(cluster_bits, |smallest| smallest.max(cluster_bits));
     ChainPlan { held: assign(spec, cluster_bits), shapes, unit_bytes, cluster_bits }
 }
 
