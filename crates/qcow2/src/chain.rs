@@ -88,7 +88,7 @@ pub struct ChainState {
     pub(crate) len: u64,
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
-    decoded: Arc<DecodedClusters>,
+    pub(crate) decoded: Arc<DecodedClusters>,
     pub(crate) writer: Option<Writer>,
 }
 
@@ -272,18 +272,12 @@ impl Disk for Chain {
                 let decoded = Arc::clone(&self.decoded);
                 let (start, chain) = (extent.start, self.clone());
                 IoFuture::boxed(async move {
-                    let (result, mut buf) = layer.read_deferred(start, buf, &decoded).await;
-                    if result.is_ok() || layer.metadata.is_none() {
-                        return (result, buf);
-                    }
-                    // Perhaps we changed the cluster since it was planned.
-                    match Box::pin(chain.read_changed(start, buf.len() as u64)).await {
-                        Ok(Some(visible)) => {
-                            buf.copy_from_slice(&visible);
-                            (Ok(()), buf)
+                    let (result, buf) = layer.read_deferred(start, buf, &decoded).await;
+                    match result {
+                        Err(_) if layer.metadata.is_some() => {
+                            Box::pin(chain.read_again(&layer, start, buf)).await
                         }
-                        Ok(None) => (result, buf),
-                        Err(error) => (Err(error), buf),
+                        result => (result, buf),
                     }
                 })
             }

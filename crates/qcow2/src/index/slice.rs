@@ -168,6 +168,11 @@ impl Runs {
         self.runs.push(run);
     }
 
+    /// Whether the layer's own entries have to be asked for a part of it.
+    pub(crate) fn any_deferred(&self) -> bool {
+        self.runs.iter().any(|run| run.entry.kind() == EntryKind::Deferred)
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }

@@ -8,14 +8,20 @@ use super::Writer;
 use super::gather::Guest;
 use super::request::ClusterPlan;
 use crate::chain::Chain;
+use crate::layer::Layer;
 use mica_block::{Detail, Disk, Extent, ExtentKind, Result};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// What of the guest is written without a copy, if it is at least this long. Less is copied
 /// together with what is filled beside it, which saves a write.
 const GUEST_ALONE_BYTES: u64 = 64 << 10;
+
+/// How often, and for how long each time, a reader waits until a link is published.
+const PUBLISH_WAITS_MAX: u32 = 10_000;
+const PUBLISH_WAIT: Duration = Duration::from_millis(1);
 
 /// Where bytes come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -204,13 +210,50 @@ impl Chain {
         self.read_extents(self.extents_at(start, len).await?).await
     }
 
-    /// The same where a planned cluster turned out to be encoded no more; nothing if it still is.
-    pub(crate) async fn read_changed(&self, start: GuestOffset, len: u64) -> Result<Option<Buf>> {
-        let extents = self.extents_at(start, len).await?;
-        if extents.iter().any(|extent| extent.kind == ExtentKind::Encoded) {
-            return Ok(None);
+    /// Reads what was planned as encoded in `layer`, which is written, and failed to be read so:
+    /// some of its clusters were overwritten or discarded since.
+    pub(crate) async fn read_again(
+        &self,
+        layer: &Layer,
+        start: GuestOffset,
+        mut buf: Buf,
+    ) -> (Result<()>, Buf) {
+        let cluster_bytes =
+            layer.tables.as_ref().map_or(SECTOR_BYTES, |tables| tables.l2.cluster_bits.bytes());
+        let mut done = 0;
+        while done < buf.len() {
+            let at = GuestOffset::new(start.bytes() + done as u64);
+            let left = cluster_bytes - at.bytes() % cluster_bytes;
+            let count = bytes_len(left).min(buf.len() - done);
+            let part = GuestRange::new(at, count as u64).expect("a part of the disk");
+            match self.read_cluster_again(layer, part).await {
+                Ok(visible) => buf[done..done + count].copy_from_slice(&visible),
+                Err(error) => return (Err(error), buf),
+            }
+            done += count;
         }
-        self.read_extents(extents).await.map(Some)
+        (Ok(()), buf)
+    }
+
+    /// The same for a part of one cluster. Between a link and its publication the plan is older
+    /// than the entry; then both are asked again until they agree.
+    async fn read_cluster_again(&self, layer: &Layer, part: GuestRange) -> Result<Buf> {
+        let mut waits = 0;
+        loop {
+            let extents = self.extents_at(part.start(), part.len()).await?;
+            if extents.iter().all(|extent| extent.kind != ExtentKind::Encoded) {
+                return self.read_extents(extents).await;
+            }
+            let buf = Buf::new(bytes_len(part.len()));
+            let (result, buf) = layer.read_deferred(part.start(), buf, &self.decoded).await;
+            let Err(error) = result else { return Ok(buf) };
+            let is_planned_so = layer.own_runs(part).await?.any_deferred();
+            if is_planned_so || waits == PUBLISH_WAITS_MAX {
+                return Err(error);
+            }
+            mica_rt::sleep(PUBLISH_WAIT).await;
+            waits += 1;
+        }
     }
 
     async fn extents_at(&self, start: GuestOffset, len: u64) -> Result<Vec<Extent>> {
