@@ -2,9 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 
-mod backends;
 mod common;
 mod drop;
+mod ends;
+mod reads;
 mod refused;
 mod simulated;
+mod streams;
+mod tasks;
 mod writes;
