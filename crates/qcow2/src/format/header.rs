@@ -4,21 +4,20 @@
 
 mod encode;
 mod features;
+mod frame;
 
 pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};
 
-use super::extension::{self, BitmapsExtension, Extension, FeatureKind, FeatureName, Walk};
+use super::extension::{self, BitmapsExtension, Extension, FeatureName, Walk};
 use super::refcount::RefcountWidth;
 use super::snapshot::SNAPSHOT_COUNT_MAX;
 use super::table::L2Format;
-use super::{Compression, corrupt, unsupported, until_nul};
-use features::{COMPRESSION, INCOMPATIBLE_KNOWN};
+use super::{Compression, corrupt, until_nul};
+use frame::{Frame, RAW_BYTES};
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use zerocopy::big_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
 
 /// A first read of this many bytes has all that [`Header::decode`] needs of nearly every image;
 /// [`Header::bytes_needed`] tells when it does not.
@@ -28,47 +27,10 @@ pub const L1_BYTES_MAX: u64 = 32 << 20;
 /// Largest refcount table.
 pub const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 
-const MAGIC: u32 = 0x5146_49fb;
-const V2_BYTES: usize = 72;
-const V3_BYTES_MIN: usize = 104;
-const COMPRESSION_TYPE_AT: usize = 104;
-const BACKING_NAME_BYTES_MAX: usize = 1023;
 /// QEMU keeps the name of the backing format in 16 bytes with the NUL.
 const BACKING_FORMAT_BYTES_MAX: usize = 15;
 /// Highest L1 index that QEMU counts to.
 const L1_INDEX_MAX: u64 = i32::MAX as u64;
-
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
-#[repr(C)]
-struct RawHeader {
-    magic: U32,
-    version: U32,
-    backing_name_offset: U64,
-    backing_name_len: U32,
-    cluster_bits: U32,
-    size: U64,
-    crypt_method: U32,
-    l1_entries: U32,
-    l1_offset: U64,
-    refcount_table_offset: U64,
-    refcount_table_clusters: U32,
-    snapshot_count: U32,
-    snapshots_offset: U64,
-    // From here on version 3 only.
-    incompatible: U64,
-    compatible: U64,
-    autoclear: U64,
-    refcount_order: U32,
-    header_len: U32,
-    // From here on only if the header is long enough.
-    compression_type: u8,
-    padding: [u8; 7],
-}
-
-const RAW_BYTES: usize = size_of::<RawHeader>();
-const _: () = assert!(RAW_BYTES == 112);
-const _: () = assert!(std::mem::offset_of!(RawHeader, incompatible) == V2_BYTES);
-const _: () = assert!(std::mem::offset_of!(RawHeader, compression_type) == COMPRESSION_TYPE_AT);
 
 /// The backing file as the image names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -134,18 +96,6 @@ pub struct Header {
 enum Purpose {
     Serve,
     Check,
-}
-
-/// Fixed fields that say where the rest of the header is.
-struct Frame {
-    raw: RawHeader,
-    version: Version,
-    cluster_bits: ClusterBits,
-    header_len: usize,
-    /// Start of the backing file's name, 0 if there is none.
-    backing_at: usize,
-    backing_len: usize,
-    extensions_end: usize,
 }
 
 impl Header {
@@ -382,171 +332,6 @@ impl Header {
     /// L1 entries that a disk of this size needs; behind them QEMU keeps the state of machines.
     pub fn l1_entries_needed(&self) -> u64 {
         self.size.div_ceil(1 << self.l2_format().table_bits())
-    }
-}
-
-impl Frame {
-    fn decode(first_bytes: &[u8]) -> Result<Self> {
-        // A shorter file reads as zeros beyond its end.
-        let mut fixed = [0; RAW_BYTES];
-        for (to, from) in fixed.iter_mut().zip(first_bytes) {
-            *to = *from;
-        }
-        let raw: RawHeader = zerocopy::transmute!(fixed);
-        if raw.magic.get() != MAGIC {
-            return Err(corrupt(format!(
-                "not a qcow2 image: it starts with {:#010x} instead of {MAGIC:#010x} (QFI\\xfb)",
-                raw.magic.get()
-            )));
-        }
-        let version = Version::from_number(raw.version.get())?;
-        let cluster_bits = ClusterBits::new(raw.cluster_bits.get()).ok_or_else(|| {
-            corrupt(format!(
-                "cluster size 2^{} (header byte 20) is not supported: 2^{} to 2^{} are",
-                raw.cluster_bits.get(),
-                ClusterBits::MIN,
-                ClusterBits::MAX
-            ))
-        })?;
-        // At most 2^21, as cluster_bits is checked.
-        let cluster_bytes = 1_usize << cluster_bits.bits();
-        let header_len = match version {
-            Version::V2 => V2_BYTES,
-            Version::V3 => raw.header_len.get() as usize,
-        };
-        if version == Version::V3 && !(V3_BYTES_MIN..=cluster_bytes).contains(&header_len) {
-            return Err(corrupt(format!(
-                "header length {header_len} (header byte 100) must lie between {V3_BYTES_MIN} and \
-                 the cluster size {cluster_bytes}"
-            )));
-        }
-        let backing_offset = raw.backing_name_offset.get();
-        let backing_at = usize::try_from(backing_offset)
-            .ok()
-            .filter(|&at| at <= cluster_bytes)
-            .ok_or_else(|| {
-                corrupt(format!(
-                    "the backing file's name at {backing_offset:#x} (header byte 8) must stand in \
-                     the first {cluster_bytes} bytes"
-                ))
-            })?;
-        let backing_len = raw.backing_name_len.get() as usize;
-        if backing_at != 0 && backing_len > BACKING_NAME_BYTES_MAX.min(cluster_bytes - backing_at) {
-            return Err(corrupt(format!(
-                "backing file name too long: {backing_len} bytes (header byte 16) at {backing_at}; \
-                 at most {BACKING_NAME_BYTES_MAX}, inside the first {cluster_bytes} bytes"
-            )));
-        }
-        let extensions_end = if backing_at == 0 { cluster_bytes } else { backing_at };
-        let frame = Self {
-            raw,
-            version,
-            cluster_bits,
-            header_len,
-            backing_at,
-            backing_len,
-            extensions_end,
-        };
-        Ok(frame.without_v3_fields())
-    }
-
-    /// In version 2 other things stand where version 3 has its fields.
-    fn without_v3_fields(mut self) -> Self {
-        if self.version == Version::V2 {
-            self.raw.incompatible = 0.into();
-            self.raw.compatible = 0.into();
-            self.raw.autoclear = 0.into();
-            self.raw.refcount_order = RefcountWidth::DEFAULT.order().into();
-        }
-        if self.header_len <= COMPRESSION_TYPE_AT {
-            self.raw.compression_type = 0;
-        }
-        self
-    }
-
-    fn compression(&self) -> Result<Compression> {
-        let compression = match self.raw.compression_type {
-            0 => Compression::Deflate,
-            1 => Compression::Zstd,
-            other => {
-                return Err(unsupported(format!(
-                    "compression type {other} (header byte {COMPRESSION_TYPE_AT}) is unknown"
-                )));
-            }
-        };
-        let flagged = self.raw.incompatible.get() & COMPRESSION != 0;
-        if flagged == (compression == Compression::Deflate) {
-            return Err(corrupt(format!(
-                "compression type {} (header byte {COMPRESSION_TYPE_AT}) and incompatible bit 3 \
-                 contradict each other",
-                self.raw.compression_type
-            )));
-        }
-        Ok(compression)
-    }
-
-    fn incompatible(&self, bytes: &[u8]) -> Result<Incompatible> {
-        let bits = self.raw.incompatible.get();
-        let unknown = bits & !INCOMPATIBLE_KNOWN;
-        if unknown == 0 {
-            return Ok(Incompatible::decode(bits));
-        }
-        let mut names = Vec::new();
-        let mut walk = Walk::new(bytes, self.header_len, self.extensions_end);
-        // A broken extension ends the search for names; the image is refused anyway.
-        while let Ok(Some(step)) = walk.next() {
-            if step.magic == extension::FEATURE_NAMES {
-                names = FeatureName::decode_table(&step.data);
-            }
-        }
-        let list: Vec<_> = (0..64)
-            .filter(|bit| unknown & (1 << bit) != 0)
-            .map(|bit: u8| {
-                let named = names
-                    .iter()
-                    .find(|name| name.kind == FeatureKind::Incompatible && name.bit == bit);
-                match named {
-                    Some(name) => format!("{:?} (bit {bit})", name.name),
-                    None => format!("bit {bit}"),
-                }
-            })
-            .collect();
-        Err(unsupported(format!(
-            "the image needs features that mica does not know: incompatible {}",
-            list.join(", ")
-        )))
-    }
-
-    fn refcount_width(&self) -> Result<RefcountWidth> {
-        let order = self.raw.refcount_order.get();
-        RefcountWidth::from_order(order).ok_or_else(|| {
-            corrupt(format!(
-                "refcounts of 2^{order} bits (header byte 96) are too wide: at most 64 bits"
-            ))
-        })
-    }
-
-    fn encryption(&self) -> Result<Encryption> {
-        match self.raw.crypt_method.get() {
-            0 => Ok(Encryption::None),
-            1 => Ok(Encryption::Aes),
-            2 => Ok(Encryption::Luks { header: None }),
-            other => {
-                Err(unsupported(format!("encryption method {other} (header byte 32) is unknown")))
-            }
-        }
-    }
-
-    fn backing(&self, bytes: &[u8], format: Option<String>) -> Result<Option<BackingName>> {
-        if self.backing_at == 0 {
-            return Ok(None);
-        }
-        let there = bytes.get(self.backing_at..).unwrap_or_default();
-        let name = until_nul(there.get(..self.backing_len).unwrap_or(there));
-        if name.is_empty() {
-            return Ok(None);
-        }
-        Ok(Some(BackingName { name: OsStr::from_bytes(name).to_owned(), format }))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The header as bytes again.
 
-use super::{Autoclear, Compatible, Encryption, Incompatible, Version};
-use super::{BACKING_NAME_BYTES_MAX, Header, MAGIC, RAW_BYTES, RawHeader, V2_BYTES};
+use super::frame::{BACKING_NAME_BYTES_MAX, MAGIC, RAW_BYTES, RawHeader, V2_BYTES};
+use super::{Autoclear, Compatible, Encryption, Header, Incompatible, Version};
 use crate::format::Compression;
 use crate::format::extension::{self, FeatureName};
 use crate::format::refcount::RefcountWidth;
