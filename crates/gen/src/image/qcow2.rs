@@ -10,8 +10,7 @@ use crate::sink::Sink;
 use crate::spec::DataMode;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::format::{
-    Autoclear, BackingName, Compatible, CompressedCluster, Compression, Encryption, FeatureName,
-    Header, Incompatible, L1Entry, L2Entry, SUBCLUSTER_COUNT, Version,
+    Autoclear, BackingName, CompressedCluster, Header, L1Entry, L2Entry, SUBCLUSTER_COUNT,
 };
 use mica_qcow2::writer::{CompressionLevel, Compressor, refcount_area};
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
@@ -65,39 +64,19 @@ fn header(image: &Image<'_>, shape: &Qcow2Shape, layout: &Layout) -> Result<Vec<
             .map_err(|_| Error::new(ErrorKind::Limit, format!("{count} does not fit the header")))
     };
     Header {
-        version: shape.l2.version,
-        cluster_bits: shape.l2.cluster_bits,
         size: image.shape.len,
         l1_entries: narrow(layout.l1_entries as u64)?,
         l1_offset: HostOffset::new(layout.l1),
         refcount_table_offset: HostOffset::new(layout.refcount_table),
         refcount_table_clusters: narrow(layout.refcount_table_clusters)?,
         refcount_width: shape.refcount,
-        snapshot_count: 0,
-        snapshots_offset: HostOffset::ZERO,
-        incompatible: Incompatible {
-            external_data_file: shape.l2.data_file,
-            compression: shape.compression != Compression::Deflate,
-            extended_l2: shape.l2.extended,
-            ..Incompatible::default()
-        },
-        compatible: Compatible::default(),
         autoclear: Autoclear {
             raw_external: shape.data_file == DataFile::ExternalRaw,
             ..Autoclear::default()
         },
-        compression: shape.compression,
-        encryption: Encryption::None,
         backing,
         data_file_name: data_file.map(Into::into),
-        bitmaps: None,
-        stale_bitmaps: false,
-        feature_names: match shape.l2.version {
-            Version::V2 => Vec::new(),
-            Version::V3 => FeatureName::known(),
-        },
-        unknown_extensions: Vec::new(),
-        unknown_tail: Vec::new(),
+        ..Header::new(shape.l2, shape.compression)
     }
     .encode()
 }

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::format::{
-    Compression, Incompatible, L1Entry, L2Entry, RefcountTableEntry, RefcountWidth, Version,
+    Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
 };
 use mica_block::{IoFuture, Run, RunKind};
 use mica_units::ClusterBits;
@@ -47,29 +47,20 @@ impl Image {
     /// Two clusters of data at guest clusters 0 and 1; nothing is wrong.
     fn new() -> Self {
         let at = |cluster: u64| HostOffset::new(cluster * CLUSTER as u64);
-        let header = Header {
-            version: Version::V3,
+        let l2 = L2Format {
             cluster_bits: ClusterBits::new(16).expect("valid"),
+            version: Version::V3,
+            extended: false,
+            data_file: false,
+        };
+        let header = Header {
             size: 64 << 20,
             l1_entries: 1,
             l1_offset: at(3),
             refcount_table_offset: at(1),
             refcount_table_clusters: 1,
-            refcount_width: RefcountWidth::DEFAULT,
-            snapshot_count: 0,
-            snapshots_offset: HostOffset::ZERO,
-            incompatible: Incompatible::default(),
-            compatible: Default::default(),
-            autoclear: Default::default(),
-            compression: Compression::Deflate,
-            encryption: Encryption::None,
-            backing: None,
-            data_file_name: None,
-            bitmaps: None,
-            stale_bitmaps: false,
             feature_names: Vec::new(),
-            unknown_extensions: Vec::new(),
-            unknown_tail: Vec::new(),
+            ..Header::new(l2, Compression::Deflate)
         };
         let mut image = Self { header, bytes: vec![0; 7 * CLUSTER] };
         image.put(CLUSTER, RefcountTableEntry::encode(at(2)).0);

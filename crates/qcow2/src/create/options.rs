@@ -1,8 +1,8 @@
 //! What a new image is to be like: the wish of a user, checked, becomes a plan.
 
 use crate::format::{
-    Autoclear, BackingName, Compatible, Compression, Encryption, FeatureName, Header, Incompatible,
-    L1_BYTES_MAX, L1Entry, L2Format, RefcountWidth, Version,
+    Autoclear, BackingName, Compatible, Compression, Header, L1_BYTES_MAX, L1Entry, L2Format,
+    RefcountWidth, Version,
 };
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
@@ -277,36 +277,17 @@ impl ImagePlan {
     /// The header of an image with its tables at `places`.
     pub fn header(&self, places: TablePlaces) -> Header {
         Header {
-            version: self.l2.version,
-            cluster_bits: self.l2.cluster_bits,
             size: self.size,
             l1_entries: places.l1_entries,
             l1_offset: places.l1,
             refcount_table_offset: places.refcount_table,
             refcount_table_clusters: places.refcount_table_clusters,
             refcount_width: self.refcount_width,
-            snapshot_count: 0,
-            snapshots_offset: HostOffset::ZERO,
-            incompatible: Incompatible {
-                external_data_file: self.l2.data_file,
-                compression: self.compression != Compression::Deflate,
-                extended_l2: self.l2.extended,
-                ..Incompatible::default()
-            },
             compatible: Compatible { lazy_refcounts: self.lazy_refcounts, unknown: 0 },
             autoclear: Autoclear { raw_external: self.has_raw_data_file(), ..Autoclear::default() },
-            compression: self.compression,
-            encryption: Encryption::None,
             backing: self.backing.clone(),
             data_file_name: self.data_file.as_ref().map(|file| file.name.clone()),
-            bitmaps: None,
-            stale_bitmaps: false,
-            feature_names: match self.l2.version {
-                Version::V2 => Vec::new(),
-                Version::V3 => FeatureName::known(),
-            },
-            unknown_extensions: Vec::new(),
-            unknown_tail: Vec::new(),
+            ..Header::new(self.l2, self.compression)
         }
     }
 }

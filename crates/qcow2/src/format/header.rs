@@ -99,6 +99,43 @@ enum Purpose {
 }
 
 impl Header {
+    /// A header that says how clusters and entries look, and nothing else: no disk, no tables, no
+    /// names but those of the feature bits.
+    pub fn new(l2: L2Format, compression: Compression) -> Self {
+        Self {
+            version: l2.version,
+            cluster_bits: l2.cluster_bits,
+            size: 0,
+            l1_entries: 0,
+            l1_offset: HostOffset::ZERO,
+            refcount_table_offset: HostOffset::ZERO,
+            refcount_table_clusters: 0,
+            refcount_width: RefcountWidth::DEFAULT,
+            snapshot_count: 0,
+            snapshots_offset: HostOffset::ZERO,
+            incompatible: Incompatible {
+                external_data_file: l2.data_file,
+                compression: compression != Compression::Deflate,
+                extended_l2: l2.extended,
+                ..Incompatible::default()
+            },
+            compatible: Compatible::default(),
+            autoclear: Autoclear::default(),
+            compression,
+            encryption: Encryption::None,
+            backing: None,
+            data_file_name: None,
+            bitmaps: None,
+            stale_bitmaps: false,
+            feature_names: match l2.version {
+                Version::V2 => Vec::new(),
+                Version::V3 => FeatureName::known(),
+            },
+            unknown_extensions: Vec::new(),
+            unknown_tail: Vec::new(),
+        }
+    }
+
     /// Decodes the header of a file of `file_len` bytes that begins with `first_bytes`, at least
     /// [`Self::bytes_needed`] of them unless the file ends before.
     ///

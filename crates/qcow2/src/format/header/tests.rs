@@ -6,29 +6,19 @@ use proptest::prelude::*;
 const FILE_LEN: u64 = 1 << 20;
 
 fn header() -> Header {
-    Header {
-        version: Version::V3,
+    let l2 = L2Format {
         cluster_bits: ClusterBits::new(16).expect("valid"),
+        version: Version::V3,
+        extended: false,
+        data_file: false,
+    };
+    Header {
         size: 1 << 30,
         l1_entries: 2,
         l1_offset: HostOffset::new(0x30000),
         refcount_table_offset: HostOffset::new(0x10000),
         refcount_table_clusters: 1,
-        refcount_width: RefcountWidth::DEFAULT,
-        snapshot_count: 0,
-        snapshots_offset: HostOffset::ZERO,
-        incompatible: Incompatible::default(),
-        compatible: Compatible::default(),
-        autoclear: Autoclear::default(),
-        compression: Compression::Deflate,
-        encryption: Encryption::None,
-        backing: None,
-        data_file_name: None,
-        bitmaps: None,
-        stale_bitmaps: false,
-        feature_names: FeatureName::known(),
-        unknown_extensions: Vec::new(),
-        unknown_tail: Vec::new(),
+        ..Header::new(l2, Compression::Deflate)
     }
 }
 

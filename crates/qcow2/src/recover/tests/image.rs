@@ -2,8 +2,8 @@
 
 use super::store::index;
 use crate::format::{
-    Compression, Header, Incompatible, L1Entry, L2Entry, RawL2Entry, RefcountTableEntry,
-    RefcountWidth, SnapshotEntry, Version,
+    Compression, Header, L1Entry, L2Entry, L2Format, RawL2Entry, RefcountTableEntry, RefcountWidth,
+    SnapshotEntry, Version,
 };
 use mica_units::{ClusterBits, HostOffset};
 
@@ -44,9 +44,13 @@ impl Image {
         let l1_at = blocks_at + blocks;
         let (l2_at, data_at) = (l1_at + 3, l1_at + 4);
         let at = |cluster: u64| HostOffset::new(cluster << shape.cluster_bits);
-        let header = Header {
-            version: Version::V3,
+        let l2 = L2Format {
             cluster_bits: bits,
+            version: Version::V3,
+            extended: shape.extended,
+            data_file: false,
+        };
+        let header = Header {
             size: shape.data << shape.cluster_bits,
             l1_entries: 1,
             l1_offset: at(l1_at),
@@ -55,18 +59,8 @@ impl Image {
             refcount_width: width,
             snapshot_count: u32::from(shared),
             snapshots_offset: if shared { at(l1_at + 2) } else { HostOffset::ZERO },
-            incompatible: Incompatible { extended_l2: shape.extended, ..Default::default() },
-            compatible: Default::default(),
-            autoclear: Default::default(),
-            compression: Compression::Deflate,
-            encryption: crate::format::Encryption::None,
-            backing: None,
-            data_file_name: None,
-            bitmaps: None,
-            stale_bitmaps: false,
             feature_names: Vec::new(),
-            unknown_extensions: Vec::new(),
-            unknown_tail: Vec::new(),
+            ..Header::new(l2, Compression::Deflate)
         };
         let clusters = data_at + shape.data;
         let bytes = vec![0; index(clusters << shape.cluster_bits)];
