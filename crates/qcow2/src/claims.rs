@@ -53,7 +53,10 @@ impl Claims {
             match held.get_mut(&key) {
                 Some(waiters) if !waited => {
                     waited = true;
-                    waiters.push(context.waker().clone());
+                    // Who was woken by something else and tries again is there already.
+                    if !waiters.iter().any(|waiter| waiter.will_wake(context.waker())) {
+                        waiters.push(context.waker().clone());
+                    }
                     Poll::Pending
                 }
                 // Woken: the claim ended. Whoever still has something to do tries.

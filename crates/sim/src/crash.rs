@@ -175,7 +175,12 @@ impl<'a> Crashes<'a> {
         self.world.inject_change(fault);
         let all = async {
             let Ok(disk) = self.open(Mode::Write).await else { return 1 };
-            let guest = Guest::new(self.world, disk, &self.model, Errors::Expected);
+            // What a failed sync has lost is lost, whatever its reason.
+            let errors = match (fault.operation, fault.errno) {
+                (Operation::Write, crate::ENOSPC) => Errors::ForLackOfSpace,
+                _ => Errors::Expected,
+            };
+            let guest = Guest::new(self.world, disk, &self.model, errors);
             work(&guest).await;
             // It counts as the guest's own.
             drop(guest.close().await);
@@ -184,8 +189,12 @@ impl<'a> Crashes<'a> {
         let failed = mica_rt::timeout(PATIENCE, all).await.expect("the guest is served");
         let struck = self.world.heal_changes();
         assert!(struck || failed == 0, "nothing struck, but {failed} requests failed");
-        // What only gives space back may fail in silence.
-        let matters = matches!(fault.operation, Operation::Write | Operation::Sync);
+        // What only gives space back, or one try at what is not needed yet, may fail in silence.
+        let matters = match fault.operation {
+            Operation::Sync => true,
+            Operation::Write => fault.lasting,
+            _ => false,
+        };
         assert!(failed > 0 || !struck || !matters, "nobody was told that {fault:?} struck");
         match loss {
             Some(loss) => self.world.cut_power(loss),

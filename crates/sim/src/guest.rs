@@ -32,6 +32,8 @@ pub enum Errors {
     Unexpected,
     /// They may, and what was acknowledged counts all the same.
     Expected,
+    /// They may for lack of space, which may come back: then the disk goes on.
+    ForLackOfSpace,
 }
 
 /// A guest on one opening of a disk.
@@ -41,7 +43,7 @@ pub struct Guest {
     model: Rc<RefCell<ModelDisk>>,
     errors: Errors,
     failed: Cell<u64>,
-    /// A flush has failed: none may succeed, and no write either.
+    /// A flush has failed, and for good: none may succeed, and no write either.
     latched: Cell<bool>,
     cuts: u64,
     /// Requests that were given up: they may still happen.
@@ -320,7 +322,10 @@ impl Guest {
             Ok(()) => assert!(!was_latched, "a flush succeeds after one failed"),
             Err(error) => {
                 self.fail(Request::Flush, error);
-                self.latched.set(true);
+                let is_full = error.kind() == mica_block::ErrorKind::NoSpace;
+                if !(is_full && self.errors == Errors::ForLackOfSpace) {
+                    self.latched.set(true);
+                }
             }
         }
         self.world.trace(|| format!("guest: {ticket:?} ends: {result:?}"));

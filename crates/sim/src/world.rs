@@ -12,7 +12,7 @@ mod fault;
 mod file;
 mod store;
 
-pub use fault::{ChangeFault, Operation, PowerCut};
+pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
 
 use fault::Changes;
 use file::{SharedFile, SimFile};

@@ -12,6 +12,9 @@
 //! What a group takes is copied: changes that come meanwhile belong to the next one, so that a
 //! link never becomes durable with a group whose data it does not belong to.
 //!
+//! A group whose pages find no space in the file system is put back, to be tried again with the
+//! next one; any other failure ends the writing.
+//!
 //! Freed clusters leave limbo when every request that was under way after the group was durable is
 //! done.
 
@@ -45,7 +48,10 @@ impl Writer {
     async fn commit(&self) -> Result<()> {
         self.check_usable()?;
         let committed = self.commit_group().await;
-        if let Err(error) = &committed {
+        // Where space is all that was missing, the group was put back, and the next flush tries.
+        if let Err(error) = &committed
+            && error.kind() != ErrorKind::NoSpace
+        {
             self.fail(error);
         }
         committed
@@ -53,34 +59,37 @@ impl Writer {
 
     async fn commit_group(&self) -> Result<()> {
         self.release_drained().await?;
-        let (mut dirty, number, in_two_steps, freed) = {
-            let mut pages = self.metadata.lock();
-            let dirty = pages.take_dirty();
-            let group = &mut pages.group;
-            let number = group.number;
-            group.number += 1;
-            group.new_tables.clear();
-            let in_two_steps = std::mem::take(&mut group.in_two_steps);
-            (dirty, number, in_two_steps, std::mem::take(&mut group.freed))
-        };
-        let (early, late) = (std::mem::take(&mut dirty.early), std::mem::take(&mut dirty.late));
+        let (mut dirty, taken) = self.metadata.lock().take_group();
+        let number = taken.number;
+        let early = std::mem::take(&mut dirty.early);
+        let late = std::mem::take(&mut dirty.late);
         let has_metadata = !early.is_empty() || !late.is_empty();
-        if in_two_steps && !late.is_empty() {
-            self.write_pages(early).await?;
+        let in_two_steps = taken.in_two_steps && !late.is_empty();
+        if let Err(error) = self.write_pages(early).await {
+            self.metadata.lock().put_back(&dirty, taken);
+            return Err(error);
+        }
+        if in_two_steps {
             self.sync(true).await?;
             self.metadata.lock().group.durable = number;
-            self.write_pages(late).await?;
-            self.sync_metadata().await?;
-        } else {
-            self.write_pages(early).await?;
-            self.write_pages(late).await?;
-            self.sync(has_metadata).await?;
+        }
+        if let Err(error) = self.write_pages(late).await {
+            // Some links may be in the file. What they need must be durable before others come.
+            if !in_two_steps {
+                self.sync(true).await?;
+            }
+            self.metadata.lock().put_back_links(&dirty, taken);
+            return Err(error);
+        }
+        match in_two_steps {
+            true => self.sync_metadata().await?,
+            false => self.sync(has_metadata).await?,
         }
         self.end_group(&dirty, number);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
-        if !freed.is_empty() {
+        if !taken.freed.is_empty() {
             let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
-            limbo.waiting.extend(freed);
+            limbo.waiting.extend(taken.freed);
         }
         Ok(())
     }
@@ -96,10 +105,12 @@ impl Writer {
         self.counters.metadata_bytes.fetch_add(bytes, Ordering::Relaxed);
         let store = &*self.metadata.store;
         let writes: Vec<_> = pages.into_iter().map(|(at, buf)| store.write_at(buf, at)).collect();
-        for (result, _) in mica_rt::join_all(writes).await {
-            result.map_err(|error| error.wrap(store.name()))?;
-        }
-        Ok(())
+        let results = mica_rt::join_all(writes).await.into_iter().map(|(result, _)| result);
+        let error = results.filter_map(Result::err).reduce(|one, other| {
+            // Only if all that is missing is space may it be tried again.
+            if one.kind() == ErrorKind::NoSpace { other } else { one }
+        });
+        error.map_or(Ok(()), |error| Err(error.wrap(store.name())))
     }
 
     /// Syncs the guest's data, and the metadata where there is some.
@@ -109,6 +120,9 @@ impl Writer {
         }
         self.counters.syncs.fetch_add(1, Ordering::Relaxed);
         let data = self.data.sync().await.map_err(|error| error.wrap(self.data.name()));
+        if let Err(error) = &data {
+            self.fail(error);
+        }
         match has_metadata {
             true => data.and(self.sync_metadata().await),
             false => data,

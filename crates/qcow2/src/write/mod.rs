@@ -12,8 +12,8 @@
 //!   the cluster is blank: a power cut then shows zeros, which is the old content.
 //! - I3 A freed cluster is given to nobody before the metadata that dropped it is durable, and
 //!   every request that may have seen it is done.
-//! - I4 After a failed write of metadata, or a failed sync, nothing is written or acknowledged any
-//!   more.
+//! - I4 After a failed sync, or a write of metadata that failed for another reason than a lack of
+//!   space, nothing is written or acknowledged any more.
 //! - I5 What a write did is seen by every read that starts after it was acknowledged.
 
 pub(crate) mod allocate;

@@ -46,7 +46,8 @@ struct Page {
 pub(crate) struct Dirty {
     pub(crate) early: Vec<(HostOffset, Buf)>,
     pub(crate) late: Vec<(HostOffset, Buf)>,
-    pages: Vec<u64>,
+    early_pages: BTreeSet<u64>,
+    late_pages: BTreeSet<u64>,
 }
 
 /// The pages in memory, and what a group consists of besides.
@@ -353,13 +354,62 @@ impl PageState {
         self.early.len() + self.late.len()
     }
 
+    /// Takes the group, and begins the next one.
+    pub(crate) fn take_group(&mut self) -> (Dirty, Group) {
+        let next = Group {
+            number: self.group.number + 1,
+            durable: self.group.durable,
+            ..Group::default()
+        };
+        let taken = std::mem::replace(&mut self.group, next);
+        (self.take_dirty(), taken)
+    }
+
     /// Copies all dirty pages, which are clean from now on, and being written until
     /// [`Self::written`].
     pub(crate) fn take_dirty(&mut self) -> Dirty {
-        let early = std::mem::take(&mut self.early);
-        let late = std::mem::take(&mut self.late);
-        let pages = early.iter().chain(&late).copied().collect();
-        Dirty { early: self.copies(&early), late: self.copies(&late), pages }
+        let early_pages = std::mem::take(&mut self.early);
+        let late_pages = std::mem::take(&mut self.late);
+        let (early, late) = (self.copies(&early_pages), self.copies(&late_pages));
+        Dirty { early, late, early_pages, late_pages }
+    }
+
+    /// Makes a group whose early pages could not all be written a part of the next one. None of its
+    /// links is in the file.
+    pub(crate) fn put_back(&mut self, dirty: &Dirty, taken: Group) {
+        self.group.new_tables.extend(taken.new_tables);
+        self.group.freed.extend(taken.freed);
+        self.group.in_two_steps = true;
+        self.mark_dirty(&dirty.early_pages, Stage::Early);
+        self.mark_dirty(&dirty.late_pages, Stage::Late);
+        self.written(dirty);
+    }
+
+    /// The same for a group whose links could not all be written, while what they need is durable.
+    pub(crate) fn put_back_links(&mut self, dirty: &Dirty, taken: Group) {
+        self.group.durable = taken.number;
+        self.group.freed.extend(taken.freed);
+        self.mark_dirty(&dirty.late_pages, Stage::Late);
+        self.written(dirty);
+    }
+
+    /// Makes pages dirty again. A page that is early stays so or becomes so: its table is not
+    /// linked yet.
+    fn mark_dirty(&mut self, numbers: &BTreeSet<u64>, stage: Stage) {
+        for number in numbers {
+            let Some(page) = self.pages.get_mut(number) else { continue };
+            if page.dirty == Some(Stage::Early) {
+                continue;
+            }
+            page.dirty = Some(stage);
+            match stage {
+                Stage::Early => {
+                    self.late.remove(number);
+                    self.early.insert(*number)
+                }
+                Stage::Late => self.late.insert(*number),
+            };
+        }
     }
 
     fn copies(&mut self, numbers: &BTreeSet<u64>) -> Vec<(HostOffset, Buf)> {
@@ -384,7 +434,7 @@ impl PageState {
 
     /// The pages that `dirty` was copied from are in the file.
     pub(crate) fn written(&mut self, dirty: &Dirty) {
-        for number in &dirty.pages {
+        for number in dirty.early_pages.iter().chain(&dirty.late_pages) {
             if let Some(page) = self.pages.get_mut(number) {
                 page.writing = false;
             }

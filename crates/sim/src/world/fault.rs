@@ -38,6 +38,9 @@ pub struct ChangeFault {
     pub errno: i32,
 }
 
+/// The error number of a full device.
+pub const ENOSPC: i32 = 28;
+
 /// What is known of changes in a world.
 #[derive(Default)]
 pub(super) struct Changes {

@@ -1,11 +1,12 @@
 //! The first, the second, the third operation fails, until a run does not get that far.
 
 use crate::chain::{ChainSubject, Shape};
-use mica_sim::crash::{Crashes, loss_at_random};
-use mica_sim::{ChangeFault, Load, Operation, World, scenario};
+use mica_sim::crash::{Crashes, Mode, Subject, loss_at_random};
+use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, Operation, World, scenario};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 const EIO: i32 = 5;
-const ENOSPC: i32 = 28;
 const EOPNOTSUPP: i32 = 95;
 
 /// Fails one operation after the other of the same work on the same chain.
@@ -56,5 +57,48 @@ fn every_failing_change_of_space_is_survived() {
 fn every_failing_change_of_length_is_survived() {
     scenario(16, |world| async move {
         fail_each(&world, Operation::SetLen, [EIO, ENOSPC]).await;
+    });
+}
+
+/// A file system that is full for one operation, whichever: the flush that tells of it is tried
+/// again and makes all durable.
+async fn be_full_once(world: &World, nth: u64, shape: &Shape) -> bool {
+    let subject = ChainSubject { shape: shape.clone() };
+    shape.put_in(world);
+    let model = Rc::new(RefCell::new(shape.model()));
+    let disk = subject.open(world, Mode::Write).await.expect("it opens");
+    let guest = Guest::new(world, disk, &model, Errors::ForLackOfSpace);
+    let load = Load { tasks: 3, requests: 6, sectors_max: 64, flush_one_in: 5, give_up_one_in: 0 };
+    // The header says from here on that the image is in use.
+    guest.run(&load).await;
+    world.inject_change(ChangeFault {
+        operation: Operation::Write,
+        nth,
+        lasting: false,
+        errno: ENOSPC,
+    });
+    guest.run(&load).await;
+    if guest.flush().await.is_err() {
+        guest.flush().await.expect("there is space again");
+    }
+    let struck = world.heal_changes();
+    guest.run(&load).await;
+    guest.close().await.expect("there is space");
+    assert!(struck || guest.failed() == 0, "nothing struck");
+    let leaks = subject.check(world).await.expect("sound");
+    assert_eq!(leaks, 0, "a lack of space leaks nothing");
+    let disk = subject.open(world, Mode::Read).await.expect("it opens again");
+    Guest::new(world, disk, &model, Errors::Unexpected).read_all().await;
+    struck
+}
+
+#[test]
+fn a_disk_goes_on_when_there_is_space_again() {
+    scenario(16, |world| async move {
+        let shape = Shape::random(&world);
+        let mut nth = 1;
+        while be_full_once(&World::new(world.seed()), nth, &shape).await {
+            nth += 1;
+        }
     });
 }
