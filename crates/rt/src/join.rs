@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -16,12 +17,12 @@ pub fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> JoinAll<F> {
 /// output to who still waits. Only the end of the executor drops it earlier.
 ///
 /// # Panics
-/// Outside an executor.
+/// Outside an executor. A panic of `future` goes on in who waits for it, and ends nothing else.
 pub fn spawn_joined<T: 'static>(future: impl Future<Output = T> + 'static) -> SpawnJoined<T> {
     let shared = Rc::new(RefCell::new((None, None::<Waker>)));
     let of_task = Rc::clone(&shared);
     crate::spawn(async move {
-        let output = future.await;
+        let output = catch_panic(future).await;
         let waker = {
             let mut shared = of_task.borrow_mut();
             shared.0 = Some(output);
@@ -37,7 +38,7 @@ pub fn spawn_joined<T: 'static>(future: impl Future<Output = T> + 'static) -> Sp
 /// The future of [`spawn_joined`].
 #[must_use]
 pub struct SpawnJoined<T> {
-    shared: Rc<RefCell<(Option<T>, Option<Waker>)>>,
+    shared: Rc<RefCell<(Option<Caught<T>>, Option<Waker>)>>,
 }
 
 impl<T> Future for SpawnJoined<T> {
@@ -46,13 +47,31 @@ impl<T> Future for SpawnJoined<T> {
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
         let mut shared = self.shared.borrow_mut();
         match shared.0.take() {
-            Some(output) => Poll::Ready(output),
+            Some(Ok(output)) => Poll::Ready(output),
+            Some(Err(panic)) => {
+                drop(shared);
+                resume_unwind(panic)
+            }
             None => {
                 shared.1 = Some(context.waker().clone());
                 Poll::Pending
             }
         }
     }
+}
+
+/// What a future gave, or what it panicked with.
+type Caught<T> = std::thread::Result<T>;
+
+/// Makes a panic of `future` an outcome. What panicked is dropped and never polled again, so its
+/// state, which may be half changed, is never looked at.
+pub async fn catch_panic<T>(future: impl Future<Output = T>) -> Caught<T> {
+    let mut future = Box::pin(future);
+    std::future::poll_fn(move |context| {
+        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
+        polled.map_or_else(|panic| Poll::Ready(Err(panic)), |poll| poll.map(Ok))
+    })
+    .await
 }
 
 /// The future of [`join_all`].

@@ -22,7 +22,7 @@ pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf};
 pub use executor::{Executor, Handle, spawn, yield_now};
 pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
-pub use join::{JoinAll, SpawnJoined, join_all, spawn_joined};
+pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};
 pub use net::{MemoryStream, Socket, Stream};
 pub use op::{Op, SimWork};
 pub use rustix::fs::FallocateFlags;

@@ -1,7 +1,10 @@
 //! Each backend runs tasks the same: time, fairness, work and wake-ups from other threads.
 
 use crate::common::{Group, file_of, on_each_backend, pattern, real_backends};
-use mica_rt::{Access, Buf, Executor, now, read_at, sleep, spawn, timeout, yield_now};
+use mica_rt::{
+    Access, Buf, Executor, catch_panic, now, read_at, sleep, spawn, spawn_joined, timeout,
+    yield_now,
+};
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -163,4 +166,22 @@ fn wake_ups_across_threads_are_never_lost() {
             thread.join().unwrap();
         }
     }
+}
+
+/// What panics in a task of its own ends who waits for it, and neither others nor the executor.
+#[test]
+fn a_panic_of_a_joined_task_goes_on_in_who_waits() {
+    on_each_backend(|| async {
+        let fails = || {
+            spawn_joined(async {
+                sleep(Duration::from_millis(1)).await;
+                panic!("this panic is part of the test");
+            })
+        };
+        // Nobody waits for this one.
+        drop(fails());
+        let waited = catch_panic(async { fails().await }).await;
+        assert!(waited.is_err_and(|panic| panic.is::<&str>()));
+        assert_eq!(spawn_joined(async { 3 }).await, 3);
+    });
 }

@@ -10,10 +10,9 @@ use super::stats::QueueStats;
 use mica_block::Disk;
 use mica_rt::{Elapsed, Stream, timeout};
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 /// What the connections of a queue have in common.
 pub(super) struct Common {
@@ -48,7 +47,7 @@ pub(super) async fn serve(stream: Stream, common: Arc<Common>, queue: Arc<QueueS
         let queue = Arc::clone(&queue);
         async move { serve_inner(&stream, &common, &queue.stats).await }
     };
-    if CaughtPanic(Some(Box::pin(body))).await.is_err() {
+    if mica_rt::catch_panic(body).await.is_err() {
         stats.panics.add(1);
         tracing::error!("a connection ended by a failure in the server");
     }
@@ -99,26 +98,4 @@ pub(super) async fn unless_stopped<F: Future>(stop: &Arc<Signal>, future: F) -> 
         future.as_mut().poll(context).map(Some)
     })
     .await
-}
-
-/// The future panicked.
-struct Panicked;
-
-/// A future whose panic is an outcome. What panicked is dropped and never polled again, so its
-/// state, which may be half changed, is never looked at.
-struct CaughtPanic<F>(Option<Pin<Box<F>>>);
-
-impl<F: Future> Future for CaughtPanic<F> {
-    type Output = Result<F::Output, Panicked>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(future) = &mut self.0 else { return Poll::Ready(Err(Panicked)) };
-        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
-            Ok(poll) => poll.map(Ok),
-            Err(_) => {
-                self.0 = None;
-                Poll::Ready(Err(Panicked))
-            }
-        }
-    }
 }
