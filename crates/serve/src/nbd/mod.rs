@@ -31,7 +31,7 @@ mod write;
 #[cfg(any(test, feature = "fuzzing"))]
 mod hostile;
 #[cfg(any(test, feature = "fuzzing"))]
-#[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
+#[cfg_attr(not(test), expect(dead_code, unused_imports, reason = "the tests use all of it"))]
 mod testing;
 
 #[cfg(any(test, feature = "fuzzing"))]

@@ -1,6 +1,6 @@
 //! A disk in memory that is written, and that tells what was asked of it.
 
-use super::{Gauge, Held};
+use super::gauge::{Gauge, Held};
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, InFlight, IoFuture, LocalFuture,
     Planned, Requests, Result, Writing, Zeroes, ready,

@@ -3,26 +3,19 @@ use crate::nbd::limits::BUDGET_BYTES;
 use crate::nbd::protocol::{command, command_flag};
 use crate::nbd::server::Discard;
 use crate::nbd::testing::{
-    Client, Event, MemoryDisk, Reply, World, info_data, request, simulated_memory,
+    Client, EINVAL, EIO, ENOSPC, ENOTSUP, EPERM, Event, MIB, MemoryDisk, Reply, World, info_data,
+    request, simulated_memory,
 };
 use mica_rt::sleep;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-const MIB: u64 = 1 << 20;
-
 const READ: u16 = command::READ;
 const WRITE: u16 = command::WRITE;
 const TRIM: u16 = command::TRIM;
 const ZEROES: u16 = command::WRITE_ZEROES;
 const FLUSH: u16 = command::FLUSH;
-
-const EPERM: u32 = 1;
-const EIO: u32 = 5;
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
-const ENOTSUP: u32 = 95;
 
 fn small() -> MemoryDisk {
     MemoryDisk::new(8 * MIB)
