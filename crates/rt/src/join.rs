@@ -35,10 +35,13 @@ pub fn spawn_joined<T: 'static>(future: impl Future<Output = T> + 'static) -> Sp
     SpawnJoined { shared }
 }
 
+/// What a task of its own gave, if it has ended, and who waits for it.
+type Shared<T> = (Option<Caught<T>>, Option<Waker>);
+
 /// The future of [`spawn_joined`].
 #[must_use]
 pub struct SpawnJoined<T> {
-    shared: Rc<RefCell<(Option<Caught<T>>, Option<Waker>)>>,
+    shared: Rc<RefCell<Shared<T>>>,
 }
 
 impl<T> Future for SpawnJoined<T> {

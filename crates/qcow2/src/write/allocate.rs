@@ -16,11 +16,12 @@
 //!   a link that a power cut leaves never names a place beyond the end.
 //! - I5 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
 
+mod growth;
+
 use super::pages::{Metadata, PageState, Stage};
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
-use mica_block::{Error, ErrorKind, Result, read_exact, write_all};
-use mica_rt::Buf;
+use mica_block::{Error, ErrorKind, Result, read_exact};
 use mica_units::{ClusterBits, HostOffset};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,8 +32,6 @@ const AHEAD_CLUSTERS_MIN: u64 = 16;
 const AHEAD_CLUSTERS_MAX: u64 = 256;
 /// The highest address that an entry can name, and one.
 const HOST_END: u64 = 1 << 56;
-/// Where the refcount table's place stands in the header: offset, then clusters.
-const HEADER_TABLE_AT: u64 = 48;
 
 /// Clusters that nobody uses and that are counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -374,169 +373,5 @@ impl Space {
             }
             return Ok(());
         }
-    }
-
-    /// Makes the refcount block of a region that has none, in the region itself. Durable, as far
-    /// as the block goes, before the table names it.
-    async fn make_block(&self, region: u64) -> Result<()> {
-        let region_bits = self.width.block_entries_bits(self.bits);
-        let cluster = {
-            let mut state = self.lock();
-            let cluster = state.cursor.max(region << region_bits);
-            state.blank_from = state.blank_from.max(cluster + 1);
-            cluster
-        };
-        let host = HostOffset::new(cluster << self.bits.bits());
-        self.metadata.ranges.check(host, self.bits.bytes())?;
-        let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
-        let mut block = Buf::zeroed(len);
-        let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
-        self.width.set(&mut block, index, 1).expect("one fits");
-        self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), false);
-        let written = write_all(&*self.metadata.store, block, host).await;
-        let written = match written {
-            Ok(()) => self.metadata.sync().await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = written {
-            self.metadata.lock().drop_cluster(host, self.bits.bytes());
-            return Err(error);
-        }
-        let entry = RefcountTableEntry::encode(host).0;
-        let table_offset = self.lock().table_offset;
-        let at = HostOffset::new(table_offset.bytes() + region * 8);
-        self.metadata
-            .change(at, |pages| {
-                let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
-                bytes.copy_from_slice(&entry.to_be_bytes());
-            })
-            .await?;
-        self.metadata.ranges.add(host, self.bits.bytes(), "a refcount block");
-        self.lock().table[usize::try_from(region).expect("within the table")] = entry;
-        Ok(())
-    }
-
-    /// Gives the image a refcount table that is twice as long, beyond all that is used. The new
-    /// table and the blocks that count it are durable before the header names it.
-    async fn grow_table(&self) -> Result<()> {
-        let (old_table, old_offset, start) = {
-            let state = self.lock();
-            let covered = (state.table.len() as u64) << self.width.block_entries_bits(self.bits);
-            (state.table.clone(), state.table_offset, state.blank_from.max(covered))
-        };
-        let plan = GrownTable::plan(self, &old_table, start)?;
-        write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
-        self.metadata.sync().await?;
-        let mut field = Buf::zeroed(12);
-        field[..8].copy_from_slice(&plan.table_at(self).bytes().to_be_bytes());
-        let clusters = u32::try_from(plan.table_clusters).expect("8 MiB at most");
-        field[8..].copy_from_slice(&clusters.to_be_bytes());
-        let at = HostOffset::new(HEADER_TABLE_AT);
-        self.metadata
-            .change(at, |pages| {
-                let bytes = pages.get_mut(at, 12, Stage::Early).expect("the page is there");
-                bytes.copy_from_slice(&field);
-            })
-            .await?;
-        self.metadata.write_through(field, at).await?;
-        self.metadata.sync().await?;
-        self.adopt_table(&plan, old_table.len() as u64 * 8, old_offset);
-        Ok(())
-    }
-
-    fn adopt_table(&self, plan: &GrownTable, old_bytes: u64, old_offset: HostOffset) {
-        let cluster_bytes = self.bits.bytes();
-        for block in 0..plan.blocks {
-            let host = HostOffset::new((plan.start + block) << self.bits.bits());
-            self.metadata.ranges.add(host, cluster_bytes, "a refcount block");
-        }
-        let bytes = plan.table_clusters * cluster_bytes;
-        self.metadata.ranges.add(plan.table_at(self), bytes, "the refcount table");
-        self.metadata.ranges.remove(old_offset);
-        let mut pages = self.metadata.lock();
-        pages.drop_cluster(old_offset, old_bytes);
-        let first = old_offset.bytes() >> self.bits.bits();
-        pages.group.freed.extend(first..first + self.bits.clusters_for(old_bytes));
-        drop(pages);
-        let mut state = self.lock();
-        state.table_offset = plan.table_at(self);
-        state.table.clone_from(&plan.table);
-        state.blank_from = state.blank_from.max(plan.end());
-    }
-}
-
-/// A longer refcount table: blocks, then the table, in one run of clusters that the blocks count.
-struct GrownTable {
-    start: u64,
-    blocks: u64,
-    table_clusters: u64,
-    table: Vec<u64>,
-}
-
-impl GrownTable {
-    /// For the table `old`, at cluster `start` or after, which is beyond what `old` covers.
-    fn plan(space: &Space, old: &[u64], start: u64) -> Result<Self> {
-        let region_bits = space.width.block_entries_bits(space.bits);
-        let cluster_entries = space.bits.bytes() / 8;
-        let region = start >> region_bits;
-        // The blocks of this plan start with a region, so that they count nothing before it.
-        let start = if old.len() as u64 > region { (region + 1) << region_bits } else { start };
-        let region = start >> region_bits;
-        let mut blocks = 1;
-        loop {
-            let wanted = (old.len() as u64 * 2).max(region + blocks + 1);
-            let table_clusters = wanted.div_ceil(cluster_entries);
-            let end = start + blocks + table_clusters;
-            let needed = ((end - 1) >> region_bits) - region + 1;
-            if needed > blocks {
-                blocks = needed;
-                continue;
-            }
-            if table_clusters * space.bits.bytes() > crate::format::REFCOUNT_TABLE_BYTES_MAX {
-                let context = "the refcount table cannot grow any more";
-                return Err(Error::new(ErrorKind::NoSpace, context));
-            }
-            let mut table = old.to_vec();
-            table.resize(usize::try_from(table_clusters * cluster_entries).expect("8 MiB"), 0);
-            for block in 0..blocks {
-                let host = HostOffset::new((start + block) << space.bits.bits());
-                let index = usize::try_from(region + block).expect("within the table");
-                table[index] = RefcountTableEntry::encode(host).0;
-            }
-            return Ok(Self { start, blocks, table_clusters, table });
-        }
-    }
-
-    fn end(&self) -> u64 {
-        self.start + self.blocks + self.table_clusters
-    }
-
-    fn at(&self, space: &Space) -> HostOffset {
-        HostOffset::new(self.start << space.bits.bits())
-    }
-
-    fn table_at(&self, space: &Space) -> HostOffset {
-        HostOffset::new((self.start + self.blocks) << space.bits.bits())
-    }
-
-    /// What stands in the run.
-    fn bytes(&self, space: &Space) -> Buf {
-        let cluster = usize::try_from(space.bits.bytes()).expect("2 MiB");
-        let clusters = usize::try_from(self.blocks + self.table_clusters).expect("few");
-        let mut bytes = Buf::zeroed(clusters * cluster);
-        let blocks_len = usize::try_from(self.blocks).expect("few") * cluster;
-        let (blocks, table) = bytes.split_at_mut(blocks_len);
-        let entries = space.width.block_entries(space.bits);
-        let region_start = self.start / entries * entries;
-        for counted in self.start..self.end() {
-            let since = counted - region_start;
-            let block = usize::try_from(since / entries).expect("few") * cluster;
-            let index = usize::try_from(since % entries).expect("in a block");
-            space.width.set(&mut blocks[block..block + cluster], index, 1).expect("one fits");
-        }
-        for (to, entry) in table.chunks_exact_mut(8).zip(&self.table) {
-            to.copy_from_slice(&entry.to_be_bytes());
-        }
-        bytes
     }
 }

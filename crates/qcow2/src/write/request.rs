@@ -95,6 +95,19 @@ impl Chain {
             (range.start().bytes() | range.len()).is_multiple_of(SECTOR_BYTES),
             "a write of whole sectors"
         );
+        self.in_transactions(range, async |writer, part| {
+            let piece = buf.split_to(usize::try_from(part.len()).expect("a part of the buffer"));
+            self.write_part(writer, part, piece).await
+        })
+        .await
+    }
+
+    /// Has `transact` do a request to `range` in parts, a transaction each.
+    pub(super) async fn in_transactions(
+        &self,
+        range: GuestRange,
+        mut transact: impl AsyncFnMut(&Writer, GuestRange) -> Result<()>,
+    ) -> Result<()> {
         let writer = self.check_writable(range)?;
         writer.mark_in_use().await?;
         writer.wrote.store(true, Ordering::Release);
@@ -103,14 +116,13 @@ impl Chain {
         while at < end {
             let stop = writer.transaction_end(at).min(end);
             let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
-            let piece = buf.split_to(usize::try_from(stop - at).expect("a part of the buffer"));
-            let written = self.write_part(writer, part.expect("it goes on"), piece).await;
-            if let Err(error) = written {
+            if let Err(error) = transact(writer, part.expect("it goes on")).await {
                 return Err(writer.note_corruption(error).await);
             }
+            writer.flush_if_much().await?;
             at = stop;
         }
-        writer.flush_if_much().await
+        Ok(())
     }
 
     /// Writes a part of a request, together with what others write to the same cluster meanwhile.
@@ -193,7 +205,7 @@ impl Chain {
 
 impl Writer {
     /// Where the transaction that starts at `at` ends: at a cluster's end.
-    pub(super) fn transaction_end(&self, at: u64) -> u64 {
+    fn transaction_end(&self, at: u64) -> u64 {
         let bits = self.l2.cluster_bits;
         let most = CLUSTERS_MAX.min((TRANSACTION_BYTES_MAX >> bits.bits()).max(1));
         (bits.cluster_of(at) + most) << bits.bits()
@@ -204,7 +216,7 @@ impl Writer {
         self.gather.claim(&self.clusters, first, last).await
     }
 
-    pub(super) async fn flush_if_much(&self) -> Result<()> {
+    async fn flush_if_much(&self) -> Result<()> {
         if self.metadata.lock().dirty_count() > DIRTY_PAGES_MAX {
             self.flush().await
         } else {

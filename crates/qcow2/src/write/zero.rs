@@ -7,7 +7,6 @@ use crate::format::{L2Entry, Version};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
-use std::sync::atomic::Ordering;
 
 /// Zeros that are written out at a time.
 const ZEROS_BYTES_MAX: u64 = 1 << 20;
@@ -37,7 +36,7 @@ impl Chain {
             let context = "zeros would have to be written out here";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
-        self.empty_range(writer, range, Wish::Zeroes(how)).await
+        self.empty_range(range, Wish::Zeroes(how)).await
     }
 
     /// Gives back the space of the whole clusters in `range`.
@@ -55,29 +54,14 @@ impl Chain {
             end => end - bits.offset_within(end),
         };
         match GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start))) {
-            Some(whole) if !whole.is_empty() => {
-                self.empty_range(writer, whole, Wish::Discard).await
-            }
+            Some(whole) if !whole.is_empty() => self.empty_range(whole, Wish::Discard).await,
             _ => Ok(()),
         }
     }
 
-    async fn empty_range(&self, writer: &Writer, range: GuestRange, wish: Wish) -> Result<()> {
-        writer.mark_in_use().await?;
-        writer.wrote.store(true, Ordering::Release);
-        let mut at = range.start().bytes();
-        let end = range.end().bytes();
-        while at < end {
-            let stop = writer.transaction_end(at).min(end);
-            let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
-            let part = part.expect("it goes on");
-            if let Err(error) = self.empty_part(writer, part, wish).await {
-                return Err(writer.note_corruption(error).await);
-            }
-            writer.flush_if_much().await?;
-            at = stop;
-        }
-        Ok(())
+    async fn empty_range(&self, range: GuestRange, wish: Wish) -> Result<()> {
+        let empty = async |writer: &Writer, part| self.empty_part(writer, part, wish).await;
+        self.in_transactions(range, empty).await
     }
 
     async fn empty_part(&self, writer: &Writer, part: GuestRange, wish: Wish) -> Result<()> {
