@@ -6,8 +6,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 
+mod attacks;
 mod chain;
 mod exhaustive;
 mod faults;
+mod lies;
+mod plain;
 mod qemu;
 mod random;
+mod scattered;
