@@ -60,6 +60,13 @@ pub struct Extent {
 }
 
 impl Extent {
+    /// Bytes of a disk that has one layer and no file behind it.
+    #[inline]
+    pub fn unplaced(range: GuestRange, kind: ExtentKind) -> Self {
+        let (start, len) = (range.start(), range.len());
+        Self { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO }
+    }
+
     /// The guest bytes that it covers.
     ///
     /// # Panics

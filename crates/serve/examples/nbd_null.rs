@@ -7,7 +7,7 @@
 use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
 use mica_rt::{Backend, Buf};
 use mica_serve::nbd::{Discard, Export, Limits, Listener, Server, ServerConfig};
-use mica_units::{GuestRange, HostOffset, LayerNumber};
+use mica_units::GuestRange;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,8 +28,7 @@ impl Disk for Null {
         _detail: Detail,
         extents: &'a mut Vec<Extent>,
     ) -> Planned<'a> {
-        let (start, len, kind) = (range.start(), range.len(), self.kind);
-        extents.push(Extent { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO });
+        extents.push(Extent::unplaced(range, self.kind));
         Planned::Ready(Ok(()))
     }
 

@@ -7,7 +7,7 @@ use mica_block::{
     Result, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// A disk of zeros.
 pub struct NullDisk {
@@ -62,13 +62,7 @@ impl Disk for NullDisk {
             Detail::Allocation => ExtentKind::Hole,
         };
         if !range.is_empty() {
-            extents.push(Extent {
-                start: range.start(),
-                len: range.len(),
-                kind,
-                layer: LayerNumber::BASE,
-                host: HostOffset::ZERO,
-            });
+            extents.push(Extent::unplaced(range, kind));
         }
         Planned::Ready(Ok(()))
     }

@@ -247,11 +247,10 @@ fn place(
 mod tests {
     use super::*;
     use mica_block::ExtentKind;
-    use mica_units::{HostOffset, LayerNumber};
 
     fn extent(start: u64, len: u64, kind: ExtentKind) -> Extent {
-        let start = GuestOffset::new(start);
-        Extent { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO }
+        let range = GuestRange::new(GuestOffset::new(start), len).expect("small");
+        Extent::unplaced(range, kind)
     }
 
     #[test]

@@ -110,11 +110,10 @@ impl Descriptors {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mica_units::{HostOffset, LayerNumber};
 
     fn push(descriptors: &mut Descriptors, len: u64, kind: ExtentKind) -> bool {
-        let (start, host) = (GuestOffset::ZERO, HostOffset::ZERO);
-        descriptors.push(&Extent { start, len, kind, layer: LayerNumber::BASE, host })
+        let range = GuestRange::new(GuestOffset::ZERO, len).expect("fits");
+        descriptors.push(&Extent::unplaced(range, kind))
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::gauge::{Gauge, Held};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned};
 use mica_rt::{Buf, simulate, yield_now};
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use mica_units::{GuestOffset, GuestRange};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -72,13 +72,8 @@ impl PatternDisk {
         while at < range.end().bytes() {
             let run = at / RUN_BYTES;
             let end = ((run + 1) * RUN_BYTES).min(range.end().bytes());
-            let next = Extent {
-                start: GuestOffset::new(at),
-                len: end - at,
-                kind: (self.kind)(run),
-                layer: LayerNumber::BASE,
-                host: HostOffset::ZERO,
-            };
+            let part = GuestRange::new(GuestOffset::new(at), end - at).expect("in the range");
+            let next = Extent::unplaced(part, (self.kind)(run));
             match extents.last_mut() {
                 Some(last) if last.kind == next.kind => last.len += next.len,
                 _ => extents.push(next),

@@ -6,7 +6,7 @@ use mica_block::{
     Planned, Requests, Result, Writing, Zeroes, ready,
 };
 use mica_rt::{BUF_ALIGN, Buf, simulate, sleep};
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use mica_units::{GuestOffset, GuestRange};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -129,8 +129,7 @@ impl Disk for MemoryDisk {
         extents: &'a mut Vec<Extent>,
     ) -> Planned<'a> {
         assert!(!self.is_quiet(), "the request is not entered");
-        let (start, len, kind) = (range.start(), range.len(), ExtentKind::Data);
-        extents.push(Extent { start, len, kind, layer: LayerNumber::BASE, host: HostOffset::ZERO });
+        extents.push(Extent::unplaced(range, ExtentKind::Data));
         Planned::Ready(Ok(()))
     }
 
