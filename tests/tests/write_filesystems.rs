@@ -2,78 +2,18 @@
 //! programs. No mount of them is needed, so no rights either; where the system has FUSE, they are
 //! made on the served disk itself, else they are copied to it and back.
 
+use mica_tests::mounts::FuseFile;
 use mica_tests::server::Server;
-use mica_tests::{clock, command, qemu, tools};
+use mica_tests::{command, qemu, tools};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
-
-/// How long FUSE may take to come and go.
-const FUSE_LIMIT: Duration = Duration::from_secs(20);
-
-/// The disk as a file, by `nbdfuse`.
-struct DiskFile {
-    child: Child,
-    folder: PathBuf,
-}
-
-impl DiskFile {
-    /// `None` if the system has no FUSE for us.
-    fn mount(dir: &Path, uri: &str) -> Option<Self> {
-        let folder = dir.join("fuse");
-        fs::create_dir_all(&folder).expect("made");
-        let mut nbdfuse = Command::new("nbdfuse");
-        nbdfuse.arg(folder.join("disk")).arg(uri).stdin(Stdio::null()).stderr(Stdio::null());
-        let mut child = nbdfuse.spawn().expect("started");
-        let there = clock::poll(FUSE_LIMIT, Duration::from_millis(10), || {
-            match child.try_wait().expect("a child") {
-                Some(_) => Some(false),
-                None => folder.join("disk").exists().then_some(true),
-            }
-        });
-        if there == Some(true) {
-            return Some(Self { child, folder });
-        }
-        let _ = child.kill();
-        let _ = child.wait();
-        fs::remove_dir(&folder).expect("nothing is mounted there");
-        None
-    }
-
-    fn path(&self) -> PathBuf {
-        self.folder.join("disk")
-    }
-
-    fn unmount(mut self) {
-        let way = ["fusermount3", "fusermount"].into_iter().find(|program| {
-            let mut command = Command::new(program);
-            let command = command.arg("-u").arg(&self.folder).stderr(Stdio::null());
-            command.status().is_ok_and(|status| status.success())
-        });
-        if way.is_none() {
-            command::run("umount", [&self.folder]).ok();
-        }
-        assert!(command::wait(&mut self.child, FUSE_LIMIT).is_some(), "nbdfuse does not end");
-    }
-}
-
-impl Drop for DiskFile {
-    fn drop(&mut self) {
-        // After `unmount` it has ended; else a test fails, and nothing must stay mounted.
-        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
-    }
-}
+use std::process::Command;
 
 /// Serves `disk.qcow2` in `dir` and lets `work` at it as a file.
 #[track_caller]
 fn with_disk(dir: &Path, work: impl FnOnce(&Path)) {
     let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]).expect("served");
-    match DiskFile::mount(dir, &server.uri()) {
+    match FuseFile::mount(&dir.join("fuse"), &server.uri()) {
         Some(disk) => {
             work(&disk.path());
             disk.unmount();

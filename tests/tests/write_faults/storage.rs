@@ -2,10 +2,10 @@
 
 use super::image::{self, Image, make, serve, sound, sound_but_for_leaks, stop_alive};
 use mica_tests::guest::{Answer, EIO, ENOSPC, Guest};
+use mica_tests::mounts::Mount;
 use mica_tests::{command, judge, qemu, tools};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 const BLOCK: usize = 64 << 10;
 
@@ -70,36 +70,17 @@ fn a_guest_is_told_that_space_is_short_and_the_disk_goes_on() {
     }
 }
 
-/// A small file system of its own; unmounted when dropped.
-struct Small(PathBuf);
-
-impl Small {
-    fn mount(dir: &Path, size: &str) -> Option<Self> {
-        let folder = dir.join("small");
-        fs::create_dir(&folder).expect("made");
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(&folder);
-        (command::finish(&mut mount).code() == Some(0)).then_some(Self(folder))
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 #[test]
 fn a_file_system_that_is_full_harms_nothing() {
     if !image::tools_present() {
         return;
     }
     let dir = tempfile::tempdir().expect("a folder");
-    let Some(small) = Small::mount(dir.path(), "8M") else {
+    let Ok(small) = Mount::memory(&dir.path().join("small"), 8) else {
         tools::skip("mounting a tmpfs is not allowed here");
         return;
     };
-    let folder = &small.0;
+    let folder = small.folder();
     make(folder, "cluster_size=64k");
     let server = serve(folder, &[]);
     let mut guest = Guest::connect(&server).expect("served");

@@ -1,0 +1,147 @@
+//! Disks as files (FUSE) and file systems in folders. What was mounted here is unmounted when it is
+//! dropped, whatever became of the test.
+
+use crate::{clock, command};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// How long FUSE may take to come and go, and a file system to be free.
+const LIMIT: Duration = Duration::from_secs(20);
+const PAUSE: Duration = Duration::from_millis(5);
+/// Others look for a free loop device at the same time, and may be faster.
+const TRIES: u32 = 5;
+
+/// A disk that is served over NBD as a file, by `nbdfuse`.
+#[derive(Debug)]
+pub struct FuseFile {
+    child: Child,
+    folder: PathBuf,
+}
+
+impl FuseFile {
+    /// Makes the disk of `uri` a file in `folder`, which is made. `None` if the system has no FUSE
+    /// for us.
+    ///
+    /// # Panics
+    /// If `folder` cannot be made, or `nbdfuse` not be started.
+    pub fn mount(folder: &Path, uri: &str) -> Option<Self> {
+        std::fs::create_dir_all(folder).expect("made");
+        let mut nbdfuse = Command::new("nbdfuse");
+        nbdfuse.arg(folder.join("disk")).arg(uri).stdin(Stdio::null()).stderr(Stdio::null());
+        let mut child = nbdfuse.spawn().expect("started");
+        let there = clock::poll(LIMIT, PAUSE, || match child.try_wait().expect("a child") {
+            Some(_) => Some(false),
+            None => folder.join("disk").exists().then_some(true),
+        });
+        if there == Some(true) {
+            return Some(Self { child, folder: folder.to_owned() });
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+        std::fs::remove_dir(folder).expect("nothing is mounted there");
+        None
+    }
+
+    /// The file.
+    pub fn path(&self) -> PathBuf {
+        self.folder.join("disk")
+    }
+
+    /// Takes the file away; all that was written has reached the server then.
+    ///
+    /// # Panics
+    /// If it is in use.
+    pub fn unmount(mut self) {
+        let way = ["fusermount3", "fusermount"].into_iter().find(|program| {
+            let mut command = Command::new(program);
+            let command = command.arg("-u").arg(&self.folder).stderr(Stdio::null());
+            command.status().is_ok_and(|status| status.success())
+        });
+        if way.is_none() {
+            command::run("umount", [&self.folder]).ok();
+        }
+        assert!(command::wait(&mut self.child, LIMIT).is_some(), "nbdfuse does not end");
+    }
+}
+
+impl Drop for FuseFile {
+    fn drop(&mut self) {
+        // After `unmount` it has ended; else a test fails, and nothing must stay mounted.
+        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// A mounted file system.
+#[derive(Debug)]
+pub struct Mount {
+    folder: PathBuf,
+    is_mounted: bool,
+}
+
+impl Mount {
+    /// Mounts a file system of memory, of at most `mib` MiB, at `folder`, which is made.
+    ///
+    /// # Errors
+    /// If that is not allowed.
+    pub fn memory(folder: &Path, mib: u64) -> Result<Self> {
+        Self::new(&["-t", "tmpfs", "-o", &format!("size={mib}M")], Path::new("tmpfs"), folder)
+    }
+
+    /// Mounts the ext4 in file `image` at `folder`, which is made. Its loop device goes with it.
+    ///
+    /// # Errors
+    /// If that is not allowed, or the file system is broken.
+    pub fn ext4(image: &Path, folder: &Path) -> Result<Self> {
+        let mut tries = 1;
+        loop {
+            match Self::new(&["-t", "ext4", "-o", "loop,noatime"], image, folder) {
+                Err(_) if tries < TRIES => clock::sleep(PAUSE * 10),
+                result => return result,
+            }
+            tries += 1;
+        }
+    }
+
+    fn new(options: &[&str], what: &Path, folder: &Path) -> Result<Self> {
+        std::fs::create_dir_all(folder)?;
+        let mut mount = Command::new("mount");
+        let output = mount.args(options).arg(what).arg(folder).output().context("mount")?;
+        if !output.status.success() {
+            bail!("{}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Ok(Self { folder: folder.to_owned(), is_mounted: true })
+    }
+
+    /// Where it is.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Unmounts it; all that was written has reached what it lies on then.
+    ///
+    /// # Panics
+    /// If it stays in use.
+    pub fn unmount(mut self) {
+        // A ring lets go of its files a moment after its process has ended.
+        let free = clock::poll(LIMIT, PAUSE, || {
+            let output = Command::new("umount").arg(&self.folder).output();
+            output.is_ok_and(|output| output.status.success()).then_some(())
+        });
+        assert!(free.is_some(), "{} stays in use", self.folder.display());
+        self.is_mounted = false;
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if self.is_mounted {
+            let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+        }
+    }
+}
