@@ -158,12 +158,18 @@ impl Chain {
         parts: Parts,
         mut guest: Guest,
     ) -> Result<()> {
+        let reads = parts.parts.iter().filter_map(|part| match part.source {
+            Source::Visible(start) => Some(self.read_visible(start, part.len)),
+            Source::Guest | Source::Zeros => None,
+        });
+        let visible: Result<Vec<_>> = mica_rt::join_all(reads).await.into_iter().collect();
+        let mut visible = visible?.into_iter();
         let mut ready = Vec::new();
         for batch in parts.batches() {
             let host = batch[0].host;
             let bytes = match batch {
                 [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
-                batch => self.assemble(writer, batch, &mut guest).await?,
+                batch => assemble(writer, batch, &mut guest, &mut visible),
             };
             ready.push((host, bytes));
         }
@@ -175,34 +181,6 @@ impl Chain {
             result.map_err(|error| error.wrap(writer.data.name()))?;
         }
         Ok(())
-    }
-
-    /// The bytes of neighbouring parts in one buffer.
-    async fn assemble(&self, writer: &Writer, batch: &[Part], guest: &mut Guest) -> Result<Buf> {
-        let total: u64 = batch.iter().map(|part| part.len).sum();
-        let mut bytes = Buf::new(bytes_len(total));
-        let mut at = 0;
-        for part in batch {
-            let len = bytes_len(part.len);
-            let to = at..at + len;
-            at += len;
-            match part.source {
-                Source::Guest => guest.copy_to(&mut bytes[to]),
-                Source::Zeros => {
-                    bytes[to].fill(0);
-                    let written = &writer.counters.copied_written_bytes;
-                    written.fetch_add(part.len, Ordering::Relaxed);
-                }
-                Source::Visible(start) => {
-                    let visible = self.read_visible(start, part.len).await?;
-                    bytes[to].copy_from_slice(&visible);
-                    let counters = &writer.counters;
-                    counters.copied_read_bytes.fetch_add(part.len, Ordering::Relaxed);
-                    counters.copied_written_bytes.fetch_add(part.len, Ordering::Relaxed);
-                }
-            }
-        }
-        Ok(bytes)
     }
 
     /// Reads what shows at `start`.
@@ -276,6 +254,36 @@ impl Chain {
         }
         Ok(whole)
     }
+}
+
+/// The bytes of neighbouring parts in one buffer; `visible` has those that show, in order.
+fn assemble(
+    writer: &Writer,
+    batch: &[Part],
+    guest: &mut Guest,
+    visible: &mut impl Iterator<Item = Buf>,
+) -> Buf {
+    let counters = &writer.counters;
+    let total: u64 = batch.iter().map(|part| part.len).sum();
+    let mut bytes = Buf::new(bytes_len(total));
+    let mut at = 0;
+    for part in batch {
+        let len = bytes_len(part.len);
+        let to = at..at + len;
+        at += len;
+        if part.source != Source::Guest {
+            counters.copied_written_bytes.fetch_add(part.len, Ordering::Relaxed);
+        }
+        match part.source {
+            Source::Guest => guest.copy_to(&mut bytes[to]),
+            Source::Zeros => bytes[to].fill(0),
+            Source::Visible(_) => {
+                bytes[to].copy_from_slice(&visible.next().expect("each was read"));
+                counters.copied_read_bytes.fetch_add(part.len, Ordering::Relaxed);
+            }
+        }
+    }
+    bytes
 }
 
 fn bytes_len(len: u64) -> usize {
