@@ -9,11 +9,12 @@
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
-    LocalFuture, Planned, Result, RunKind, Space, Store, Writing, Zeroes,
+    LocalFuture, Planned, Result, RunKind, Space, Store, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// A raw disk.
@@ -29,6 +30,8 @@ struct Writer {
     /// Length of the store in bytes, which stays.
     store_len: u64,
     syncs: GroupSync,
+    /// Syncs so far.
+    syncs_done: AtomicU64,
     /// Why the disk is latched, if it is.
     latch: OnceLock<Error>,
 }
@@ -83,7 +86,8 @@ impl RawDisk {
     pub fn new_writable(store: Arc<dyn Store>) -> Result<Self> {
         let store_len = store.len().map_err(|error| error.wrap(store.name()))?;
         let disk = Self::new(store)?;
-        let writer = Writer { store_len, syncs: GroupSync::new(), latch: OnceLock::new() };
+        let (syncs, syncs_done, latch) = (GroupSync::new(), AtomicU64::new(0), OnceLock::new());
+        let writer = Writer { store_len, syncs, syncs_done, latch };
         Ok(Self { writer: Some(writer), ..disk })
     }
 
@@ -202,6 +206,7 @@ impl Disk for RawDisk {
             let Some(writer) = &self.writer else { return Ok(()) };
             let sync = async || {
                 writer.check_latch(&*self.store)?;
+                writer.syncs_done.fetch_add(1, Ordering::Relaxed);
                 self.store.sync().await.inspect_err(|error| {
                     // Only the first reason counts; runs follow each other, so there is one.
                     let _ = writer.latch.set(error.clone());
@@ -209,6 +214,12 @@ impl Disk for RawDisk {
             };
             writer.syncs.run(sync).await
         })
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        let syncs = self.writer.as_ref().map_or(0, |it| it.syncs_done.load(Ordering::Relaxed));
+        // Each sync makes one group durable.
+        WriteStats { syncs, groups: syncs, ..WriteStats::default() }
     }
 }
 
