@@ -8,10 +8,10 @@
 //! guest ─NBD▶ mica ▶ ext4 ▶ loop ▶ nbdfuse ─NBD▶ qemu-storage-daemon: blklogwrites ▶ disk, log
 //! ```
 //!
+//! `MICA_CUTS` says how many states of the disk are judged for each shape of image, `MICA_CUT_SEED`
 //! where the random numbers begin. A run that fails says how to repeat it. The same seed asks and
 //! cuts alike, but the kernel and the threads have no seed, so it is not the same run: one that
 //! fails therefore also leaves the disk that it judged, `crash.img`, which can be mounted again.
-//! that fails also leaves the disk that it judged, `crash.img`, which can be mounted again.
 //!
 //! The long form, with a program that was built for release, takes some minutes:
 //!
