@@ -14,17 +14,24 @@ use std::process::ExitCode;
 /// Bytes that are read or written at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Read bytes of a disk to stdout.
+// Where bytes are. (Words for rustdoc would become a verb's help.)
 #[derive(Args)]
-pub(crate) struct ReadArgs {
+struct PlaceArgs {
     #[command(flatten)]
     images: ImageArgs,
     /// The image.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// First byte (suffixes k, M, G, T).
+    /// The first byte's place on the disk (suffixes k, M, G, T).
     #[arg(value_name = "OFFSET")]
     offset: String,
+}
+
+/// Read bytes of a disk to stdout.
+#[derive(Args)]
+pub(crate) struct ReadArgs {
+    #[command(flatten)]
+    place: PlaceArgs,
     /// How many bytes.
     #[arg(value_name = "LENGTH")]
     length: String,
@@ -34,21 +41,16 @@ pub(crate) struct ReadArgs {
 #[derive(Args)]
 pub(crate) struct WriteArgs {
     #[command(flatten)]
-    images: ImageArgs,
-    /// The image.
-    #[arg(value_name = "IMAGE")]
-    image: PathBuf,
-    /// Where the first byte goes (suffixes k, M, G, T).
-    #[arg(value_name = "OFFSET")]
-    offset: String,
+    place: PlaceArgs,
 }
 
 pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
-    let offset = size_of("OFFSET", &args.offset)?;
+    let PlaceArgs { images, image, offset } = &args.place;
+    let offset = size_of("OFFSET", offset)?;
     let length = size_of("LENGTH", &args.length)?;
-    let executor = args.images.executor()?;
+    let executor = images.executor()?;
     executor.block_on(async {
-        let disk = args.images.open(&args.image, IndexUse::Read).await?.disk;
+        let disk = images.open(image, IndexUse::Read).await?.disk;
         let end = offset
             .checked_add(length)
             .filter(|end| *end <= disk.geometry().len)
@@ -66,12 +68,13 @@ pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
 }
 
 pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
-    let offset = size_of("OFFSET", &args.offset)?;
-    let executor = args.images.executor()?;
+    let PlaceArgs { images, image, offset } = &args.place;
+    let offset = size_of("OFFSET", offset)?;
+    let executor = images.executor()?;
     executor.block_on(async {
-        let images = args.images.image_options()?;
-        let (format, chain) = (args.images.format()?, args.images.chain_options(IndexUse::Read)?);
-        let disk = mica_stack::open_writable(&args.image, format, images, &chain).await?.disk;
+        let (format, chain) = (images.format()?, images.chain_options(IndexUse::Read)?);
+        let images = images.image_options()?;
+        let disk = mica_stack::open_writable(image, format, images, &chain).await?.disk;
         let written = write_all(&*disk, offset).await;
         // What was written before an error is made durable all the same.
         let closed = disk.close().await;
