@@ -73,6 +73,35 @@ pub(crate) struct OutputArgs {
     pub(crate) output: OutputFormat,
 }
 
+// What verbs have that may be told to keep silent. (Words for rustdoc would become a verb's help.)
+#[derive(Args)]
+pub(crate) struct ReportArgs {
+    /// Print only errors.
+    #[arg(short = 'q', long)]
+    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+impl ReportArgs {
+    /// How the result is printed, if it is.
+    pub(crate) fn format(&self) -> Option<OutputFormat> {
+        Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
+    }
+}
+
+// What verbs have that tell something of one disk.
+#[derive(Args)]
+pub(crate) struct SubjectArgs {
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+    #[command(flatten)]
+    pub(crate) images: ImageArgs,
+    /// The image: for a chain, its active layer.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: PathBuf,
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArgs {
     /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT on the loopback.
@@ -139,12 +168,7 @@ pub(crate) struct InfoArgs {
     #[arg(long)]
     pub(crate) backing_chain: bool,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
-    #[command(flatten)]
-    pub(crate) images: ImageArgs,
-    /// The image.
-    #[arg(value_name = "IMAGE")]
-    pub(crate) image: PathBuf,
+    pub(crate) subject: SubjectArgs,
 }
 
 #[derive(Args)]
@@ -156,21 +180,13 @@ pub(crate) struct MapArgs {
     #[arg(long, value_name = "LENGTH")]
     pub(crate) max_length: Option<String>,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
-    #[command(flatten)]
-    pub(crate) images: ImageArgs,
-    /// The image.
-    #[arg(value_name = "IMAGE")]
-    pub(crate) image: PathBuf,
+    pub(crate) subject: SubjectArgs,
 }
 
 #[derive(Args)]
 pub(crate) struct CheckArgs {
-    /// Print only errors.
-    #[arg(short = 'q', long)]
-    pub(crate) quiet: bool,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
+    pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) images: ImageArgs,
     /// Repair what is found: leaks only, or all that can be.
@@ -192,11 +208,8 @@ pub(crate) struct CompareArgs {
     /// Show how far it is.
     #[arg(short = 'p', long)]
     pub(crate) progress: bool,
-    /// Print only errors.
-    #[arg(short = 'q', long)]
-    pub(crate) quiet: bool,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
+    pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) images: ImageArgs,
     /// The first image.
@@ -216,22 +229,11 @@ pub(crate) struct IndexArgs {
 #[derive(Subcommand)]
 pub(crate) enum IndexVerb {
     /// Write the sidecars of all frozen layers that have none that fits.
-    Build(IndexVerbArgs),
+    Build(SubjectArgs),
     /// Tell of each frozen layer whether its sidecar fits.
-    Status(IndexVerbArgs),
+    Status(SubjectArgs),
     /// Remove the sidecars of all frozen layers.
-    Drop(IndexVerbArgs),
-}
-
-#[derive(Args)]
-pub(crate) struct IndexVerbArgs {
-    #[command(flatten)]
-    pub(crate) output: OutputArgs,
-    #[command(flatten)]
-    pub(crate) images: ImageArgs,
-    /// The active layer of the chain.
-    #[arg(value_name = "IMAGE")]
-    pub(crate) image: PathBuf,
+    Drop(SubjectArgs),
 }
 
 #[derive(Args)]

@@ -54,10 +54,10 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         }
         let (report, repaired) =
             done.map_err(|error| error.wrap(args.image.display().to_string()))?;
-        match args.output.output {
-            OutputFormat::Human if args.quiet => {}
-            OutputFormat::Human => print(&(human_repaired(repaired) + &human(&report)))?,
-            OutputFormat::Json => print_json(&json(args, &report, repaired))?,
+        match args.report.format() {
+            None => {}
+            Some(OutputFormat::Human) => print(&(human_repaired(repaired) + &human(&report)))?,
+            Some(OutputFormat::Json) => print_json(&json(args, &report, repaired))?,
         }
         Ok(ExitCode::from(report.verdict().exit_status()))
     })

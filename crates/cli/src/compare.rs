@@ -38,7 +38,7 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
         let outcome = compare(short, long, |at| bar.set_position(at)).await;
         bar.finish_and_clear();
         let outcome = outcome.map_err(|error| Failure::from(error).with_code(3))?;
-        if sizes.0 != sizes.1 && !args.quiet && args.output.output == OutputFormat::Human {
+        if sizes.0 != sizes.1 && args.report.format() == Some(OutputFormat::Human) {
             print("Warning: Image size mismatch!\n")?;
         }
         report(args, &outcome)
@@ -128,10 +128,12 @@ fn report(args: &CompareArgs, outcome: &Difference) -> std::result::Result<ExitC
         Difference::Length => (false, None, "Strict mode: Image size mismatch!\n".to_owned()),
         Difference::At(at) => (false, Some(*at), format!("Content mismatch at offset {at}!\n")),
     };
-    match args.output.output {
-        OutputFormat::Human if args.quiet => {}
-        OutputFormat::Human => print(&text)?,
-        OutputFormat::Json => print_json(&json!({ "identical": identical, "offset": offset }))?,
+    match args.report.format() {
+        None => {}
+        Some(OutputFormat::Human) => print(&text)?,
+        Some(OutputFormat::Json) => {
+            print_json(&json!({ "identical": identical, "offset": offset }))?;
+        }
     }
     Ok(if identical { ExitCode::SUCCESS } else { ExitCode::from(1) })
 }

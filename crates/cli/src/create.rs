@@ -6,7 +6,7 @@ mod options;
 pub(crate) use new_file::{NewFile, open_writable};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
 
-use crate::args::{OutputArgs, OutputFormat};
+use crate::args::{OutputFormat, ReportArgs};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::{print, print_json};
@@ -46,11 +46,8 @@ pub(crate) struct CreateArgs {
     /// Overwrite a file that is there.
     #[arg(long)]
     pub(crate) force: bool,
-    /// Print only errors.
-    #[arg(short = 'q', long)]
-    pub(crate) quiet: bool,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
+    pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) images: ImageArgs,
     /// The image that is made.
@@ -208,11 +205,10 @@ fn tell_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {
 }
 
 fn tell(args: &CreateArgs, told: Map<String, Value>) -> Result<(), Failure> {
-    if args.output.output == OutputFormat::Json {
-        return print_json(&told);
-    }
-    if args.quiet {
-        return Ok(());
+    match args.report.format() {
+        None => return Ok(()),
+        Some(OutputFormat::Json) => return print_json(&told),
+        Some(OutputFormat::Human) => {}
     }
     let mut text = format!("Formatting '{}', fmt=", args.file.display());
     for (name, value) in told.iter().filter(|(name, _)| *name != "filename") {

@@ -1,6 +1,6 @@
 //! `mica index`: the sidecars of a chain.
 
-use crate::args::{IndexVerb, IndexVerbArgs, OutputFormat};
+use crate::args::{IndexVerb, OutputFormat, SubjectArgs};
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json, progress_bar};
 use mica_qcow2::{Chain, IndexUse, SealState};
@@ -17,12 +17,12 @@ pub(crate) fn run(verb: &IndexVerb) -> Result<ExitCode, Failure> {
     }
 }
 
-async fn open(args: &IndexVerbArgs, index: IndexUse) -> Result<Arc<Chain>, Failure> {
+async fn open(args: &SubjectArgs, index: IndexUse) -> Result<Arc<Chain>, Failure> {
     let opened = args.images.open(&args.image, index).await?;
     opened.chain.ok_or_else(|| Failure::new("only a chain of qcow2 images has an index"))
 }
 
-fn build(args: &IndexVerbArgs) -> Result<ExitCode, Failure> {
+fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
         let chain = open(args, IndexUse::Read).await?;
         let frozen = chain.layer_count() - 1;
@@ -50,7 +50,7 @@ fn build(args: &IndexVerbArgs) -> Result<ExitCode, Failure> {
     })
 }
 
-fn status(args: &IndexVerbArgs) -> Result<ExitCode, Failure> {
+fn status(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
         let chain = open(args, IndexUse::Read).await?;
         let states = chain.seal_states().await;
@@ -99,7 +99,7 @@ fn state_name(state: SealState) -> &'static str {
     }
 }
 
-fn drop_index(args: &IndexVerbArgs) -> Result<ExitCode, Failure> {
+fn drop_index(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
         let chain = open(args, IndexUse::Ignore).await?;
         chain.drop_index()?;

@@ -16,16 +16,16 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
-    let format = args.images.format()?;
+    let format = args.subject.images.format()?;
     if format == Format::Null {
         return Err(Failure::new("the null format is no image: there is nothing to tell"));
     }
-    let executor = args.images.executor()?;
+    let executor = args.subject.images.executor()?;
     executor.block_on(async {
-        let images = FileImages::new(&args.image, args.images.image_options()?)?;
+        let images = FileImages::new(&args.subject.image, args.subject.images.image_options()?)?;
         let mut told = Vec::new();
         let mut seen = HashSet::new();
-        let mut next = Some((args.image.clone(), format));
+        let mut next = Some((args.subject.image.clone(), format));
         while let Some((path, format)) = next.take() {
             let (one, below) = tell(&images, &path, format, args.backing_chain).await?;
             if !seen.insert(one.file) {
@@ -82,7 +82,7 @@ async fn tell(
 }
 
 fn show(args: &InfoArgs, told: Vec<Told>) -> Result<(), Failure> {
-    match args.output.output {
+    match args.subject.output.output {
         OutputFormat::Human => {
             let texts: Vec<String> = told.into_iter().map(|one| one.text).collect();
             print(&texts.join("\n"))

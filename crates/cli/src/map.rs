@@ -22,9 +22,9 @@ const PRINT_BYTES: usize = 64 << 10;
 pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
     let start = size_of("--start-offset", &args.start_offset)?;
     let limit = args.max_length.as_deref().map(|text| size_of("--max-length", text)).transpose()?;
-    let executor = args.images.executor()?;
+    let executor = args.subject.images.executor()?;
     executor.block_on(async {
-        let opened = args.images.open(&args.image, IndexUse::Read).await?;
+        let opened = args.subject.images.open(&args.subject.image, IndexUse::Read).await?;
         let len = opened.disk.geometry().len;
         let end = limit.map_or(len, |limit| len.min(start.saturating_add(limit)));
         let mut printer = Printer::new(args, &opened);
@@ -62,9 +62,15 @@ impl Printer {
     fn new(args: &MapArgs, opened: &OpenDisk) -> Self {
         let names = match &opened.chain {
             Some(chain) => chain.paths().map(|path| path.display().to_string()).collect(),
-            None => vec![args.image.display().to_string()],
+            None => vec![args.subject.image.display().to_string()],
         };
-        Self { format: args.output.output, names, pending: None, count: 0, text: String::new() }
+        Self {
+            format: args.subject.output.output,
+            names,
+            pending: None,
+            count: 0,
+            text: String::new(),
+        }
     }
 
     fn begin(&mut self) -> Result<(), Failure> {
