@@ -1,5 +1,6 @@
 //! `cargo xtask bench chain`: the order in which everything is measured, and where it goes.
 
+use super::folders::Folders;
 use super::machine::Machine;
 use super::parts::{self, Context};
 use super::samples::Samples;
@@ -10,7 +11,7 @@ use clap::{Args, ValueEnum};
 use mica_gen::ChainSpec;
 use serde_json::json;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// Layers from which on a run is a slow one.
@@ -46,12 +47,8 @@ pub(crate) struct Options {
     /// Few layers, few runs, short loads: a look, not a result.
     #[arg(long)]
     quick: bool,
-    /// Folder for the chains, which are removed afterwards. A temporary one by default.
-    #[arg(long)]
-    work: Option<PathBuf>,
-    /// Folder for the results.
-    #[arg(long, default_value = "bench/results")]
-    out: PathBuf,
+    #[command(flatten)]
+    folders: Folders,
 }
 
 impl Options {
@@ -103,13 +100,7 @@ pub(super) enum Part {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let layers = options.layers();
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let work = match &options.work {
-        Some(folder) => {
-            fs::create_dir_all(folder)?;
-            tempfile::Builder::new().prefix("chains-").tempdir_in(folder)?
-        }
-        None => tempfile::Builder::new().prefix("mica-bench-").tempdir()?,
-    };
+    let work = options.folders.work()?;
     let context = Context {
         work: work.path(),
         random: Duration::from_secs_f64(options.seconds()),
@@ -137,12 +128,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 fn write(options: &Options, samples: &Samples) -> Result<()> {
-    let out = shell::root().join(&options.out);
-    fs::create_dir_all(&out)?;
     let machine = Machine::look()?;
     let name = format!("{}-chain", machine.date);
     let goals = goals::judge(samples);
-    let plots = plots::write(samples, &out, &name)?;
+    let plots = plots::write(samples, &options.folders.out()?, &name)?;
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
@@ -154,13 +143,8 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
         "goals": goals,
         "samples": samples,
     });
-    let json = out.join(format!("{name}.json"));
-    fs::write(&json, serde_json::to_vec_pretty(&document)?)?;
     let page = report::page(&machine.facts, options.quick, samples, &goals, &plots);
-    let md = out.join(format!("{name}.md"));
-    fs::write(&md, &page)?;
-    println!("\n{page}\nwritten: {}, {}", md.display(), json.display());
-    Ok(())
+    options.folders.put(&name, &document, &page)
 }
 
 /// Whether the page cache can be dropped here.

@@ -5,6 +5,7 @@
 
 mod bars;
 mod chain;
+mod folders;
 pub(crate) mod glance;
 mod goal;
 mod goals;

@@ -46,6 +46,69 @@ pub(super) fn goals(page: &mut String, goals: &[Goal]) {
     }
 }
 
+/// A column of a table: what, figure, digits after the point.
+pub(super) type Column = (&'static str, &'static str, usize);
+
+/// A table of medians.
+pub(super) struct Table<'a> {
+    /// What stands above it.
+    pub(super) title: &'a str,
+    /// What its first column names.
+    pub(super) first: &'a str,
+    /// The figures.
+    pub(super) columns: &'a [Column],
+}
+
+/// Rows of a table: a part of the samples, with a row for each server.
+pub(super) struct Rows {
+    /// What the first column says.
+    pub(super) name: String,
+    /// The same, where it is told that runs failed.
+    pub(super) in_words: String,
+    /// The part.
+    pub(super) part: String,
+    /// Layers of its images.
+    pub(super) layers: u32,
+}
+
+impl Table<'_> {
+    /// Puts it on `page`, and beneath it what went wrong; nothing if there are no rows.
+    pub(super) fn put(&self, page: &mut String, samples: &Samples, rows: &[Rows]) {
+        if rows.is_empty() {
+            return;
+        }
+        line(page, &format!("\n## {}\n", self.title));
+        let heads: Vec<_> = self.columns.iter().map(|(what, ..)| *what).collect();
+        line(page, &format!("| {} | server | runs | {} |", self.first, heads.join(" | ")));
+        line(page, &format!("|{}", "---|".repeat(self.columns.len() + 3)));
+        let mut failures = Vec::new();
+        for Rows { name, in_words, part, layers } in rows {
+            for server in samples.servers(part) {
+                let runs = samples.of(part, &server, *layers).count();
+                if runs > 0 {
+                    let cells = self.cells(samples, part, &server, *layers).join(" | ");
+                    line(page, &format!("| {name} | {server} | {runs} | {cells} |"));
+                }
+                let errors = samples.errors(part, &server, *layers);
+                if let Some(first) = errors.first() {
+                    failures.push(format!("{server}, {in_words}, {} runs: {first}", errors.len()));
+                }
+            }
+        }
+        for failure in failures {
+            line(page, &format!("\n**Failed:** {failure}"));
+        }
+    }
+
+    fn cells(&self, samples: &Samples, part: &str, server: &str, layers: u32) -> Vec<String> {
+        let cell = |(_, metric, after_point): &Column| {
+            let value = samples.median(part, server, layers, metric);
+            value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
+        };
+        self.columns.iter().map(cell).collect()
+    }
+}
+
 /// The plots, to be looked at beside the page.
 pub(super) fn plots(page: &mut String, plots: &[Plot]) {
     if !plots.is_empty() {

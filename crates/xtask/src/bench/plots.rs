@@ -20,6 +20,37 @@ pub(super) struct Plot {
     pub(super) title: String,
 }
 
+/// The plots of a bench, written as they are drawn.
+pub(super) struct Plots<'a> {
+    out: &'a Path,
+    name: &'a str,
+    written: Vec<Plot>,
+}
+
+impl<'a> Plots<'a> {
+    /// None yet; they go to the folder `out`, under names that begin with `name`.
+    pub(super) fn new(out: &'a Path, name: &'a str) -> Self {
+        Self { out, name, written: Vec::new() }
+    }
+
+    /// Writes one, if there was something to draw.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(super) fn put(&mut self, what: &str, title: &str, svg: Option<String>) -> Result<()> {
+        let Some(svg) = svg else { return Ok(()) };
+        let file = format!("{}-{what}.svg", self.name);
+        fs::write(self.out.join(&file), svg)?;
+        self.written.push(Plot { file, title: title.to_owned() });
+        Ok(())
+    }
+
+    /// Those that were written.
+    pub(super) fn written(self) -> Vec<Plot> {
+        self.written
+    }
+}
+
 /// Figures of the warm runs by the number of layers: file, title, axis, scale, figure.
 const BY_LAYERS: &[(&str, &str, &str, Scale, &str)] = &[
     ("memory", "Peak memory (as sQemu figure 12)", "MiB", Scale::Log, "rss_peak_mib"),
@@ -74,14 +105,11 @@ pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plo
     };
     let others =
         [("misses", counts), ("lookups", lookups), ("latency", latency), ("budget", budget)];
-    let mut plots = Vec::new();
+    let mut plots = Plots::new(out, name);
     for (what, chart) in by_layers.chain(others) {
-        let Some(svg) = chart.draw() else { continue };
-        let file = format!("{name}-{what}.svg");
-        fs::write(out.join(&file), svg)?;
-        plots.push(Plot { file, title: chart.title.to_owned() });
+        plots.put(what, chart.title, chart.draw())?;
     }
-    Ok(plots)
+    Ok(plots.written())
 }
 
 /// A line for each server: a figure of `part`'s runs by the number of layers.

@@ -1,12 +1,12 @@
 //! The results as a page.
 
 use super::goal::Goal;
-use super::page::{self, line};
+use super::page::{self, Column, Rows, Table};
 use super::plots::Plot;
 use super::samples::Samples;
 
-/// Columns of the table of warm runs: what, figure, digits after the point.
-const WARM: &[(&str, &str, usize)] = &[
+/// Columns of the table of warm runs.
+const WARM: &[Column] = &[
     ("open ms", "open_ms", 1),
     ("random 4 KiB, depth 1: reads/s", "random_1_per_s", 0),
     ("p50 µs", "random_1_p50_us", 0),
@@ -24,14 +24,14 @@ const WARM: &[(&str, &str, usize)] = &[
     ("walks", "map_walks", 0),
     ("look-ups/request", "lookups_per_request", 2),
 ];
-const COLD: &[(&str, &str, usize)] = &[
+const COLD: &[Column] = &[
     ("open ms", "cold_open_ms", 1),
     ("random 4 KiB, depth 1: reads/s", "cold_random_1_per_s", 0),
     ("p50 µs", "cold_random_1_p50_us", 0),
     ("p99 µs", "cold_random_1_p99_us", 0),
     ("sequential MiB/s", "cold_sequential_mib_s", 0),
 ];
-const FIRST: &[(&str, &str, usize)] = &[
+const FIRST: &[Column] = &[
     ("open ms", "open_ms", 1),
     ("random 4 KiB, depth 32, at once: reads/s", "at_once_32_per_s", 0),
     ("first pass over the disk: MiB/s", "first_pass_mib_s", 0),
@@ -39,14 +39,14 @@ const FIRST: &[(&str, &str, usize)] = &[
     ("walks", "map_walks", 0),
     ("layers walked", "map_layers_walked", 0),
 ];
-const RANDOM: &[(&str, &str, usize)] = &[
+const RANDOM: &[Column] = &[
     ("random 4 KiB, depth 32: reads/s", "random_32_per_s", 0),
     ("p50 µs", "random_32_p50_us", 0),
     ("p99 µs", "random_32_p99_us", 0),
     ("CPU µs/read", "random_32_cpu_us", 1),
     ("memory peak MiB", "rss_peak_mib", 1),
 ];
-const INDEX: &[(&str, &str, usize)] = &[
+const INDEX: &[Column] = &[
     ("build s", "build_s", 2),
     ("bytes on disk", "index_bytes", 0),
     ("a copy of all L2 tables in each layer, bytes", "copied_tables_bytes", 0),
@@ -79,46 +79,12 @@ pub(super) fn page(
     page
 }
 
-fn table(
-    page: &mut String,
-    samples: &Samples,
-    part: &str,
-    title: &str,
-    columns: &[(&str, &str, usize)],
-) {
-    let layers = samples.layers(part);
-    if layers.is_empty() {
-        return;
-    }
-    line(page, &format!("\n## {title}\n"));
-    let heads: Vec<_> = columns.iter().map(|(what, ..)| *what).collect();
-    line(page, &format!("| layers | server | runs | {} |", heads.join(" | ")));
-    line(page, &format!("|{}", "---|".repeat(columns.len() + 3)));
-    for layers in layers {
-        for server in samples.servers(part) {
-            let runs = samples.of(part, &server, layers).count();
-            if runs == 0 {
-                continue;
-            }
-            let cells: Vec<_> = columns
-                .iter()
-                .map(|(_, metric, after_point)| {
-                    let value = samples.median(part, &server, layers, metric);
-                    value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
-                })
-                .collect();
-            line(page, &format!("| {layers} | {server} | {runs} | {} |", cells.join(" | ")));
-        }
-    }
-    let errors = samples.layers(part).into_iter().flat_map(|layers| {
-        let said = |server: String| {
-            let errors = samples.errors(part, &server, layers);
-            let first = errors.first().cloned();
-            first.map(|first| format!("{server}, {layers} layers, {} runs: {first}", errors.len()))
-        };
-        samples.servers(part).into_iter().filter_map(said).collect::<Vec<_>>()
+fn table(page: &mut String, samples: &Samples, part: &str, title: &str, columns: &[Column]) {
+    let rows = samples.layers(part).into_iter().map(|layers| Rows {
+        name: layers.to_string(),
+        in_words: format!("{layers} layers"),
+        part: part.to_owned(),
+        layers,
     });
-    for error in errors {
-        line(page, &format!("\n**Failed:** {error}"));
-    }
+    Table { title, first: "layers", columns }.put(page, samples, &rows.collect::<Vec<_>>());
 }

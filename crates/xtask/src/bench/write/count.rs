@@ -1,8 +1,8 @@
 //! System calls and bytes of a server, counted by strace while a load runs: the same for every
 //! server, exact, and slow. Servers do their I/O in threads then, where strace sees it.
 
-use super::images::{self, Kind};
-use super::loads::Case;
+use super::Run;
+use super::images;
 use super::measure::{Bounds, Context};
 use crate::bench::peers::Peer;
 use crate::bench::samples::Sample;
@@ -39,13 +39,8 @@ struct Tally {
 ///
 /// # Errors
 /// If strace cannot trace it, or as a run.
-pub(super) fn run(
-    context: &Context<'_>,
-    peer: &Peer,
-    kind: Kind,
-    case: Case,
-    sample: &mut Sample,
-) -> Result<()> {
+pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sample) -> Result<()> {
+    let (kind, case) = run;
     let image = context.images.make(kind)?;
     let folder = tempfile::Builder::new().prefix("mica-bench-").tempdir()?;
     let log = folder.path().join("strace");

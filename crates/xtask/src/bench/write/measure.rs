@@ -1,5 +1,6 @@
 //! One run: a fresh image, a server, a load, and what it cost.
 
+use super::Run;
 use super::images::{self, BASE_GENERATION, Image, Images, Kind};
 use super::loads::{Case, Mode};
 use crate::bench::peers::{Peer, Running};
@@ -77,13 +78,8 @@ fn generation(repeat: u32) -> u64 {
 ///
 /// # Errors
 /// If the server fails or writes anything wrong.
-pub(super) fn run(
-    context: &Context<'_>,
-    peer: &Peer,
-    kind: Kind,
-    case: Case,
-    sample: &mut Sample,
-) -> Result<()> {
+pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sample) -> Result<()> {
+    let (kind, case) = run;
     let image = context.images.make(kind)?;
     let running = peer.start(&image.path, kind.format(), &[])?;
     let server = &running.server;

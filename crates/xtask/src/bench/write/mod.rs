@@ -8,6 +8,7 @@ mod measure;
 mod plots;
 mod report;
 
+use super::folders::Folders;
 use super::machine::Machine;
 use super::peers::{Peer, all_there};
 use super::samples::Samples;
@@ -20,8 +21,6 @@ use loads::{Case, Mode};
 use measure::{Bounds, Context};
 use mica_tests::tools;
 use serde_json::json;
-use std::fs;
-use std::path::PathBuf;
 use std::time::Duration;
 
 const KIB_4: u32 = 4 << 10;
@@ -51,12 +50,8 @@ pub(crate) struct Options {
     /// One run of each, short loads: a look, not a result.
     #[arg(long)]
     quick: bool,
-    /// Folder for the images, which are removed afterwards. A temporary one by default.
-    #[arg(long)]
-    work: Option<PathBuf>,
-    /// Folder for the results.
-    #[arg(long, default_value = "bench/results")]
-    out: PathBuf,
+    #[command(flatten)]
+    folders: Folders,
 }
 
 impl Options {
@@ -72,6 +67,9 @@ impl Options {
         self.gib.unwrap_or(if self.quick { 1 } else { 2 }).max(1)
     }
 }
+
+/// What is written, and to which image.
+type Run = (Kind, Case);
 
 /// A part of the bench.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -90,7 +88,7 @@ enum Part {
 
 impl Part {
     /// What it measures: each of the kinds under each of the loads.
-    fn runs(self) -> Vec<(Kind, Case)> {
+    fn runs(self) -> Vec<Run> {
         let modes = [Mode::Never, Mode::Sometimes, Mode::Each];
         let (kinds, cases) = match self {
             Self::Formats => {
@@ -130,7 +128,7 @@ fn sizes() -> [Case; 5] {
 }
 
 /// What is counted by strace.
-fn counted() -> Vec<(Kind, Case)> {
+fn counted() -> Vec<Run> {
     let cases = [
         Case::random(KIB_4, Mode::Alone),
         Case::random(KIB_4, Mode::Each),
@@ -163,15 +161,7 @@ fn counted_part(kind: Kind, case: Case) -> String {
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(all_there(&[tools::QEMU_NBD, tools::QEMU_IMG]), "QEMU makes and judges the images");
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let mut builder = tempfile::Builder::new();
-    builder.prefix("mica-bench-");
-    let work = match &options.work {
-        Some(folder) => {
-            fs::create_dir_all(folder)?;
-            builder.tempdir_in(folder)?
-        }
-        None => builder.tempdir()?,
-    };
+    let work = options.folders.work()?;
     let disk_bytes = options.gib() << 30;
     let context = Context {
         images: Images::new(work.path(), disk_bytes)?,
@@ -195,7 +185,7 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     let peers = [Peer::mica(&[]).writable(), Peer::qemu_nbd(&[]).writable()];
     let parts = options.parts.iter().filter(|part| **part != Part::Counts);
     // Parts share runs; none is made twice.
-    let mut runs: Vec<(Kind, Case)> = Vec::new();
+    let mut runs: Vec<Run> = Vec::new();
     for run in parts.flat_map(|part| part.runs()) {
         if !runs.contains(&run) && part(run.0, run.1).contains(&options.only) {
             runs.push(run);
@@ -205,7 +195,7 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
         for &(kind, case) in &runs {
             let name = part(kind, case);
             each_once(&name, &peers, kind.layers(), repeat, samples, |peer, sample| {
-                measure::run(context, peer, kind, case, sample)
+                measure::run(context, peer, (kind, case), sample)
             });
         }
     }
@@ -221,20 +211,18 @@ fn counts(options: &Options, context: &Context<'_>, samples: &mut Samples) {
             continue;
         }
         each_once(&name, &peers, kind.layers(), 0, samples, |peer, sample| {
-            count::run(context, peer, kind, case, sample)
+            count::run(context, peer, (kind, case), sample)
         });
     }
 }
 
 fn write(options: &Options, context: &Context<'_>, samples: &Samples) -> Result<()> {
-    let out = shell::root().join(&options.out);
-    fs::create_dir_all(&out)?;
     let mut machine = Machine::look()?;
     let overlays_by = context.images.overlays_by.to_owned();
     machine.facts.push(("overlays with subclusters made by".to_owned(), overlays_by));
     let name = format!("{}-write", machine.date);
     let goals = goals::judge(samples);
-    let plots = plots::write(samples, &out, &name)?;
+    let plots = plots::write(samples, &options.folders.out()?, &name)?;
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
@@ -244,11 +232,6 @@ fn write(options: &Options, context: &Context<'_>, samples: &Samples) -> Result<
         "goals": goals,
         "samples": samples,
     });
-    let json = out.join(format!("{name}.json"));
-    fs::write(&json, serde_json::to_vec_pretty(&document)?)?;
     let page = report::page(&machine.facts, options.quick, samples, &goals, &plots);
-    let md = out.join(format!("{name}.md"));
-    fs::write(&md, &page)?;
-    println!("\n{page}\nwritten: {}, {}", md.display(), json.display());
-    Ok(())
+    options.folders.put(&name, &document, &page)
 }

@@ -6,12 +6,11 @@ use super::loads::{Case, Mode};
 use super::{KIB_4, KIB_64, MIB, counted_part, part, sizes};
 use crate::bench::bars::{Bars, Group};
 use crate::bench::peers::{MICA, QEMU_NBD};
-use crate::bench::plots::Plot;
+use crate::bench::plots::{Plot, Plots};
 use crate::bench::samples::Samples;
 use crate::bench::svg::{Chart, Line, Scale};
 use crate::load::ratio;
 use anyhow::Result;
-use std::fs;
 use std::path::Path;
 
 const FORMATS: &[Kind] = &[Kind::Raw, Kind::Empty, Kind::Overlay, Kind::Subclusters];
@@ -54,23 +53,16 @@ const SPEEDS: &[(&str, &str, Case, &[Kind])] = &[
 
 /// Draws what there are figures for.
 pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plot>> {
-    let mut plots = Vec::new();
-    let mut put = |what: &str, title: &str, svg: Option<String>| -> Result<()> {
-        let Some(svg) = svg else { return Ok(()) };
-        let file = format!("{name}-{what}.svg");
-        fs::write(out.join(&file), svg)?;
-        plots.push(Plot { file, title: title.to_owned() });
-        Ok(())
-    };
+    let mut plots = Plots::new(out, name);
     for &(what, title, case, kinds) in SPEEDS {
         let groups = kinds.iter().map(|&kind| Group {
             name: kind.name().to_owned(),
             values: values(samples, kind, case, |run| run("writes_per_s")),
         });
-        put(what, title, bars(title, "writes/s", groups.collect()))?;
+        plots.put(what, title, bars(title, "writes/s", groups.collect()))?;
     }
     let title = "Time to write a GiB sequentially, no fsync (as figure 4)";
-    put("time", title, bars(title, "s", times(samples)))?;
+    plots.put("time", title, bars(title, "s", times(samples)))?;
     let relative = [
         (
             "sizes",
@@ -87,9 +79,9 @@ pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plo
         let lines = vec![Line { name: "mica / qemu-nbd, empty".to_owned(), points }];
         let chart =
             Chart { title, x: ("KiB of a write", Scale::Log), y: ("ratio", Scale::Linear), lines };
-        put(what, title, chart.draw())?;
+        plots.put(what, title, chart.draw())?;
     }
-    Ok(plots)
+    Ok(plots.written())
 }
 
 fn bars(title: &str, unit: &str, groups: Vec<Group>) -> Option<String> {

@@ -5,13 +5,10 @@ use super::images::Kind;
 use super::loads::Case;
 use super::{counted_part, part};
 use crate::bench::goal::Goal;
-use crate::bench::page::{self, line};
+use crate::bench::page::{self, Column, Rows, Table};
 use crate::bench::plots::Plot;
 use crate::bench::samples::Samples;
 use clap::ValueEnum;
-
-/// A column: what, figure, digits after the point.
-type Column = (&'static str, &'static str, usize);
 
 const SPEED: &[Column] = &[
     ("writes/s", "writes_per_s", 0),
@@ -68,17 +65,18 @@ pub(super) fn page(
         seen.push(case);
         let name = |kind| part(kind, case);
         let kinds = Kind::ALL.iter().copied().filter(|kind| is_there(samples, &name(*kind)));
-        let rows: Vec<_> = kinds.map(|kind| (kind.name().to_owned(), name(kind), kind)).collect();
-        table(&mut page, samples, &case.words(), "image", SPEED, &rows);
+        let row = |kind: Kind| rows(kind.name().to_owned(), name(kind), kind);
+        let table = Table { title: &case.words(), first: "image", columns: SPEED };
+        table.put(&mut page, samples, &kinds.map(row).collect::<Vec<_>>());
     }
     let counted: Vec<_> = Part::Counts
         .runs()
         .into_iter()
-        .map(|(kind, case)| (row_name(kind, case), counted_part(kind, case), kind))
-        .filter(|(_, part, _)| is_there(samples, part))
+        .map(|(kind, case)| rows(row_name(kind, case), counted_part(kind, case), kind))
+        .filter(|rows| is_there(samples, &rows.part))
         .collect();
     let title = "Counted by strace, I/O in threads (as the paper's tables 1, 2 and 4)";
-    table(&mut page, samples, title, "image and load", COUNTED, &counted);
+    Table { title, first: "image and load", columns: COUNTED }.put(&mut page, samples, &counted);
     page::plots(&mut page, plots);
     page
 }
@@ -91,40 +89,6 @@ fn is_there(samples: &Samples, part: &str) -> bool {
     !samples.servers(part).is_empty()
 }
 
-fn table(
-    page: &mut String,
-    samples: &Samples,
-    title: &str,
-    first: &str,
-    columns: &[Column],
-    rows: &[(String, String, Kind)],
-) {
-    if rows.is_empty() {
-        return;
-    }
-    line(page, &format!("\n## {title}\n"));
-    let heads: Vec<_> = columns.iter().map(|(what, ..)| *what).collect();
-    line(page, &format!("| {first} | server | runs | {} |", heads.join(" | ")));
-    line(page, &format!("|{}", "---|".repeat(columns.len() + 3)));
-    let mut failures = Vec::new();
-    for (row, part, kind) in rows {
-        for server in samples.servers(part) {
-            let runs = samples.of(part, &server, kind.layers()).count();
-            let cells: Vec<_> = columns
-                .iter()
-                .map(|(_, metric, after_point)| {
-                    let value = samples.median(part, &server, kind.layers(), metric);
-                    value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
-                })
-                .collect();
-            line(page, &format!("| {row} | {server} | {runs} | {} |", cells.join(" | ")));
-            let errors = samples.errors(part, &server, kind.layers());
-            if let Some(first) = errors.first() {
-                failures.push(format!("{server}, {row}, {} runs: {first}", errors.len()));
-            }
-        }
-    }
-    for failure in failures {
-        line(page, &format!("\n**Failed:** {failure}"));
-    }
+fn rows(name: String, part: String, kind: Kind) -> Rows {
+    Rows { in_words: name.clone(), name, part, layers: kind.layers() }
 }
