@@ -106,8 +106,15 @@ pub(crate) struct SubjectArgs {
 pub(crate) struct ServeArgs {
     /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT on the loopback.
     /// Can be given more than once.
-    #[arg(long, required = true, value_name = "SOCKET")]
+    #[arg(long, required_unless_present = "vhost_user", value_name = "SOCKET")]
     pub(crate) nbd: Vec<String>,
+    /// Where the monitor of a virtual machine connects (QEMU, cloud-hypervisor, Firecracker), to
+    /// have the disk as a vhost-user-blk device: the path of a unix socket.
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) vhost_user: Option<PathBuf>,
+    /// Virtqueues of the vhost-user-blk device.
+    #[arg(long, default_value_t = 4, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) num_queues: u16,
     /// Refuse to write. Without it the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub(crate) read_only: bool,

@@ -11,7 +11,8 @@ use crate::stats;
 use mica_block::ErrorKind;
 use mica_qcow2::{Chain, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_serve::nbd::{Discard, Export, Limits, Listener, Server, ServerConfig};
+use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
+use mica_serve::{Listener, Rates, Workers, vhost_user};
 use mica_stack::OpenDisk;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -53,10 +54,25 @@ fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
         },
     };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let queues = args.queues.unwrap_or(processors.min(QUEUES_DEFAULT_MAX));
+    let device = match &args.vhost_user {
+        Some(path) => {
+            let workers = Workers::start(queues, args.images.backend())?;
+            Some(vhost_user::Server::start(vhost_user::ServerConfig {
+                listener: Listener::unix(path)?,
+                disk: Arc::clone(&opened.disk),
+                queues: args.num_queues,
+                serial: "mica".to_owned(),
+                rates: Rates::default(),
+                workers,
+            })?)
+        }
+        None => None,
+    };
     let server = Server::start(ServerConfig {
         listeners,
         exports: vec![export],
-        queues: args.queues.unwrap_or(processors.min(QUEUES_DEFAULT_MAX)),
+        queues,
         backend: args.images.backend(),
         limits: Limits { connections_max: args.shared, ..Limits::default() },
     })?;
@@ -69,9 +85,10 @@ fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
     if let Some(indexer) = indexer {
         indexer.stop();
     }
+    let device = device.map(vhost_user::Running::shutdown);
     let counters = server.shutdown();
     if let Some(file) = &args.stats_file {
-        let document = stats::document(&*opened.disk, &counters);
+        let document = stats::document(&*opened.disk, &counters, device.as_ref());
         write_stats(file, &document)?;
     }
     Ok(())

@@ -1,11 +1,15 @@
 //! The figures of a run, as JSON.
 
 use mica_block::{Disk, MapStats, WriteStats};
-use mica_serve::nbd::Counters;
+use mica_serve::{nbd, vhost_user};
 use serde_json::{Value, json};
 
 /// What `--stats-file` holds.
-pub(crate) fn document(disk: &dyn Disk, nbd: &Counters) -> Value {
+pub(crate) fn document(
+    disk: &dyn Disk,
+    nbd: &nbd::Counters,
+    device: Option<&vhost_user::Counters>,
+) -> Value {
     let MapStats { hits, misses, index_loads, walks, layers_walked, cached_bytes, budget_bytes } =
         disk.map_stats();
     let WriteStats {
@@ -34,10 +38,11 @@ pub(crate) fn document(disk: &dyn Disk, nbd: &Counters) -> Value {
             "groups": groups,
             "linked_clusters": linked_clusters,
         },
-        "nbd": nbd_counters(nbd),
+        "nbd": object(nbd.fields()),
+        "vhost_user": device.map(|counters| object(counters.fields())),
     })
 }
 
-fn nbd_counters(counters: &Counters) -> Value {
-    counters.fields().into_iter().map(|(name, count)| (name.to_owned(), json!(count))).collect()
+fn object(fields: Vec<(&'static str, u64)>) -> Value {
+    fields.into_iter().map(|(name, count)| (name.to_owned(), json!(count))).collect()
 }

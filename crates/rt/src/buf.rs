@@ -10,9 +10,15 @@
 //! - I2 Every byte of a block was initialised (zeroed when the block was made).
 //! - I3 A block's memory is freed when the last `Buf` is gone, never before.
 //!
+//! Memory that is shared with another program ([`SharedMemory`]) makes a block of its own kind. I1
+//! cannot be had there: the other program changes the bytes whenever it likes, and may name the
+//! same ones twice. Such a `Buf` is handed to the kernel, filled, or copied; nobody draws a
+//! conclusion from its bytes and looks at them again.
+//!
 //! Freed blocks go to a small list of the thread, so that the data path does not allocate.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -31,7 +37,10 @@ pub struct Buf {
 
 struct Block {
     memory: NonNull<u8>,
+    /// Its capacity and alignment; of shared memory, its length.
     layout: Layout,
+    /// What keeps shared memory mapped; nothing for memory of our own.
+    owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: a block is plain memory; I1 gives each byte exactly one owner.
@@ -45,14 +54,16 @@ impl Block {
         // SAFETY: `layout` has a non-zero size: `class_of` is at least a page.
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        Self { memory, layout }
+        Self { memory, layout, owner: None }
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout, freed once (I3).
-        unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+        if self.owner.is_none() {
+            // SAFETY: allocated in `new` with this layout, freed once (I3).
+            unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+        }
     }
 }
 
@@ -168,6 +179,7 @@ impl DerefMut for Buf {
 impl Drop for Buf {
     fn drop(&mut self) {
         if let Some(mut block) = self.block.take()
+            && block.owner.is_none()
             && Arc::get_mut(&mut block).is_some()
         {
             keep_block(block);
@@ -178,6 +190,43 @@ impl Drop for Buf {
 impl fmt::Debug for Buf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Buf({} bytes)", self.len)
+    }
+}
+
+/// Memory that is mapped here and that another program may change at any time: a guest's.
+#[derive(Clone)]
+pub struct SharedMemory {
+    block: Arc<Block>,
+}
+
+impl SharedMemory {
+    /// The `len` bytes at `memory`.
+    ///
+    /// # Safety
+    /// They can be read and written for as long as `owner` lives, and within this process only
+    /// through what this gives, or by volatile accesses.
+    ///
+    /// # Panics
+    /// If `len` is more than half of the address space.
+    pub unsafe fn new(memory: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
+        let layout = Layout::from_size_align(len, 1).expect("within the address space");
+        Self { block: Arc::new(Block { memory, layout, owner: Some(owner) }) }
+    }
+
+    /// The `len` bytes from `start` on as a buffer, without a copy; `None` beyond the end.
+    pub fn buf(&self, start: usize, len: usize) -> Option<Buf> {
+        let end = start.checked_add(len)?;
+        (end <= self.block.layout.size()).then(|| Buf {
+            block: Some(Arc::clone(&self.block)),
+            start,
+            len,
+        })
+    }
+}
+
+impl fmt::Debug for SharedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SharedMemory({} bytes)", self.block.layout.size())
     }
 }
 
@@ -243,6 +292,30 @@ mod tests {
         head.fill(b'x');
         assert_eq!(&*head, b"xx");
         assert_eq!(&*tail, b"cdef");
+    }
+
+    #[test]
+    fn buffers_of_shared_memory_lie_in_it_and_keep_it() {
+        struct Freed(Arc<std::sync::atomic::AtomicBool>, Box<[u8; 8192]>);
+        impl Drop for Freed {
+            fn drop(&mut self) {
+                self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+        let freed = Arc::default();
+        let mut owner = Box::new(Freed(Arc::clone(&freed), Box::new([7; 8192])));
+        let memory = NonNull::from(&mut owner.1[0]);
+        // SAFETY: the array lives in `owner`, and nobody else names it from here on.
+        let shared = unsafe { SharedMemory::new(memory, 8192, owner) };
+        let mut buf = shared.buf(8191, 1).unwrap();
+        buf.fill(9);
+        assert_eq!(&*shared.buf(8190, 2).unwrap(), [7, 9]);
+        assert!(shared.buf(8191, 2).is_none());
+        assert!(shared.buf(usize::MAX, 2).is_none());
+        drop(shared);
+        assert!(!freed.load(std::sync::atomic::Ordering::Relaxed));
+        drop(buf);
+        assert!(freed.load(std::sync::atomic::Ordering::Relaxed));
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod op;
 mod time;
 
 pub use backend::Backend;
-pub use buf::{BUF_ALIGN, Buf};
+pub use buf::{BUF_ALIGN, Buf, SharedMemory};
 pub use executor::{Executor, Handle, spawn, yield_now};
 pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
 pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};

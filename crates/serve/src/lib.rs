@@ -1,3 +1,14 @@
 //! Servers: they know protocols and guest addresses, and no format. Internal crate.
 
+mod counters;
+mod limit;
+mod listener;
 pub mod nbd;
+mod signal;
+pub mod vhost_user;
+mod wake;
+mod workers;
+
+pub use limit::Rates;
+pub use listener::Listener;
+pub use workers::Workers;

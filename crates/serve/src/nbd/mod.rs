@@ -14,7 +14,6 @@ mod connection;
 mod edges;
 mod input;
 mod limits;
-mod listener;
 mod negotiate;
 mod protocol;
 mod read;
@@ -22,10 +21,8 @@ mod reply;
 mod server;
 mod session;
 mod shared;
-mod signal;
 mod stats;
 mod status;
-mod wake;
 mod write;
 
 #[cfg(any(test, feature = "fuzzing"))]
@@ -38,6 +35,5 @@ mod testing;
 pub use hostile::survive;
 
 pub use limits::Limits;
-pub use listener::Listener;
 pub use server::{Discard, Export, Running, Server, ServerConfig};
 pub use stats::Counters;

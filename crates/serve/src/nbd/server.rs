@@ -7,9 +7,9 @@
 
 use super::connection::{Common, serve, unless_stopped};
 use super::limits::{Limits, NAME_BYTES_MAX};
-use super::listener::{Family, Listener, tune};
-use super::signal::Signal;
 use super::stats::{Counters, QueueStats};
+use crate::listener::{Family, Listener, tune};
+use crate::signal::Signal;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::{Backend, Executor, Handle, Socket, Stream, sleep, timeout};
 use std::fmt;

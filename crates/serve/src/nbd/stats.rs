@@ -1,38 +1,6 @@
 //! What a server did, counted per queue and summed when someone asks.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Counters of a server since its start.
-        #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-        #[non_exhaustive]
-        pub struct Counters {
-            $($(#[$doc])* pub $name: u64,)*
-        }
-
-        impl Counters {
-            /// Every counter with its name.
-            pub fn fields(&self) -> Vec<(&'static str, u64)> {
-                vec![$((stringify!($name), self.$name),)*]
-            }
-        }
-
-        /// The counters of one queue, written by its thread only.
-        #[derive(Default)]
-        #[repr(align(128))]
-        pub(super) struct QueueStats {
-            $(pub(super) $name: Counter,)*
-        }
-
-        impl QueueStats {
-            /// Adds this queue's counters to `sum`.
-            pub(super) fn add_to(&self, sum: &mut Counters) {
-                $(sum.$name += self.$name.get();)*
-            }
-        }
-    };
-}
+use crate::counters::counters;
 
 counters! {
     /// Connections that were accepted.
@@ -65,21 +33,4 @@ counters! {
     flushes,
     /// Requests that were answered with an error.
     errors,
-}
-
-/// A counter with one writer.
-#[derive(Default)]
-pub(super) struct Counter(AtomicU64);
-
-impl Counter {
-    /// Adds `count`. Only the thread of the queue calls this, so nothing is lost between the two
-    /// halves.
-    #[inline]
-    pub(super) fn add(&self, count: u64) {
-        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
 }

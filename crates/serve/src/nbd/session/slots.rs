@@ -3,8 +3,8 @@
 use super::super::edges::Sharing;
 use super::super::limits::SLOTS_MAX;
 use super::super::shared::{Charge, Failure};
-use super::super::wake::WakeSet;
 use super::super::write::Outcome;
+use crate::wake::WakeSet;
 use mica_block::{InFlight, IoFuture, LocalFuture, Result, Writing};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};

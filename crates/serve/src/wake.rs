@@ -1,7 +1,7 @@
-//! Which part of a session was woken.
+//! Which part of a task was woken.
 //!
-//! A session is one task with many parts that wait: its receive, its send, a timer, and every
-//! request in flight. Each part has a waker of its own, made once per connection, that sets a bit
+//! A session or a queue is one task with many parts that wait: a receive, a send, a timer, and every
+//! request in flight. Each part has a waker of its own, made once per task, that sets a bit
 //! and wakes the task; so a task that wakes up polls only what has something to say, and no request
 //! allocates for being waited for.
 //!
@@ -18,26 +18,26 @@ use std::task::{Wake, Waker};
 const WORD_BITS: usize = 64;
 
 /// The bits of one session.
-pub(super) struct WakeSet {
+pub(crate) struct WakeSet {
     words: Box<[AtomicU64]>,
     task: Mutex<Option<Waker>>,
 }
 
 impl WakeSet {
     /// Bits for `parts` parts.
-    pub(super) fn new(parts: usize) -> Arc<Self> {
+    pub(crate) fn new(parts: usize) -> Arc<Self> {
         let words = (0..parts.div_ceil(WORD_BITS)).map(|_| AtomicU64::new(0)).collect();
         Arc::new(Self { words, task: Mutex::new(None) })
     }
 
     /// The waker of part `index`.
-    pub(super) fn waker(self: &Arc<Self>, index: usize) -> Waker {
+    pub(crate) fn waker(self: &Arc<Self>, index: usize) -> Waker {
         assert!(index / WORD_BITS < self.words.len(), "a part beyond the set");
         Waker::from(Arc::new(Part { set: Arc::clone(self), index }))
     }
 
     /// Puts the task's waker in place (I2).
-    pub(super) fn set_task(&self, waker: &Waker) {
+    pub(crate) fn set_task(&self, waker: &Waker) {
         let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *task {
             Some(known) if known.will_wake(waker) => {}
@@ -47,14 +47,14 @@ impl WakeSet {
 
     /// Takes the bits of word `word`.
     #[inline]
-    pub(super) fn take(&self, word: usize) -> u64 {
+    pub(crate) fn take(&self, word: usize) -> u64 {
         let bits = &self.words[word];
         if bits.load(Ordering::Relaxed) == 0 { 0 } else { bits.swap(0, Ordering::AcqRel) }
     }
 }
 
 /// The numbers of the bits that are set in `bits`.
-pub(super) fn ones(mut bits: u64) -> impl Iterator<Item = usize> {
+pub(crate) fn ones(mut bits: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let next = bits.trailing_zeros();
         bits &= bits.checked_sub(1)?;

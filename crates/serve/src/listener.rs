@@ -15,15 +15,15 @@ use std::sync::Arc;
 /// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    pub(super) socket: Arc<Socket>,
-    pub(super) family: Family,
+    pub(crate) socket: Arc<Socket>,
+    pub(crate) family: Family,
     /// The file of a unix socket, removed with the listener if it is still the same one.
     _file: Option<SocketFile>,
 }
 
 /// What kind of connections come from it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Family {
+pub(crate) enum Family {
     Unix,
     Tcp(SocketAddr),
 }
@@ -115,7 +115,7 @@ impl Drop for SocketFile {
 }
 
 /// Prepares an accepted connection.
-pub(super) fn tune(socket: &Socket, family: Family) {
+pub(crate) fn tune(socket: &Socket, family: Family) {
     // Each is an optimisation: a socket that refuses it works all the same.
     match family {
         Family::Tcp(_) => {

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 /// The flag.
 #[derive(Default)]
-pub(super) struct Signal {
+pub(crate) struct Signal {
     state: Mutex<State>,
 }
 
@@ -20,7 +20,7 @@ struct State {
 
 impl Signal {
     /// Raises the flag and wakes everybody who subscribed.
-    pub(super) fn raise(&self) {
+    pub(crate) fn raise(&self) {
         let wakers = {
             let mut state = self.lock();
             state.raised = true;
@@ -29,12 +29,12 @@ impl Signal {
         wakers.into_values().for_each(Waker::wake);
     }
 
-    pub(super) fn is_raised(&self) -> bool {
+    pub(crate) fn is_raised(&self) -> bool {
         self.lock().raised
     }
 
     /// Has `waker` woken when the flag is raised: at once if it is.
-    pub(super) fn subscribe(self: &Arc<Self>, waker: &Waker) -> Subscription {
+    pub(crate) fn subscribe(self: &Arc<Self>, waker: &Waker) -> Subscription {
         let mut state = self.lock();
         if state.raised {
             drop(state);
@@ -48,7 +48,7 @@ impl Signal {
     }
 
     /// Waits for the flag.
-    pub(super) async fn raised(self: &Arc<Self>) {
+    pub(crate) async fn raised(self: &Arc<Self>) {
         let mut subscription = None;
         poll_fn(|context| {
             if self.is_raised() {
@@ -66,7 +66,7 @@ impl Signal {
 }
 
 /// Ends when dropped.
-pub(super) struct Subscription {
+pub(crate) struct Subscription {
     signal: Arc<Signal>,
     key: u64,
 }

@@ -1,0 +1,129 @@
+//! How much a client may do in a second: operations and bytes, with a burst.
+//!
+//! A bucket of tokens for each. A request that finds its bucket in debt waits until it is not; the
+//! request that empties it may take more than there is, so that one of any size gets through.
+
+use mica_rt::Instant;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// Rates; zero is no limit.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Rates {
+    /// Operations per second.
+    pub iops: u64,
+    /// Bytes per second, read and written together.
+    pub bps: u64,
+    /// Operations that may come at once; a tenth of a second's where it is zero.
+    pub iops_burst: u64,
+    /// Bytes that may come at once; a tenth of a second's where it is zero.
+    pub bps_burst: u64,
+}
+
+/// Limits one disk, over all its queues.
+#[derive(Debug)]
+pub(crate) struct Limiter {
+    buckets: Mutex<[Bucket; 2]>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    rate: u64,
+    burst: u64,
+    /// In millionths of a token, so that slow rates fill evenly.
+    tokens: i128,
+    /// When it was filled last.
+    filled: Option<Instant>,
+}
+
+const MILLION: i128 = 1_000_000;
+
+impl Bucket {
+    fn new(rate: u64, burst: u64) -> Self {
+        let burst = if burst == 0 { (rate / 10).max(1) } else { burst };
+        Self { rate, burst, tokens: i128::from(burst) * MILLION, filled: None }
+    }
+
+    fn fill(&mut self, now: Instant) {
+        let before = self.filled.unwrap_or(now);
+        let passed = now.saturating_since(before).as_micros();
+        self.filled = Some(now.max(before));
+        let full = i128::from(self.burst) * MILLION;
+        let passed = i128::try_from(passed).unwrap_or(i128::MAX);
+        let filled = passed.saturating_mul(i128::from(self.rate));
+        self.tokens = full.min(self.tokens.saturating_add(filled));
+    }
+
+    /// How many microseconds until it is out of debt.
+    fn wait(&self) -> u64 {
+        if self.rate == 0 || self.tokens > 0 {
+            return 0;
+        }
+        let rate = i128::from(self.rate);
+        let wait = (1 - self.tokens + rate - 1) / rate;
+        u64::try_from(wait).unwrap_or(u64::MAX).max(1)
+    }
+
+    fn take(&mut self, count: u64) {
+        if self.rate > 0 {
+            self.tokens -= i128::from(count) * MILLION;
+        }
+    }
+}
+
+impl Limiter {
+    /// Nothing if `rates` limit nothing.
+    pub(crate) fn new(rates: Rates) -> Option<Self> {
+        let buckets =
+            [Bucket::new(rates.iops, rates.iops_burst), Bucket::new(rates.bps, rates.bps_burst)];
+        (rates.iops > 0 || rates.bps > 0).then(|| Self { buckets: Mutex::new(buckets) })
+    }
+
+    /// Lets one request through that moves `bytes`, or says how long it has to wait.
+    pub(crate) fn admit(&self, bytes: u64, now: Instant) -> Result<(), Duration> {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let [operations, moved] = &mut *buckets;
+        operations.fill(now);
+        moved.fill(now);
+        let wait = operations.wait().max(moved.wait());
+        if wait > 0 {
+            return Err(Duration::from_micros(wait));
+        }
+        operations.take(1);
+        moved.take(bytes);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many requests of `bytes` get through in ten seconds.
+    fn through(rates: Rates, bytes: u64) -> u64 {
+        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).unwrap();
+        executor.block_on(async {
+            let limiter = Limiter::new(rates).unwrap();
+            let end = mica_rt::now().after(Duration::from_secs(10));
+            let mut count = 0;
+            while mica_rt::now() < end {
+                match limiter.admit(bytes, mica_rt::now()) {
+                    Ok(()) => count += 1,
+                    Err(wait) => mica_rt::sleep(wait).await,
+                }
+            }
+            count
+        })
+    }
+
+    #[test]
+    fn rates_hold_over_time_and_bursts_come_on_top() {
+        let iops = Rates { iops: 100, iops_burst: 50, ..Rates::default() };
+        assert!((1049..=1052).contains(&through(iops, 1 << 20)));
+        let bps = Rates { bps: 1 << 20, bps_burst: 1 << 20, ..Rates::default() };
+        assert!((11 * 256..=11 * 256 + 2).contains(&through(bps, 4096)));
+        // A request that is larger than the burst gets through, and is paid for.
+        assert!((2..=4).contains(&through(bps, 4 << 20)));
+        assert!(Limiter::new(Rates::default()).is_none());
+    }
+}

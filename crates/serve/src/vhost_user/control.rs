@@ -1,0 +1,156 @@
+//! What the session tells a queue while it runs, and how it waits for the queue's end.
+//!
+//! Invariants
+//! - I1 A queue looks at `version` on every turn and takes over what changed before it does
+//!   anything else; whoever changes something wakes it.
+//! - I2 `ended` is set once, when the queue's task is gone: from then on it touches nothing.
+
+use super::log::DirtyLog;
+use super::memory::Memory;
+use mica_rt::Socket;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+
+/// What a queue has to know.
+#[derive(Clone)]
+pub(super) struct Told {
+    /// The version of this copy.
+    seen: u64,
+    pub(super) enabled: bool,
+    pub(super) stop: bool,
+    pub(super) memory: Arc<Memory>,
+    /// Where written pages are marked, while the machine migrates.
+    pub(super) log: Option<Arc<DirtyLog>>,
+    /// Where the used ring is, for the log.
+    pub(super) used_log_at: Option<u64>,
+    call: Option<Arc<Socket>>,
+    error: Option<Arc<Socket>>,
+}
+
+impl Told {
+    pub(super) fn new(memory: Arc<Memory>) -> Self {
+        Self {
+            seen: 0,
+            enabled: false,
+            stop: false,
+            memory,
+            log: None,
+            used_log_at: None,
+            call: None,
+            error: None,
+        }
+    }
+
+    pub(super) fn set_call(&mut self, call: Option<Arc<Socket>>) {
+        self.call = call;
+    }
+
+    pub(super) fn set_error(&mut self, error: Option<Arc<Socket>>) {
+        self.error = error;
+    }
+
+    /// Takes over what changed.
+    #[inline]
+    pub(super) fn refresh(&mut self, control: &Control) {
+        if control.version.load(Ordering::Acquire) != self.seen {
+            *self = control.told();
+        }
+    }
+
+    /// Tells the driver that requests have ended.
+    pub(super) fn call(&self) {
+        ring(self.call.as_ref());
+    }
+
+    /// Tells the front end that the queue is broken.
+    pub(super) fn tell_error(&self) {
+        ring(self.error.as_ref());
+    }
+}
+
+/// Adds one to an event descriptor. Where it refuses, nobody listens.
+fn ring(fd: Option<&Arc<Socket>>) {
+    if let Some(fd) = fd {
+        let _ = rustix::io::write(fd.as_fd(), &1_u64.to_ne_bytes());
+    }
+}
+
+/// The session's end of a queue.
+pub(super) struct Control {
+    version: AtomicU64,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    told: Told,
+    waker: Option<Waker>,
+    ended: bool,
+    base: Option<u16>,
+}
+
+impl Control {
+    pub(super) fn new(told: Told) -> Arc<Self> {
+        let state = State { told, waker: None, ended: false, base: None };
+        Arc::new(Self {
+            version: AtomicU64::new(0),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what the queue is told (I1).
+    pub(super) fn tell(&self, change: impl FnOnce(&mut Told)) {
+        let waker = {
+            let mut state = self.lock();
+            change(&mut state.told);
+            state.told.seen += 1;
+            self.version.store(state.told.seen, Ordering::Release);
+            state.waker.clone()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    pub(super) fn told(&self) -> Told {
+        self.lock().told.clone()
+    }
+
+    /// Who is woken by changes.
+    pub(super) fn set_waker(&self, waker: &Waker) {
+        let mut state = self.lock();
+        match &mut state.waker {
+            Some(known) if known.will_wake(waker) => {}
+            known => *known = Some(waker.clone()),
+        }
+    }
+
+    /// The queue stopped before request `base`.
+    pub(super) fn stopped(&self, base: u16) {
+        self.lock().base = Some(base);
+    }
+
+    /// The queue's task is gone.
+    pub(super) fn ended(&self) {
+        self.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Stops the queue and waits until it has; the index of the first request that was not begun,
+    /// if it came to a proper end.
+    pub(super) fn stop(&self) -> Option<u16> {
+        self.tell(|told| told.stop = true);
+        let mut state = self.lock();
+        while !state.ended {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.base
+    }
+}

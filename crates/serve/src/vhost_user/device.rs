@@ -1,0 +1,474 @@
+//! A device as its front end sees it: the messages of a session, and what they do to the queues.
+//!
+//! One thread per device takes the messages (`server`); each queue runs on an executor of its own.
+//! Whatever changes what a running queue works on (memory, addresses, its kick) stops it, waits
+//! until nothing of it is in flight, and starts it again where it stopped: so a reply promises that
+//! what was taken away is touched no more.
+//!
+//! Section names are those of QEMU's vhost-user specification.
+
+use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
+use super::control::{Control, Told};
+use super::inflight::Inflight;
+use super::log::DirtyLog;
+use super::memory::{Memory, REGIONS_MAX, Region};
+use super::queue::{self, Setup};
+use super::request::ID_BYTES;
+use super::stats::{Counters, QueueStats};
+use crate::limit::Limiter;
+use mica_block::Disk;
+use mica_rt::{Handle, Socket};
+use std::fs::File;
+use std::sync::Arc;
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::GuestAddress;
+
+/// Descriptors of a queue at most.
+pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
+/// Queues of a device at most.
+pub(super) const QUEUES_MAX: u16 = 64;
+
+/// What the queues of a device have in common.
+pub(super) struct Common {
+    pub(super) disk: Arc<dyn Disk>,
+    /// Of each queue.
+    pub(super) stats: Vec<QueueStats>,
+    pub(super) limiter: Option<Limiter>,
+    /// What the driver is told as the disk's serial number.
+    pub(super) id: [u8; ID_BYTES as usize],
+}
+
+impl Common {
+    pub(super) fn counters(&self) -> Counters {
+        let mut sum = Counters::default();
+        self.stats.iter().for_each(|queue| queue.add_to(&mut sum));
+        sum
+    }
+}
+
+/// What the front end said of a queue.
+#[derive(Default)]
+struct Vring {
+    size: u16,
+    /// Addresses of the front end: descriptors, available ring, used ring.
+    addresses: Option<(u64, u64, u64)>,
+    /// Where the used ring is for the log.
+    used_log_at: Option<u64>,
+    base: u16,
+    enabled: bool,
+    kick: Option<Arc<Socket>>,
+    call: Option<Arc<Socket>>,
+    error: Option<Arc<Socket>>,
+    running: Option<Arc<Control>>,
+}
+
+/// One session of a device.
+pub(super) struct Device {
+    common: Arc<Common>,
+    /// Executors; queue n runs on one of them.
+    workers: Vec<Handle>,
+    features: u64,
+    regions: Vec<Region>,
+    memory: Option<Arc<Memory>>,
+    vrings: Vec<Vring>,
+    inflight: Option<Inflight>,
+    log: Option<Arc<DirtyLog>>,
+}
+
+fn invalid(error: &mica_block::Error) -> Error {
+    tracing::warn!(%error, "a front end asks for what cannot be");
+    Error::InvalidParam
+}
+
+fn event_fd(file: Option<File>) -> Result<Option<Arc<Socket>>> {
+    let Some(file) = file else { return Ok(None) };
+    // That it does not block: a front end must not hold up the queue.
+    Ok(Some(Arc::new(Socket::new(file).map_err(Error::ReqHandlerError)?)))
+}
+
+impl Device {
+    pub(super) fn new(common: Arc<Common>, workers: Vec<Handle>) -> Self {
+        let vrings = common.stats.iter().map(|_| Vring::default()).collect();
+        Self {
+            common,
+            workers,
+            features: 0,
+            regions: Vec::new(),
+            memory: None,
+            vrings,
+            inflight: None,
+            log: None,
+        }
+    }
+
+    /// Stops all queues; nothing of them is in flight when it returns.
+    pub(super) fn stop_all(&mut self) {
+        for index in 0..self.vrings.len() {
+            self.stop(index);
+        }
+    }
+
+    fn vring(&mut self, index: u32) -> Result<&mut Vring> {
+        let index = usize::try_from(index).map_err(|_| Error::InvalidParam)?;
+        self.vrings.get_mut(index).ok_or(Error::InvalidParam)
+    }
+
+    /// Stops a queue, if it runs.
+    fn stop(&mut self, index: usize) -> bool {
+        let vring = &mut self.vrings[index];
+        let Some(control) = vring.running.take() else { return false };
+        match control.stop() {
+            Some(base) => vring.base = base,
+            None => tracing::error!(index, "a queue ended by a failure in the server"),
+        }
+        true
+    }
+
+    /// Does `change` while queue `index` is stopped.
+    fn while_stopped(
+        &mut self,
+        index: u32,
+        change: impl FnOnce(&mut Vring) -> Result<()>,
+    ) -> Result<()> {
+        self.vring(index)?;
+        let index = usize::try_from(index).map_err(|_| Error::InvalidParam)?;
+        let was_running = self.stop(index);
+        change(&mut self.vrings[index])?;
+        if was_running { self.start(index) } else { Ok(()) }
+    }
+
+    /// Starts a queue if all that it needs is known and it does not run ("Ring states": it is
+    /// started by its first kick, and does nothing while it is not enabled).
+    fn start(&mut self, index: usize) -> Result<()> {
+        let number = u16::try_from(index).map_err(|_| Error::InvalidParam)?;
+        let vring = &mut self.vrings[index];
+        let (Some(memory), Some(kick), Some(addresses)) =
+            (&self.memory, &vring.kick, vring.addresses)
+        else {
+            return Ok(());
+        };
+        if vring.running.is_some() || vring.size == 0 {
+            return Ok(());
+        }
+        let mut queue = Queue::new(QUEUE_SIZE_MAX).map_err(|_| Error::InvalidParam)?;
+        let at = |user: u64| memory.guest_address(user).ok_or(Error::InvalidParam);
+        let (descriptors, available, used): (GuestAddress, GuestAddress, GuestAddress) =
+            (at(addresses.0)?, at(addresses.1)?, at(addresses.2)?);
+        let is_set = queue.try_set_size(vring.size).is_ok()
+            && queue.try_set_desc_table_address(descriptors).is_ok()
+            && queue.try_set_avail_ring_address(available).is_ok()
+            && queue.try_set_used_ring_address(used).is_ok();
+        queue.set_ready(true);
+        if !is_set || !queue.is_valid(&memory.guest) {
+            return Err(Error::InvalidParam);
+        }
+        queue.set_next_avail(vring.base);
+        let used_idx = queue.used_idx(&memory.guest, std::sync::atomic::Ordering::Acquire);
+        queue.set_next_used(used_idx.map_err(|_| Error::InvalidParam)?.0);
+        let mut told = Told::new(Arc::clone(memory));
+        told.enabled = vring.enabled || !has(self.features, F_PROTOCOL_FEATURES);
+        told.log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
+        told.used_log_at = vring.used_log_at;
+        told.set_call(vring.call.clone());
+        told.set_error(vring.error.clone());
+        let control = Control::new(told);
+        let setup = Setup {
+            common: Arc::clone(&self.common),
+            index,
+            control: Arc::clone(&control),
+            queue,
+            features: self.features,
+            kick: Arc::clone(kick),
+            inflight: self.inflight.as_ref().and_then(|all| all.queue(number, vring.size)),
+        };
+        vring.running = Some(control);
+        self.workers[index % self.workers.len()].spawn_with(move || queue::serve(setup));
+        Ok(())
+    }
+
+    /// Tells a running queue something that needs no stop.
+    fn tell(&mut self, index: u32, change: impl FnOnce(&mut Told)) -> Result<()> {
+        if let Some(control) = &self.vring(index)?.running {
+            control.tell(change);
+        }
+        Ok(())
+    }
+
+    /// Has all queues work on `regions`.
+    fn set_regions(&mut self, regions: Vec<Region>) -> Result<()> {
+        if regions.len() > REGIONS_MAX {
+            return Err(Error::InvalidParam);
+        }
+        let memory = Arc::new(Memory::new(regions.clone()).map_err(|error| invalid(&error))?);
+        let stopped: Vec<usize> =
+            (0..self.vrings.len()).filter(|index| self.stop(*index)).collect();
+        self.regions = regions;
+        self.memory = Some(memory);
+        stopped.into_iter().try_for_each(|index| self.start(index))
+    }
+
+    /// Tells the queues whether to log.
+    fn tell_log(&mut self) {
+        let log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
+        for control in self.vrings.iter().filter_map(|vring| vring.running.as_ref()) {
+            control.tell(|told| told.log.clone_from(&log));
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        self.stop_all();
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Device {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.stop_all();
+        Ok(())
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.stop_all();
+        self.vrings.fill_with(Vring::default);
+        self.features = 0;
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(config::features(self.common.disk.is_writable()))
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !config::features(self.common.disk.is_writable()) != 0 {
+            return Err(Error::FeatureMismatch);
+        }
+        self.features = features;
+        self.tell_log();
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        told: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<vhost::VhostUserMemoryRegionBase>>> {
+        if told.len() != files.len() {
+            return Err(Error::IncorrectFds);
+        }
+        let regions = told.iter().zip(files).map(|(told, file)| Region::map(*told, file));
+        let regions: mica_block::Result<Vec<_>> = regions.collect();
+        self.set_regions(regions.map_err(|error| invalid(&error))?)?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let size = u16::try_from(num).map_err(|_| Error::InvalidParam)?;
+        if !size.is_power_of_two() || size > QUEUE_SIZE_MAX {
+            return Err(Error::InvalidParam);
+        }
+        self.while_stopped(index, |vring| {
+            vring.size = size;
+            Ok(())
+        })
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        log: u64,
+    ) -> Result<()> {
+        let used_log_at = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        let addresses = Some((descriptor, available, used));
+        let vring = self.vring(index)?;
+        vring.used_log_at = used_log_at;
+        if vring.addresses == addresses {
+            return self.tell(index, |told| told.used_log_at = used_log_at);
+        }
+        self.while_stopped(index, |vring| {
+            vring.addresses = addresses;
+            Ok(())
+        })
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let base = u16::try_from(base).map_err(|_| Error::InvalidParam)?;
+        self.while_stopped(index, |vring| {
+            vring.base = base;
+            Ok(())
+        })
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.vring(index)?;
+        let number = usize::try_from(index).map_err(|_| Error::InvalidParam)?;
+        self.stop(number);
+        let vring = &mut self.vrings[number];
+        // It starts again with a new kick.
+        (vring.kick, vring.call) = (None, None);
+        Ok(VhostUserVringState::new(index, u32::from(vring.base)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let kick = event_fd(fd)?;
+        if kick.is_none() {
+            tracing::warn!("a front end wants its queue polled, which is not done");
+        }
+        self.while_stopped(u32::from(index), |vring| {
+            vring.kick = kick;
+            Ok(())
+        })?;
+        self.start(usize::from(index))
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let call = event_fd(fd)?;
+        self.vring(u32::from(index))?.call.clone_from(&call);
+        self.tell(u32::from(index), |told| told.set_call(call))
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let error = event_fd(fd)?;
+        self.vring(u32::from(index))?.error.clone_from(&error);
+        self.tell(u32::from(index), |told| told.set_error(error))
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        let offered = self.get_protocol_features()?.bits();
+        if features & !offered == 0 { Ok(()) } else { Err(Error::FeatureMismatch) }
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.vrings.len() as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.vring(index)?.enabled = enable;
+        self.tell(index, |told| told.enabled = enable)?;
+        self.start(usize::try_from(index).map_err(|_| Error::InvalidParam)?)
+    }
+
+    fn get_config(
+        &mut self,
+        offset: u32,
+        size: u32,
+        _flags: VhostUserConfigFlags,
+    ) -> Result<Vec<u8>> {
+        let queues = u16::try_from(self.vrings.len()).map_err(|_| Error::InvalidParam)?;
+        let space = config::space(self.common.disk.geometry(), queues);
+        // What lies beyond is for features that are not offered.
+        let all = space.into_iter().chain(std::iter::repeat(0));
+        let (offset, size) = (offset as usize, size as usize);
+        Ok(all.skip(offset).take(size).collect())
+    }
+
+    fn set_config(&mut self, _offset: u32, _bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        Err(Error::InvalidOperation("nothing of the configuration can be set"))
+    }
+
+    fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("this is no GPU"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("there are no shared objects"))
+    }
+
+    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, queue_size) = (asked.num_queues, asked.queue_size);
+        if queues > QUEUES_MAX || queue_size > QUEUE_SIZE_MAX {
+            return Err(Error::InvalidParam);
+        }
+        let (len, file) = Inflight::create(queues, queue_size).map_err(|error| invalid(&error))?;
+        Ok((VhostUserInflight::new(len, 0, queues, queue_size), file))
+    }
+
+    fn set_inflight_fd(&mut self, told: &VhostUserInflight, file: File) -> Result<()> {
+        let (queues, queue_size) = (told.num_queues, told.queue_size);
+        if queues > QUEUES_MAX || queue_size > QUEUE_SIZE_MAX {
+            return Err(Error::InvalidParam);
+        }
+        let place = (told.mmap_offset, told.mmap_size);
+        let inflight = Inflight::map(file, place, queues, queue_size);
+        self.inflight = Some(inflight.map_err(|error| invalid(&error))?);
+        Ok(())
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        told: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
+        let region = Region::map(**told, file).map_err(|error| invalid(&error))?;
+        let mut regions = self.regions.clone();
+        regions.push(region);
+        self.set_regions(regions)?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, told: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let key =
+            |told: &VhostUserMemoryRegion| (told.guest_phys_addr, told.memory_size, told.user_addr);
+        let mut regions = self.regions.clone();
+        let Some(index) = regions.iter().position(|region| key(&region.told) == key(told)) else {
+            return Err(Error::InvalidParam);
+        };
+        regions.remove(index);
+        self.set_regions(regions)
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation("the device has no state besides its queues"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation("the device has no state besides its queues"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("there is no shared memory"))
+    }
+
+    fn set_log_base(&mut self, told: &VhostUserLog, file: File) -> Result<()> {
+        let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
+        let log = DirtyLog::map(file, told.mmap_offset, told.mmap_size, memory);
+        self.log = Some(Arc::new(log.map_err(|error| invalid(&error))?));
+        self.tell_log();
+        Ok(())
+    }
+}

@@ -1,0 +1,27 @@
+//! The vhost-user-blk server: a disk of mica as a virtio block device of a machine whose monitor
+//! (QEMU, cloud-hypervisor, Firecracker) shares the guest's memory with us.
+//!
+//! ```text
+//! server     socket, sessions one after the other
+//!   └ device     messages: features, memory, rings                a thread per device
+//!       └ queue      ring ─▶ chain ─▶ request ─▶ disk ─▶ ring     a task per queue
+//! ```
+//!
+//! A guest is not believed: every number that comes from its memory is checked against what the
+//! guest has, and read once.
+
+mod chain;
+mod config;
+mod control;
+mod device;
+mod inflight;
+mod log;
+mod memory;
+mod queue;
+mod request;
+mod server;
+mod stats;
+mod transfer;
+
+pub use server::{Running, Server, ServerConfig};
+pub use stats::Counters;

@@ -1,0 +1,194 @@
+//! The server of one device: its socket, the thread that takes its messages, the executors of its
+//! queues, and the way down.
+
+use super::config::CONFIG_BYTES;
+use super::device::{Common, Device, QUEUES_MAX};
+use super::request::ID_BYTES;
+use super::stats::Counters;
+use crate::limit::{Limiter, Rates};
+use crate::listener::Listener;
+use crate::workers::Workers;
+use mica_block::{Disk, Error, ErrorKind, Result};
+use mica_rt::Socket;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use vhost::vhost_user::BackendReqHandler;
+
+const _: () = assert!(CONFIG_BYTES <= 256, "the protocol's own bound");
+
+/// A device and where it is served.
+pub struct ServerConfig {
+    /// Where the front end connects: one at a time.
+    pub listener: Listener,
+    /// What is served.
+    pub disk: Arc<dyn Disk>,
+    /// Virtqueues; each runs on one of the executors.
+    pub queues: u16,
+    /// What the driver is told as the serial number; at most 20 bytes count.
+    pub serial: String,
+    /// How much the guest may do.
+    pub rates: Rates,
+    /// The executors.
+    pub workers: Arc<Workers>,
+}
+
+/// Starts servers.
+#[derive(Debug)]
+pub struct Server;
+
+impl Server {
+    /// Starts serving.
+    ///
+    /// # Errors
+    /// `Invalid` for a configuration that makes no sense; else what the system says.
+    pub fn start(config: ServerConfig) -> Result<Running> {
+        let ServerConfig { listener, disk, queues, serial, rates, workers } = config;
+        if !(1..=QUEUES_MAX).contains(&queues) {
+            let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        let mut id = [0; ID_BYTES as usize];
+        id.iter_mut().zip(serial.bytes()).for_each(|(to, byte)| *to = byte);
+        let stats = (0..queues).map(|_| Default::default()).collect();
+        let common = Arc::new(Common { disk, stats, limiter: Limiter::new(rates), id });
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let stop = stop.map_err(|error| Error::from_io("starting a device", error.into()))?;
+        let stop = Arc::new(Stop { fd: stop, session: Mutex::default() });
+        let socket = Arc::clone(&listener.socket);
+        let (served, stopping) = (Arc::clone(&common), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("mica-vhost".to_owned())
+            .spawn(move || accept_all(&socket, &served, &workers, &stopping))
+            .map_err(|error| Error::from_io("starting a device", error))?;
+        Ok(Running { common, stop, listener: Some(listener), thread: Some(thread) })
+    }
+}
+
+/// A device that is served. Dropping it ends that.
+pub struct Running {
+    common: Arc<Common>,
+    stop: Arc<Stop>,
+    listener: Option<Listener>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// What it did so far.
+    pub fn counters(&self) -> Counters {
+        self.common.counters()
+    }
+
+    /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
+    /// not taken stay in the guest's rings, for the next server.
+    pub fn shutdown(mut self) -> Counters {
+        self.stop_and_join();
+        self.counters()
+    }
+
+    fn stop_and_join(&mut self) {
+        self.listener = None;
+        self.stop.raise();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a device ended by a failure in the server");
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop_and_join();
+    }
+}
+
+impl fmt::Debug for Running {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Running({} queues)", self.common.stats.len())
+    }
+}
+
+/// How the thread of a device is stopped, wherever it waits.
+struct Stop {
+    fd: OwnedFd,
+    /// The connection of the session, and whether there may be another.
+    session: Mutex<(Option<UnixStream>, bool)>,
+}
+
+impl Stop {
+    fn raise(&self) {
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        session.1 = true;
+        if let Some(stream) = session.0.take() {
+            // It may have ended by itself.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+        let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+    }
+
+    /// Remembers the connection; false if there may be none any more.
+    fn begin(&self, stream: UnixStream) -> bool {
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        session.0 = Some(stream);
+        !session.1
+    }
+
+    fn end(&self) {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner).0 = None;
+    }
+}
+
+/// Serves one front end after the other.
+fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: &Stop) {
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(stop.fd.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return tracing::error!(%error, "a device is served no more"),
+        }
+        if !fds[0].revents().is_empty() {
+            return;
+        }
+        match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
+            Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
+            Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
+                tracing::warn!("a front end could not be accepted: too many open files");
+                // Nothing else is to be waited for: the stop is looked at again after a while.
+                let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+const ACCEPT_PAUSE: rustix::event::Timespec =
+    rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Stop) {
+    let Ok(clone) = stream.try_clone() else { return };
+    if !stop.begin(clone) {
+        return;
+    }
+    tracing::info!("a front end has connected");
+    let device = Device::new(Arc::clone(common), workers.handles().to_vec());
+    let device = Arc::new(Mutex::new(device));
+    let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
+    let why = loop {
+        if let Err(error) = handler.handle_request() {
+            break error;
+        }
+    };
+    // The queues end before the connection does: a front end that sees it close knows that nothing
+    // is in flight any more.
+    device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
+    stop.end();
+    tracing::info!(%why, "a front end has gone");
+}

@@ -1,0 +1,179 @@
+//! Reads and writes between a disk and pieces of guest memory, in place where that can be.
+//!
+//! A transfer goes in windows, so that what it holds is bounded. Within a window each part that is
+//! one extent and one piece is one operation on the guest's own memory. Where a driver divides its
+//! memory so that pieces are no whole sectors, or so finely that an operation each would cost more
+//! than a copy, the window goes through a buffer of ours.
+
+use super::chain::Piece;
+use super::memory::Memory;
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use vm_memory::Address;
+
+/// Bytes that are under way for one request at most.
+const WINDOW_BYTES: u64 = 1 << 20;
+/// Pieces of a window that are operations of their own at most.
+const PIECES_MAX: usize = 8;
+
+/// Reads `range` into `pieces`, which are as long.
+pub(super) async fn read(
+    disk: &dyn Disk,
+    memory: &Memory,
+    range: GuestRange,
+    pieces: Vec<Piece>,
+) -> Result<()> {
+    let mut windows =
+        Windows { at: range.start(), end: range.end(), pieces: pieces.into_iter(), rest: None };
+    while let Some((range, pieces)) = windows.next()? {
+        let _in_flight = disk.enter();
+        let mut extents = Vec::new();
+        disk.plan(range, Detail::Read, &mut extents).finish().await?;
+        let mut bufs = bufs_of(memory, &pieces)?;
+        if is_direct(&pieces) {
+            read_parts(disk, &extents, &mut bufs).await?;
+            continue;
+        }
+        let mut whole = vec![Buf::new(bytes_len(range.len()))];
+        let read = read_parts(disk, &extents, &mut whole).await?;
+        let mut read = read.into_iter();
+        let mut from = read.next().unwrap_or_else(|| Buf::new(0));
+        for buf in &mut bufs {
+            let mut done = 0;
+            while done < buf.len() {
+                if from.is_empty() {
+                    from = read.next().ok_or_else(too_short)?;
+                }
+                let count = from.len().min(buf.len() - done);
+                buf[done..done + count].copy_from_slice(&from[..count]);
+                from.advance(count);
+                done += count;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reads `extents` into `bufs`, which are as long together; gives the parts that were read.
+async fn read_parts(disk: &dyn Disk, extents: &[Extent], bufs: &mut Vec<Buf>) -> Result<Vec<Buf>> {
+    let mut reads = Vec::new();
+    let mut bufs = std::mem::take(bufs).into_iter();
+    let mut buf = Buf::new(0);
+    for extent in extents {
+        let mut at = extent.start;
+        let end = extent.range().end();
+        while at < end {
+            if buf.is_empty() {
+                buf = bufs.next().ok_or_else(too_short)?;
+            }
+            let count = (buf.len() as u64).min(end.bytes() - at.bytes());
+            let part = GuestRange::new(at, count).and_then(|range| extent.within(range));
+            let part = part.ok_or_else(too_short)?;
+            reads.push(disk.read(&part, buf.split_to(bytes_len(count))));
+            at = part.range().end();
+        }
+    }
+    let mut parts = Vec::new();
+    let mut failed = Ok(());
+    for (result, part) in mica_rt::join_all(reads).await {
+        failed = failed.and(result);
+        parts.push(part);
+    }
+    failed.map(|()| parts)
+}
+
+/// Writes `pieces` to `range`, which is as long.
+pub(super) async fn write(
+    disk: &dyn Disk,
+    memory: &Memory,
+    range: GuestRange,
+    pieces: Vec<Piece>,
+) -> Result<()> {
+    let mut windows =
+        Windows { at: range.start(), end: range.end(), pieces: pieces.into_iter(), rest: None };
+    while let Some((range, pieces)) = windows.next()? {
+        let _in_flight = disk.enter();
+        let bufs = bufs_of(memory, &pieces)?;
+        let bufs = match is_direct(&pieces) {
+            true => bufs,
+            false => {
+                let mut whole = Buf::new(bytes_len(range.len()));
+                let mut done = 0;
+                for buf in bufs {
+                    whole[done..done + buf.len()].copy_from_slice(&buf);
+                    done += buf.len();
+                }
+                vec![whole]
+            }
+        };
+        let mut at = range.start();
+        let mut writes = Vec::with_capacity(bufs.len());
+        for buf in bufs {
+            let next = at.checked_add(buf.len() as u64).ok_or_else(too_short)?;
+            writes.push(disk.write(at, buf));
+            at = next;
+        }
+        let results = mica_rt::join_all(writes).await;
+        results.into_iter().map(|(result, _)| result).collect::<Result<()>>()?;
+    }
+    Ok(())
+}
+
+/// Whether each piece may be an operation of its own.
+fn is_direct(pieces: &[Piece]) -> bool {
+    let is_whole = |piece: &Piece| u64::from(piece.len).is_multiple_of(SECTOR_BYTES);
+    pieces.len() <= PIECES_MAX && pieces.iter().all(is_whole)
+}
+
+fn bufs_of(memory: &Memory, pieces: &[Piece]) -> Result<Vec<Buf>> {
+    pieces.iter().map(|piece| buf_of(memory, *piece)).collect()
+}
+
+/// The guest's bytes themselves.
+pub(super) fn buf_of(memory: &Memory, piece: Piece) -> Result<Buf> {
+    memory.buf(piece).ok_or_else(|| {
+        let context = format!("{} bytes at {:#x} are no guest memory", piece.len, piece.at.0);
+        Error::new(ErrorKind::Invalid, context)
+    })
+}
+
+/// Divides a transfer.
+struct Windows {
+    at: GuestOffset,
+    end: GuestOffset,
+    pieces: std::vec::IntoIter<Piece>,
+    rest: Option<Piece>,
+}
+
+impl Windows {
+    fn next(&mut self) -> Result<Option<(GuestRange, Vec<Piece>)>> {
+        if self.at >= self.end {
+            return Ok(None);
+        }
+        let len = (self.end.bytes() - self.at.bytes()).min(WINDOW_BYTES);
+        let mut left = len;
+        let mut pieces = Vec::new();
+        while left > 0 {
+            let piece = self.rest.take().or_else(|| self.pieces.next()).ok_or_else(too_short)?;
+            let count = u32::try_from(left).unwrap_or(u32::MAX).min(piece.len);
+            pieces.push(Piece { at: piece.at, len: count });
+            if count < piece.len {
+                let at = piece.at.checked_add(u64::from(count)).ok_or_else(too_short)?;
+                self.rest = Some(Piece { at, len: piece.len - count });
+            }
+            left -= u64::from(count);
+        }
+        let range = GuestRange::new(self.at, len).ok_or_else(too_short)?;
+        self.at = range.end();
+        Ok(Some((range, pieces)))
+    }
+}
+
+fn too_short() -> Error {
+    Error::new(ErrorKind::Invalid, "a request that is not as long as its memory")
+}
+
+fn bytes_len(len: u64) -> usize {
+    usize::try_from(len).expect("within a window")
+}
