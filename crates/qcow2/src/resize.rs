@@ -11,6 +11,7 @@
 //!   file has there, nor what the image kept from a longer life.
 //! - I3 A cluster is freed after nothing durable names it.
 
+mod blocks;
 mod data;
 mod future;
 mod space;
@@ -249,6 +250,7 @@ impl Resizer {
             (bits.clusters_for(l1_bytes(entries)), bits.clusters_for(l1_bytes(old_entries)));
         space.free(HostOffset::new(old_at.bytes() + (kept << bits.bits())), all - kept).await?;
         space.commit().await?;
+        let space = self.drop_empty_blocks(space).await?;
         let tables = l1[..len_of(entries.into())].iter().map(|entry| L1Entry(*entry).offset());
         let last_table = tables.map(HostOffset::bytes).max().unwrap_or(0);
         space.give_back(last_table.saturating_add(bits.bytes())).await?;

@@ -83,6 +83,21 @@ impl FileSpace {
         self.metadata.ranges.check(at, self.bits.bytes())
     }
 
+    /// Whether the table or block at `at` lies over no other.
+    pub(super) fn is_alone(&self, at: HostOffset) -> bool {
+        self.metadata.ranges.check_table(at).is_ok()
+    }
+
+    /// The clusters that have their space still and are nobody's.
+    pub(super) fn take_freed(&self) -> Vec<u64> {
+        self.freed.take()
+    }
+
+    /// `clusters` have their space still and are nobody's.
+    pub(super) fn put_freed(&self, clusters: Vec<u64>) {
+        self.freed.borrow_mut().extend(clusters);
+    }
+
     /// What was at `at` is no metadata any more.
     pub(super) fn forget(&self, at: HostOffset) {
         self.metadata.ranges.remove(at);
