@@ -11,7 +11,8 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use crate::write::pages::{Metadata, MetadataStore};
+use crate::write::overlay::MetadataStore;
+use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
