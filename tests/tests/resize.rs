@@ -138,3 +138,169 @@ fn snapshots_keep_what_they_have() {
     mica_in(dir, &["resize", "bitmaps.qcow2", "30M"]).refusal();
     mica_in(dir, &["resize", "image.qcow2", "1M"]).refusal();
 }
+
+fn len(dir: &Path, file: &str) -> u64 {
+    fs::metadata(dir.join(file)).expect("it is there").len()
+}
+
+#[test]
+fn an_image_that_gets_shorter_ends_where_its_last_cluster_does() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    for options in [
+        "cluster_size=64k",
+        "cluster_size=2M",
+        "cluster_size=4k,refcount_bits=64",
+        "cluster_size=512",
+        "extended_l2=on",
+        "compat=0.10",
+    ] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        qemu::create(dir, "image.qcow2", &["-o", options], "64M");
+        qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 32M", "write -P 2 60M 1M"]);
+        for size in ["40M", "8M", "1M", "512"] {
+            resized(dir, "image.qcow2", size);
+            let (ours, theirs) = (len(dir, "image.qcow2"), len(dir, "theirs.qcow2"));
+            assert!(ours <= theirs, "{options}: shortened to {size}: {ours}, not {theirs}");
+        }
+        // What was cut off is nobody's: it is used again.
+        mica_in(dir, &["resize", "-q", "image.qcow2", "64M"]).ok();
+        qemu::io(dir, &[], "image.qcow2", &["read -P 0 512 63M", "write -P 3 1M 40M"]);
+        let said = qemu::img(dir, ["check", "image.qcow2"]);
+        assert_eq!(said.code(), Some(0), "{options}: {said}");
+    }
+}
+
+#[test]
+fn a_table_that_lies_has_nothing_of_the_image_freed() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &[], "16M");
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 1M"]);
+    let path = dir.join("image.qcow2");
+    let sound = fs::read(&path).expect("it is there");
+    let word = |at: usize| {
+        let word = u64::from_be_bytes(*sound[at..].first_chunk().expect("8 bytes"));
+        usize::try_from(word & 0x00ff_ffff_ffff_fe00).expect("a small image")
+    };
+    let l2 = word(word(40));
+    // Beyond the new end: the header, the L1 table, the refcount table, as data and compressed.
+    for place in [0, word(40), word(48)] {
+        for flag in [1 << 63, 1_u64 << 62] {
+            let mut bytes = sound.clone();
+            bytes[l2 + 100 * 8..][..8].copy_from_slice(&(place as u64 | flag).to_be_bytes());
+            fs::write(&path, &bytes).expect("a file");
+            let _ = mica_in(dir, &["resize", "-q", "--shrink", "image.qcow2", "2M"]);
+            let now = fs::read(&path).expect("it is there");
+            assert_eq!(now[..8], bytes[..8], "the header is there");
+            let end = place + 64;
+            assert!(place == 0 || now[place..end] == bytes[place..end], "{place:#x} is freed");
+        }
+    }
+}
+
+#[test]
+fn an_image_with_a_data_file_changes_both() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    for options in ["cluster_size=64k", "extended_l2=on", "cluster_size=4k"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        let with_file = format!("data_file=data.raw,{options}");
+        qemu::create(dir, "image.qcow2", &["-o", &with_file], "20M");
+        qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 3M", "write -P 2 19M 1M"]);
+        for (size, bytes) in [
+            ("30M", 30 << 20),
+            ("19500k", 19500 << 10),
+            ("1G", 1 << 30),
+            ("2050k", 2050 << 10),
+            ("6M", 6 << 20),
+        ] {
+            mica_in(dir, &["resize", "-q", "--shrink", "image.qcow2", size]).ok();
+            assert_eq!(len(dir, "data.raw"), bytes, "{options} {size}");
+            let said = qemu::img(dir, ["check", "image.qcow2"]);
+            assert_eq!(said.code(), Some(0), "{options} {size}: {said}");
+        }
+        let read = ["read -P 1 0 2050k", "read -P 0 2050k 4094k"];
+        qemu::io(dir, &[], "image.qcow2", &read);
+        qemu::io(dir, &[], "image.qcow2", &["write -P 3 5M 1M", "read -P 3 5M 1M"]);
+        let said = qemu::img(dir, ["check", "image.qcow2"]);
+        assert_eq!(said.code(), Some(0), "{options}: {said}");
+    }
+}
+
+#[test]
+fn over_a_longer_backing_file_a_data_file_shows_zeros() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "30M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 9 0 30M"]);
+    let over = ["-o", "data_file=data.raw", "-b", "base.qcow2", "-F", "qcow2"];
+    qemu::create(dir, "top.qcow2", &over, "10000384");
+    qemu::io(dir, &[], "top.qcow2", &["write -P 1 9M 64k"]);
+    mica_in(dir, &["resize", "-q", "top.qcow2", "40M"]).ok();
+    let read = ["read -P 9 0 9M", "read -P 1 9M 64k", "read -P 0 10000384 30M"];
+    qemu::io(dir, &[], "top.qcow2", &read);
+    let said = qemu::img(dir, ["check", "top.qcow2"]);
+    assert_eq!(said.code(), Some(0), "{said}");
+}
+
+/// Whoever reads the raw file and whoever reads the image see the same.
+#[test]
+fn a_raw_data_file_stays_the_whole_disk() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    for options in ["cluster_size=64k", "extended_l2=on", "cluster_size=4k"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path();
+        let with_file = format!("data_file=data.raw,data_file_raw=on,{options}");
+        // QEMU gives the clusters of an image with subclusters no place.
+        mica_in(dir, &["create", "-q", "-f", "qcow2", "-o", &with_file, "image.qcow2", "20000k"])
+            .ok();
+        qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 3M", "write -P 2 19M 256k"]);
+        let mut byte = 10;
+        for (size, bytes) in [
+            ("20001k", 20001_u64 << 10),
+            ("30M", 30 << 20),
+            ("19500k", 19500 << 10),
+            ("600M", 600 << 20),
+            ("2050k", 2050 << 10),
+            ("16M", 16 << 20),
+        ] {
+            mica_in(dir, &["resize", "-q", "--shrink", "image.qcow2", size]).ok();
+            assert_eq!(len(dir, "data.raw"), bytes, "{options} {size}");
+            // Who writes to the raw file alone is seen through the image.
+            byte += 1;
+            let write = format!("write -P {byte} {} 64k", bytes - (64 << 10));
+            qemu::io(dir, &["-f", "raw"], "data.raw", &[&write]);
+            let read = format!("read -P {byte} {} 64k", bytes - (64 << 10));
+            qemu::io(dir, &[], "image.qcow2", &[&read]);
+            let compare = ["compare", "-f", "raw", "-F", "qcow2", "data.raw", "image.qcow2"];
+            let said = qemu::img(dir, compare);
+            assert_eq!(said.code(), Some(0), "{options} {size}: {said}");
+            let said = qemu::img(dir, ["check", "image.qcow2"]);
+            assert_eq!(said.code(), Some(0), "{options} {size}: {said}");
+            let map = qemu::img(dir, ["map", "--output=json", "image.qcow2"]);
+            assert!(!map.stdout.contains("\"data\": false"), "{options} {size}: {map}");
+        }
+    }
+    // Data behind the end of the disk is somebody's: it neither shows nor is it cut off.
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let with_file = "data_file=data.raw,data_file_raw=on";
+    qemu::create(dir, "image.qcow2", &["-o", with_file], "1M");
+    fs::write(dir.join("data.raw"), vec![7; 3 << 20]).expect("a file");
+    let said = mica_in(dir, &["resize", "image.qcow2", "4M"]).refusal();
+    assert!(said.contains("data.raw"), "{said}");
+    assert_eq!(len(dir, "data.raw"), 3 << 20);
+}

@@ -26,6 +26,9 @@ pub struct Run {
     pub len: u64,
 }
 
+/// The outcome of a change to a store that has no buffer to give back.
+pub type ChangeFuture = LocalFuture<'static, Result<()>>;
+
 /// What is done with the space of a range, as `fallocate` does it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Space {
@@ -87,26 +90,21 @@ pub trait Store: Send + Sync {
     /// Makes durable what was completed before the call: bytes, space and length.
     ///
     /// After an error nothing that was not durable before can be relied on.
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         let error = self.opened_for_reading();
         Box::pin(async move { Err(error) })
     }
 
     /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` where the file
     /// system cannot.
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let _ = (change, offset, len);
         let error = self.opened_for_reading();
         Box::pin(async move { Err(error) })
     }
 
     /// Makes it `len` bytes long: what is beyond is gone, what is new reads as zeros.
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         let _ = len;
         let error = self.opened_for_reading();
         Box::pin(async move { Err(error) })

@@ -11,7 +11,8 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use crate::write::pages::{Metadata, MetadataStore};
+use crate::write::overlay::MetadataStore;
+use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
@@ -202,7 +203,7 @@ async fn build_layer(
         OpenedKind::Raw => layer.len = layer.store.len()?.next_multiple_of(SECTOR_BYTES),
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
-                layer.data = open_data_file(images, &layer.path, &header, writable)?;
+                layer.data = open_data_file(images, &layer.path, &header, writable)?.1.store;
             }
             let (l1_offset, l1_entries, disk_bytes) = match snapshot {
                 None => (header.l1_offset, header.l1_entries, header.disk_bytes()),
@@ -239,17 +240,20 @@ fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset,
     Ok((as_active.l1_offset, as_active.l1_entries, as_active.disk_bytes()))
 }
 
-fn open_data_file(
+/// Opens the data file that the image at `path` names; gives its path, too.
+pub(crate) fn open_data_file(
     images: &dyn Images,
     path: &Path,
     header: &Header,
     writable: bool,
-) -> Result<Arc<dyn mica_block::Store>> {
+) -> Result<(PathBuf, OpenImage)> {
     let Some(name) = &header.data_file_name else {
         let context = "the image keeps its data in an external file and does not name it";
         return Err(Error::new(ErrorKind::Corrupt, context));
     };
     let resolved = images.resolve(path, &parse_data_file_name(name)?)?;
     let opened = if writable { images.open_writable(&resolved) } else { images.open(&resolved) };
-    Ok(opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?.store)
+    let opened =
+        opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?;
+    Ok((resolved, opened))
 }

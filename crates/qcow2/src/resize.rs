@@ -1,7 +1,8 @@
 //! Makes the disk of an image that nobody uses longer or shorter.
 //!
-//! Longer: room in the L1 table ─▶ zeros where something would show ─▶ the new size. Shorter: the
-//! new size with a shorter L1 table ─▶ what is beyond is freed.
+//! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
+//! show ─▶ the new size. Shorter: the new size with a shorter L1 table ─▶ what is beyond is freed,
+//! and the file ends where its last cluster does ─▶ the data file.
 //!
 //! Invariants
 //! - I1 What the header names is durable before the header is, so that a power cut leaves the old
@@ -10,6 +11,8 @@
 //!   file has there, nor what the image kept from a longer life.
 //! - I3 A cluster is freed after nothing durable names it.
 
+mod blocks;
+mod data;
 mod future;
 mod space;
 
@@ -17,6 +20,7 @@ use crate::chain::{Chain, ChainOptions, IndexUse};
 use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version};
 use crate::open::read_header;
 use crate::recover::repair_dirty;
+use data::DataFile;
 use future::FutureImages;
 use mica_block::{
     Disk as _, Error, ErrorKind, Images, OpenImage, Result, Store, Zeroes, read_exact, write_all,
@@ -41,6 +45,7 @@ pub struct Resizer {
     path: PathBuf,
     image: OpenImage,
     header: Header,
+    data: Option<DataFile>,
 }
 
 impl Resizer {
@@ -56,12 +61,13 @@ impl Resizer {
                 header = repair_dirty(Arc::clone(&image.store), &header).await?;
             }
             refuse_unsafe(&header)?;
-            Ok((image, header))
+            let data = DataFile::open(&*images, path, &header)?;
+            Ok((image, header, data))
         };
         let opened = step.await;
-        let (image, header) =
+        let (image, header, data) =
             opened.map_err(|error: Error| error.wrap(path.display().to_string()))?;
-        Ok(Self { images, path: path.to_owned(), image, header })
+        Ok(Self { images, path: path.to_owned(), image, header, data })
     }
 
     /// Length of the disk.
@@ -90,10 +96,16 @@ impl Resizer {
     }
 
     async fn grow(&mut self, size: u64, entries: u32) -> Result<()> {
+        if let Some(data) = &self.data {
+            data.lengthen(self.disk_bytes(), size, self.header.cluster_bits).await?;
+        }
         if entries > self.header.l1_entries {
             self.grow_l1(entries).await?;
         }
-        self.zero_new(size).await?;
+        match self.data.as_ref().is_some_and(DataFile::is_raw) {
+            true => self.place_new(size).await?,
+            false => self.zero_new(size).await?,
+        }
         self.header.size = size;
         self.write_header().await
     }
@@ -131,9 +143,11 @@ impl Resizer {
         self.header.l1_entries = entries;
         self.write_header().await?;
         if has_place {
+            space.forget(old_at);
             space.free(old_at, bits.clusters_for(old)).await?;
         }
-        space.commit().await
+        space.commit().await?;
+        space.give_back(at.bytes() + new).await
     }
 
     /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and has all
@@ -166,7 +180,10 @@ impl Resizer {
         if kept <= old && self.header.backing.is_none() {
             return Ok(());
         }
-        let images = FutureImages::new(Arc::clone(&self.images), &self.path, &self.image, size);
+        let mut images = FutureImages::new(Arc::clone(&self.images), &self.path, &self.image, size);
+        if let Some(data) = &self.data {
+            data.held_by(&mut images);
+        }
         let options =
             ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
         let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
@@ -232,7 +249,15 @@ impl Resizer {
         let (kept, all) =
             (bits.clusters_for(l1_bytes(entries)), bits.clusters_for(l1_bytes(old_entries)));
         space.free(HostOffset::new(old_at.bytes() + (kept << bits.bits())), all - kept).await?;
-        space.commit().await
+        space.commit().await?;
+        let space = self.drop_empty_blocks(space).await?;
+        let tables = l1[..len_of(entries.into())].iter().map(|entry| L1Entry(*entry).offset());
+        let last_table = tables.map(HostOffset::bytes).max().unwrap_or(0);
+        space.give_back(last_table.saturating_add(bits.bytes())).await?;
+        match &self.data {
+            Some(data) => data.shorten(size).await,
+            None => Ok(()),
+        }
     }
 
     /// Forgets what the table in which the disk ends now has beyond that end. One that a snapshot
@@ -248,6 +273,7 @@ impl Resizer {
             return Ok(());
         }
         let first = l2.l2_index(GuestOffset::new(end));
+        space.check(at)?;
         let store = &*self.image.store;
         let mut table = read_exact(store, at, self.cluster_len()).await?;
         let before = Buf::from_slice(&table);
@@ -260,6 +286,10 @@ impl Resizer {
     /// Frees what the entries of `table` from `first` on name.
     async fn free_entries(&self, space: &FileSpace, table: &[u8], first: u64) -> Result<()> {
         let l2 = self.header.l2_format();
+        if l2.data_file {
+            // They name places in the data file, which counts nothing.
+            return Ok(());
+        }
         for index in first..l2.entries() {
             let Some(raw) = l2.raw(table, len_of(index)) else { break };
             match l2.interpret(raw) {
@@ -323,10 +353,8 @@ fn refuse_unsafe(header: &Header) -> Result<()> {
             "the image has bitmaps, which would have to be resized too: `qemu-img resize` does that",
         );
     }
-    if header.incompatible.external_data_file {
-        return refuse(
-            "the image keeps its data in an external file: `qemu-img resize` resizes both",
-        );
+    if header.incompatible.external_data_file && header.snapshot_count > 0 {
+        return refuse("the image keeps its data in an external file, and has snapshots");
     }
     Ok(())
 }

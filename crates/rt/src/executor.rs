@@ -12,6 +12,7 @@
 
 use crate::backend::{Backend, Driver};
 use crate::op::{Next, OpKey, Ops};
+use crate::remote::{Remote, RemoteItem};
 use crate::time::{Clock, Instant, Timers};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -19,12 +20,12 @@ use std::future::Future;
 use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-type LocalFuture = Pin<Box<dyn Future<Output = ()>>>;
+pub(crate) type LocalFuture = Pin<Box<dyn Future<Output = ()>>>;
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Core>>> = const { RefCell::new(None) };
@@ -435,88 +436,5 @@ impl Wake for TaskWaker {
         if !matches!(local, Ok(Some(()))) {
             self.remote.push(RemoteItem::Wake(self.key));
         }
-    }
-}
-
-enum RemoteItem {
-    Wake(TaskKey),
-    Spawn(Box<dyn FnOnce() -> LocalFuture + Send>),
-}
-
-#[derive(Default)]
-struct Items {
-    list: Vec<RemoteItem>,
-    /// Whether the executor has ended.
-    closed: bool,
-}
-
-/// What other threads gave an executor, and the bell that wakes it.
-pub(crate) struct Remote {
-    items: Mutex<Items>,
-    /// Whether the bell was rung since the items were last taken.
-    rung: AtomicBool,
-    bell: rustix::fd::OwnedFd,
-}
-
-impl Remote {
-    fn new() -> io::Result<Self> {
-        use rustix::event::{EventfdFlags, eventfd};
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { items: Mutex::default(), rung: AtomicBool::new(false), bell })
-    }
-
-    pub(crate) fn bell(&self) -> &rustix::fd::OwnedFd {
-        &self.bell
-    }
-
-    /// Silences the bell.
-    pub(crate) fn clear_bell(&self) {
-        // Nothing to read means that nobody rang: the bell does not block.
-        let _ = rustix::io::read(&self.bell, &mut [0_u8; 8]);
-    }
-
-    /// Rings without an item: a thread of the pool backend has a completion.
-    pub(crate) fn ring(&self) {
-        // A full counter still wakes the reader.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
-    }
-
-    /// Takes nothing more in and drops what is there: nobody will ever run it.
-    fn close(&self) {
-        let mut items = self.items();
-        let unused = std::mem::take(&mut items.list);
-        items.closed = true;
-        drop(items);
-        drop(unused);
-    }
-
-    fn items(&self) -> MutexGuard<'_, Items> {
-        self.items.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn push(&self, item: RemoteItem) {
-        let mut items = self.items();
-        if items.closed {
-            // The item may own a waker or a socket: dropped outside of the lock.
-            drop(items);
-            drop(item);
-            return;
-        }
-        items.list.push(item);
-        drop(items);
-        if !self.rung.swap(true, Ordering::AcqRel) {
-            self.ring();
-        }
-    }
-
-    fn has_items(&self) -> bool {
-        self.rung.load(Ordering::Acquire)
-    }
-
-    fn take(&self) -> Vec<RemoteItem> {
-        if !self.rung.swap(false, Ordering::AcqRel) {
-            return Vec::new();
-        }
-        std::mem::take(&mut self.items().list)
     }
 }

@@ -16,6 +16,7 @@ mod join;
 mod lock;
 mod net;
 mod op;
+mod remote;
 mod time;
 
 pub use backend::Backend;

@@ -2,7 +2,7 @@
 
 use crate::facts::check_run_len;
 use mica_block::{
-    Error, ErrorKind, IoFuture, LocalFuture, Result, Run, RunKind, Space, Store, ready,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, ready,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -113,18 +113,13 @@ impl Store for MemoryStore {
         ready(result, buf)
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         // There is nothing that memory could be made durable on: who asks wants the order.
         let result = self.change(Some(0), |_| {});
         Box::pin(async move { result })
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let result = match len {
             0 => self.change(Some(0), |_| {}),
             len => self.change_space(change, offset.bytes(), len),
@@ -132,7 +127,7 @@ impl Store for MemoryStore {
         Box::pin(async move { result })
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         let keep = usize::try_from(len).unwrap_or(usize::MAX);
         let result = self.change(Some(len), |bytes| bytes.truncate(keep));
         Box::pin(async move { result })

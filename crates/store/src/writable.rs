@@ -18,7 +18,7 @@ use crate::file::{CacheMode, end_of};
 use crate::located::{FileKind, Located};
 use crate::lock::{self, Locking, Role};
 use crate::own_task::in_own_task;
-use mica_block::{Error, ErrorKind, IoFuture, LocalFuture, Result, Run, Space, Store, ready};
+use mica_block::{ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, ready};
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
 use rustix::fs::ftruncate;
@@ -115,7 +115,7 @@ impl Store for WritableFile {
         }))
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         let inner = Arc::clone(&self.inner);
         Box::pin(in_own_task(async move {
             // One at a time: of two at once the system tells only one that a write-back failed.
@@ -128,12 +128,7 @@ impl Store for WritableFile {
         }))
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let inner = Arc::clone(&self.inner);
         if inner.align == Alignment::NONE {
             return Box::pin(async move { inner.change_space(change, offset, len).await });
@@ -145,7 +140,7 @@ impl Store for WritableFile {
         }))
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         let inner = Arc::clone(&self.inner);
         Box::pin(async move {
             let now = inner.len()?;

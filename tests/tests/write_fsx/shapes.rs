@@ -125,24 +125,23 @@ const PACKED: &[Shape] = &[
     shape("data-file-raw", 8 * MIB, "data_file=disk.data,data_file_raw=on", Nothing, Empty),
 ];
 
-#[test]
-fn images_of_their_own_keep_what_guests_write() {
-    round::all(PLAIN);
+/// A test for each family of shapes.
+macro_rules! families {
+    ($($name:ident = $shapes:expr;)+) => {
+        $(
+            #[test]
+            fn $name() {
+                round::all($shapes);
+            }
+        )+
+    };
 }
 
-#[test]
-fn overlays_keep_what_guests_write() {
-    round::all(OVERLAYS);
-}
-
-#[test]
-fn snapshots_stay_as_they_are_and_bitmaps_do_not_lie() {
-    round::all(SHARED);
-}
-
-#[test]
-fn compressed_clusters_and_data_files_keep_what_guests_write() {
-    round::all(PACKED);
+families! {
+    images_of_their_own_keep_what_guests_write = PLAIN;
+    overlays_keep_what_guests_write = OVERLAYS;
+    snapshots_stay_as_they_are_and_bitmaps_do_not_lie = SHARED;
+    compressed_clusters_and_data_files_keep_what_guests_write = PACKED;
 }
 
 /// Whether the programs are there.

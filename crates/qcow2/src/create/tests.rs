@@ -3,7 +3,7 @@
 use super::*;
 use crate::check::{Finding, Observer, check};
 use crate::format::{Compression, Header, Version};
-use mica_block::{ErrorKind, IoFuture, LocalFuture, Run, RunKind};
+use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind};
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -50,24 +50,19 @@ impl Store for Room {
         IoFuture::Ready(Some((grown, buf)))
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         let done = self.resize(usize::try_from(len).expect("small"));
         Box::pin(async move { done })
     }
 
-    fn space(
-        &self,
-        _change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, _change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let end = usize::try_from(offset.bytes() + len).expect("small");
         let len = self.bytes.lock().expect("nobody panicked").len();
         let done = self.resize(end.max(len));
         Box::pin(async move { done })
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         Box::pin(async { Ok(()) })
     }
 

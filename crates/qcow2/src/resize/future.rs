@@ -12,8 +12,8 @@ use super::SIZE_AT;
 /// The images of a chain, of which one has its future size.
 pub(super) struct FutureImages {
     images: Arc<dyn Images>,
-    path: PathBuf,
-    image: OpenImage,
+    /// Files that are open already, and open to nobody else.
+    held: Vec<(PathBuf, OpenImage)>,
 }
 
 impl FutureImages {
@@ -21,7 +21,16 @@ impl FutureImages {
     pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
         let store = Arc::new(FutureStore { store: Arc::clone(&image.store), size });
         let image = OpenImage { store, identity: image.identity };
-        Self { images, path: path.to_owned(), image }
+        Self { images, held: vec![(path.to_owned(), image)] }
+    }
+
+    /// The same with one more file that is open already.
+    pub(super) fn hold(&mut self, path: &Path, image: &OpenImage) {
+        self.held.push((path.to_owned(), image.clone()));
+    }
+
+    fn held(&self, path: &Path) -> Option<OpenImage> {
+        self.held.iter().find(|(held, _)| held == path).map(|(_, image)| image.clone())
     }
 }
 
@@ -31,11 +40,11 @@ impl Images for FutureImages {
     }
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
-        if path == self.path { Ok(self.image.clone()) } else { self.images.open(path) }
+        self.held(path).map_or_else(|| self.images.open(path), Ok)
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
-        if path == self.path { Ok(self.image.clone()) } else { self.images.open_writable(path) }
+        self.held(path).map_or_else(|| self.images.open_writable(path), Ok)
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

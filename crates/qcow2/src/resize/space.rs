@@ -6,6 +6,7 @@ use crate::write::allocate::{Reserved, Space};
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
 use mica_units::{ClusterBits, HostOffset};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 /// Clusters that may be passed over in the search for a run, for each that is wanted, and besides.
@@ -18,6 +19,8 @@ pub(super) struct FileSpace {
     metadata: Arc<Metadata>,
     space: Space,
     bits: ClusterBits,
+    /// Clusters that lost their last reference and have their space still.
+    freed: RefCell<Vec<u64>>,
 }
 
 impl FileSpace {
@@ -30,7 +33,7 @@ impl FileSpace {
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         ranges.add(header.refcount_table_offset, table_bytes, "the refcount table");
         let space = Space::open(&metadata, header).await?;
-        Ok(Self { store, metadata, space, bits })
+        Ok(Self { store, metadata, space, bits, freed: RefCell::default() })
     }
 
     /// Takes `count` clusters in a row.
@@ -72,25 +75,79 @@ impl FileSpace {
         Ok(self.place(first))
     }
 
-    /// Takes one reference from each of `count` clusters at `at`; the space of those that lose the
-    /// last one goes back to the file system.
+    /// Whether the L2 table at `at` lies over no other metadata, so that it may be written.
+    ///
+    /// # Errors
+    /// `Corrupt` if it does.
+    pub(super) fn check(&self, at: HostOffset) -> Result<()> {
+        self.metadata.ranges.check(at, self.bits.bytes())
+    }
+
+    /// Whether the table or block at `at` lies over no other.
+    pub(super) fn is_alone(&self, at: HostOffset) -> bool {
+        self.metadata.ranges.check_table(at).is_ok()
+    }
+
+    /// The clusters that have their space still and are nobody's.
+    pub(super) fn take_freed(&self) -> Vec<u64> {
+        self.freed.take()
+    }
+
+    /// `clusters` have their space still and are nobody's.
+    pub(super) fn put_freed(&self, clusters: Vec<u64>) {
+        self.freed.borrow_mut().extend(clusters);
+    }
+
+    /// What was at `at` is no metadata any more.
+    pub(super) fn forget(&self, at: HostOffset) {
+        self.metadata.ranges.remove(at);
+    }
+
+    /// Takes one reference from each of `count` clusters at `at`.
+    ///
+    /// # Errors
+    /// `Corrupt` where metadata is among them: what frees it is a lie of the tables.
     pub(super) async fn free(&self, at: HostOffset, count: u64) -> Result<()> {
         let first = self.bits.cluster_of(at.bytes());
         for cluster in first..first + count {
-            let is_last = self.space.refcount(cluster).await? == Some(1);
-            self.space.release(cluster).await?;
-            if !is_last {
-                continue;
+            self.check(self.place(cluster))?;
+            if self.space.refcount(cluster).await? == Some(1) {
+                self.freed.borrow_mut().push(cluster);
             }
-            let at = self.place(cluster);
-            let punched = self.store.space(SpaceChange::Punch, at, self.bits.bytes()).await;
+            self.space.release(cluster).await?;
+        }
+        Ok(())
+    }
+
+    /// Gives the space of what was freed back to the file system: the file ends behind the last
+    /// cluster that counts, and behind `least` bytes. The counts are durable.
+    pub(super) async fn give_back(&self, least: u64) -> Result<()> {
+        let mut end = self.bits.clusters_for(self.store.len()?);
+        let least = self.bits.clusters_for(least);
+        while end > least
+            && matches!(self.space.refcount(end - 1).await?, None | Some(0))
+            && self.check(self.place(end - 1)).is_ok()
+        {
+            end -= 1;
+        }
+        let mut freed = self.freed.take();
+        // That the file keeps its space is no harm but the space.
+        let is_longer = self.store.len()? > self.place(end).bytes();
+        if is_longer && let Err(error) = self.store.set_len(self.place(end).bytes()).await {
+            tracing::debug!(%error, "the file keeps its length");
+        }
+        freed.retain(|cluster| *cluster < end);
+        freed.sort_unstable();
+        for run in freed.chunk_by(|one, next| one + 1 == *next) {
+            let len = (run.len() as u64) << self.bits.bits();
+            let punched = self.store.space(SpaceChange::Punch, self.place(run[0]), len).await;
             if let Err(error) = punched
                 && error.kind() != ErrorKind::Unsupported
             {
-                tracing::debug!(%error, "a freed cluster keeps its space");
+                tracing::debug!(%error, "freed clusters keep their space");
             }
         }
-        Ok(())
+        self.store.sync().await
     }
 
     /// Makes the refcounts durable, and gives back what was counted ahead.

@@ -22,6 +22,7 @@ mod fill;
 mod gather;
 mod header;
 mod link;
+pub(crate) mod overlay;
 pub(crate) mod pages;
 pub(crate) mod ranges;
 mod request;

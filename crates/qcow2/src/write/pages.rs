@@ -3,7 +3,7 @@
 //! A page is the unit in which metadata is read, changed and written: 4 KiB, or a cluster where
 //! that is smaller. Changes stay here until a group of them is made durable (see
 //! [`commit`](super::commit)); until then this is the only place that has them, so whoever reads
-//! metadata of the active layer reads through [`MetadataStore`].
+//! metadata of the active layer reads through [`MetadataStore`](super::overlay::MetadataStore).
 //!
 //! Invariants
 //! - I1 A page that is dirty, or being written, or being read, is never evicted.
@@ -13,7 +13,7 @@
 //!   before any page of the group that is late.
 
 use super::ranges::MetadataRanges;
-use mica_block::{Error, IoFuture, LocalFuture, Result, Run, Space, Store, read_exact, write_all};
+use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};
 use std::cell::Cell;
@@ -132,7 +132,7 @@ impl Metadata {
     }
 
     /// Keeps the pages of a range from being evicted while the file is read under them.
-    fn pin(self: &Arc<Self>, at: HostOffset, len: u64) -> Pinned {
+    pub(super) fn pin(self: &Arc<Self>, at: HostOffset, len: u64) -> Pinned {
         let mut state = self.lock();
         let first = state.page_of(at);
         let pages: Vec<_> = (first..at.bytes() + len).step_by(1 << state.bits).collect();
@@ -221,7 +221,7 @@ impl Drop for Loading<'_> {
 }
 
 /// Pages that are not evicted until this is dropped.
-struct Pinned {
+pub(super) struct Pinned {
     metadata: Arc<Metadata>,
     pages: Vec<u64>,
 }
@@ -235,7 +235,7 @@ impl Drop for Pinned {
 }
 
 impl PageState {
-    fn page_of(&self, at: HostOffset) -> u64 {
+    pub(super) fn page_of(&self, at: HostOffset) -> u64 {
         at.bytes() >> self.bits << self.bits
     }
 
@@ -440,82 +440,5 @@ impl PageState {
             }
         }
         self.evict();
-    }
-}
-
-/// The image file as its metadata is now: what is in memory lies over what is in the file.
-pub(crate) struct MetadataStore(pub(crate) Arc<Metadata>);
-
-impl MetadataStore {
-    /// Copies what is in memory over `buf`, which is what the file has at `offset`; whether that
-    /// was all of it.
-    fn overlay(metadata: &Metadata, buf: &mut [u8], offset: HostOffset) -> bool {
-        let state = metadata.lock();
-        let page_bytes = state.page_bytes();
-        let end = offset.bytes() + buf.len() as u64;
-        let mut at = offset.bytes();
-        let mut complete = true;
-        while at < end {
-            let stop = (state.page_of(HostOffset::new(at)) + page_bytes).min(end);
-            let len = usize::try_from(stop - at).expect("within a page");
-            let to = usize::try_from(at - offset.bytes()).expect("within the buffer");
-            match state.get(HostOffset::new(at), len) {
-                Some(bytes) => buf[to..to + len].copy_from_slice(bytes),
-                None => complete = false,
-            }
-            at = stop;
-        }
-        complete
-    }
-}
-
-impl Store for MetadataStore {
-    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        if offset.checked_add(buf.len() as u64).is_none() {
-            return self.0.store.read_at(buf, offset);
-        }
-        if Self::overlay(&self.0, &mut buf, offset) {
-            return mica_block::ready(Ok(()), buf);
-        }
-        let metadata = Arc::clone(&self.0);
-        let pinned = metadata.pin(offset, buf.len() as u64);
-        IoFuture::boxed(async move {
-            let _pinned = pinned;
-            let (result, mut buf) = metadata.store.read_at(buf, offset).await;
-            Self::overlay(&metadata, &mut buf, offset);
-            (result, buf)
-        })
-    }
-
-    fn len(&self) -> Result<u64> {
-        self.0.store.len()
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.0.store.allocated_bytes()
-    }
-
-    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
-        self.0.store.run_at(offset, len)
-    }
-
-    fn name(&self) -> String {
-        self.0.store.name()
-    }
-
-    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        self.0.store.write_at(buf, offset)
-    }
-
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
-        self.0.store.sync()
-    }
-
-    fn space(&self, change: Space, at: HostOffset, len: u64) -> LocalFuture<'static, Result<()>> {
-        self.0.store.space(change, at, len)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
-        self.0.store.set_len(len)
     }
 }

@@ -7,8 +7,9 @@ mod pool;
 mod sim;
 mod uring;
 
-use crate::executor::{Remote, TaskKey};
+use crate::executor::TaskKey;
 use crate::op::{OpKey, OpKind, Ops};
+use crate::remote::Remote;
 use crate::time::Clock;
 use std::collections::VecDeque;
 use std::io;

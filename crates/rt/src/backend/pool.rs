@@ -10,10 +10,10 @@
 //! - I2 A socket operation is tried again only after poll said that it may go on.
 
 use crate::buf::Buf;
-use crate::executor::Remote;
 use crate::file::{Access, File};
 use crate::net::Socket;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
+use crate::remote::Remote;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::{Errno, ReadWriteFlags};

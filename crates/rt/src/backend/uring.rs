@@ -6,9 +6,9 @@
 //! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
 
-use crate::executor::Remote;
 use crate::net::SEND_BUFS_MAX;
 use crate::op::{OpKey, OpKind, SendParts, resume_at};
+use crate::remote::Remote;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;

@@ -3,7 +3,7 @@
 use super::file::SharedFile;
 use super::{Operation, ReadFault, World, lock};
 use crate::power::Change;
-use mica_block::{Error, ErrorKind, IoFuture, LocalFuture, Result, Run, RunKind, Space, Store};
+use mica_block::{ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store};
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
 use std::io;
@@ -84,7 +84,7 @@ impl SimStore {
         operation: Operation,
         change: Change,
         what: &'static str,
-    ) -> LocalFuture<'static, Result<()>> {
+    ) -> ChangeFuture {
         if self.writer.is_none() {
             let error = self.opened_for_reading();
             return Box::pin(async move { Err(error) });
@@ -94,7 +94,7 @@ impl SimStore {
     }
 }
 
-fn finish(op: Op, what: &'static str) -> LocalFuture<'static, Result<()>> {
+fn finish(op: Op, what: &'static str) -> ChangeFuture {
     Box::pin(async move {
         let (result, _) = op.await;
         result.map(drop).map_err(|error| Error::from_io(what, error))
@@ -170,7 +170,7 @@ impl Store for SimStore {
         IoFuture::write(self.start(Operation::Write, change, buf), offset)
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         if self.writer.is_none() {
             let error = self.opened_for_reading();
             return Box::pin(async move { Err(error) });
@@ -201,12 +201,7 @@ impl Store for SimStore {
         finish(mica_rt::simulate(Buf::new(0), latency, Box::new(work)), "syncing")
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let (at, len) = (at(offset), bytes(len));
         match change {
             Space::Punch => {
@@ -224,7 +219,7 @@ impl Store for SimStore {
         }
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         let len = bytes(len);
         let change = match len < lock(&self.file).bytes.len() {
             true => Change::Shrink { len },

@@ -14,4 +14,5 @@ mod lies;
 mod plain;
 mod qemu;
 mod random;
+mod resize;
 mod scattered;

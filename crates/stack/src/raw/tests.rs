@@ -1,5 +1,6 @@
 use super::*;
 use crate::NullDisk;
+use mica_block::ChangeFuture;
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
@@ -149,14 +150,14 @@ impl Store for Fussy {
         mica_block::ready(Ok(()), buf)
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         self.note("sync");
         let failure = Error::new(ErrorKind::Io, "the device is gone");
         let fails = self.sync_fails.load(Ordering::Relaxed);
         Box::pin(async move { if fails { Err(failure) } else { Ok(()) } })
     }
 
-    fn space(&self, change: Space, at: HostOffset, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, at: HostOffset, len: u64) -> ChangeFuture {
         self.note(match change {
             Space::Punch => "punch",
             Space::Zero => "zero",

@@ -1,7 +1,7 @@
 //! A store that takes its time.
 
 use super::{Operation, Operations};
-use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -31,8 +31,8 @@ impl DelayStore {
     fn delay(
         &self,
         operation: Operation,
-        act: impl FnOnce(&dyn Store) -> LocalFuture<'static, Result<()>> + 'static,
-    ) -> LocalFuture<'static, Result<()>> {
+        act: impl FnOnce(&dyn Store) -> ChangeFuture + 'static,
+    ) -> ChangeFuture {
         if !self.options.operations.contains(operation) {
             return act(&*self.inner);
         }
@@ -70,21 +70,16 @@ impl Store for DelayStore {
         self.delay_io(Operation::Write, move |inner| inner.write_at(buf, offset))
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         self.delay(Operation::Sync, |inner| inner.sync())
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let operation = Operation::of_space(change);
         self.delay(operation, move |inner| inner.space(change, offset, len))
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         self.delay(Operation::SetLen, move |inner| inner.set_len(len))
     }
 

@@ -1,7 +1,7 @@
 //! A store whose operations fail, at times that follow from its options alone.
 
 use super::{Operation, Operations};
-use mica_block::{Error, IoFuture, LocalFuture, Result, Run, Space, Store, ready};
+use mica_block::{ChangeFuture, Error, IoFuture, Result, Run, Space, Store, ready};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::io;
@@ -97,26 +97,21 @@ impl Store for ErrorStore {
         }
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         match self.failure(Operation::Sync, 0, u64::MAX) {
             None => self.inner.sync(),
             Some(error) => Box::pin(async move { Err(error) }),
         }
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         match self.failure(Operation::of_space(change), offset.bytes(), len) {
             None => self.inner.space(change, offset, len),
             Some(error) => Box::pin(async move { Err(error) }),
         }
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         match self.failure(Operation::SetLen, len, u64::MAX) {
             None => self.inner.set_len(len),
             Some(error) => Box::pin(async move { Err(error) }),

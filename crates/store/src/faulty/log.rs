@@ -1,7 +1,7 @@
 //! A store that tells of each of its operations.
 
 use super::Operation;
-use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store};
 use mica_rt::{Buf, Instant, now};
 use mica_units::HostOffset;
 use std::sync::{Arc, OnceLock};
@@ -52,7 +52,7 @@ struct Line {
 }
 
 impl Line {
-    fn follow(self, act: LocalFuture<'static, Result<()>>) -> LocalFuture<'static, Result<()>> {
+    fn follow(self, act: ChangeFuture) -> ChangeFuture {
         Box::pin(async move {
             let result = act.await;
             self.end(&result);
@@ -92,21 +92,16 @@ impl Store for LogStore {
         })
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         self.begin(Operation::Sync, String::new()).follow(self.inner.sync())
     }
 
-    fn space(
-        &self,
-        change: Space,
-        offset: HostOffset,
-        len: u64,
-    ) -> LocalFuture<'static, Result<()>> {
+    fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let line = self.begin_at(Operation::of_space(change), offset, len);
         line.follow(self.inner.space(change, offset, len))
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         self.begin(Operation::SetLen, format!(" len={len}")).follow(self.inner.set_len(len))
     }
 

@@ -2,6 +2,7 @@
 
 use super::folders::Folders;
 use super::machine::Machine;
+use super::page::Found;
 use super::parts::{self, Context};
 use super::samples::Samples;
 use super::{goals, plots, report};
@@ -143,7 +144,8 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
         "goals": goals,
         "samples": samples,
     });
-    let page = report::page(&machine.facts, options.quick, samples, &goals, &plots);
+    let (machine, quick) = (&machine.facts, options.quick);
+    let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &plots });
     options.folders.put(&name, &document, &page)
 }
 

@@ -1,48 +1,80 @@
-//! What the pages of all benches have: what was measured and where, the goals, the plots.
+//! What the pages of all benches have: what was measured and where, the goals, tables, the plots.
 
 use super::goal::Goal;
 use super::plots::Plot;
 use super::samples::Samples;
 use std::fmt::Write;
 
-/// The beginning of a page.
-pub(super) fn head(
-    title: &str,
-    quick: bool,
-    verified: &str,
-    machine: &[(String, String)],
-    samples: &Samples,
-) -> String {
-    let mut page = format!("# {title}\n\n");
-    if quick {
-        page.push_str("**A quick look: few runs, short loads. No result.**\n\n");
-    }
-    page.push_str(
-        "Medians of runs in which the servers took turns; ratios count, absolute times belong to \
-         the machine. ",
-    );
-    line(&mut page, verified);
-    page.push('\n');
-    for (what, said) in machine {
-        line(&mut page, &format!("- {what}: {said}"));
-    }
-    if let Some(load) = samples.load_average() {
-        line(&mut page, &format!("- load average when runs began, median: {load:.2}"));
-    }
-    page
+/// What a bench found.
+pub(super) struct Found<'a> {
+    /// Facts of the machine.
+    pub(super) machine: &'a [(String, String)],
+    /// Whether it was a quick look.
+    pub(super) quick: bool,
+    /// The figures.
+    pub(super) samples: &'a Samples,
+    /// What they mean for the goals.
+    pub(super) goals: &'a [Goal],
+    /// What was drawn of them.
+    pub(super) plots: &'a [Plot],
 }
 
-/// The table of goals.
-pub(super) fn goals(page: &mut String, goals: &[Goal]) {
-    page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
-    for goal in goals {
-        let measured = goal.measured.map_or("not measured".to_owned(), |value| digits(value, 3));
-        let reached = match (goal.reached, &goal.note) {
-            (Some(true), _) => "reached",
-            (Some(false), _) => "**missed**",
-            (None, note) => note.as_deref().unwrap_or_default(),
-        };
-        line(page, &format!("| {} | {} | {measured} | {reached} |", goal.what, goal.wanted));
+impl Found<'_> {
+    /// The page, with `tables` between its goals and its plots.
+    pub(super) fn page(
+        &self,
+        title: &str,
+        verified: &str,
+        tables: impl FnOnce(&mut String),
+    ) -> String {
+        let mut page = format!("# {title}\n\n");
+        self.head(&mut page, verified);
+        self.goals(&mut page);
+        tables(&mut page);
+        self.plots(&mut page);
+        page
+    }
+
+    fn head(&self, page: &mut String, verified: &str) {
+        if self.quick {
+            page.push_str("**A quick look: few runs, short loads. No result.**\n\n");
+        }
+        page.push_str(
+            "Medians of runs in which the servers took turns; ratios count, absolute times belong \
+             to the machine. ",
+        );
+        line(page, verified);
+        page.push('\n');
+        for (what, said) in self.machine {
+            line(page, &format!("- {what}: {said}"));
+        }
+        if let Some(load) = self.samples.load_average() {
+            line(page, &format!("- load average when runs began, median: {load:.2}"));
+        }
+    }
+
+    fn goals(&self, page: &mut String) {
+        page.push_str("\n## Goals\n\n| goal | wanted | measured | |\n|---|---|---|---|\n");
+        for goal in self.goals {
+            let measured =
+                goal.measured.map_or("not measured".to_owned(), |value| digits(value, 3));
+            let reached = match (goal.reached, &goal.note) {
+                (Some(true), _) => "reached",
+                (Some(false), _) => "**missed**",
+                (None, note) => note.as_deref().unwrap_or_default(),
+            };
+            line(page, &format!("| {} | {} | {measured} | {reached} |", goal.what, goal.wanted));
+        }
+    }
+
+    /// The plots, to be looked at beside the page.
+    fn plots(&self, page: &mut String) {
+        if !self.plots.is_empty() {
+            page.push_str("\n## Plots\n");
+        }
+        for Plot { file, title } in self.plots {
+            line(page, &format!("\n![{title}]({file})"));
+        }
     }
 }
 
@@ -106,16 +138,6 @@ impl Table<'_> {
             value.map_or("-".to_owned(), |value| format!("{value:.after_point$}"))
         };
         self.columns.iter().map(cell).collect()
-    }
-}
-
-/// The plots, to be looked at beside the page.
-pub(super) fn plots(page: &mut String, plots: &[Plot]) {
-    if !plots.is_empty() {
-        page.push_str("\n## Plots\n");
-    }
-    for Plot { file, title } in plots {
-        line(page, &format!("\n![{title}]({file})"));
     }
 }
 

@@ -1,8 +1,6 @@
 //! The results as a page.
 
-use super::goal::Goal;
-use super::page::{self, Column, Rows, Table};
-use super::plots::Plot;
+use super::page::{Column, Found, Rows, Table};
 use super::samples::Samples;
 
 /// Columns of the table of warm runs.
@@ -53,30 +51,22 @@ const INDEX: &[Column] = &[
 ];
 
 /// The page.
-pub(super) fn page(
-    machine: &[(String, String)],
-    quick: bool,
-    samples: &Samples,
-    goals: &[Goal],
-    plots: &[Plot],
-) -> String {
-    let title = "Reading chains: mica beside its peers";
-    let mut page = page::head(title, quick, "Every answer was verified.", machine, samples);
-    page::goals(&mut page, goals);
-    table(&mut page, samples, "warm", "Warm", WARM);
-    table(&mut page, samples, "cold", "Cold: page cache dropped before each, index present", COLD);
-    table(&mut page, samples, "first", "Chains that mica has never seen", FIRST);
-    table(&mut page, samples, "handles", "Under a limit of 256 open files", RANDOM);
-    for (budget, part) in super::parts::budgets_measured() {
-        let title = format!("{budget} MiB for the map of the whole chain");
-        table(&mut page, samples, &part, &title, RANDOM);
-    }
-    table(&mut page, samples, "null", "Nothing behind the protocol", RANDOM);
-    table(&mut page, samples, "raw", "A raw file past the page cache", RANDOM);
-    table(&mut page, samples, "index", "The index on disk", INDEX);
-    table(&mut page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
-    page::plots(&mut page, plots);
-    page
+pub(super) fn page(found: &Found<'_>) -> String {
+    let samples = found.samples;
+    found.page("Reading chains: mica beside its peers", "Every answer was verified.", |page| {
+        table(page, samples, "warm", "Warm", WARM);
+        table(page, samples, "cold", "Cold: page cache dropped before each, index present", COLD);
+        table(page, samples, "first", "Chains that mica has never seen", FIRST);
+        table(page, samples, "handles", "Under a limit of 256 open files", RANDOM);
+        for (budget, part) in super::parts::budgets_measured() {
+            let title = format!("{budget} MiB for the map of the whole chain");
+            table(page, samples, &part, &title, RANDOM);
+        }
+        table(page, samples, "null", "Nothing behind the protocol", RANDOM);
+        table(page, samples, "raw", "A raw file past the page cache", RANDOM);
+        table(page, samples, "index", "The index on disk", INDEX);
+        table(page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
+    })
 }
 
 fn table(page: &mut String, samples: &Samples, part: &str, title: &str, columns: &[Column]) {

@@ -1,6 +1,6 @@
 //! A store in memory that remembers what was done to it.
 
-use mica_block::{IoFuture, LocalFuture, Result, Run, RunKind, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::{Arc, Mutex};
@@ -83,12 +83,12 @@ impl Store for Logged {
         IoFuture::Ready(Some((Ok(()), buf)))
     }
 
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
+    fn sync(&self) -> ChangeFuture {
         self.apply(Event::Sync);
         Box::pin(async { Ok(()) })
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
+    fn set_len(&self, len: u64) -> ChangeFuture {
         self.apply(Event::SetLen(index(len)));
         Box::pin(async { Ok(()) })
     }

@@ -10,6 +10,7 @@ mod report;
 
 use super::folders::Folders;
 use super::machine::Machine;
+use super::page::Found;
 use super::peers::{Peer, all_there};
 use super::samples::Samples;
 use super::turns::each_once;
@@ -232,6 +233,7 @@ fn write(options: &Options, context: &Context<'_>, samples: &Samples) -> Result<
         "goals": goals,
         "samples": samples,
     });
-    let page = report::page(&machine.facts, options.quick, samples, &goals, &plots);
+    let (machine, quick) = (&machine.facts, options.quick);
+    let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &plots });
     options.folders.put(&name, &document, &page)
 }

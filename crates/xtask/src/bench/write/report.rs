@@ -4,9 +4,7 @@ use super::Part;
 use super::images::Kind;
 use super::loads::Case;
 use super::{counted_part, part};
-use crate::bench::goal::Goal;
-use crate::bench::page::{self, Column, Rows, Table};
-use crate::bench::plots::Plot;
+use crate::bench::page::{Column, Found, Rows, Table};
 use crate::bench::samples::Samples;
 use clap::ValueEnum;
 
@@ -43,19 +41,18 @@ const COUNTED: &[Column] = &[
 ];
 
 /// The page.
-pub(super) fn page(
-    machine: &[(String, String)],
-    quick: bool,
-    samples: &Samples,
-    goals: &[Goal],
-    plots: &[Plot],
-) -> String {
-    let title = "Writing: mica beside its peers";
+pub(super) fn page(found: &Found<'_>) -> String {
     let verified = "Every image was checked by QEMU after each run, and its content read back \
                     through QEMU after the first of each kind. A flush at the end is part of every \
                     load's time. What a server counts itself includes opening and closing.";
-    let mut page = page::head(title, quick, verified, machine, samples);
-    page::goals(&mut page, goals);
+    found.page("Writing: mica beside its peers", verified, |page| {
+        speeds(page, found.samples);
+        counts(page, found.samples);
+    })
+}
+
+/// A table for each load.
+fn speeds(page: &mut String, samples: &Samples) {
     let mut seen = Vec::new();
     let parts = Part::value_variants().iter().filter(|part| **part != Part::Counts);
     for case in parts.flat_map(|part| part.runs()).map(|(_, case)| case) {
@@ -67,8 +64,11 @@ pub(super) fn page(
         let kinds = Kind::ALL.iter().copied().filter(|kind| is_there(samples, &name(*kind)));
         let row = |kind: Kind| rows(kind.name().to_owned(), name(kind), kind);
         let table = Table { title: &case.words(), first: "image", columns: SPEED };
-        table.put(&mut page, samples, &kinds.map(row).collect::<Vec<_>>());
+        table.put(page, samples, &kinds.map(row).collect::<Vec<_>>());
     }
+}
+
+fn counts(page: &mut String, samples: &Samples) {
     let counted: Vec<_> = Part::Counts
         .runs()
         .into_iter()
@@ -76,9 +76,7 @@ pub(super) fn page(
         .filter(|rows| is_there(samples, &rows.part))
         .collect();
     let title = "Counted by strace, I/O in threads (as the paper's tables 1, 2 and 4)";
-    Table { title, first: "image and load", columns: COUNTED }.put(&mut page, samples, &counted);
-    page::plots(&mut page, plots);
-    page
+    Table { title, first: "image and load", columns: COUNTED }.put(page, samples, &counted);
 }
 
 fn row_name(kind: Kind, case: Case) -> String {

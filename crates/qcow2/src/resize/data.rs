@@ -1,0 +1,122 @@
+//! Images that keep their data in a file of its own: cluster by cluster where the guest has them.
+
+use super::future::FutureImages;
+use super::space::FileSpace;
+use super::{Resizer, len_of};
+use crate::format::{Header, L1Entry, L2Entry};
+use crate::open::{open_data_file, read_header};
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, RunKind, read_exact, write_all};
+use mica_rt::Buf;
+use mica_units::{ClusterBits, HostOffset};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The file that holds the data of an image.
+pub(super) struct DataFile {
+    path: PathBuf,
+    image: OpenImage,
+    raw: bool,
+}
+
+impl DataFile {
+    /// Opens the data file of the image at `path`, if it has one.
+    pub(super) fn open(images: &dyn Images, path: &Path, header: &Header) -> Result<Option<Self>> {
+        if !header.incompatible.external_data_file {
+            return Ok(None);
+        }
+        let (path, image) = open_data_file(images, path, header, true)?;
+        Ok(Some(Self { path, image, raw: header.autoclear.raw_external }))
+    }
+
+    /// Whether it is a raw disk by itself.
+    pub(super) fn is_raw(&self) -> bool {
+        self.raw
+    }
+
+    /// Has `images` give it to who opens it.
+    pub(super) fn held_by(&self, images: &mut FutureImages) {
+        images.hold(&self.path, &self.image);
+    }
+
+    /// Makes it as long as a disk of `new` bytes, with nothing but zeros behind the `old` ones.
+    ///
+    /// # Errors
+    /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to cut off.
+    pub(super) async fn lengthen(&self, old: u64, new: u64, bits: ClusterBits) -> Result<()> {
+        let store = &*self.image.store;
+        let len = store.len()?;
+        // A writer may have filled the last cluster of the disk.
+        let ours = old.next_multiple_of(bits.bytes());
+        if self.raw && len > ours {
+            let behind = store.run_at(HostOffset::new(ours), len - ours)?;
+            if behind.kind == RunKind::Data || behind.len < len - ours {
+                let context = format!(
+                    "{} holds data behind the end of the disk, which would show: cut it off with \
+                     `truncate -s {old}` first",
+                    store.name()
+                );
+                return Err(Error::new(ErrorKind::Unsupported, context));
+            }
+        }
+        if len > old {
+            store.set_len(old).await.map_err(|error| error.wrap(store.name()))?;
+        }
+        self.set_len(new).await
+    }
+
+    /// Ends it where a disk of `size` bytes does.
+    pub(super) async fn shorten(&self, size: u64) -> Result<()> {
+        match self.image.store.len()? > size {
+            true => self.set_len(size).await,
+            false => Ok(()),
+        }
+    }
+
+    async fn set_len(&self, len: u64) -> Result<()> {
+        let store = &*self.image.store;
+        let done = async {
+            store.set_len(len).await?;
+            store.sync().await
+        };
+        done.await.map_err(|error| error.wrap(store.name()))
+    }
+}
+
+impl Resizer {
+    /// Gives every cluster by which the disk grows to `size` its place in the data file, so that
+    /// who reads that file alone and who reads the image see the same, whatever either writes.
+    pub(super) async fn place_new(&mut self, size: u64) -> Result<()> {
+        let l2 = self.header.l2_format();
+        let bits = l2.cluster_bits;
+        let (first, end) = (bits.clusters_for(self.disk_bytes()), bits.clusters_for(size));
+        if first >= end {
+            return Ok(());
+        }
+        let store = Arc::clone(&self.image.store);
+        let mut l1 = self.read_l1().await?;
+        let (from, to) = (first >> l2.entries_bits(), (end - 1) >> l2.entries_bits());
+        let space = FileSpace::open(Arc::clone(&store), &self.header).await?;
+        for (index, entry) in (from..=to).zip(&mut l1[len_of(from)..]) {
+            let (at, mut table) = match L1Entry(*entry).decode(bits)? {
+                Some(at) => (at, read_exact(&*store, at, self.cluster_len()).await?),
+                None => (space.take(1).await?, Buf::zeroed(self.cluster_len())),
+            };
+            space.check(at)?;
+            let start = index << l2.entries_bits();
+            for cluster in first.max(start)..end.min(start + l2.entries()) {
+                let says = L2Entry::Data(HostOffset::new(cluster << bits.bits()));
+                l2.put_raw(&mut table, len_of(cluster - start), l2.encode(says, true));
+            }
+            write_all(&*store, table, at).await?;
+            *entry = L1Entry::encode(at, true).0;
+        }
+        space.commit().await?;
+        // The refcount table may have got another place meanwhile.
+        self.header = read_header(&*store).await?;
+        let named: Vec<u8> =
+            l1[len_of(from)..=len_of(to)].iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let at = self.header.l1_offset.bytes() + from * L1Entry::BYTES as u64;
+        write_all(&*store, Buf::from_slice(&named), HostOffset::new(at)).await?;
+        store.sync().await
+    }
+}
