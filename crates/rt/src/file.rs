@@ -7,6 +7,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -14,6 +15,8 @@ use std::sync::Arc;
 pub struct File {
     fd: OwnedFd,
     access: Access,
+    /// Whether locks were taken.
+    pub(crate) has_locks: AtomicBool,
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
@@ -29,7 +32,7 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        Self { fd, access }
+        Self { fd, access, has_locks: AtomicBool::new(false) }
     }
 
     /// How it was opened.
@@ -39,6 +42,12 @@ impl File {
 
     pub(crate) fn raw(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        self.unlock();
     }
 }
 

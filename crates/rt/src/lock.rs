@@ -5,6 +5,7 @@
 use crate::file::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::Ordering;
 
 impl File {
     /// Takes a shared lock of `len` bytes at `start`, which nobody waits for: fails with EAGAIN or
@@ -13,7 +14,18 @@ impl File {
     /// # Errors
     /// What the system says.
     pub fn lock_shared(&self, start: u64, len: u64) -> io::Result<()> {
-        self.lock_call(libc::F_OFD_SETLK, libc::F_RDLCK, start, len).map(drop)
+        self.lock_call(libc::F_OFD_SETLK, libc::F_RDLCK, start, len)?;
+        self.has_locks.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gives all locks back. Closing does so as well, but not at once: a ring lets go of a file
+    /// some time after its operations are complete, and after the process has ended.
+    pub(crate) fn unlock(&self) {
+        if self.has_locks.swap(false, Ordering::Relaxed) {
+            // Where it fails, closing does it.
+            let _ = self.lock_call(libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
+        }
     }
 
     /// Whether another description of the file has a lock, of whatever kind, on any of `len` bytes
