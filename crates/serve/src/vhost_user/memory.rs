@@ -75,10 +75,6 @@ impl Memory {
         Ok(Self { guest, regions })
     }
 
-    pub(super) fn regions(&self) -> &[Region] {
-        &self.regions
-    }
-
     /// The guest address of what the front end has at `user` in its own address space.
     pub(super) fn guest_address(&self, user: u64) -> Option<GuestAddress> {
         self.regions.iter().find_map(|Region { told, .. }| {

@@ -124,16 +124,16 @@ struct Slot<'a> {
 }
 
 enum Work<'a> {
-    Read(IoFuture, InFlight<'a>),
-    Write(Writing<'a>, InFlight<'a>),
+    Read { io: IoFuture, _in_flight: InFlight<'a> },
+    Write { io: Writing<'a>, _in_flight: InFlight<'a> },
     Long(LocalFuture<'a, Result<()>>),
 }
 
 impl Work<'_> {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
         match self {
-            Self::Read(io, _) => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Write(io, _) => Pin::new(io).poll(context).map(|(result, _)| result),
+            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
+            Self::Write { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
             Self::Long(future) => future.as_mut().poll(context),
         }
     }
@@ -422,7 +422,8 @@ impl<'a> Running<'a> {
                 matches!(plan, Planned::Ready(Ok(())))
             };
             if is_planned && let [extent] = self.extents[..] {
-                return Work::Read(self.disk.read(&extent, buf), in_flight);
+                let io = self.disk.read(&extent, buf);
+                return Work::Read { io, _in_flight: in_flight };
             }
         }
         let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
@@ -435,7 +436,8 @@ impl<'a> Running<'a> {
             && range.len() <= DIRECT_BYTES_MAX
             && let Some(buf) = memory.buf(piece)
         {
-            return Work::Write(self.disk.write(range.start(), buf), in_flight);
+            let io = self.disk.write(range.start(), buf);
+            return Work::Write { io, _in_flight: in_flight };
         }
         let (disk, memory) = (self.disk, Arc::clone(memory));
         Work::Long(Box::pin(async move { transfer::write(disk, &memory, range, pieces).await }))

@@ -115,7 +115,7 @@ pub(super) async fn write(
             at = next;
         }
         let results = mica_rt::join_all(writes).await;
-        results.into_iter().map(|(result, _)| result).collect::<Result<()>>()?;
+        results.into_iter().try_for_each(|(result, _)| result)?;
     }
     Ok(())
 }
