@@ -6,7 +6,8 @@
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
 use mica_rt::{Backend, Buf};
-use mica_serve::nbd::{Discard, Export, Limits, Listener, Server, ServerConfig};
+use mica_serve::Listener;
+use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
 use mica_units::GuestRange;
 use std::io::Read;
 use std::path::Path;

@@ -3,7 +3,9 @@
 //! Invariants
 //! - I1 A queue looks at `version` on every turn and takes over what changed before it does
 //!   anything else; whoever changes something wakes it.
-//! - I2 `ended` is set once, when the queue's task is gone: from then on it touches nothing.
+//! - I2 `ended` is set once, when the queue's task is gone: from then on it touches nothing. That
+//!   is the drop of `Ending`, which travels with the task from before it exists, so that it comes
+//!   also where the executor ends first or never takes the task.
 
 use super::log::DirtyLog;
 use super::memory::Memory;
@@ -12,6 +14,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
+use std::time::Duration;
 
 /// What a queue has to know.
 #[derive(Clone)]
@@ -71,7 +74,7 @@ impl Told {
 }
 
 /// Adds one to an event descriptor. Where it refuses, nobody listens.
-fn ring(fd: Option<&Arc<Socket>>) {
+pub(super) fn ring(fd: Option<&Arc<Socket>>) {
     if let Some(fd) = fd {
         let _ = rustix::io::write(fd.as_fd(), &1_u64.to_ne_bytes());
     }
@@ -138,19 +141,37 @@ impl Control {
     }
 
     /// The queue's task is gone.
-    pub(super) fn ended(&self) {
+    fn ended(&self) {
         self.lock().ended = true;
         self.changed.notify_all();
     }
 
-    /// Stops the queue and waits until it has; the index of the first request that was not begun,
+    /// Stops the queue and waits until it has, for as long as its disk takes for what is in flight:
+    /// guest memory is in the hands of the kernel until then. Gives the index of the first request that was not begun,
     /// if it came to a proper end.
     pub(super) fn stop(&self) -> Option<u16> {
         self.tell(|told| told.stop = true);
         let mut state = self.lock();
         while !state.ended {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let waited = self.changed.wait_timeout(state, STOP_WARNING);
+            let (again, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = again;
+            if timeout.timed_out() && !state.ended {
+                tracing::warn!("a queue still waits for requests in flight before it stops");
+            }
         }
         state.base
+    }
+}
+
+/// How long a stop takes before that is worth a word, and again after that.
+const STOP_WARNING: Duration = Duration::from_secs(10);
+
+/// Whoever waits for the queue to stop learns of its end by the drop of this (I2).
+pub(super) struct Ending(pub(super) Arc<Control>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.ended();
     }
 }

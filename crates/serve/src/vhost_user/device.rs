@@ -8,7 +8,7 @@
 //! Section names are those of QEMU's vhost-user specification.
 
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
-use super::control::{Control, Told};
+use super::control::{self, Control, Ending, Told};
 use super::inflight::Inflight;
 use super::log::DirtyLog;
 use super::memory::{Memory, REGIONS_MAX, Region};
@@ -18,6 +18,7 @@ use super::stats::{Counters, QueueStats};
 use crate::limit::Limiter;
 use mica_block::Disk;
 use mica_rt::{Handle, Socket};
+use rustix::fs::FileType;
 use std::fs::File;
 use std::sync::Arc;
 use vhost::vhost_user::message::{
@@ -88,6 +89,11 @@ fn invalid(error: &mica_block::Error) -> Error {
 
 fn event_fd(file: Option<File>) -> Result<Option<Arc<Socket>>> {
     let Some(file) = file else { return Ok(None) };
+    let stat = rustix::fs::fstat(&file).map_err(|error| Error::ReqHandlerError(error.into()))?;
+    // It has no type of its own; what has one (a file, a pipe, a device) never blocks or always.
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Unknown {
+        return Err(Error::InvalidParam);
+    }
     // That it does not block: a front end must not hold up the queue.
     Ok(Some(Arc::new(Socket::new(file).map_err(Error::ReqHandlerError)?)))
 }
@@ -125,7 +131,11 @@ impl Device {
         let Some(control) = vring.running.take() else { return false };
         match control.stop() {
             Some(base) => vring.base = base,
-            None => tracing::error!(index, "a queue ended by a failure in the server"),
+            None => {
+                tracing::error!(index, "a queue ended by a failure in the server");
+                // Where it was is not known: it starts when the front end sets it up anew.
+                vring.kick = None;
+            }
         }
         true
     }
@@ -181,7 +191,7 @@ impl Device {
         let setup = Setup {
             common: Arc::clone(&self.common),
             index,
-            control: Arc::clone(&control),
+            ending: Ending(Arc::clone(&control)),
             queue,
             features: self.features,
             kick: Arc::clone(kick),
@@ -200,25 +210,31 @@ impl Device {
         Ok(())
     }
 
+    /// Does `change` while all queues are stopped, and starts all that can run then.
+    fn while_all_stopped(&mut self, change: impl FnOnce(&mut Self)) -> Result<()> {
+        let was_running: Vec<bool> = (0..self.vrings.len()).map(|index| self.stop(index)).collect();
+        change(self);
+        // One that cannot start (its rings are in memory that went away) keeps no other from it.
+        let mut all = Ok(());
+        for (index, was_running) in was_running.into_iter().enumerate() {
+            let started = self.start(index);
+            if was_running && started.is_err() {
+                all = started;
+            }
+        }
+        all
+    }
+
     /// Has all queues work on `regions`.
     fn set_regions(&mut self, regions: Vec<Region>) -> Result<()> {
         if regions.len() > REGIONS_MAX {
             return Err(Error::InvalidParam);
         }
         let memory = Arc::new(Memory::new(regions.clone()).map_err(|error| invalid(&error))?);
-        let stopped: Vec<usize> =
-            (0..self.vrings.len()).filter(|index| self.stop(*index)).collect();
-        self.regions = regions;
-        self.memory = Some(memory);
-        stopped.into_iter().try_for_each(|index| self.start(index))
-    }
-
-    /// Tells the queues whether to log.
-    fn tell_log(&mut self) {
-        let log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
-        for control in self.vrings.iter().filter_map(|vring| vring.running.as_ref()) {
-            control.tell(|told| told.log.clone_from(&log));
-        }
+        self.while_all_stopped(|device| {
+            device.regions = regions;
+            device.memory = Some(memory);
+        })
     }
 }
 
@@ -253,9 +269,10 @@ impl VhostUserBackendReqHandlerMut for Device {
         if features & !config::features(self.common.disk.is_writable()) != 0 {
             return Err(Error::FeatureMismatch);
         }
-        self.features = features;
-        self.tell_log();
-        Ok(())
+        if self.features == features {
+            return Ok(());
+        }
+        self.while_all_stopped(|device| device.features = features)
     }
 
     fn set_mem_table(
@@ -296,12 +313,11 @@ impl VhostUserBackendReqHandlerMut for Device {
         let used_log_at = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
         let addresses = Some((descriptor, available, used));
         let vring = self.vring(index)?;
-        vring.used_log_at = used_log_at;
-        if vring.addresses == addresses {
-            return self.tell(index, |told| told.used_log_at = used_log_at);
+        if (vring.addresses, vring.used_log_at) == (addresses, used_log_at) {
+            return Ok(());
         }
         self.while_stopped(index, |vring| {
-            vring.addresses = addresses;
+            (vring.addresses, vring.used_log_at) = (addresses, used_log_at);
             Ok(())
         })
     }
@@ -339,6 +355,9 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let call = event_fd(fd)?;
         self.vring(u32::from(index))?.call.clone_from(&call);
+        // What ended before, and was told to the descriptor before this one or to nobody because
+        // the server died in between, is told again.
+        control::ring(call.as_ref());
         self.tell(u32::from(index), |told| told.set_call(call))
     }
 
@@ -467,8 +486,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_log_base(&mut self, told: &VhostUserLog, file: File) -> Result<()> {
         let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
         let log = DirtyLog::map(file, told.mmap_offset, told.mmap_size, memory);
-        self.log = Some(Arc::new(log.map_err(|error| invalid(&error))?));
-        self.tell_log();
-        Ok(())
+        let log = Arc::new(log.map_err(|error| invalid(&error))?);
+        // Whatever ends after the reply is in this log, so that none is lost between two.
+        self.while_all_stopped(|device| device.log = Some(log))
     }
 }

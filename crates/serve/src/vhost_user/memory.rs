@@ -2,11 +2,15 @@
 //!
 //! The front end hands over files and says which guest addresses they are. What it says is checked
 //! against the files before anything is mapped: memory beyond the end of a file kills whoever
-//! touches it.
+//! touches it (SIGBUS). A file that may be sealed is sealed, so that it cannot shrink afterwards
+//! either. One that cannot be (a file system's, huge pages', a memfd without seals) is believed: its
+//! front end can end this process by truncating it, and nothing else. Who does not trust a front
+//! end that far gives it a process of its own.
 
 use super::chain::Piece;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Buf, SharedMemory};
+use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals};
 use std::fs::File;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,6 +19,9 @@ use vm_memory::{Address, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionM
 
 /// Regions at most, as QEMU has them with memory slots.
 pub(super) const REGIONS_MAX: usize = 509;
+
+/// The smallest page of any machine that is served.
+const PAGE_BYTES: u64 = 4096;
 
 /// One region.
 #[derive(Clone)]
@@ -40,10 +47,15 @@ impl Region {
         if len == 0 || metadata.len() < end {
             return Err(invalid("a region that its file does not have"));
         }
+        // Rings are read and written with atomic operations, which have to be aligned here as well.
+        if !start.is_multiple_of(PAGE_BYTES) || !len.is_multiple_of(PAGE_BYTES) {
+            return Err(invalid("a region that is not in whole pages"));
+        }
         if start.checked_add(len).is_none() || told.user_addr.checked_add(len).is_none() {
             return Err(invalid("a region beyond 64 bits"));
         }
         let size = usize::try_from(len).map_err(|_| invalid("a region that is too long"))?;
+        keep_long(&file);
         let file = Some(FileOffset::new(file, offset));
         let mapped = GuestRegionMmap::from_range(GuestAddress(start), size, file)
             .map_err(|error| Error::new(ErrorKind::Io, format!("guest memory: {error}")))?;
@@ -53,6 +65,14 @@ impl Region {
         // are those of `vm_memory`, which are volatile.
         let shared = unsafe { SharedMemory::new(memory, size, Box::new(Arc::clone(&mapped))) };
         Ok(Self { told, mapped, shared })
+    }
+}
+
+/// Forbids that the file shrinks, where it is of a kind that can promise that.
+fn keep_long(file: &File) {
+    let is_sealed = |file| fcntl_get_seals(file).is_ok_and(|has| has.contains(SealFlags::SHRINK));
+    if !is_sealed(file) && fcntl_add_seals(file, SealFlags::SHRINK).is_err() {
+        tracing::debug!("guest memory is in a file that its owner may truncate");
     }
 }
 
@@ -70,7 +90,12 @@ impl Memory {
     pub(super) fn new(mut regions: Vec<Region>) -> Result<Self> {
         regions.sort_by_key(|region| region.told.guest_phys_addr);
         let mapped = regions.iter().map(|region| Arc::clone(&region.mapped)).collect();
-        let guest = GuestMemoryMmap::from_arc_regions(mapped)
+        // `vm_memory` makes no memory of no regions that way; a guest may lose its last one.
+        let guest = match regions.is_empty() {
+            true => Ok(GuestMemoryMmap::new()),
+            false => GuestMemoryMmap::from_arc_regions(mapped),
+        };
+        let guest = guest
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("guest memory: {error}")))?;
         Ok(Self { guest, regions })
     }
@@ -90,6 +115,31 @@ impl Memory {
         let region = &self.regions[after.checked_sub(1)?];
         let within = usize::try_from(at - region.told.guest_phys_addr).ok()?;
         region.shared.buf(within, piece.len as usize)
+    }
+
+    /// `pieces`, divided where a region ends, so that each lies in one: guest addresses may go on
+    /// in the next. What is no memory stays as it is.
+    pub(super) fn divide(&self, pieces: Vec<Piece>) -> Vec<Piece> {
+        let mut divided = Vec::with_capacity(pieces.len());
+        for mut piece in pieces {
+            while let Some(left) = self.left_in_region(piece.at)
+                && left < u64::from(piece.len)
+                && let Some(next) = piece.at.checked_add(left)
+            {
+                let len = u32::try_from(left).expect("less than the piece");
+                divided.push(Piece { at: piece.at, len });
+                piece = Piece { at: next, len: piece.len - len };
+            }
+            divided.push(piece);
+        }
+        divided
+    }
+
+    /// Bytes from `at` to the end of its region.
+    fn left_in_region(&self, at: GuestAddress) -> Option<u64> {
+        let after = self.regions.partition_point(|region| region.told.guest_phys_addr <= at.0);
+        let told = self.regions[after.checked_sub(1)?].told;
+        (told.guest_phys_addr + told.memory_size).checked_sub(at.0).filter(|left| *left > 0)
     }
 
     /// The last address, and one.

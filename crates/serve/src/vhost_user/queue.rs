@@ -11,42 +11,41 @@
 //!   flight: then the device touches no guest memory for it any more.
 //! - I4 Before the task waits it has asked to be notified and looked at the ring after that, so
 //!   that no request lies there unseen.
+//! - I5 One turn is bounded: a driver that always has more lets the other queues of the executor
+//!   run in between.
 
-use super::chain::{Chain, Malformed, Piece, Table};
+mod begin;
+mod end;
+
+use super::chain::{Chain, Piece, Table};
 use super::config::{F_RING_EVENT_IDX, has};
-use super::control::{Control, Told};
+use super::control::{Control, Ending, Told};
 use super::device::Common;
 use super::inflight::InflightQueue;
-use super::log::DirtyLog;
 use super::memory::Memory;
-use super::request::{Action, Emptied, ID_BYTES, Request, Rules, Status};
+use super::request::Rules;
 use super::stats::QueueStats;
-use super::transfer;
 use crate::wake::{WakeSet, ones};
-use mica_block::{
-    Detail, Disk, ErrorKind, Extent, InFlight, IoFuture, LocalFuture, Planned, Result, Writing,
-    Zeroes,
-};
+use begin::Begun;
+use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
 use mica_rt::{Sleep, Socket};
-use mica_units::GuestRange;
 use std::future::{Future, poll_fn};
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress};
-
-/// Most bytes that a request in place moves with one operation.
-const DIRECT_BYTES_MAX: u64 = 1 << 20;
+use vm_memory::GuestAddress;
 
 /// What a queue starts with.
 pub(super) struct Setup {
     pub(super) common: Arc<Common>,
     /// The queue's number.
     pub(super) index: usize,
-    pub(super) control: Arc<Control>,
+    /// The queue's control; dropped last.
+    pub(super) ending: Ending,
     pub(super) queue: Queue,
     pub(super) features: u64,
     pub(super) kick: Arc<Socket>,
@@ -55,13 +54,13 @@ pub(super) struct Setup {
 
 /// Serves a queue until it is told to stop.
 pub(super) async fn serve(setup: Setup) {
-    let Setup { common, index, control, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, ending, mut queue, features, kick, inflight } = setup;
+    let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
     let disk = &*common.disk;
     let size = usize::from(queue.size());
     let wake_set = WakeSet::new(size + PARTS);
-    let ending = Ending(&control);
     let told = control.told();
     let mut running = Running {
         disk,
@@ -77,6 +76,7 @@ pub(super) async fn serve(setup: Setup) {
         chain: Chain::default(),
         extents: Vec::new(),
         waiting: Vec::new(),
+        recovered: 0,
         kicked: None,
         timer: None,
         is_broken: false,
@@ -89,19 +89,17 @@ pub(super) async fn serve(setup: Setup) {
     let base = poll_fn(|context| {
         running.wake_set.set_task(context.waker());
         control.set_waker(context.waker());
-        running.poll(&control)
+        // A failure ends this queue, and not the others of this executor.
+        let polled = catch_unwind(AssertUnwindSafe(|| running.poll(control).map(Some)));
+        polled.unwrap_or_else(|_| {
+            running.break_off(&"a failure in the server");
+            Poll::Ready(None)
+        })
     })
     .await;
     drop(running);
-    ending.0.stopped(base);
-}
-
-/// Whoever waits for the queue to stop learns of its end, also if its executor ends first.
-struct Ending<'a>(&'a Control);
-
-impl Drop for Ending<'_> {
-    fn drop(&mut self) {
-        self.0.ended();
+    if let Some(base) = base {
+        control.stopped(base);
     }
 }
 
@@ -112,6 +110,11 @@ struct Parts {
 }
 
 const PARTS: usize = 2;
+
+/// Rounds of one turn at most (I5).
+const ROUNDS_MAX: usize = 32;
+/// Kicks that one look takes at most.
+const KICKS_MAX: usize = 4;
 
 /// A request in flight.
 struct Slot<'a> {
@@ -160,6 +163,9 @@ struct Running<'a> {
     extents: Vec<Extent>,
     /// Heads that were taken, the next one last, and not begun yet.
     waiting: Vec<u16>,
+    /// How many of them, the next ones, the server before this one took: they cannot be left in the
+    /// ring, as it may have given back others that came later.
+    recovered: usize,
     kicked: Option<LocalFuture<'static, std::io::Result<()>>>,
     /// Until the rate lets the next request through.
     timer: Option<Pin<Box<Sleep>>>,
@@ -185,17 +191,19 @@ impl<'a> Running<'a> {
             tracing::info!(count = heads.len(), "requests that were in flight are done again");
         }
         heads.reverse();
+        self.recovered = heads.len();
         self.waiting = heads;
     }
 
     /// Ready with the index of the next request when the queue has stopped.
     fn poll(&mut self, control: &Control) -> Poll<u16> {
-        loop {
+        for _ in 0..ROUNDS_MAX {
             self.told.refresh(control);
             let ended = self.poll_slots();
             self.poll_timer();
             if self.told.stop {
-                self.call_if(ended);
+                let ended_at_once = self.told.enabled && self.take_recovered();
+                self.call_if(ended || ended_at_once);
                 return match self.used() {
                     0 => Poll::Ready(self.base()),
                     _ => Poll::Pending,
@@ -212,6 +220,9 @@ impl<'a> Running<'a> {
                 return Poll::Pending;
             }
         }
+        // I5
+        self.part_wakers.kick.wake_by_ref();
+        Poll::Pending
     }
 
     /// The index of the first request that was not begun.
@@ -230,7 +241,10 @@ impl<'a> Running<'a> {
             return true;
         }
         match self.queue.enable_notification(&self.told.memory.guest) {
-            Ok(more) => more,
+            Ok(more) => {
+                self.log_avail_event();
+                more
+            }
             Err(error) => {
                 self.break_off(&error);
                 false
@@ -247,7 +261,8 @@ impl<'a> Running<'a> {
     }
 
     fn poll_kick(&mut self) {
-        loop {
+        // A descriptor that is always readable does not hold up the executor (I5).
+        for _ in 0..KICKS_MAX {
             let kicked = self.kicked.get_or_insert_with(|| {
                 let kick = Arc::clone(&self.kick);
                 Box::pin(async move { kick.readable().await })
@@ -264,10 +279,8 @@ impl<'a> Running<'a> {
                 Ok(_) => return self.break_off(&"its kick descriptor is no eventfd"),
                 Err(error) => return self.break_off(&error),
             }
-            if self.is_broken {
-                return;
-            }
         }
+        self.part_wakers.kick.wake_by_ref();
     }
 
     fn poll_timer(&mut self) {
@@ -276,6 +289,17 @@ impl<'a> Running<'a> {
         if timer.as_mut().poll(&mut context).is_ready() {
             self.timer = None;
         }
+    }
+
+    /// Begins what the server before this one took. Whether a request has ended already.
+    fn take_recovered(&mut self) -> bool {
+        let mut ended = false;
+        while self.recovered > 0
+            && let Some(head) = self.waiting.pop()
+        {
+            ended |= matches!(self.begin(head), Begun::Ended);
+        }
+        ended
     }
 
     /// Takes what is there. Whether a request has ended already.
@@ -308,153 +332,9 @@ impl<'a> Running<'a> {
         for chain in self.queue.iter(&memory.guest)?.take(room) {
             heads.push(chain.head_index());
         }
-        let size = self.queue.size();
-        for head in &heads {
-            if *head < size
-                && let Some(inflight) = &mut self.inflight
-            {
-                inflight.taken(*head);
-            }
-        }
         heads.reverse();
         self.waiting = heads;
         Ok(())
-    }
-
-    /// Begins the request at `head`.
-    fn begin(&mut self, head: u16) -> Begun {
-        let memory = Arc::clone(&self.told.memory);
-        let request = self
-            .chain
-            .read(&memory.guest, self.table, head)
-            .and_then(|()| Request::parse(&memory.guest, &mut self.chain, self.rules));
-        let request = match request {
-            Ok(request) => request,
-            Err(why) => {
-                self.refuse_malformed(head, why);
-                return Begun::Ended;
-            }
-        };
-        if let Some(limiter) = &self.common.limiter {
-            let bytes = match &request.action {
-                Action::Read(range) | Action::Write(range) => range.len(),
-                _ => 0,
-            };
-            if let Err(wait) = limiter.admit(bytes, mica_rt::now()) {
-                let mut timer = Box::pin(mica_rt::sleep(wait));
-                let mut context = Context::from_waker(&self.part_wakers.timer);
-                if timer.as_mut().poll(&mut context).is_pending() {
-                    self.timer = Some(timer);
-                    self.stats.delayed.add(1);
-                }
-                return Begun::Later;
-            }
-        }
-        self.start(head, request, memory)
-    }
-
-    fn start(&mut self, head: u16, request: Request, memory: Arc<Memory>) -> Begun {
-        let status_at = request.status_at;
-        let mut written = Vec::new();
-        let work = match request.action {
-            Action::Refuse(status) => {
-                self.stats.refused.add(1);
-                let slot = Ended { head, status_at, memory, status, written };
-                self.end(&slot);
-                return Begun::Ended;
-            }
-            Action::GetId => {
-                let status = self.give_id(&memory, &mut written);
-                self.end(&Ended { head, status_at, memory, status, written });
-                return Begun::Ended;
-            }
-            Action::Read(range) => {
-                self.stats.reads.add(1);
-                self.stats.read_bytes.add(range.len());
-                written = std::mem::take(&mut self.chain.writable);
-                self.read(range, &memory, &written)
-            }
-            Action::Write(range) => {
-                self.stats.writes.add(1);
-                self.stats.written_bytes.add(range.len());
-                let pieces = std::mem::take(&mut self.chain.readable);
-                self.write(range, &memory, pieces)
-            }
-            Action::Flush => {
-                self.stats.flushes.add(1);
-                Work::Long(self.disk.flush())
-            }
-            Action::Discard(ranges) => {
-                self.stats.discards.add(1);
-                Work::Long(Box::pin(discard(self.disk, ranges)))
-            }
-            Action::WriteZeroes(ranges) => {
-                self.stats.zeroes.add(1);
-                Work::Long(Box::pin(write_zeroes(self.disk, ranges)))
-            }
-        };
-        let index = self.free.pop().expect("looked before it was taken");
-        let mut slot = Slot { head, status_at, written, memory, work };
-        let mut context = Context::from_waker(&self.wakers[index]);
-        match slot.work.poll(&mut context) {
-            Poll::Pending => {
-                self.slots[index] = Some(slot);
-                Begun::InFlight
-            }
-            Poll::Ready(result) => {
-                self.free.push(index);
-                self.end_slot(slot, result);
-                Begun::Ended
-            }
-        }
-    }
-
-    /// A read of one extent into one piece is one operation; all else takes longer.
-    fn read(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: &[Piece]) -> Work<'a> {
-        let in_flight = self.disk.enter();
-        if let [piece] = pieces
-            && range.len() <= DIRECT_BYTES_MAX
-            && let Some(buf) = memory.buf(*piece)
-        {
-            self.extents.clear();
-            let is_planned = {
-                let plan = self.disk.plan(range, Detail::Read, &mut self.extents);
-                matches!(plan, Planned::Ready(Ok(())))
-            };
-            if is_planned && let [extent] = self.extents[..] {
-                let io = self.disk.read(&extent, buf);
-                return Work::Read { io, _in_flight: in_flight };
-            }
-        }
-        let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
-        Work::Long(Box::pin(async move { transfer::read(disk, &memory, range, pieces).await }))
-    }
-
-    fn write(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: Vec<Piece>) -> Work<'a> {
-        let in_flight = self.disk.enter();
-        if let [piece] = pieces[..]
-            && range.len() <= DIRECT_BYTES_MAX
-            && let Some(buf) = memory.buf(piece)
-        {
-            let io = self.disk.write(range.start(), buf);
-            return Work::Write { io, _in_flight: in_flight };
-        }
-        let (disk, memory) = (self.disk, Arc::clone(memory));
-        Work::Long(Box::pin(async move { transfer::write(disk, &memory, range, pieces).await }))
-    }
-
-    fn give_id(&mut self, memory: &Memory, written: &mut Vec<Piece>) -> Status {
-        let id = self.common.id;
-        let mut done = 0;
-        for piece in std::mem::take(&mut self.chain.writable) {
-            let count = (piece.len as usize).min(id.len() - done);
-            if memory.guest.write_slice(&id[done..done + count], piece.at).is_err() {
-                return Status::IoError;
-            }
-            done += count;
-            written.push(Piece { len: u32::try_from(count).unwrap_or(ID_BYTES), ..piece });
-        }
-        Status::Ok
     }
 
     fn poll_slots(&mut self) -> bool {
@@ -477,111 +357,4 @@ impl<'a> Running<'a> {
         }
         ended
     }
-
-    fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
-        let Slot { head, status_at, written, memory, work } = slot;
-        drop(work);
-        let status = match result {
-            Ok(()) => Status::Ok,
-            Err(error) => {
-                self.stats.failed.add(1);
-                tracing::warn!(%error, "a request failed");
-                if error.kind() == ErrorKind::Unsupported {
-                    Status::Unsupported
-                } else {
-                    Status::IoError
-                }
-            }
-        };
-        self.end(&Ended { head, status_at, memory, status, written });
-    }
-
-    /// Gives a request back (I2).
-    fn end(&mut self, ended: &Ended) {
-        let Ended { head, status_at, memory, status, written } = ended;
-        let bytes: u32 = written.iter().fold(0, |sum, piece| sum.saturating_add(piece.len));
-        if let Some(log) = &self.told.log {
-            written.iter().for_each(|piece| log.mark(piece.at, u64::from(piece.len)));
-            log.mark(*status_at, 1);
-        }
-        // Memory that went away takes nothing; the used ring may still be there.
-        let told = memory.guest.write_obj(*status as u8, *status_at);
-        let len = if told.is_ok() { bytes.saturating_add(1) } else { 0 };
-        self.give_back(*head, len);
-    }
-
-    fn refuse_malformed(&mut self, head: u16, why: Malformed) {
-        self.stats.malformed.add(1);
-        tracing::debug!(%why, head, "a request is malformed");
-        self.give_back(head, 0);
-    }
-
-    fn give_back(&mut self, head: u16, len: u32) {
-        let memory = Arc::clone(&self.told.memory);
-        let is_head = head < self.queue.size();
-        if is_head && let Some(inflight) = &self.inflight {
-            inflight.about_to_end(head);
-        }
-        if let Err(error) = self.queue.add_used(&memory.guest, head, len) {
-            return self.break_off(&error);
-        }
-        if is_head && let Some(inflight) = &self.inflight {
-            inflight.ended(head, self.queue.next_used());
-        }
-        if let Some(log) = &self.told.log {
-            self.log_used(log);
-        }
-    }
-
-    fn log_used(&self, log: &DirtyLog) {
-        let size = u64::from(self.queue.size());
-        let slot = u64::from(self.queue.next_used().wrapping_sub(1)) % size;
-        let Some(at) = self.told.used_log_at else { return };
-        log.mark(GuestAddress(at.wrapping_add(2)), 2);
-        log.mark(GuestAddress(at.wrapping_add(4 + slot * 8)), 8);
-    }
-
-    fn call_if(&mut self, ended: bool) {
-        if !ended {
-            return;
-        }
-        match self.queue.needs_notification(&self.told.memory.guest) {
-            Ok(true) => self.told.call(),
-            Ok(false) => {}
-            Err(error) => self.break_off(&error),
-        }
-    }
-}
-
-/// A request that is to be given back.
-struct Ended {
-    head: u16,
-    status_at: GuestAddress,
-    memory: Arc<Memory>,
-    status: Status,
-    written: Vec<Piece>,
-}
-
-/// What became of a request at first.
-enum Begun {
-    InFlight,
-    Ended,
-    /// The rate does not let it through yet.
-    Later,
-}
-
-async fn discard(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
-    for Emptied { range, .. } in ranges {
-        let _in_flight = disk.enter();
-        disk.discard(range).await?;
-    }
-    Ok(())
-}
-
-async fn write_zeroes(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
-    for Emptied { range, may_unmap } in ranges {
-        let _in_flight = disk.enter();
-        disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;
-    }
-    Ok(())
 }

@@ -24,8 +24,8 @@ pub(super) async fn read(
     range: GuestRange,
     pieces: Vec<Piece>,
 ) -> Result<()> {
-    let mut windows =
-        Windows { at: range.start(), end: range.end(), pieces: pieces.into_iter(), rest: None };
+    let pieces = memory.divide(pieces).into_iter();
+    let mut windows = Windows { at: range.start(), end: range.end(), pieces, rest: None };
     while let Some((range, pieces)) = windows.next()? {
         let _in_flight = disk.enter();
         let mut extents = Vec::new();
@@ -90,8 +90,8 @@ pub(super) async fn write(
     range: GuestRange,
     pieces: Vec<Piece>,
 ) -> Result<()> {
-    let mut windows =
-        Windows { at: range.start(), end: range.end(), pieces: pieces.into_iter(), rest: None };
+    let pieces = memory.divide(pieces).into_iter();
+    let mut windows = Windows { at: range.start(), end: range.end(), pieces, rest: None };
     while let Some((range, pieces)) = windows.next()? {
         let _in_flight = disk.enter();
         let bufs = bufs_of(memory, &pieces)?;

@@ -123,7 +123,7 @@ fn status_covers_what_was_asked_and_joins_neighbours() {
         for (at, len) in RANGES {
             client.request(0, STATUS, at, at, len).await;
             let extents = client.status(at).await;
-            assert_eq!(extents.iter().map(|(len, _)| u64::from(*len)).sum::<u64>(), len.into());
+            assert_eq!(extents.iter().map(|(len, _)| u64::from(*len)).sum::<u64>(), u64::from(len));
             assert!(extents.windows(2).all(|pair| pair[0].1 != pair[1].1));
             let mut offset = at;
             for (len, flags) in extents {

@@ -1,0 +1,195 @@
+//! What is done for a request, from its head to its first answer.
+
+use super::end::Ended;
+use super::{Running, Slot, Work};
+use crate::vhost_user::chain::Piece;
+use crate::vhost_user::memory::Memory;
+use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Status};
+use crate::vhost_user::transfer;
+use mica_block::{Detail, Disk, Planned, Result, Zeroes};
+use mica_units::GuestRange;
+use std::future::Future;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use virtio_queue::QueueT;
+use vm_memory::Bytes;
+
+/// Most bytes that a request in place moves with one operation.
+const DIRECT_BYTES_MAX: u64 = 1 << 20;
+
+/// What became of a request at first.
+pub(super) enum Begun {
+    InFlight,
+    Ended,
+    /// The rate does not let it through yet.
+    Later,
+}
+
+impl<'a> Running<'a> {
+    /// Begins the request at `head`.
+    pub(super) fn begin(&mut self, head: u16) -> Begun {
+        let memory = Arc::clone(&self.told.memory);
+        let request = self
+            .chain
+            .read(&memory.guest, self.table, head)
+            .and_then(|()| Request::parse(&memory.guest, &mut self.chain, self.rules));
+        let request = match request {
+            Ok(request) => request,
+            Err(why) => {
+                self.mark_taken(head);
+                self.refuse_malformed(head, why);
+                return Begun::Ended;
+            }
+        };
+        // A stop waits for what a server before this one took, and not for its rates.
+        if let Some(limiter) = &self.common.limiter
+            && !self.told.stop
+        {
+            let bytes = match &request.action {
+                Action::Read(range) | Action::Write(range) => range.len(),
+                _ => 0,
+            };
+            if let Err(wait) = limiter.admit(bytes, mica_rt::now()) {
+                let mut timer = Box::pin(mica_rt::sleep(wait));
+                let mut context = Context::from_waker(&self.part_wakers.timer);
+                if timer.as_mut().poll(&mut context).is_pending() {
+                    self.timer = Some(timer);
+                    self.stats.delayed.add(1);
+                }
+                return Begun::Later;
+            }
+        }
+        self.mark_taken(head);
+        self.start(head, request, memory)
+    }
+
+    /// Marks `head` as in flight, unless the server before this one did.
+    fn mark_taken(&mut self, head: u16) {
+        if head < self.queue.size()
+            && self.recovered == 0
+            && let Some(inflight) = &mut self.inflight
+        {
+            inflight.taken(head);
+        }
+        self.recovered = self.recovered.saturating_sub(1);
+    }
+
+    fn start(&mut self, head: u16, request: Request, memory: Arc<Memory>) -> Begun {
+        let status_at = request.status_at;
+        let mut written = Vec::new();
+        let work = match request.action {
+            Action::Refuse(status) => {
+                self.stats.refused.add(1);
+                self.end(&Ended { head, status_at, memory, status, written });
+                return Begun::Ended;
+            }
+            Action::GetId => {
+                let status = self.give_id(&memory, &mut written);
+                self.end(&Ended { head, status_at, memory, status, written });
+                return Begun::Ended;
+            }
+            Action::Read(range) => {
+                self.stats.reads.add(1);
+                self.stats.read_bytes.add(range.len());
+                written = std::mem::take(&mut self.chain.writable);
+                self.read(range, &memory, &written)
+            }
+            Action::Write(range) => {
+                self.stats.writes.add(1);
+                self.stats.written_bytes.add(range.len());
+                let pieces = std::mem::take(&mut self.chain.readable);
+                self.write(range, &memory, pieces)
+            }
+            Action::Flush => {
+                self.stats.flushes.add(1);
+                Work::Long(self.disk.flush())
+            }
+            Action::Discard(ranges) => {
+                self.stats.discards.add(1);
+                Work::Long(Box::pin(discard(self.disk, ranges)))
+            }
+            Action::WriteZeroes(ranges) => {
+                self.stats.zeroes.add(1);
+                Work::Long(Box::pin(write_zeroes(self.disk, ranges)))
+            }
+        };
+        let index = self.free.pop().expect("looked before it was taken");
+        let mut slot = Slot { head, status_at, written, memory, work };
+        let mut context = Context::from_waker(&self.wakers[index]);
+        match slot.work.poll(&mut context) {
+            Poll::Pending => {
+                self.slots[index] = Some(slot);
+                Begun::InFlight
+            }
+            Poll::Ready(result) => {
+                self.free.push(index);
+                self.end_slot(slot, result);
+                Begun::Ended
+            }
+        }
+    }
+
+    /// A read of one extent into one piece is one operation; all else takes longer.
+    fn read(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: &[Piece]) -> Work<'a> {
+        let in_flight = self.disk.enter();
+        if let [piece] = pieces
+            && range.len() <= DIRECT_BYTES_MAX
+            && let Some(buf) = memory.buf(*piece)
+        {
+            self.extents.clear();
+            let is_planned = {
+                let plan = self.disk.plan(range, Detail::Read, &mut self.extents);
+                matches!(plan, Planned::Ready(Ok(())))
+            };
+            if is_planned && let [extent] = self.extents[..] {
+                let io = self.disk.read(&extent, buf);
+                return Work::Read { io, _in_flight: in_flight };
+            }
+        }
+        let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
+        Work::Long(Box::pin(async move { transfer::read(disk, &memory, range, pieces).await }))
+    }
+
+    fn write(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: Vec<Piece>) -> Work<'a> {
+        let in_flight = self.disk.enter();
+        if let [piece] = pieces[..]
+            && range.len() <= DIRECT_BYTES_MAX
+            && let Some(buf) = memory.buf(piece)
+        {
+            let io = self.disk.write(range.start(), buf);
+            return Work::Write { io, _in_flight: in_flight };
+        }
+        let (disk, memory) = (self.disk, Arc::clone(memory));
+        Work::Long(Box::pin(async move { transfer::write(disk, &memory, range, pieces).await }))
+    }
+
+    fn give_id(&mut self, memory: &Memory, written: &mut Vec<Piece>) -> Status {
+        let id = self.common.id;
+        let mut done = 0;
+        for piece in std::mem::take(&mut self.chain.writable) {
+            let count = (piece.len as usize).min(id.len() - done);
+            if memory.guest.write_slice(&id[done..done + count], piece.at).is_err() {
+                return Status::IoError;
+            }
+            done += count;
+            written.push(Piece { len: u32::try_from(count).unwrap_or(ID_BYTES), ..piece });
+        }
+        Status::Ok
+    }
+}
+
+async fn discard(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
+    for Emptied { range, .. } in ranges {
+        let _in_flight = disk.enter();
+        disk.discard(range).await?;
+    }
+    Ok(())
+}
+
+async fn write_zeroes(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
+    for Emptied { range, may_unmap } in ranges {
+        let _in_flight = disk.enter();
+        disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,105 @@
+//! How a request is given back: its status, the used ring, the dirty log, the driver's call.
+
+use super::{Running, Slot};
+use crate::vhost_user::chain::{Malformed, Piece};
+use crate::vhost_user::log::DirtyLog;
+use crate::vhost_user::memory::Memory;
+use crate::vhost_user::request::Status;
+use mica_block::{ErrorKind, Result};
+use std::sync::Arc;
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress};
+
+/// A request that is to be given back.
+pub(super) struct Ended {
+    pub(super) head: u16,
+    pub(super) status_at: GuestAddress,
+    pub(super) memory: Arc<Memory>,
+    pub(super) status: Status,
+    pub(super) written: Vec<Piece>,
+}
+
+impl<'a> Running<'a> {
+    pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
+        let Slot { head, status_at, written, memory, work } = slot;
+        drop(work);
+        let status = match result {
+            Ok(()) => Status::Ok,
+            Err(error) => {
+                self.stats.failed.add(1);
+                tracing::warn!(%error, "a request failed");
+                if error.kind() == ErrorKind::Unsupported {
+                    Status::Unsupported
+                } else {
+                    Status::IoError
+                }
+            }
+        };
+        self.end(&Ended { head, status_at, memory, status, written });
+    }
+
+    /// Gives a request back (I2).
+    pub(super) fn end(&mut self, ended: &Ended) {
+        let Ended { head, status_at, memory, status, written } = ended;
+        let bytes: u32 = written.iter().fold(0, |sum, piece| sum.saturating_add(piece.len));
+        if let Some(log) = &self.told.log {
+            written.iter().for_each(|piece| log.mark(piece.at, u64::from(piece.len)));
+            log.mark(*status_at, 1);
+        }
+        // Memory that went away takes nothing; the used ring may still be there.
+        let told = memory.guest.write_obj(*status as u8, *status_at);
+        let len = if told.is_ok() { bytes.saturating_add(1) } else { 0 };
+        self.give_back(*head, len);
+    }
+
+    pub(super) fn refuse_malformed(&mut self, head: u16, why: Malformed) {
+        self.stats.malformed.add(1);
+        tracing::debug!(%why, head, "a request is malformed");
+        self.give_back(head, 0);
+    }
+
+    fn give_back(&mut self, head: u16, len: u32) {
+        let memory = Arc::clone(&self.told.memory);
+        let is_head = head < self.queue.size();
+        if is_head && let Some(inflight) = &self.inflight {
+            inflight.about_to_end(head);
+        }
+        if let Err(error) = self.queue.add_used(&memory.guest, head, len) {
+            return self.break_off(&error);
+        }
+        if is_head && let Some(inflight) = &self.inflight {
+            inflight.ended(head, self.queue.next_used());
+        }
+        if let Some(log) = &self.told.log {
+            self.log_used(log);
+        }
+    }
+
+    /// Logs that the index was written up to which the driver need not kick.
+    pub(super) fn log_avail_event(&self) {
+        if let (Some(log), Some(at)) = (&self.told.log, self.told.used_log_at) {
+            let after = 4 + u64::from(self.queue.size()) * 8;
+            let at = if self.queue.event_idx_enabled() { at.wrapping_add(after) } else { at };
+            log.mark(GuestAddress(at), 2);
+        }
+    }
+
+    fn log_used(&self, log: &DirtyLog) {
+        let size = u64::from(self.queue.size());
+        let slot = u64::from(self.queue.next_used().wrapping_sub(1)) % size;
+        let Some(at) = self.told.used_log_at else { return };
+        log.mark(GuestAddress(at.wrapping_add(2)), 2);
+        log.mark(GuestAddress(at.wrapping_add(4 + slot * 8)), 8);
+    }
+
+    pub(super) fn call_if(&mut self, ended: bool) {
+        if !ended {
+            return;
+        }
+        match self.queue.needs_notification(&self.told.memory.guest) {
+            Ok(true) => self.told.call(),
+            Ok(false) => {}
+            Err(error) => self.break_off(&error),
+        }
+    }
+}
