@@ -78,6 +78,41 @@ pub trait Images: Send + Sync {
     /// What the system says.
     fn remove_sidecar(&self, path: &Path) -> Result<()>;
 
+    /// Memory for whoever writes the image at `path`, the same one each time. `None` where there is
+    /// none.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        let _ = path;
+        Ok(None)
+    }
+
     /// Now, in nanoseconds since the epoch, by the clock that stamps files.
     fn now_ns(&self) -> i128;
+}
+
+/// Memory that outlives the process, but not the machine's next start: a file that is never made
+/// durable. Calls do not wait for a device.
+pub trait Handover: Send + Sync {
+    /// The start of the machine: another number after each.
+    fn boot(&self) -> u128;
+
+    /// Bytes that fit in.
+    fn capacity(&self) -> u64;
+
+    /// Fills `buf` from `at` on; what was never written reads as zeros.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// Writes `bytes` at `at`. If the process dies meanwhile, any part of them may be there.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Forgets all that is in it.
+    fn remove(&self);
 }

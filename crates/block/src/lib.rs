@@ -25,7 +25,7 @@ pub use disk::{Detail, Disk, Geometry, MapStats, Planned, WriteStats, Writing, Z
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use group::GroupSync;
-pub use images::{Identity, Images, OpenImage};
+pub use images::{Handover, Identity, Images, OpenImage};
 pub use in_flight::{InFlight, OwnedInFlight, Requests};
 pub use store::{ChangeFuture, IoFuture, Run, RunKind, Space, Store, read_exact, write_all};
 

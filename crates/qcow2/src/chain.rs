@@ -118,7 +118,7 @@ impl Chain {
         }
         let wanted = (options.snapshot.as_deref(), options.writable);
         let layers = open_layers(&*images, path, wanted).await?;
-        let writer = open_writer(&layers).await?;
+        let writer = open_writer(&*images, &layers).await?;
         let len = layers.last().map_or(0, |layer| layer.len);
         let state = ChainState {
             images,
@@ -365,7 +365,7 @@ impl Disk for Chain {
 }
 
 /// The state of writing, if the active layer was opened for it.
-async fn open_writer(layers: &[Arc<Layer>]) -> Result<Option<Writer>> {
+async fn open_writer(images: &dyn Images, layers: &[Arc<Layer>]) -> Result<Option<Writer>> {
     let Some(active) = layers.last() else { return Ok(None) };
     let Some(metadata) = &active.metadata else { return Ok(None) };
     let opened = async {
@@ -378,7 +378,8 @@ async fn open_writer(layers: &[Arc<Layer>]) -> Result<Option<Writer>> {
             true => crate::recover::repair_dirty(Arc::clone(&metadata.store), &header).await?,
             false => header,
         };
-        Writer::open(active, &header, Arc::clone(metadata)).await
+        let handover = (images.handover(&active.path)?, images.now_ns());
+        Writer::open(active, &header, Arc::clone(metadata), handover).await
     };
     opened.await.map(Some).map_err(|error| active.explain(error))
 }

@@ -23,6 +23,7 @@ mod preallocated;
 pub mod recover;
 pub mod resize;
 pub mod snapshots;
+mod takeover;
 mod write;
 pub mod writer;
 

@@ -11,6 +11,7 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
+use crate::takeover::take_over;
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
@@ -64,6 +65,12 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
         let image = match writable && opened.is_empty() {
             true => images.open_writable(&path),
             false => images.open(&path),
+        };
+        let image = match image {
+            Ok(image) if writable && opened.is_empty() => {
+                take_over(images, &path, &image.store).await.map(|()| image)
+            }
+            image => image,
         };
         let step = match image {
             Ok(image) => open_one(images, image, path, format).await,

@@ -36,6 +36,11 @@ pub trait Subject {
     /// are corrupt, says so.
     fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>>;
 
+    /// Whether what was acknowledged is there after the process died, flushed or not.
+    fn outlives_the_process(&self) -> bool {
+        false
+    }
+
     /// Has another program judge the files, which show what `model` says.
     fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
         let _ = (world, model);
@@ -156,6 +161,10 @@ impl<'a> Crashes<'a> {
                 let guest = Guest::new(self.world, disk, &self.model, Errors::Unexpected);
                 guest.read_all().await;
             }
+            Ending::Cut if matches!(cut, Cut::KillAt(_)) && self.subject.outlives_the_process() => {
+                self.model.borrow_mut().die();
+                self.expect_takeover().await;
+            }
             Ending::Cut => self.expect_survival().await,
         }
         ending
@@ -200,7 +209,14 @@ impl<'a> Crashes<'a> {
             Some(loss) => self.world.cut_power(loss),
             None => self.world.kill(),
         }
-        self.expect_survival().await;
+        match loss {
+            // Where something failed, nothing more than after a crash can be asked for.
+            None if self.subject.outlives_the_process() => {
+                self.model.borrow_mut().crash();
+                self.expect_takeover().await;
+            }
+            _ => self.expect_survival().await,
+        }
         struck
     }
 
@@ -218,6 +234,16 @@ impl<'a> Crashes<'a> {
         }
         self.settle(Mode::Write).await;
         self.expect_clean().await;
+    }
+
+    /// After the process died: who opens the disk for writing next goes on where it was. Who only
+    /// reads sees an older state.
+    async fn expect_takeover(&mut self) {
+        let checked = self.subject.check(self.world).await;
+        self.leaks = checked.unwrap_or_else(|error| panic!("after the process died: {error}"));
+        self.settle(Mode::Write).await;
+        let checked = self.subject.check(self.world).await;
+        self.leaks = checked.unwrap_or_else(|error| panic!("after it was taken over: {error}"));
     }
 
     /// After a clean close.

@@ -232,6 +232,15 @@ impl ModelDisk {
         }
     }
 
+    /// The process died, and whatever was acknowledged is to be there: as [`Self::crash`] after a
+    /// flush of all that had ended.
+    pub fn die(&mut self) {
+        self.reads.clear();
+        self.now += 1;
+        self.forget_gone(self.now);
+        self.crash();
+    }
+
     /// After a crash the disk shows `bytes` from sector `first` on; so it is, from now on.
     ///
     /// # Errors

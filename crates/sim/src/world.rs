@@ -10,13 +10,15 @@
 
 mod fault;
 mod file;
+mod handover;
 mod store;
 
 pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store};
+use handover::SimHandover;
+use mica_block::{Error, ErrorKind, Handover, Identity, Images, OpenImage, Result, Store};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -60,6 +62,7 @@ struct State {
     files: BTreeMap<PathBuf, SharedFile>,
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
+    handovers: BTreeMap<PathBuf, Vec<u8>>,
     changes: Changes,
 }
 
@@ -83,6 +86,7 @@ impl World {
             files: BTreeMap::new(),
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
+            handovers: BTreeMap::new(),
             changes: Changes::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -323,6 +327,10 @@ impl Images for World {
     fn remove_sidecar(&self, path: &Path) -> Result<()> {
         lock(&self.state).sidecars.remove(&normal(path));
         Ok(())
+    }
+
+    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        Ok(Some(Arc::new(SimHandover::new(self, normal(path)))))
     }
 
     fn now_ns(&self) -> i128 {

@@ -19,7 +19,7 @@
 //! done.
 
 use super::Writer;
-use super::pages::Dirty;
+use super::pages::{Dirty, Group};
 use mica_block::{ErrorKind, Result, Space as SpaceChange};
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -85,7 +85,7 @@ impl Writer {
             true => self.sync_metadata().await?,
             false => self.sync(has_metadata).await?,
         }
-        self.end_group(&dirty, number);
+        self.end_group(&dirty, &taken);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
         if !taken.freed.is_empty() {
             let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
@@ -94,10 +94,11 @@ impl Writer {
         Ok(())
     }
 
-    fn end_group(&self, dirty: &Dirty, number: u64) {
+    fn end_group(&self, dirty: &Dirty, taken: &Group) {
         let mut pages = self.metadata.lock();
         pages.written(dirty);
-        pages.group.durable = number;
+        pages.group.durable = taken.number;
+        pages.forget_logged(taken);
     }
 
     async fn write_pages(&self, pages: Vec<(HostOffset, Buf)>) -> Result<()> {

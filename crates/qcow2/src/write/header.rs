@@ -2,6 +2,7 @@
 //! broken.
 
 use super::Writer;
+use super::handover::Log;
 use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
 use crate::write::pages::Stage;
 use mica_block::{Result, read_exact};
@@ -11,13 +12,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where the feature bits stand in a header of version 3.
 const INCOMPATIBLE_AT: u64 = 72;
-const AUTOCLEAR_AT: u64 = 88;
+pub(crate) const AUTOCLEAR_AT: u64 = 88;
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
 /// The autoclear bits that stay true while mica writes: the bitmaps say themselves that they are
 /// out of date, and the data file is a raw disk.
 const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
+
+/// The autoclear bits that name the log of this writer (see [`super::handover`]): whoever else
+/// writes the image clears them, as it must with bits that it does not know.
+pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 /// What has to be said in the header before the first write.
 pub(crate) struct InUse {
@@ -59,8 +64,9 @@ impl Writer {
             let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
             let bitmaps = if self.mark_bitmaps().await? { BITMAPS } else { 0 };
             let kept = autoclear & (RAW_EXTERNAL | bitmaps);
-            if kept != autoclear {
-                self.write_header_bits(AUTOCLEAR_AT, kept).await?;
+            let marked = kept | self.begin_log() << LOG_NAME_SHIFT;
+            if marked != autoclear {
+                self.write_header_bits(AUTOCLEAR_AT, marked).await?;
             }
             if self.header.lazy_refcounts {
                 self.change_incompatible(DIRTY, 0).await?;
@@ -89,8 +95,35 @@ impl Writer {
         Ok(true)
     }
 
+    /// Begins the log; its name, or 0 if there is none.
+    fn begin_log(&self) -> u64 {
+        let Some(handover) = self.handover.clone() else { return 0 };
+        let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
+        match Log::begin(handover, seed) {
+            Ok(log) => {
+                let name = u64::from(log.name());
+                self.metadata.lock().log = Some(log);
+                name
+            }
+            Err(error) => {
+                tracing::warn!(
+                    %error,
+                    "if this process is killed, writes since the last flush are lost"
+                );
+                0
+            }
+        }
+    }
+
     /// The image is as if nobody had it open: refcounts are right.
     pub(crate) async fn unmark(&self) -> Result<()> {
+        let log = self.metadata.lock().log.take();
+        if let Some(log) = log {
+            log.remove();
+            let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
+            let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1);
+            self.write_header_bits(AUTOCLEAR_AT, kept).await?;
+        }
         if self.header.is_v3 && self.header.lazy_refcounts {
             self.change_incompatible(0, DIRTY).await?;
         }

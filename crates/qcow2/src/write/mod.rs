@@ -20,7 +20,8 @@ pub(crate) mod allocate;
 mod commit;
 mod fill;
 mod gather;
-mod header;
+pub(crate) mod handover;
+pub(crate) mod header;
 mod link;
 pub(crate) mod overlay;
 pub(crate) mod pages;
@@ -35,8 +36,8 @@ use crate::layer::Layer;
 use allocate::Space;
 use commit::Limbo;
 use mica_block::{
-    Error, ErrorKind, GroupSync, IoFuture, LocalFuture, OwnedInFlight, Requests, Result, Store,
-    WriteStats, read_exact,
+    Error, ErrorKind, GroupSync, Handover, IoFuture, LocalFuture, OwnedInFlight, Requests, Result,
+    Store, WriteStats, read_exact,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -70,6 +71,9 @@ pub(crate) struct Writer {
     requests: Arc<Requests>,
     flushes: GroupSync,
     header: header::InUse,
+    /// Where the log goes for who comes after this process, and when the image was opened.
+    handover: Option<Arc<dyn Handover>>,
+    now_ns: i128,
     wrote: AtomicBool,
     limbo: Mutex<Limbo>,
     pub(crate) counters: WriteCounters,
@@ -81,6 +85,7 @@ impl Writer {
         layer: &Layer,
         header: &Header,
         metadata: Arc<Metadata>,
+        (handover, now_ns): (Option<Arc<dyn Handover>>, i128),
     ) -> Result<Self> {
         let ranges = &metadata.ranges;
         let file_end = header.cluster_bits.clusters_for(metadata.store.len()?);
@@ -117,6 +122,8 @@ impl Writer {
             requests: Arc::default(),
             flushes: GroupSync::new(),
             header: header::InUse::new(header),
+            handover,
+            now_ns,
             wrote: AtomicBool::new(false),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),

@@ -12,6 +12,7 @@
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
 //!   before any page of the group that is late.
 
+use super::handover::{Log, Mark};
 use super::ranges::MetadataRanges;
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
@@ -60,6 +61,8 @@ pub(crate) struct PageState {
     early: BTreeSet<u64>,
     late: BTreeSet<u64>,
     pub(crate) group: Group,
+    /// What changed since the last group, for who comes after this process.
+    pub(crate) log: Option<Log>,
 }
 
 /// What changes of metadata have gathered since the last group was taken.
@@ -75,6 +78,8 @@ pub(crate) struct Group {
     pub(crate) new_tables: BTreeSet<HostOffset>,
     /// Host clusters that lose a reference with this group.
     pub(crate) freed: Vec<u64>,
+    /// Of a group that was taken: how far the log went then.
+    logged: Option<Mark>,
 }
 
 /// The metadata of one image.
@@ -95,6 +100,7 @@ impl Metadata {
             early: BTreeSet::new(),
             late: BTreeSet::new(),
             group: Group { number: 1, ..Group::default() },
+            log: None,
         };
         let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
         Arc::new(Self { store, ranges, failed, state: Mutex::new(state) })
@@ -109,6 +115,10 @@ impl Metadata {
     pub(crate) fn fail(&self, error: &Error) {
         if self.failed.set(error.clone()).is_ok() {
             tracing::error!(%error, "the disk takes no more writes");
+            // What was written is not what it is thought to be.
+            if let Some(log) = self.lock().log.take() {
+                log.remove();
+            }
         }
     }
 
@@ -276,6 +286,9 @@ impl PageState {
                 Stage::Late => self.late.insert(number),
             };
         }
+        if let Some(log) = &mut self.log {
+            log.touch(at, len, stage);
+        }
         Some(&mut page.bytes[within..within + len])
     }
 
@@ -296,6 +309,11 @@ impl PageState {
                 None => vec![0; page_bytes].into(),
             };
             self.forget_dirty(number);
+            if let Some(log) = &mut self.log
+                && dirty
+            {
+                log.touch(HostOffset::new(number), page_bytes, Stage::Early);
+            }
             let stage = dirty.then_some(Stage::Early);
             let page = Page { bytes: content, dirty: stage, writing: false, used: Cell::new(true) };
             if self.pages.insert(number, page).is_none() {
@@ -361,8 +379,43 @@ impl PageState {
             durable: self.group.durable,
             ..Group::default()
         };
-        let taken = std::mem::replace(&mut self.group, next);
+        let mut taken = std::mem::replace(&mut self.group, next);
+        self.log_touched();
+        taken.logged = self.log.as_ref().map(Log::mark);
         (self.take_dirty(), taken)
+    }
+
+    /// Writes down what changed and is not in the log yet. Whether it is time to flush.
+    pub(crate) fn log_touched(&mut self) -> bool {
+        let Some(mut log) = self.log.take() else { return false };
+        let appended = log.append(|at, len| self.get(at, len));
+        let is_long = log.is_long();
+        self.keep_log(log, appended);
+        is_long
+    }
+
+    /// What the log has up to `taken` is durable.
+    pub(crate) fn forget_logged(&mut self, taken: &Group) {
+        if let Some(mark) = &taken.logged
+            && let Some(mut log) = self.log.take()
+        {
+            let forgotten = log.forget(mark);
+            self.keep_log(log, forgotten);
+        }
+    }
+
+    /// Keeps the log, unless it failed.
+    fn keep_log(&mut self, log: Log, outcome: Result<()>) {
+        match outcome {
+            Ok(()) => self.log = Some(log),
+            Err(error) => {
+                log.remove();
+                tracing::warn!(
+                    %error,
+                    "if this process is killed, writes since the last flush are lost"
+                );
+            }
+        }
     }
 
     /// Copies all dirty pages, which are clean from now on, and being written until

@@ -53,6 +53,8 @@ pub(super) struct Changes {
     /// One sync in so many is acknowledged and not done; none where it is zero.
     syncs_ignored_one_in: u64,
     cuts: u64,
+    /// How often the power went.
+    pub(super) boots: u64,
     waiting: Vec<Waker>,
 }
 
@@ -155,6 +157,7 @@ impl World {
         let waiting = {
             let changes = &mut lock(&self.state).changes;
             changes.cuts += 1;
+            changes.boots += u64::from(loss.is_some());
             (changes.cut_after, changes.cut_after_syncs) = (None, None);
             changes.faults.clear();
             std::mem::take(&mut changes.waiting)

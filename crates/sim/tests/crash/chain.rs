@@ -25,6 +25,8 @@ pub(crate) struct Shape {
     pub(crate) top: PathBuf,
     /// Bytes of a cluster of the active layer.
     pub(crate) cluster_bytes: u64,
+    /// Version of the active layer's format.
+    pub(crate) version: u32,
     pub(crate) initial: Vec<u8>,
     /// In words.
     pub(crate) about: String,
@@ -99,6 +101,7 @@ impl Shape {
             files: files.collect(),
             top: in_world(&top),
             cluster_bytes: entry.cluster,
+            version: entry.version,
             initial,
             about,
         }
@@ -146,6 +149,11 @@ impl Subject for ChainSubject {
 
     fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>> {
         Box::pin(self.check_top(world))
+    }
+
+    fn outlives_the_process(&self) -> bool {
+        // Version 2 has no bits that name a log.
+        self.shape.version == 3
     }
 
     fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {

@@ -138,7 +138,7 @@ fn short_sequences_on_an_empty_image_survive_a_cut_after_every_operation() {
 #[test]
 fn missing_syncs_are_noticed() {
     let shape = Shape::small(512, 96, 0.7, features(&[Feature::Zero]));
-    let noticed = (0..24).filter(|seed| {
+    let noticed = (0..48).filter(|seed| {
         let run = AssertUnwindSafe(|| {
             let executor = Executor::new(Backend::Sim { seed: *seed }).unwrap();
             executor.block_on(cut_after_each(&World::new(*seed), &shape, 4));
@@ -146,5 +146,5 @@ fn missing_syncs_are_noticed() {
         catch_unwind(run).is_err()
     });
     let noticed = noticed.count();
-    assert!(noticed >= 3, "only {noticed} of 24 sequences notice");
+    assert!(noticed >= 3, "only {noticed} of 48 sequences notice");
 }

@@ -5,6 +5,7 @@ use mica_rt::{Backend, Executor};
 use mica_sim::crash::{Crashes, Cut, Ending, cut_at_random, load_at_random};
 use mica_sim::{Load, Loss, World, scenario};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
 /// One run in this many is judged by QEMU, too.
 const FOREIGN_ONE_IN: u64 = 20;
@@ -38,6 +39,22 @@ fn chain_that_is_closed_is_clean_and_shows_what_was_written() {
 #[test]
 fn chain_survives_power_cuts() {
     scenario(200, |world| async move { crash(&world, 0).await });
+}
+
+/// A server that is killed under a running guest, and a new one in its place, again and again: what
+/// the guest was told is written is there, flushed or not.
+#[test]
+fn killed_writer_has_lost_nothing_that_it_acknowledged() {
+    scenario(100, |world| async move {
+        let subject = subject(&world);
+        let mut crashes = Crashes::new(&world, &subject, subject.shape.model());
+        for _ in 0..3 {
+            let mut load = load_at_random(&world, subject.shape.initial.len() as u64 / 512);
+            load.give_up_one_in = 0;
+            let cut = Cut::KillAt(Duration::from_micros(1 + world.random_below(20_000)));
+            crashes.round(cut, Loss::Nothing, async |guest| guest.run(&load).await).await;
+        }
+    });
 }
 
 /// The scenario has to notice when syncs do nothing.

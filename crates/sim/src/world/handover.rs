@@ -1,0 +1,64 @@
+//! Memory that outlives a process of the world, and not a power cut.
+
+use super::{World, lock};
+use mica_block::{Error, ErrorKind, Handover, Result};
+use std::path::PathBuf;
+
+/// Small, so that it fills up.
+const CAPACITY: u64 = 256 << 10;
+
+/// What one process has of the memory for the image at `path`.
+pub(super) struct SimHandover {
+    world: World,
+    path: PathBuf,
+    /// The process dies with the next cut.
+    cuts: u64,
+}
+
+impl SimHandover {
+    pub(super) fn new(world: &World, path: PathBuf) -> Self {
+        Self { world: world.clone(), path, cuts: world.cuts() }
+    }
+
+    fn is_dead(&self) -> bool {
+        self.world.cuts() > self.cuts
+    }
+}
+
+impl Handover for SimHandover {
+    fn boot(&self) -> u128 {
+        lock(&self.world.state).changes.boots.into()
+    }
+
+    fn capacity(&self) -> u64 {
+        CAPACITY
+    }
+
+    fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+        let state = lock(&self.world.state);
+        let bytes = state.handovers.get(&self.path).map_or(&[][..], |bytes| bytes);
+        let start = usize::try_from(at).expect("small").min(bytes.len());
+        let there = &bytes[start..(start + buf.len()).min(bytes.len())];
+        buf.fill(0);
+        buf[..there.len()].copy_from_slice(there);
+        Ok(())
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        if self.is_dead() {
+            return Err(Error::new(ErrorKind::Io, "the process is dead"));
+        }
+        let start = usize::try_from(at).expect("small");
+        let mut state = lock(&self.world.state);
+        let memory = state.handovers.entry(self.path.clone()).or_default();
+        memory.resize(memory.len().max(start + bytes.len()), 0);
+        memory[start..start + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn remove(&self) {
+        if !self.is_dead() {
+            lock(&self.world.state).handovers.remove(&self.path);
+        }
+    }
+}
