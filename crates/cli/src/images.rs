@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use clap::{Args, ValueEnum};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_stack::{Fault, Format, ImageOptions, OpenDisk, SidecarPlace, parse_size};
+use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, OpenDisk, SidecarPlace, parse_size};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
 use std::path::{Path, PathBuf};
 
@@ -35,6 +35,10 @@ pub(crate) struct ImageArgs {
     /// Keep the index in this directory instead of beside the layers.
     #[arg(long, value_name = "DIRECTORY")]
     index_dir: Option<PathBuf>,
+    /// Keep in this directory, which must be memory of this machine, what was written and not flushed:
+    /// if mica is killed, the next one goes on with it. "off" does without.
+    #[arg(long, default_value = "/dev/shm", value_name = "DIRECTORY")]
+    handover_dir: PathBuf,
     /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<String>,
@@ -90,6 +94,10 @@ impl ImageArgs {
         if let Some(directory) = &self.index_dir {
             options.sidecars = SidecarPlace::Directory(directory.clone());
         }
+        options.handover = match &self.handover_dir {
+            off if off.as_os_str() == "off" => HandoverPlace::Nowhere,
+            directory => HandoverPlace::Directory(directory.clone()),
+        };
         for fault in &self.inject {
             options.faults.push(fault.parse::<Fault>()?);
         }

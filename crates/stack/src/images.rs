@@ -1,9 +1,10 @@
 //! Image files of the host, opened under the policy.
 
+use crate::handover::{HandoverFile, HandoverPlace};
 use crate::inject::Fault;
 use crate::policy::Policy;
 use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Identity, Images, OpenImage, Result, Store};
+use mica_block::{Handover, Identity, Images, OpenImage, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -19,6 +20,8 @@ pub struct ImageOptions {
     pub handles: Arc<Handles>,
     /// Where the indexes of layers are kept.
     pub sidecars: SidecarPlace,
+    /// Where writers leave what they acknowledged and did not flush.
+    pub handover: HandoverPlace,
     /// What shall go wrong with what is done to images, the first next to the file.
     pub faults: Vec<Fault>,
     /// Whether QEMU's locks of images are taken and honoured.
@@ -33,6 +36,7 @@ impl ImageOptions {
             cache: CacheMode::default(),
             handles,
             sidecars: SidecarPlace::default(),
+            handover: HandoverPlace::default(),
             faults: Vec::new(),
             locking: Locking::default(),
         }
@@ -43,6 +47,7 @@ impl ImageOptions {
 pub struct FileImages {
     policy: Policy,
     sidecars: Sidecars,
+    handover: HandoverPlace,
     cache: CacheMode,
     handles: Arc<Handles>,
     faults: Vec<Fault>,
@@ -63,10 +68,12 @@ impl FileImages {
     /// # Errors
     /// If there is no such image, or an option names a directory that is not there.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
-        let ImageOptions { allow_paths, cache, handles, sidecars, faults, locking } = options;
+        let ImageOptions { allow_paths, cache, handles, sidecars, handover, faults, locking } =
+            options;
         let policy = Policy::new(named, &allow_paths)?;
         let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
-        Ok(Self { policy, sidecars, cache, handles, faults, locking, written: Mutex::default() })
+        let written = Mutex::default();
+        Ok(Self { policy, sidecars, handover, cache, handles, faults, locking, written })
     }
 
     /// The image in `store`, which is what was `located`.
@@ -131,6 +138,12 @@ impl Images for FileImages {
 
     fn remove_sidecar(&self, path: &Path) -> Result<()> {
         self.sidecars.remove(&self.policy.find(path)?)
+    }
+
+    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        let identity = self.policy.find(path)?.identity(0);
+        let file = HandoverFile::new(&self.handover, identity);
+        Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
     }
 
     fn now_ns(&self) -> i128 {

@@ -5,6 +5,7 @@
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
 //! - [`Fault`] is what the user asked to go wrong.
 
+mod handover;
 mod images;
 mod inject;
 mod null;
@@ -13,6 +14,7 @@ mod policy;
 mod raw;
 mod sidecars;
 
+pub use handover::HandoverPlace;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;

@@ -1,0 +1,182 @@
+//! Where writers leave what they acknowledged and did not flush, for who comes after them: a file of
+//! its own for each image that is being written, in a file system that is memory.
+//!
+//! Invariants
+//! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
+//!   that has no other name. It is never reached through a symbolic link.
+//! - I2 There is no file before the first write and none after a clean close.
+
+use mica_block::{Error, ErrorKind, Handover, Identity, Result};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, open, unlinkat};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Where such files are kept.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum HandoverPlace {
+    /// Nowhere: a writer that is killed loses what was not flushed.
+    Nowhere,
+    /// In this directory.
+    Directory(PathBuf),
+}
+
+impl Default for HandoverPlace {
+    fn default() -> Self {
+        Self::Directory(PathBuf::from("/dev/shm"))
+    }
+}
+
+/// Bytes of such a file at most. It takes as much memory as was written between two flushes.
+const CAPACITY: u64 = 16 << 20;
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The file of one image.
+pub(crate) struct HandoverFile {
+    path: PathBuf,
+    boot: u128,
+    file: Mutex<Option<File>>,
+}
+
+impl HandoverFile {
+    /// For the image that `identity` is of; nothing where there is no place for it.
+    pub(crate) fn new(place: &HandoverPlace, identity: Identity) -> Option<Self> {
+        let HandoverPlace::Directory(directory) = place else { return None };
+        let told = std::fs::read_to_string(BOOT_ID).ok()?;
+        let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
+        let boot = u128::from_str_radix(&digits, 16).ok()?;
+        let user = rustix::process::geteuid().as_raw();
+        let Identity { device, inode, .. } = identity;
+        let path = directory.join(format!("mica-{user}-{device:x}-{inode:x}.handover"));
+        Some(Self { path, boot, file: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<File>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn explain(&self, error: impl Into<std::io::Error>) -> Error {
+        Error::from_io(self.path.display().to_string(), error.into())
+    }
+
+    /// Opens the file (I1); `None` if there is none and it is not to be made.
+    fn open(&self, create: bool) -> Result<Option<File>> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let flags = if create { flags | OFlags::CREATE } else { flags };
+        let file = match open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => file,
+            Err(Errno::NOENT) if !create => return Ok(None),
+            Err(error) => return Err(self.explain(error)),
+        };
+        let stat = fstat(&file).map_err(|error| self.explain(error))?;
+        let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+            && stat.st_uid == rustix::process::geteuid().as_raw()
+            && stat.st_mode & 0o077 == 0
+            && stat.st_nlink == 1;
+        if !is_ours {
+            let what = "is not this user's alone: remove it, or name another --handover-dir";
+            let context = format!("{} {what}", self.path.display());
+            return Err(Error::new(ErrorKind::Denied, context));
+        }
+        Ok(Some(file.into()))
+    }
+}
+
+impl Handover for HandoverFile {
+    fn boot(&self) -> u128 {
+        self.boot
+    }
+
+    fn capacity(&self) -> u64 {
+        CAPACITY
+    }
+
+    fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+        let mut file = self.lock();
+        if file.is_none() {
+            *file = self.open(false)?;
+        }
+        let mut done = 0;
+        while let Some(file) = &*file
+            && done < buf.len()
+        {
+            match file.read_at(&mut buf[done..], at + done as u64) {
+                Ok(0) => break,
+                Ok(count) => done += count,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.explain(error)),
+            }
+        }
+        buf[done..].fill(0);
+        Ok(())
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        let mut file = self.lock();
+        if file.is_none() {
+            *file = self.open(true)?;
+        }
+        let file = file.as_ref().expect("it was made");
+        file.write_all_at(bytes, at).map_err(|error| self.explain(error))
+    }
+
+    fn remove(&self) {
+        let mut file = self.lock();
+        *file = None;
+        match unlinkat(CWD, Path::new(&self.path), rustix::fs::AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => {
+                tracing::warn!(path = %self.path.display(), %error, "a file stays behind");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(inode: u64) -> Identity {
+        Identity { device: 7, inode, len: 0, mtime_ns: 0, ctime_ns: 0 }
+    }
+
+    #[test]
+    fn file_is_there_from_the_first_write_on_and_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let count = || std::fs::read_dir(folder.path()).expect("it is there").count();
+        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let mut bytes = [1; 4];
+        one.read_at(10, &mut bytes).expect("reads");
+        assert_eq!((bytes, count()), ([0; 4], 0));
+        one.write_at(12, b"ab").expect("writes");
+        let again = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        assert_eq!(again.boot(), one.boot());
+        again.read_at(10, &mut bytes).expect("reads");
+        assert_eq!(bytes, *b"\0\0ab");
+        let other = HandoverFile::new(&place, identity(2)).expect("there is a place");
+        other.read_at(10, &mut bytes).expect("reads");
+        assert_eq!(bytes, [0; 4]);
+        again.remove();
+        assert_eq!(count(), 0);
+        assert!(HandoverFile::new(&HandoverPlace::Nowhere, identity(1)).is_none());
+    }
+
+    #[test]
+    fn file_of_another_is_not_believed() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        std::fs::write(&one.path, b"mine").expect("writes");
+        let open_to_all = std::fs::Permissions::from_mode(0o666);
+        std::fs::set_permissions(&one.path, open_to_all).expect("ours");
+        assert!(one.read_at(0, &mut [0; 4]).is_err() && one.write_at(0, b"x").is_err());
+        std::fs::remove_file(&one.path).expect("ours");
+        symlink(folder.path().join("elsewhere"), &one.path).expect("a link");
+        assert!(one.read_at(0, &mut [0; 4]).is_err() && one.write_at(0, b"x").is_err());
+        assert!(!folder.path().join("elsewhere").exists());
+    }
+}
