@@ -7,6 +7,7 @@ pub mod clock;
 pub mod command;
 pub mod guest;
 pub mod judge;
+pub mod machine;
 pub mod mica;
 pub mod mounts;
 pub mod nbd;

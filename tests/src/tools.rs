@@ -40,6 +40,8 @@ tools! {
     E2FSCK = "e2fsck" in ["e2fsprogs"];
     MKFS_XFS = "mkfs.xfs" in ["xfsprogs"];
     XFS_REPAIR = "xfs_repair" in ["xfsprogs"];
+    QEMU_SYSTEM = "qemu-system-x86_64" in ["qemu-system-x86"];
+    BLKDISCARD = "blkdiscard" in ["util-linux"];
 }
 
 impl Tool {
@@ -70,15 +72,27 @@ fn is_program(file: &Path) -> bool {
 /// Under CI, if a tool is missing.
 #[must_use = "a test without its tools has to end"]
 pub fn present(tools: &[Tool]) -> bool {
-    let missing: Vec<_> = tools.iter().filter(|tool| !tool.is_there()).collect();
+    none_missing(&missing(tools))
+}
+
+/// What of `tools` is not there, in words.
+pub fn missing(tools: &[Tool]) -> Vec<String> {
+    let missing = tools.iter().filter(|tool| !tool.is_there());
+    missing
+        .map(|tool| format!("{} (Debian: {})", tool.program, tool.packages.join(" or ")))
+        .collect()
+}
+
+/// Whether nothing is `missing`; says and does else what [`present`] does.
+///
+/// # Panics
+/// Under CI, if anything is missing.
+#[must_use = "a test without its tools has to end"]
+pub fn none_missing(missing: &[String]) -> bool {
     if missing.is_empty() {
         return true;
     }
-    let names: Vec<_> = missing
-        .iter()
-        .map(|tool| format!("{} (Debian: {})", tool.program, tool.packages.join(" or ")))
-        .collect();
-    let message = format!("needs {}; `cargo xtask setup` installs it", names.join(", "));
+    let message = format!("needs {}; `cargo xtask setup` installs it", missing.join(", "));
     assert!(std::env::var_os("CI").is_none(), "{message}");
     skip(&message);
     false

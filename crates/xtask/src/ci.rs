@@ -22,7 +22,7 @@ const LICENCES: &[&str] = &[
 
 /// Runs it all; the last line of output counts the tests.
 pub(crate) fn run() -> Result<()> {
-    if !setup::missing().is_empty() {
+    if !setup::is_done() {
         setup::run()?;
     }
     shell::run(&mut shell::cargo(["fmt", "--all", "--check"]))?;
