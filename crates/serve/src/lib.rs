@@ -5,6 +5,9 @@ mod limit;
 mod listener;
 pub mod nbd;
 mod signal;
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
+mod testing;
 pub mod vhost_user;
 mod wake;
 mod workers;

@@ -60,39 +60,10 @@ mod tests {
     use crate::nbd::testing::{
         MemoryDisk, info_data, meta_data, option_header, request, simulated_memory,
     };
+    use crate::testing::random::Random;
 
     /// Inputs per run; `MICA_HOSTILE_INPUTS` sets another number.
     const INPUTS: u64 = 3000;
-
-    struct Random(u64);
-
-    impl Random {
-        fn next(&mut self) -> u64 {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = self.0;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
-        }
-
-        fn below(&mut self, bound: u64) -> u64 {
-            self.next() % bound
-        }
-
-        fn byte(&mut self) -> u8 {
-            self.next().to_le_bytes()[0]
-        }
-
-        /// A number that is often at a border.
-        fn number(&mut self) -> u32 {
-            let interesting = [0, 1, 4, 28, 511, 4096, 4097, 1 << 16, 1 << 20, 1 << 25, 1 << 31];
-            match self.below(3) {
-                0 => interesting[usize::try_from(self.below(11)).expect("small")],
-                1 => u32::MAX - u32::from(self.byte()),
-                _ => u32::from(self.byte()),
-            }
-        }
-    }
 
     fn option(random: &mut Random) -> Vec<u8> {
         let kind = u32::try_from(random.below(13)).expect("small");

@@ -2,24 +2,21 @@
 
 mod client;
 mod disks;
-mod gauge;
-#[cfg(test)]
-mod memory;
 
+#[cfg(test)]
+pub(super) use crate::testing::memory::{Event, MemoryDisk};
 pub(super) use client::{
     Client, EINVAL, EIO, ENOSPC, ENOTSUP, EOVERFLOW, EPERM, Reply, assemble, decode_error,
     info_data, meta_data, option_header, request,
 };
 pub(super) use disks::{PatternDisk, RUN_BYTES};
-#[cfg(test)]
-pub(super) use memory::{Event, MemoryDisk};
 
 use super::connection::{Common, serve};
 use super::limits::Limits;
 use super::server::{Discard, Export, QueueShared};
 use super::stats::Counters;
+use crate::testing::gauge::Gauge;
 use disks::BrokenDisk;
-use gauge::Gauge;
 use mica_block::Disk;
 use mica_rt::{Backend, Executor, Stream, sleep, spawn};
 use std::cell::Cell;

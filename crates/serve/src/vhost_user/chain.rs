@@ -181,3 +181,6 @@ pub(super) fn take_last(pieces: &mut Vec<Piece>) -> Result<GuestAddress, Malform
     }
     Ok(at)
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,6 +10,7 @@
 //! A guest is not believed: every number that comes from its memory is checked against what the
 //! guest has, and read once.
 
+mod attention;
 mod chain;
 mod config;
 mod control;
@@ -22,6 +23,11 @@ mod request;
 mod server;
 mod stats;
 mod transfer;
+
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 
 pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

@@ -17,6 +17,7 @@
 mod begin;
 mod end;
 
+use super::attention::{Attention, Pause};
 use super::chain::{Chain, Piece, Table};
 use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, Told};
@@ -77,6 +78,7 @@ pub(super) async fn serve(setup: Setup) {
         extents: Vec::new(),
         waiting: Vec::new(),
         recovered: 0,
+        attention: Attention::default(),
         kicked: None,
         timer: None,
         is_broken: false,
@@ -166,6 +168,7 @@ struct Running<'a> {
     /// How many of them, the next ones, the server before this one took: they cannot be left in the
     /// ring, as it may have given back others that came later.
     recovered: usize,
+    attention: Attention,
     kicked: Option<LocalFuture<'static, std::io::Result<()>>>,
     /// Until the rate lets the next request through.
     timer: Option<Pin<Box<Sleep>>>,
@@ -210,19 +213,43 @@ impl<'a> Running<'a> {
                 };
             }
             self.poll_kick();
+            let taken_before = self.queue.next_avail();
             let ended_at_once = match self.told.enabled && !self.is_broken {
                 true => self.take_requests(),
                 false => false,
             };
             self.call_if(ended || ended_at_once);
-            // I4
-            if !self.told.enabled || self.is_broken || !self.may_take() || !self.has_more() {
+            if !self.told.enabled || self.is_broken || !self.may_take() {
+                return Poll::Pending;
+            }
+            if self.queue.next_avail() != taken_before {
+                self.attention.found(mica_rt::now());
+            } else if self.pauses() {
                 return Poll::Pending;
             }
         }
         // I5
         self.part_wakers.kick.wake_by_ref();
         Poll::Pending
+    }
+
+    /// Whether there is nothing to do: then the task sleeps until it is notified (I4), or comes back
+    /// with the next turn of the executor to look again.
+    fn pauses(&mut self) -> bool {
+        if !self.waiting.is_empty() {
+            return false;
+        }
+        let pause = self.attention.pause(mica_rt::now());
+        if pause == Pause::Begin
+            && let Err(error) = self.queue.disable_notification(&self.told.memory.guest)
+        {
+            self.break_off(&error);
+        }
+        if pause == Pause::Sleep {
+            return !self.has_more();
+        }
+        self.part_wakers.kick.wake_by_ref();
+        true
     }
 
     /// The index of the first request that was not begun.

@@ -167,3 +167,6 @@ impl Rules {
         Ok((!range.is_empty()).then_some(Emptied { range, may_unmap: flags & MAY_UNMAP != 0 }))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,6 @@
 //! Disks that are only read: one whose every byte is known, one that cannot plan.
 
-use super::gauge::{Gauge, Held};
+use crate::testing::gauge::{Gauge, Held};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned};
 use mica_rt::{Buf, simulate, yield_now};
 use mica_units::{GuestOffset, GuestRange};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A number and its highest value.
 #[derive(Default)]
-pub(in crate::nbd) struct Gauge {
+pub(crate) struct Gauge {
     now: AtomicU64,
     most: AtomicU64,
 }
@@ -20,23 +20,23 @@ impl Gauge {
         self.now.fetch_sub(count, Ordering::Relaxed);
     }
 
-    pub(in crate::nbd) fn now(&self) -> u64 {
+    pub(crate) fn now(&self) -> u64 {
         self.now.load(Ordering::Relaxed)
     }
 
-    pub(in crate::nbd) fn most(&self) -> u64 {
+    pub(crate) fn most(&self) -> u64 {
         self.most.load(Ordering::Relaxed)
     }
 }
 
 /// A part of a gauge, until it is dropped.
-pub(super) struct Held {
+pub(crate) struct Held {
     gauge: Arc<Gauge>,
     count: u64,
 }
 
 impl Held {
-    pub(super) fn new(gauge: &Arc<Gauge>, count: u64) -> Self {
+    pub(crate) fn new(gauge: &Arc<Gauge>, count: u64) -> Self {
         gauge.add(count);
         Self { gauge: Arc::clone(gauge), count }
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// What a [`MemoryDisk`] was asked for, when it was done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::nbd) enum Event {
+pub(crate) enum Event {
     Write { at: u64, len: usize },
     Zeroes { at: u64, len: u64, how: Zeroes },
     Discard { at: u64, len: u64 },
@@ -21,25 +21,27 @@ pub(in crate::nbd) enum Event {
 }
 
 /// A disk in memory.
-pub(in crate::nbd) struct MemoryDisk {
-    pub(in crate::nbd) len: u64,
+pub(crate) struct MemoryDisk {
+    pub(crate) len: u64,
     /// Nominal time of a write or flush; with none they complete on the spot.
-    pub(in crate::nbd) latency: Option<Duration>,
+    pub(crate) latency: Option<Duration>,
     /// Changes that touch this fail, with this kind.
-    pub(in crate::nbd) bad: Range<u64>,
-    pub(in crate::nbd) kind: ErrorKind,
+    pub(crate) bad: Range<u64>,
+    pub(crate) kind: ErrorKind,
     /// Whether flushes fail.
-    pub(in crate::nbd) flush_fails: bool,
+    pub(crate) flush_fails: bool,
     /// Whether zeros are written out, so that fast ones are refused.
-    pub(in crate::nbd) slow_zeroes: bool,
-    pub(in crate::nbd) requests: Requests,
-    pub(in crate::nbd) state: Arc<State>,
+    pub(crate) slow_zeroes: bool,
+    /// Where payloads have to start: on multiples of this.
+    pub(crate) align: usize,
+    pub(crate) requests: Requests,
+    pub(crate) state: Arc<State>,
     /// Bytes of payloads that the disk has now, and the most that was.
-    pub(in crate::nbd) writing: Arc<Gauge>,
+    pub(crate) writing: Arc<Gauge>,
 }
 
 #[derive(Default)]
-pub(in crate::nbd) struct State {
+pub(crate) struct State {
     /// The first bytes of the disk; what lies behind is as long as the disk and forgotten.
     bytes: Mutex<Vec<u8>>,
     events: Mutex<Vec<Event>>,
@@ -74,7 +76,7 @@ impl State {
 
 impl MemoryDisk {
     /// A disk of `len` bytes that are 0xee, where they are remembered.
-    pub(in crate::nbd) fn new(len: u64) -> Self {
+    pub(crate) fn new(len: u64) -> Self {
         let kept = usize::try_from(len.min(KEPT_BYTES)).expect("small");
         let state = State { bytes: Mutex::new(vec![0xee; kept]), events: Mutex::default() };
         Self {
@@ -84,6 +86,7 @@ impl MemoryDisk {
             kind: ErrorKind::Io,
             flush_fails: false,
             slow_zeroes: false,
+            align: BUF_ALIGN,
             requests: Requests::default(),
             state: Arc::new(state),
             writing: Arc::default(),
@@ -91,17 +94,17 @@ impl MemoryDisk {
     }
 
     /// The remembered bytes of `range`.
-    pub(in crate::nbd) fn bytes(&self, range: Range<usize>) -> Vec<u8> {
+    pub(crate) fn bytes(&self, range: Range<usize>) -> Vec<u8> {
         lock(&self.state.bytes)[range].to_vec()
     }
 
     /// What it was asked for since this was last called.
-    pub(in crate::nbd) fn events(&self) -> Vec<Event> {
+    pub(crate) fn events(&self) -> Vec<Event> {
         std::mem::take(&mut *lock(&self.state.events))
     }
 
     /// Whether no request is under way.
-    pub(in crate::nbd) fn is_quiet(&self) -> bool {
+    pub(crate) fn is_quiet(&self) -> bool {
         self.requests.is_drained(0)
     }
 
@@ -152,7 +155,7 @@ impl Disk for MemoryDisk {
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
         let (start, len) = (at.bytes(), buf.len());
-        assert!(buf.as_ptr().addr().is_multiple_of(BUF_ALIGN), "payloads start on a page");
+        assert!(buf.as_ptr().addr().is_multiple_of(self.align), "payloads start on a page");
         let range = GuestRange::new(at, len as u64).expect("the server checks the range");
         if let Err(error) = self.check(range) {
             return Writing::Direct(ready(Err(error), buf));

@@ -1,0 +1,5 @@
+//! What the tests of several servers use.
+
+pub(crate) mod gauge;
+pub(crate) mod memory;
+pub(crate) mod random;

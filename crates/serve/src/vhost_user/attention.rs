@@ -1,0 +1,84 @@
+//! Whether a queue that has nothing to do looks at its ring for a while before it sleeps.
+//!
+//! A driver that sends the next request as soon as it has the answer to the last one makes the queue
+//! sleep and wake for each: a notification, which for a real guest is an exit, and a way through the
+//! scheduler. To look for as long as that takes costs no more. Where looking found nothing it is not
+//! done again, until a sleep turns out to have been short.
+
+use mica_rt::Instant;
+use std::time::Duration;
+
+/// How long it looks.
+const LOOK: Duration = Duration::from_micros(20);
+/// A sleep up to this long was short.
+const SHORT_SLEEP: Duration = Duration::from_micros(60);
+
+/// What a queue remembers of its last pauses.
+#[derive(Default)]
+pub(super) struct Attention {
+    pays: bool,
+    until: Option<Instant>,
+    slept_at: Option<Instant>,
+}
+
+/// What a queue that found nothing does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pause {
+    /// It begins to look: it does not want to be notified.
+    Begin,
+    /// It looks again.
+    Look,
+    /// It asks to be notified and sleeps.
+    Sleep,
+}
+
+impl Attention {
+    /// There was something to do.
+    pub(super) fn found(&mut self, now: Instant) {
+        self.pays |= self.until.take().is_some();
+        if let Some(slept_at) = self.slept_at.take() {
+            self.pays |= now.saturating_since(slept_at) <= SHORT_SLEEP;
+        }
+    }
+
+    /// There was nothing to do.
+    pub(super) fn pause(&mut self, now: Instant) -> Pause {
+        match self.until {
+            None if self.pays => {
+                self.until = Some(now.after(LOOK));
+                Pause::Begin
+            }
+            Some(until) if now < until => Pause::Look,
+            _ => {
+                (self.pays, self.until, self.slept_at) = (false, None, Some(now));
+                Pause::Sleep
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_rt::{Backend, Executor, now, sleep};
+
+    #[test]
+    fn looking_goes_on_while_it_pays() {
+        Executor::new(Backend::Sim { seed: 1 }).unwrap().block_on(async {
+            let mut attention = Attention::default();
+            assert_eq!(attention.pause(now()), Pause::Sleep, "nothing is known yet");
+            sleep(Duration::from_micros(40)).await;
+            attention.found(now());
+            assert_eq!(attention.pause(now()), Pause::Begin, "the sleep was short");
+            sleep(Duration::from_micros(10)).await;
+            assert_eq!(attention.pause(now()), Pause::Look);
+            attention.found(now());
+            assert_eq!(attention.pause(now()), Pause::Begin, "looking found something");
+            sleep(Duration::from_micros(30)).await;
+            assert_eq!(attention.pause(now()), Pause::Sleep, "it found nothing");
+            sleep(Duration::from_millis(10)).await;
+            attention.found(now());
+            assert_eq!(attention.pause(now()), Pause::Sleep, "the sleep was long");
+        });
+    }
+}

@@ -1,0 +1,6 @@
+//! Whole servers with front ends that share memory with them.
+
+mod data;
+mod in_flight;
+mod life;
+mod strangers;

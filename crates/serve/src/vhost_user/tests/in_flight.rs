@@ -1,0 +1,136 @@
+//! Servers that go while requests are in flight, and what the next one does.
+
+use crate::testing::memory::Event;
+use crate::vhost_user::inflight::Inflight;
+use crate::vhost_user::testing::{
+    FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, inflight_message,
+};
+use std::fs::File;
+use std::os::fd::AsFd;
+
+fn region(front_end: &FrontEnd) -> (u64, File) {
+    let (answer, file) = front_end.ask(code::GET_INFLIGHT_FD, &inflight_message(0, 2, 64));
+    let len = u64::from_le_bytes(*answer.first_chunk().expect("8 bytes"));
+    (len, File::from(file.expect("a file")))
+}
+
+fn start(
+    world: &World,
+    guest: &Guest,
+    ring: &Ring,
+    region: Option<(u64, File)>,
+) -> (FrontEnd, (u64, File)) {
+    let front_end = world.connect();
+    front_end.negotiate(ring.way);
+    front_end.share(guest);
+    let (len, file) = region.unwrap_or_else(|| self::region(&front_end));
+    front_end.tell(code::SET_INFLIGHT_FD, &inflight_message(len, 2, 64), &[file.as_fd()]);
+    front_end.start(ring);
+    (front_end, (len, file))
+}
+
+/// What a server that was killed leaves: heads that it took and did not give back, out of order.
+#[test]
+fn what_was_in_flight_is_done_again_in_order_and_given_back_once() {
+    for event_idx in [false, true] {
+        let way = Way { event_idx, ..Way::default() };
+        let world = World::new(TestDisk::new(MIB));
+        let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+        let mut ring = Ring::new(&guest, 0, 64, way);
+        let (front_end, (len, file)) = start(&world, &guest, &ring, None);
+        assert_eq!(ring.write(1, &[1; 512]), 0);
+        drop(front_end);
+        world.assert_serves();
+        world.disk.memory.events();
+
+        // The server that was killed took five and gave the second and the fourth back.
+        let heads: Vec<u16> =
+            (0..8).map(|sector| ring.request(1, 100 + sector, &[(MIB, 512, false)])).collect();
+        let map = Inflight::map(file.try_clone().expect("a file"), (0, len), 2, 64);
+        let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
+        let used = ring.used_idx();
+        assert!(killed.recover(used).is_empty());
+        heads[..5].iter().for_each(|head| killed.taken(*head));
+        for (place, head) in [(0, heads[1]), (1, heads[3])] {
+            let slot = u64::from(used + place) % 64;
+            let element = [u32::from(head).to_le_bytes(), 1_u32.to_le_bytes()].concat();
+            killed.about_to_end(head);
+            guest.put(ring.used() + 4 + slot * 8, &element);
+            guest.put(ring.used() + 2, &(used + place + 1).to_le_bytes());
+            // The server died before the mark of the second was gone.
+            if place == 0 {
+                killed.ended(head, used + place + 1);
+            }
+        }
+
+        let (front_end, _) = start(&world, &guest, &ring, Some((len, file)));
+        let mut given: Vec<u16> = ring.wait_used(8).iter().map(|(head, _)| *head).collect();
+        given.sort_unstable();
+        let mut all = heads.clone();
+        all.sort_unstable();
+        assert_eq!(given, all, "each once");
+        let places: Vec<u64> = world.disk.memory.events().iter().map(place_of).collect();
+        assert_eq!(places, [100, 102, 104, 105, 106, 107], "in order, and none that was done");
+        assert_eq!(front_end.stop(&ring), used + 8);
+    }
+}
+
+fn place_of(event: &Event) -> u64 {
+    match event {
+        Event::Write { at, .. } => at / 512,
+        _ => u64::MAX,
+    }
+}
+
+/// The server is dropped while its disk holds the requests, and the next one takes over.
+#[test]
+fn server_that_is_replaced_loses_nothing() {
+    let mut world = World::new(TestDisk::new(MIB));
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    let mut ring = Ring::new(&guest, 0, 64, Way { event_idx: true, ..Way::default() });
+    let mut kept = None;
+    for round in 0..10 {
+        let (front_end, region) = start(&world, &guest, &ring, kept.take());
+        kept = Some(region);
+        world.disk.close();
+        for sector in 0..6 {
+            ring.request(1, sector, &[(MIB, 512, false)]);
+        }
+        ring.kick();
+        let server = world.server.take().expect("it runs");
+        std::thread::scope(|scope| {
+            let ending = scope.spawn(move || drop(server));
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            world.disk.open();
+            ending.join().expect("ends");
+        });
+        drop(front_end);
+        world.serve();
+        let (front_end, region) = start(&world, &guest, &ring, kept.take());
+        kept = Some(region);
+        assert_eq!(ring.wait_used(6).len(), 6, "round {round}");
+        drop(front_end);
+    }
+    assert_eq!(world.disk.memory.events().len(), 60);
+}
+
+/// A guest that stops while a predecessor's requests were not all done again yet.
+#[test]
+fn requests_of_the_server_before_are_not_left_in_the_ring() {
+    let rates = crate::limit::Rates { iops: 1, iops_burst: 1, ..Default::default() };
+    let world = World::with(TestDisk::new(MIB), rates, 2);
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    let mut ring = Ring::new(&guest, 0, 64, Way::default());
+    let heads: Vec<u16> =
+        (0..6).map(|sector| ring.request(1, sector, &[(MIB, 512, false)])).collect();
+    let (len, file) = Inflight::create(2, 64).expect("memory");
+    let map = Inflight::map(file.try_clone().expect("a file"), (0, len), 2, 64);
+    let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
+    killed.recover(0);
+    heads[..4].iter().for_each(|head| killed.taken(*head));
+    let (front_end, _) = start(&world, &guest, &ring, Some((len, file)));
+    let base = front_end.stop(&ring);
+    assert_eq!((base, ring.used_idx()), (4, 4));
+    let given: Vec<u16> = ring.take_used().iter().map(|(head, _)| *head).collect();
+    assert_eq!(given, heads[..4]);
+}

@@ -1,0 +1,204 @@
+//! Queues that start, stop, move and are migrated while requests run.
+
+use crate::vhost_user::testing::{
+    FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, event, memfd,
+};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < Duration::from_secs(10), "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn stop_drains_and_says_where_to_go_on() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way { event_idx: true, ..Way::default() });
+    world.disk.close();
+    for sector in 0..5 {
+        rings[0].request(1, sector, &[(MIB, 512, false)]);
+    }
+    rings[0].kick();
+    until("all wait", || world.disk.waiting() == 5);
+    let base = std::thread::scope(|scope| {
+        let stopping = scope.spawn(|| front_end.stop(&rings[0]));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!stopping.is_finished(), "they are in flight");
+        world.disk.open();
+        stopping.join().expect("stops")
+    });
+    assert_eq!((base, rings[0].used_idx()), (5, 5));
+    assert_eq!(rings[0].take_used().len(), 5);
+    // What comes while it is stopped waits for the start.
+    rings[0].request(1, 9, &[(MIB, 512, false)]);
+    rings[0].kick();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(rings[0].used_idx(), 5);
+    front_end.start(&rings[0]);
+    assert_eq!(rings[0].wait_used(1).len(), 1);
+    drop(front_end);
+}
+
+#[test]
+fn queue_that_is_disabled_takes_nothing() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    front_end.set(code::SET_VRING_ENABLE, &rings[0], 0);
+    rings[0].request(1, 0, &[(MIB, 512, false)]);
+    rings[0].kick();
+    assert_eq!(rings[1].write(8, &[7; 512]), 0);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(rings[0].used_idx(), 0);
+    front_end.set(code::SET_VRING_ENABLE, &rings[0], 1);
+    assert_eq!(rings[0].wait_used(1).len(), 1);
+    assert_eq!(front_end.stop(&rings[0]), 1);
+}
+
+#[test]
+fn memory_is_replaced_while_requests_run() {
+    let mut disk = TestDisk::new(MIB);
+    disk.is_uneven = true;
+    let world = World::new(disk);
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    let front_end = world.connect();
+    let way = Way { event_idx: true, ..Way::default() };
+    front_end.negotiate(way);
+    front_end.share(&guest);
+    let mut ring = Ring::new(&guest, 0, 64, way);
+    front_end.start(&ring);
+    for round in 0..40 {
+        for sector in 0..8 {
+            ring.request(1, sector * 5, &[(MIB, 1024, false)]);
+        }
+        ring.kick();
+        front_end.share(&guest);
+        assert_eq!(ring.wait_used(8).len(), 8, "round {round}");
+    }
+    assert_eq!(front_end.stop(&ring), 320);
+    assert_eq!(world.counters().writes, 320);
+}
+
+#[test]
+fn regions_come_and_go_one_by_one() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    let second = Guest::new(&[MIB]);
+    let region = |at: u64| {
+        let numbers = [0, at, MIB, 0x1000_0000_0000, 0];
+        numbers.into_iter().flat_map(u64::to_le_bytes).collect::<Vec<u8>>()
+    };
+    let at = 8 * MIB;
+    assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 1, "there is no such memory");
+    front_end.tell(code::ADD_MEM_REG, &region(at), &[second.files[0].1.as_fd()]);
+    assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 0);
+    assert_eq!(second.get(0, 512), [0xee; 512]);
+    front_end.tell(code::REM_MEM_REG, &region(at), &[]);
+    assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 1);
+    assert!(!front_end.order(code::REM_MEM_REG, &region(at), &[]).expect("an answer"));
+    world.assert_serves();
+}
+
+#[test]
+fn call_descriptor_is_replaced_while_the_queue_runs() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    for round in 0..200 {
+        rings[0].request(1, round % 64, &[(MIB, 512, false)]);
+        rings[0].kick();
+        // Whichever it was told to: the new one is told as well.
+        rings[0].call = event();
+        let call = rings[0].call.try_clone().expect("a descriptor");
+        front_end.hand(code::SET_VRING_CALL, &rings[0], &call);
+        assert_eq!(rings[0].wait_used(1).len(), 1);
+    }
+}
+
+/// A bit for each page of the guest.
+fn dirty(log: &std::fs::File) -> Vec<u64> {
+    let mut bytes = [0; 256];
+    log.read_exact_at(&mut bytes, 0).expect("reads");
+    log.write_all_at(&[0; 256], 0).expect("writes");
+    (0..2048)
+        .filter(|page| bytes[page / 8] >> (page % 8) & 1 == 1)
+        .map(|page| page as u64)
+        .collect()
+}
+
+fn log_to(front_end: &FrontEnd, log: &std::fs::File) {
+    let payload = [256_u64.to_le_bytes(), [0; 8]].concat();
+    front_end
+        .send(&FrontEnd::message(code::SET_LOG_BASE, 0, &payload), &[log.as_fd()])
+        .expect("sends");
+    let mut answer = [0; 12 + 16];
+    std::io::Read::read_exact(&mut &front_end.stream, &mut answer).expect("an answer");
+}
+
+#[test]
+fn pages_that_are_written_are_logged_and_no_others() {
+    let world = World::new(TestDisk::new(MIB));
+    let way = Way { event_idx: true, is_logged: true, indirect: false };
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    let front_end = world.connect();
+    front_end.negotiate(way);
+    front_end.share(&guest);
+    let log = memfd(256);
+    log_to(&front_end, &log);
+    let mut ring = Ring::new(&guest, 1, 64, way);
+    front_end.start(&ring);
+    until("the queue waits", || !dirty(&log).is_empty());
+    let head = ring.request(0, 0, &[(3 * MIB + 4000, 96, true), (MIB - 16, 4096 - 96, true)]);
+    ring.kick();
+    assert_eq!(ring.wait_used(1).len(), 1);
+    // Everything of the ring that the device writes is in one page.
+    let used = ring.used() >> 12;
+    let status = ring.meta(head) >> 12;
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(dirty(&log), [used, status, MIB / 4096 - 1, MIB / 4096, 3 * MIB / 4096]);
+    assert_eq!(ring.write(8, &[7; 512]), 0);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(dirty(&log), [used, status], "a write writes no data into the guest");
+}
+
+#[test]
+fn panic_of_a_request_ends_its_queue_and_no_other() {
+    let mut disk = TestDisk::new(MIB);
+    disk.poisoned = 20_480..20_481;
+    let world = World::new(disk);
+    let (front_end, mut rings) = world.guest(Way::default());
+    let error = event();
+    front_end.hand(code::SET_VRING_ERR, &rings[0], &error);
+    rings[0].request(0, 40, &[(MIB, 512, true)]);
+    rings[0].kick();
+    until("the front end learns of it", || rustix::io::read(&error, &mut [0; 8]).is_ok());
+    assert_eq!(rings[1].write(8, &[7; 512]), 0);
+    front_end.stop(&rings[0]);
+    drop(front_end);
+    world.assert_serves();
+    assert_eq!(world.counters().broken_queues, 1);
+}
+
+/// A request hangs in the disk, the front end goes, and the server is told to end meanwhile.
+#[test]
+fn shutdown_waits_for_what_is_in_flight() {
+    let mut world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    world.disk.close();
+    rings[0].request(1, 0, &[(MIB, 512, false)]);
+    rings[0].kick();
+    until("it waits", || world.disk.waiting() == 1);
+    drop(front_end);
+    let server = world.server.take().expect("it runs");
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| server.shutdown());
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!ending.is_finished());
+        world.disk.open();
+        assert_eq!(ending.join().expect("ends").writes, 1);
+    });
+    assert_eq!(rings[0].take_used().len(), 1);
+}
