@@ -1,9 +1,9 @@
 //! Whether a queue that has nothing to do looks at its ring for a while before it sleeps.
 //!
-//! A driver that sends the next request as soon as it has the answer to the last one makes the queue
-//! sleep and wake for each: a notification, which for a real guest is an exit, and a way through the
-//! scheduler. To look for as long as that takes costs no more. Where looking found nothing it is not
-//! done again, until a sleep turns out to have been short.
+//! A driver that sends the next request as soon as it has the answer to the last one makes the
+//! queue sleep and wake for each: a notification, which for a real guest is an exit, and a way
+//! through the scheduler. To look for as long as that takes costs no more. Where looking found
+//! nothing it is not done again, until a sleep turns out to have been short.
 
 use mica_rt::Instant;
 use std::time::Duration;

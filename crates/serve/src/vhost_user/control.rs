@@ -58,7 +58,15 @@ impl Told {
     #[inline]
     pub(super) fn refresh(&mut self, control: &Control) {
         if control.version.load(Ordering::Acquire) != self.seen {
-            *self = control.told();
+            let before = std::mem::replace(self, control.told());
+            let is_same = match (&before.call, &self.call) {
+                (Some(before), Some(now)) => Arc::ptr_eq(before, now),
+                (before, now) => before.is_none() == now.is_none(),
+            };
+            // What ended before was told to the other descriptor, which nobody may listen to now.
+            if !is_same {
+                self.call();
+            }
         }
     }
 
@@ -147,8 +155,8 @@ impl Control {
     }
 
     /// Stops the queue and waits until it has, for as long as its disk takes for what is in flight:
-    /// guest memory is in the hands of the kernel until then. Gives the index of the first request that was not begun,
-    /// if it came to a proper end.
+    /// guest memory is in the hands of the kernel until then. Gives the index of the first request
+    /// that was not begun, if it came to a proper end.
     pub(super) fn stop(&self) -> Option<u16> {
         self.tell(|told| told.stop = true);
         let mut state = self.lock();

@@ -355,8 +355,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let call = event_fd(fd)?;
         self.vring(u32::from(index))?.call.clone_from(&call);
-        // What ended before, and was told to the descriptor before this one or to nobody because
-        // the server died in between, is told again.
+        // What ended before, and was told to nobody because the server died in between, is told
+        // now. A queue that runs rings it once more when it has taken it over.
         control::ring(call.as_ref());
         self.tell(u32::from(index), |told| told.set_call(call))
     }

@@ -3,9 +3,9 @@
 //! The front end hands over files and says which guest addresses they are. What it says is checked
 //! against the files before anything is mapped: memory beyond the end of a file kills whoever
 //! touches it (SIGBUS). A file that may be sealed is sealed, so that it cannot shrink afterwards
-//! either. One that cannot be (a file system's, huge pages', a memfd without seals) is believed: its
-//! front end can end this process by truncating it, and nothing else. Who does not trust a front
-//! end that far gives it a process of its own.
+//! either. One that cannot be (a file system's, a memfd without seals) is believed: its front end
+//! can end this process by truncating it, and nothing else. Who does not trust a front end that
+//! far gives it a process of its own.
 
 use super::chain::Piece;
 use mica_block::{Error, ErrorKind, Result};

@@ -24,10 +24,14 @@ mod server;
 mod stats;
 mod transfer;
 
+#[cfg(any(test, feature = "fuzzing"))]
+mod hostile;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod tests;
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub use hostile::{survive, survive_chains};
 pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

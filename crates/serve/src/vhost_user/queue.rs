@@ -94,6 +94,7 @@ pub(super) async fn serve(setup: Setup) {
         // A failure ends this queue, and not the others of this executor.
         let polled = catch_unwind(AssertUnwindSafe(|| running.poll(control).map(Some)));
         polled.unwrap_or_else(|_| {
+            running.stats.panics.add(1);
             running.break_off(&"a failure in the server");
             Poll::Ready(None)
         })
@@ -233,8 +234,8 @@ impl<'a> Running<'a> {
         Poll::Pending
     }
 
-    /// Whether there is nothing to do: then the task sleeps until it is notified (I4), or comes back
-    /// with the next turn of the executor to look again.
+    /// Whether there is nothing to do: then the task sleeps until it is notified (I4), or comes
+    /// back with the next turn of the executor to look again.
     fn pauses(&mut self) -> bool {
         if !self.waiting.is_empty() {
             return false;

@@ -9,7 +9,7 @@ use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
-use mica_rt::Socket;
+use mica_rt::{Handle, Socket};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -177,8 +177,14 @@ fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Sto
     if !stop.begin(clone) {
         return;
     }
+    session(stream, common, workers.handles());
+    stop.end();
+}
+
+/// Serves a front end until it goes.
+pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handle]) {
     tracing::info!("a front end has connected");
-    let device = Device::new(Arc::clone(common), workers.handles().to_vec());
+    let device = Device::new(Arc::clone(common), workers.to_vec());
     let device = Arc::new(Mutex::new(device));
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
     let why = loop {
@@ -189,6 +195,5 @@ fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Sto
     // The queues end before the connection does: a front end that sees it close knows that nothing
     // is in flight any more.
     device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
-    stop.end();
     tracing::info!(%why, "a front end has gone");
 }

@@ -27,4 +27,6 @@ counters! {
     delayed,
     /// Queues that contradicted themselves.
     broken_queues,
+    /// Failures in the server that ended a queue.
+    panics,
 }

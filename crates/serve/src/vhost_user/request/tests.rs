@@ -20,11 +20,10 @@ fn parse(
     let guest = Guest::new(&[16 * MIB]);
     guest.put(HEADER, &[&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat());
     guest.put(DATA, data);
-    let mut chain = Chain::default();
-    // The header is in two pieces, and the data goes on in the second.
-    chain.readable = vec![piece(HEADER, 7), piece(HEADER + 7, 9), piece(DATA, readable)];
-    chain.readable.retain(|piece| piece.len > 0);
-    chain.writable = vec![piece(DATA, writable + 1)];
+    // The header is in two pieces.
+    let mut readable = vec![piece(HEADER, 7), piece(HEADER + 7, 9), piece(DATA, readable)];
+    readable.retain(|piece| piece.len > 0);
+    let mut chain = Chain { readable, writable: vec![piece(DATA, writable + 1)] };
     let request = Request::parse(&guest.memory.guest, &mut chain, rules)?;
     assert_eq!(request.status_at, GuestAddress(DATA + u64::from(writable)));
     Ok(request.action)

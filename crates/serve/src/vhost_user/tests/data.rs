@@ -1,11 +1,12 @@
 //! What is written is what is read, however the driver divides it.
 
 use crate::limit::Rates;
+use crate::testing::clock::now;
 use crate::testing::memory::Event;
 use crate::testing::random::Random;
 use crate::vhost_user::testing::{MIB, Ring, Seg, TestDisk, Way, World};
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const WAYS: [Way; 4] = [
     Way { event_idx: false, indirect: false, is_logged: false },
@@ -18,6 +19,7 @@ const WAYS: [Way; 4] = [
 /// the border between its two regions.
 const DATA: u64 = 2 * MIB - 4 * ROOM - ROOM / 2;
 const ROOM: u64 = 64 << 10;
+const MIB_LEN: usize = 1 << 20;
 /// Requests of one queue: as its descriptors suffice for.
 const IN_FLIGHT_MAX: usize = 6;
 
@@ -50,7 +52,7 @@ fn run_model(way: Way, seed: u64) {
     let world = World::new(disk);
     let (_front_end, mut rings) = world.guest(way);
     let mut random = Random(seed);
-    let mut model = vec![0xee; MIB as usize];
+    let mut model = vec![0xee; MIB_LEN];
     let mut flying: Vec<HashMap<u16, Flying>> = rings.iter().map(|_| HashMap::new()).collect();
     for _ in 0..400 {
         let queue = usize::from(random.byte()) % rings.len();
@@ -64,7 +66,8 @@ fn run_model(way: Way, seed: u64) {
         };
         let len = (random.below(ROOM / 512) + 1) * 512;
         let start = place * (MIB / 8) + random.below((MIB / 8 - len) / 512) * 512;
-        let range = start as usize..(start + len) as usize;
+        let size = |bytes: u64| usize::try_from(bytes).expect("on the disk");
+        let range = size(start)..size(start + len);
         let memory = DATA + place * ROOM + random.below(ROOM - len + 1);
         let is_write = random.below(2) == 0;
         let segs = divided(&mut random, memory, len, !is_write);
@@ -88,7 +91,7 @@ fn run_model(way: Way, seed: u64) {
         }
     }
     assert!(world.disk.memory.is_quiet());
-    assert_eq!(world.disk.memory.bytes(0..MIB as usize), model);
+    assert_eq!(world.disk.memory.bytes(0..MIB_LEN), model);
 }
 
 fn reap(ring: &mut Ring, flying: &mut HashMap<u16, Flying>) {
@@ -144,7 +147,7 @@ fn large_requests_go_in_windows() {
     let segs = [(MIB + 3, half, false), (MIB + 3 + u64::from(half), half, false)];
     assert_eq!(rings[0].run(1, 3, &segs), (0, 1));
     assert!(world.disk.memory.bytes(1536..1536 + bytes.len()) == bytes);
-    rings[0].guest().put(MIB, &vec![0; 3 * MIB as usize - 16]);
+    rings[0].guest().put(MIB, &vec![0; 3 * MIB_LEN - 16]);
     let segs = [(MIB + 7, half, true), (MIB + 7 + u64::from(half), half, true)];
     assert_eq!(rings[0].run(0, 3, &segs), (0, 2 * half + 1));
     assert!(rings[0].guest().get(MIB + 7, bytes.len()) == bytes);
@@ -212,7 +215,7 @@ fn rates_delay_and_lose_nothing() {
     let rates = Rates { iops: 200, iops_burst: 1, ..Rates::default() };
     let world = World::with(TestDisk::new(MIB), rates, 2);
     let (front_end, mut rings) = world.guest(Way::default());
-    let start = Instant::now();
+    let start = now();
     for round in 0..2 {
         for ring in &mut rings {
             for sector in 0..10 {

@@ -1,5 +1,6 @@
 //! Servers that go while requests are in flight, and what the next one does.
 
+use crate::testing::clock::pause;
 use crate::testing::memory::Event;
 use crate::vhost_user::inflight::Inflight;
 use crate::vhost_user::testing::{
@@ -100,7 +101,7 @@ fn server_that_is_replaced_loses_nothing() {
         let server = world.server.take().expect("it runs");
         std::thread::scope(|scope| {
             let ending = scope.spawn(move || drop(server));
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            pause(std::time::Duration::from_millis(5));
             world.disk.open();
             ending.join().expect("ends");
         });

@@ -1,17 +1,18 @@
 //! Queues that start, stop, move and are migrated while requests run.
 
+use crate::testing::clock::{now, pause};
 use crate::vhost_user::testing::{
     FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, event, memfd,
 };
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
+    let start = now();
     while !is_so() {
         assert!(start.elapsed() < Duration::from_secs(10), "waited in vain until {what}");
-        std::thread::sleep(Duration::from_millis(1));
+        pause(Duration::from_millis(1));
     }
 }
 
@@ -27,7 +28,7 @@ fn stop_drains_and_says_where_to_go_on() {
     until("all wait", || world.disk.waiting() == 5);
     let base = std::thread::scope(|scope| {
         let stopping = scope.spawn(|| front_end.stop(&rings[0]));
-        std::thread::sleep(Duration::from_millis(50));
+        pause(Duration::from_millis(50));
         assert!(!stopping.is_finished(), "they are in flight");
         world.disk.open();
         stopping.join().expect("stops")
@@ -37,7 +38,7 @@ fn stop_drains_and_says_where_to_go_on() {
     // What comes while it is stopped waits for the start.
     rings[0].request(1, 9, &[(MIB, 512, false)]);
     rings[0].kick();
-    std::thread::sleep(Duration::from_millis(50));
+    pause(Duration::from_millis(50));
     assert_eq!(rings[0].used_idx(), 5);
     front_end.start(&rings[0]);
     assert_eq!(rings[0].wait_used(1).len(), 1);
@@ -52,7 +53,7 @@ fn queue_that_is_disabled_takes_nothing() {
     rings[0].request(1, 0, &[(MIB, 512, false)]);
     rings[0].kick();
     assert_eq!(rings[1].write(8, &[7; 512]), 0);
-    std::thread::sleep(Duration::from_millis(50));
+    pause(Duration::from_millis(50));
     assert_eq!(rings[0].used_idx(), 0);
     front_end.set(code::SET_VRING_ENABLE, &rings[0], 1);
     assert_eq!(rings[0].wait_used(1).len(), 1);
@@ -157,10 +158,10 @@ fn pages_that_are_written_are_logged_and_no_others() {
     // Everything of the ring that the device writes is in one page.
     let used = ring.used() >> 12;
     let status = ring.meta(head) >> 12;
-    std::thread::sleep(Duration::from_millis(20));
+    pause(Duration::from_millis(20));
     assert_eq!(dirty(&log), [used, status, MIB / 4096 - 1, MIB / 4096, 3 * MIB / 4096]);
     assert_eq!(ring.write(8, &[7; 512]), 0);
-    std::thread::sleep(Duration::from_millis(20));
+    pause(Duration::from_millis(20));
     assert_eq!(dirty(&log), [used, status], "a write writes no data into the guest");
 }
 
@@ -195,7 +196,7 @@ fn shutdown_waits_for_what_is_in_flight() {
     let server = world.server.take().expect("it runs");
     std::thread::scope(|scope| {
         let ending = scope.spawn(|| server.shutdown());
-        std::thread::sleep(Duration::from_millis(50));
+        pause(Duration::from_millis(50));
         assert!(!ending.is_finished());
         world.disk.open();
         assert_eq!(ending.join().expect("ends").writes, 1);
