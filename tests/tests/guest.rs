@@ -12,7 +12,7 @@
 //! guest takes some seconds to come up.
 //!
 //! The tests of restarts kill mica, or ask it to stop, while the guest writes; they print how long
-//! the guest stood still (`--nocapture` shows it). `MICA_GUEST_KILLS` says how often, 4 unless told:
+//! the guest stood still (`--nocapture` shows it). `MICA_GUEST_KILLS` says how often, else 4:
 //!
 //! ```text
 //! MICA_GUEST_KILLS=50 cargo test -p mica-tests --test guest -- --nocapture restart

@@ -1,6 +1,6 @@
 //! A guest makes ext4 on its disk and works with it; on the host e2fsck finds nothing to mend.
 
-use super::host::{self, MIB, random};
+use super::host::{self, MIB, Verdict, random};
 use mica_tests::machine::{self, Disk, Machine, Work};
 use mica_tests::{command, qemu, tools};
 use std::fs;
@@ -55,7 +55,7 @@ fn ext4_of_a_guest_is_sound() {
     Machine::boot(Disk::VhostUser(&socket), &work).expect("a machine").finish();
     host::stop(server);
 
-    host::content(dir, "disk.qcow2", "qcow2");
+    host::content(dir, "disk.qcow2", "qcow2", Verdict::Clean);
     let flat = dir.join("flat.raw").display().to_string();
     let program = |tool: tools::Tool| tool.find().expect("present").display().to_string();
     command::run(&program(tools::E2FSCK), ["-f", "-n", &flat]).ok();

@@ -43,14 +43,24 @@ pub(super) fn stop(server: Server) {
     assert!(stopped.status.success() && !stopped.socket_left, "{stopped:?}");
 }
 
-/// The content of `image` in `dir` as QEMU reads it, once it has found the image whole.
+/// What QEMU may find in an image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Verdict {
+    Clean,
+    /// Clusters that nobody uses, at most: what a kill leaves.
+    Leaks,
+}
+
+/// The content of `image` in `dir` as QEMU reads it, once it has found no worse than `worst`.
 #[track_caller]
-pub(super) fn content(dir: &Path, image: &str, format: &str) -> Vec<u8> {
+pub(super) fn content(dir: &Path, image: &str, format: &str, worst: Verdict) -> Vec<u8> {
     if format == "raw" {
         return fs::read(dir.join(image)).expect("there");
     }
     let said = qemu::img(dir, ["check", "-f", format, image]);
-    assert_eq!(said.code(), Some(0), "{said}");
+    let is_fine = said.code() == Some(0) || said.code() == Some(3) && worst == Verdict::Leaks;
+    // It has a line for each cluster on standard error, which can be thousands.
+    assert!(is_fine, "{}: {}", said.status, said.stdout);
     qemu::flatten(dir, image, "flat.raw");
     fs::read(dir.join("flat.raw")).expect("just written")
 }

@@ -1,7 +1,7 @@
 //! mica ends and comes back under a guest that writes. The guest only waits: it sees no error, and
 //! all that it was told is written is there.
 
-use super::host::{self, MIB};
+use super::host::{self, MIB, Verdict};
 use mica_gen::Rng;
 use mica_tests::machine::{self, Disk, Machine, Work};
 use mica_tests::server::Server;
@@ -131,7 +131,8 @@ fn a_guest_only_waits(format: &str, end: End) {
     let stalls: Vec<_> =
         console.lines().filter_map(|line| line.strip_prefix("STALL ")).map(str::trim).collect();
     println!("{format}, {end:?}: mica was away for {waits:?} ms; the guest waited {stalls:?} ms");
-    judge(dir, &host::content(dir, IMAGE, format), &console);
+    let worst = if end == End::Killed { Verdict::Leaks } else { Verdict::Clean };
+    judge(dir, &host::content(dir, IMAGE, format, worst), &console);
 }
 
 /// Holds the disk against the sums of what the guest wrote last.
