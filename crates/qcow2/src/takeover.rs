@@ -14,12 +14,14 @@ use crate::format::Header;
 use crate::open::{open_data_file, read_header};
 use crate::write::handover::{
     EARLY, GROUP_HEAD_BYTES, HEADER_BYTES, LogHeader, RECORD_HEAD_BYTES, RECORDS_AT, group_sum,
+    other_half,
 };
 use crate::write::header::{AUTOCLEAR_AT, LOG_NAME_SHIFT};
 use mica_block::{Handover, Images, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -91,28 +93,36 @@ fn read_log(handover: &dyn Handover, name: u32) -> Result<Option<Vec<Vec<u8>>>> 
     if has != name || boot != handover.boot() || start < RECORDS_AT {
         return Ok(None);
     }
-    let (mut at, end) = (start, handover.capacity());
     let mut groups = Vec::new();
-    while at.saturating_add(GROUP_HEAD_BYTES as u64) <= end {
-        let mut head = [0; GROUP_HEAD_BYTES];
-        handover.read_at(at, &mut head)?;
-        let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
-        let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
-        let len = u64::from(word(8));
-        at += GROUP_HEAD_BYTES as u64;
-        if found != number || at + len > end {
-            break;
+    for half in [start, other_half(start, handover.capacity())] {
+        let mut at = half;
+        while let Some(records) = read_group(handover, name, number, at)? {
+            at += (GROUP_HEAD_BYTES + records.len()) as u64;
+            number += 1;
+            groups.push(records);
         }
-        let mut records = vec![0; usize::try_from(len).expect("within the log")];
-        handover.read_at(at, &mut records)?;
-        if group_sum(number, &records) != word(12) {
-            break;
-        }
-        groups.push(records);
-        at += len;
-        number += 1;
     }
     Ok(Some(groups))
+}
+
+/// The records of group `number` at `at`, if it is there.
+fn read_group(handover: &dyn Handover, name: u32, number: u64, at: u64) -> Result<Option<Vec<u8>>> {
+    let end = handover.capacity();
+    let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
+    if records_at > end {
+        return Ok(None);
+    }
+    let mut head = [0; GROUP_HEAD_BYTES];
+    handover.read_at(at, &mut head)?;
+    let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
+    let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
+    let len = u64::from(word(8));
+    if found != number || records_at + len > end {
+        return Ok(None);
+    }
+    let mut records = vec![0; usize::try_from(len).expect("within the log")];
+    handover.read_at(records_at, &mut records)?;
+    Ok((group_sum(name, number, &records) == word(12)).then_some(records))
 }
 
 /// When a page is written.
@@ -181,12 +191,14 @@ async fn put(
         let within = usize::try_from(here - start).expect("within a page");
         let page_len = usize::try_from(page_bytes).expect("4 KiB");
         let count = (page_len - within).min(content.len() - done);
-        if !pages.contains_key(&start) {
-            let bytes = read_exact(store, HostOffset::new(start), page_len).await?;
-            let step = if is_early { Step::Early } else { Step::Late };
-            pages.insert(start, Page { step, bytes });
-        }
-        let page = pages.get_mut(&start).expect("it is there");
+        let page = match pages.entry(start) {
+            Entry::Occupied(page) => page.into_mut(),
+            Entry::Vacant(place) => {
+                let bytes = read_exact(store, HostOffset::new(start), page_len).await?;
+                let step = if is_early { Step::Early } else { Step::Late };
+                place.insert(Page { step, bytes })
+            }
+        };
         page.step = match (page.step, is_early) {
             (Step::Early, true) => Step::Early,
             (Step::Late, false) => Step::Late,

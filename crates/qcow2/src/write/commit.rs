@@ -194,7 +194,10 @@ impl Writer {
             return Ok(());
         }
         let closed = self.close_inner().await;
-        if let Err(error) = &closed {
+        // Where space is all that is missing, the log stays: who comes next has what was written.
+        if let Err(error) = &closed
+            && error.kind() != ErrorKind::NoSpace
+        {
             self.fail(error);
         }
         closed

@@ -4,9 +4,13 @@
 //!
 //! ```text
 //! 0      header: magic | version | name | boot | start | first number | crc
-//! 4096   group of records | group | …          from `start` on, until a number or a crc is wrong
+//! 4096   two halves, each: group of records | group | …
 //!        number u64 | bytes u32 | crc u32 | records: at u64 | bytes u32 | stage u32 | content
 //! ```
+//!
+//! Groups are read from `start` on until a number or a crc is wrong, and then from the beginning of
+//! the other half. Each group of the guest's flushes begins in the other half if nothing there
+//! counts any more, so that the log does not grow while it is never empty.
 //!
 //! A record is a range of the image file as it is to be; groups are applied in their order. What
 //! one write changed, with all that it needs, is one group, which is there wholly or not at all.
@@ -74,10 +78,17 @@ impl LogHeader {
     }
 }
 
-/// The checksum of a group: of its number, too, so that what an earlier group left is not taken for
-/// a later one.
-pub(crate) fn group_sum(number: u64, records: &[u8]) -> u32 {
+/// Where the other half begins than the one of `at`, of a log with this `capacity`.
+pub(crate) fn other_half(at: u64, capacity: u64) -> u64 {
+    let middle = capacity / 2;
+    if at < middle { middle } else { RECORDS_AT }
+}
+
+/// The checksum of a group: of the log's name and its number, too, so that what an earlier group or
+/// log left is not taken for a later one.
+pub(crate) fn group_sum(name: u32, number: u64, records: &[u8]) -> u32 {
     let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    sum.update(&name.to_le_bytes());
     sum.update(&number.to_le_bytes());
     sum.update(records);
     u32::try_from(sum.finalize()).expect("32 bits")
@@ -110,6 +121,8 @@ pub(crate) struct Mark {
 pub(crate) struct Log {
     out: Arc<dyn Handover>,
     name: u32,
+    /// Where the first group is that counts.
+    start: u64,
     /// Where the next group goes, and its number.
     end: u64,
     number: u64,
@@ -122,9 +135,11 @@ impl Log {
     pub(crate) fn begin(out: Arc<dyn Handover>, seed: u128) -> Result<Self> {
         // Not zero, which is no name.
         let name = crc32c(&seed.to_le_bytes()) | 1;
-        let (end, number) = (RECORDS_AT, 1);
-        let log = Self { out, name, end, number, touched: Vec::new(), bytes: Vec::new() };
-        log.write_header(end, number)?;
+        let (start, end, number) = (RECORDS_AT, RECORDS_AT, 1);
+        let log = Self { out, name, start, end, number, touched: Vec::new(), bytes: Vec::new() };
+        // Somebody else's, or one that nobody took over.
+        log.out.remove();
+        log.write_header(start, number)?;
         Ok(log)
     }
 
@@ -170,11 +185,12 @@ impl Log {
             self.bytes.extend_from_slice(&stage.to_le_bytes());
             self.bytes.extend_from_slice(content);
         }
-        if self.end + self.bytes.len() as u64 > self.out.capacity() {
+        // It stays within its half, and short of its end, which is the other one's begin.
+        if self.end + self.bytes.len() as u64 >= self.half_end() {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
         let len = u32::try_from(self.bytes.len() - GROUP_HEAD_BYTES).expect("within the log");
-        let sum = group_sum(self.number, &self.bytes[GROUP_HEAD_BYTES..]);
+        let sum = group_sum(self.name, self.number, &self.bytes[GROUP_HEAD_BYTES..]);
         self.bytes[..8].copy_from_slice(&self.number.to_le_bytes());
         self.bytes[8..12].copy_from_slice(&len.to_le_bytes());
         self.bytes[12..16].copy_from_slice(&sum.to_le_bytes());
@@ -184,12 +200,24 @@ impl Log {
         Ok(())
     }
 
-    /// Whether it is time to flush, so that it does not become full.
-    pub(crate) fn is_long(&self) -> bool {
-        self.end > self.out.capacity() / 4
+    fn half_end(&self) -> u64 {
+        let (middle, capacity) = (self.out.capacity() / 2, self.out.capacity());
+        if self.end < middle { middle } else { capacity }
     }
 
-    pub(crate) fn mark(&self) -> Mark {
+    /// Whether it is time to flush, so that it does not become full.
+    pub(crate) fn is_long(&self) -> bool {
+        self.half_end() - self.end < self.out.capacity() / 4
+    }
+
+    /// How far it goes now, for a group that is taken. What comes later goes into the other half,
+    /// if that is free.
+    pub(crate) fn mark(&mut self) -> Mark {
+        let other = other_half(self.end, self.out.capacity());
+        let is_free = other_half(self.start, self.out.capacity()) == other;
+        if is_free && self.end != other_half(other, self.out.capacity()) {
+            self.end = other;
+        }
         Mark { end: self.end, number: self.number }
     }
 
@@ -198,12 +226,8 @@ impl Log {
     /// # Errors
     /// As [`Self::append`].
     pub(crate) fn forget(&mut self, mark: &Mark) -> Result<()> {
-        // Where nothing came after it, the space is used again from the start.
-        let start = if mark.number == self.number { RECORDS_AT } else { mark.end };
-        self.write_header(start, mark.number)?;
-        if mark.number == self.number {
-            self.end = RECORDS_AT;
-        }
+        self.write_header(mark.end, mark.number)?;
+        self.start = mark.end;
         Ok(())
     }
 

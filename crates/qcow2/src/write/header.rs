@@ -120,9 +120,14 @@ impl Writer {
         let log = self.metadata.lock().log.take();
         if let Some(log) = log {
             log.remove();
+        }
+        if self.header.is_v3 {
+            // A log that could not be written on is named still.
             let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1);
-            self.write_header_bits(AUTOCLEAR_AT, kept).await?;
+            if kept != autoclear {
+                self.write_header_bits(AUTOCLEAR_AT, kept).await?;
+            }
         }
         if self.header.is_v3 && self.header.lazy_refcounts {
             self.change_incompatible(0, DIRTY).await?;

@@ -381,7 +381,7 @@ impl PageState {
         };
         let mut taken = std::mem::replace(&mut self.group, next);
         self.log_touched();
-        taken.logged = self.log.as_ref().map(Log::mark);
+        taken.logged = self.log.as_mut().map(Log::mark);
         (self.take_dirty(), taken)
     }
 

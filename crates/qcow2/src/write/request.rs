@@ -4,6 +4,7 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
+use super::handover::Log;
 use super::link::{Change, Entry};
 use crate::chain::Chain;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
@@ -216,12 +217,13 @@ impl Writer {
         self.gather.claim(&self.clusters, first, last).await
     }
 
+    /// Only after what changed is published: a flush may find no space, and the disk goes on.
     async fn flush_if_much(&self) -> Result<()> {
-        if self.metadata.lock().dirty_count() > DIRTY_PAGES_MAX {
-            self.flush().await
-        } else {
-            Ok(())
-        }
+        let is_much = {
+            let pages = self.metadata.lock();
+            pages.dirty_count() > DIRTY_PAGES_MAX || pages.log.as_ref().is_some_and(Log::is_long)
+        };
+        if is_much { self.flush().await } else { Ok(()) }
     }
 
     /// Units of a cluster: its subclusters, or itself.

@@ -278,8 +278,8 @@ impl Writer {
         let linked = self.link(changes).await;
         if let Err(error) = &linked {
             self.fail(error);
-        } else if self.metadata.lock().log_touched() {
-            return self.flush().await;
+        } else {
+            self.metadata.lock().log_touched();
         }
         linked
     }
