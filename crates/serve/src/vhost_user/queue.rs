@@ -30,8 +30,10 @@ use crate::wake::{WakeSet, ones};
 use begin::Begun;
 use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
 use mica_rt::{Sleep, Socket};
+use rustix::io::{Errno, ReadWriteFlags};
 use std::future::{Future, poll_fn};
-use std::os::fd::AsFd;
+use std::io::IoSliceMut;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -299,7 +301,7 @@ impl<'a> Running<'a> {
             let Poll::Ready(result) = kicked.as_mut().poll(&mut context) else { return };
             self.kicked = None;
             let mut count = [0; 8];
-            let read = result.and_then(|()| Ok(rustix::io::read(self.kick.as_fd(), &mut count)?));
+            let read = result.and_then(|()| Ok(read_now(self.kick.as_fd(), &mut count)?));
             match read {
                 Ok(8) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -384,5 +386,16 @@ impl<'a> Running<'a> {
             self.wake_set.take(word);
         }
         ended
+    }
+}
+
+/// Reads what is there, also from a descriptor that its other owner has made one that blocks.
+fn read_now(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> rustix::io::Result<usize> {
+    let mut parts = [IoSliceMut::new(bytes)];
+    // An offset of -1 is none.
+    match rustix::io::preadv2(fd, &mut parts, u64::MAX, ReadWriteFlags::NOWAIT) {
+        // Before Linux 5.7 events do not know the flag.
+        Err(Errno::OPNOTSUPP) => rustix::io::read(fd, bytes),
+        result => result,
     }
 }

@@ -203,3 +203,16 @@ fn shutdown_waits_for_what_is_in_flight() {
     });
     assert_eq!(rings[0].take_used().len(), 1);
 }
+
+/// The flag that it does not block belongs to all who have the event.
+#[test]
+fn kick_that_is_made_blocking_holds_nothing_up() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    rustix::io::ioctl_fionbio(&rings[0].kick, false).expect("an event");
+    for sector in 0..100 {
+        assert_eq!(rings[0].write(sector, &[7; 512]), 0);
+        assert_eq!(rings[1].write(sector, &[7; 512]), 0);
+    }
+    front_end.stop(&rings[0]);
+}
