@@ -166,3 +166,8 @@ fn a_raw_disk_outlives_restarts_of_its_server() {
 fn a_qcow2_disk_outlives_restarts_of_its_server() {
     a_guest_only_waits("qcow2", End::Asked);
 }
+
+#[test]
+fn a_qcow2_disk_outlives_kills_of_its_server() {
+    a_guest_only_waits("qcow2", End::Killed);
+}
