@@ -124,7 +124,13 @@ impl Handover for HandoverFile {
 
     fn remove(&self) {
         let mut file = self.lock();
-        *file = None;
+        // Where its name cannot be taken away, there is nothing in it.
+        let there = file.take().map_or_else(|| self.open(false), |file| Ok(Some(file)));
+        if let Ok(Some(there)) = there
+            && let Err(error) = there.set_len(0)
+        {
+            tracing::warn!(path = %self.path.display(), %error, "a log keeps what is in it");
+        }
         match unlinkat(CWD, Path::new(&self.path), rustix::fs::AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => {
