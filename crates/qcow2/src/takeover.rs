@@ -41,9 +41,18 @@ pub(crate) async fn take_over(
 ) -> Result<()> {
     let Some(name) = named_log(&**store).await? else { return Ok(()) };
     let handover = images.handover(path)?;
-    if let Some(handover) = &handover
-        && let Some(groups) = read_log(&**handover, name)?
-    {
+    let groups = match &handover {
+        Some(handover) => read_log(&**handover, name)?,
+        None => None,
+    };
+    if groups.is_none() {
+        tracing::warn!(
+            image = %path.display(),
+            "its last writer did not close it, and left nothing here: writes that were not flushed \
+             are lost"
+        );
+    }
+    if let Some(groups) = groups {
         let header = read_header(&**store).await?;
         // Who marks an image as corrupt ends its writing, and its log.
         if !header.incompatible.corrupt {

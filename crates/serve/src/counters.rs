@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Makes the counters of a server: `Counters`, a plain sum, and `QueueStats`, which the thread of one
-/// queue writes.
+/// Makes the counters of a server: `Counters`, a plain sum, and `QueueStats`, which the thread of
+/// one queue writes.
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counters of a server since its start.

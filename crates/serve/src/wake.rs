@@ -1,7 +1,7 @@
 //! Which part of a task was woken.
 //!
-//! A session or a queue is one task with many parts that wait: a receive, a send, a timer, and every
-//! request in flight. Each part has a waker of its own, made once per task, that sets a bit
+//! A session or a queue is one task with many parts that wait: a receive, a send, a timer, and
+//! every request in flight. Each part has a waker of its own, made once per task, that sets a bit
 //! and wakes the task; so a task that wakes up polls only what has something to say, and no request
 //! allocates for being waited for.
 //!

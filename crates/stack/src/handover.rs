@@ -1,5 +1,5 @@
-//! Where writers leave what they acknowledged and did not flush, for who comes after them: a file of
-//! its own for each image that is being written, in a file system that is memory.
+//! Where writers leave what they acknowledged and did not flush, for who comes after them: a file
+//! of its own for each image that is being written, in a file system that is memory.
 //!
 //! Invariants
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
@@ -75,6 +75,11 @@ impl HandoverFile {
             && stat.st_uid == rustix::process::geteuid().as_raw()
             && stat.st_mode & 0o077 == 0
             && stat.st_nlink == 1;
+        // Where it is another's, ours is not there.
+        if !is_ours && !create {
+            tracing::warn!(path = %self.path.display(), "this file is not this user's alone");
+            return Ok(None);
+        }
         if !is_ours {
             let what = "is not this user's alone: remove it, or name another --handover-dir";
             let context = format!("{} {what}", self.path.display());
@@ -179,7 +184,10 @@ mod tests {
         std::fs::write(&one.path, b"mine").expect("writes");
         let open_to_all = std::fs::Permissions::from_mode(0o666);
         std::fs::set_permissions(&one.path, open_to_all).expect("ours");
-        assert!(one.read_at(0, &mut [0; 4]).is_err() && one.write_at(0, b"x").is_err());
+        let mut bytes = [1; 4];
+        one.read_at(0, &mut bytes).expect("it is as if there were none");
+        assert_eq!(bytes, [0; 4]);
+        assert!(one.write_at(0, b"x").is_err());
         std::fs::remove_file(&one.path).expect("ours");
         symlink(folder.path().join("elsewhere"), &one.path).expect("a link");
         assert!(one.read_at(0, &mut [0; 4]).is_err() && one.write_at(0, b"x").is_err());

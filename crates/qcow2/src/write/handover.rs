@@ -14,8 +14,8 @@
 //!
 //! A record is a range of the image file as it is to be; groups are applied in their order. What
 //! one write changed, with all that it needs, is one group, which is there wholly or not at all.
-//! Nothing of this is ever made durable: after a power cut the log is of another boot, and unflushed
-//! writes are lost as they may be.
+//! Nothing of this is ever made durable: after a power cut the log is of another boot, and
+//! unflushed writes are lost as they may be.
 //!
 //! The image names the log in its autoclear bits 32 to 63. Whoever else writes the image clears
 //! bits that it does not know, and a log that is not named is not believed.
@@ -24,8 +24,12 @@
 //! - I1 A change is in the log before it is in the file, and before the write that made it is
 //!   acknowledged: to apply the log leads to a state that is not older than the file.
 //! - I2 A change leaves the log only when it is durable: with the group that took it.
-//! - I3 A log in which something is missing is no log: where it cannot be written it is removed, and
-//!   a warning says what that means.
+//! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
+//!   and a warning says what that means.
+//!
+//! What the name does not tell is an older copy of the image that was put back into its file, in the
+//! same boot, after the writer was killed: the log would be applied to a state that it does not
+//! belong to. Whoever restores an image into its file opens it with `--handover-dir off` first.
 
 use super::pages::Stage;
 use mica_block::{Error, ErrorKind, Handover, Result};

@@ -385,13 +385,12 @@ impl PageState {
         (self.take_dirty(), taken)
     }
 
-    /// Writes down what changed and is not in the log yet. Whether it is time to flush.
-    pub(crate) fn log_touched(&mut self) -> bool {
-        let Some(mut log) = self.log.take() else { return false };
-        let appended = log.append(|at, len| self.get(at, len));
-        let is_long = log.is_long();
-        self.keep_log(log, appended);
-        is_long
+    /// Writes down what changed and is not in the log yet.
+    pub(crate) fn log_touched(&mut self) {
+        if let Some(mut log) = self.log.take() {
+            let appended = log.append(|at, len| self.get(at, len));
+            self.keep_log(log, appended);
+        }
     }
 
     /// What the log has up to `taken` is durable.
