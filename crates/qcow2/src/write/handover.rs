@@ -27,9 +27,9 @@
 //! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
 //!   and a warning says what that means.
 //!
-//! What the name does not tell is an older copy of the image that was put back into its file, in the
-//! same boot, after the writer was killed: the log would be applied to a state that it does not
-//! belong to. Whoever restores an image into its file opens it with `--handover-dir off` first.
+//! What the name does not tell is an older copy of the image that was put back into its file, in
+//! the same boot, after the writer was killed: the log would be applied to a state that it does
+//! not belong to. Whoever restores an image into its file opens it with `--handover-dir off` first.
 
 use super::pages::Stage;
 use mica_block::{Error, ErrorKind, Handover, Result};

@@ -17,9 +17,9 @@ fn full() -> ChangeFault {
     ChangeFault { operation: Operation::Write, nth: 1, lasting: true, errno: ENOSPC }
 }
 
-/// The story: a writer was killed, and another program wrote the image, so that nobody named its log
-/// any more; it stayed. The next writer's log began over it with the same numbers, and when that was
-/// killed, groups of the old log behind its own were believed.
+/// The story: a writer was killed, and another program wrote the image, so that nobody named its
+/// log any more; it stayed. The next writer's log began over it with the same numbers, and when
+/// that was killed, groups of the old log behind its own were believed.
 #[test]
 fn groups_of_an_older_log_are_not_believed() {
     scenario(8, |world| async move {
