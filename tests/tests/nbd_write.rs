@@ -407,7 +407,10 @@ for call in [h.flush, h.flush, lambda: h.pwrite(b'y' * 4096, 0)]:
 assert h.pread(4096, 0) == b'x' * 4096
 ";
     for kind in KINDS {
-        let served = kind.serve("4M", &["--log-level", "off", "--inject", "error=nth:1,op=sync"]);
+        // Without a log, whose name in the image would be the first thing to be synced.
+        let options = ["--log-level", "off", "--handover-dir", "off"];
+        let fault = ["--inject", "error=nth:1,op=sync"];
+        let served = kind.serve("4M", &[options.as_slice(), &fault].concat());
         command::finish(&mut nbdsh(&["-u", &served.uri(), "-c", script])).ok();
         let stopped = served.server.stop().expect("it stops");
         assert_eq!(stopped.status.code(), Some(1), "{stopped:?}");
