@@ -68,7 +68,7 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
         };
         let image = match image {
             Ok(image) if writable && opened.is_empty() => {
-                take_over(images, &path, &image.store).await.map(|()| image)
+                take_over(images, &path, &*image.store).await.map(|()| image)
             }
             image => image,
         };

@@ -57,7 +57,7 @@ impl Resizer {
     pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
         let step = async {
             let image = images.open_writable(path)?;
-            take_over(&*images, path, &image.store).await?;
+            take_over(&*images, path, &*image.store).await?;
             let mut header = read_header(&*image.store).await?;
             if header.incompatible.dirty || header.incompatible.corrupt {
                 header = repair_dirty(Arc::clone(&image.store), &header).await?;

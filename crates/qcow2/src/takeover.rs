@@ -23,7 +23,6 @@ use mica_units::HostOffset;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::path::Path;
-use std::sync::Arc;
 
 /// Changes are put together in pages of at most this size; of a cluster, where that is smaller, so
 /// that no page is of two kinds.
@@ -34,12 +33,8 @@ const PAGE_BYTES_MAX: u64 = 4096;
 ///
 /// # Errors
 /// What a write or a sync says.
-pub(crate) async fn take_over(
-    images: &dyn Images,
-    path: &Path,
-    store: &Arc<dyn Store>,
-) -> Result<()> {
-    let Some(name) = named_log(&**store).await? else { return Ok(()) };
+pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
+    let Some(name) = named_log(store).await? else { return Ok(()) };
     let handover = images.handover(path)?;
     let groups = match &handover {
         Some(handover) => read_log(&**handover, name)?,
@@ -53,14 +48,14 @@ pub(crate) async fn take_over(
         );
     }
     if let Some(groups) = groups {
-        let header = read_header(&**store).await?;
+        let header = read_header(store).await?;
         // Who marks an image as corrupt ends its writing, and its log.
         if !header.incompatible.corrupt {
-            replay(images, path, &header, &**store, &groups).await?;
+            replay(images, path, &header, store, &groups).await?;
             tracing::info!(groups = groups.len(), "taken over from a writer that died");
         }
     }
-    clear_name(&**store).await?;
+    clear_name(store).await?;
     if let Some(handover) = handover {
         handover.remove();
     }

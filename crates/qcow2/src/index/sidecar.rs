@@ -170,7 +170,8 @@ fn ns_field(ns: i128) -> I64 {
     i64::try_from(ns).unwrap_or(i64::MIN).into()
 }
 
-fn crc32c(bytes: &[u8]) -> u32 {
+/// CRC-32C of `bytes`.
+pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
     u32::try_from(sum).expect("a 32-bit sum")
 }

@@ -77,7 +77,7 @@ pub struct Repair {
 pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
         let image = images.open_writable(path)?;
-        take_over(images, path, &image.store).await?;
+        take_over(images, path, &*image.store).await?;
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };

@@ -32,6 +32,7 @@
 //! not belong to. Whoever restores an image into its file opens it with `--handover-dir off` first.
 
 use super::pages::Stage;
+use crate::index::sidecar::crc32c;
 use mica_block::{Error, ErrorKind, Handover, Result};
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -96,11 +97,6 @@ pub(crate) fn group_sum(name: u32, number: u64, records: &[u8]) -> u32 {
     sum.update(&number.to_le_bytes());
     sum.update(records);
     u32::try_from(sum.finalize()).expect("32 bits")
-}
-
-fn crc32c(bytes: &[u8]) -> u32 {
-    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
-    u32::try_from(sum).expect("32 bits")
 }
 
 pub(crate) const EARLY: u32 = 0;

@@ -10,12 +10,12 @@ use super::limits::{Limits, NAME_BYTES_MAX};
 use super::stats::{Counters, QueueStats};
 use crate::listener::{Family, Listener, tune};
 use crate::signal::Signal;
+use crate::workers::start_executor;
 use mica_block::{Disk, Error, ErrorKind, Result};
-use mica_rt::{Backend, Executor, Handle, Socket, Stream, sleep, timeout};
+use mica_rt::{Backend, Handle, Socket, Stream, sleep, timeout};
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
@@ -213,40 +213,19 @@ fn start_queue(
     common: &Arc<Common>,
     backend: Backend,
 ) -> Result<(JoinHandle<()>, Handle)> {
-    let context = || format!("starting queue {index}");
-    let (sender, receiver) = mpsc::channel();
     let common = Arc::clone(common);
-    let body = move || {
-        let executor = match Executor::new(backend) {
-            Ok(executor) => executor,
-            Err(error) => {
-                // The starter waits for one answer; if it is gone, nobody needs it.
-                let _ = sender.send(Err(error));
-                return;
-            }
-        };
-        let _ = sender.send(Ok(executor.handle()));
-        executor.block_on(async {
-            common.stop.raised().await;
-            if timeout(common.limits.drain_deadline, queue.drained()).await.is_err() {
-                let left = queue.active.load(Ordering::Relaxed);
-                tracing::warn!(left, "connections are dropped with requests in flight");
-            }
-            // Work that a client left behind still has to end on this executor.
-            for export in &common.exports {
-                let _ = timeout(common.limits.drain_deadline, export.disk.idle()).await;
-            }
-        });
+    let until = move || async move {
+        common.stop.raised().await;
+        if timeout(common.limits.drain_deadline, queue.drained()).await.is_err() {
+            let left = queue.active.load(Ordering::Relaxed);
+            tracing::warn!(left, "connections are dropped with requests in flight");
+        }
+        // Work that a client left behind still has to end on this executor.
+        for export in &common.exports {
+            let _ = timeout(common.limits.drain_deadline, export.disk.idle()).await;
+        }
     };
-    let thread = std::thread::Builder::new()
-        .name(format!("mica-queue-{index}"))
-        .spawn(body)
-        .map_err(|error| Error::from_io(context(), error))?;
-    match receiver.recv() {
-        Ok(Ok(handle)) => Ok((thread, handle)),
-        Ok(Err(error)) => Err(Error::from_io(context(), error)),
-        Err(_) => Err(Error::new(ErrorKind::Io, context())),
-    }
+    start_executor(&format!("mica-queue-{index}"), backend, until)
 }
 
 /// A queue as the accepting side sees it.

@@ -24,19 +24,18 @@ pub(super) async fn read(
     range: GuestRange,
     pieces: Vec<Piece>,
 ) -> Result<()> {
-    let pieces = memory.divide(pieces).into_iter();
-    let mut windows = Windows { at: range.start(), end: range.end(), pieces, rest: None };
+    let mut windows = Windows::new(memory, range, pieces);
     while let Some((range, pieces)) = windows.next()? {
         let _in_flight = disk.enter();
         let mut extents = Vec::new();
         disk.plan(range, Detail::Read, &mut extents).finish().await?;
         let mut bufs = bufs_of(memory, &pieces)?;
         if is_direct(&pieces) {
-            read_parts(disk, &extents, &mut bufs).await?;
+            read_parts(disk, &extents, bufs).await?;
             continue;
         }
-        let mut whole = vec![Buf::new(bytes_len(range.len()))];
-        let read = read_parts(disk, &extents, &mut whole).await?;
+        let whole = vec![Buf::new(bytes_len(range.len()))];
+        let read = read_parts(disk, &extents, whole).await?;
         let mut read = read.into_iter();
         let mut from = read.next().unwrap_or_else(|| Buf::new(0));
         for buf in &mut bufs {
@@ -56,9 +55,9 @@ pub(super) async fn read(
 }
 
 /// Reads `extents` into `bufs`, which are as long together; gives the parts that were read.
-async fn read_parts(disk: &dyn Disk, extents: &[Extent], bufs: &mut Vec<Buf>) -> Result<Vec<Buf>> {
+async fn read_parts(disk: &dyn Disk, extents: &[Extent], bufs: Vec<Buf>) -> Result<Vec<Buf>> {
     let mut reads = Vec::new();
-    let mut bufs = std::mem::take(bufs).into_iter();
+    let mut bufs = bufs.into_iter();
     let mut buf = Buf::new(0);
     for extent in extents {
         let mut at = extent.start;
@@ -74,13 +73,8 @@ async fn read_parts(disk: &dyn Disk, extents: &[Extent], bufs: &mut Vec<Buf>) ->
             at = part.range().end();
         }
     }
-    let mut parts = Vec::new();
-    let mut failed = Ok(());
-    for (result, part) in mica_rt::join_all(reads).await {
-        failed = failed.and(result);
-        parts.push(part);
-    }
-    failed.map(|()| parts)
+    let parts = mica_rt::join_all(reads).await;
+    parts.into_iter().map(|(result, part)| result.map(|()| part)).collect()
 }
 
 /// Writes `pieces` to `range`, which is as long.
@@ -90,8 +84,7 @@ pub(super) async fn write(
     range: GuestRange,
     pieces: Vec<Piece>,
 ) -> Result<()> {
-    let pieces = memory.divide(pieces).into_iter();
-    let mut windows = Windows { at: range.start(), end: range.end(), pieces, rest: None };
+    let mut windows = Windows::new(memory, range, pieces);
     while let Some((range, pieces)) = windows.next()? {
         let _in_flight = disk.enter();
         let bufs = bufs_of(memory, &pieces)?;
@@ -126,16 +119,15 @@ fn is_direct(pieces: &[Piece]) -> bool {
     pieces.len() <= PIECES_MAX && pieces.iter().all(is_whole)
 }
 
-fn bufs_of(memory: &Memory, pieces: &[Piece]) -> Result<Vec<Buf>> {
-    pieces.iter().map(|piece| buf_of(memory, *piece)).collect()
-}
-
 /// The guest's bytes themselves.
-pub(super) fn buf_of(memory: &Memory, piece: Piece) -> Result<Buf> {
-    memory.buf(piece).ok_or_else(|| {
-        let context = format!("{} bytes at {:#x} are no guest memory", piece.len, piece.at.0);
-        Error::new(ErrorKind::Invalid, context)
-    })
+fn bufs_of(memory: &Memory, pieces: &[Piece]) -> Result<Vec<Buf>> {
+    let buf = |piece: &Piece| {
+        memory.buf(*piece).ok_or_else(|| {
+            let context = format!("{} bytes at {:#x} are no guest memory", piece.len, piece.at.0);
+            Error::new(ErrorKind::Invalid, context)
+        })
+    };
+    pieces.iter().map(buf).collect()
 }
 
 /// Divides a transfer.
@@ -147,6 +139,11 @@ struct Windows {
 }
 
 impl Windows {
+    fn new(memory: &Memory, range: GuestRange, pieces: Vec<Piece>) -> Self {
+        let pieces = memory.divide(pieces).into_iter();
+        Self { at: range.start(), end: range.end(), pieces, rest: None }
+    }
+
     fn next(&mut self) -> Result<Option<(GuestRange, Vec<Piece>)>> {
         if self.at >= self.end {
             return Ok(None);
