@@ -11,8 +11,8 @@ use crate::stats;
 use mica_block::ErrorKind;
 use mica_qcow2::{Chain, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
-use mica_serve::{Listener, Rates, Workers, vhost_user};
+use mica_serve::nbd::{Export, Limits, Server, ServerConfig};
+use mica_serve::{Discard, Listener, Rates, Workers, vhost_user};
 use mica_stack::OpenDisk;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -44,14 +44,15 @@ pub(crate) fn run(args: ServeArgs) -> Result<ExitCode, Failure> {
 fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
     let listeners = args.nbd.iter().map(|name| listen(name)).collect::<Result<Vec<_>, _>>()?;
+    let discard = match args.discard {
+        DiscardChoice::Ignore => Discard::Ignore,
+        DiscardChoice::Unmap => Discard::Unmap,
+    };
     let export = Export {
         disk: Arc::clone(&opened.disk),
         name: args.export_name.clone(),
         description: args.description.clone(),
-        discard: match args.discard {
-            DiscardChoice::Ignore => Discard::Ignore,
-            DiscardChoice::Unmap => Discard::Unmap,
-        },
+        discard,
     };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let queues = args.queues.unwrap_or(processors.min(QUEUES_DEFAULT_MAX));
@@ -63,6 +64,7 @@ fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
                 disk: Arc::clone(&opened.disk),
                 queues: args.num_queues,
                 serial: "mica".to_owned(),
+                discard,
                 rates: Rates::default(),
                 workers,
             })?)

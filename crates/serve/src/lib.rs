@@ -1,6 +1,7 @@
 //! Servers: they know protocols and guest addresses, and no format. Internal crate.
 
 mod counters;
+mod discard;
 mod limit;
 mod listener;
 pub mod nbd;
@@ -12,6 +13,7 @@ pub mod vhost_user;
 mod wake;
 mod workers;
 
+pub use discard::Discard;
 pub use limit::Rates;
 pub use listener::Listener;
 pub use workers::Workers;

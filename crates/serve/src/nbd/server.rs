@@ -8,6 +8,7 @@
 use super::connection::{Common, serve, unless_stopped};
 use super::limits::{Limits, NAME_BYTES_MAX};
 use super::stats::{Counters, QueueStats};
+pub use crate::discard::Discard;
 use crate::listener::{Family, Listener, tune};
 use crate::signal::Signal;
 use crate::workers::start_executor;
@@ -31,17 +32,6 @@ pub struct Export {
     pub description: String,
     /// What becomes of space that clients do not need any more.
     pub discard: Discard,
-}
-
-/// What becomes of space that clients do not need any more.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub enum Discard {
-    /// It stays as it is: discards are answered and dropped, zeros are written so that they keep
-    /// their space.
-    Ignore,
-    /// The disk is told.
-    #[default]
-    Unmap,
 }
 
 impl fmt::Debug for Export {

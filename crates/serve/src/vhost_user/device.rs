@@ -15,6 +15,7 @@ use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
+use crate::discard::Discard;
 use crate::limit::Limiter;
 use mica_block::Disk;
 use mica_rt::{Handle, Socket};
@@ -40,6 +41,7 @@ pub(super) struct Common {
     pub(super) disk: Arc<dyn Disk>,
     /// Of each queue.
     pub(super) stats: Vec<QueueStats>,
+    pub(super) discard: Discard,
     pub(super) limiter: Option<Limiter>,
     /// What the driver is told as the disk's serial number.
     pub(super) id: [u8; ID_BYTES as usize],

@@ -45,7 +45,13 @@ pub fn survive(input: &[u8]) -> Counters {
     let disk = Arc::new(disk);
     let stats = (0..2).map(|_| Default::default()).collect();
     let id = [b'x'; ID_BYTES as usize];
-    let common = Common { disk: Arc::clone(&disk) as _, stats, limiter: None, id };
+    let common = Common {
+        disk: Arc::clone(&disk) as _,
+        stats,
+        discard: Default::default(),
+        limiter: None,
+        id,
+    };
     let common = Arc::new(common);
     let (near, far) = UnixStream::pair().expect("a pair");
     let served = Arc::clone(&common);

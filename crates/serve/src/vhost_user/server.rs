@@ -5,6 +5,7 @@ use super::config::CONFIG_BYTES;
 use super::device::{Common, Device, QUEUES_MAX};
 use super::request::ID_BYTES;
 use super::stats::Counters;
+use crate::discard::Discard;
 use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
 use crate::workers::Workers;
@@ -30,6 +31,8 @@ pub struct ServerConfig {
     pub queues: u16,
     /// What the driver is told as the serial number; at most 20 bytes count.
     pub serial: String,
+    /// What becomes of space that the guest does not need any more.
+    pub discard: Discard,
     /// How much the guest may do.
     pub rates: Rates,
     /// The executors.
@@ -46,7 +49,7 @@ impl Server {
     /// # Errors
     /// `Invalid` for a configuration that makes no sense; else what the system says.
     pub fn start(config: ServerConfig) -> Result<Running> {
-        let ServerConfig { listener, disk, queues, serial, rates, workers } = config;
+        let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
             return Err(Error::new(ErrorKind::Invalid, context));
@@ -54,7 +57,7 @@ impl Server {
         let mut id = [0; ID_BYTES as usize];
         id.iter_mut().zip(serial.bytes()).for_each(|(to, byte)| *to = byte);
         let stats = (0..queues).map(|_| Default::default()).collect();
-        let common = Arc::new(Common { disk, stats, limiter: Limiter::new(rates), id });
+        let common = Arc::new(Common { disk, stats, discard, limiter: Limiter::new(rates), id });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let stop = stop.map_err(|error| Error::from_io("starting a device", error.into()))?;
         let stop = Arc::new(Stop { fd: stop, session: Mutex::default() });

@@ -10,6 +10,7 @@ pub(super) use ring::{Ring, Seg, Way};
 
 use super::memory::{Memory, Region};
 use super::server::{Running, Server, ServerConfig};
+use crate::discard::Discard;
 use crate::limit::Rates;
 use crate::listener::Listener;
 use crate::workers::Workers;
@@ -72,6 +73,7 @@ pub(super) struct World {
     workers: Arc<Workers>,
     pub(super) disk: Arc<TestDisk>,
     pub(super) server: Option<Running>,
+    pub(super) discard: Discard,
     pub(super) rates: Rates,
     pub(super) queues: u16,
 }
@@ -87,6 +89,7 @@ impl World {
             workers: Workers::start(2, Backend::Auto).expect("workers"),
             disk: Arc::new(disk),
             server: None,
+            discard: Discard::default(),
             rates,
             queues,
         };
@@ -101,6 +104,7 @@ impl World {
             disk: Arc::clone(&self.disk) as _,
             queues: self.queues,
             serial: "a serial number".to_owned(),
+            discard: self.discard,
             rates: self.rates,
             workers: Arc::clone(&self.workers),
         };

@@ -2,6 +2,7 @@
 
 use super::end::Ended;
 use super::{Running, Slot, Work};
+use crate::discard::Discard;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Status};
@@ -104,13 +105,19 @@ impl<'a> Running<'a> {
                 self.stats.flushes.add(1);
                 Work::Long(self.disk.flush())
             }
+            Action::Discard(_) if self.common.discard == Discard::Ignore => {
+                self.stats.discards.add(1);
+                let status = Status::Ok;
+                self.end(&Ended { head, status_at, memory, status, written });
+                return Begun::Ended;
+            }
             Action::Discard(ranges) => {
                 self.stats.discards.add(1);
                 Work::Long(Box::pin(discard(self.disk, ranges)))
             }
             Action::WriteZeroes(ranges) => {
                 self.stats.zeroes.add(1);
-                Work::Long(Box::pin(write_zeroes(self.disk, ranges)))
+                Work::Long(Box::pin(write_zeroes(self.disk, ranges, self.common.discard)))
             }
         };
         let index = self.free.pop().expect("looked before it was taken");
@@ -186,8 +193,9 @@ async fn discard(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
     Ok(())
 }
 
-async fn write_zeroes(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
+async fn write_zeroes(disk: &dyn Disk, ranges: Vec<Emptied>, discard: Discard) -> Result<()> {
     for Emptied { range, may_unmap } in ranges {
+        let may_unmap = may_unmap && discard == Discard::Unmap;
         let _in_flight = disk.enter();
         disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;
     }

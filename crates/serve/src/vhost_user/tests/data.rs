@@ -1,5 +1,6 @@
 //! What is written is what is read, however the driver divides it.
 
+use crate::discard::Discard;
 use crate::limit::Rates;
 use crate::testing::clock::now;
 use crate::testing::memory::Event;
@@ -182,6 +183,27 @@ fn discards_zeros_and_flushes_reach_the_disk() {
     assert_eq!(ring.run(8, 0, &[(at, 20, true)]), (0, 21));
     assert_eq!(ring.guest().get(at, 20), b"a serial number\0\0\0\0\0");
     assert_eq!(ring.run(99, 0, &[]).0, 2);
+}
+
+#[test]
+fn ignored_discards_are_answered_and_zeros_keep_their_space() {
+    let mut world = World::new(TestDisk::new(MIB));
+    world.discard = Discard::Ignore;
+    world.server = None;
+    world.serve();
+    let (_front_end, mut rings) = world.guest(Way::default());
+    let ring = &mut rings[0];
+    ring.guest().put(2 * MIB, &[range(8, 8, 0), range(32, 1, 0)].concat());
+    assert_eq!(ring.run(11, 0, &[(2 * MIB, 32, false)]), (0, 1));
+    assert_eq!(ring.read(8, 512), (0, vec![0xee; 512]), "nothing was discarded");
+    ring.guest().put(2 * MIB, &range(100, 4, 1));
+    assert_eq!(ring.run(13, 0, &[(2 * MIB, 16, false)]), (0, 1));
+    let how = mica_block::Zeroes { may_unmap: false, fast: false };
+    assert_eq!(world.disk.memory.events(), [Event::Zeroes { at: 51_200, len: 2048, how }]);
+    assert_eq!(ring.read(100, 512), (0, vec![0; 512]));
+    ring.guest().put(2 * MIB, &range(2047, 2, 0));
+    assert_eq!(ring.run(11, 0, &[(2 * MIB, 16, false)]).0, 1, "beyond the end");
+    assert_eq!((world.counters().discards, world.counters().zeroes), (1, 1));
 }
 
 #[test]
