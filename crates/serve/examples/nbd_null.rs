@@ -6,8 +6,9 @@
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
 use mica_rt::{Backend, Buf};
-use mica_serve::Listener;
+
 use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
+use mica_serve::{Listener, Workers};
 use mica_units::GuestRange;
 use std::io::Read;
 use std::path::Path;
@@ -68,8 +69,7 @@ fn main() -> Result<(), AnyError> {
     let config = ServerConfig {
         listeners,
         exports: vec![export],
-        queues,
-        backend,
+        workers: Workers::start(queues, backend)?,
         limits: Limits::default(),
     };
     let running = Server::start(config)?;

@@ -1,11 +1,14 @@
 //! Executors that servers share: a thread each.
 
 use crate::signal::Signal;
-use mica_block::{Error, Result};
+use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Backend, Executor, Handle};
 use std::fmt;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+
+/// Most threads of a process that serves.
+const WORKERS_MAX: usize = 256;
 
 /// Threads with an executor each. They end when this is dropped; what runs on them then is given
 /// up.
@@ -19,10 +22,14 @@ impl Workers {
     /// Starts `count` of them.
     ///
     /// # Errors
-    /// What the backend says, or the system.
+    /// `Invalid` for none or too many; else what the backend says, or the system.
     pub fn start(count: usize, backend: Backend) -> Result<Arc<Self>> {
+        if !(1..=WORKERS_MAX).contains(&count) {
+            let context = format!("a server has between 1 and {WORKERS_MAX} threads, not {count}");
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
         let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop: Arc::default() };
-        for index in 0..count.max(1) {
+        for index in 0..count {
             let stop = Arc::clone(&workers.stop);
             let until = move || async move { stop.raised().await };
             let (thread, handle) = start_executor(&format!("mica-worker-{index}"), backend, until)?;
@@ -30,6 +37,24 @@ impl Workers {
             workers.handles.push(handle);
         }
         Ok(Arc::new(workers))
+    }
+
+    /// Runs what `make` makes on one of them, and waits for it. Not to be called on one of them.
+    ///
+    /// # Errors
+    /// `Io` if they ended before it did, by a failure in the server.
+    pub fn run<T, M, F>(&self, make: M) -> Result<T>
+    where
+        T: Send + 'static,
+        M: FnOnce() -> F + Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
+        let (sender, receiver) = mpsc::channel();
+        self.handles[0].spawn_with(move || async move {
+            // The one that asked waits below.
+            let _ = sender.send(make().await);
+        });
+        receiver.recv().map_err(|_| Error::new(ErrorKind::Io, "a worker failed"))
     }
 
     /// With which they are given work.
@@ -82,6 +107,6 @@ pub(crate) fn start_executor<F: Future<Output = ()>>(
     match receiver.recv() {
         Ok(Ok(handle)) => Ok((thread, handle)),
         Ok(Err(error)) => Err(Error::from_io(context(), error)),
-        Err(_) => Err(Error::new(mica_block::ErrorKind::Io, context())),
+        Err(_) => Err(Error::new(ErrorKind::Io, context())),
     }
 }

@@ -1,9 +1,8 @@
-//! The server: listeners, queue threads with an executor each, connections spread over them, and
-//! the way down.
+//! The server: listeners, connections spread over shared executors, and the way down.
 //!
-//! The first queue accepts and hands connections out in turn. At shutdown the listeners close
+//! The first executor accepts and hands connections out in turn. At shutdown the listeners close
 //! first, then every session answers what it has admitted and ends; what is not over by the
-//! deadline is dropped with its executor.
+//! deadline is dropped.
 
 use super::connection::{Common, serve, unless_stopped};
 use super::limits::{Limits, NAME_BYTES_MAX};
@@ -11,15 +10,12 @@ use super::stats::{Counters, QueueStats};
 pub use crate::discard::Discard;
 use crate::listener::{Family, Listener, tune};
 use crate::signal::Signal;
-use crate::workers::start_executor;
+use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
-use mica_rt::{Backend, Handle, Socket, Stream, sleep, timeout};
+use mica_rt::{Handle, Socket, Stream, sleep, timeout};
 use std::fmt;
-use std::future::poll_fn;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Poll, Waker};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// A disk and what it is called.
@@ -46,10 +42,8 @@ pub struct ServerConfig {
     pub listeners: Vec<Listener>,
     /// What they get; at least one.
     pub exports: Vec<Export>,
-    /// Threads; connections are spread over them.
-    pub queues: usize,
-    /// How they do I/O.
-    pub backend: Backend,
+    /// The executors; connections are spread over them.
+    pub workers: Arc<Workers>,
     /// What clients may cost.
     pub limits: Limits,
 }
@@ -58,97 +52,100 @@ pub struct ServerConfig {
 #[derive(Debug)]
 pub struct Server;
 
-/// Most queues of a server.
-const QUEUES_MAX: usize = 256;
 /// After an accept that failed for want of something (descriptors, memory).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 impl Server {
-    /// Starts the queues and returns once all of them serve.
+    /// Starts serving.
     ///
     /// # Errors
-    /// `Invalid` for a configuration that makes no sense; else what the backend says.
+    /// `Invalid` for a configuration that makes no sense.
     pub fn start(config: ServerConfig) -> Result<Running> {
         check(&config)?;
+        let ServerConfig { listeners, exports, workers, limits } = config;
         let stop = Arc::new(Signal::default());
-        let common = Arc::new(Common::new(config.exports, config.limits, Arc::clone(&stop)));
-        let queues: Vec<Arc<QueueShared>> = (0..config.queues).map(|_| Arc::default()).collect();
-        // If a later queue does not start, dropping this stops the earlier ones.
-        let mut running =
-            Running { stop, queues, threads: Vec::new(), listeners: config.listeners };
-        let mut peers = Vec::new();
-        for index in 0..running.queues.len() {
-            let queue = Arc::clone(&running.queues[index]);
-            let (thread, handle) = start_queue(index, queue, &common, config.backend)?;
-            running.threads.push(thread);
-            let shared = Arc::clone(&running.queues[index]);
-            peers.push(Peer { handle, shared });
-        }
+        let common = Arc::new(Common::new(exports, limits, Arc::clone(&stop)));
+        let peer = |handle: &Handle| Peer { handle: handle.clone(), shared: Arc::default() };
         let dispatch = Arc::new(Dispatch {
             common,
-            peers,
+            peers: workers.handles().iter().map(peer).collect(),
             next: AtomicUsize::new(0),
-            connections: Arc::default(),
+            open: Arc::default(),
+            given_up: Arc::default(),
         });
-        for listener in &running.listeners {
+        for listener in &listeners {
             let (socket, family) = (Arc::clone(&listener.socket), listener.family);
             let dispatch_here = Arc::clone(&dispatch);
             let accepting = move || accept_all(socket, family, dispatch_here);
             dispatch.peers[0].handle.spawn_with(accepting);
         }
-        Ok(running)
+        Ok(Running { stop, dispatch, listeners, workers })
     }
 }
 
 /// A server that runs. Dropping it shuts it down.
 pub struct Running {
     stop: Arc<Signal>,
-    queues: Vec<Arc<QueueShared>>,
-    threads: Vec<JoinHandle<()>>,
+    dispatch: Arc<Dispatch>,
     listeners: Vec<Listener>,
+    workers: Arc<Workers>,
 }
 
 impl Running {
     /// What it did so far.
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
-        self.queues.iter().for_each(|queue| queue.stats.add_to(&mut sum));
+        self.dispatch.peers.iter().for_each(|peer| peer.shared.stats.add_to(&mut sum));
         sum
     }
 
     /// Connections that are open now.
     pub fn connections_open(&self) -> usize {
-        self.queues.iter().map(|queue| queue.active.load(Ordering::Relaxed)).sum()
+        *self.dispatch.open.count()
     }
 
-    /// Stops accepting, lets requests in flight end within the drain deadline, closes every
-    /// connection and ends the threads. Returns when all of that is done.
+    /// Stops accepting, lets requests in flight end within the drain deadline, and closes every
+    /// connection. Returns when all of that is done.
     pub fn shutdown(mut self) -> Counters {
-        self.stop_and_join();
+        self.stop_and_wait();
         self.counters()
     }
 
-    fn stop_and_join(&mut self) {
+    fn stop_and_wait(&mut self) {
         // Socket files go first, so that no client finds a server that is going away.
         self.listeners.clear();
         self.stop.raise();
-        for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                tracing::error!("a queue ended by a failure in the server");
+        let Dispatch { common, open, given_up, .. } = &*self.dispatch;
+        let deadline = common.limits.drain_deadline;
+        let left = open.wait_for_none(deadline);
+        if left > 0 {
+            tracing::warn!(left, "connections are dropped with requests in flight");
+            given_up.raise();
+            // What drops them only has to take its turn.
+            open.wait_for_none(deadline);
+        }
+        // Work that a client left behind still has to end.
+        let exports: Vec<_> = common.exports.iter().map(|export| export.disk.clone()).collect();
+        let idle = self.workers.run(move || async move {
+            for disk in exports {
+                let _ = timeout(deadline, disk.idle()).await;
             }
+        });
+        if let Err(error) = idle {
+            tracing::error!(%error, "it is not known whether all requests have ended");
         }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.stop_and_join();
+        self.stop_and_wait();
     }
 }
 
 impl fmt::Debug for Running {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Running({} queues)", self.queues.len())
+        write!(f, "Running({} workers)", self.dispatch.peers.len())
     }
 }
 
@@ -156,9 +153,6 @@ fn check(config: &ServerConfig) -> Result<()> {
     let invalid = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
     if config.exports.is_empty() {
         return invalid("a server needs an export");
-    }
-    if !(1..=QUEUES_MAX).contains(&config.queues) {
-        return invalid("a server has between 1 and 256 queues");
     }
     for (index, export) in config.exports.iter().enumerate() {
         if export.name.len() > NAME_BYTES_MAX || export.description.len() > NAME_BYTES_MAX {
@@ -171,51 +165,29 @@ fn check(config: &ServerConfig) -> Result<()> {
     Ok(())
 }
 
-/// What a queue shares with the rest of the server.
+/// What the connections on one executor share with the rest of the server.
 #[derive(Default)]
 pub(super) struct QueueShared {
     pub(super) stats: QueueStats,
-    /// Connections that were given to it and are not over.
-    active: AtomicUsize,
-    /// Woken when there are none left.
-    idle: Mutex<Option<Waker>>,
 }
 
-impl QueueShared {
-    fn lock_idle(&self) -> std::sync::MutexGuard<'_, Option<Waker>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until no connection is left.
-    async fn drained(&self) {
-        poll_fn(|context| {
-            // The waker is in place before the count is looked at, so that no end is missed.
-            *self.lock_idle() = Some(context.waker().clone());
-            if self.active.load(Ordering::Acquire) == 0 { Poll::Ready(()) } else { Poll::Pending }
-        })
-        .await;
-    }
+/// How many connections are open, over all executors.
+#[derive(Default)]
+struct Open {
+    count: Mutex<usize>,
+    none: Condvar,
 }
 
-fn start_queue(
-    index: usize,
-    queue: Arc<QueueShared>,
-    common: &Arc<Common>,
-    backend: Backend,
-) -> Result<(JoinHandle<()>, Handle)> {
-    let common = Arc::clone(common);
-    let until = move || async move {
-        common.stop.raised().await;
-        if timeout(common.limits.drain_deadline, queue.drained()).await.is_err() {
-            let left = queue.active.load(Ordering::Relaxed);
-            tracing::warn!(left, "connections are dropped with requests in flight");
-        }
-        // Work that a client left behind still has to end on this executor.
-        for export in &common.exports {
-            let _ = timeout(common.limits.drain_deadline, export.disk.idle()).await;
-        }
-    };
-    start_executor(&format!("mica-queue-{index}"), backend, until)
+impl Open {
+    fn count(&self) -> MutexGuard<'_, usize> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until there are none, and says how many are left if that takes too long.
+    fn wait_for_none(&self, deadline: Duration) -> usize {
+        let waited = self.none.wait_timeout_while(self.count(), deadline, |count| *count > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
 }
 
 /// A queue as the accepting side sees it.
@@ -229,57 +201,55 @@ struct Dispatch {
     common: Arc<Common>,
     peers: Vec<Peer>,
     next: AtomicUsize,
-    /// Open ones, over all queues.
-    connections: Arc<AtomicUsize>,
+    open: Arc<Open>,
+    /// Raised when those that are still open are dropped.
+    given_up: Arc<Signal>,
 }
 
 impl Dispatch {
     fn hand_over(&self, socket: Socket, family: Family) {
         let index = self.next.fetch_add(1, Ordering::Relaxed) % self.peers.len();
         let Peer { handle, shared } = &self.peers[index];
-        let Some(guard) =
-            OpenConnection::new(&self.connections, shared, self.common.limits.connections_max)
-        else {
-            // Runs on the first queue, whose counter this is.
+        let Some(guard) = OpenConnection::new(&self.open, self.common.limits.connections_max) else {
+            // Runs on the first executor, whose counter this is.
             self.peers[0].shared.stats.connections_refused.add(1);
             tracing::debug!("a connection was closed: there are too many");
             return;
         };
         tune(&socket, family);
         let (common, shared) = (Arc::clone(&self.common), Arc::clone(shared));
+        let given_up = Arc::clone(&self.given_up);
         handle.spawn_with(move || async move {
             let _guard = guard;
-            serve(Stream::Socket(Arc::new(socket)), common, shared).await;
+            let session = serve(Stream::Socket(Arc::new(socket)), common, shared);
+            unless_stopped(&given_up, session).await;
         });
     }
 }
 
 /// Counts a connection while it is open, wherever it is.
 struct OpenConnection {
-    all: Arc<AtomicUsize>,
-    queue: Arc<QueueShared>,
+    open: Arc<Open>,
 }
 
 impl OpenConnection {
-    /// `None` if there are `max` already. Only the accepting thread opens connections, so looking
-    /// and adding need not be one step.
-    fn new(all: &Arc<AtomicUsize>, queue: &Arc<QueueShared>, max: usize) -> Option<Self> {
-        if all.load(Ordering::Acquire) >= max {
+    /// `None` if there are `max` already.
+    fn new(open: &Arc<Open>, max: usize) -> Option<Self> {
+        let mut count = open.count();
+        if *count >= max {
             return None;
         }
-        all.fetch_add(1, Ordering::AcqRel);
-        queue.active.fetch_add(1, Ordering::AcqRel);
-        Some(Self { all: Arc::clone(all), queue: Arc::clone(queue) })
+        *count += 1;
+        Some(Self { open: Arc::clone(open) })
     }
 }
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
-        self.all.fetch_sub(1, Ordering::AcqRel);
-        if self.queue.active.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some(waker) = self.queue.lock_idle().take()
-        {
-            waker.wake();
+        let mut count = self.open.count();
+        *count -= 1;
+        if *count == 0 {
+            self.open.none.notify_all();
         }
     }
 }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::nbd::protocol::command;
 use crate::nbd::testing::{PatternDisk, info_data, option_header, request};
+use mica_rt::Backend;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -32,8 +33,7 @@ fn served(backend: Backend, limits: Limits) -> Served {
     let config = ServerConfig {
         listeners: vec![unix, tcp],
         exports: vec![export],
-        queues: 2,
-        backend,
+        workers: Workers::start(2, backend).expect("executors"),
         limits,
     };
     let running = Server::start(config).expect("a server");
@@ -231,20 +231,18 @@ fn configurations_that_make_no_sense_are_refused() {
         description: String::new(),
         discard: Discard::default(),
     };
-    let config = |exports, queues| ServerConfig {
+    let workers = Workers::start(1, Backend::Pool).expect("an executor");
+    let config = |exports| ServerConfig {
         listeners: Vec::new(),
         exports,
-        queues,
-        backend: Backend::Pool,
+        workers: Arc::clone(&workers),
         limits: Limits::default(),
     };
     let long = "n".repeat(4097);
     for config in [
-        config(vec![], 1),
-        config(vec![export("a")], 0),
-        config(vec![export("a")], 257),
-        config(vec![export("a"), export("a")], 1),
-        config(vec![export(&long)], 1),
+        config(vec![]),
+        config(vec![export("a"), export("a")]),
+        config(vec![export(&long)]),
     ] {
         let error = Server::start(config).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid);
