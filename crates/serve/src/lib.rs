@@ -2,9 +2,12 @@
 
 mod counters;
 mod discard;
+mod edges;
 mod limit;
 mod listener;
 pub mod nbd;
+mod parts;
+mod sectors;
 mod signal;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]

@@ -130,7 +130,7 @@ pub(crate) fn tune(socket: &Socket, family: Family) {
 
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
+pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     let directory = match path.parent() {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),

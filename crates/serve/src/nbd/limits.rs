@@ -5,7 +5,6 @@
 //! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece
 //! by piece; a write that is larger runs alone too, with all of its payload.
 
-use mica_block::REQUEST_BYTES_MAX;
 use std::time::Duration;
 
 /// Longest name of an export, description or query, as the protocol sets it ("Conventions").
@@ -45,8 +44,6 @@ pub(super) const RECEIVE_BYTES_MIN: usize = 4 << 10;
 pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
 /// What is left of a payload is received straight into its own buffer if it is at least this long.
 pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
-/// Zeros are written and space is freed in pieces that end at multiples of this.
-pub(super) const PIECE_BYTES: u64 = REQUEST_BYTES_MAX;
 /// What writing zeros counts for in the budget at most: a disk that has to write them out does so
 /// in pieces of about this size.
 pub(super) const ZEROES_CHARGE_BYTES: usize = 1 << 20;

@@ -11,7 +11,6 @@
 
 mod check;
 mod connection;
-mod edges;
 mod input;
 mod limits;
 mod negotiate;
@@ -24,6 +23,8 @@ mod shared;
 mod stats;
 mod status;
 mod write;
+
+use crate::edges;
 
 #[cfg(any(test, feature = "fuzzing"))]
 mod hostile;

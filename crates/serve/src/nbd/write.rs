@@ -9,12 +9,13 @@
 //! after the other. A request with FUA is answered after a flush: NBD asks for this request's bytes
 //! only, the disk flushes all there is, together with whoever else waits for a flush.
 
-use super::limits::PIECE_BYTES;
 use super::protocol::ErrorCode;
 use super::shared::{Charge, Failure, Shared};
-use mica_block::{Detail, Disk, ErrorKind, Zeroes};
+pub(super) use crate::sectors::is_whole;
+use crate::sectors::{self, next_piece};
+use mica_block::{Disk, ErrorKind, Zeroes};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
 
 /// When a change is answered.
@@ -64,12 +65,6 @@ pub(super) enum Outcome {
     Discarded,
 }
 
-/// Whether `range` consists of whole sectors.
-#[inline]
-pub(super) fn is_whole(range: GuestRange) -> bool {
-    (range.start().bytes() | range.len()).is_multiple_of(SECTOR_BYTES)
-}
-
 /// Does `write`, whose bytes are `payload`, where that is more than one call of the disk.
 pub(super) async fn write_long<'a>(
     shared: Rc<Shared<'a>>,
@@ -77,62 +72,15 @@ pub(super) async fn write_long<'a>(
     payload: Buf,
     charge: Charge<'a>,
 ) -> Result<Outcome, Failure> {
-    let (disk, edges, range) = (shared.disk, shared.edges, write.range);
+    let (disk, range) = (shared.disk, write.range);
     let at = range.start();
-    let result = if is_whole(range) {
-        let _sharing = edges.share().await;
-        write_whole(disk, at, payload).await
-    } else {
-        let _alone = edges.alone().await;
-        write_parts(disk, range, &payload).await
-    };
+    let result = sectors::write(disk, shared.edges, range, payload).await;
     drop(charge);
     result.map_err(|error| Failure::at(error, at))?;
     if write.answer == Answer::Durable {
         flush(disk, at).await?;
     }
     Ok(Outcome::Written(range.len()))
-}
-
-async fn write_whole(disk: &dyn Disk, at: GuestOffset, buf: Buf) -> mica_block::Result<()> {
-    let _in_flight = disk.enter();
-    disk.write(at, buf).await.0
-}
-
-/// Writes `bytes` to `range`, which cuts sectors: their other bytes are read and written back.
-async fn write_parts(disk: &dyn Disk, range: GuestRange, bytes: &[u8]) -> mica_block::Result<()> {
-    let (start, end) = (range.start().bytes(), range.end().bytes());
-    let first = start - start % SECTOR_BYTES;
-    // The disk ends with a whole sector.
-    let outer_len = end.next_multiple_of(SECTOR_BYTES) - first;
-    let last = first + outer_len - SECTOR_BYTES;
-    let mut buf = Buf::new(usize::try_from(outer_len).expect("a payload and a bit"));
-    let at = |offset: u64| usize::try_from(offset - first).expect("within the buffer");
-    if start != first {
-        buf[..SECTOR].copy_from_slice(&read_sector(disk, first).await?);
-    }
-    if !end.is_multiple_of(SECTOR_BYTES) && (last != first || start == first) {
-        buf[at(last)..].copy_from_slice(&read_sector(disk, last).await?);
-    }
-    buf[at(start)..at(end)].copy_from_slice(bytes);
-    write_whole(disk, GuestOffset::new(first), buf).await
-}
-
-async fn read_sector(disk: &dyn Disk, at: u64) -> mica_block::Result<Buf> {
-    let _in_flight = disk.enter();
-    let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut left = Buf::new(SECTOR);
-    let mut sector = left.split_to(0);
-    for extent in extents {
-        let part = left.split_to(usize::try_from(extent.len).expect("within a sector"));
-        let (result, part) = disk.read(&extent, part).await;
-        result?;
-        sector.join(part);
-    }
-    assert!(left.is_empty(), "a plan covers what was asked");
-    Ok(sector)
 }
 
 /// Does `change`.
@@ -173,15 +121,7 @@ async fn write_zeroes(shared: &Shared<'_>, range: GuestRange, how: Zeroes) -> Re
     let mut at = range.start();
     while at < range.end() {
         let piece = next_piece(at, range.end());
-        let result = if is_whole(piece) {
-            let (_sharing, _in_flight) = (edges.share().await, disk.enter());
-            disk.write_zeroes(piece, how).await
-        } else {
-            let _alone = edges.alone().await;
-            let zeros = Buf::zeroed(usize::try_from(piece.len()).expect("less than a sector"));
-            write_parts(disk, piece, &zeros).await
-        };
-        result.map_err(|error| {
+        sectors::write_zeroes(disk, edges, piece, how).await.map_err(|error| {
             let is_slow = how.fast && error.kind() == ErrorKind::Unsupported;
             let failure = Failure::at(error, at);
             // "NBD_CMD_FLAG_FAST_ZERO": the client writes them itself, or asks without the flag.
@@ -206,22 +146,6 @@ async fn discard(shared: &Shared<'_>, range: GuestRange) -> Result<(), Failure> 
     }
     Ok(())
 }
-
-/// The next piece of what ends at `end`: whole sectors, or a part of one.
-fn next_piece(at: GuestOffset, end: GuestOffset) -> GuestRange {
-    let unit = if at.bytes().is_multiple_of(SECTOR_BYTES) { PIECE_BYTES } else { SECTOR_BYTES };
-    let boundary = (at.bytes() / unit + 1).checked_mul(unit).map_or(end, GuestOffset::new);
-    let last = end.bytes() - end.bytes() % SECTOR_BYTES;
-    let stop = match boundary.min(end) {
-        // The last sector is only begun: it is a piece of its own.
-        stop if stop == end && at.bytes() < last => GuestOffset::new(last),
-        stop => stop,
-    };
-    GuestRange::between(at, stop).expect("a piece starts before its end")
-}
-
-/// Bytes of a sector, as a length in memory.
-const SECTOR: usize = 512;
 
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,8 @@
 
 use super::chain::Piece;
 use super::memory::Memory;
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};
+use crate::parts::{read_parts, too_short};
+use mica_block::{Detail, Disk, Error, ErrorKind, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
@@ -52,29 +53,6 @@ pub(super) async fn read(
         }
     }
     Ok(())
-}
-
-/// Reads `extents` into `bufs`, which are as long together; gives the parts that were read.
-async fn read_parts(disk: &dyn Disk, extents: &[Extent], bufs: Vec<Buf>) -> Result<Vec<Buf>> {
-    let mut reads = Vec::new();
-    let mut bufs = bufs.into_iter();
-    let mut buf = Buf::new(0);
-    for extent in extents {
-        let mut at = extent.start;
-        let end = extent.range().end();
-        while at < end {
-            if buf.is_empty() {
-                buf = bufs.next().ok_or_else(too_short)?;
-            }
-            let count = (buf.len() as u64).min(end.bytes() - at.bytes());
-            let part = GuestRange::new(at, count).and_then(|range| extent.within(range));
-            let part = part.ok_or_else(too_short)?;
-            reads.push(disk.read(&part, buf.split_to(bytes_len(count))));
-            at = part.range().end();
-        }
-    }
-    let parts = mica_rt::join_all(reads).await;
-    parts.into_iter().map(|(result, part)| result.map(|()| part)).collect()
 }
 
 /// Writes `pieces` to `range`, which is as long.
@@ -165,10 +143,6 @@ impl Windows {
         self.at = range.end();
         Ok(Some((range, pieces)))
     }
-}
-
-fn too_short() -> Error {
-    Error::new(ErrorKind::Invalid, "a request that is not as long as its memory")
 }
 
 fn bytes_len(len: u64) -> usize {

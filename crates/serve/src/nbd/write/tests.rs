@@ -6,6 +6,7 @@ use crate::nbd::testing::{
     Client, EINVAL, EIO, ENOSPC, ENOTSUP, EPERM, Event, MIB, MemoryDisk, Reply, World, info_data,
     request, simulated_memory,
 };
+use crate::sectors::PIECE_BYTES;
 use mica_rt::sleep;
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //!
 //! Disks write whole sectors. A request for a part of one reads the sector, puts its bytes in and
 //! writes it back; whoever writes the sector in between would lose what it wrote. Such requests are
-//! rare (the end of a file that is copied in), so they simply run **alone**: no other change of the
-//! export is under way meanwhile. Changes of whole sectors **share**, which costs each an atomic
+//! rare (the end of a file that is copied in), so they simply run **alone**: no other change by the
+//! same server is under way meanwhile. Changes of whole sectors **share**, which costs each an atomic
 //! addition.
 //!
 //! Invariants
@@ -19,7 +19,7 @@ use std::task::{Context, Poll, Waker};
 
 /// The changes under way on one disk.
 #[derive(Default)]
-pub(super) struct Edges {
+pub(crate) struct Edges {
     /// How many share, and [`ALONE`] if somebody is alone or waits until it is.
     state: AtomicUsize,
     waiting: Mutex<Vec<Waker>>,
@@ -28,27 +28,27 @@ pub(super) struct Edges {
 const ALONE: usize = 1 << (usize::BITS - 1);
 
 /// Whole sectors are being changed.
-pub(super) struct Sharing<'a>(&'a Edges);
+pub(crate) struct Sharing<'a>(&'a Edges);
 
 /// A part of a sector is being changed, or will be when those who share are done.
-pub(super) struct Alone<'a>(&'a Edges);
+pub(crate) struct Alone<'a>(&'a Edges);
 
 impl Edges {
     /// Shares, unless somebody is alone.
     #[inline]
-    pub(super) fn try_share(&self) -> Option<Sharing<'_>> {
+    pub(crate) fn try_share(&self) -> Option<Sharing<'_>> {
         let sharing = Sharing(self);
         // Dropping it takes the count back where it may not stay.
         (self.state.fetch_add(1, Ordering::SeqCst) & ALONE == 0).then_some(sharing)
     }
 
     /// Shares as soon as nobody is alone.
-    pub(super) async fn share(&self) -> Sharing<'_> {
+    pub(crate) async fn share(&self) -> Sharing<'_> {
         poll_fn(|context| self.poll(context, || self.try_share())).await
     }
 
     /// Waits until everybody else is done.
-    pub(super) async fn alone(&self) -> Alone<'_> {
+    pub(crate) async fn alone(&self) -> Alone<'_> {
         let claim = || {
             let before = self.state.fetch_or(ALONE, Ordering::SeqCst);
             (before & ALONE == 0).then(|| Alone(self))

@@ -1,0 +1,108 @@
+//! Changes of single bytes on disks that change whole sectors.
+//!
+//! What a request leaves of a sector is read and written back with it; [`Edges`] says how neighbours
+//! in one sector do not lose each other's bytes. Zeros and discards of any length are divided into
+//! pieces that need no memory of their own.
+
+use crate::edges::Edges;
+use mica_block::{Detail, Disk, REQUEST_BYTES_MAX, Result, Zeroes};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+
+/// Zeros are written and space is freed in pieces that end at multiples of this.
+pub(crate) const PIECE_BYTES: u64 = REQUEST_BYTES_MAX;
+/// Bytes of a sector, as a length in memory.
+const SECTOR: usize = 512;
+
+/// Whether `range` consists of whole sectors.
+#[inline]
+pub(crate) fn is_whole(range: GuestRange) -> bool {
+    (range.start().bytes() | range.len()).is_multiple_of(SECTOR_BYTES)
+}
+
+/// Writes `payload`, which is as long, to `range`, which lies on the disk.
+pub(crate) async fn write(
+    disk: &dyn Disk,
+    edges: &Edges,
+    range: GuestRange,
+    payload: Buf,
+) -> Result<()> {
+    if is_whole(range) {
+        let _sharing = edges.share().await;
+        write_whole(disk, range.start(), payload).await
+    } else {
+        let _alone = edges.alone().await;
+        write_parts(disk, range, &payload).await
+    }
+}
+
+/// Makes `piece`, which [`next_piece`] gave, read as zeros. Parts of sectors are always written out.
+pub(crate) async fn write_zeroes(
+    disk: &dyn Disk,
+    edges: &Edges,
+    piece: GuestRange,
+    how: Zeroes,
+) -> Result<()> {
+    if is_whole(piece) {
+        let (_sharing, _in_flight) = (edges.share().await, disk.enter());
+        disk.write_zeroes(piece, how).await
+    } else {
+        let _alone = edges.alone().await;
+        let zeros = Buf::zeroed(usize::try_from(piece.len()).expect("less than a sector"));
+        write_parts(disk, piece, &zeros).await
+    }
+}
+
+/// The next piece of what ends at `end`: whole sectors, or a part of one.
+pub(crate) fn next_piece(at: GuestOffset, end: GuestOffset) -> GuestRange {
+    let unit = if at.bytes().is_multiple_of(SECTOR_BYTES) { PIECE_BYTES } else { SECTOR_BYTES };
+    let boundary = (at.bytes() / unit + 1).checked_mul(unit).map_or(end, GuestOffset::new);
+    let last = end.bytes() - end.bytes() % SECTOR_BYTES;
+    let stop = match boundary.min(end) {
+        // The last sector is only begun: it is a piece of its own.
+        stop if stop == end && at.bytes() < last => GuestOffset::new(last),
+        stop => stop,
+    };
+    GuestRange::between(at, stop).expect("a piece starts before its end")
+}
+
+async fn write_whole(disk: &dyn Disk, at: GuestOffset, buf: Buf) -> Result<()> {
+    let _in_flight = disk.enter();
+    disk.write(at, buf).await.0
+}
+
+/// Writes `bytes` to `range`, which cuts sectors: their other bytes are read and written back.
+async fn write_parts(disk: &dyn Disk, range: GuestRange, bytes: &[u8]) -> Result<()> {
+    let (start, end) = (range.start().bytes(), range.end().bytes());
+    let first = start - start % SECTOR_BYTES;
+    // The disk ends with a whole sector.
+    let outer_len = end.next_multiple_of(SECTOR_BYTES) - first;
+    let last = first + outer_len - SECTOR_BYTES;
+    let mut buf = Buf::new(usize::try_from(outer_len).expect("a payload and a bit"));
+    let at = |offset: u64| usize::try_from(offset - first).expect("within the buffer");
+    if start != first {
+        buf[..SECTOR].copy_from_slice(&read_sector(disk, first).await?);
+    }
+    if !end.is_multiple_of(SECTOR_BYTES) && (last != first || start == first) {
+        buf[at(last)..].copy_from_slice(&read_sector(disk, last).await?);
+    }
+    buf[at(start)..at(end)].copy_from_slice(bytes);
+    write_whole(disk, GuestOffset::new(first), buf).await
+}
+
+async fn read_sector(disk: &dyn Disk, at: u64) -> Result<Buf> {
+    let _in_flight = disk.enter();
+    let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
+    let mut extents = Vec::new();
+    disk.plan(range, Detail::Read, &mut extents).finish().await?;
+    let mut left = Buf::new(SECTOR);
+    let mut sector = left.split_to(0);
+    for extent in extents {
+        let part = left.split_to(usize::try_from(extent.len).expect("within a sector"));
+        let (result, part) = disk.read(&extent, part).await;
+        result?;
+        sector.join(part);
+    }
+    assert!(left.is_empty(), "a plan covers what was asked");
+    Ok(sector)
+}
