@@ -2,7 +2,7 @@
 
 use crate::{Error, ErrorKind, Extent, InFlight, IoFuture, LocalFuture, Result};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange};
+use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -86,7 +86,7 @@ impl Planned<'_> {
 
 /// A disk. Shared by all queues that serve it.
 pub trait Disk: Send + Sync {
-    /// Its size.
+    /// Its size, which [`Disk::resize`] may change: who checks requests by it asks for each.
     fn geometry(&self) -> Geometry;
 
     /// Appends to `extents` where the bytes of `range` are: in order, without a gap, and exactly
@@ -153,6 +153,20 @@ pub trait Disk: Send + Sync {
         Box::pin(async { Ok(()) })
     }
 
+    /// Makes the disk `len` bytes long, while it is served: no shorter than it is. What is new
+    /// reads as zeros, and is part of [`Disk::geometry`] once it is durable that it is there.
+    ///
+    /// Errors: `Invalid` for a length that is shorter, no multiple of a sector, or more than the
+    /// image can have; `Unsupported` where the disk cannot do it; else as [`Disk::write`]. The
+    /// disk is then as long as before.
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        let _ = len;
+        Box::pin(async {
+            let what = "the length of this disk cannot be changed while it is served";
+            Err(Error::new(ErrorKind::Unsupported, what))
+        })
+    }
+
     /// Waits until no request is under way, those included that nobody waits for any more.
     fn idle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async {})
@@ -204,6 +218,21 @@ impl Future for Writing<'_> {
             Self::Boxed(future) => future.as_mut().poll(context),
         }
     }
+}
+
+/// Whether a served disk of `old` bytes may become `new` bytes long.
+///
+/// # Errors
+/// `Invalid` if it may not.
+pub fn check_longer(old: u64, new: u64) -> Result<()> {
+    let refuse = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+    if new < old {
+        return refuse(format!("a disk of {old} bytes is not made shorter while it is served"));
+    }
+    if !new.is_multiple_of(SECTOR_BYTES) {
+        return refuse(format!("{new} bytes are no whole sectors"));
+    }
+    Ok(())
 }
 
 fn not_writable() -> Error {

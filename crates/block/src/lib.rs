@@ -21,7 +21,9 @@ mod images;
 mod in_flight;
 mod store;
 
-pub use disk::{Detail, Disk, Geometry, MapStats, Planned, WriteStats, Writing, Zeroes, ready};
+pub use disk::{
+    Detail, Disk, Geometry, MapStats, Planned, WriteStats, Writing, Zeroes, check_longer, ready,
+};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use group::GroupSync;

@@ -4,31 +4,34 @@
 //! which flushes share. A sync that fails leaves nobody knowing which writes are durable: the disk
 //! is **latched** then: it takes no more writes, and no flush succeeds.
 //!
-//! The store keeps its length. Where that is no multiple of a sector, the part of the last sector
-//! that is not there reads as zeros and is not written.
+//! The store keeps its length unless the disk is made longer. Where it is no multiple of a sector,
+//! the part of the last sector that is not there reads as zeros and is not written.
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
-    LocalFuture, Planned, Result, RunKind, Space, Store, WriteStats, Writing, Zeroes,
+    LocalFuture, Planned, Result, RunKind, Space, Store, WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// A raw disk.
 pub struct RawDisk {
     store: Arc<dyn Store>,
-    geometry: Geometry,
+    /// Length of the disk in bytes, a multiple of a sector.
+    len: AtomicU64,
     /// Absent on a disk that is only read.
     writer: Option<Writer>,
 }
 
 /// What writing takes.
 struct Writer {
-    /// Length of the store in bytes, which stays.
-    store_len: u64,
+    /// Length of the store in bytes.
+    store_len: AtomicU64,
+    /// Whether the disk is being made longer.
+    is_resizing: AtomicBool,
     syncs: GroupSync,
     /// Syncs so far.
     syncs_done: AtomicU64,
@@ -75,8 +78,7 @@ impl RawDisk {
         let len = len.checked_next_multiple_of(SECTOR_BYTES).ok_or_else(|| {
             Error::new(ErrorKind::Limit, format!("{} is longer than a disk may be", store.name()))
         })?;
-        let geometry = Geometry { len, preferred_bytes: PREFERRED_BYTES };
-        Ok(Self { store, geometry, writer: None })
+        Ok(Self { store, len: AtomicU64::new(len), writer: None })
     }
 
     /// As [`Self::new`], to be written too; `store` was opened for that.
@@ -86,21 +88,31 @@ impl RawDisk {
     pub fn new_writable(store: Arc<dyn Store>) -> Result<Self> {
         let store_len = store.len().map_err(|error| error.wrap(store.name()))?;
         let disk = Self::new(store)?;
-        let (syncs, syncs_done, latch) = (GroupSync::new(), AtomicU64::new(0), OnceLock::new());
-        let writer = Writer { store_len, syncs, syncs_done, latch };
+        let writer = Writer {
+            store_len: AtomicU64::new(store_len),
+            is_resizing: AtomicBool::new(false),
+            syncs: GroupSync::new(),
+            syncs_done: AtomicU64::new(0),
+            latch: OnceLock::new(),
+        };
         Ok(Self { writer: Some(writer), ..disk })
     }
 
     /// What writing `range` takes, if the disk takes it.
     fn writer(&self, range: GuestRange) -> Result<&Writer> {
+        let writer = self.usable_writer()?;
+        check_range(range, self.geometry())?;
+        Ok(writer)
+    }
+
+    fn usable_writer(&self) -> Result<&Writer> {
         let writer = self.writer.as_ref().ok_or_else(opened_for_reading)?;
-        check_range(range, self.geometry)?;
         writer.check_latch(&*self.store)?;
         Ok(writer)
     }
 
     fn plan_now(&self, range: GuestRange, detail: Detail, extents: &mut Vec<Extent>) -> Result<()> {
-        check_range(range, self.geometry)?;
+        check_range(range, self.geometry())?;
         let mut at = range.start();
         let mut runs = 0;
         while at < range.end() {
@@ -129,7 +141,7 @@ impl RawDisk {
 
 impl Disk for RawDisk {
     fn geometry(&self) -> Geometry {
-        self.geometry
+        Geometry { len: self.len.load(Ordering::Acquire), preferred_bytes: PREFERRED_BYTES }
     }
 
     fn plan<'a>(
@@ -216,6 +228,29 @@ impl Disk for RawDisk {
         })
     }
 
+    /// A block device is as long as it is: it was made longer before, and here that is noticed.
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let writer = self.usable_writer()?;
+            check_longer(self.geometry().len, len)?;
+            let Some(_resizing) = Resizing::begin(&writer.is_resizing) else {
+                let what = "the disk is being made longer already";
+                return Err(Error::new(ErrorKind::Invalid, what));
+            };
+            let done = async {
+                // Who made it longer before has put there what is to be there.
+                if self.store.len()? < len {
+                    self.store.set_len(len).await?;
+                }
+                self.flush().await
+            };
+            done.await.map_err(|error| error.wrap(self.store.name()))?;
+            writer.store_len.fetch_max(len, Ordering::AcqRel);
+            self.len.fetch_max(len, Ordering::AcqRel);
+            Ok(())
+        })
+    }
+
     fn write_stats(&self) -> WriteStats {
         let syncs = self.writer.as_ref().map_or(0, |it| it.syncs_done.load(Ordering::Relaxed));
         // Each sync makes one group durable.
@@ -223,11 +258,26 @@ impl Disk for RawDisk {
     }
 }
 
+/// While a disk is made longer.
+struct Resizing<'a>(&'a AtomicBool);
+
+impl<'a> Resizing<'a> {
+    fn begin(is_resizing: &'a AtomicBool) -> Option<Self> {
+        (!is_resizing.swap(true, Ordering::AcqRel)).then_some(Self(is_resizing))
+    }
+}
+
+impl Drop for Resizing<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
 impl Writer {
     /// How much of `range` lies in the store, from its start on: all of it, but for a last sector
     /// that is only begun.
     fn bytes_there(&self, range: GuestRange) -> u64 {
-        let end = range.end().bytes().min(self.store_len);
+        let end = range.end().bytes().min(self.store_len.load(Ordering::Acquire));
         end.saturating_sub(range.start().bytes())
     }
 

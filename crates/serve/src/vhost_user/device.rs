@@ -7,6 +7,7 @@
 //!
 //! Section names are those of QEMU's vhost-user specification.
 
+use super::back_channel::BackChannel;
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{self, Control, Ending, Told};
 use super::inflight::Inflight;
@@ -21,13 +22,14 @@ use mica_block::Disk;
 use mica_rt::{Handle, Socket};
 use rustix::fs::FileType;
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
     VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
 };
-use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use vhost::vhost_user::{Backend, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 
@@ -43,6 +45,7 @@ pub(super) struct Common {
     pub(super) stats: Vec<QueueStats>,
     pub(super) discard: Discard,
     pub(super) limiter: Option<Limiter>,
+    pub(super) back_channel: BackChannel,
     /// What the driver is told as the disk's serial number.
     pub(super) id: [u8; ID_BYTES as usize],
 }
@@ -77,6 +80,9 @@ pub(super) struct Device {
     /// Executors; queue n runs on one of them.
     workers: Vec<Handle>,
     features: u64,
+    protocol_features: u64,
+    /// What came with the message that is being handled, where it opens the back channel.
+    pub(super) peeked: Option<OwnedFd>,
     regions: Vec<Region>,
     memory: Option<Arc<Memory>>,
     vrings: Vec<Vring>,
@@ -107,6 +113,8 @@ impl Device {
             common,
             workers,
             features: 0,
+            protocol_features: 0,
+            peeked: None,
             regions: Vec::new(),
             memory: None,
             vrings,
@@ -374,6 +382,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
@@ -381,7 +390,23 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
         let offered = self.get_protocol_features()?.bits();
-        if features & !offered == 0 { Ok(()) } else { Err(Error::FeatureMismatch) }
+        if features & !offered != 0 {
+            return Err(Error::FeatureMismatch);
+        }
+        self.protocol_features = features;
+        Ok(())
+    }
+
+    /// `vhost` gives a sender that cannot say what is to be said; so the descriptor was looked at
+    /// before.
+    fn set_backend_req_fd(&mut self, _backend: Backend) {
+        let negotiated = VhostUserProtocolFeatures::from_bits_truncate(self.protocol_features);
+        if let Some(socket) = self.peeked.take()
+            && negotiated.contains(VhostUserProtocolFeatures::CONFIG)
+        {
+            let gives_replies = negotiated.contains(VhostUserProtocolFeatures::REPLY_ACK);
+            self.common.back_channel.open(socket, gives_replies);
+        }
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {

@@ -50,6 +50,7 @@ pub fn survive(input: &[u8]) -> Counters {
         stats,
         discard: Default::default(),
         limiter: None,
+        back_channel: Default::default(),
         id,
     };
     let common = Arc::new(common);

@@ -11,6 +11,7 @@
 //! guest has, and read once.
 
 mod attention;
+mod back_channel;
 mod chain;
 mod config;
 mod control;
@@ -31,6 +32,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
+pub use back_channel::Notice;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use hostile::{survive, survive_chains};
 pub use server::{Running, Server, ServerConfig};

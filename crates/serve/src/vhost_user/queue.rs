@@ -24,7 +24,6 @@ use super::control::{Control, Ending, Told};
 use super::device::Common;
 use super::inflight::InflightQueue;
 use super::memory::Memory;
-use super::request::Rules;
 use super::stats::QueueStats;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
@@ -69,7 +68,7 @@ pub(super) async fn serve(setup: Setup) {
         disk,
         stats: &common.stats[index],
         common: &common,
-        rules: Rules { disk_len: disk.geometry().len, is_writable: disk.is_writable() },
+        is_writable: disk.is_writable(),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
         part_wakers: Parts { kick: wake_set.waker(size), timer: wake_set.waker(size + 1) },
@@ -151,7 +150,7 @@ struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
     stats: &'a QueueStats,
-    rules: Rules,
+    is_writable: bool,
     queue: Queue,
     table: Table,
     kick: Arc<Socket>,

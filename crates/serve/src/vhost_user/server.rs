@@ -1,6 +1,7 @@
 //! The server of one device: its socket, the thread that takes its messages, the executors of its
 //! queues, and the way down.
 
+use super::back_channel::{self, BackChannel, Notice};
 use super::config::CONFIG_BYTES;
 use super::device::{Common, Device, QUEUES_MAX};
 use super::request::ID_BYTES;
@@ -57,7 +58,14 @@ impl Server {
         let mut id = [0; ID_BYTES as usize];
         id.iter_mut().zip(serial.bytes()).for_each(|(to, byte)| *to = byte);
         let stats = (0..queues).map(|_| Default::default()).collect();
-        let common = Arc::new(Common { disk, stats, discard, limiter: Limiter::new(rates), id });
+        let common = Arc::new(Common {
+            disk,
+            stats,
+            discard,
+            limiter: Limiter::new(rates),
+            back_channel: BackChannel::default(),
+            id,
+        });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let stop = stop.map_err(|error| Error::from_io("starting a device", error.into()))?;
         let stop = Arc::new(Stop { fd: stop, session: Mutex::default() });
@@ -83,6 +91,16 @@ impl Running {
     /// What it did so far.
     pub fn counters(&self) -> Counters {
         self.common.counters()
+    }
+
+    /// Tells the front end that the disk has another length, after [`Disk::resize`]. Waits for its
+    /// answer, for a few seconds at most; not to be called by a thread that the guest waits for.
+    ///
+    /// # Errors
+    /// `Io` if a front end is there and does not take it: it goes on with the length that it
+    /// knows, until it asks again.
+    pub fn notify_resize(&self) -> Result<Notice> {
+        self.common.back_channel.notify()
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
@@ -189,12 +207,16 @@ pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handl
     tracing::info!("a front end has connected");
     let device = Device::new(Arc::clone(common), workers.to_vec());
     let device = Arc::new(Mutex::new(device));
+    let Ok(peeked) = stream.try_clone() else { return };
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
     let why = loop {
+        let came_along = back_channel::peek(&peeked);
+        device.lock().unwrap_or_else(PoisonError::into_inner).peeked = came_along;
         if let Err(error) = handler.handle_request() {
             break error;
         }
     };
+    common.back_channel.close();
     // The queues end before the connection does: a front end that sees it close knows that nothing
     // is in flight any more.
     device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();

@@ -3,4 +3,5 @@
 mod data;
 mod in_flight;
 mod life;
+mod resize;
 mod strangers;

@@ -157,6 +157,13 @@ impl Store for Fussy {
         Box::pin(async move { if fails { Err(failure) } else { Ok(()) } })
     }
 
+    fn set_len(&self, len: u64) -> ChangeFuture {
+        self.note("set_len");
+        let len = usize::try_from(len).expect("small");
+        self.bytes.lock().expect("no panic").resize(len, 0);
+        Box::pin(async { Ok(()) })
+    }
+
     fn space(&self, change: Space, at: HostOffset, len: u64) -> ChangeFuture {
         self.note(match change {
             Space::Punch => "punch",
@@ -283,4 +290,54 @@ fn failed_sync_latches_the_disk() {
     say(run(disk.close()).unwrap_err());
     assert!(store.calls().is_empty());
     assert_eq!(read(&disk, range(0, 512)).len(), 512, "it is still read");
+}
+
+#[test]
+fn disk_becomes_longer_and_its_end_is_zeros() {
+    let store = Fussy::new(700, true);
+    let disk = writable(&store);
+    run(disk.resize(2048)).expect("longer");
+    assert_eq!(store.calls(), ["set_len", "sync"], "durable before anybody is told");
+    assert_eq!(disk.geometry().len, 2048);
+    assert_eq!(store.bytes()[700..], [0; 1348]);
+    write(&disk, 512, &[1; 1536]).expect("the last sector of before is whole now");
+    assert_eq!(store.bytes()[512..], [1; 1536]);
+    assert_eq!(write(&disk, 2048, &[1; 512]).unwrap_err().kind(), ErrorKind::Invalid);
+    run(disk.resize(2048)).expect("as long as it is");
+}
+
+#[test]
+fn served_disk_is_not_made_shorter_nor_odd() {
+    let store = Fussy::new(4096, true);
+    let disk = writable(&store);
+    for len in [3584, 4097, 0] {
+        assert_eq!(run(disk.resize(len)).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    let frozen = RawDisk::new(Arc::clone(&store) as _).expect("a disk");
+    assert_eq!(run(frozen.resize(8192)).unwrap_err().kind(), ErrorKind::Denied);
+    let null = NullDisk::new(4096).expect("a disk").writable();
+    assert_eq!(run(null.resize(8192)).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(store.calls().is_empty());
+    assert_eq!(disk.geometry().len, 4096);
+}
+
+#[test]
+fn length_that_did_not_become_durable_is_none() {
+    let store = Fussy::new(4096, true);
+    let disk = writable(&store);
+    store.sync_fails.store(true, Ordering::Relaxed);
+    assert_eq!(run(disk.resize(8192)).unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(disk.geometry().len, 4096);
+    let again = run(disk.resize(8192)).unwrap_err();
+    assert!(again.to_string().contains("a sync of it failed"), "{again}");
+}
+
+#[test]
+fn device_that_became_longer_by_itself_is_left_as_it_is() {
+    let store = Fussy::new(4096, true);
+    let disk = writable(&store);
+    store.bytes.lock().expect("no panic").resize(8192, 3);
+    run(disk.resize(8192)).expect("noticed");
+    assert_eq!(store.calls(), ["sync"]);
+    assert_eq!((disk.geometry().len, store.bytes()[8191]), (8192, 3));
 }

@@ -5,7 +5,7 @@ use super::{Running, Slot, Work};
 use crate::discard::Discard;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
-use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Status};
+use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Rules, Status};
 use crate::vhost_user::transfer;
 use mica_block::{Detail, Disk, Planned, Result, Zeroes};
 use mica_units::GuestRange;
@@ -30,10 +30,13 @@ impl<'a> Running<'a> {
     /// Begins the request at `head`.
     pub(super) fn begin(&mut self, head: u16) -> Begun {
         let memory = Arc::clone(&self.told.memory);
+        // Of each request, as the disk may have become longer.
+        let disk_len = self.disk.geometry().len;
+        let rules = Rules { disk_len, is_writable: self.is_writable };
         let request = self
             .chain
             .read(&memory.guest, self.table, head)
-            .and_then(|()| Request::parse(&memory.guest, &mut self.chain, self.rules));
+            .and_then(|()| Request::parse(&memory.guest, &mut self.chain, rules));
         let request = match request {
             Ok(request) => request,
             Err(why) => {

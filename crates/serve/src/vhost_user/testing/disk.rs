@@ -9,13 +9,15 @@ use mica_rt::{Buf, sleep};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// A [`MemoryDisk`] with a gate in front of it.
 pub(in crate::vhost_user) struct TestDisk {
     pub(in crate::vhost_user) memory: Arc<MemoryDisk>,
     gate: Arc<Gate>,
+    /// Its length, as far as `memory` goes.
+    pub(in crate::vhost_user) len: AtomicU64,
     pub(in crate::vhost_user) is_writable: bool,
     /// Requests take as long as their place says, so that they overtake each other.
     pub(in crate::vhost_user) is_uneven: bool,
@@ -50,6 +52,7 @@ impl TestDisk {
         Self {
             memory: Arc::new(memory),
             gate: Arc::default(),
+            len: AtomicU64::new(len),
             is_writable: true,
             is_uneven: false,
             bad: 0..0,
@@ -82,7 +85,7 @@ fn touches(range: &Range<u64>, extent: &Extent) -> bool {
 
 impl Disk for TestDisk {
     fn geometry(&self) -> Geometry {
-        self.memory.geometry()
+        Geometry { len: self.len.load(Ordering::Acquire), ..self.memory.geometry() }
     }
 
     fn plan<'a>(

@@ -30,6 +30,7 @@ pub(in crate::vhost_user) mod code {
     pub(in crate::vhost_user) const GET_PROTOCOL_FEATURES: u32 = 15;
     pub(in crate::vhost_user) const SET_PROTOCOL_FEATURES: u32 = 16;
     pub(in crate::vhost_user) const SET_VRING_ENABLE: u32 = 18;
+    pub(in crate::vhost_user) const SET_BACKEND_REQ_FD: u32 = 21;
     pub(in crate::vhost_user) const GET_CONFIG: u32 = 24;
     pub(in crate::vhost_user) const GET_INFLIGHT_FD: u32 = 31;
     pub(in crate::vhost_user) const SET_INFLIGHT_FD: u32 = 32;
@@ -142,15 +143,18 @@ impl FrontEnd {
         assert!(self.order(code, payload, fds).expect("an answer"), "message {code} is refused");
     }
 
+    /// An order whose outcome is not asked for.
+    pub(in crate::vhost_user) fn say(&self, code: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+        self.send(&Self::message(code, 0, payload), fds).expect("sends");
+    }
+
     pub(in crate::vhost_user) fn negotiate(&self, way: Way) {
         let (offered, _) = self.ask(code::GET_FEATURES, &[]);
         let offered = u64::from_le_bytes(*offered.first_chunk().expect("8 bytes"));
         assert_eq!(features(way) & !offered, 0);
         let (protocol, _) = self.ask(code::GET_PROTOCOL_FEATURES, &[]);
         // REPLY_ACK comes into force with both.
-        let set = |code, bytes: &[u8]| {
-            self.send(&Self::message(code, 0, bytes), &[]).expect("sends");
-        };
+        let set = |code, bytes: &[u8]| self.say(code, bytes, &[]);
         set(code::SET_FEATURES, &features(way).to_le_bytes());
         set(code::SET_PROTOCOL_FEATURES, &protocol);
     }
