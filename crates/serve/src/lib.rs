@@ -3,6 +3,7 @@
 mod counters;
 mod discard;
 mod edges;
+pub mod fuse;
 mod limit;
 mod listener;
 pub mod nbd;

@@ -1,0 +1,31 @@
+//! The FUSE server: a disk of mica as a raw file, for foreign tools and for loop mounts.
+//!
+//! ```text
+//! server     mounts, starts, and the way down
+//!   └ file       kernel ⇄ requests                      a thread of its own
+//!       └ gate       how much may be under way
+//!           └ request    request ─▶ disk ─▶ answer      a task on one of the executors
+//! mount      what is mounted where; who unmounts it
+//! ```
+//!
+//! The file has to exist: it is mounted over, as QEMU's FUSE export does it, and shows again when
+//! the server ends. The kernel keeps nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache), so
+//! that what other servers write to the same disk is seen at once, and what was answered has
+//! reached the disk.
+
+mod attributes;
+mod file;
+mod gate;
+mod mount;
+mod request;
+mod server;
+mod stats;
+mod unmounter;
+
+#[cfg(test)]
+mod tests;
+
+pub use attributes::AllowOther;
+pub use server::{Running, Server, ServerConfig};
+pub use stats::Counters;
+pub use unmounter::Unmounter;

@@ -1,0 +1,281 @@
+//! What is mounted over a file, and taking it away.
+//!
+//! A server that was killed leaves its mount behind: every use of the file fails with "Transport
+//! endpoint is not connected" then. Such a dead mount is cleared; a living one never is.
+//!
+//! Nothing here asks a living server anything on the caller's thread: one that hangs would take the
+//! caller with it.
+
+use mica_block::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// A file that something of ours is mounted over.
+#[derive(Clone, Debug)]
+pub(super) struct MountPoint {
+    path: PathBuf,
+    /// By which it is known whatever becomes of its path.
+    id: Option<MountId>,
+}
+
+/// The numbers of a mount and of its file system. The kernel gives both again to others once they
+/// are free; that of the file system is not as long as its server has the connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct MountId {
+    mount: u64,
+    device: (u32, u32),
+}
+
+/// Dead mounts over one file that are cleared.
+const DEAD_MAX: usize = 16;
+/// How long a server has to say that it lives.
+const LIVING_LIMIT: Duration = Duration::from_secs(5);
+/// Symbolic links that lead from one to the next.
+const LINKS_MAX: usize = 40;
+
+/// Finds the file that `file` names and clears dead mounts from it.
+///
+/// # Errors
+/// `Denied` if a server serves there; `Invalid` if it is no regular file.
+pub(super) fn prepare(file: &Path) -> Result<PathBuf> {
+    let path = resolve(file).map_err(|error| looking_at(file, error))?;
+    for _ in 0..DEAD_MAX {
+        let Some(entry) = top(&path)? else { break };
+        match probe(&path) {
+            Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => {}
+            Some(_) => return Err(occupied(&path, "another server is mounted there")),
+            None => {
+                return Err(occupied(&path, "a server is mounted there that does not answer"));
+            }
+        }
+        MountPoint { path: path.clone(), id: Some(entry.id) }.unmount()?;
+        tracing::info!(file = %path.display(), "the mount of a server that is gone was cleared");
+    }
+    let found = path.metadata().map_err(|error| looking_at(&path, error))?;
+    if !found.is_file() {
+        let context = format!("{} is not a regular file to be mounted over", path.display());
+        return Err(Error::new(ErrorKind::Invalid, context));
+    }
+    Ok(path)
+}
+
+fn looking_at(path: &Path, error: io::Error) -> Error {
+    let what = match error.kind() {
+        io::ErrorKind::NotFound => "the file to be mounted over has to exist",
+        _ => "looking at the file to be mounted over",
+    };
+    Error::from_io(format!("{}: {what}", path.display()), error)
+}
+
+fn occupied(path: &Path, why: &str) -> Error {
+    Error::new(ErrorKind::Denied, format!("{}: {why}", path.display()))
+}
+
+/// The path of `file` without links. Its last part may be a dead mount, which must not be asked.
+fn resolve(file: &Path) -> io::Result<PathBuf> {
+    let mut path = file.to_owned();
+    for _ in 0..LINKS_MAX {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_owned();
+        let folder = match path.parent() {
+            Some(parent) if parent != Path::new("") => parent.canonicalize()?,
+            _ => Path::new(".").canonicalize()?,
+        };
+        path = folder.join(name);
+        match path.read_link() {
+            Ok(target) => path = folder.join(target),
+            Err(_) => return Ok(path),
+        }
+    }
+    Err(Errno::LOOP.into())
+}
+
+/// Asks who serves `path` for its attributes; `None` if there is no answer.
+fn probe(path: &Path) -> Option<std::result::Result<(), Errno>> {
+    let (sender, receiver) = mpsc::channel();
+    let path = path.to_owned();
+    let asking = std::thread::Builder::new().name("mica-fuse-probe".to_owned());
+    // The thread of a question that is never answered ends with the process.
+    let asked = asking.spawn(move || sender.send(rustix::fs::stat(&path).map(drop)));
+    asked.ok()?;
+    receiver.recv_timeout(LIVING_LIMIT).ok()
+}
+
+impl MountPoint {
+    /// What was just mounted over `path`.
+    pub(super) fn just_mounted(path: PathBuf) -> Self {
+        // Without a table of mounts the path alone has to do.
+        let id = top(&path).ok().flatten().map(|entry| entry.id);
+        Self { path, id }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes it away, whoever still uses it: what is under way, and what they ask later, fails.
+    /// That it is gone already is no error.
+    pub(super) fn unmount(&self) -> Result<()> {
+        let path = match self.id {
+            None => self.path.clone(),
+            Some(id) => {
+                let entries = table()?;
+                let Some(ours) = entries.iter().find(|entry| entry.id == id) else { return Ok(()) };
+                let on_top = entries.iter().rfind(|entry| entry.path == ours.path);
+                if on_top.is_some_and(|entry| entry.id != id) {
+                    let why = "something else is mounted over the disk, which stays mounted";
+                    return Err(occupied(&ours.path, why));
+                }
+                ours.path.clone()
+            }
+        };
+        detach(&path)
+    }
+}
+
+fn detach(path: &Path) -> Result<()> {
+    let flags = UnmountFlags::FORCE | UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+    match unmount(path, flags) {
+        Ok(()) | Err(Errno::INVAL) => Ok(()),
+        // Users who may not unmount have a program that does it for them.
+        Err(Errno::PERM) if unmount_as_user(path) => Ok(()),
+        Err(error) => {
+            let context = format!("unmounting {}", path.display());
+            Err(Error::from_io(context, error.into()))
+        }
+    }
+}
+
+fn unmount_as_user(path: &Path) -> bool {
+    ["fusermount3", "fusermount"].into_iter().any(|program| {
+        let mut command = Command::new(program);
+        command.args(["-u", "-z", "-q", "--"]).arg(path);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    })
+}
+
+/// A line of the table of mounts.
+#[derive(PartialEq, Eq, Debug)]
+struct Entry {
+    id: MountId,
+    path: PathBuf,
+    is_fuse: bool,
+}
+
+/// The FUSE mount that `path` shows, if it shows one.
+fn top(path: &Path) -> Result<Option<Entry>> {
+    let on_top = table()?.into_iter().rfind(|entry| entry.path == path);
+    Ok(on_top.filter(|entry| entry.is_fuse))
+}
+
+fn table() -> Result<Vec<Entry>> {
+    let text = std::fs::read(TABLE).map_err(|error| Error::from_io("reading the mounts", error))?;
+    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+}
+
+const TABLE: &str = "/proc/self/mountinfo";
+
+/// `36 35 0:34 / /mnt/file rw,nosuid shared:1 - fuse mica rw` (proc(5)).
+fn parse(line: &[u8]) -> Option<Entry> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let mount = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let (major, minor) = std::str::from_utf8(fields.nth(1)?).ok()?.split_once(':')?;
+    let device = (major.parse().ok()?, minor.parse().ok()?);
+    let path = unescape(fields.nth(1)?);
+    let kind = fields.skip_while(|field| field != b"-").nth(1)?;
+    let is_fuse = kind == b"fuse" || kind.starts_with(b"fuse.");
+    let path = PathBuf::from(OsString::from_vec(path));
+    Some(Entry { id: MountId { mount, device }, path, is_fuse })
+}
+
+/// Spaces and the like are written as three octal digits behind a backslash.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut at = 0;
+    while at < field.len() {
+        let digits = field.get(at + 1..at + 4).filter(|_| field[at] == b'\\');
+        let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                at += 4;
+            }
+            None => {
+                bytes.push(field[at]);
+                at += 1;
+            }
+        }
+    }
+    bytes
+}
+
+/// Whether a mount can be asked for at all: what FUSE's options cannot say is refused.
+pub(super) fn check_name(path: &Path) -> Result<()> {
+    if path.as_os_str().as_bytes().contains(&b'\n') {
+        let context = format!("{:?} cannot be mounted over: its name has a line end", path);
+        return Err(Error::new(ErrorKind::Invalid, context));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_of_the_table_is_read_whatever_its_optional_fields() {
+        let entry = |mount, device, path: &str, is_fuse| {
+            Some(Entry { id: MountId { mount, device }, path: path.into(), is_fuse })
+        };
+        let line = b"36 35 0:34 / /a\\040b\\134c rw,nosuid shared:1 master:2 - fuse mica rw";
+        assert_eq!(parse(line), entry(36, (0, 34), "/a b\\c", true));
+        assert_eq!(parse(b"1 0 8:1 / / rw - ext4 /dev/sda rw"), entry(1, (8, 1), "/", false));
+        assert_eq!(parse(b"2 0 0:9 / /x rw - fuse.sshfs a:/ rw"), entry(2, (0, 9), "/x", true));
+        assert_eq!(parse(b"3 0 0:9 / /y rw - fuseblk /dev/b rw"), entry(3, (0, 9), "/y", false));
+        for broken in [
+            &b""[..],
+            b"x",
+            b"1 2 3",
+            b"1 0 8 / / rw - fuse x rw",
+            b"1 0 8:1 / / rw",
+            b"1 0 8:1 / / rw -",
+        ] {
+            assert_eq!(parse(broken), None);
+        }
+    }
+
+    #[test]
+    fn backslash_without_digits_stands_for_itself() {
+        assert_eq!(unescape(b"a\\"), b"a\\");
+        assert_eq!(unescape(b"\\9xx\\040"), b"\\9xx ");
+        assert_eq!(unescape(b"\\777"), b"\\777");
+    }
+
+    #[test]
+    fn file_that_is_not_there_or_no_file_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let missing = prepare(&folder.path().join("missing")).expect_err("not there");
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
+        assert_eq!(prepare(folder.path()).expect_err("a folder").kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn links_are_followed_and_those_in_a_circle_are_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("file"), b"").expect("written");
+        std::os::unix::fs::symlink("file", at("link")).expect("linked");
+        std::os::unix::fs::symlink("circle", at("circle")).expect("linked");
+
+        let found = prepare(&at("link")).expect("a file");
+        assert_eq!(found, at("file").canonicalize().expect("there"));
+        assert!(prepare(&at("circle")).is_err());
+    }
+}

@@ -1,0 +1,275 @@
+//! What the kernel asks for, done on an executor.
+//!
+//! What is more than the disk has is answered as a block device does: reads are cut short, writes
+//! too, and a write that begins at the end or beyond finds no space. Nothing makes the disk longer
+//! or shorter.
+
+use super::attributes::Access;
+use super::gate::Entered;
+use super::server::Export;
+use super::stats::QueueStats;
+use crate::discard::Discard;
+use crate::parts::{read_parts, too_short};
+use crate::sectors::{self, next_piece};
+use fuser::Errno;
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes};
+use mica_rt::{Buf, FallocateFlags, yield_now};
+use mica_units::{GuestOffset, GuestRange};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// A request that is under way, on the executor that it was given to.
+pub(super) struct Task {
+    pub(super) export: Arc<Export>,
+    pub(super) entered: Entered,
+    /// Which executor it is.
+    pub(super) worker: usize,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// For what is asked.
+    Refused(Errno),
+    /// The disk failed.
+    Failed(Error),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+type Outcome<T> = std::result::Result<T, Failure>;
+
+/// What `lseek` looks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Seek {
+    Data,
+    Hole,
+}
+
+/// When a write is answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Durability {
+    /// When it is done.
+    Done,
+    /// When it is durable, as who opened the file asks (`O_SYNC`, `O_DSYNC`).
+    Durable,
+}
+
+/// What `fallocate` does to a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Emptying {
+    Punch,
+    Zero,
+}
+
+/// Failed requests of one file that are logged.
+const FAILURES_LOGGED_MAX: u32 = 16;
+
+impl Task {
+    fn disk(&self) -> &dyn Disk {
+        self.entered.disk()
+    }
+
+    fn disk_len(&self) -> u64 {
+        self.disk().geometry().len
+    }
+
+    pub(super) fn stats(&self) -> &QueueStats {
+        &self.export.stats[self.worker]
+    }
+
+    /// Counts and logs what did not work, and says which errno it is.
+    pub(super) fn settle<T>(&self, outcome: Outcome<T>) -> std::result::Result<T, Errno> {
+        outcome.map_err(|failure| match failure {
+            Failure::Refused(errno) => {
+                self.stats().refused.add(1);
+                errno
+            }
+            Failure::Failed(error) => {
+                self.stats().failed.add(1);
+                let logged = self.export.failures_logged.fetch_add(1, Ordering::Relaxed);
+                if logged < FAILURES_LOGGED_MAX {
+                    tracing::warn!(?error, "a request of a FUSE file failed");
+                } else {
+                    // Counting on would wrap one day, and the log begin anew.
+                    self.export.failures_logged.store(FAILURES_LOGGED_MAX, Ordering::Relaxed);
+                }
+                errno_of(&error)
+            }
+        })
+    }
+
+    /// Reads `len` bytes at `at`, or what there is of them.
+    pub(super) async fn read(&self, at: u64, len: u32) -> Outcome<Buf> {
+        self.stats().reads.add(1);
+        let Some(range) = self.cut(at, len.into()) else { return Ok(Buf::new(0)) };
+        let disk = self.disk();
+        let _in_flight = disk.enter();
+        let mut extents = Vec::new();
+        disk.plan(range, Detail::Read, &mut extents).finish().await?;
+        let whole = vec![Buf::new(usize::try_from(range.len()).expect("a request's length"))];
+        let mut parts = read_parts(disk, &extents, whole).await?.into_iter();
+        let mut read = parts.next().ok_or_else(too_short)?;
+        parts.for_each(|part| read.join(part));
+        assert_eq!(read.len() as u64, range.len(), "a plan covers what was asked");
+        self.stats().read_bytes.add(range.len());
+        Ok(read)
+    }
+
+    /// Writes `payload` at `at`, as far as there is room. Gives how many bytes it wrote.
+    pub(super) async fn write(
+        &self,
+        at: u64,
+        mut payload: Buf,
+        durability: Durability,
+    ) -> Outcome<u32> {
+        self.must_be_writable()?;
+        self.stats().writes.add(1);
+        if payload.is_empty() {
+            return Ok(0);
+        }
+        let range = self.cut(at, payload.len() as u64).ok_or(Failure::Refused(Errno::ENOSPC))?;
+        payload.truncate(usize::try_from(range.len()).expect("within the payload"));
+        sectors::write(self.disk(), &self.export.edges, range, payload).await?;
+        self.export.attributes.touch();
+        self.stats().written_bytes.add(range.len());
+        if durability == Durability::Durable {
+            self.flush().await?;
+        }
+        Ok(u32::try_from(range.len()).expect("within the payload"))
+    }
+
+    /// Makes durable what was answered.
+    pub(super) async fn flush(&self) -> Outcome<()> {
+        self.stats().flushes.add(1);
+        Ok(self.disk().flush().await?)
+    }
+
+    /// `fallocate(mode, at, len)`.
+    pub(super) async fn fallocate(&self, at: u64, len: u64, mode: i32) -> Outcome<()> {
+        self.must_be_writable()?;
+        let mode = u32::try_from(mode).ok().and_then(FallocateFlags::from_bits);
+        let keep = FallocateFlags::KEEP_SIZE;
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= self.disk_len());
+        let emptying = match mode {
+            Some(mode) if mode == FallocateFlags::PUNCH_HOLE | keep => Emptying::Punch,
+            Some(mode) if mode == FallocateFlags::ZERO_RANGE | keep => Emptying::Zero,
+            Some(FallocateFlags::ZERO_RANGE) if is_inside => Emptying::Zero,
+            // Whatever would make the disk longer.
+            Some(mode) if mode.is_empty() || mode == FallocateFlags::ZERO_RANGE => {
+                let errno = if is_inside { Errno::EOPNOTSUPP } else { Errno::ENOSPC };
+                return Err(Failure::Refused(errno));
+            }
+            _ => return Err(Failure::Refused(Errno::EOPNOTSUPP)),
+        };
+        let stats = self.stats();
+        let may_unmap = match emptying {
+            Emptying::Punch => {
+                stats.discards.add(1);
+                self.export.discard == Discard::Unmap
+            }
+            Emptying::Zero => {
+                stats.zeroes.add(1);
+                false
+            }
+        };
+        // Who punches a hole to save space is told if it would cost some.
+        let how = Zeroes { may_unmap, fast: emptying == Emptying::Punch };
+        match self.cut(at, len) {
+            Some(range) => self.empty(range, how).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn empty(&self, range: GuestRange, how: Zeroes) -> Outcome<()> {
+        let mut at = range.start();
+        while at < range.end() {
+            if self.entered.is_closing() {
+                return Err(Failure::Refused(Errno::ESHUTDOWN));
+            }
+            let piece = next_piece(at, range.end());
+            let result = sectors::write_zeroes(self.disk(), &self.export.edges, piece, how).await;
+            match result {
+                Err(error) if how.fast && error.kind() == ErrorKind::Unsupported => {
+                    return Err(Failure::Refused(Errno::EOPNOTSUPP));
+                }
+                result => result?,
+            }
+            self.export.attributes.touch();
+            at = piece.end();
+            if at < range.end() {
+                yield_now().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the next data, or the next hole, is from `from` on. Behind the last byte is a hole.
+    pub(super) async fn seek(&self, from: i64, what: Seek) -> Outcome<i64> {
+        let beyond = || Failure::Refused(Errno::ENXIO);
+        let from = u64::try_from(from).map_err(|_| beyond())?;
+        let end = self.disk_len();
+        if from >= end {
+            return Err(beyond());
+        }
+        let mut at = GuestOffset::new(from);
+        let end = GuestOffset::new(end);
+        let mut extents = Vec::new();
+        while at < end {
+            if self.entered.is_closing() {
+                return Err(Failure::Refused(Errno::ESHUTDOWN));
+            }
+            let window = next_window(at, end);
+            extents.clear();
+            let in_flight = self.disk().enter();
+            self.disk().plan(window, Detail::Allocation, &mut extents).finish().await?;
+            drop(in_flight);
+            let is_it = |extent: &&Extent| extent.kind.reads_as_zero() == (what == Seek::Hole);
+            if let Some(found) = extents.iter().find(is_it) {
+                return offset_of(found.start.bytes());
+            }
+            at = window.end();
+            // A large disk has many windows: others have their turn between them.
+            yield_now().await;
+        }
+        if what == Seek::Hole { offset_of(end.bytes()) } else { Err(beyond()) }
+    }
+
+    fn must_be_writable(&self) -> Outcome<()> {
+        match self.export.attributes.access() {
+            Access::ReadWrite => Ok(()),
+            Access::Read => Err(Failure::Refused(Errno::EROFS)),
+        }
+    }
+
+    /// What lies on the disk of `len` bytes at `at`.
+    fn cut(&self, at: u64, len: u64) -> Option<GuestRange> {
+        let len = self.disk_len().checked_sub(at)?.min(len);
+        GuestRange::new(GuestOffset::new(at), len).filter(|range| !range.is_empty())
+    }
+}
+
+fn offset_of(at: u64) -> Outcome<i64> {
+    i64::try_from(at).map_err(|_| Failure::Refused(Errno::EOVERFLOW))
+}
+
+fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
+    let boundary = (at.bytes() / REQUEST_BYTES_MAX + 1).checked_mul(REQUEST_BYTES_MAX);
+    let boundary = boundary.map_or(end, GuestOffset::new);
+    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
+}
+
+fn errno_of(error: &Error) -> Errno {
+    match error.kind() {
+        ErrorKind::NoSpace => Errno::ENOSPC,
+        ErrorKind::Denied => Errno::EROFS,
+        ErrorKind::Unsupported => Errno::EOPNOTSUPP,
+        ErrorKind::Invalid => Errno::EINVAL,
+        // What users of files know of a disk that cannot be read or written.
+        _ => Errno::EIO,
+    }
+}

@@ -1,0 +1,160 @@
+//! What is mounted, who finds what, and the end.
+
+use super::*;
+
+#[test]
+fn file_has_owner_and_mode_and_counts_what_it_did() {
+    let Some(place) = Place::new() else { return };
+    let running = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
+    let file = place.file();
+    let found = file.metadata().expect("stat");
+    assert!(found.is_file());
+    assert_eq!((found.len(), found.blocks(), found.mode() & 0o7777), (LEN, LEN / 512, 0o600));
+    assert_eq!(found.uid(), rustix::process::getuid().as_raw());
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).expect("root may");
+    assert_eq!(file.metadata().expect("stat").mode() & 0o7777, 0o640);
+    assert_eq!(std::fs::read(&file).expect("read").len() as u64, LEN);
+
+    let counters = running.shutdown();
+    assert_eq!((counters.read_bytes, counters.refused, counters.panics), (LEN, 0, 0));
+}
+
+#[test]
+fn living_server_is_left_alone() {
+    let Some(place) = Place::new() else { return };
+    place.with(Arc::new(MemoryDisk::new(LEN)), |path| {
+        let second = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap);
+        let error = second.expect_err("another serves there");
+        assert_eq!(error.kind(), ErrorKind::Denied);
+        assert!(error.to_string().contains("another server is mounted there"), "{error}");
+        assert_eq!(path.metadata().expect("it lives").len(), LEN);
+    });
+}
+
+/// A mount whose server is this descriptor, and answers nothing.
+fn mount_of_nobody(path: &Path) -> File {
+    let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").expect("opened");
+    let options = format!("fd={},rootmode=100600,user_id=0,group_id=0", device.as_raw_fd());
+    let options = std::ffi::CString::new(options).expect("no zero byte");
+    mount("nobody", path, "fuse", MountFlags::NODEV, Some(&*options)).expect("mounted");
+    device
+}
+
+#[test]
+fn mounts_of_servers_that_are_gone_are_cleared() {
+    let Some(place) = Place::new() else { return };
+    // Without a server the file cannot even be opened to be mounted over: twice is once more.
+    drop(mount_of_nobody(&place.file()));
+    assert_eq!(errno(place.file().metadata()), Some(Errno::NOTCONN));
+    drop(mount_of_nobody(&place.file()));
+
+    place.with(Arc::new(MemoryDisk::new(LEN)), |path| {
+        assert_eq!(path.metadata().expect("served").len(), LEN);
+    });
+}
+
+#[test]
+fn server_that_does_not_answer_is_left_alone_and_holds_nobody_up() {
+    let Some(place) = Place::new() else { return };
+    let silent = mount_of_nobody(&place.file());
+
+    let error = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect_err("occupied");
+
+    assert!(error.to_string().contains("does not answer"), "{error}");
+    drop(silent);
+    place.with(Arc::new(MemoryDisk::new(LEN)), |_| {});
+}
+
+#[test]
+fn file_that_is_still_open_fails_after_the_end() {
+    let Some(place) = Place::new() else { return };
+    let running = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
+    let file = open(&place.file());
+    running.shutdown();
+    assert_eq!(errno(file.read_at(&mut [0; 512], 0)), Some(Errno::NOTCONN));
+    assert_eq!(std::fs::read(place.file()).expect("unmounted"), UNDERNEATH);
+}
+
+#[test]
+fn mount_that_the_user_took_away_is_no_error_and_what_came_after_stays() {
+    let Some(place) = Place::new() else { return };
+    let first = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
+    rustix::mount::unmount(place.file(), rustix::mount::UnmountFlags::empty()).expect("unmounted");
+    let second = place.start(Arc::new(MemoryDisk::new(2 * LEN)), Discard::Unmap).expect("served");
+
+    first.shutdown();
+
+    assert_eq!(place.file().metadata().expect("served").len(), 2 * LEN);
+    second.shutdown();
+    assert_eq!(std::fs::read(place.file()).expect("unmounted"), UNDERNEATH);
+}
+
+#[test]
+fn started_and_stopped_again_and_again_it_leaves_nothing() {
+    let Some(place) = Place::new() else { return };
+    let count = || std::fs::read_dir("/proc/self/fd").expect("listed").count();
+    place.with(Arc::new(MemoryDisk::new(LEN)), |_| {});
+    let before = count();
+    for _ in 0..20 {
+        place.with(Arc::new(MemoryDisk::new(LEN)), |path| {
+            assert_eq!(File::open(path).expect("opened").read_at(&mut [0; 9], 3).expect("read"), 9);
+        });
+    }
+    // Other tests of this process come and go meanwhile.
+    assert!(count() < before + 20, "{before} files were open, then {}", count());
+}
+
+/// A disk that never says where anything is.
+struct StuckDisk;
+
+impl Disk for StuckDisk {
+    fn geometry(&self) -> Geometry {
+        Geometry { len: LEN, preferred_bytes: 512 }
+    }
+
+    fn plan<'a>(&'a self, _: GuestRange, _: Detail, _: &'a mut Vec<Extent>) -> Planned<'a> {
+        Planned::Pending(Box::pin(std::future::pending()))
+    }
+
+    fn read(&self, _: &Extent, buf: Buf) -> IoFuture {
+        ready(Ok(()), buf)
+    }
+}
+
+#[test]
+fn disk_that_is_stuck_does_not_hold_the_end_up() {
+    let Some(place) = Place::new() else { return };
+    let running = place.start(Arc::new(StuckDisk), Discard::Unmap).expect("served");
+    let (sender, receiver) = mpsc::channel();
+    let path = place.file();
+    std::thread::spawn(move || {
+        let file = File::open(path).expect("opened");
+        sender.send(None).expect("somebody waits");
+        sender.send(errno(file.read_at(&mut [0; 512], 0))).expect("somebody waits");
+    });
+    receiver.recv().expect("it reads");
+    while running.counters().reads == 0 {
+        std::thread::yield_now();
+    }
+
+    running.shutdown();
+
+    let limit = Duration::from_secs(30);
+    let answer = receiver.recv_timeout(limit).expect("an answer");
+    assert!(matches!(answer, Some(Errno::CONNABORTED | Errno::NOTCONN)), "{answer:?}");
+    assert_eq!(std::fs::read(place.file()).expect("unmounted"), UNDERNEATH);
+}
+
+#[test]
+fn disk_that_is_only_read_is_not_opened_to_be_written() {
+    let Some(place) = Place::new() else { return };
+    let running = place.start(Arc::new(StuckDisk), Discard::Unmap).expect("served");
+    let file = place.file();
+    assert_eq!(file.metadata().expect("stat").mode() & 0o7777, 0o400);
+    let opened = OpenOptions::new().write(true).open(&file);
+    assert_eq!(errno(opened), Some(Errno::ROFS));
+    let mode = std::fs::Permissions::from_mode(0o600);
+    assert_eq!(errno(std::fs::set_permissions(&file, mode)), Some(Errno::ROFS));
+    drop(running);
+    assert_eq!(std::fs::read(&file).expect("unmounted"), UNDERNEATH);
+}
