@@ -9,6 +9,7 @@ mod folders;
 pub(crate) mod glance;
 mod goal;
 mod goals;
+mod guest;
 mod machine;
 mod measure;
 mod page;
@@ -33,6 +34,9 @@ pub(crate) enum Bench {
     /// Writing raw and qcow2 images, empty, preallocated and over a base: speed, syncs, bytes
     /// copied and written. Writes a table, JSON and plots.
     Write(write::Options),
+    /// Serving machines: the vhost-user-blk device without a guest and under one, restarts. Writes
+    /// a table, JSON and plots.
+    Guest(guest::Options),
 }
 
 impl Bench {
@@ -41,6 +45,7 @@ impl Bench {
         match self {
             Self::Chain(options) => chain::run(options),
             Self::Write(options) => write::run(options),
+            Self::Guest(options) => guest::run(options),
         }
     }
 }

@@ -43,16 +43,24 @@ pub(super) struct Context<'a> {
 }
 
 /// A chain on disk; dropping it removes it.
-struct Chain {
+pub(super) struct Chain {
     folder: tempfile::TempDir,
-    image: PathBuf,
-    owners: OwnerMap,
-    layers: u32,
-    table_bytes: u64,
+    /// The active layer.
+    pub(super) image: PathBuf,
+    /// Who owns the disk.
+    pub(super) owners: OwnerMap,
+    /// How many layers there are.
+    pub(super) layers: u32,
+    /// Bytes of the disk that one L2 table speaks for.
+    pub(super) table_bytes: u64,
 }
 
 impl Chain {
-    fn make(context: &Context<'_>, spec: ChainSpec) -> Result<Self> {
+    /// Makes it in a folder of its own.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub(super) fn make(context: &Context<'_>, spec: ChainSpec) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("chain-").tempdir_in(context.work)?;
         let spec = ChainSpec { dir: folder.path().to_owned(), ..spec };
         let manifest = generate(&spec, |_| {})?;
@@ -88,7 +96,10 @@ impl Chain {
     }
 
     /// Runs an `index` verb of mica on it.
-    fn index(&self, verb: &str) -> Result<Duration> {
+    ///
+    /// # Errors
+    /// If mica fails.
+    pub(super) fn index(&self, verb: &str) -> Result<Duration> {
         let mut index = Command::new(mica::binary());
         index.args(["index", verb, "--format", "qcow2"]).arg(&self.image);
         let done = command::finish_within(&mut index, Duration::from_secs(1800));

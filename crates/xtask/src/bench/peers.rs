@@ -19,6 +19,8 @@ pub(super) struct Peer {
     more: Vec<String>,
     /// What QEMU opens instead of the image.
     node: Option<String>,
+    /// Where it serves over vhost-user too, and with how many queues.
+    vhost_user: Option<(PathBuf, u16)>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,6 +42,8 @@ enum Access {
 pub(super) const MICA: &str = "mica";
 /// qemu-nbd's name in tables.
 pub(super) const QEMU_NBD: &str = "qemu-nbd";
+/// qemu-storage-daemon's name in tables.
+pub(super) const QEMU_STORAGE_DAEMON: &str = "qemu-storage-daemon";
 
 impl Peer {
     /// mica with `more` options.
@@ -52,6 +56,11 @@ impl Peer {
         Self::new(QEMU_NBD, Kind::QemuNbd, more)
     }
 
+    /// qemu-storage-daemon with `more` options.
+    pub(super) fn qemu_storage_daemon(more: &[&str]) -> Self {
+        Self::new(QEMU_STORAGE_DAEMON, Kind::QemuStorageDaemon, more)
+    }
+
     /// nbdkit with `more` options; the image is its plugin and that plugin's argument.
     pub(super) fn nbdkit(more: &[&str]) -> Self {
         Self::new("nbdkit", Kind::Nbdkit, more)
@@ -62,10 +71,7 @@ impl Peer {
         let mut peers = vec![Self::mica(&[])];
         let known = [
             (tools::QEMU_NBD, Self::qemu_nbd(&[])),
-            (
-                tools::QEMU_STORAGE_DAEMON,
-                Self::new("qemu-storage-daemon", Kind::QemuStorageDaemon, &[]),
-            ),
+            (tools::QEMU_STORAGE_DAEMON, Self::qemu_storage_daemon(&[])),
         ];
         for (tool, peer) in known {
             match tool.is_there() {
@@ -81,6 +87,11 @@ impl Peer {
         Self { access: Access::Write, ..self }
     }
 
+    /// The same, as a vhost-user-blk device with `queues` queues at `socket` besides.
+    pub(super) fn over_vhost_user(self, socket: PathBuf, queues: u16) -> Self {
+        Self { vhost_user: Some((socket, queues)), ..self }
+    }
+
     /// The same on a block-device name of QEMU's instead of the image that a run names.
     pub(super) fn on_node(self, node: &str) -> Self {
         Self { node: Some(format!("json:{node}")), ..self }
@@ -88,7 +99,14 @@ impl Peer {
 
     fn new(name: &str, kind: Kind, more: &[&str]) -> Self {
         let more = more.iter().map(|&word| word.to_owned()).collect();
-        Self { name: name.to_owned(), kind, access: Access::Read, more, node: None }
+        Self {
+            name: name.to_owned(),
+            kind,
+            access: Access::Read,
+            more,
+            node: None,
+            vhost_user: None,
+        }
     }
 
     /// Starts it on `image`; `limit` wraps the command, as `prlimit` does.
@@ -136,6 +154,10 @@ impl Peer {
             Kind::Mica => {
                 command.arg("serve").args(reads.then_some("--read-only"));
                 command.args(["--format", format, "--nbd"]).arg(socket);
+                if let Some((socket, queues)) = &self.vhost_user {
+                    command.arg("--vhost-user").arg(socket);
+                    command.args(["--num-queues", &queues.to_string()]);
+                }
                 command.arg("--stats-file").arg(stats).args(&self.more).arg(image);
             }
             Kind::QemuNbd => {
@@ -146,24 +168,41 @@ impl Peer {
                     None => command.args(["-f", format]).arg(image),
                 };
             }
-            Kind::QemuStorageDaemon => {
-                let node = format!(
-                    "driver={format},node-name=top,read-only={},file.driver=file,file.filename={}",
-                    if reads { "on" } else { "off" },
-                    image.display()
-                );
-                let address = format!("addr.type=unix,addr.path={}", socket.display());
-                command.args(["--blockdev", &node, "--nbd-server", &address]);
-                let writable = if reads { "off" } else { "on" };
-                let export = format!("type=nbd,id=export,node-name=top,writable={writable}");
-                command.args(["--export", &export]).args(&self.more);
-            }
+            Kind::QemuStorageDaemon => self.storage_daemon(command, socket, image, format),
             Kind::Nbdkit => {
                 command.arg("--foreground").args(reads.then_some("--readonly"));
                 command.arg("--unix").arg(socket);
                 command.args(&self.more);
             }
         }
+    }
+}
+
+impl Peer {
+    fn storage_daemon(&self, command: &mut Command, socket: &Path, image: &Path, format: &str) {
+        let (read_only, writable) = match self.access {
+            Access::Read => ("on", "off"),
+            Access::Write => ("off", "on"),
+        };
+        let node = format!(
+            "driver={format},node-name=top,read-only={read_only},file.driver=file,file.filename={}",
+            image.display()
+        );
+        let address = format!("addr.type=unix,addr.path={}", socket.display());
+        command.args(["--blockdev", &node, "--nbd-server", &address]);
+        let Some((socket, queues)) = &self.vhost_user else {
+            let export = format!("type=nbd,id=export,node-name=top,writable={writable}");
+            command.args(["--export", &export]).args(&self.more);
+            return;
+        };
+        // By NBD one only sees that it is up.
+        command.args(["--export", "type=nbd,id=export,node-name=top,writable=off"]);
+        let export = format!(
+            "type=vhost-user-blk,id=device,node-name=top,writable={writable},num-queues={queues},\
+             addr.type=unix,addr.path={}",
+            socket.display()
+        );
+        command.args(["--export", &export]).args(&self.more);
     }
 }
 

@@ -65,7 +65,8 @@ impl Outcome {
         ratio(self.bytes, 1 << 20) / self.elapsed.as_secs_f64()
     }
 
-    fn note_wrong(&mut self, what: impl FnOnce() -> String) {
+    /// Counts a wrong answer.
+    pub(super) fn note_wrong(&mut self, what: impl FnOnce() -> String) {
         self.wrong += 1;
         self.first_wrong.get_or_insert_with(what);
     }

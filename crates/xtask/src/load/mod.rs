@@ -1,4 +1,5 @@
-//! A load generator for NBD: one thread, many requests in flight, every answer verified.
+//! Load generators for NBD and vhost-user-blk ([`vhost`]): one thread, many requests in flight, every
+//! answer verified.
 //!
 //! It must never be the bottleneck: requests are sent in batches with one system call, answers are
 //! taken in batches with one system call and verified where they lie. [`null`] measures what it can
@@ -10,6 +11,7 @@ pub(crate) mod null;
 mod pattern;
 mod replies;
 pub(crate) mod stamp;
+pub(crate) mod vhost;
 mod write;
 
 pub(crate) use drive::{Load, Outcome, Request, run};

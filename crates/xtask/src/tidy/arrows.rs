@@ -12,6 +12,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-map"],
     &["mica-store", "mica-qcow2", "mica-serve"],
     &["mica-stack", "mica-sim", "mica-gen"],
+    &["mica-daemon"],
     &["mica"],
     &["mica-tests"],
     &["xtask"],
