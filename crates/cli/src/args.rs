@@ -7,6 +7,7 @@ use crate::dd::{ReadArgs, WriteArgs};
 use crate::images::ImageArgs;
 use crate::measure::MeasureArgs;
 use crate::resize::ResizeArgs;
+use crate::serve::ServeArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -33,8 +34,7 @@ pub(crate) enum LogLevel {
 
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Serve a disk over NBD.
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Tell about an image: size, format, snapshots, backing files.
     Info(InfoArgs),
     /// Tell which layer owns which bytes of the disk, and where they are.
@@ -100,73 +100,6 @@ pub(crate) struct SubjectArgs {
     /// The image: for a chain, its active layer.
     #[arg(value_name = "IMAGE")]
     pub(crate) image: PathBuf,
-}
-
-#[derive(Args)]
-pub(crate) struct ServeArgs {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT on the loopback.
-    /// Can be given more than once.
-    #[arg(long, required_unless_present = "vhost_user", value_name = "SOCKET")]
-    pub(crate) nbd: Vec<String>,
-    /// Where the monitor of a virtual machine connects (QEMU, cloud-hypervisor, Firecracker), to
-    /// have the disk as a vhost-user-blk device: the path of a unix socket.
-    #[arg(long, value_name = "SOCKET")]
-    pub(crate) vhost_user: Option<PathBuf>,
-    /// Virtqueues of the vhost-user-blk device.
-    #[arg(long, default_value_t = 4, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub(crate) num_queues: u16,
-    /// Refuse to write. Without it the image is opened for writing, as by qemu-nbd.
-    #[arg(short = 'r', long)]
-    pub(crate) read_only: bool,
-    /// What becomes of space that clients do not need any more: unmap gives it back, ignore keeps
-    /// it.
-    #[arg(long, value_enum, default_value = "unmap", value_name = "MODE")]
-    pub(crate) discard: DiscardChoice,
-    /// Serve an internal snapshot of the image, by id or name, instead of its present state. It
-    /// cannot be written.
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
-    pub(crate) load_snapshot: Option<String>,
-    /// Name of the export; it is also served under the empty name.
-    #[arg(short = 'x', long, default_value = "", value_name = "NAME")]
-    pub(crate) export_name: String,
-    /// Text that clients show with the export.
-    #[arg(short = 'D', long, default_value = "", value_name = "TEXT")]
-    pub(crate) description: String,
-    /// Most clients at one time.
-    #[arg(short = 'e', long, default_value_t = 256, value_name = "COUNT")]
-    pub(crate) shared: usize,
-    /// Threads that serve; connections are spread over them. As many as processors by default.
-    #[arg(long, value_name = "COUNT")]
-    pub(crate) queues: Option<usize>,
-    /// Whether sidecars of the chain's index are used, and written in the background.
-    #[arg(long, value_enum, default_value = "auto", value_name = "WHETHER")]
-    pub(crate) index: IndexChoice,
-    /// Write figures of this run as JSON to this file at the end.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) stats_file: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) images: ImageArgs,
-    /// The image: for a chain, its active layer.
-    #[arg(value_name = "IMAGE")]
-    pub(crate) image: PathBuf,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DiscardChoice {
-    #[value(alias = "off")]
-    Ignore,
-    #[value(alias = "on")]
-    Unmap,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum IndexChoice {
-    /// Use sidecars where they fit, and write them in the background where not.
-    Auto,
-    /// Use sidecars where they fit; write nothing.
-    Read,
-    /// Neither use nor write sidecars.
-    Off,
 }
 
 #[derive(Args)]

@@ -1,15 +1,12 @@
 //! The options that say how images are opened, the same for every verb, and the opening.
 
 use crate::failure::Failure;
-use clap::{Args, ValueEnum};
-use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
+use clap::Args;
+use mica_daemon::{Aio, Cache, ImageConfig, Size};
+use mica_qcow2::{ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, OpenDisk, SidecarPlace, parse_size};
-use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
+use mica_stack::{Format, ImageOptions, OpenDisk, parse_size};
 use std::path::{Path, PathBuf};
-
-/// Descriptors that are left for sockets, rings and all that is no image.
-const HANDLES_RESERVE: usize = 96;
 
 #[derive(Args, Clone)]
 pub(crate) struct ImageArgs {
@@ -21,17 +18,17 @@ pub(crate) struct ImageArgs {
     allow_path: Vec<PathBuf>,
     /// How images are read: through the page cache, or past it (O_DIRECT).
     #[arg(long, value_enum, default_value = "writeback", value_name = "MODE")]
-    cache: CacheChoice,
+    cache: Cache,
     /// Read images although another program has them open for writing: what is read may then
     /// contradict itself. An image that is written is still nobody else's.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// How I/O is done: io_uring, threads, or io_uring where the system lets us.
     #[arg(long, value_enum, default_value = "auto", value_name = "BACKEND")]
-    aio: AioChoice,
+    pub(crate) aio: Aio,
     /// Most memory for the map of the disk.
     #[arg(long, default_value = "32M", value_name = "SIZE")]
-    index_cache: String,
+    index_cache: Size,
     /// Keep the index in this directory instead of beside the layers.
     #[arg(long, value_name = "DIRECTORY")]
     index_dir: Option<PathBuf>,
@@ -44,31 +41,27 @@ pub(crate) struct ImageArgs {
     inject: Vec<String>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum CacheChoice {
-    Writeback,
-    None,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum AioChoice {
-    Auto,
-    #[value(name = "io_uring")]
-    IoUring,
-    Threads,
-}
-
 impl ImageArgs {
+    /// The same as a configuration has it.
+    pub(crate) fn config(&self) -> ImageConfig {
+        ImageConfig {
+            format: self.format.clone(),
+            allow_path: self.allow_path.clone(),
+            cache: self.cache,
+            force_share: self.force_share,
+            index_cache: self.index_cache,
+            index_dir: self.index_dir.clone(),
+            handover_dir: self.handover_dir.clone(),
+            inject: self.inject.clone(),
+        }
+    }
+
     pub(crate) fn format(&self) -> Result<Format, Failure> {
-        Ok(self.format.parse()?)
+        Ok(self.config().format()?)
     }
 
     pub(crate) fn backend(&self) -> Backend {
-        match self.aio {
-            AioChoice::Auto => Backend::Auto,
-            AioChoice::IoUring => Backend::Uring,
-            AioChoice::Threads => Backend::Pool,
-        }
+        self.aio.backend()
     }
 
     /// An executor for this thread.
@@ -79,39 +72,12 @@ impl ImageArgs {
 
     /// How image files are opened.
     pub(crate) fn image_options(&self) -> Result<ImageOptions, Failure> {
-        if let Err(error) = raise_open_files_limit() {
-            tracing::info!(%error, "the limit of open files stays as it is");
-        }
-        let mut options = ImageOptions::new(Handles::for_process(HANDLES_RESERVE));
-        options.allow_paths.clone_from(&self.allow_path);
-        options.cache = match self.cache {
-            CacheChoice::Writeback => CacheMode::Writeback,
-            CacheChoice::None => CacheMode::None,
-        };
-        if self.force_share {
-            options.locking = Locking::ForceShare;
-        }
-        if let Some(directory) = &self.index_dir {
-            options.sidecars = SidecarPlace::Directory(directory.clone());
-        }
-        options.handover = match &self.handover_dir {
-            off if off.as_os_str() == "off" => HandoverPlace::Nowhere,
-            directory => HandoverPlace::Directory(directory.clone()),
-        };
-        for fault in &self.inject {
-            options.faults.push(fault.parse::<Fault>()?);
-        }
-        Ok(options)
+        Ok(self.config().image_options(ImageConfig::handles())?)
     }
 
     /// How a chain is opened.
     pub(crate) fn chain_options(&self, index: IndexUse) -> Result<ChainOptions, Failure> {
-        let cache_bytes = size_of("--index-cache", &self.index_cache)?;
-        if cache_bytes < CACHE_BYTES_MIN {
-            let least = CACHE_BYTES_MIN >> 10;
-            return Err(Failure::new(format!("--index-cache: at least {least}k are needed")));
-        }
-        Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
+        Ok(self.config().chain_options(index)?)
     }
 
     /// Opens `image` as these options say.

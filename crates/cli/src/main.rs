@@ -19,7 +19,6 @@ mod measure;
 mod output;
 mod resize;
 mod serve;
-mod stats;
 
 use args::{Cli, Verb};
 use clap::Parser;
@@ -38,7 +37,7 @@ fn main() -> ExitCode {
     };
     output::start_log(cli.log_level);
     let outcome = match cli.verb {
-        Verb::Serve(args) => serve::run(args),
+        Verb::Serve(args) => serve::run(*args),
         Verb::Info(args) => info::run(&args),
         Verb::Map(args) => map::run(&args),
         Verb::Check(args) => check::run(&args),

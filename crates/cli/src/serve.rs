@@ -1,200 +1,181 @@
-//! `mica serve`: a disk over NBD, until SIGTERM or SIGINT.
+//! `mica serve`: disks over NBD and as devices of machines, until SIGTERM or SIGINT.
 //!
-//! Order: the image is opened, then the socket appears; so whoever can connect is served. At the
-//! end the socket goes first, requests in flight are answered, the queues end, and the disk is
-//! closed, once, whatever went wrong before. The exit code is 0 if all that was written is in the
-//! image.
+//! The exit code is 0 if all that was written is in the images.
 
-use crate::args::{DiscardChoice, IndexChoice, ServeArgs};
 use crate::failure::Failure;
-use crate::stats;
-use mica_block::ErrorKind;
-use mica_qcow2::{Chain, IndexUse};
-use mica_rt::{Backend, Executor};
-use mica_serve::nbd::{Export, Limits, Server, ServerConfig};
-use mica_serve::{Discard, Listener, Rates, Workers, vhost_user};
-use mica_stack::OpenDisk;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
-use std::net::SocketAddr;
-use std::ops::ControlFlow;
-use std::path::Path;
+use crate::images::ImageArgs;
+use clap::Args;
+use mica_daemon::{Config, Daemon, Discards, DiskConfig, IndexMode, Size};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 
-/// Most queues that are started without being asked for.
-const QUEUES_DEFAULT_MAX: usize = 8;
+/// What is said of one disk, and has a key of its own in a configuration.
+const OF_ONE_DISK: [&str; 26] = [
+    "nbd",
+    "vhost_user",
+    "num_queues",
+    "serial",
+    "iops",
+    "iops_burst",
+    "bps",
+    "bps_burst",
+    "read_only",
+    "discard",
+    "load_snapshot",
+    "export_name",
+    "description",
+    "shared",
+    "index",
+    "stats_file",
+    "image",
+    "format",
+    "allow_path",
+    "cache",
+    "force_share",
+    "aio",
+    "index_cache",
+    "index_dir",
+    "handover_dir",
+    "inject",
+];
+
+/// Serve a disk, or many: over NBD, and to virtual machines.
+#[derive(Args)]
+pub(crate) struct ServeArgs {
+    /// Serve what this TOML file says: a [[disk]] for each, whose keys are name, image and the
+    /// options of this verb. Paths in it start from its folder.
+    #[arg(long, conflicts_with_all = OF_ONE_DISK, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Threads that serve, for all disks and clients together. As many as processors by default.
+    #[arg(long, value_name = "COUNT")]
+    queues: Option<usize>,
+    #[command(flatten)]
+    disk: DiskArgs,
+}
+
+// What is said of one disk. (Words for rustdoc would become the verb's help.)
+#[derive(Args)]
+struct DiskArgs {
+    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT on the loopback.
+    /// Can be given more than once.
+    #[arg(long, value_name = "SOCKET")]
+    nbd: Vec<String>,
+    /// Where the monitor of a virtual machine connects (QEMU, cloud-hypervisor, Firecracker), to
+    /// have the disk as a vhost-user-blk device: the path of a unix socket.
+    #[arg(long, value_name = "SOCKET")]
+    vhost_user: Option<PathBuf>,
+    /// Virtqueues of the vhost-user-blk device.
+    #[arg(long, default_value_t = 4, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    num_queues: u16,
+    /// What the machine is told as the serial number of the device; at most 20 bytes count. The
+    /// image's name without its ending by default.
+    #[arg(long, value_name = "TEXT")]
+    serial: Option<String>,
+    /// Most operations per second of the vhost-user-blk device.
+    #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "COUNT")]
+    iops: u64,
+    /// Operations that may come at once; a tenth of a second's by default.
+    #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "COUNT")]
+    iops_burst: u64,
+    /// Most bytes per second of the vhost-user-blk device, read and written together.
+    #[arg(long, default_value = "0", hide_default_value = true, value_name = "SIZE")]
+    bps: Size,
+    /// Bytes that may come at once; a tenth of a second's by default.
+    #[arg(long, default_value = "0", hide_default_value = true, value_name = "SIZE")]
+    bps_burst: Size,
+    /// Refuse to write. Without it the image is opened for writing, as by qemu-nbd.
+    #[arg(short = 'r', long)]
+    read_only: bool,
+    /// What becomes of space that clients do not need any more: unmap gives it back, ignore keeps
+    /// it.
+    #[arg(long, value_enum, default_value = "unmap", value_name = "MODE")]
+    discard: Discards,
+    /// Serve an internal snapshot of the image, by id or name, instead of its present state. It
+    /// cannot be written.
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    load_snapshot: Option<String>,
+    /// Name of the NBD export; it is also served under the empty name.
+    #[arg(short = 'x', long, default_value = "", value_name = "NAME")]
+    export_name: String,
+    /// Text that NBD clients show with the export.
+    #[arg(short = 'D', long, default_value = "", value_name = "TEXT")]
+    description: String,
+    /// Most NBD clients at one time.
+    #[arg(short = 'e', long, default_value_t = 256, value_name = "COUNT")]
+    shared: usize,
+    /// Whether sidecars of the chain's index are used, and written in the background.
+    #[arg(long, value_enum, default_value = "auto", value_name = "WHETHER")]
+    index: IndexMode,
+    /// Write figures of this run as JSON to this file at the end.
+    #[arg(long, value_name = "FILE")]
+    stats_file: Option<PathBuf>,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The image: for a chain, its active layer.
+    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    image: Option<PathBuf>,
+}
 
 pub(crate) fn run(args: ServeArgs) -> Result<ExitCode, Failure> {
-    let executor = args.images.executor()?;
-    let opened = open(&args, &executor)?;
-    let served = serve(&args, &opened);
-    let closed = executor.block_on(opened.disk.close()).map_err(|error| {
-        let image = args.image.display();
-        Failure::from(error.wrap(format!("closing {image}: not all that was written is in it")))
-    });
-    // Of two failures the one that may have cost data is told.
-    closed.and(served)?;
+    Daemon::start(config(args)?)?.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Serves until a signal comes. No queue runs any more when it returns.
-fn serve(args: &ServeArgs, opened: &OpenDisk) -> Result<(), Failure> {
-    let mut signals = Signals::new([SIGTERM, SIGINT])?;
-    let listeners = args.nbd.iter().map(|name| listen(name)).collect::<Result<Vec<_>, _>>()?;
-    let discard = match args.discard {
-        DiscardChoice::Ignore => Discard::Ignore,
-        DiscardChoice::Unmap => Discard::Unmap,
+fn config(args: ServeArgs) -> Result<Config, Failure> {
+    let mut config = match (&args.config, args.disk.image.clone()) {
+        (Some(file), _) => Config::read(file)?,
+        (None, Some(image)) => args.disk.alone(image)?,
+        (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
     };
-    let export = Export {
-        disk: Arc::clone(&opened.disk),
-        name: args.export_name.clone(),
-        description: args.description.clone(),
-        discard,
-    };
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let queues = args.queues.unwrap_or(processors.min(QUEUES_DEFAULT_MAX));
-    let device = match &args.vhost_user {
-        Some(path) => {
-            let workers = Workers::start(queues, args.images.backend())?;
-            Some(vhost_user::Server::start(vhost_user::ServerConfig {
-                listener: Listener::unix(path)?,
-                disk: Arc::clone(&opened.disk),
-                queues: args.num_queues,
-                serial: "mica".to_owned(),
-                discard,
-                rates: Rates::default(),
-                workers,
-            })?)
+    config.queues = args.queues.or(config.queues);
+    Ok(config)
+}
+
+impl DiskArgs {
+    /// A configuration of this disk alone.
+    fn alone(self, image: PathBuf) -> Result<Config, Failure> {
+        if self.nbd.is_empty() && self.vhost_user.is_none() {
+            return Err(Failure::new(
+                "nothing says where the disk is served: add --nbd SOCKET or --vhost-user SOCKET",
+            )
+            .with_code(2));
         }
-        None => None,
-    };
-    let server = Server::start(ServerConfig {
-        listeners,
-        exports: vec![export],
-        queues,
-        backend: args.images.backend(),
-        limits: Limits { connections_max: args.shared, ..Limits::default() },
-    })?;
-    let indexer = match (&opened.chain, args.index) {
-        (Some(chain), IndexChoice::Auto) => Some(Indexer::start(Arc::clone(chain))?),
-        _ => None,
-    };
-    let signal = signals.forever().next();
-    tracing::info!(?signal, "stopping");
-    if let Some(indexer) = indexer {
-        indexer.stop();
-    }
-    let device = device.map(vhost_user::Running::shutdown);
-    let counters = server.shutdown();
-    if let Some(file) = &args.stats_file {
-        let document = stats::document(&*opened.disk, &counters, device.as_ref());
-        write_stats(file, &document)?;
-    }
-    Ok(())
-}
-
-fn open(args: &ServeArgs, executor: &Executor) -> Result<OpenDisk, Failure> {
-    let index = match args.index {
-        IndexChoice::Auto | IndexChoice::Read => IndexUse::Read,
-        IndexChoice::Off => IndexUse::Ignore,
-    };
-    let mut chain = args.images.chain_options(index)?;
-    chain.snapshot.clone_from(&args.load_snapshot);
-    let images = args.images.image_options()?;
-    let format = args.images.format()?;
-    let writes = !args.read_only && args.load_snapshot.is_none();
-    let opened = executor.block_on(async {
-        match writes {
-            true => mica_stack::open_writable(&args.image, format, images, &chain).await,
-            false => mica_stack::open(&args.image, format, images, &chain).await,
-        }
-    })?;
-    if args.load_snapshot.is_some() && opened.chain.is_none() {
-        return Err(Failure::new("--load-snapshot: only a qcow2 image has snapshots"));
-    }
-    if writes && !opened.disk.is_writable() {
-        tracing::warn!("{} is served read-only", args.image.display());
-    }
-    Ok(opened)
-}
-
-fn listen(name: &str) -> Result<Listener, Failure> {
-    let Some(address) = name.strip_prefix("tcp:") else {
-        return Ok(Listener::unix(Path::new(name))?);
-    };
-    let address: SocketAddr = address.parse().map_err(|_| {
-        Failure::new(format!("--nbd {name}: write a TCP address like tcp:127.0.0.1:10809"))
-    })?;
-    if !address.ip().is_loopback() {
-        let what = format!("--nbd {name}: NBD without TLS is served on the loopback only");
-        return Err(Failure::new(what));
-    }
-    Ok(Listener::tcp(address)?)
-}
-
-fn write_stats(file: &Path, document: &serde_json::Value) -> Result<(), Failure> {
-    std::fs::write(file, format!("{document}\n"))
-        .map_err(|error| Failure::new(format!("writing {}: {error}", file.display())))
-}
-
-/// The thread that keeps the sidecars of a chain up to date.
-struct Indexer {
-    chain: Arc<Chain>,
-    stopping: Arc<AtomicBool>,
-    thread: JoinHandle<()>,
-}
-
-impl Indexer {
-    fn start(chain: Arc<Chain>) -> Result<Self, Failure> {
-        let stopping = Arc::new(AtomicBool::new(false));
-        let (indexed, flag) = (Arc::clone(&chain), Arc::clone(&stopping));
-        let thread =
-            std::thread::Builder::new().name("mica-index".to_owned()).spawn(move || {
-                // Large reads in a row, one at a time: plain threads serve that as well as a ring
-                // does, and leave the guests' rings alone.
-                match Executor::new(Backend::Pool) {
-                    Ok(executor) => executor.block_on(keep_index(&indexed, &flag)),
-                    Err(error) => tracing::warn!(%error, "no index is written"),
-                }
-            })?;
-        Ok(Self { chain, stopping, thread })
-    }
-
-    /// Stops after the layer that is being written.
-    fn stop(self) {
-        self.stopping.store(true, Ordering::Release);
-        self.chain.call_for_index();
-        if self.thread.join().is_err() {
-            tracing::warn!("the index thread failed");
-        }
-    }
-}
-
-async fn keep_index(chain: &Chain, stopping: &AtomicBool) {
-    let is_stopping = || stopping.load(Ordering::Acquire);
-    while !is_stopping() {
-        let mut go_on = |_| match is_stopping() {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        let images = self.images.config();
+        let disk = DiskConfig {
+            nbd: self.nbd,
+            vhost_user: self.vhost_user,
+            num_queues: self.num_queues,
+            serial: self.serial,
+            iops: self.iops,
+            iops_burst: self.iops_burst,
+            bps: self.bps,
+            bps_burst: self.bps_burst,
+            read_only: self.read_only,
+            discard: self.discard,
+            load_snapshot: self.load_snapshot,
+            export_name: self.export_name,
+            description: self.description,
+            shared: self.shared,
+            index: self.index,
+            ..DiskConfig::new(name_of(&image), image)
         };
-        match chain.build_index(&mut go_on).await {
-            Ok(0) => {}
-            Ok(built) => tracing::info!(built, "the index is written"),
-            Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::warn!(%error, "the index is not complete");
-            }
-            Err(error) => {
-                tracing::warn!(
-                    "the index is not written, so that the chain is walked at each start: \
-                     {error:?}; --index-dir names another place for it"
-                );
-                return;
-            }
-        }
-        // A damaged sidecar calls, or the end.
-        chain.index_called_for().await;
+        Ok(Config {
+            disks: vec![disk.with_images(images)],
+            aio: self.images.aio,
+            stats_file: self.stats_file,
+            ..Config::default()
+        })
     }
+}
+
+/// What a disk is called that has no other name: its image's name without its ending.
+fn name_of(image: &Path) -> String {
+    let stem = image.file_stem().unwrap_or_default().to_string_lossy();
+    let plain = |letter: char| match letter {
+        '-' | '_' | '.' => letter,
+        letter if letter.is_ascii_alphanumeric() => letter,
+        _ => '_',
+    };
+    let name: String = stem.chars().take(64).map(plain).collect();
+    if name.is_empty() { "disk".to_owned() } else { name }
 }

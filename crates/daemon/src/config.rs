@@ -1,0 +1,353 @@
+//! What is served, and how: from the command line, or from a TOML file whose keys are the options
+//! of the command line.
+//!
+//! ```toml
+//! control = "/run/mica/control.sock"
+//!
+//! [[disk]]
+//! name = "web1"
+//! image = "/var/lib/vm/web1.qcow2"
+//! vhost-user = "/run/mica/web1.sock"
+//! nbd = ["/run/mica/web1.nbd"]
+//! bps = "200M"
+//! ```
+
+use crate::images::{Aio, Cache, ImageConfig, Size};
+use clap::ValueEnum;
+use mica_block::{Error, ErrorKind, Result};
+use mica_serve::{Discard, Rates};
+use serde::Deserialize;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// What becomes of space that clients do not need any more.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Discards {
+    /// It is kept.
+    #[value(alias = "off")]
+    #[serde(alias = "off")]
+    Ignore,
+    /// It is given back.
+    #[default]
+    #[value(alias = "on")]
+    #[serde(alias = "on")]
+    Unmap,
+}
+
+impl From<Discards> for Discard {
+    fn from(choice: Discards) -> Self {
+        match choice {
+            Discards::Ignore => Self::Ignore,
+            Discards::Unmap => Self::Unmap,
+        }
+    }
+}
+
+/// Whether sidecars of the chain's index are used.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IndexMode {
+    /// Use sidecars where they fit, and write them in the background where not.
+    #[default]
+    Auto,
+    /// Use sidecars where they fit; write nothing.
+    Read,
+    /// Neither use nor write sidecars.
+    Off,
+}
+
+/// All that a process serves.
+#[derive(Clone, Default, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Config {
+    /// The disks; at least one.
+    #[serde(rename = "disk", default)]
+    pub disks: Vec<DiskConfig>,
+    /// Threads that serve; as many as processors, if it is not said.
+    pub queues: Option<usize>,
+    /// How I/O is done.
+    #[serde(default)]
+    pub aio: Aio,
+    /// Where the figures of the run are written at its end.
+    pub stats_file: Option<PathBuf>,
+}
+
+/// One disk, and where it is served.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskConfig {
+    /// What it is called wherever disks are told apart.
+    pub name: String,
+    /// The image: for a chain, its active layer.
+    pub image: PathBuf,
+    /// Where NBD clients connect.
+    #[serde(default)]
+    pub nbd: Vec<String>,
+    /// Where the monitor of a machine connects.
+    pub vhost_user: Option<PathBuf>,
+    /// Virtqueues of the vhost-user-blk device.
+    #[serde(default = "four")]
+    pub num_queues: u16,
+    /// What a machine is told as the serial number of the device; the name, if it is not said.
+    pub serial: Option<String>,
+    /// Whether it is only read.
+    #[serde(default)]
+    pub read_only: bool,
+    /// What becomes of space that clients do not need any more.
+    #[serde(default)]
+    pub discard: Discards,
+    /// An internal snapshot to serve.
+    pub load_snapshot: Option<String>,
+    /// Name of the NBD export.
+    #[serde(default)]
+    pub export_name: String,
+    /// Text that NBD clients show with the export.
+    #[serde(default)]
+    pub description: String,
+    /// Most NBD clients at one time.
+    #[serde(default = "clients")]
+    pub shared: usize,
+    /// Whether sidecars are used and written.
+    #[serde(default)]
+    pub index: IndexMode,
+    /// Operations per second of a machine; zero is no limit.
+    #[serde(default)]
+    pub iops: u64,
+    /// Operations that may come at once.
+    #[serde(default)]
+    pub iops_burst: u64,
+    /// Bytes per second of a machine; zero is no limit.
+    #[serde(default)]
+    pub bps: Size,
+    /// Bytes that may come at once.
+    #[serde(default)]
+    pub bps_burst: Size,
+    /// Format of the image.
+    #[serde(default = "qcow2")]
+    pub format: String,
+    /// Directories whose files images may name, besides their own.
+    #[serde(default)]
+    pub allow_path: Vec<PathBuf>,
+    /// How images are read.
+    #[serde(default)]
+    pub cache: Cache,
+    /// Whether images are read although others write them.
+    #[serde(default)]
+    pub force_share: bool,
+    /// Most memory for the map of the disk.
+    #[serde(default = "cache_size")]
+    pub index_cache: Size,
+    /// Where the index is, if not beside the layers.
+    pub index_dir: Option<PathBuf>,
+    /// Where writers leave what was not flushed; `off` for nowhere.
+    #[serde(default = "shared_memory")]
+    pub handover_dir: PathBuf,
+    /// What shall go wrong.
+    #[serde(default)]
+    pub inject: Vec<String>,
+}
+
+fn four() -> u16 {
+    4
+}
+
+fn clients() -> usize {
+    256
+}
+
+fn qcow2() -> String {
+    "qcow2".to_owned()
+}
+
+fn cache_size() -> Size {
+    Size(32 << 20)
+}
+
+fn shared_memory() -> PathBuf {
+    PathBuf::from("/dev/shm")
+}
+
+impl Config {
+    /// Reads a configuration. Paths in it start from its own folder.
+    ///
+    /// # Errors
+    /// If it cannot be read, or says something that is not understood: where, and what.
+    pub fn read(file: &Path) -> Result<Self> {
+        let named = || file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|error| Error::from_io(named(), error))?;
+        let mut config: Self = toml::from_str(&text).map_err(|error| {
+            // The parser's message shows the line on several lines; a message of ours is one line.
+            let at = error.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            let context = format!("{}: line {at}: {}", named(), error.message());
+            Error::new(ErrorKind::Invalid, context)
+        })?;
+        let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
+        config.resolve(folder.parent().unwrap_or(Path::new("/")));
+        config.check().map_err(|error| error.wrap(named()))?;
+        Ok(config)
+    }
+
+    fn resolve(&mut self, folder: &Path) {
+        let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
+        self.stats_file.iter_mut().for_each(resolve);
+        for disk in &mut self.disks {
+            disk.resolve(folder);
+        }
+    }
+
+    /// Whether it can be served, as far as that can be seen without opening anything.
+    ///
+    /// # Errors
+    /// `Invalid` with what is wrong.
+    pub fn check(&self) -> Result<()> {
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        if self.disks.is_empty() {
+            return invalid("there is no disk to serve".to_owned());
+        }
+        let (mut names, mut sockets) = (BTreeSet::new(), BTreeSet::new());
+        for disk in &self.disks {
+            let name = &disk.name;
+            let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+            if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
+                return invalid(format!(
+                    "disk {name:?}: a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or ."
+                ));
+            }
+            if !names.insert(name) {
+                return invalid(format!("two disks are called {name:?}"));
+            }
+            let places = disk.places();
+            if places.is_empty() {
+                return invalid(format!(
+                    "disk {name:?}: nothing says where it is served: add nbd or vhost-user"
+                ));
+            }
+            for place in places {
+                if !place.is_any_port() && !sockets.insert(place.0.clone()) {
+                    return invalid(format!("disk {name:?}: {} is taken twice", place.0));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Longest name of a disk.
+const NAME_BYTES_MAX: usize = 64;
+
+/// Somewhere that only one server can be.
+struct Place(String);
+
+impl Place {
+    /// A port that the system chooses.
+    fn is_any_port(&self) -> bool {
+        self.0.starts_with("tcp:") && self.0.ends_with(":0")
+    }
+}
+
+impl DiskConfig {
+    /// A disk that nobody asked anything of.
+    pub fn new(name: String, image: PathBuf) -> Self {
+        Self {
+            name,
+            image,
+            nbd: Vec::new(),
+            vhost_user: None,
+            num_queues: four(),
+            serial: None,
+            read_only: false,
+            discard: Discards::default(),
+            load_snapshot: None,
+            export_name: String::new(),
+            description: String::new(),
+            shared: clients(),
+            index: IndexMode::default(),
+            iops: 0,
+            iops_burst: 0,
+            bps: Size(0),
+            bps_burst: Size(0),
+            format: qcow2(),
+            allow_path: Vec::new(),
+            cache: Cache::default(),
+            force_share: false,
+            index_cache: cache_size(),
+            index_dir: None,
+            handover_dir: shared_memory(),
+            inject: Vec::new(),
+        }
+    }
+
+    /// The same with images opened as `images` has it.
+    #[must_use]
+    pub fn with_images(self, images: ImageConfig) -> Self {
+        let ImageConfig {
+            format,
+            allow_path,
+            cache,
+            force_share,
+            index_cache,
+            index_dir,
+            handover_dir,
+            inject,
+        } = images;
+        Self {
+            format,
+            allow_path,
+            cache,
+            force_share,
+            index_cache,
+            index_dir,
+            handover_dir,
+            inject,
+            ..self
+        }
+    }
+
+    fn places(&self) -> Vec<Place> {
+        let paths = self.vhost_user.iter().map(|path| path.display().to_string());
+        self.nbd.iter().cloned().chain(paths).map(Place).collect()
+    }
+
+    fn resolve(&mut self, folder: &Path) {
+        let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
+        if self.format != "null" {
+            resolve(&mut self.image);
+        }
+        self.vhost_user.iter_mut().for_each(resolve);
+        self.allow_path.iter_mut().for_each(resolve);
+        self.index_dir.iter_mut().for_each(resolve);
+        if self.handover_dir.as_os_str() != "off" {
+            resolve(&mut self.handover_dir);
+        }
+        for socket in &mut self.nbd {
+            if !socket.starts_with("tcp:") {
+                *socket = folder.join(&*socket).display().to_string();
+            }
+        }
+    }
+
+    /// How its images are opened.
+    pub(crate) fn images(&self) -> ImageConfig {
+        ImageConfig {
+            format: self.format.clone(),
+            allow_path: self.allow_path.clone(),
+            cache: self.cache,
+            force_share: self.force_share,
+            index_cache: self.index_cache,
+            index_dir: self.index_dir.clone(),
+            handover_dir: self.handover_dir.clone(),
+            inject: self.inject.clone(),
+        }
+    }
+
+    /// How much a machine may do.
+    pub(crate) fn rates(&self) -> Rates {
+        Rates {
+            iops: self.iops,
+            bps: self.bps.0,
+            iops_burst: self.iops_burst,
+            bps_burst: self.bps_burst.0,
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! The process from start to end.
+//!
+//! Order: images are opened, then sockets appear; so whoever can connect is served. At the end the
+//! sockets go first, requests in flight are answered, the servers end, and every disk is closed,
+//! once, whatever went wrong before.
+
+use crate::config::Config;
+use crate::images::ImageConfig;
+use crate::served::Served;
+use mica_block::{Error, Result};
+use mica_serve::Workers;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Most threads that are started without being asked for.
+const THREADS_DEFAULT_MAX: usize = 8;
+
+/// A process that serves disks.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    signals: Signals,
+    stats_file: Option<PathBuf>,
+}
+
+/// What its parts see of it.
+pub(crate) struct Shared {
+    pub(crate) served: Vec<Served>,
+    pub(crate) workers: Arc<Workers>,
+}
+
+impl Daemon {
+    /// Serves all of `config`, or nothing.
+    ///
+    /// # Errors
+    /// What keeps a disk from being served.
+    pub fn start(config: Config) -> Result<Self> {
+        config.check()?;
+        let signals = Signals::new([SIGTERM, SIGINT])
+            .map_err(|error| Error::from_io("waiting for signals", error))?;
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
+        let workers = Workers::start(threads, config.aio.backend())?;
+        let handles = ImageConfig::handles();
+        let is_alone = config.disks.len() == 1;
+        let mut shared = Shared { served: Vec::new(), workers };
+        for disk in config.disks {
+            let name = disk.name.clone();
+            match Served::start(disk, &handles, &shared.workers) {
+                Ok(served) => shared.served.push(served),
+                Err(error) => {
+                    // What failed first is told.
+                    let _ = shared.stop();
+                    let named = |error: Error| error.wrap(format!("disk {name:?}"));
+                    return Err(if is_alone { error } else { named(error) });
+                }
+            }
+        }
+        Ok(Self { shared: Arc::new(shared), signals, stats_file: config.stats_file })
+    }
+
+    /// Serves until SIGTERM or SIGINT, and ends.
+    ///
+    /// # Errors
+    /// If not all that was written is in the images; else if the figures cannot be written.
+    pub fn run(mut self) -> Result<()> {
+        let signal = self.signals.forever().next();
+        tracing::info!(?signal, "stopping");
+        let stopped = self.shared.stop();
+        let told = self.write_stats();
+        // Of two failures the one that may have cost data is told.
+        stopped.and(told)
+    }
+
+    fn write_stats(&self) -> Result<()> {
+        let (Some(file), Some(served)) = (&self.stats_file, self.shared.served.first()) else {
+            return Ok(());
+        };
+        std::fs::write(file, format!("{}\n", served.figures()))
+            .map_err(|error| Error::from_io(format!("writing {}", file.display()), error))
+    }
+}
+
+impl Shared {
+    /// Stops all that is served.
+    fn stop(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for served in &self.served {
+            // Every disk is closed, and the first failure is told.
+            outcome = outcome.and(served.stop());
+        }
+        outcome
+    }
+}
+
+impl fmt::Debug for Daemon {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Daemon({} disks)", self.shared.served.len())
+    }
+}

@@ -1,0 +1,174 @@
+//! How images are opened, as it is written on the command line and in a configuration.
+
+use clap::ValueEnum;
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
+use mica_rt::Backend;
+use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, SidecarPlace, parse_size};
+use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
+use serde::{Deserialize, Deserializer};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// Descriptors that are left for sockets, rings and all that is no image.
+const HANDLES_RESERVE: usize = 96;
+
+/// How images are read: through the page cache, or past it (O_DIRECT).
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cache {
+    /// Through the page cache.
+    #[default]
+    Writeback,
+    /// Past it.
+    None,
+}
+
+/// How I/O is done.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aio {
+    /// By io_uring where the system lets us, else by threads.
+    #[default]
+    Auto,
+    /// By io_uring.
+    #[value(name = "io_uring")]
+    IoUring,
+    /// By threads.
+    Threads,
+}
+
+impl Aio {
+    /// As the runtime has it.
+    pub fn backend(self) -> Backend {
+        match self {
+            Self::Auto => Backend::Auto,
+            Self::IoUring => Backend::Uring,
+            Self::Threads => Backend::Pool,
+        }
+    }
+}
+
+/// A number of bytes: 4096, or "64k", "8G".
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        parse_size(text).map(Self).ok_or_else(|| {
+            let context = format!("{text:?} is no size: write it like 64k or 8G");
+            Error::new(ErrorKind::Invalid, context)
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Visitor;
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = Size;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a size like 4096, \"64k\" or \"8G\"")
+            }
+
+            fn visit_i64<E: serde::de::Error>(self, value: i64) -> std::result::Result<Size, E> {
+                let size = u64::try_from(value).map_err(|_| E::custom("a size is not negative"))?;
+                Ok(Size(size))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> std::result::Result<Size, E> {
+                Ok(Size(value))
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<Size, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// How images are opened. The words are those of the command line.
+#[derive(Clone, Debug)]
+pub struct ImageConfig {
+    /// Format of the image.
+    pub format: String,
+    /// Directories whose files images may name, besides their own.
+    pub allow_path: Vec<PathBuf>,
+    /// How images are read.
+    pub cache: Cache,
+    /// Whether images are read although others write them.
+    pub force_share: bool,
+    /// Most memory for the map of the disk.
+    pub index_cache: Size,
+    /// Where the index is, if not beside the layers.
+    pub index_dir: Option<PathBuf>,
+    /// Where writers leave what was not flushed; `off` for nowhere.
+    pub handover_dir: PathBuf,
+    /// What shall go wrong.
+    pub inject: Vec<String>,
+}
+
+impl ImageConfig {
+    /// The format, if it is known.
+    ///
+    /// # Errors
+    /// `Unsupported` if it is not.
+    pub fn format(&self) -> Result<Format> {
+        self.format.parse()
+    }
+
+    /// How image files are opened, by a process that has these `handles`.
+    ///
+    /// # Errors
+    /// `Invalid` if a fault is not understood.
+    pub fn image_options(&self, handles: Arc<Handles>) -> Result<ImageOptions> {
+        let mut options = ImageOptions::new(handles);
+        options.allow_paths.clone_from(&self.allow_path);
+        options.cache = match self.cache {
+            Cache::Writeback => CacheMode::Writeback,
+            Cache::None => CacheMode::None,
+        };
+        if self.force_share {
+            options.locking = Locking::ForceShare;
+        }
+        if let Some(directory) = &self.index_dir {
+            options.sidecars = SidecarPlace::Directory(directory.clone());
+        }
+        options.handover = match &self.handover_dir {
+            off if off.as_os_str() == "off" => HandoverPlace::Nowhere,
+            directory => HandoverPlace::Directory(directory.clone()),
+        };
+        for fault in &self.inject {
+            options.faults.push(fault.parse::<Fault>()?);
+        }
+        Ok(options)
+    }
+
+    /// How a chain is opened.
+    ///
+    /// # Errors
+    /// `Invalid` if the cache is too small.
+    pub fn chain_options(&self, index: IndexUse) -> Result<ChainOptions> {
+        let Size(cache_bytes) = self.index_cache;
+        if cache_bytes < CACHE_BYTES_MIN {
+            let least = CACHE_BYTES_MIN >> 10;
+            let context = format!("--index-cache: at least {least}k are needed");
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
+    }
+
+    /// The descriptors that the images of this process share.
+    pub fn handles() -> Arc<Handles> {
+        if let Err(error) = raise_open_files_limit() {
+            tracing::info!(%error, "the limit of open files stays as it is");
+        }
+        Handles::for_process(HANDLES_RESERVE)
+    }
+}

@@ -1,0 +1,20 @@
+//! A process that serves disks: what it is told, what it shows of itself, how it begins and ends.
+//! Internal crate.
+//!
+//! ```text
+//! config     what is served, and how            command line, or a TOML file
+//!   └ daemon     all of it, from start to end    signals, control
+//!       └ served     one disk: image, servers, index
+//! ```
+
+mod config;
+mod daemon;
+mod images;
+mod indexer;
+mod served;
+mod sockets;
+mod stats;
+
+pub use config::{Config, Discards, DiskConfig, IndexMode};
+pub use daemon::Daemon;
+pub use images::{Aio, Cache, ImageConfig, Size};
