@@ -19,7 +19,7 @@ use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
@@ -84,8 +84,10 @@ pub struct ChainState {
     pub(crate) images: Arc<dyn Images>,
     /// From the base.
     pub(crate) layers: Vec<Arc<Layer>>,
-    /// Bytes of the disk.
-    pub(crate) len: u64,
+    /// Bytes of the disk, and as many as are told: while it is being made longer, the new part is
+    /// there for this process before it is for anybody else.
+    len: AtomicU64,
+    told_len: AtomicU64,
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     pub(crate) decoded: Arc<DecodedClusters>,
@@ -98,6 +100,33 @@ impl Deref for Chain {
     #[inline]
     fn deref(&self) -> &ChainState {
         &self.state
+    }
+}
+
+impl ChainState {
+    /// Bytes of the disk. Whoever asks twice may get two answers.
+    pub(crate) fn len(&self) -> u64 {
+        self.len.load(Ordering::Acquire)
+    }
+
+    /// Has reads and writes reach up to `len`. Slices that end at the old or the new end are loaded
+    /// anew.
+    pub(crate) fn set_len(&self, len: u64) {
+        let before = self.len();
+        self.active().set_len(len);
+        self.len.store(len, Ordering::Release);
+        for end in [before, len] {
+            self.index.cache.change(slice_of(GuestOffset::new(end)).0, |_| None);
+        }
+    }
+
+    /// Tells everybody the length.
+    pub(crate) fn tell_len(&self, len: u64) {
+        self.told_len.store(len, Ordering::Release);
+    }
+
+    fn active(&self) -> &Layer {
+        self.layers.last().expect("a chain has a layer")
     }
 }
 
@@ -119,11 +148,12 @@ impl Chain {
         let wanted = (options.snapshot.as_deref(), options.writable);
         let layers = open_layers(&*images, path, wanted).await?;
         let writer = open_writer(&*images, &layers).await?;
-        let len = layers.last().map_or(0, |layer| layer.len);
+        let len = layers.last().map_or(0, |layer| layer.len());
         let state = ChainState {
             images,
             layers,
-            len,
+            len: AtomicU64::new(len),
+            told_len: AtomicU64::new(len),
             index: Index::new(options.cache_bytes.max(CACHE_BYTES_MIN)),
             index_call: Notify::default(),
             decoded: Arc::default(),
@@ -180,15 +210,11 @@ impl Chain {
         &self.layers[..self.layers.len() - 1]
     }
 
-    fn active(&self) -> &Layer {
-        self.layers.last().expect("a chain has a layer")
-    }
-
     pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
-        if range.end().bytes() <= self.len {
+        if range.end().bytes() <= self.len() {
             return Ok(());
         }
-        Err(beyond_end(self.len, range.end()))
+        Err(beyond_end(self.len(), range.end()))
     }
 
     /// Plans from cached slices; how much of `range` was planned before one was missing.
@@ -241,7 +267,7 @@ impl Disk for Chain {
     fn geometry(&self) -> Geometry {
         let preferred = self.active().tables.as_ref().map(|tables| tables.l2.subcluster_bits());
         let preferred_bytes = 1 << preferred.unwrap_or(12).max(12);
-        Geometry { len: self.len, preferred_bytes }
+        Geometry { len: self.told_len.load(Ordering::Acquire), preferred_bytes }
     }
 
     #[inline]
@@ -324,6 +350,10 @@ impl Disk for Chain {
             Some(writer) => writer.flush().await,
             None => Ok(()),
         })
+    }
+
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.to_its_end(async move |chain| chain.grow(len).await)
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {

@@ -10,11 +10,13 @@
 use crate::decoded::DecodedClusters;
 use crate::format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
+use crate::l1_place::L1Place;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// L1 entries that are looked at in one read.
@@ -31,8 +33,9 @@ pub(crate) struct Layer {
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
     pub(crate) identity: Identity,
-    /// Bytes of the disk that it speaks for, a multiple of a sector.
-    pub(crate) len: u64,
+    /// Bytes of the disk that it speaks for, a multiple of a sector. It grows with a disk that is
+    /// made longer while it is written.
+    pub(crate) len: AtomicU64,
     pub(crate) tables: Option<Tables>,
     /// What is written and not yet in the file, of an active layer that is open for writing.
     pub(crate) metadata: Option<Arc<Metadata>>,
@@ -41,8 +44,8 @@ pub(crate) struct Layer {
 /// The tables of a qcow2 image. A raw image has none.
 pub(crate) struct Tables {
     pub(crate) l2: L2Format,
-    pub(crate) l1_offset: HostOffset,
-    pub(crate) l1_entries: u32,
+    /// Where the L1 table is; shared with who writes it.
+    pub(crate) l1_place: Arc<L1Place>,
     pub(crate) compression: Compression,
     /// Whether they are being written: then nothing of them is kept here.
     pub(crate) live: bool,
@@ -60,27 +63,29 @@ impl Tables {
         compression: Compression,
     ) -> Self {
         let (l1, preallocated) = (OnceLock::new(), OnceLock::new());
-        Self { l2, l1_offset, l1_entries, compression, live: false, l1, preallocated }
+        let l1_place = Arc::new(L1Place::new(l1_offset, l1_entries));
+        Self { l2, l1_place, compression, live: false, l1, preallocated }
     }
 
     /// L1 entries `first..first + count`; those beyond the table name nothing.
     async fn l1_range(&self, store: &dyn Store, first: u64, count: usize) -> Result<Vec<L1Entry>> {
-        let table_len = u64::from(self.l1_entries);
-        let table_bytes = self.l1_entries as usize * L1Entry::BYTES;
+        let (l1_offset, l1_entries) = self.l1_place.get();
+        let table_len = u64::from(l1_entries);
+        let table_bytes = l1_entries as usize * L1Entry::BYTES;
         let within = usize::try_from(table_len.saturating_sub(first)).unwrap_or(usize::MAX);
         let present = count.min(within);
         let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX && !self.live {
             let table = match self.l1.get() {
                 Some(table) => table,
                 None => {
-                    let table = read_l1(store, self.l1_offset, self.l1_entries as usize).await?;
+                    let table = read_l1(store, l1_offset, l1_entries as usize).await?;
                     self.l1.get_or_init(|| table)
                 }
             };
             let first = usize::try_from(first).unwrap_or(usize::MAX).min(table.len());
             table[first..first + present].to_vec()
         } else {
-            let offset = self.l1_offset.checked_add(first * L1Entry::BYTES as u64);
+            let offset = l1_offset.checked_add(first * L1Entry::BYTES as u64);
             let offset = offset.ok_or_else(|| beyond_64_bits("L1 table"))?;
             read_l1(store, offset, present).await?.into_vec()
         };
@@ -108,6 +113,15 @@ fn beyond_64_bits(what: &str) -> Error {
 }
 
 impl Layer {
+    /// Bytes of the disk that it speaks for, a multiple of a sector.
+    pub(crate) fn len(&self) -> u64 {
+        self.len.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_len(&self, len: u64) {
+        self.len.store(len, Ordering::Release);
+    }
+
     /// Which bytes of `window` this layer owns, as runs from the window's start. The window starts
     /// and ends at sector boundaries; what lies beyond the layer's end is owned by nobody.
     pub(crate) async fn own_runs(&self, window: GuestRange) -> Result<Runs> {
@@ -121,7 +135,7 @@ impl Layer {
 
     async fn own_runs_unwrapped(&self, window: GuestRange) -> Result<Runs> {
         let mut runs = Runs::default();
-        let end = window.end().bytes().min(self.len);
+        let end = window.end().bytes().min(self.len());
         if end <= window.start().bytes() {
             return Ok(runs);
         }
@@ -210,7 +224,7 @@ impl Layer {
         at: GuestOffset,
         end: GuestOffset,
     ) -> Result<GuestOffset> {
-        let stop = end.bytes().min(self.len);
+        let stop = end.bytes().min(self.len());
         if at.bytes() >= stop {
             return Ok(end);
         }

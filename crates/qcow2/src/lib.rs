@@ -15,6 +15,7 @@ mod detail;
 pub mod format;
 mod index;
 mod inspect;
+mod l1_place;
 mod layer;
 pub mod measure;
 mod notify;

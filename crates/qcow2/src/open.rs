@@ -20,6 +20,7 @@ use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// An image that was opened while walking down.
 struct Opened {
@@ -202,12 +203,12 @@ async fn build_layer(
         data: Arc::clone(&store),
         store,
         identity,
-        len: 0,
+        len: AtomicU64::new(0),
         tables: None,
         metadata: None,
     };
     match kind {
-        OpenedKind::Raw => layer.len = layer.store.len()?.next_multiple_of(SECTOR_BYTES),
+        OpenedKind::Raw => layer.set_len(layer.store.len()?.next_multiple_of(SECTOR_BYTES)),
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
                 layer.data = open_data_file(images, &layer.path, &header, writable)?.1.store;
@@ -228,7 +229,7 @@ async fn build_layer(
                 layer.metadata = Some(metadata);
             }
             layer.tables = Some(tables);
-            layer.len = disk_bytes;
+            layer.set_len(disk_bytes);
         }
     }
     Ok(layer)

@@ -32,8 +32,8 @@ use space::FileSpace;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const SIZE_AT: usize = 24;
-const L1_ENTRIES_AT: usize = 36;
+pub(crate) const SIZE_AT: usize = 24;
+pub(crate) const L1_ENTRIES_AT: usize = 36;
 const L1_OFFSET_AT: usize = 40;
 const INCOMPATIBLE_AT: usize = 72;
 const AUTOCLEAR_AT: usize = 88;
@@ -82,14 +82,7 @@ impl Resizer {
     /// # Errors
     /// `Invalid` if no image of these clusters is that long; what the store says.
     pub async fn resize(&mut self, size: u64) -> Result<()> {
-        let mut wanted = self.header.clone();
-        wanted.size = size;
-        let entries = wanted.l1_entries_needed();
-        if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
-            let what = "The image size is too large (try using a larger cluster size)";
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
-        let entries = u32::try_from(entries).expect("32 MiB of entries");
+        let entries = l1_entries_for(&self.header, size)?;
         match size.cmp(&self.disk_bytes()) {
             std::cmp::Ordering::Equal => Ok(()),
             std::cmp::Ordering::Greater => self.grow(size, entries).await,
@@ -189,7 +182,7 @@ impl Resizer {
         let options =
             ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
         let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
-        let beneath = chain.frozen().last().map_or(0, |layer| layer.len).min(size);
+        let beneath = chain.frozen().last().map_or(0, |layer| layer.len()).min(size);
         let end = GuestOffset::new(kept.max(beneath));
         let zeroed = match GuestRange::between(GuestOffset::new(old), end) {
             Some(range) if !range.is_empty() => {
@@ -344,8 +337,23 @@ impl Resizer {
     }
 }
 
+/// How many L1 entries a disk of `size` bytes needs.
+///
+/// # Errors
+/// `Invalid` if no image of these clusters is that long.
+pub(crate) fn l1_entries_for(header: &Header, size: u64) -> Result<u32> {
+    let mut wanted = header.clone();
+    wanted.size = size;
+    let entries = wanted.l1_entries_needed();
+    if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
+        let what = "The image size is too large (try using a larger cluster size)";
+        return Err(Error::new(ErrorKind::Invalid, what));
+    }
+    Ok(u32::try_from(entries).expect("32 MiB of entries"))
+}
+
 /// Refuses images of which more would have to change than the length.
-fn refuse_unsafe(header: &Header) -> Result<()> {
+pub(crate) fn refuse_unsafe(header: &Header) -> Result<()> {
     let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
     if header.snapshot_count > 0 && header.version == Version::V2 {
         return refuse("Can't resize a v2 image which has snapshots");

@@ -102,7 +102,7 @@ impl Chain {
     fn seal_state(&self, layer: &Layer, header: &Header, parent: u64) -> SealState {
         let is_base = layer.number.index() == 0;
         let fits = header.layer == layer.number.as_u16()
-            && header.layer_len == layer.len
+            && header.layer_len == layer.len()
             && header.parent == parent
             && (is_base || parent != 0);
         if !fits {
@@ -229,11 +229,11 @@ impl Chain {
         let nodes = &content[HEADER_BYTES..];
         let header = Header {
             layer: number,
-            layer_len: layer.len,
+            layer_len: layer.len(),
             identity: layer.identity,
             sealed_ns: self.images.now_ns(),
             digest: scan.digest,
-            id: Header::id_of(tree.id, scan.digest, layer.len, root, nodes),
+            id: Header::id_of(tree.id, scan.digest, layer.len(), root, nodes),
             parent: tree.id,
             root,
             len: content.len() as u64,
@@ -268,7 +268,7 @@ impl Chain {
         let len = usize::try_from(header.len).ok()?;
         let mut content = read_exact(store, HostOffset::ZERO, len).await.ok()?.to_vec();
         let nodes = content.get(HEADER_BYTES..)?;
-        let id = Header::id_of(header.parent, header.digest, layer.len, header.root, nodes);
+        let id = Header::id_of(header.parent, header.digest, layer.len(), header.root, nodes);
         if id != header.id {
             return None;
         }
@@ -293,5 +293,5 @@ impl Tree {
 }
 
 fn raw_base_id(base: &Layer) -> u64 {
-    Header::id_of(0, 0, base.len, Root::default(), &[])
+    Header::id_of(0, 0, base.len(), Root::default(), &[])
 }

@@ -49,7 +49,7 @@ impl Chain {
         let above = self.layers.len() - tree.covered();
         let last = self.index.last_loaded.load(Ordering::Relaxed);
         let reads_on = number == last.wrapping_add(1);
-        let slices = self.len.div_ceil(SLICE_BYTES);
+        let slices = self.len().div_ceil(SLICE_BYTES);
         let (first, end) = if above > FEW_LAYERS {
             let first = number / WINDOW_SLICES * WINDOW_SLICES;
             (first, slices.min(first + WINDOW_SLICES))
@@ -99,7 +99,7 @@ impl Chain {
     /// at the bottom the tree gets the rest.
     async fn resolve(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
         let start = GuestOffset::new(first << SLICE_BITS);
-        let stop = GuestOffset::new((end << SLICE_BITS).min(self.len));
+        let stop = GuestOffset::new((end << SLICE_BITS).min(self.len()));
         let window = GuestRange::between(start, stop).expect("slices of the disk");
         let sectors = sectors_of(window.len());
         // I2: what lies beyond the end of a layer that was passed belongs to nobody.
@@ -119,7 +119,7 @@ impl Chain {
                     Err(_) if runs.cover(limit) => return Ok(runs),
                     own => own?,
                 };
-                limit = limit.min(sectors_of(layer.len.saturating_sub(start.bytes())));
+                limit = limit.min(sectors_of(layer.len().saturating_sub(start.bytes())));
                 own.truncate(limit);
                 if !own.is_empty() {
                     runs = Runs::overlay(&own, &runs);

@@ -196,7 +196,7 @@ const FAILURES_MAX: u32 = 3;
 pub(crate) fn raw_base_limit(layers: &[Arc<Layer>]) -> u64 {
     match layers.first() {
         Some(base) if base.tables.is_none() => {
-            layers.iter().map(|layer| layer.len).min().unwrap_or(0)
+            layers.iter().map(|layer| layer.len()).min().unwrap_or(0)
         }
         _ => 0,
     }

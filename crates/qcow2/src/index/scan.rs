@@ -150,19 +150,20 @@ impl Scan {
         let header_bytes = tables.l2.cluster_bits.bytes().min(DIGEST_HEADER_BYTES);
         let header_bytes = usize::try_from(header_bytes).expect("at most 64 KiB");
         sum.update(&explained(layer, HostOffset::ZERO, header_bytes).await?);
-        let l1_bytes = u64::from(tables.l1_entries) * L1Entry::BYTES as u64;
+        let (l1_at, l1_entries) = tables.l1_place.get();
+        let l1_bytes = u64::from(l1_entries) * L1Entry::BYTES as u64;
         let mut pending = PendingSlice::default();
         let mut claims = Claims::new(layer)?;
         let mut done = 0;
         while done < l1_bytes {
             let piece = usize::try_from((l1_bytes - done).min(L1_PIECE_BYTES)).expect("64 KiB");
-            let l1_offset = HostOffset::new(tables.l1_offset.bytes().saturating_add(done));
+            let l1_offset = HostOffset::new(l1_at.bytes().saturating_add(done));
             let l1 = explained(layer, l1_offset, piece).await?;
             sum.update(&l1);
             let first = done / L1Entry::BYTES as u64;
             for (l1_index, bytes) in (first..).zip(l1.as_chunks::<{ L1Entry::BYTES }>().0) {
                 let entry = L1Entry(u64::from_be_bytes(*bytes));
-                let Some(part) = table_part(tables.l2, l1_index, layer.len) else { continue };
+                let Some(part) = table_part(tables.l2, l1_index, layer.len()) else { continue };
                 let table = match entry.decode(tables.l2.cluster_bits) {
                     Ok(Some(at)) if claims.is_in_file(at) => {
                         claims.table(tables.l2)?;
@@ -211,7 +212,7 @@ impl Scan {
         if !cuts(chain, layer) {
             return Ok(());
         }
-        let first_beyond = layer.len.div_ceil(SLICE_BYTES);
+        let first_beyond = layer.len().div_ceil(SLICE_BYTES);
         builder.load_path(chain, tree, first_beyond).await?;
         builder.editor.truncate(first_beyond);
         builder.slices.retain(|number, _| *number < first_beyond);
@@ -227,10 +228,10 @@ impl Scan {
         builder: &mut Builder,
         tree: &Tree,
     ) -> std::result::Result<(), Stop> {
-        if !cuts(chain, layer) || layer.len.is_multiple_of(SLICE_BYTES) {
+        if !cuts(chain, layer) || layer.len().is_multiple_of(SLICE_BYTES) {
             return Ok(());
         }
-        self.add(chain, builder, tree, (layer, layer.len >> SLICE_BITS, Runs::default())).await
+        self.add(chain, builder, tree, (layer, layer.len() >> SLICE_BITS, Runs::default())).await
     }
 
     /// Writes slice `number` with the layer's `own` runs laid over it, if that changes it.
@@ -244,7 +245,7 @@ impl Scan {
         let old = builder.slice(chain, tree, number).await?;
         let mut below = Runs::default();
         old.append_runs(0, &mut below);
-        below.truncate(sectors_of(layer.len.saturating_sub(number << SLICE_BITS)));
+        below.truncate(sectors_of(layer.len().saturating_sub(number << SLICE_BITS)));
         let new = Arc::new(Runs::overlay(&below, &own).slice_at(0));
         if *new == *old {
             return Ok(());
@@ -275,7 +276,7 @@ fn table_part(l2: L2Format, l1_index: u64, len: u64) -> Option<GuestRange> {
 /// Whether the layer ends before the one beneath.
 fn cuts(chain: &Chain, layer: &Layer) -> bool {
     let number = layer.number.index();
-    number > 0 && layer.len < chain.layers[number - 1].len
+    number > 0 && layer.len() < chain.layers[number - 1].len()
 }
 
 /// The slices that `part` of the disk, which is not empty, touches.

@@ -149,14 +149,19 @@ impl Writer {
     }
 
     async fn write_header_bits(&self, at: u64, bits: u64) -> Result<()> {
-        let (at, bytes) = (HostOffset::new(at), bits.to_be_bytes());
+        self.write_header_bytes(at, &bits.to_be_bytes()).await
+    }
+
+    /// Has the header say `bytes` at `at`, in one write, and makes that durable.
+    pub(super) async fn write_header_bytes(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        let at = HostOffset::new(at);
         self.metadata
             .change(at, |pages| {
-                let field = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
-                field.copy_from_slice(&bytes);
+                let field = pages.get_mut(at, bytes.len(), Stage::Early);
+                field.expect("the page is there").copy_from_slice(bytes);
             })
             .await?;
-        self.metadata.write_through(Buf::from_slice(&bytes), at).await?;
+        self.metadata.write_through(Buf::from_slice(bytes), at).await?;
         self.metadata.sync().await
     }
 }

@@ -1,7 +1,7 @@
 //! L2 tables and their entries: finding them, making them, and linking clusters.
 
 use super::Writer;
-use super::pages::Stage;
+use super::pages::{PageState, Stage};
 use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
@@ -69,7 +69,7 @@ impl Writer {
     }
 
     fn l1_entry_at(&self, index: u64) -> HostOffset {
-        HostOffset::new(self.l1_offset.bytes() + index * L1Entry::BYTES as u64)
+        HostOffset::new(self.l1_place.get().0.bytes() + index * L1Entry::BYTES as u64)
     }
 
     async fn l1_entry(&self, index: u64) -> Result<L1Entry> {
@@ -124,9 +124,8 @@ impl Writer {
             // Where the file system cannot do it in advance, the flush will.
             _ => {}
         }
-        let at = self.l1_entry_at(index);
         let is_plain = reserved.blank && content.is_none();
-        let link = |pages: &mut super::pages::PageState| {
+        let link = |pages: &mut PageState, at: HostOffset| {
             // First the entry: a dirty page stays when others come.
             let entry = L1Entry::encode(table, true).0.to_be_bytes();
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
@@ -137,7 +136,7 @@ impl Writer {
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
             group.freed.extend(shared.map(|shared| shared.bytes() >> bits.bits()));
         };
-        if let Err(error) = self.metadata.change(at, link).await {
+        if let Err(error) = self.change_l1(index, link).await {
             self.space.give_back(reserved);
             return Err(error);
         }
@@ -148,12 +147,35 @@ impl Writer {
         Ok(table)
     }
 
+    /// Has `change` change L1 entry `index`, at the place that it is told.
+    async fn change_l1(
+        &self,
+        index: u64,
+        mut change: impl FnMut(&mut PageState, HostOffset),
+    ) -> Result<()> {
+        loop {
+            let at = self.l1_entry_at(index);
+            let changed = self.metadata.change(at, |pages| {
+                // The table may have been moved meanwhile, or is being moved.
+                let is_here = !pages.l1_is_held && self.l1_entry_at(index) == at;
+                if is_here {
+                    change(pages, at);
+                }
+                is_here
+            });
+            if changed.await? {
+                return Ok(());
+            }
+            self.l1_moved().await;
+        }
+    }
+
     /// Has the entries say what is new. The caller has the claims of their clusters.
     pub(super) async fn link(&self, changes: &[Change]) -> Result<()> {
         for change in changes {
             let Change { entry, new, group, after_data, freed, .. } = change;
             let bytes = self.l2.entry_bytes();
-            let put = |pages: &mut super::pages::PageState| {
+            let put = |pages: &mut PageState| {
                 let is_new = pages.group.new_tables.contains(&entry.table);
                 let stage = if is_new { Stage::Early } else { Stage::Late };
                 let to = pages.get_mut(entry.at, bytes, stage).expect("the page is there");
@@ -180,7 +202,7 @@ impl Chain {
             first.entry.cluster >> slice_clusters_bits..=last.entry.cluster >> slice_clusters_bits;
         for number in slices {
             let base = GuestOffset::new(number << SLICE_BITS);
-            let end = base.bytes() + SLICE_BYTES.min(self.len - base.bytes());
+            let end = base.bytes() + SLICE_BYTES.min(self.len().saturating_sub(base.bytes()));
             let of_slice = changes
                 .iter()
                 .filter(|change| change.entry.cluster >> slice_clusters_bits == number);

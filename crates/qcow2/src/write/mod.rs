@@ -20,6 +20,7 @@ pub(crate) mod allocate;
 mod commit;
 mod fill;
 mod gather;
+mod grow;
 pub(crate) mod handover;
 pub(crate) mod header;
 mod link;
@@ -32,6 +33,7 @@ mod zero;
 use crate::chain::Chain;
 use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
+use crate::l1_place::L1Place;
 use crate::layer::Layer;
 use allocate::Space;
 use commit::Limbo;
@@ -61,7 +63,7 @@ pub(crate) struct Writer {
     metadata: Arc<Metadata>,
     data: Arc<dyn Store>,
     l2: L2Format,
-    l1_offset: HostOffset,
+    l1_place: Arc<L1Place>,
     space: Space,
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
@@ -111,10 +113,11 @@ impl Writer {
             }
         }
         let space = Space::open(&metadata, header).await?;
+        let tables = layer.tables.as_ref().expect("an image that is written has tables");
         Ok(Self {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
-            l1_offset: header.l1_offset,
+            l1_place: Arc::clone(&tables.l1_place),
             space,
             clusters: Claims::default(),
             gather: gather::Gather::default(),

@@ -61,6 +61,8 @@ pub(crate) struct PageState {
     early: BTreeSet<u64>,
     late: BTreeSet<u64>,
     pub(crate) group: Group,
+    /// Whether L1 entries stay as they are for now: their table is being moved.
+    pub(crate) l1_is_held: bool,
     /// What changed since the last group, for who comes after this process.
     pub(crate) log: Option<Log>,
 }
@@ -100,6 +102,7 @@ impl Metadata {
             early: BTreeSet::new(),
             late: BTreeSet::new(),
             group: Group { number: 1, ..Group::default() },
+            l1_is_held: false,
             log: None,
         };
         let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());

@@ -86,7 +86,7 @@ impl Chain {
         let range = GuestRange::new(at, buf.len() as u64);
         let result = match range {
             Some(range) => self.write_range(range, &mut buf).await,
-            None => Err(crate::chain::beyond_end(self.len, at)),
+            None => Err(crate::chain::beyond_end(self.len(), at)),
         };
         (result, buf)
     }
@@ -173,8 +173,10 @@ impl Chain {
         let mut plans = Vec::with_capacity(entries.len());
         let mut reservations = Reservations { writer, reserved: Vec::new() };
         writer.place(&ranges, entries, &mut plans, &mut reservations).await?;
-        let visible = self.visible(writer, &plans).await?;
-        let parts = Parts::plan(writer, self.len, &ranges, &plans, &visible);
+        // Once: the disk may become longer meanwhile.
+        let disk_len = self.len();
+        let visible = self.visible(writer, disk_len, &plans).await?;
+        let parts = Parts::plan(writer, disk_len, &ranges, &plans, &visible);
         self.write_parts(writer, parts, guest).await?;
         let changes: Vec<_> = plans
             .into_iter()
@@ -188,7 +190,12 @@ impl Chain {
     }
 
     /// What shows now where units of `plans` are written whole; empty if none are.
-    async fn visible(&self, writer: &Writer, plans: &[ClusterPlan]) -> Result<Vec<Extent>> {
+    async fn visible(
+        &self,
+        writer: &Writer,
+        disk_len: u64,
+        plans: &[ClusterPlan],
+    ) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let filled = || plans.iter().filter(|plan| plan.must != 0);
         let (Some(first), Some(last)) = (filled().next(), filled().next_back()) else {
@@ -196,7 +203,7 @@ impl Chain {
         };
         let bits = writer.l2.cluster_bits.bits();
         let start = GuestOffset::new(first.entry.cluster << bits);
-        let end = ((last.entry.cluster + 1) << bits).min(self.len);
+        let end = ((last.entry.cluster + 1) << bits).min(disk_len);
         if let Some(range) = GuestRange::between(start, GuestOffset::new(end)) {
             self.plan(range, Detail::Read, &mut extents).finish().await?;
         }

@@ -32,7 +32,7 @@ impl Chain {
     /// Makes `range` read as zeros.
     pub(crate) async fn zero_range(&self, range: GuestRange, how: Zeroes) -> Result<()> {
         let writer = self.check_writable(range)?;
-        if how.fast && !writer.zeroes_fast(range, self.len) {
+        if how.fast && !writer.zeroes_fast(range, self.len()) {
             let context = "zeros would have to be written out here";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
@@ -50,7 +50,7 @@ impl Chain {
         let start = range.start().bytes().next_multiple_of(bits.bytes());
         // The last cluster is whole where the disk ends in it.
         let end = match range.end().bytes() {
-            end if end == self.len => end,
+            end if end == self.len() => end,
             end => end - bits.offset_within(end),
         };
         match GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start))) {
@@ -65,7 +65,7 @@ impl Chain {
     }
 
     async fn empty_part(&self, writer: &Writer, part: GuestRange, wish: Wish) -> Result<()> {
-        let (before, whole, after) = match writer.whole_units(part, self.len) {
+        let (before, whole, after) = match writer.whole_units(part, self.len()) {
             Some(divided) => divided,
             None => (Some(part), None, None),
         };

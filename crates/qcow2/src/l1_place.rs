@@ -1,0 +1,22 @@
+//! Where an L1 table is.
+
+use mica_units::HostOffset;
+use std::sync::{PoisonError, RwLock};
+
+/// Where an L1 table is, and how many entries it has: of an image that is written, this changes
+/// when its disk becomes longer.
+pub(crate) struct L1Place(RwLock<(HostOffset, u32)>);
+
+impl L1Place {
+    pub(crate) fn new(offset: HostOffset, entries: u32) -> Self {
+        Self(RwLock::new((offset, entries)))
+    }
+
+    pub(crate) fn get(&self) -> (HostOffset, u32) {
+        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set(&self, offset: HostOffset, entries: u32) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = (offset, entries);
+    }
+}

@@ -1,0 +1,257 @@
+//! Makes the disk of an image longer while it is served.
+//!
+//! ```text
+//! room in the L1 table ─▶ the new part is there for this process ─▶ zeros where something would
+//! show ─▶ flush ─▶ the size in the header ─▶ the new part is there for everybody
+//! ```
+//!
+//! Invariants
+//! - I1 The header names an L1 table when that table and the counts of its clusters are durable. No
+//!   entry changes while the table is copied, and it is copied when all its entries are durable.
+//! - I2 The header says the new size when everything in the new part is zeros for good: what a
+//!   longer layer beneath has there, and what the image kept from a longer life. QEMU does the same
+//!   (`block_resize`, `qemu-img resize`).
+//! - I3 A power cut leaves the old size or the new one; at worst with clusters that leak.
+//! - I4 An error leaves the disk as long as it was.
+
+use super::Writer;
+use super::allocate::Reserved;
+use super::pages::{Metadata, Stage};
+use crate::chain::Chain;
+use crate::format::L1Entry;
+use crate::open::read_header;
+use crate::resize::{L1_ENTRIES_AT, SIZE_AT, l1_entries_for, refuse_unsafe};
+use mica_block::{
+    Detail, Disk, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all,
+};
+use mica_rt::Buf;
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+use std::sync::atomic::Ordering;
+
+/// Claims among those of L1 entries: one disk grows once at a time, and its L1 table moves.
+const GROWING: u64 = u64::MAX - 1;
+const MOVING: u64 = u64::MAX - 2;
+
+/// How much of the new part is looked at in one piece.
+const WINDOW_BYTES: u64 = 256 << 20;
+
+/// Clusters that may be passed over in the search for a run, for each that is wanted, and besides.
+const PASSED_PER_CLUSTER: u64 = 4;
+const PASSED_MIN: u64 = 4096;
+
+impl Chain {
+    /// Makes the disk `len` bytes long.
+    pub(crate) async fn grow(&self, len: u64) -> Result<()> {
+        let writer = self.writer()?;
+        writer.check_usable()?;
+        let _growing = writer.tables.claim(GROWING).await;
+        let old = self.len();
+        check_longer(old, len)?;
+        if old == len {
+            return Ok(());
+        }
+        let active = self.layers.last().expect("a chain has a layer");
+        let header = read_header(&*active.store).await?;
+        refuse_unsafe(&header)?;
+        if header.incompatible.external_data_file {
+            let what = "an image with a data file is made longer while nobody uses it";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let entries = l1_entries_for(&header, len)?;
+        writer.mark_in_use().await?;
+        writer.wrote.store(true, Ordering::Release);
+        writer.grow_l1(entries).await?;
+        self.set_len(len);
+        let grown = async {
+            self.zero_new(old, len).await?;
+            writer.flush().await?;
+            writer.write_header_bytes(SIZE_AT as u64, &len.to_be_bytes()).await
+        };
+        if let Err(error) = grown.await {
+            self.set_len(old);
+            return Err(error);
+        }
+        self.tell_len(len);
+        Ok(())
+    }
+
+    /// Makes what would show from `old` to `new` zeros (I2).
+    async fn zero_new(&self, old: u64, new: u64) -> Result<()> {
+        let cluster_bytes = self.writer()?.l2.cluster_bits.bytes();
+        let end = GuestOffset::new(new);
+        let mut at = old;
+        while at < new {
+            if let Some(unowned) = self.skip_unowned(GuestOffset::new(at), end).await? {
+                at += unowned;
+                continue;
+            }
+            let stop = (at / WINDOW_BYTES + 1).saturating_mul(WINDOW_BYTES).min(new);
+            let window = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
+            let window = window.expect("it goes on");
+            let mut extents = Vec::new();
+            self.plan(window, Detail::Read, &mut extents).finish().await?;
+            let mut done = at;
+            for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
+                // In whole clusters, as these are zeros by their entry; what is around is zeros.
+                let (first, last) = (extent.start.bytes(), extent.range().end().bytes());
+                let start = (first / cluster_bytes * cluster_bytes).max(done);
+                let end = last.next_multiple_of(cluster_bytes).min(stop);
+                let part = GuestRange::between(GuestOffset::new(start), GuestOffset::new(end));
+                if let Some(part) = part.filter(|part| !part.is_empty()) {
+                    self.zero_range(part, Zeroes { may_unmap: true, fast: false }).await?;
+                    done = end;
+                }
+            }
+            at = stop;
+        }
+        Ok(())
+    }
+}
+
+impl Writer {
+    /// Gives the L1 table at least `entries` entries.
+    async fn grow_l1(&self, entries: u32) -> Result<()> {
+        let (at, before) = self.l1_place.get();
+        if entries <= before {
+            return Ok(());
+        }
+        self.metadata.ranges.check_table(at)?;
+        let bits = self.l2.cluster_bits;
+        let (old, new) = (table_bytes(before), table_bytes(entries));
+        let has_place = at != HostOffset::ZERO;
+        if has_place && bits.clusters_for(new) == bits.clusters_for(old) {
+            self.lengthen_l1(at, old..new).await?;
+            let field = entries.to_be_bytes();
+            self.write_header_bytes(L1_ENTRIES_AT as u64, &field).await?;
+            self.l1_place.set(at, entries);
+            self.metadata.ranges.remove(at);
+            self.metadata.ranges.add(at, new, "the L1 table");
+            return Ok(());
+        }
+        self.move_l1(entries).await
+    }
+
+    /// Has the rest of the table's last cluster say nothing, for good.
+    async fn lengthen_l1(&self, table: HostOffset, new: std::ops::Range<u64>) -> Result<()> {
+        let page_bytes = self.metadata.lock().page_bytes();
+        let mut at = table.bytes() + new.start;
+        let end = table.bytes() + new.end;
+        while at < end {
+            let stop = ((at / page_bytes + 1) * page_bytes).min(end);
+            let (place, len) = (HostOffset::new(at), len_of(stop - at));
+            let clear = self.metadata.change(place, |pages| {
+                // Late: links may come into the same page, and must not be durable before.
+                pages.get_mut(place, len, Stage::Late).expect("the page is there").fill(0);
+            });
+            clear.await?;
+            at = stop;
+        }
+        self.flush().await
+    }
+
+    /// Puts the table elsewhere, with room for `entries` (I1).
+    async fn move_l1(&self, entries: u32) -> Result<()> {
+        let _moving = self.tables.claim(MOVING).await;
+        let _held = Held::new(&self.metadata);
+        self.flush().await?;
+        let bits = self.l2.cluster_bits;
+        let store = &*self.metadata.store;
+        let (old_at, before) = self.l1_place.get();
+        let count = bits.clusters_for(table_bytes(entries));
+        let mut table = Buf::zeroed(len_of(count << bits.bits()));
+        let known = read_exact(store, old_at, len_of(table_bytes(before))).await?;
+        table[..known.len()].copy_from_slice(&known);
+        let run = self.reserve_run(count).await?;
+        let at = HostOffset::new(run.first << bits.bits());
+        let written = async {
+            self.metadata.ranges.check(at, count << bits.bits())?;
+            self.metadata.lock().drop_cluster(at, count << bits.bits());
+            write_all(store, table, at).await?;
+            self.flush().await
+        };
+        if let Err(error) = written.await {
+            self.space.give_back(run);
+            return Err(error);
+        }
+        let mut fields = entries.to_be_bytes().to_vec();
+        fields.extend(at.bytes().to_be_bytes());
+        self.write_header_bytes(L1_ENTRIES_AT as u64, &fields).await?;
+        let mut pages = self.metadata.lock();
+        self.l1_place.set(at, entries);
+        if old_at != HostOffset::ZERO {
+            let old_count = bits.clusters_for(table_bytes(before));
+            pages.drop_cluster(old_at, old_count << bits.bits());
+            let first = bits.cluster_of(old_at.bytes());
+            pages.group.freed.extend(first..first + old_count);
+            self.metadata.ranges.remove(old_at);
+        }
+        self.metadata.ranges.add(at, table_bytes(entries), "the L1 table");
+        Ok(())
+    }
+
+    /// Waits until the L1 table is where it stays, if it is being moved.
+    pub(super) async fn l1_moved(&self) {
+        drop(self.tables.claim(MOVING).await);
+    }
+
+    /// Takes `count` clusters in a row.
+    async fn reserve_run(&self, count: u64) -> Result<Reserved> {
+        let mut run: Option<Reserved> = None;
+        let mut passed = Vec::new();
+        let mut looked_at = 0;
+        let found = loop {
+            match run {
+                Some(run) if run.count >= count => break Ok(run),
+                _ if looked_at > count * PASSED_PER_CLUSTER + PASSED_MIN => {
+                    let what = "the file has no room for a longer L1 table in one piece: \
+                                `mica resize` finds it while nobody uses the image";
+                    break Err(Error::new(ErrorKind::NoSpace, what));
+                }
+                _ => {}
+            }
+            let wanted = count - run.map_or(0, |run| run.count);
+            let next = match self.space.reserve(wanted).await {
+                Ok(next) => next,
+                Err(error) => break Err(error),
+            };
+            looked_at += next.count;
+            match &mut run {
+                Some(run) if run.first + run.count == next.first => {
+                    run.count += next.count;
+                    run.group = run.group.max(next.group);
+                }
+                run => passed.extend(run.replace(next)),
+            }
+        };
+        if found.is_err() {
+            passed.extend(run);
+        }
+        passed.into_iter().for_each(|passed| self.space.give_back(passed));
+        found
+    }
+}
+
+/// While this lives, no L1 entry changes.
+struct Held<'a>(&'a Metadata);
+
+impl<'a> Held<'a> {
+    fn new(metadata: &'a Metadata) -> Self {
+        metadata.lock().l1_is_held = true;
+        Self(metadata)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock().l1_is_held = false;
+    }
+}
+
+fn table_bytes(entries: u32) -> u64 {
+    u64::from(entries) * L1Entry::BYTES as u64
+}
+
+/// A length that was checked to be small.
+fn len_of(len: u64) -> usize {
+    usize::try_from(len).expect("a table fits the memory")
+}
