@@ -5,14 +5,16 @@
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use clap::Args;
-use mica_daemon::{Config, Daemon, Discards, DiskConfig, IndexMode, Size};
+use mica_daemon::{Config, Daemon, Discards, DiskConfig, IndexMode, OtherUsers, Size};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// What is said of one disk, and has a key of its own in a configuration.
-const OF_ONE_DISK: [&str; 26] = [
+const OF_ONE_DISK: [&str; 28] = [
     "nbd",
     "vhost_user",
+    "fuse",
+    "allow_other",
     "num_queues",
     "serial",
     "iops",
@@ -64,6 +66,13 @@ struct DiskArgs {
     /// have the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
     vhost_user: Option<PathBuf>,
+    /// Serve the disk as this file too, by FUSE: a raw image for foreign tools and loop mounts. The
+    /// file must be there; while mica serves, it is the disk.
+    #[arg(long, value_name = "FILE")]
+    fuse: Option<PathBuf>,
+    /// Whether other users may use that file.
+    #[arg(long, value_enum, default_value = "auto", value_name = "WHETHER")]
+    allow_other: OtherUsers,
     /// Virtqueues of the vhost-user-blk device.
     #[arg(long, default_value_t = 4, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     num_queues: u16,
@@ -134,9 +143,10 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
 impl DiskArgs {
     /// A configuration of this disk alone.
     fn alone(self, image: PathBuf) -> Result<Config, Failure> {
-        if self.nbd.is_empty() && self.vhost_user.is_none() {
+        if self.nbd.is_empty() && self.vhost_user.is_none() && self.fuse.is_none() {
             return Err(Failure::new(
-                "nothing says where the disk is served: add --nbd SOCKET or --vhost-user SOCKET",
+                "nothing says where the disk is served: add --nbd SOCKET, --vhost-user SOCKET or \
+                 --fuse FILE",
             )
             .with_code(2));
         }
@@ -144,6 +154,8 @@ impl DiskArgs {
         let disk = DiskConfig {
             nbd: self.nbd,
             vhost_user: self.vhost_user,
+            fuse: self.fuse,
+            allow_other: self.allow_other,
             num_queues: self.num_queues,
             serial: self.serial,
             iops: self.iops,

@@ -15,6 +15,7 @@
 use crate::images::{Aio, Cache, ImageConfig, Size};
 use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
+use mica_serve::fuse::AllowOther;
 use mica_serve::{Discard, Rates};
 use serde::Deserialize;
 use std::collections::BTreeSet;
@@ -40,6 +41,29 @@ impl From<Discards> for Discard {
         match choice {
             Discards::Ignore => Self::Ignore,
             Discards::Unmap => Self::Unmap,
+        }
+    }
+}
+
+/// Whether other users may use the file that the disk is served as.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OtherUsers {
+    /// They may, as far as the file's mode lets them.
+    On,
+    /// They may not.
+    Off,
+    /// They may where the system allows to allow it.
+    #[default]
+    Auto,
+}
+
+impl From<OtherUsers> for AllowOther {
+    fn from(choice: OtherUsers) -> Self {
+        match choice {
+            OtherUsers::On => Self::On,
+            OtherUsers::Off => Self::Off,
+            OtherUsers::Auto => Self::Auto,
         }
     }
 }
@@ -86,6 +110,11 @@ pub struct DiskConfig {
     pub nbd: Vec<String>,
     /// Where the monitor of a machine connects.
     pub vhost_user: Option<PathBuf>,
+    /// The file as which the disk is served, by FUSE.
+    pub fuse: Option<PathBuf>,
+    /// Whether other users may use that file.
+    #[serde(default)]
+    pub allow_other: OtherUsers,
     /// Virtqueues of the vhost-user-blk device.
     #[serde(default = "four")]
     pub num_queues: u16,
@@ -220,7 +249,7 @@ impl Config {
             let places = disk.places();
             if places.is_empty() {
                 return invalid(format!(
-                    "disk {name:?}: nothing says where it is served: add nbd or vhost-user"
+                    "disk {name:?}: nothing says where it is served: add nbd, vhost-user or fuse"
                 ));
             }
             for place in places {
@@ -254,6 +283,8 @@ impl DiskConfig {
             image,
             nbd: Vec::new(),
             vhost_user: None,
+            fuse: None,
+            allow_other: OtherUsers::default(),
             num_queues: four(),
             serial: None,
             read_only: false,
@@ -305,7 +336,7 @@ impl DiskConfig {
     }
 
     fn places(&self) -> Vec<Place> {
-        let paths = self.vhost_user.iter().map(|path| path.display().to_string());
+        let paths = self.vhost_user.iter().chain(&self.fuse).map(|path| path.display().to_string());
         self.nbd.iter().cloned().chain(paths).map(Place).collect()
     }
 
@@ -315,6 +346,7 @@ impl DiskConfig {
             resolve(&mut self.image);
         }
         self.vhost_user.iter_mut().for_each(resolve);
+        self.fuse.iter_mut().for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
         self.index_dir.iter_mut().for_each(resolve);
         if self.handover_dir.as_os_str() != "off" {

@@ -9,6 +9,7 @@ use crate::images::ImageConfig;
 use crate::served::Served;
 use mica_block::{Error, Result};
 use mica_serve::Workers;
+use mica_serve::fuse::Unmounter;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fmt;
@@ -42,13 +43,14 @@ impl Daemon {
             .map_err(|error| Error::from_io("waiting for signals", error))?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
+        let unmounter = Unmounter::start()?;
         let workers = Workers::start(threads, config.aio.backend())?;
         let handles = ImageConfig::handles();
         let is_alone = config.disks.len() == 1;
         let mut shared = Shared { served: Vec::new(), workers };
         for disk in config.disks {
             let name = disk.name.clone();
-            match Served::start(disk, &handles, &shared.workers) {
+            match Served::start(disk, &handles, &shared.workers, &unmounter) {
                 Ok(served) => shared.served.push(served),
                 Err(error) => {
                     // What failed first is told.

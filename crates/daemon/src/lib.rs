@@ -15,6 +15,6 @@ mod served;
 mod sockets;
 mod stats;
 
-pub use config::{Config, Discards, DiskConfig, IndexMode};
+pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
 pub use daemon::Daemon;
 pub use images::{Aio, Cache, ImageConfig, Size};

@@ -11,8 +11,8 @@ use crate::stats;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
 use mica_serve::nbd::{Export, Limits};
-use mica_serve::{Listener, Workers, nbd, vhost_user};
-use mica_stack::OpenDisk;
+use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
+use mica_stack::{Format, OpenDisk};
 use mica_store::Handles;
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,6 +22,7 @@ pub(crate) struct Served {
     pub(crate) config: DiskConfig,
     pub(crate) opened: OpenDisk,
     workers: Arc<Workers>,
+    unmounter: Arc<fuse::Unmounter>,
     state: Mutex<State>,
 }
 
@@ -37,6 +38,7 @@ enum State {
 struct Servers {
     nbd: Option<nbd::Running>,
     device: Option<vhost_user::Running>,
+    file: Option<fuse::Running>,
     indexer: Option<Indexer>,
 }
 
@@ -45,6 +47,7 @@ struct Servers {
 pub(crate) struct Counts {
     pub(crate) nbd: nbd::Counters,
     pub(crate) device: Option<vhost_user::Counters>,
+    pub(crate) file: Option<fuse::Counters>,
 }
 
 impl Served {
@@ -53,11 +56,12 @@ impl Served {
         config: DiskConfig,
         handles: &Arc<Handles>,
         workers: &Arc<Workers>,
+        unmounter: &Arc<fuse::Unmounter>,
     ) -> Result<Self> {
         let opened = open(&config, handles, workers)?;
-        let workers = Arc::clone(workers);
+        let (workers, unmounter) = (Arc::clone(workers), Arc::clone(unmounter));
         let state = Mutex::new(State::Serving(Servers::default()));
-        let served = Self { config, opened, workers, state };
+        let served = Self { config, opened, workers, unmounter, state };
         match served.serve() {
             Ok(()) => Ok(served),
             Err(error) => {
@@ -96,6 +100,18 @@ impl Served {
                 }],
                 workers: Arc::clone(&self.workers),
                 limits: Limits { connections_max: config.shared, ..Limits::default() },
+            })?);
+        }
+        if let Some(file) = &config.fuse {
+            let is_file = !matches!(config.images().format()?, Format::Null);
+            servers.file = Some(fuse::Server::start(fuse::ServerConfig {
+                file: file.clone(),
+                disk: Arc::clone(&self.opened.disk),
+                image: is_file.then(|| config.image.clone()),
+                discard: config.discard.into(),
+                allow_other: config.allow_other.into(),
+                workers: Arc::clone(&self.workers),
+                unmounter: Arc::clone(&self.unmounter),
             })?);
         }
         if let (Some(chain), IndexMode::Auto) = (&self.opened.chain, config.index) {
@@ -150,8 +166,7 @@ impl Served {
 
     /// Its figures, as JSON.
     pub(crate) fn figures(&self) -> Value {
-        let Counts { nbd, device } = self.counts();
-        stats::document(&*self.opened.disk, &nbd, device.as_ref())
+        stats::document(&*self.opened.disk, &self.counts())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -164,6 +179,7 @@ impl Servers {
         Counts {
             nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
             device: self.device.as_ref().map(vhost_user::Running::counters),
+            file: self.file.as_ref().map(fuse::Running::counters),
         }
     }
 
@@ -172,6 +188,7 @@ impl Servers {
             indexer.stop();
         }
         Counts {
+            file: self.file.map(fuse::Running::shutdown),
             device: self.device.map(vhost_user::Running::shutdown),
             nbd: self.nbd.map(nbd::Running::shutdown).unwrap_or_default(),
         }

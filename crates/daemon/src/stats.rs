@@ -1,15 +1,12 @@
 //! The figures of a run, as JSON.
 
+use crate::served::Counts;
 use mica_block::{Disk, MapStats, WriteStats};
-use mica_serve::{nbd, vhost_user};
 use serde_json::{Value, json};
 
 /// What `--stats-file` holds.
-pub(crate) fn document(
-    disk: &dyn Disk,
-    nbd: &nbd::Counters,
-    device: Option<&vhost_user::Counters>,
-) -> Value {
+pub(crate) fn document(disk: &dyn Disk, counts: &Counts) -> Value {
+    let Counts { nbd, device, file } = counts;
     let MapStats { hits, misses, index_loads, walks, layers_walked, cached_bytes, budget_bytes } =
         disk.map_stats();
     let WriteStats {
@@ -39,7 +36,8 @@ pub(crate) fn document(
             "linked_clusters": linked_clusters,
         },
         "nbd": object(nbd.fields()),
-        "vhost_user": device.map(|counters| object(counters.fields())),
+        "vhost_user": device.as_ref().map(|counters| object(counters.fields())),
+        "fuse": file.as_ref().map(|counters| object(counters.fields())),
     })
 }
 
