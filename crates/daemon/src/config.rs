@@ -12,7 +12,7 @@
 //! bps = "200M"
 //! ```
 
-use crate::images::{Aio, Cache, ImageConfig, Size};
+use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
 use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::AllowOther;
@@ -191,10 +191,6 @@ fn qcow2() -> String {
 
 fn cache_size() -> Size {
     Size(32 << 20)
-}
-
-fn shared_memory() -> PathBuf {
-    PathBuf::from("/dev/shm")
 }
 
 impl Config {

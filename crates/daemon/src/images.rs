@@ -15,6 +15,11 @@ use std::sync::Arc;
 /// Descriptors that are left for sockets, rings and all that is no image.
 const HANDLES_RESERVE: usize = 96;
 
+/// Where a Linux system has memory that looks like files.
+pub(crate) fn shared_memory() -> PathBuf {
+    PathBuf::from("/dev/shm")
+}
+
 /// How images are read: through the page cache, or past it (O_DIRECT).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -142,7 +147,15 @@ impl ImageConfig {
         }
         options.handover = match &self.handover_dir {
             off if off.as_os_str() == "off" => HandoverPlace::Nowhere,
-            directory => HandoverPlace::Directory(directory.clone()),
+            directory => {
+                let named = directory.display();
+                // A place that nobody chose may be missing: that costs what is not flushed, once.
+                if *directory != shared_memory() && !directory.is_dir() {
+                    let context = format!("--handover-dir {named}: there is no such directory");
+                    return Err(Error::new(ErrorKind::NotFound, context));
+                }
+                HandoverPlace::Directory(directory.clone())
+            }
         };
         for fault in &self.inject {
             options.faults.push(fault.parse::<Fault>()?);
