@@ -14,6 +14,7 @@ mod signal;
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
 mod testing;
 pub mod vhost_user;
+mod tls;
 mod wake;
 mod workers;
 
@@ -21,3 +22,4 @@ pub use discard::Discard;
 pub use limit::Rates;
 pub use listener::Listener;
 pub use workers::Workers;
+pub use tls::{Clients, Tls, TlsPolicy};

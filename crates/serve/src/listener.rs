@@ -1,5 +1,6 @@
 //! Where clients connect: sockets that are bound and listening.
 
+use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Socket;
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -17,6 +18,7 @@ use std::sync::Arc;
 pub struct Listener {
     pub(crate) socket: Arc<Socket>,
     pub(crate) family: Family,
+    pub(crate) security: Security,
     /// The file of a unix socket, removed with the listener if it is still the same one.
     _file: Option<SocketFile>,
 }
@@ -26,6 +28,14 @@ pub struct Listener {
 pub(crate) enum Family {
     Unix,
     Tcp(SocketAddr),
+}
+
+/// What those who connect there get besides a socket.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Security {
+    pub(crate) tls: Option<(Tls, TlsPolicy)>,
+    /// Plain text may leave this machine.
+    is_plain_allowed: bool,
 }
 
 /// A file that this process made.
@@ -53,8 +63,9 @@ impl Listener {
         Self::wrap(listener.into(), Family::Unix, Some(file))
     }
 
-    /// Listens on a TCP address. Nothing is encrypted and nobody is asked who they are: addresses
-    /// other than the loopback are for networks that are trusted.
+    /// Listens on a TCP address. Beyond the loopback an NBD server refuses to use it until it is
+    /// said what becomes of those who connect: [`Listener::with_tls`], or
+    /// [`Listener::allow_plain`].
     ///
     /// # Errors
     /// What the system says.
@@ -87,6 +98,38 @@ impl Listener {
         Self::wrap(fd, family, None)
     }
 
+    /// Has TLS on its connections. Only NBD knows how to start it.
+    #[must_use]
+    pub fn with_tls(mut self, tls: &Tls, policy: TlsPolicy) -> Self {
+        self.security.tls = Some((tls.clone(), policy));
+        self
+    }
+
+    /// Lets plain text leave this machine: for networks on which everybody may read and change
+    /// everything.
+    #[must_use]
+    pub fn allow_plain(mut self) -> Self {
+        self.security.is_plain_allowed = true;
+        self
+    }
+
+    /// Refuses to be used if plain text would leave this machine and nobody said that it may.
+    pub(crate) fn check_secured(&self) -> Result<()> {
+        let Family::Tcp(address) = self.family else { return Ok(()) };
+        let is_required = matches!(self.security.tls, Some((_, TlsPolicy::Required)));
+        if is_required
+            || self.security.is_plain_allowed
+            || address.ip().to_canonical().is_loopback()
+        {
+            return Ok(());
+        }
+        let what = format!(
+            "{address} is beyond the loopback, where anybody may read and change what is not \
+             encrypted: TLS has to be required there, or plain text allowed"
+        );
+        Err(Error::new(ErrorKind::Denied, what))
+    }
+
     /// The address, for TCP: with the port that the system chose if it was asked to.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match self.family {
@@ -98,7 +141,8 @@ impl Listener {
     fn wrap(fd: OwnedFd, family: Family, file: Option<SocketFile>) -> Result<Self> {
         let socket =
             Socket::new(fd).map_err(|error| Error::from_io("making a listening socket", error))?;
-        Ok(Self { socket: Arc::new(socket), family, _file: file })
+        let security = Security::default();
+        Ok(Self { socket: Arc::new(socket), family, security, _file: file })
     }
 }
 

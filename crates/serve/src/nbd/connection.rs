@@ -1,14 +1,17 @@
 //! One connection from accept to close: handshake, session, and what is said about its end.
 
+use super::channel::Channel;
 use super::edges::Edges;
-use super::limits::Limits;
-use super::negotiate::{Refused, negotiate};
+use super::limits::{Limits, TLS_HANDSHAKES};
+use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
 use super::server::{Export, QueueShared};
-use super::session::{Ended, transmit};
+use super::session::{Ended, Transmission, transmit};
 use super::stats::QueueStats;
+use crate::limit::Limiter;
 use crate::signal::Signal;
+use crate::tls::{Tls, TlsPolicy, TlsStream};
 use mica_block::Disk;
-use mica_rt::{Elapsed, Stream, timeout};
+use mica_rt::{Elapsed, Stream, now, sleep, timeout};
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,6 +23,8 @@ pub(super) struct Common {
     /// Of each export, in the same order.
     edges: Vec<Edges>,
     pub(super) limits: Limits,
+    /// How often strangers may make a queue do the arithmetic of a TLS handshake.
+    tls_handshakes: Limiter,
     pub(super) stop: Arc<Signal>,
 }
 
@@ -27,7 +32,8 @@ impl Common {
     pub(super) fn new(exports: Vec<Export>, limits: Limits, stop: Arc<Signal>) -> Self {
         let exports: Vec<_> = exports.into_iter().map(Arc::new).collect();
         let edges = exports.iter().map(|_| Edges::default()).collect();
-        Self { exports, edges, limits, stop }
+        let tls_handshakes = Limiter::new(TLS_HANDSHAKES).expect("there is a limit");
+        Self { exports, edges, limits, tls_handshakes, stop }
     }
 
     /// What the changes of `disk` have in common. Exports of one disk have it from the first.
@@ -38,14 +44,22 @@ impl Common {
     }
 }
 
+/// What a listener has for those who connect there: TLS, if it has that.
+pub(super) type Secured = Option<(Tls, TlsPolicy)>;
+
 /// Serves `stream` until it ends, and closes it. A panic ends this connection only.
-pub(super) async fn serve(stream: Stream, common: Arc<Common>, queue: Arc<QueueShared>) {
+pub(super) async fn serve(
+    stream: Stream,
+    secured: Secured,
+    common: Arc<Common>,
+    queue: Arc<QueueShared>,
+) {
     let stats = &queue.stats;
     stats.connections.add(1);
     let closer = stream.clone();
     let body = {
         let queue = Arc::clone(&queue);
-        async move { serve_inner(&stream, &common, &queue.stats).await }
+        async move { serve_inner(&stream, secured.as_ref(), &common, &queue.stats).await }
     };
     if mica_rt::catch_panic(body).await.is_err() {
         stats.panics.add(1);
@@ -54,31 +68,85 @@ pub(super) async fn serve(stream: Stream, common: Arc<Common>, queue: Arc<QueueS
     closer.shutdown();
 }
 
-async fn serve_inner(stream: &Stream, common: &Common, stats: &QueueStats) {
-    let limits = common.limits;
-    let handshake = timeout(limits.handshake_deadline, negotiate(stream, &common.exports));
+async fn serve_inner(
+    stream: &Stream,
+    secured: Option<&(Tls, TlsPolicy)>,
+    common: &Common,
+    stats: &QueueStats,
+) {
+    let handshake = timeout(common.limits.handshake_deadline, shake_hands(stream, secured, common));
     let Some(outcome) = unless_stopped(&common.stop, handshake).await else {
         tracing::debug!("a handshake was broken off: the server stops");
         return;
     };
-    let transmission = match outcome {
-        Ok(Ok(transmission)) => transmission,
+    match outcome {
+        Ok(Ok(Begun::Plain(transmission))) => {
+            run(stream, transmission, common, stats).await;
+        }
+        Ok(Ok(Begun::Tls(tls, transmission))) => {
+            // In a box, so that a connection in plain text is not made larger by it.
+            Box::pin(run(&tls, transmission, common, stats)).await;
+            tls.close().await;
+        }
         Ok(Err(refused)) => {
-            if matches!(refused, Refused::Malformed(_) | Refused::TooMuch) {
+            if matches!(refused, Refused::Malformed(_) | Refused::TooMuch | Refused::Tls(_)) {
                 stats.protocol_errors.add(1);
             }
             tracing::debug!(why = %refused, "a handshake ended");
-            return;
         }
         Err(Elapsed) => {
             stats.deadlines_passed.add(1);
             tracing::debug!("a handshake took too long");
-            return;
         }
+    }
+}
+
+/// What a handshake led to.
+enum Begun<'a> {
+    Plain(Transmission),
+    Tls(TlsStream<'a>, Transmission),
+}
+
+async fn shake_hands<'a>(
+    stream: &'a Stream,
+    secured: Option<&(Tls, TlsPolicy)>,
+    common: &Common,
+) -> Result<Begun<'a>, Refused> {
+    let exports = &common.exports;
+    let security = match secured {
+        None => Security::Plain,
+        Some((_, TlsPolicy::Offered)) => Security::Offered,
+        Some((_, TlsPolicy::Required)) => Security::Required,
     };
+    let flags = match negotiate(stream, exports, security).await? {
+        Negotiated::Transmission(transmission) => return Ok(Begun::Plain(transmission)),
+        Negotiated::StartTls { flags } => flags,
+    };
+    let (tls, _) = secured.expect("it was offered");
+    while let Err(wait) = common.tls_handshakes.admit(0, now()) {
+        sleep(wait).await;
+    }
+    let tls = TlsStream::accept(stream, tls).await.map_err(Refused::Tls)?;
+    match Box::pin(haggle(&tls, exports, flags)).await {
+        Ok(transmission) => Ok(Begun::Tls(tls, transmission)),
+        Err(refused) => {
+            tls.close().await;
+            Err(refused)
+        }
+    }
+}
+
+/// The transmission phase, and what is said about its end.
+async fn run(
+    channel: &impl Channel,
+    transmission: Transmission,
+    common: &Common,
+    stats: &QueueStats,
+) {
     stats.sessions.add(1);
     let edges = common.edges(&transmission.disk);
-    let ended = transmit(stream, transmission, edges, limits, &common.stop, stats).await;
+    let (limits, stop) = (common.limits, &common.stop);
+    let ended = transmit(channel, transmission, edges, limits, stop, stats).await;
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),
         Ended::TooSlow => stats.deadlines_passed.add(1),
@@ -99,3 +167,6 @@ pub(super) async fn unless_stopped<F: Future>(stop: &Arc<Signal>, future: F) -> 
     })
     .await
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,8 +3,11 @@
 //! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
 //! requests, and [`BUDGET_BYTES`] of data that arrives to be written, is being written or read, or
 //! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece
-//! by piece; a write that is larger runs alone too, with all of its payload.
+//! by piece; a write that is larger runs alone too, with all of its payload. A connection over TLS
+//! holds at most a mebibyte more: what it received and decrypted, and what it encrypted and sends
+//! (the head of `tls/stream.rs`).
 
+use crate::limit::Rates;
 use std::time::Duration;
 
 /// Longest name of an export, description or query, as the protocol sets it ("Conventions").
@@ -53,6 +56,9 @@ pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
 pub(super) const STATUS_CHARGE_BYTES: usize = 2 << 20;
 /// Payload bytes within which a client that sends a payload must make progress.
 pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
+/// TLS handshakes of all clients in a second: each takes about a millisecond of a queue that has
+/// disks to serve. Who comes in between waits, within the handshake's deadline.
+pub(super) const TLS_HANDSHAKES: Rates = Rates { iops: 200, iops_burst: 50, bps: 0, bps_burst: 0 };
 /// Failed requests of one connection that are logged.
 pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
 

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! server     listeners, queues, shutdown
-//!   └ connection   one task: negotiate, then
+//!   └ connection   one task: negotiate, with TLS in between where that is so, then
 //!       └ session  input ─▶ requests in flight ─▶ outgoing
 //! ```
 //!
 //! Sections that are cited are those of the NBD protocol document (`doc/proto.md` of
 //! NetworkBlockDevice/nbd). What a client may cost is in [`limits`](Limits).
 
+mod channel;
 mod check;
 mod connection;
 mod input;

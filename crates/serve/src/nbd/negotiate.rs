@@ -3,6 +3,7 @@
 //! Everything here is bounded: options and their bytes are counted, data that will not be looked at
 //! is skipped in a small buffer, and the caller puts a deadline on the whole.
 
+use super::channel::Channel;
 use super::limits::{
     NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX, OPTION_BYTES_TOTAL_MAX,
     OPTIONS_MAX, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
@@ -15,7 +16,7 @@ use super::reply::ReplyStyle;
 use super::server::Export;
 use super::session::Transmission;
 use mica_block::Disk;
-use mica_rt::{Buf, Stream};
+use mica_rt::Buf;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
@@ -33,6 +34,8 @@ pub(super) enum Refused {
     Malformed(&'static str),
     /// The client goes on and on.
     TooMuch,
+    /// There is no TLS, though both sides wanted it.
+    Tls(io::Error),
     /// The connection failed.
     Io(io::Error),
 }
@@ -44,22 +47,69 @@ impl fmt::Display for Refused {
             Self::Closed => f.write_str("the client closed the connection"),
             Self::Malformed(what) => write!(f, "the client sent {what}"),
             Self::TooMuch => f.write_str("the client sent too many options"),
+            Self::Tls(error) => write!(f, "TLS could not be established: {error}"),
             Self::Io(error) => write!(f, "the connection failed: {error}"),
         }
     }
 }
 
+/// What TLS is to the options that come now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Security {
+    /// There is none.
+    Plain,
+    /// A client may start it.
+    Offered,
+    /// A client has to start it: nothing is told before ("FORCEDTLS mode").
+    Required,
+    /// It is there.
+    Established,
+}
+
+/// How a handshake goes on.
+pub(super) enum Negotiated {
+    /// To the transmission phase.
+    Transmission(Transmission),
+    /// To TLS, and then to [`haggle`] with the same client flags. They are all that is kept.
+    StartTls { flags: u16 },
+}
+
 /// Carries out the handshake.
 pub(super) async fn negotiate(
-    stream: &Stream,
+    channel: &impl Channel,
     exports: &[Arc<Export>],
-) -> Result<Transmission, Refused> {
-    let mut inbox = Inbox::new(stream);
-    send(stream, &protocol::greeting()).await?;
+    security: Security,
+) -> Result<Negotiated, Refused> {
+    let mut inbox = Inbox::new(channel);
+    send(channel, &protocol::greeting()).await?;
     let flags = protocol::decode_client_flags(inbox.array().await?)
         .map_err(|_| Refused::Malformed("unknown client flags"))?;
+    options(channel, inbox, exports, flags, security).await
+}
+
+/// Goes on with the handshake behind TLS.
+pub(super) async fn haggle(
+    channel: &impl Channel,
+    exports: &[Arc<Export>],
+    flags: u16,
+) -> Result<Transmission, Refused> {
+    let inbox = Inbox::new(channel);
+    match options(channel, inbox, exports, flags, Security::Established).await? {
+        Negotiated::Transmission(transmission) => Ok(transmission),
+        Negotiated::StartTls { .. } => unreachable!("it is there already"),
+    }
+}
+
+/// "Option haggling".
+async fn options<C: Channel>(
+    channel: &C,
+    mut inbox: Inbox<'_, C>,
+    exports: &[Arc<Export>],
+    flags: u16,
+    security: Security,
+) -> Result<Negotiated, Refused> {
     let mut negotiation =
-        Negotiation { exports, flags, style: ReplyStyle::Simple, meta_context: None };
+        Negotiation { exports, flags, security, style: ReplyStyle::Simple, meta_context: None };
     let mut bytes_total = 0_u64;
     for _ in 0..OPTIONS_MAX {
         let header = OptionHeader::decode(&inbox.array().await?)
@@ -73,34 +123,31 @@ pub(super) async fn negotiate(
             return Err(Refused::Malformed("an option without fixed newstyle"));
         }
         let mut out = Vec::new();
-        let step = if !is_known(header.option) {
+        let step = if let Some((error, text)) = negotiation.unread(&header)? {
             inbox.skip(header.len).await?;
-            let text = b"this server does not know that option";
-            negotiation.reply(&mut out, header.option, option_reply::ERR_UNSUP, &[text]);
-            Step::Next
-        } else if header.len as usize > OPTION_BYTES_MAX {
-            inbox.skip(header.len).await?;
-            if header.option == option::EXPORT_NAME {
-                return Err(Refused::Malformed("a name beyond the limit"));
-            }
-            negotiation.reply(&mut out, header.option, option_reply::ERR_TOO_BIG, &[]);
+            negotiation.reply(&mut out, header.option, error, &[text]);
             Step::Next
         } else {
             let data = inbox.data(header.len as usize).await?;
             negotiation.step(header.option, &data, &mut out)?
         };
-        send(stream, &out).await?;
+        if matches!(step, Step::StartTls) && !inbox.rest().is_empty() {
+            // Whoever sent it did so before it was encrypted: not to be believed afterwards.
+            return Err(Refused::Malformed("plain text behind STARTTLS"));
+        }
+        send(channel, &out).await?;
         match step {
             Step::Next => {}
             Step::Abort => return Err(Refused::Aborted),
+            Step::StartTls => return Ok(Negotiated::StartTls { flags }),
             Step::Transmit { export, status } => {
-                return Ok(Transmission {
+                return Ok(Negotiated::Transmission(Transmission {
                     disk: Arc::clone(&export.disk),
                     discard: export.discard,
                     style: negotiation.style,
                     status,
                     leftover: inbox.rest().to_vec(),
-                });
+                }));
             }
         }
     }
@@ -112,6 +159,7 @@ pub(super) async fn negotiate(
 enum Step<'a> {
     Next,
     Abort,
+    StartTls,
     Transmit { export: &'a Arc<Export>, status: bool },
 }
 
@@ -121,6 +169,7 @@ fn is_known(option: u32) -> bool {
         option::EXPORT_NAME
             | option::ABORT
             | option::LIST
+            | option::STARTTLS
             | option::INFO
             | option::GO
             | option::STRUCTURED_REPLY
@@ -133,6 +182,7 @@ fn is_known(option: u32) -> bool {
 struct Negotiation<'a> {
     exports: &'a [Arc<Export>],
     flags: u16,
+    security: Security,
     style: ReplyStyle,
     /// The export name with which `base:allocation` was selected.
     meta_context: Option<Vec<u8>>,
@@ -154,6 +204,28 @@ impl<'a> Negotiation<'a> {
         Step::Next
     }
 
+    /// The error reply to an option whose data is not even looked at, if it is one.
+    fn unread(&self, header: &OptionHeader) -> Result<Option<(u32, &'static [u8])>, Refused> {
+        let is_name = header.option == option::EXPORT_NAME;
+        let is_secret = self.security == Security::Required;
+        if is_secret && !matches!(header.option, option::STARTTLS | option::ABORT) {
+            return match is_name {
+                true => Err(Refused::Malformed("the name of an export before TLS")),
+                false => Ok(Some((option_reply::ERR_TLS_REQD, b"start TLS first"))),
+            };
+        }
+        let is_there = header.option != option::STARTTLS || self.security != Security::Plain;
+        if !is_known(header.option) || !is_there {
+            let text = b"this server does not know that option";
+            return Ok(Some((option_reply::ERR_UNSUP, text)));
+        }
+        match header.len as usize > OPTION_BYTES_MAX {
+            true if is_name => Err(Refused::Malformed("a name beyond the limit")),
+            true => Ok(Some((option_reply::ERR_TOO_BIG, b""))),
+            false => Ok(None),
+        }
+    }
+
     fn step(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<Step<'a>, Refused> {
         Ok(match option {
             option::EXPORT_NAME => return self.export_name(data, out),
@@ -162,6 +234,7 @@ impl<'a> Negotiation<'a> {
                 Step::Abort
             }
             option::LIST => self.list(data, out),
+            option::STARTTLS => self.start_tls(data, out),
             option::INFO | option::GO => self.info_or_go(option, data, out),
             option::STRUCTURED_REPLY => self.structured_reply(data, out),
             _ => self.meta(option, data, out),
@@ -183,6 +256,18 @@ impl<'a> Negotiation<'a> {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
         }
         Ok(Step::Transmit { export, status: self.is_selected(data) })
+    }
+
+    /// "NBD_OPT_STARTTLS".
+    fn start_tls(&self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+        if !data.is_empty() {
+            return self.invalid(out, option::STARTTLS, "STARTTLS has no data");
+        }
+        if self.security == Security::Established {
+            return self.invalid(out, option::STARTTLS, "TLS is there already");
+        }
+        self.reply(out, option::STARTTLS, option_reply::ACK, &[]);
+        Step::StartTls
     }
 
     fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
@@ -306,22 +391,22 @@ fn preferred_bytes(preferred: u32) -> u32 {
     preferred.clamp(512, PAYLOAD_BYTES_MAX).next_power_of_two()
 }
 
-async fn send(stream: &Stream, bytes: &[u8]) -> Result<(), Refused> {
-    stream.send(VecDeque::from([Buf::from_slice(bytes)])).await.map_err(Refused::Io)
+async fn send(channel: &impl Channel, bytes: &[u8]) -> Result<(), Refused> {
+    channel.send(VecDeque::from([Buf::from_slice(bytes)])).await.map_err(Refused::Io)
 }
 
 /// Received bytes that were not looked at yet.
-struct Inbox<'a> {
-    stream: &'a Stream,
+struct Inbox<'a, C> {
+    channel: &'a C,
     /// Absent while a receive owns it.
     buf: Option<Buf>,
     at: usize,
     end: usize,
 }
 
-impl<'a> Inbox<'a> {
-    fn new(stream: &'a Stream) -> Self {
-        Self { stream, buf: Some(Buf::new(RECEIVE_BYTES_MIN)), at: 0, end: 0 }
+impl<'a, C: Channel> Inbox<'a, C> {
+    fn new(channel: &'a C) -> Self {
+        Self { channel, buf: Some(Buf::new(RECEIVE_BYTES_MIN)), at: 0, end: 0 }
     }
 
     fn rest(&self) -> &[u8] {
@@ -332,7 +417,7 @@ impl<'a> Inbox<'a> {
     async fn some(&mut self, wanted: usize, take: impl FnOnce(&[u8])) -> Result<usize, Refused> {
         if self.at == self.end {
             let buf = self.buf.take().unwrap_or_else(|| Buf::new(RECEIVE_BYTES_MIN));
-            let (result, buf) = self.stream.recv(buf).await;
+            let (result, buf) = self.channel.recv(buf).await;
             self.buf = Some(buf);
             self.at = 0;
             self.end = match result {

@@ -4,7 +4,7 @@
 //! first, then every session answers what it has admitted and ends; what is not over by the
 //! deadline is dropped.
 
-use super::connection::{Common, serve, unless_stopped};
+use super::connection::{Common, Secured, serve, unless_stopped};
 use super::limits::{Limits, NAME_BYTES_MAX};
 use super::stats::{Counters, QueueStats};
 pub use crate::discard::Discard;
@@ -59,9 +59,11 @@ impl Server {
     /// Starts serving.
     ///
     /// # Errors
-    /// `Invalid` for a configuration that makes no sense.
+    /// `Invalid` for a configuration that makes no sense, `Denied` for one that would send plain text
+    /// beyond this machine unasked.
     pub fn start(config: ServerConfig) -> Result<Running> {
         check(&config)?;
+        config.listeners.iter().try_for_each(Listener::check_secured)?;
         let ServerConfig { listeners, exports, workers, limits } = config;
         let stop = Arc::new(Signal::default());
         let common = Arc::new(Common::new(exports, limits, Arc::clone(&stop)));
@@ -75,8 +77,8 @@ impl Server {
         });
         for listener in &listeners {
             let (socket, family) = (Arc::clone(&listener.socket), listener.family);
-            let dispatch_here = Arc::clone(&dispatch);
-            let accepting = move || accept_all(socket, family, dispatch_here);
+            let (dispatch_here, secured) = (Arc::clone(&dispatch), listener.security.tls.clone());
+            let accepting = move || accept_all(socket, family, secured, dispatch_here);
             dispatch.peers[0].handle.spawn_with(accepting);
         }
         Ok(Running { stop, dispatch, listeners, workers })
@@ -207,10 +209,11 @@ struct Dispatch {
 }
 
 impl Dispatch {
-    fn hand_over(&self, socket: Socket, family: Family) {
+    fn hand_over(&self, socket: Socket, family: Family, secured: Secured) {
         let index = self.next.fetch_add(1, Ordering::Relaxed) % self.peers.len();
         let Peer { handle, shared } = &self.peers[index];
-        let Some(guard) = OpenConnection::new(&self.open, self.common.limits.connections_max) else {
+        let Some(guard) = OpenConnection::new(&self.open, self.common.limits.connections_max)
+        else {
             // Runs on the first executor, whose counter this is.
             self.peers[0].shared.stats.connections_refused.add(1);
             tracing::debug!("a connection was closed: there are too many");
@@ -221,7 +224,7 @@ impl Dispatch {
         let given_up = Arc::clone(&self.given_up);
         handle.spawn_with(move || async move {
             let _guard = guard;
-            let session = serve(Stream::Socket(Arc::new(socket)), common, shared);
+            let session = serve(Stream::Socket(Arc::new(socket)), secured, common, shared);
             unless_stopped(&given_up, session).await;
         });
     }
@@ -254,11 +257,16 @@ impl Drop for OpenConnection {
     }
 }
 
-async fn accept_all(listener: Arc<Socket>, family: Family, dispatch: Arc<Dispatch>) {
+async fn accept_all(
+    listener: Arc<Socket>,
+    family: Family,
+    secured: Secured,
+    dispatch: Arc<Dispatch>,
+) {
     let stop = Arc::clone(&dispatch.common.stop);
     while let Some(accepted) = unless_stopped(&stop, listener.accept()).await {
         match accepted {
-            Ok(socket) => dispatch.hand_over(socket, family),
+            Ok(socket) => dispatch.hand_over(socket, family, secured.clone()),
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 sleep(ACCEPT_PAUSE).await;

@@ -33,6 +33,7 @@
 //! - I7 A request that changes the disk is not given up half-way when its client goes: the session
 //!   stays until it is done, so that the request counts as in flight while its I/O is.
 
+use super::channel::Channel;
 use super::check::{Action, Rules};
 use super::edges::Edges;
 use super::input::Input;
@@ -45,7 +46,7 @@ use crate::signal::Signal;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
 use mica_block::{Disk, Extent};
-use mica_rt::{Buf, Instant, Sleep, Stream, now, sleep};
+use mica_rt::{Buf, Instant, Sleep, now, sleep};
 use slots::Slots;
 use std::collections::VecDeque;
 use std::fmt;
@@ -103,9 +104,9 @@ impl fmt::Display for Ended {
     }
 }
 
-/// Runs the transmission phase over `stream` until it ends.
+/// Runs the transmission phase over `channel` until it ends.
 pub(super) async fn transmit(
-    stream: &Stream,
+    channel: &impl Channel,
     transmission: Transmission,
     edges: &Edges,
     limits: Limits,
@@ -118,11 +119,11 @@ pub(super) async fn transmit(
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
     let mut watch = pin!(None);
-    let start_receive = |buf: Buf| stream.recv(buf);
+    let start_receive = |buf: Buf| channel.recv(buf);
     let start_send = |batch: VecDeque<Buf>, urgency| async move {
         match urgency {
-            Urgency::Now => stream.send_now(batch).await,
-            Urgency::WithTheTurn => stream.send(batch).await,
+            Urgency::Now => channel.send_now(batch).await,
+            Urgency::WithTheTurn => channel.send(batch).await,
         }
     };
     let ended = poll_fn(|context| {

@@ -11,7 +11,7 @@ pub(super) use client::{
 };
 pub(super) use disks::{PatternDisk, RUN_BYTES};
 
-use super::connection::{Common, serve};
+use super::connection::{Common, Secured, serve};
 use super::limits::Limits;
 use super::server::{Discard, Export, QueueShared};
 use super::stats::Counters;
@@ -32,6 +32,8 @@ pub(super) struct World {
     common: Arc<Common>,
     queue: Arc<QueueShared>,
     open: Rc<Cell<usize>>,
+    /// What the connections have that come now.
+    pub(super) secured: Secured,
     /// See [`PatternDisk::reading`].
     pub(super) reading: Arc<Gauge>,
 }
@@ -83,17 +85,24 @@ impl World {
         let export =
             Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
         let common = Common::new(vec![export], Limits::default(), Arc::default());
-        Self { common: Arc::new(common), queue: Arc::default(), open: Rc::default(), reading }
+        Self {
+            common: Arc::new(common),
+            queue: Arc::default(),
+            open: Rc::default(),
+            secured: None,
+            reading,
+        }
     }
 
     /// A client that has said nothing yet.
     pub(super) fn connect(&self) -> Client {
         let (near, far) = Stream::memory_pair(PIPE_BYTES);
         let (common, queue) = (Arc::clone(&self.common), Arc::clone(&self.queue));
+        let secured = self.secured.clone();
         let open = Rc::clone(&self.open);
         open.set(open.get() + 1);
         spawn(async move {
-            serve(far, common, queue).await;
+            serve(far, secured, common, queue).await;
             open.set(open.get() - 1);
         });
         Client::new(near)

@@ -239,11 +239,9 @@ fn configurations_that_make_no_sense_are_refused() {
         limits: Limits::default(),
     };
     let long = "n".repeat(4097);
-    for config in [
-        config(vec![]),
-        config(vec![export("a"), export("a")]),
-        config(vec![export(&long)]),
-    ] {
+    for config in
+        [config(vec![]), config(vec![export("a"), export("a")]), config(vec![export(&long)])]
+    {
         let error = Server::start(config).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid);
     }

@@ -1,6 +1,12 @@
 //! A client that says exactly what a test tells it to, and the bytes that it says and hears.
 
+#[cfg(test)]
+use crate::tls::testing;
 use mica_rt::{Buf, Stream};
+#[cfg(test)]
+use rustls::ClientConnection;
+#[cfg(test)]
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 
@@ -17,6 +23,9 @@ pub(in crate::nbd) struct Client {
     pub(in crate::nbd) stream: Stream,
     received: VecDeque<u8>,
     ended: bool,
+    /// Where it speaks TLS. Taken out while it is used.
+    #[cfg(test)]
+    tls: Cell<Option<Box<ClientConnection>>>,
 }
 
 /// A reply to a request.
@@ -28,26 +37,69 @@ pub(in crate::nbd) enum Reply {
 
 impl Client {
     pub(super) fn new(stream: Stream) -> Self {
-        Self { stream, received: VecDeque::new(), ended: false }
+        Self {
+            stream,
+            received: VecDeque::new(),
+            ended: false,
+            #[cfg(test)]
+            tls: Cell::default(),
+        }
+    }
+
+    /// Speaks TLS from here on.
+    #[cfg(test)]
+    pub(in crate::nbd) async fn start_tls(
+        &mut self,
+        mut connection: Box<ClientConnection>,
+    ) -> io::Result<()> {
+        self.option(5, &[]).await;
+        self.expect_ack(5).await;
+        let outcome = testing::shake_hands(&mut connection, &self.stream).await;
+        self.tls.set(Some(connection));
+        outcome
     }
 
     pub(in crate::nbd) async fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(mut connection) = self.tls.take() {
+            let outcome = testing::send(&mut connection, &self.stream, bytes).await;
+            self.tls.set(Some(connection));
+            return outcome;
+        }
         self.stream.send(VecDeque::from([Buf::from_slice(bytes)])).await
     }
 
     /// The next `len` bytes, or `None` if the connection ends before them.
     pub(in crate::nbd) async fn receive(&mut self, len: usize) -> Option<Vec<u8>> {
         while self.received.len() < len {
-            let (result, buf) = self.stream.recv(Buf::new(64 << 10)).await;
-            match result {
-                Ok(0) | Err(_) => {
-                    self.ended = true;
-                    return None;
-                }
-                Ok(count) => self.received.extend(&buf[..count]),
-            }
+            let Some(bytes) = self.receive_some().await else {
+                self.ended = true;
+                return None;
+            };
+            self.received.extend(bytes);
         }
         Some(self.received.drain(..len).collect())
+    }
+
+    async fn receive_some(&self) -> Option<Vec<u8>> {
+        #[cfg(test)]
+        if let Some(mut connection) = self.tls.take() {
+            let outcome = testing::receive(&mut connection, &self.stream).await;
+            self.tls.set(Some(connection));
+            return outcome.ok();
+        }
+        let (result, buf) = self.stream.recv(Buf::new(64 << 10)).await;
+        let count = result.ok().filter(|count| *count > 0)?;
+        Some(buf[..count].to_vec())
+    }
+
+    /// Whether the server ended TLS before the connection.
+    #[cfg(test)]
+    pub(in crate::nbd) fn heard_goodbye(&self) -> bool {
+        let mut connection = self.tls.take().expect("it speaks TLS");
+        let state = connection.process_new_packets();
+        self.tls.set(Some(connection));
+        state.is_ok_and(|state| state.peer_has_closed())
     }
 
     async fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
