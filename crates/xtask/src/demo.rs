@@ -2,7 +2,7 @@
 //! written by QEMU's own tools; mica serves the chain; every file is read back whole.
 
 mod life;
-mod tree;
+pub(crate) mod tree;
 
 use crate::{bench, setup, shell};
 use anyhow::{Context, Result, ensure};

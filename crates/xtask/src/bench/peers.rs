@@ -184,8 +184,12 @@ impl Peer {
             Access::Read => ("on", "off"),
             Access::Write => ("off", "on"),
         };
+        // Measured: over vhost-user its own ring takes two thirds of the processor time that its
+        // threads take. Each peer is shown at its best.
+        let aio = if self.vhost_user.is_some() { "file.aio=io_uring," } else { "" };
         let node = format!(
-            "driver={format},node-name=top,read-only={read_only},file.driver=file,file.filename={}",
+            "driver={format},node-name=top,read-only={read_only},file.driver=file,{aio}\
+             file.filename={}",
             image.display()
         );
         let address = format!("addr.type=unix,addr.path={}", socket.display());

@@ -13,15 +13,20 @@ pub(super) fn each_once(
     samples: &mut Samples,
     measure: impl Fn(&Peer, &mut Sample) -> Result<()>,
 ) {
-    let mut order: Vec<_> = peers.iter().collect();
-    if repeat % 2 == 1 {
-        order.reverse();
-    }
-    for peer in order {
+    for peer in in_order(peers, repeat) {
         let mut sample = Sample::new(part, &peer.name, layers, repeat);
         note(&mut sample, |sample| measure(peer, sample));
         samples.push(sample);
     }
+}
+
+/// All of `things`, in reverse order if `repeat` is odd.
+pub(super) fn in_order<T>(things: &[T], repeat: u32) -> Vec<&T> {
+    let mut order: Vec<_> = things.iter().collect();
+    if repeat % 2 == 1 {
+        order.reverse();
+    }
+    order
 }
 
 /// Measures; what goes wrong becomes the sample's error.

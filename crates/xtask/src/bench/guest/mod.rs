@@ -2,9 +2,11 @@
 
 mod device;
 mod goals;
+mod machines;
 mod plots;
 mod report;
 mod restart;
+mod rootfs;
 
 use super::folders::Folders;
 use super::machine::Machine;
@@ -12,12 +14,14 @@ use super::page::Found;
 use super::parts::{self, Chain};
 use super::peers::{Peer, all_there};
 use super::samples::Samples;
-use super::turns::each_once;
+use super::turns::{each_once, in_order};
 use crate::shell;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use machines::Task;
 use mica_gen::ChainSpec;
-use mica_tests::tools;
+use mica_tests::{machine, tools};
+use rootfs::RootDisk;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,6 +37,10 @@ const ALLOCATING: &str = "allocating";
 const ALLOCATING_SUBCLUSTERS: &str = "allocating-extended_l2";
 const RESTART: &str = "restart";
 const BOOT: &str = "boot";
+const RANDOM: &str = "guest-random";
+const DATABASE_PART: &str = "database";
+/// Layers at which the paper has its database.
+const DATABASE_LAYERS: &[u32] = &[50, 500];
 
 /// What to measure, and how long.
 #[derive(Args)]
@@ -97,6 +105,12 @@ enum Part {
     Writes,
     /// mica killed and restarted under load.
     Restart,
+    /// A machine boots from a disk of many layers.
+    Boot,
+    /// Random reads in a machine.
+    Random,
+    /// RocksDB in a machine, at 50 and 500 layers.
+    Database,
 }
 
 /// What all parts share.
@@ -105,6 +119,8 @@ struct Context<'a> {
     parts: parts::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
+    /// Whether it is only a look.
+    quick: bool,
 }
 
 impl Context<'_> {
@@ -117,6 +133,15 @@ impl Context<'_> {
     fn over_vhost_user(&self, peer: Peer) -> Peer {
         let socket = self.socket(&peer);
         peer.over_vhost_user(socket, QUEUES)
+    }
+
+    /// Whether machines do `task` at this length.
+    fn is_wanted(&self, task: Task, layers: u32) -> bool {
+        match task {
+            Task::Boot => true,
+            Task::Random => layers > 1 || !self.quick,
+            Task::Database => DATABASE_LAYERS.contains(&layers),
+        }
     }
 
     /// mica, and the peer that serves vhost-user-blk if it is installed.
@@ -146,9 +171,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             },
         },
         limit,
+        quick: options.quick,
     };
     let mut samples = Samples::default();
     without_a_guest(options, &context, &mut samples)?;
+    in_guests(options, &context, &mut samples)?;
     write(options, &samples)
 }
 
@@ -200,6 +227,33 @@ fn without_a_guest(options: &Options, context: &Context<'_>, samples: &mut Sampl
     Ok(())
 }
 
+/// What is measured in machines.
+fn in_guests(options: &Options, context: &Context<'_>, samples: &mut Samples) -> Result<()> {
+    let tasks =
+        [(Part::Boot, Task::Boot), (Part::Random, Task::Random), (Part::Database, Task::Database)];
+    let tasks: Vec<_> = tasks
+        .into_iter()
+        .filter(|(part, _)| options.parts.contains(part))
+        .map(|(_, task)| task)
+        .collect();
+    let needed = [tools::QEMU_SYSTEM, tools::MKE2FS, tools::FIO, tools::DB_BENCH];
+    if tasks.is_empty() || !all_there(&needed) {
+        return Ok(());
+    }
+    if !machine::parts::are_there() {
+        println!("the kernel for machines is NOT THERE (cargo xtask setup): none is measured");
+        return Ok(());
+    }
+    println!("\n== machines, by {}", machine::accelerator());
+    let root = RootDisk::make(context, options.by_haste(256, 64) << 10)?;
+    let mut chains = Vec::new();
+    for layers in options.layers() {
+        chains.push(root.spread(context, layers)?);
+    }
+    machines::in_turns(context, &root, &chains, &tasks, options.repeats(), samples);
+    Ok(())
+}
+
 /// Runs all `peers` on all `chains` in turns, every other time in reverse order.
 fn in_turns(
     part: &str,
@@ -210,11 +264,7 @@ fn in_turns(
     measure: impl Fn(&Peer, &Chain, &mut super::samples::Sample) -> Result<()>,
 ) {
     for repeat in 0..options.repeats() {
-        let mut order: Vec<_> = chains.iter().collect();
-        if repeat % 2 == 1 {
-            order.reverse();
-        }
-        for chain in order {
+        for chain in in_order(chains, repeat) {
             each_once(part, peers, chain.layers, repeat, samples, |peer, sample| {
                 measure(peer, chain, sample)
             });

@@ -1,7 +1,7 @@
 //! The figures 17 and 18 of the sQemu paper with today's programs, and the device's own.
 
-use super::READS;
 use super::device::{SHAPES, shape_name};
+use super::{BOOT, DATABASE_PART, READS};
 use crate::bench::bars::{Bars, Group};
 use crate::bench::plots::{Plot, Plots};
 use crate::bench::samples::Samples;
@@ -18,6 +18,10 @@ pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plo
     plots.put("reads-cpu", title, by_layers(samples, READS, title, "µs", "q1_d32_cpu_us"))?;
     let title = "Random 4 KiB reads at one layer, by queues and requests in flight on each";
     plots.put("queues", title, by_shape(samples, title))?;
+    let title = "Boot to the login prompt (as sQemu figure 17)";
+    plots.put("boot", title, by_layers(samples, BOOT, title, "s", "login_s"))?;
+    let title = "RocksDB, read-only, uniform keys (as sQemu figure 18)";
+    plots.put("database", title, databases(samples, title))?;
     Ok(plots.written())
 }
 
@@ -39,6 +43,17 @@ fn by_layers(
     };
     let lines = samples.servers(part).into_iter().map(line).collect();
     Chart { title, x: ("layers", Scale::Log), y: (unit, Scale::Log), lines }.draw()
+}
+
+fn databases(samples: &Samples, title: &str) -> Option<String> {
+    let series = samples.servers(DATABASE_PART);
+    let group = |layers: u32| {
+        let value = |server: &String| samples.median(DATABASE_PART, server, layers, "reads_per_s");
+        let values = series.iter().map(value).collect();
+        Group { name: format!("{layers} layers"), values }
+    };
+    let groups = samples.layers(DATABASE_PART).into_iter().map(group).collect();
+    Bars { title, unit: "keys/s", series: series.clone(), groups }.draw()
 }
 
 fn by_shape(samples: &Samples, title: &str) -> Option<String> {

@@ -1,7 +1,9 @@
 //! The results as a page.
 
-use super::{ALLOCATING, ALLOCATING_SUBCLUSTERS, READS, RESTART, REWRITES};
-use crate::bench::page::{Column, Found, Rows, Table};
+use super::{
+    ALLOCATING, ALLOCATING_SUBCLUSTERS, BOOT, DATABASE_PART, RANDOM, READS, RESTART, REWRITES,
+};
+use crate::bench::page::{Column, Found, Rows, Table, line};
 use crate::bench::samples::Samples;
 
 const SPEEDS: &[Column] = &[
@@ -31,6 +33,25 @@ const RESTARTS: &[Column] = &[
     ("lost", "lost", 0),
 ];
 
+const BOOTS: &[Column] = &[
+    ("to the login prompt s", "login_s", 2),
+    ("of it from the disk s", "from_disk_s", 2),
+    ("requests for reads", "disk_reads", 0),
+    ("mean µs of one in the machine", "read_mean_us", 0),
+    ("server's CPU µs/request", "server_cpu_us", 1),
+];
+const RANDOMS: &[Column] = &[
+    ("depth 1: reads/s", "random_1_per_s", 0),
+    ("depth 32: reads/s", "random_32_per_s", 0),
+    ("server's CPU µs/request", "server_cpu_us", 1),
+];
+const DATABASES: &[Column] = &[
+    ("keys/s", "reads_per_s", 0),
+    ("requests for reads", "disk_reads", 0),
+    ("mean µs of one in the machine", "read_mean_us", 0),
+    ("server's CPU µs/request", "server_cpu_us", 1),
+];
+
 /// The page.
 pub(super) fn page(found: &Found<'_>) -> String {
     let samples = found.samples;
@@ -47,7 +68,28 @@ pub(super) fn page(found: &Found<'_>) -> String {
         table(page, samples, ALLOCATING_SUBCLUSTERS, title, SPEEDS);
         let title = "Killed and restarted under random writes, indexed";
         table(page, samples, RESTART, title, RESTARTS);
+        machines(page, samples);
     })
+}
+
+/// What was measured in machines.
+fn machines(page: &mut String, samples: &Samples) {
+    if samples.layers(BOOT).is_empty() && samples.layers(RANDOM).is_empty() {
+        return;
+    }
+    let how = match mica_tests::machine::accelerator() {
+        "kvm" => "Machines ran under KVM.",
+        _ => {
+            "Machines ran under TCG, which emulates their processors: what they do takes many \
+             times as long as on a real one, and hides how much the disks differ. The server's \
+             processor time is real."
+        }
+    };
+    line(page, &format!("\n## In machines\n\n{how}"));
+    table(page, samples, BOOT, "Boot from the disk (as sQemu figure 17)", BOOTS);
+    table(page, samples, RANDOM, "fio in the machine, random 4 KiB reads", RANDOMS);
+    let title = "RocksDB, read-only, uniform keys (YCSB-C, as sQemu figure 18)";
+    table(page, samples, DATABASE_PART, title, DATABASES);
 }
 
 fn table(page: &mut String, samples: &Samples, part: &str, title: &str, columns: &[Column]) {
