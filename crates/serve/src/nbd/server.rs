@@ -59,8 +59,8 @@ impl Server {
     /// Starts serving.
     ///
     /// # Errors
-    /// `Invalid` for a configuration that makes no sense, `Denied` for one that would send plain text
-    /// beyond this machine unasked.
+    /// `Invalid` for a configuration that makes no sense, `Denied` for one that would send plain
+    /// text beyond this machine unasked.
     pub fn start(config: ServerConfig) -> Result<Running> {
         check(&config)?;
         config.listeners.iter().try_for_each(Listener::check_secured)?;
