@@ -61,6 +61,8 @@ pub enum Disk<'a> {
     VhostUser(&'a Path),
     /// From this NBD server; QEMU is its client and makes the device itself.
     Nbd(&'a Server),
+    /// From QEMU itself, which gets these options for it.
+    Own(&'a [String]),
 }
 
 /// What a machine does.
@@ -131,12 +133,29 @@ impl Machine {
     /// If the machine ends before, or does not come to say it.
     #[track_caller]
     pub fn wait_for<T>(&mut self, found: impl Fn(&str) -> Option<T>) -> T {
-        let there = clock::poll(LIMIT, PAUSE, || {
+        self.wait_within(LIMIT, found).unwrap_or_else(|error| panic!("{error:#}"))
+    }
+
+    /// The same for at most `limit`.
+    ///
+    /// # Errors
+    /// If the machine ends before, or does not come to say it; with its console.
+    pub fn wait_within<T>(
+        &mut self,
+        limit: Duration,
+        found: impl Fn(&str) -> Option<T>,
+    ) -> Result<T> {
+        let there = clock::poll(limit, PAUSE, || {
             let has_ended = !matches!(self.child.try_wait(), Ok(None));
             found(&self.console()).map(Some).or(has_ended.then_some(None))
         });
         let there = there.flatten();
-        there.unwrap_or_else(|| panic!("the machine ended or said no more:\n{}", self.console()))
+        there.with_context(|| format!("the machine ended or said no more:\n{}", self.console()))
+    }
+
+    /// QEMU's process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// Gives it a line to read on its console.
@@ -173,7 +192,7 @@ impl Drop for Machine {
 }
 
 /// What QEMU runs machines with. `/dev/kvm` may be there and still boot nothing, so it is tried.
-fn accelerator() -> &'static str {
+pub fn accelerator() -> &'static str {
     static ACCELERATOR: OnceLock<&str> = OnceLock::new();
     ACCELERATOR.get_or_init(|| {
         let boots = || -> Result<bool> {
@@ -190,6 +209,7 @@ fn accelerator() -> &'static str {
 fn device(disk: Disk<'_>) -> Result<Vec<String>> {
     let options = match disk {
         Disk::None => vec![],
+        Disk::Own(options) => options.to_vec(),
         Disk::VhostUser(socket) => vec![
             "-chardev".to_owned(),
             format!("socket,id=vhost,path={},{}", socket.display(), reconnect()?),
@@ -251,7 +271,10 @@ fn initramfs(disk: Disk<'_>, work: &Work<'_>) -> Result<Vec<u8>> {
 }
 
 /// What `program` loads, by the names that it is loaded by.
-fn libraries(program: &Path) -> Result<Vec<String>> {
+///
+/// # Errors
+/// If not all of it is there.
+pub fn libraries(program: &Path) -> Result<Vec<String>> {
     let output = Command::new("ldd").arg(program).output().context("ldd")?;
     ensure!(output.status.success(), "ldd {}: {}", program.display(), output.status);
     let said = String::from_utf8(output.stdout)?;

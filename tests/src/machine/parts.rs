@@ -61,7 +61,7 @@ pub(super) fn kernel() -> Result<PathBuf> {
 ///
 /// # Errors
 /// If it is not there.
-pub(super) fn busybox() -> Result<Vec<u8>> {
+pub fn busybox() -> Result<Vec<u8>> {
     Ok(fs::read(the(is_busybox)?)?)
 }
 
