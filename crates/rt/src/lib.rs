@@ -10,6 +10,7 @@
 
 mod backend;
 mod buf;
+mod doorbell;
 mod executor;
 mod file;
 mod join;
@@ -21,6 +22,7 @@ mod time;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
+pub use doorbell::Doorbell;
 pub use executor::{Executor, Handle, spawn, yield_now};
 pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
 pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};

@@ -9,8 +9,7 @@
 
 use super::log::DirtyLog;
 use super::memory::Memory;
-use mica_rt::Socket;
-use std::os::fd::AsFd;
+use mica_rt::Doorbell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
@@ -28,8 +27,8 @@ pub(super) struct Told {
     pub(super) log: Option<Arc<DirtyLog>>,
     /// Where the used ring is, for the log.
     pub(super) used_log_at: Option<u64>,
-    call: Option<Arc<Socket>>,
-    error: Option<Arc<Socket>>,
+    call: Option<Arc<Doorbell>>,
+    error: Option<Arc<Doorbell>>,
 }
 
 impl Told {
@@ -46,11 +45,11 @@ impl Told {
         }
     }
 
-    pub(super) fn set_call(&mut self, call: Option<Arc<Socket>>) {
+    pub(super) fn set_call(&mut self, call: Option<Arc<Doorbell>>) {
         self.call = call;
     }
 
-    pub(super) fn set_error(&mut self, error: Option<Arc<Socket>>) {
+    pub(super) fn set_error(&mut self, error: Option<Arc<Doorbell>>) {
         self.error = error;
     }
 
@@ -72,19 +71,16 @@ impl Told {
 
     /// Tells the driver that requests have ended.
     pub(super) fn call(&self) {
-        ring(self.call.as_ref());
+        if let Some(call) = &self.call {
+            call.ring();
+        }
     }
 
     /// Tells the front end that the queue is broken.
     pub(super) fn tell_error(&self) {
-        ring(self.error.as_ref());
-    }
-}
-
-/// Adds one to an event descriptor. Where it refuses, nobody listens.
-pub(super) fn ring(fd: Option<&Arc<Socket>>) {
-    if let Some(fd) = fd {
-        let _ = rustix::io::write(fd.as_fd(), &1_u64.to_ne_bytes());
+        if let Some(error) = &self.error {
+            error.ring();
+        }
     }
 }
 

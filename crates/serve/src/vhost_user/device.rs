@@ -9,18 +9,18 @@
 
 use super::back_channel::BackChannel;
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
-use super::control::{self, Control, Ending, Told};
+use super::control::{Control, Ending, Told};
 use super::inflight::Inflight;
 use super::log::DirtyLog;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
+use super::vring::{self, Vring};
 use crate::discard::Discard;
 use crate::limit::Limiter;
 use mica_block::Disk;
-use mica_rt::{Handle, Socket};
-use rustix::fs::FileType;
+use mica_rt::Handle;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -58,22 +58,6 @@ impl Common {
     }
 }
 
-/// What the front end said of a queue.
-#[derive(Default)]
-struct Vring {
-    size: u16,
-    /// Addresses of the front end: descriptors, available ring, used ring.
-    addresses: Option<(u64, u64, u64)>,
-    /// Where the used ring is for the log.
-    used_log_at: Option<u64>,
-    base: u16,
-    enabled: bool,
-    kick: Option<Arc<Socket>>,
-    call: Option<Arc<Socket>>,
-    error: Option<Arc<Socket>>,
-    running: Option<Arc<Control>>,
-}
-
 /// One session of a device.
 pub(super) struct Device {
     common: Arc<Common>,
@@ -93,17 +77,6 @@ pub(super) struct Device {
 fn invalid(error: &mica_block::Error) -> Error {
     tracing::warn!(%error, "a front end asks for what cannot be");
     Error::InvalidParam
-}
-
-fn event_fd(file: Option<File>) -> Result<Option<Arc<Socket>>> {
-    let Some(file) = file else { return Ok(None) };
-    let stat = rustix::fs::fstat(&file).map_err(|error| Error::ReqHandlerError(error.into()))?;
-    // It has no type of its own; what has one (a file, a pipe, a device) never blocks or always.
-    if FileType::from_raw_mode(stat.st_mode) != FileType::Unknown {
-        return Err(Error::InvalidParam);
-    }
-    // That it does not block: a front end must not hold up the queue.
-    Ok(Some(Arc::new(Socket::new(file).map_err(Error::ReqHandlerError)?)))
 }
 
 impl Device {
@@ -351,7 +324,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let kick = event_fd(fd)?;
+        let kick = vring::kick(fd)?;
         if kick.is_none() {
             tracing::warn!("a front end wants its queue polled, which is not done");
         }
@@ -363,16 +336,18 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let call = event_fd(fd)?;
+        let call = vring::bell(fd)?;
         self.vring(u32::from(index))?.call.clone_from(&call);
         // What ended before, and was told to nobody because the server died in between, is told
         // now. A queue that runs rings it once more when it has taken it over.
-        control::ring(call.as_ref());
+        if let Some(call) = &call {
+            call.ring();
+        }
         self.tell(u32::from(index), |told| told.set_call(call))
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let error = event_fd(fd)?;
+        let error = vring::bell(fd)?;
         self.vring(u32::from(index))?.error.clone_from(&error);
         self.tell(u32::from(index), |told| told.set_error(error))
     }

@@ -24,6 +24,7 @@ mod request;
 mod server;
 mod stats;
 mod transfer;
+mod vring;
 
 #[cfg(any(test, feature = "fuzzing"))]
 mod hostile;

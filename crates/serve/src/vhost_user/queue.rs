@@ -28,7 +28,7 @@ use super::stats::QueueStats;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
 use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
-use mica_rt::{Sleep, Socket};
+use mica_rt::{Instant, Sleep, Socket};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::future::{Future, poll_fn};
 use std::io::IoSliceMut;
@@ -83,6 +83,7 @@ pub(super) async fn serve(setup: Setup) {
         kicked: None,
         timer: None,
         is_broken: false,
+        turn_at: mica_rt::now(),
         queue,
         kick,
         inflight,
@@ -127,7 +128,18 @@ struct Slot<'a> {
     /// What the device writes of the guest's memory.
     written: Vec<Piece>,
     memory: Arc<Memory>,
+    kind: Kind,
+    began: Instant,
     work: Work<'a>,
+}
+
+/// What is timed apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+    Other,
 }
 
 enum Work<'a> {
@@ -176,6 +188,8 @@ struct Running<'a> {
     timer: Option<Pin<Box<Sleep>>>,
     /// The ring contradicts itself: nothing is taken from it any more.
     is_broken: bool,
+    /// When this turn began: the clock is read once for all that a turn begins and ends.
+    turn_at: Instant,
 }
 
 impl<'a> Running<'a> {
@@ -204,6 +218,7 @@ impl<'a> Running<'a> {
     fn poll(&mut self, control: &Control) -> Poll<u16> {
         for _ in 0..ROUNDS_MAX {
             self.told.refresh(control);
+            self.turn_at = mica_rt::now();
             let ended = self.poll_slots();
             self.poll_timer();
             if self.told.stop {
@@ -225,7 +240,7 @@ impl<'a> Running<'a> {
                 return Poll::Pending;
             }
             if self.queue.next_avail() != taken_before {
-                self.attention.found(mica_rt::now());
+                self.attention.found(self.turn_at);
             } else if self.pauses() {
                 return Poll::Pending;
             }
@@ -241,7 +256,7 @@ impl<'a> Running<'a> {
         if !self.waiting.is_empty() {
             return false;
         }
-        let pause = self.attention.pause(mica_rt::now());
+        let pause = self.attention.pause(self.turn_at);
         if pause == Pause::Begin
             && let Err(error) = self.queue.disable_notification(&self.told.memory.guest)
         {

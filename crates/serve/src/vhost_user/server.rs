@@ -103,6 +103,17 @@ impl Running {
         self.common.back_channel.notify()
     }
 
+    /// [`Running::notify_resize`] for who cannot hold the device while it waits.
+    pub fn resize_notifier(&self) -> impl FnOnce() -> Result<Notice> + Send + use<> {
+        let common = Arc::clone(&self.common);
+        move || common.back_channel.notify()
+    }
+
+    /// Whether a front end is connected.
+    pub fn is_connected(&self) -> bool {
+        self.stop.session.lock().unwrap_or_else(PoisonError::into_inner).0.is_some()
+    }
+
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
     /// not taken stay in the guest's rings, for the next server.
     pub fn shutdown(mut self) -> Counters {

@@ -1,7 +1,7 @@
 //! What is done for a request, from its head to its first answer.
 
 use super::end::Ended;
-use super::{Running, Slot, Work};
+use super::{Kind, Running, Slot, Work};
 use crate::discard::Discard;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
@@ -81,6 +81,12 @@ impl<'a> Running<'a> {
     fn start(&mut self, head: u16, request: Request, memory: Arc<Memory>) -> Begun {
         let status_at = request.status_at;
         let mut written = Vec::new();
+        let kind = match request.action {
+            Action::Read(_) => Kind::Read,
+            Action::Write(_) => Kind::Write,
+            Action::Flush => Kind::Flush,
+            _ => Kind::Other,
+        };
         let work = match request.action {
             Action::Refuse(status) => {
                 self.stats.refused.add(1);
@@ -124,7 +130,8 @@ impl<'a> Running<'a> {
             }
         };
         let index = self.free.pop().expect("looked before it was taken");
-        let mut slot = Slot { head, status_at, written, memory, work };
+        let began = self.turn_at;
+        let mut slot = Slot { head, status_at, written, memory, kind, began, work };
         let mut context = Context::from_waker(&self.wakers[index]);
         match slot.work.poll(&mut context) {
             Poll::Pending => {

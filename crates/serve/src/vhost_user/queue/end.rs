@@ -1,6 +1,6 @@
 //! How a request is given back: its status, the used ring, the dirty log, the driver's call.
 
-use super::{Running, Slot};
+use super::{Kind, Running, Slot};
 use crate::vhost_user::chain::{Malformed, Piece};
 use crate::vhost_user::log::DirtyLog;
 use crate::vhost_user::memory::Memory;
@@ -21,8 +21,15 @@ pub(super) struct Ended {
 
 impl<'a> Running<'a> {
     pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
-        let Slot { head, status_at, written, memory, work } = slot;
+        let Slot { head, status_at, written, memory, kind, began, work } = slot;
         drop(work);
+        let latencies = &self.stats.latencies;
+        match kind {
+            Kind::Read => latencies.read.add(began, self.turn_at),
+            Kind::Write => latencies.write.add(began, self.turn_at),
+            Kind::Flush => latencies.flush.add(began, self.turn_at),
+            Kind::Other => {}
+        }
         let status = match result {
             Ok(()) => Status::Ok,
             Err(error) => {

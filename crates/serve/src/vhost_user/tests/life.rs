@@ -219,3 +219,28 @@ fn kick_that_is_made_blocking_holds_nothing_up() {
     }
     front_end.stop(&rings[0]);
 }
+
+#[test]
+fn call_that_is_made_blocking_and_full_holds_nothing_up() {
+    let world = World::new(TestDisk::new(MIB));
+    let (front_end, mut rings) = world.guest(Way::default());
+    let full = (u64::MAX - 1).to_ne_bytes();
+    for ring in &rings {
+        rustix::io::ioctl_fionbio(&ring.call, false).expect("an event");
+        let _ = rustix::io::read(&ring.call, &mut [0; 8]);
+        rustix::io::write(&ring.call, &full).expect("there is room");
+    }
+    let start = now();
+    for sector in 0..20 {
+        for ring in &mut rings {
+            ring.request(1, sector, &[(MIB, 512, false)]);
+            ring.kick();
+            while ring.take_used().is_empty() {
+                assert!(start.elapsed() < Duration::from_secs(20), "a worker is held up");
+                pause(Duration::from_millis(1));
+            }
+        }
+    }
+    assert_eq!(rings[0].write(1, &[7; 512]), 0, "there is room in it again");
+    front_end.stop(&rings[0]);
+}
