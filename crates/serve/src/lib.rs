@@ -4,6 +4,7 @@ mod counters;
 mod discard;
 mod edges;
 pub mod fuse;
+mod latency;
 mod limit;
 mod listener;
 pub mod nbd;
@@ -13,13 +14,14 @@ mod signal;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
 mod testing;
-pub mod vhost_user;
 mod tls;
+pub mod vhost_user;
 mod wake;
 mod workers;
 
 pub use discard::Discard;
+pub use latency::{Latencies, Latency};
 pub use limit::Rates;
 pub use listener::Listener;
-pub use workers::Workers;
 pub use tls::{Clients, Tls, TlsPolicy};
+pub use workers::Workers;

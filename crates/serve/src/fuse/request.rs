@@ -13,7 +13,7 @@ use crate::parts::{read_parts, too_short};
 use crate::sectors::{self, next_piece};
 use fuser::Errno;
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes};
-use mica_rt::{Buf, FallocateFlags, yield_now};
+use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -106,6 +106,7 @@ impl Task {
     /// Reads `len` bytes at `at`, or what there is of them.
     pub(super) async fn read(&self, at: u64, len: u32) -> Outcome<Buf> {
         self.stats().reads.add(1);
+        let began = now();
         let Some(range) = self.cut(at, len.into()) else { return Ok(Buf::new(0)) };
         let disk = self.disk();
         let _in_flight = disk.enter();
@@ -117,6 +118,7 @@ impl Task {
         parts.for_each(|part| read.join(part));
         assert_eq!(read.len() as u64, range.len(), "a plan covers what was asked");
         self.stats().read_bytes.add(range.len());
+        self.stats().latencies.read.add(began, now());
         Ok(read)
     }
 
@@ -132,11 +134,13 @@ impl Task {
         if payload.is_empty() {
             return Ok(0);
         }
+        let began = now();
         let range = self.cut(at, payload.len() as u64).ok_or(Failure::Refused(Errno::ENOSPC))?;
         payload.truncate(usize::try_from(range.len()).expect("within the payload"));
         sectors::write(self.disk(), &self.export.edges, range, payload).await?;
         self.export.attributes.touch();
         self.stats().written_bytes.add(range.len());
+        self.stats().latencies.write.add(began, now());
         if durability == Durability::Durable {
             self.flush().await?;
         }
@@ -146,7 +150,10 @@ impl Task {
     /// Makes durable what was answered.
     pub(super) async fn flush(&self) -> Outcome<()> {
         self.stats().flushes.add(1);
-        Ok(self.disk().flush().await?)
+        let began = now();
+        self.disk().flush().await?;
+        self.stats().latencies.flush.add(began, now());
+        Ok(())
     }
 
     /// `fallocate(mode, at, len)`.

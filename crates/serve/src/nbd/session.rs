@@ -206,6 +206,8 @@ struct Session<'a> {
     lone_receives: u32,
     /// Reused by every plan.
     extents: Vec<Extent>,
+    /// When this turn was, if anybody asked: the clock is read once for all that it begins and ends.
+    turn_at: Option<Instant>,
 }
 
 impl<'a> Session<'a> {
@@ -244,6 +246,7 @@ impl<'a> Session<'a> {
             taken: 0,
             lone_receives: 0,
             extents: Vec::new(),
+            turn_at: None,
         }
     }
 
@@ -411,10 +414,11 @@ impl<'a> Session<'a> {
     }
 
     fn poll_slots(&mut self) {
+        self.turn_at = None;
         for word in 0..SLOT_WORDS {
             for bit in ones(self.wake_set.take(word)) {
-                if let Some(finished) = self.slots.poll(word * 64 + bit) {
-                    self.finish(finished);
+                if let Some(timed) = self.slots.poll(word * 64 + bit) {
+                    self.finish(timed);
                 }
             }
         }

@@ -10,10 +10,10 @@ use super::super::read::{Planned as ReadPlan, Read, read_long};
 use super::super::shared::{Charge, Failure};
 use super::super::status::block_status;
 use super::super::write::{Answer, Outcome, Write, change, is_whole, write_long};
-use super::slots::{Finished, Work};
+use super::slots::{Finished, Timed, Work};
 use super::{Ended, Session};
 use mica_block::{Detail, Extent, InFlight, LocalFuture, Planned};
-use mica_rt::{Buf, now};
+use mica_rt::{Buf, Instant, now};
 use mica_units::GuestOffset;
 use std::rc::Rc;
 
@@ -169,7 +169,8 @@ impl<'a> Session<'a> {
         if extent.kind.reads_as_zero() {
             let len = u32::try_from(range.len()).expect("checked");
             self.shared.outgoing.borrow_mut().zeros(cookie, offset.bytes(), len);
-            self.note_read(range.len());
+            let at = self.turn_at();
+            self.note_read(range.len(), at);
             return;
         }
         let len = usize::try_from(range.len()).expect("checked");
@@ -203,48 +204,60 @@ impl<'a> Session<'a> {
     }
 
     fn start(&mut self, work: Work<'a>) {
-        if let Some(finished) = self.slots.start(work) {
-            self.finish(finished);
+        let began = self.turn_at();
+        if let Some(timed) = self.slots.start(work, began) {
+            self.finish(timed);
         }
     }
 
+    pub(super) fn turn_at(&mut self) -> Instant {
+        *self.turn_at.get_or_insert_with(now)
+    }
+
     /// Answers a request that is done.
-    pub(super) fn finish(&mut self, finished: Finished) {
+    pub(super) fn finish(&mut self, (finished, began): Timed) {
         match finished {
             Finished::Read { cookie, offset, result: Ok(()), buf } => {
-                self.note_read(buf.len() as u64);
+                self.note_read(buf.len() as u64, began);
                 self.shared.outgoing.borrow_mut().data(cookie, offset.bytes(), buf);
             }
             Finished::Read { cookie, offset, result: Err(error), .. } => {
                 self.fail(cookie, Failure::at(error, offset));
             }
             Finished::Write { cookie, range, result: Ok(()) } => {
-                self.note_changed(cookie, Outcome::Written(range.len()));
+                self.note_changed(cookie, Outcome::Written(range.len()), began);
             }
             Finished::Write { cookie, range, result: Err(error) } => {
                 self.fail(cookie, Failure::at(error, range.start()));
             }
             Finished::Long { cookie, result: Ok(outcome) } => match outcome {
-                Outcome::Read(bytes) => self.note_read(bytes),
+                Outcome::Read(bytes) => self.note_read(bytes, began),
                 Outcome::Told => {}
-                outcome => self.note_changed(cookie, outcome),
+                outcome => self.note_changed(cookie, outcome, began),
             },
             Finished::Long { cookie, result: Err(failure) } => self.fail(cookie, failure),
         }
     }
 
-    fn note_read(&self, bytes: u64) {
+    fn note_read(&mut self, bytes: u64, began: Instant) {
+        let ended = self.turn_at();
+        self.stats.latencies.read.add(began, ended);
         self.stats.reads.add(1);
         self.stats.read_bytes.add(bytes);
     }
 
-    fn note_changed(&self, cookie: u64, outcome: Outcome) {
+    fn note_changed(&mut self, cookie: u64, outcome: Outcome, began: Instant) {
+        let ended = self.turn_at();
         match outcome {
             Outcome::Written(bytes) => {
+                self.stats.latencies.write.add(began, ended);
                 self.stats.writes.add(1);
                 self.stats.written_bytes.add(bytes);
             }
-            Outcome::Flushed => self.stats.flushes.add(1),
+            Outcome::Flushed => {
+                self.stats.latencies.flush.add(began, ended);
+                self.stats.flushes.add(1);
+            }
             Outcome::Zeroed => self.stats.zeroes.add(1),
             Outcome::Discarded => self.stats.discards.add(1),
             Outcome::Read(_) | Outcome::Told => unreachable!("that changes nothing"),

@@ -6,7 +6,7 @@ use super::super::shared::{Charge, Failure};
 use super::super::write::Outcome;
 use crate::wake::WakeSet;
 use mica_block::{InFlight, IoFuture, LocalFuture, Result, Writing};
-use mica_rt::Buf;
+use mica_rt::{Buf, Instant};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::Future;
 use std::pin::Pin;
@@ -41,7 +41,10 @@ pub(super) enum Work<'a> {
     },
 }
 
-/// A request that is done.
+/// A request that is done, and when it began.
+pub(super) type Timed = (Finished, Instant);
+
+/// How a request ended.
 pub(super) enum Finished {
     Read { cookie: u64, offset: GuestOffset, result: Result<()>, buf: Buf },
     Write { cookie: u64, range: GuestRange, result: Result<()> },
@@ -51,6 +54,7 @@ pub(super) enum Finished {
 /// A request in flight, or the room for one.
 struct Slot<'a> {
     waker: Waker,
+    began: Instant,
     work: Work<'a>,
 }
 
@@ -72,20 +76,21 @@ impl<'a> Slots<'a> {
         self.list.len() - self.free.len()
     }
 
-    /// Starts `work`; gives it back if it is done on the spot.
-    pub(super) fn start(&mut self, work: Work<'a>) -> Option<Finished> {
+    /// Starts `work`, at `began`; gives it back if it is done on the spot.
+    pub(super) fn start(&mut self, work: Work<'a>, began: Instant) -> Option<Timed> {
         let index = self.free.pop().unwrap_or_else(|| {
             let index = self.list.len();
             assert!(index < SLOTS_MAX, "admitted without room");
-            self.list.push(Slot { waker: self.wake_set.waker(index), work: Work::None });
+            self.list.push(Slot { waker: self.wake_set.waker(index), began, work: Work::None });
             index
         });
         self.list[index].work = work;
+        self.list[index].began = began;
         self.poll(index)
     }
 
     /// Polls slot `index`; gives what was in it if that is done.
-    pub(super) fn poll(&mut self, index: usize) -> Option<Finished> {
+    pub(super) fn poll(&mut self, index: usize) -> Option<Timed> {
         let slot = &mut self.list[index];
         let mut context = Context::from_waker(&slot.waker);
         let finished = match &mut slot.work {
@@ -108,9 +113,10 @@ impl<'a> Slots<'a> {
                 Poll::Ready(result) => Finished::Long { cookie: *cookie, result },
             },
         };
+        let ended = (finished, slot.began);
         slot.work = Work::None;
         self.free.push(index);
-        Some(finished)
+        Some(ended)
     }
 
     /// Drops every request that only reads.
