@@ -4,23 +4,27 @@ use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Socket;
 use rustix::fs::{FlockOperation, Mode, OFlags};
-use rustix::net::sockopt;
+use rustix::net::{SocketAddrUnix, sockopt};
+use std::ffi::OsStr;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A listening socket.
-#[derive(Debug)]
+///
+/// Clones are the same socket. The file of a unix socket is removed with the last of them.
+#[derive(Clone, Debug)]
 pub struct Listener {
     pub(crate) socket: Arc<Socket>,
     pub(crate) family: Family,
     pub(crate) security: Security,
-    /// The file of a unix socket, removed with the listener if it is still the same one.
-    _file: Option<SocketFile>,
+    file: Option<Arc<SocketFile>>,
 }
 
 /// What kind of connections come from it.
@@ -38,12 +42,24 @@ pub(crate) struct Security {
     is_plain_allowed: bool,
 }
 
-/// A file that this process made.
+/// The file of a unix socket.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
+    /// Whether it is ours to remove, if it is still the same one.
+    is_ours: AtomicBool,
+}
+
+impl SocketFile {
+    fn find(path: &Path, is_ours: bool) -> io::Result<Self> {
+        let found = path.symlink_metadata()?;
+        // It is found again at the end, wherever the process is by then.
+        let path = std::path::absolute(path)?;
+        let is_ours = AtomicBool::new(is_ours);
+        Ok(Self { path, device: found.dev(), inode: found.ino(), is_ours })
+    }
 }
 
 impl Listener {
@@ -58,8 +74,8 @@ impl Listener {
         remove_leftover(path)?;
         let listener =
             UnixListener::bind(path).map_err(|error| Error::from_io(context(), error))?;
-        let made = path.symlink_metadata().map_err(|error| Error::from_io(context(), error))?;
-        let file = SocketFile { path: path.to_owned(), device: made.dev(), inode: made.ino() };
+        let file =
+            SocketFile::find(path, true).map_err(|error| Error::from_io(context(), error))?;
         Self::wrap(listener.into(), Family::Unix, Some(file))
     }
 
@@ -77,7 +93,8 @@ impl Listener {
         Self::wrap(listener.into(), Family::Tcp(local), None)
     }
 
-    /// Takes a socket that someone else bound and listens on, as a supervisor hands it over.
+    /// Takes a socket that someone else bound and listens on, as a supervisor hands it over. Its
+    /// file, if it has one, is left alone until [`Listener::own_file`].
     ///
     /// # Errors
     /// If it is no listening stream socket.
@@ -91,11 +108,39 @@ impl Listener {
                 "the socket that was handed over does not listen",
             ));
         }
-        let family = match rustix::net::getsockname(&fd).map(SocketAddr::try_from) {
-            Ok(Ok(address)) => Family::Tcp(address),
-            _ => Family::Unix,
-        };
-        Self::wrap(fd, family, None)
+        let name = rustix::net::getsockname(&fd);
+        let name = name.map_err(|error| Error::from_io(context(), error.into()))?;
+        if let Ok(address) = SocketAddr::try_from(name.clone()) {
+            return Self::wrap(fd, Family::Tcp(address), None);
+        }
+        let path = SocketAddrUnix::try_from(name).ok().and_then(|name| {
+            let path = name.path_bytes()?;
+            Some(PathBuf::from(OsStr::from_bytes(path)))
+        });
+        // One that is gone is nobody's to remove.
+        let file = path.and_then(|path| SocketFile::find(&path, false).ok());
+        Self::wrap(fd, Family::Unix, file)
+    }
+
+    /// The file of a unix socket.
+    pub fn path(&self) -> Option<&Path> {
+        self.file.as_ref().map(|file| file.path.as_path())
+    }
+
+    /// Removes the file at the end.
+    pub fn own_file(&self) {
+        self.set_ours(true);
+    }
+
+    /// Leaves the file where it is: somebody else listens there.
+    pub fn leave_file(&self) {
+        self.set_ours(false);
+    }
+
+    fn set_ours(&self, is_ours: bool) {
+        if let Some(file) = &self.file {
+            file.is_ours.store(is_ours, Ordering::Relaxed);
+        }
     }
 
     /// Has TLS on its connections. Only NBD knows how to start it.
@@ -142,15 +187,22 @@ impl Listener {
         let socket =
             Socket::new(fd).map_err(|error| Error::from_io("making a listening socket", error))?;
         let security = Security::default();
-        Ok(Self { socket: Arc::new(socket), family, security, _file: file })
+        Ok(Self { socket: Arc::new(socket), family, security, file: file.map(Arc::new) })
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let is_ours =
+        let is_same =
             |found: std::fs::Metadata| found.dev() == self.device && found.ino() == self.inode;
-        if self.path.symlink_metadata().is_ok_and(is_ours)
+        if *self.is_ours.get_mut()
+            && self.path.symlink_metadata().is_ok_and(is_same)
             && let Err(error) = std::fs::remove_file(&self.path)
         {
             tracing::warn!(path = %self.path.display(), %error, "a socket file stays behind");
@@ -245,6 +297,26 @@ mod tests {
 
         assert_eq!(error.kind(), ErrorKind::Denied);
         assert_eq!(std::fs::read(&path).expect("read"), b"precious");
+    }
+
+    #[test]
+    fn file_goes_with_the_last_clone_and_stays_for_who_took_over() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let first = Listener::unix(&path).expect("bind");
+        let clone = first.clone();
+        let fd = first.as_fd().try_clone_to_owned().expect("a descriptor");
+        let heir = Listener::inherited(fd).expect("it listens");
+        assert_eq!(heir.path(), Some(&*path));
+
+        drop(first);
+        assert!(path.exists());
+        clone.leave_file();
+        drop(clone);
+        UnixStream::connect(&path).expect("the heir listens");
+        heir.own_file();
+        drop(heir);
+        assert!(!path.exists());
     }
 
     #[test]

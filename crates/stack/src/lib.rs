@@ -19,5 +19,6 @@ pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
 pub use open::{Format, OpenDisk, open, open_writable, parse_size};
+pub use policy::allowed_places;
 pub use raw::RawDisk;
 pub use sidecars::SidecarPlace;

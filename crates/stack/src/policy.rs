@@ -107,6 +107,15 @@ impl Policy {
     }
 }
 
+/// The directories, and files of their own, in which a chain may open what its layers name: for who
+/// tells the kernel as much. The image that the user `named` may lie elsewhere.
+///
+/// # Errors
+/// If there is no such image, or an option names a directory that is not there.
+pub fn allowed_places(named: &Path, allow_paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    Ok(Policy::new(named, allow_paths)?.allowed)
+}
+
 fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path)
         .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))

@@ -26,6 +26,6 @@ mod writable;
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, raise_open_files_limit};
 pub use located::{FileKind, Located};
-pub use lock::Locking;
+pub use lock::{HolderSearch, Locking};
 pub use memory::MemoryStore;
 pub use writable::WritableFile;

@@ -1,7 +1,7 @@
-//! A thread that unmounts for others.
+//! A thread that mounts and unmounts for others.
 //!
-//! A server that puts itself into a sandbox may not unmount any more what it mounted before. This
-//! thread is started first and stays outside.
+//! A server that puts itself into a sandbox may neither mount nor unmount. This thread is started
+//! first and stays outside.
 
 use super::mount::MountPoint;
 use mica_block::{Error, ErrorKind, Result};
@@ -14,9 +14,9 @@ pub struct Unmounter {
     jobs: mpsc::Sender<Job>,
 }
 
-struct Job {
-    mount: MountPoint,
-    done: mpsc::Sender<Result<()>>,
+enum Job {
+    Unmount { mount: MountPoint, done: mpsc::Sender<Result<()>> },
+    Mount(Box<dyn FnOnce() + Send>),
 }
 
 /// How long an unmount may take. It waits for nobody, so it is quick or stuck.
@@ -31,8 +31,11 @@ impl Unmounter {
         let (jobs, asked) = mpsc::channel::<Job>();
         let work = move || {
             for job in asked {
-                // Who does not wait any more does not want to know.
-                let _ = job.done.send(job.mount.unmount());
+                match job {
+                    // Who does not wait any more does not want to know.
+                    Job::Unmount { mount, done } => drop(done.send(mount.unmount())),
+                    Job::Mount(mount) => mount(),
+                }
             }
         };
         std::thread::Builder::new()
@@ -43,11 +46,25 @@ impl Unmounter {
     }
 
     pub(super) fn unmount(&self, mount: MountPoint) -> Result<()> {
-        let stuck = || Error::new(ErrorKind::Io, "the thread that unmounts does not answer");
         let (done, answer) = mpsc::channel();
-        self.jobs.send(Job { mount, done }).map_err(|_| stuck())?;
+        self.jobs.send(Job::Unmount { mount, done }).map_err(|_| stuck())?;
         answer.recv_timeout(LIMIT).map_err(|_| stuck())?
     }
+
+    /// Runs what mounts something. Its own waits have their limits.
+    pub(super) fn mount<T: Send + 'static>(
+        &self,
+        mount: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (done, answer) = mpsc::channel();
+        let job = Box::new(move || drop(done.send(mount())));
+        self.jobs.send(Job::Mount(job)).map_err(|_| stuck())?;
+        answer.recv().map_err(|_| stuck())?
+    }
+}
+
+fn stuck() -> Error {
+    Error::new(ErrorKind::Io, "the thread that mounts does not answer")
 }
 
 impl fmt::Debug for Unmounter {
