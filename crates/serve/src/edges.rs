@@ -3,8 +3,8 @@
 //! Disks write whole sectors. A request for a part of one reads the sector, puts its bytes in and
 //! writes it back; whoever writes the sector in between would lose what it wrote. Such requests are
 //! rare (the end of a file that is copied in), so they simply run **alone**: no other change by the
-//! same server is under way meanwhile. Changes of whole sectors **share**, which costs each an atomic
-//! addition.
+//! same server is under way meanwhile. Changes of whole sectors **share**, which costs each an
+//! atomic addition.
 //!
 //! Invariants
 //! - I1 While an [`Alone`] is complete there is no [`Sharing`], and never are there two [`Alone`].

@@ -1,8 +1,8 @@
 //! Changes of single bytes on disks that change whole sectors.
 //!
-//! What a request leaves of a sector is read and written back with it; [`Edges`] says how neighbours
-//! in one sector do not lose each other's bytes. Zeros and discards of any length are divided into
-//! pieces that need no memory of their own.
+//! What a request leaves of a sector is read and written back with it; [`Edges`] says how
+//! neighbours in one sector do not lose each other's bytes. Zeros and discards of any length are
+//! divided into pieces that need no memory of their own.
 
 use crate::edges::Edges;
 use mica_block::{Detail, Disk, REQUEST_BYTES_MAX, Result, Zeroes};
@@ -36,7 +36,7 @@ pub(crate) async fn write(
     }
 }
 
-/// Makes `piece`, which [`next_piece`] gave, read as zeros. Parts of sectors are always written out.
+/// Makes `piece`, which [`next_piece`] gave, read as zeros. Parts of sectors are always written.
 pub(crate) async fn write_zeroes(
     disk: &dyn Disk,
     edges: &Edges,

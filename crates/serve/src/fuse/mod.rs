@@ -9,8 +9,8 @@
 //! ```
 //!
 //! The file has to exist: it is mounted over, as QEMU's FUSE export does it, and shows again when
-//! the server ends. The kernel keeps nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache), so
-//! that what other servers write to the same disk is seen at once, and what was answered has
+//! the server ends. The kernel keeps nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache),
+//! so that what other servers write to the same disk is seen at once, and what was answered has
 //! reached the disk.
 
 mod attributes;

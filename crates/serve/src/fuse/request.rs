@@ -184,8 +184,8 @@ impl Task {
                 false
             }
         };
-        // Who punches a hole to save space is told if it would cost some.
-        let how = Zeroes { may_unmap, fast: emptying == Emptying::Punch };
+        // Written out where the image has no mark for zeros: a hole has to read as zeros.
+        let how = Zeroes { may_unmap, fast: false };
         match self.cut(at, len) {
             Some(range) => self.empty(range, how).await,
             None => Ok(()),
@@ -199,13 +199,7 @@ impl Task {
                 return Err(Failure::Refused(Errno::ESHUTDOWN));
             }
             let piece = next_piece(at, range.end());
-            let result = sectors::write_zeroes(self.disk(), &self.export.edges, piece, how).await;
-            match result {
-                Err(error) if how.fast && error.kind() == ErrorKind::Unsupported => {
-                    return Err(Failure::Refused(Errno::EOPNOTSUPP));
-                }
-                result => result?,
-            }
+            sectors::write_zeroes(self.disk(), &self.export.edges, piece, how).await?;
             self.export.attributes.touch();
             at = piece.end();
             if at < range.end() {

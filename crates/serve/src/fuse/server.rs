@@ -1,8 +1,8 @@
 //! The server of one file: mounting, the thread that takes the kernel's requests, and the way down.
 //!
 //! At the end nobody gets in any more, what is under way is answered, and then the file is
-//! unmounted, whoever still has it open: what they ask fails from then on. Each step has a limit, so
-//! that a disk that hangs, or one that lies on its own file, holds nobody up.
+//! unmounted, whoever still has it open: what they ask fails from then on. Each step has a limit,
+//! so that a disk that hangs, or one that lies on its own file, holds nobody up.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
 use super::file::DiskFile;
@@ -15,10 +15,10 @@ use crate::edges::Edges;
 use crate::listener::lock_directory;
 use crate::workers::Workers;
 use fuser::{Config, MountOption, Session, SessionACL};
-use mica_block::{Disk, Error, Result};
+use mica_block::{Disk, Error, ErrorKind, Result};
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicUsize};
 use std::sync::{Arc, mpsc};
@@ -65,20 +65,26 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 pub struct Server;
 
 impl Server {
-    /// Mounts the disk over the file and serves it. Done on the caller's thread, which must not be
-    /// in a sandbox yet. The mount that a killed server left there is cleared.
+    /// Mounts the disk over the file and serves it. The mount that a killed server left there is
+    /// cleared. What mounts it is the [`Unmounter`], as is the thread that takes requests: they are
+    /// in no sandbox that the caller is in.
     ///
     /// # Errors
-    /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if the
-    /// file is no regular file; else what the system says.
+    /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if
+    /// the file is no regular file, or the image itself; else what the system says.
     pub fn start(config: ServerConfig) -> Result<Running> {
+        let outside = Arc::clone(&config.unmounter);
+        outside.mount(move || Self::start_here(config))
+    }
+
+    fn start_here(config: ServerConfig) -> Result<Running> {
         let ServerConfig { file, disk, image, discard, allow_other, workers, unmounter } = config;
         let context = || format!("serving a disk as {}", file.display());
         mount::check_name(&file)?;
         // Two servers that find no other must not both mount.
         let _alone = lock_directory(&file).map_err(|error| Error::from_io(context(), error))?;
         let path = mount::prepare(&file)?;
-        let image = image.map(|image| open_path(&image)).transpose()?;
+        let image = image.map(|image| open_image(&image, &path)).transpose()?;
         let access = if disk.is_writable() { Access::ReadWrite } else { Access::Read };
         let export = |others, image| {
             let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
@@ -114,19 +120,27 @@ impl Server {
             let _ = sender.send(());
         };
         let thread = std::thread::Builder::new().name("mica-fuse".to_owned()).spawn(taking);
-        let running = Running { export, mount: Some(mount), unmounter, ended, _workers: workers };
-        match thread {
-            Ok(_) => Ok(running),
-            // Dropping what was made so far unmounts it.
-            Err(error) => Err(Error::from_io(context(), error)),
+        if let Err(error) = thread {
+            // Not by dropping a `Running`: this may be the thread that it would wait for.
+            mount.unmount()?;
+            return Err(Error::from_io(context(), error));
         }
+        Ok(Running { export, mount: Some(mount), unmounter, ended, _workers: workers })
     }
 }
 
-/// A file descriptor that asks its file for nothing but what it is.
-fn open_path(path: &Path) -> Result<File> {
-    let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path);
-    opened.map_err(|error| Error::from_io(format!("looking at {}", path.display()), error))
+/// Opens `image` for nothing but to ask what it is. It must not be the file that is mounted over:
+/// an image under its own disk could not be opened again.
+fn open_image(image: &Path, over: &Path) -> Result<File> {
+    let failed = |error| Error::from_io(format!("looking at {}", image.display()), error);
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(image);
+    let opened = opened.map_err(failed)?;
+    let (found, over) = (opened.metadata().map_err(failed)?, over.metadata().map_err(failed)?);
+    if (found.dev(), found.ino()) == (over.dev(), over.ino()) {
+        let context = format!("{}: an image cannot be mounted over by its disk", image.display());
+        return Err(Error::new(ErrorKind::Invalid, context));
+    }
+    Ok(opened)
 }
 
 fn mount_over(

@@ -54,7 +54,11 @@ impl Place {
     }
 
     fn start(&self, disk: Arc<dyn Disk>, discard: Discard) -> Result<Running> {
-        Server::start(ServerConfig {
+        Server::start(self.config(disk, discard))
+    }
+
+    fn config(&self, disk: Arc<dyn Disk>, discard: Discard) -> ServerConfig {
+        ServerConfig {
             file: self.file(),
             disk,
             image: None,
@@ -62,7 +66,7 @@ impl Place {
             allow_other: AllowOther::Auto,
             workers: Workers::start(2, Backend::Pool).expect("executors"),
             unmounter: Unmounter::start().expect("a thread"),
-        })
+        }
     }
 
     /// Serves `disk` while `test` runs.

@@ -76,6 +76,15 @@ fn file_that_is_still_open_fails_after_the_end() {
 }
 
 #[test]
+fn image_is_not_hidden_under_its_own_disk() {
+    let Some(place) = Place::new() else { return };
+    let config = place.config(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap);
+    let error = Server::start(ServerConfig { image: Some(place.file()), ..config });
+    assert_eq!(error.expect_err("the same file").kind(), ErrorKind::Invalid);
+    assert_eq!(std::fs::read(place.file()).expect("not mounted"), UNDERNEATH);
+}
+
+#[test]
 fn mount_that_the_user_took_away_is_no_error_and_what_came_after_stays() {
     let Some(place) = Place::new() else { return };
     let first = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
