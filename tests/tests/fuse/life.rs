@@ -36,8 +36,9 @@ fn killed_server_leaves_a_mount_that_the_next_one_clears() {
         assert_eq!(errno(path.metadata()), Some(Errno::NOTCONN));
     }
     Served::start(dir, "top.qcow2", &[]).stop();
+    // Space that was counted ahead of use may be left over after a kill, and nothing worse.
     let said = qemu::img(dir, ["check", "-f", "qcow2", "top.qcow2"]);
-    assert_eq!(said.code(), Some(0), "{said}");
+    assert!(matches!(said.code(), Some(0 | 3)), "{said}");
 }
 
 #[test]
