@@ -5,13 +5,19 @@
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use clap::Args;
-use mica_daemon::{Config, Daemon, Discards, DiskConfig, IndexMode, OtherUsers, Size};
+use mica_daemon::{
+    Config, Daemon, Discards, DiskConfig, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer,
+};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// What is said of one disk, and has a key of its own in a configuration.
-const OF_ONE_DISK: [&str; 28] = [
+const OF_ONE_DISK: [&str; 32] = [
     "nbd",
+    "tls",
+    "tls_certificates",
+    "tls_verify_peer",
+    "allow_plain_tcp",
     "vhost_user",
     "fuse",
     "allow_other",
@@ -58,10 +64,25 @@ pub(crate) struct ServeArgs {
 // What is said of one disk. (Words for rustdoc would become the verb's help.)
 #[derive(Args)]
 struct DiskArgs {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT on the loopback.
-    /// Can be given more than once.
+    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, beyond the
+    /// loopback with TLS. Can be given more than once.
     #[arg(long, value_name = "SOCKET")]
     nbd: Vec<String>,
+    /// Whether NBD clients use TLS: off; on, if they like; require, over TCP, which is so as soon
+    /// as there are certificates. On a unix socket they never have to.
+    #[arg(long, value_enum, value_name = "MODE")]
+    tls: Option<TlsMode>,
+    /// The directory of server-cert.pem and server-key.pem, and, to verify clients, ca-cert.pem and
+    /// perhaps ca-crl.pem: the layout of QEMU's tls-creds-x509.
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Whether NBD clients have to show a certificate that ca-cert.pem vouches for.
+    #[arg(long, value_enum, default_value = "on", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
+    tls_verify_peer: VerifyPeer,
+    /// Let plain text leave this machine over TCP: for networks on which everybody may read and
+    /// change the disk.
+    #[arg(long)]
+    allow_plain_tcp: bool,
     /// Where the monitor of a virtual machine connects (QEMU, cloud-hypervisor, Firecracker), to
     /// have the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
@@ -153,6 +174,10 @@ impl DiskArgs {
         let images = self.images.config();
         let disk = DiskConfig {
             nbd: self.nbd,
+            tls: self.tls,
+            tls_certificates: self.tls_certificates,
+            tls_verify_peer: self.tls_verify_peer,
+            allow_plain_tcp: self.allow_plain_tcp,
             vhost_user: self.vhost_user,
             fuse: self.fuse,
             allow_other: self.allow_other,

@@ -13,6 +13,7 @@
 //! ```
 
 use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
+use crate::tls::{Security, TlsMode, VerifyPeer};
 use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::AllowOther;
@@ -108,6 +109,17 @@ pub struct DiskConfig {
     /// Where NBD clients connect.
     #[serde(default)]
     pub nbd: Vec<String>,
+    /// Whether they use TLS; where there are certificates, over TCP they have to, if it is not
+    /// said.
+    pub tls: Option<TlsMode>,
+    /// The directory of the certificates.
+    pub tls_certificates: Option<PathBuf>,
+    /// Whether clients have to show a certificate.
+    #[serde(default)]
+    pub tls_verify_peer: VerifyPeer,
+    /// Whether plain text may leave this machine.
+    #[serde(default)]
+    pub allow_plain_tcp: bool,
     /// Where the monitor of a machine connects.
     pub vhost_user: Option<PathBuf>,
     /// The file as which the disk is served, by FUSE.
@@ -278,6 +290,10 @@ impl DiskConfig {
             name,
             image,
             nbd: Vec::new(),
+            tls: None,
+            tls_certificates: None,
+            tls_verify_peer: VerifyPeer::default(),
+            allow_plain_tcp: false,
             vhost_user: None,
             fuse: None,
             allow_other: OtherUsers::default(),
@@ -341,6 +357,7 @@ impl DiskConfig {
         if self.format != "null" {
             resolve(&mut self.image);
         }
+        self.tls_certificates.iter_mut().for_each(resolve);
         self.vhost_user.iter_mut().for_each(resolve);
         self.fuse.iter_mut().for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
@@ -366,6 +383,16 @@ impl DiskConfig {
             index_dir: self.index_dir.clone(),
             handover_dir: self.handover_dir.clone(),
             inject: self.inject.clone(),
+        }
+    }
+
+    /// How its NBD connections are secured.
+    pub(crate) fn security(&self) -> Security<'_> {
+        Security {
+            mode: self.tls,
+            certificates: self.tls_certificates.as_deref(),
+            verify_peer: self.tls_verify_peer,
+            allow_plain_tcp: self.allow_plain_tcp,
         }
     }
 

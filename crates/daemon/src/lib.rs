@@ -12,9 +12,10 @@ mod daemon;
 mod images;
 mod indexer;
 mod served;
-mod sockets;
 mod stats;
+mod tls;
 
 pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
 pub use daemon::Daemon;
 pub use images::{Aio, Cache, ImageConfig, Size};
+pub use tls::{TlsMode, VerifyPeer};

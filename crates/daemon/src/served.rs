@@ -6,7 +6,6 @@
 
 use crate::config::{DiskConfig, IndexMode};
 use crate::indexer::Indexer;
-use crate::sockets::listen_nbd;
 use crate::stats;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
@@ -89,9 +88,8 @@ impl Served {
             })?);
         }
         if !config.nbd.is_empty() {
-            let listeners = config.nbd.iter().map(|name| listen_nbd(name));
             servers.nbd = Some(nbd::Server::start(nbd::ServerConfig {
-                listeners: listeners.collect::<Result<_>>()?,
+                listeners: config.security().listen(&config.nbd)?,
                 exports: vec![Export {
                     disk: Arc::clone(&self.opened.disk),
                     name: config.export_name.clone(),

@@ -1,14 +1,14 @@
 //! Serves a disk of zeros that pretends to be data, to see what the server itself costs.
 //!
-//! `nbd_null SOCKET [--size BYTES] [--queues N] [--backend uring|pool] [--holes] [--tcp ADDRESS]`
+//! `nbd_null SOCKET [--size BYTES] [--queues N] [--backend uring|pool] [--holes] [--tcp ADDRESS]
+//! [--tls DIRECTORY]`
 //!
 //! Ends when its standard input does.
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Planned, ready};
 use mica_rt::{Backend, Buf};
-
 use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
-use mica_serve::{Listener, Workers};
+use mica_serve::{Clients, Listener, Tls, TlsPolicy, Workers};
 use mica_units::GuestRange;
 use std::io::Read;
 use std::path::Path;
@@ -48,6 +48,7 @@ fn main() -> Result<(), AnyError> {
     let mut listeners = vec![Listener::unix(Path::new(&socket))?];
     let mut null = Null { len: 10 << 30, kind: ExtentKind::Data };
     let (mut queues, mut backend) = (1, Backend::Auto);
+    let mut tls = None;
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or("a value is missing");
         match argument.as_str() {
@@ -57,8 +58,13 @@ fn main() -> Result<(), AnyError> {
             "--backend" => backend = Backend::Uring,
             "--holes" => null.kind = ExtentKind::Hole,
             "--tcp" => listeners.push(Listener::tcp(value()?.parse()?)?),
+            "--tls" => tls = Some(Tls::load(Path::new(&value()?), Clients::Verified)?),
             other => return Err(format!("what is {other}?").into()),
         }
+    }
+    if let Some(tls) = tls {
+        let secured = |listener: Listener| listener.with_tls(&tls, TlsPolicy::Offered);
+        listeners = listeners.into_iter().map(secured).collect();
     }
     let export = Export {
         disk: Arc::new(null),

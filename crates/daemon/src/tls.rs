@@ -1,0 +1,126 @@
+//! How NBD connections are secured: what was said of it, and what follows for a socket.
+//!
+//! Over TCP TLS is required as soon as there are certificates. On a unix socket it is offered: who
+//! may connect there is what the permissions of its file say, and nothing leaves the machine.
+
+use crate::sockets::{Held, Origin, Sockets};
+use clap::ValueEnum;
+use mica_block::{Error, ErrorKind, Result};
+use mica_serve::{Clients, Listener, Tls, TlsPolicy};
+use serde::Deserialize;
+use std::net::SocketAddr;
+use std::path::Path;
+
+/// Whether NBD clients use TLS.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TlsMode {
+    /// There is none.
+    Off,
+    /// Clients may use it.
+    On,
+    /// Over TCP clients have to use it.
+    Require,
+}
+
+/// Whether clients have to show a certificate.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VerifyPeer {
+    /// They have to, as with QEMU.
+    #[default]
+    On,
+    /// They do not.
+    Off,
+}
+
+/// What was said of a disk.
+pub(crate) struct Security<'a> {
+    pub(crate) mode: Option<TlsMode>,
+    pub(crate) certificates: Option<&'a Path>,
+    pub(crate) verify_peer: VerifyPeer,
+    pub(crate) allow_plain_tcp: bool,
+}
+
+impl Security<'_> {
+    /// Listens where NBD clients of `disk` are to connect: each of `names` is the path of a unix
+    /// socket, or `tcp:ADDRESS:PORT`. What came along is taken as it is.
+    pub(crate) fn listen(
+        &self,
+        disk: &str,
+        names: &[String],
+        came: &mut Sockets,
+    ) -> Result<Vec<Held>> {
+        let tls = self.tls()?;
+        let mut held = Vec::new();
+        for name in names {
+            let address = self.address(name, tls.is_some())?;
+            let (origin, listener) = match (came.nbd(name), address) {
+                (Some(held), _) => (held.origin, held.listener),
+                (None, Some(address)) => (Origin::Here, Listener::tcp(address)?),
+                (None, None) => (Origin::Here, Listener::unix(Path::new(name))?),
+            };
+            held.push(Held { name: disk.to_owned(), origin, listener });
+        }
+        held.extend(came.named(disk));
+        let secure = |held: Held| {
+            let listener = self.secure(held.listener, tls.as_ref());
+            Held { listener, ..held }
+        };
+        Ok(held.into_iter().map(secure).collect())
+    }
+
+    fn tls(&self) -> Result<Option<Tls>> {
+        let clients = match self.verify_peer {
+            VerifyPeer::On => Clients::Verified,
+            VerifyPeer::Off => Clients::Any,
+        };
+        match (self.mode, self.certificates) {
+            (Some(TlsMode::Off), _) | (None, None) => Ok(None),
+            (_, Some(directory)) => Tls::load(directory, clients).map(Some),
+            (Some(_), None) => Err(Error::new(
+                ErrorKind::Invalid,
+                "--tls needs certificates: say where they are with --tls-certificates DIR",
+            )),
+        }
+    }
+
+    /// The TCP address that `name` is, if it is one.
+    fn address(&self, name: &str, has_tls: bool) -> Result<Option<SocketAddr>> {
+        let Some(address) = name.strip_prefix("tcp:") else { return Ok(None) };
+        let address: SocketAddr = address.parse().map_err(|_| {
+            let context = format!("--nbd {name}: write a TCP address like tcp:127.0.0.1:10809");
+            Error::new(ErrorKind::Invalid, context)
+        })?;
+        let is_secured = has_tls && self.policy() == TlsPolicy::Required;
+        if !is_secured && !self.allow_plain_tcp && !address.ip().to_canonical().is_loopback() {
+            let context = format!(
+                "--nbd {name}: beyond the loopback NBD is served with TLS: add --tls-certificates \
+                 DIR (and no --tls but require), or --allow-plain-tcp if all on that network may \
+                 read and change the disk"
+            );
+            return Err(Error::new(ErrorKind::Denied, context));
+        }
+        Ok(Some(address))
+    }
+
+    /// What TCP clients have to do where there are certificates.
+    fn policy(&self) -> TlsPolicy {
+        match self.mode {
+            Some(TlsMode::On) => TlsPolicy::Offered,
+            _ => TlsPolicy::Required,
+        }
+    }
+
+    fn secure(&self, mut listener: Listener, tls: Option<&Tls>) -> Listener {
+        let is_tcp = listener.tcp_address().is_some();
+        if is_tcp && self.allow_plain_tcp {
+            listener = listener.allow_plain();
+        }
+        let policy = if is_tcp { self.policy() } else { TlsPolicy::Offered };
+        match tls {
+            Some(tls) => listener.with_tls(tls, policy),
+            None => listener,
+        }
+    }
+}
