@@ -21,7 +21,7 @@ pub struct Doorbell {
 }
 
 enum Way {
-    Ring(Mutex<IoUring>),
+    Ring(Box<Mutex<IoUring>>),
     Write,
     /// It is no eventfd.
     Never,
@@ -55,7 +55,7 @@ impl Way {
     fn to(fd: &OwnedFd) -> Self {
         let Ok(ring) = IoUring::new(1) else { return Self::Write };
         match ring.submitter().register_eventfd(fd.as_raw_fd()) {
-            Ok(()) => Self::Ring(Mutex::new(ring)),
+            Ok(()) => Self::Ring(Box::new(Mutex::new(ring))),
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => Self::Never,
             Err(_) => Self::Write,
         }

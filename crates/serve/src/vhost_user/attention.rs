@@ -8,8 +8,9 @@
 use mica_rt::Instant;
 use std::time::Duration;
 
-/// How long it looks.
-const LOOK: Duration = Duration::from_micros(20);
+/// How long it looks: about as long as a sleep and its end take, so that looking in vain costs no
+/// more than what it would have saved.
+const LOOK: Duration = Duration::from_micros(50);
 /// A sleep up to this long was short.
 const SHORT_SLEEP: Duration = Duration::from_micros(60);
 
@@ -74,7 +75,7 @@ mod tests {
             assert_eq!(attention.pause(now()), Pause::Look);
             attention.found(now());
             assert_eq!(attention.pause(now()), Pause::Begin, "looking found something");
-            sleep(Duration::from_micros(30)).await;
+            sleep(Duration::from_micros(60)).await;
             assert_eq!(attention.pause(now()), Pause::Sleep, "it found nothing");
             sleep(Duration::from_millis(10)).await;
             attention.found(now());

@@ -118,6 +118,8 @@ const PARTS: usize = 2;
 
 /// Rounds of one turn at most (I5).
 const ROUNDS_MAX: usize = 32;
+/// Looks between two turns of the executor: a microsecond or so.
+const LOOKS_IN_PLACE: usize = 24;
 /// Kicks that one look takes at most.
 const KICKS_MAX: usize = 4;
 
@@ -266,7 +268,23 @@ impl<'a> Running<'a> {
             return !self.has_more();
         }
         self.part_wakers.kick.wake_by_ref();
-        true
+        !self.looks_in_place()
+    }
+
+    /// Looks at the ring for a moment without a turn of the executor, where nothing is in flight
+    /// here: with pauses between the looks, so that the driver's processor is not slowed down by
+    /// ours. Whether something came.
+    fn looks_in_place(&self) -> bool {
+        let guest = &self.told.memory.guest;
+        let came = || {
+            let avail = self.queue.avail_idx(guest, Ordering::Acquire);
+            avail.is_ok_and(|index| index.0 != self.queue.next_avail())
+        };
+        self.used() == 0
+            && (0..LOOKS_IN_PLACE).any(|_| {
+                std::hint::spin_loop();
+                came()
+            })
     }
 
     /// The index of the first request that was not begun.
