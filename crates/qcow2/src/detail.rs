@@ -51,7 +51,8 @@ impl Chain {
             let above = self.frozen().iter().rev().find(too_short);
             let number = above.map_or(0, |layer| layer.number.index() + 1);
             // That holds up to where the next layer above this one ends.
-            let next = self.layers[number..].iter().map(|layer| layer.len()).filter(|len| *len > at);
+            let next =
+                self.layers[number..].iter().map(|layer| layer.len()).filter(|len| *len > at);
             let stop = next.min().unwrap_or(end).min(end);
             let layer = LayerNumber::new(number).expect("a layer of the chain");
             let start = GuestOffset::new(at);
