@@ -207,7 +207,7 @@ fn starting_tls(port: u16) -> io::Result<u16> {
 }
 
 #[test]
-fn client_that_wants_to_renegotiate_is_told_no() {
+fn client_that_wants_to_renegotiate_gets_nowhere() {
     if !tools::present(&TOOLS) {
         return;
     }
@@ -222,17 +222,13 @@ fn client_that_wants_to_renegotiate_is_told_no() {
     let mut input = child.stdin.take().expect("piped");
     // A line that begins with R renegotiates; it is looked at when the handshake is over.
     input.write_all(b"R\n").expect("it runs");
-    std::thread::spawn(move || {
-        // Nothing ends openssl's input before it has given up by itself.
-        mica_tests::clock::sleep(std::time::Duration::from_secs(5));
-        drop(input);
-    });
+    // It would wait for an answer until the server's deadline for the handshake.
+    mica_tests::clock::sleep(std::time::Duration::from_secs(3));
+    child.kill().expect("ours");
     let said = child.wait_with_output().expect("it ends");
-    let said =
-        String::from_utf8_lossy(&said.stderr).into_owned() + &String::from_utf8_lossy(&said.stdout);
-    assert!(said.contains("Verify return code: 0") || said.contains("verify return:1"), "{said}");
-    assert!(said.contains("RENEGOTIATING"), "{said}");
-    assert!(said.contains("no renegotiation"), "{said}");
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(said.contains("verify return:1") && said.contains("RENEGOTIATING"), "{said}");
+    assert_eq!(said.matches("verify return:1").count(), 2, "no second handshake: {said}");
     served.end();
 }
 
