@@ -88,6 +88,16 @@ pub trait Images: Send + Sync {
         Ok(None)
     }
 
+    /// The same, to read what a writer left that died. `None` also where somebody may be writing the
+    /// image at `path` now, although it is open here.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        let _ = path;
+        Ok(None)
+    }
+
     /// Now, in nanoseconds since the epoch, by the clock that stamps files.
     fn now_ns(&self) -> i128;
 }

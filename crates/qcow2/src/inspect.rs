@@ -3,6 +3,7 @@
 use crate::format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use crate::open::{read_header, read_header_as};
 use crate::snapshots;
+use crate::takeover::read_over;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
 use std::path::{Path, PathBuf};
 
@@ -43,7 +44,7 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
 /// If it is no qcow2 image that can be checked.
 pub async fn open_for_check(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
-        let image = images.open(path)?;
+        let image = read_over(images, path, images.open(path)?).await?;
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };

@@ -11,7 +11,7 @@ use crate::format::{
 };
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use crate::takeover::take_over;
+use crate::takeover::{read_over, take_over, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
@@ -71,6 +71,7 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
             Ok(image) if writable && opened.is_empty() => {
                 take_over(images, &path, &*image.store).await.map(|()| image)
             }
+            Ok(image) if opened.is_empty() => read_over(images, &path, image).await,
             image => image,
         };
         let step = match image {
@@ -81,6 +82,11 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
             Some(upper) => error.wrap(format!("{name}, the backing file of {upper}")),
             None => error.wrap(name.clone()),
         })?;
+        if let OpenedKind::Qcow2(header) = &layer.kind
+            && !opened.is_empty()
+        {
+            warn_of_log(images, &layer.path, header);
+        }
         let Identity { device, inode, .. } = layer.image.identity;
         if !seen.insert((device, inode)) {
             return Err(loop_error(&layer.path));

@@ -1,5 +1,6 @@
 //! Taking an image over from a writer that died while the machine went on: what its log says
-//! ([`crate::write::handover`]) is put into the image before anybody looks at it.
+//! ([`crate::write::handover`]) is put into the image before anybody looks at it; where the image
+//! is only read, over it.
 //!
 //! Invariants
 //! - I1 A log is believed only if it is of this start of the machine and the image names it: then
@@ -9,24 +10,25 @@
 //!   before the next begins.
 //! - I3 The log is forgotten after the image stops naming it, and that after all of it is durable:
 //!   if this is killed too, the next one begins anew.
+//! - I4 Who only reads puts nothing into the image and leaves the log as it is. It is applied only
+//!   while nobody can write the image.
+
+mod found;
+mod over;
+mod replay;
 
 use crate::format::Header;
 use crate::open::{open_data_file, read_header};
-use crate::write::handover::{
-    EARLY, GROUP_HEAD_BYTES, HEADER_BYTES, LogHeader, RECORD_HEAD_BYTES, RECORDS_AT, group_sum,
-    other_half,
-};
+use crate::write::handover::names_log;
 use crate::write::header::{AUTOCLEAR_AT, LOG_NAME_SHIFT};
-use mica_block::{Handover, Images, Result, Store, read_exact, write_all};
+use found::Found;
+use mica_block::{Handover, Images, OpenImage, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
+use over::Over;
+use replay::{Replay, Step};
 use std::path::Path;
-
-/// Changes are put together in pages of at most this size; of a cluster, where that is smaller, so
-/// that no page is of two kinds.
-const PAGE_BYTES_MAX: u64 = 4096;
+use std::sync::Arc;
 
 /// Puts into the image at `path`, open for writing as `store`, what a writer that died had
 /// acknowledged. Nothing, if there was none.
@@ -36,30 +38,89 @@ const PAGE_BYTES_MAX: u64 = 4096;
 pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
     let Some(name) = named_log(store).await? else { return Ok(()) };
     let handover = images.handover(path)?;
-    let groups = match &handover {
-        Some(handover) => read_log(&**handover, name)?,
+    let found = match &handover {
+        Some(handover) => find(&**handover, name, store).await?,
         None => None,
     };
-    if groups.is_none() {
-        tracing::warn!(
-            image = %path.display(),
-            "its last writer did not close it, and left nothing here: writes that were not flushed \
-             are lost"
-        );
-    }
-    if let Some(groups) = groups {
-        let header = read_header(store).await?;
+    match found {
         // Who marks an image as corrupt ends its writing, and its log.
-        if !header.incompatible.corrupt {
-            replay(images, path, &header, store, &groups).await?;
-            tracing::info!(groups = groups.len(), "taken over from a writer that died");
+        Some((header, _)) if header.incompatible.corrupt => {}
+        Some((header, found)) => {
+            write_down(images, path, &header, store, &found).await?;
+            tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
         }
+        None => warn_of_loss(path),
     }
     clear_name(store).await?;
     if let Some(handover) = handover {
         handover.remove();
     }
     Ok(())
+}
+
+/// The image at `path`, open for reading, as it is with what a writer that died had acknowledged.
+///
+/// # Errors
+/// What a read says.
+pub(crate) async fn read_over(
+    images: &dyn Images,
+    path: &Path,
+    image: OpenImage,
+) -> Result<OpenImage> {
+    let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
+    let Some(handover) = images.handover_of_the_dead(path)? else { return Ok(image) };
+    match find(&*handover, name, &*image.store).await? {
+        Some((header, _)) if header.incompatible.corrupt => Ok(image),
+        Some((header, found)) => {
+            let replay = Replay::plan(&*image.store, &header, &found).await?;
+            tracing::info!(
+                image = %path.display(),
+                "its last writer died: it is read with what that left, which who opens it for \
+                 writing next puts in"
+            );
+            let store = Arc::new(Over::new(image.store, replay));
+            Ok(OpenImage { store, identity: image.identity })
+        }
+        None => {
+            warn_of_loss(path);
+            Ok(image)
+        }
+    }
+}
+
+/// The log in `handover` that the image in `store` calls `name`, and the header of the image.
+async fn find(
+    handover: &dyn Handover,
+    name: u32,
+    store: &dyn Store,
+) -> Result<Option<(Header, Found)>> {
+    let Some(found) = Found::read(handover, name)? else { return Ok(None) };
+    let header = read_header(store).await?;
+    Ok(found.fits(store, &header)?.then_some((header, found)))
+}
+
+/// Says so where the image at `path`, which is read as a backing file and has this `header`, lacks
+/// what its writer acknowledged before it died. An index tells of the file alone, so the log is not
+/// laid over it.
+pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
+    let Some(name) = names_log(header.autoclear.unknown) else { return };
+    let Ok(Some(handover)) = images.handover_of_the_dead(path) else { return };
+    let found = Found::read(&*handover, name);
+    if found.is_ok_and(|found| found.is_some_and(|found| !found.groups.is_empty())) {
+        tracing::warn!(
+            image = %path.display(),
+            "its last writer died, and writes that were not flushed are not in it yet: open it \
+             once for writing, as `mica serve` does, before it is used as a backing file"
+        );
+    }
+}
+
+fn warn_of_loss(path: &Path) {
+    tracing::warn!(
+        image = %path.display(),
+        "its last writer did not close it, and left nothing here that fits: writes that were not \
+         flushed are lost"
+    );
 }
 
 /// The name of the log in the header of the image, if there is one.
@@ -75,7 +136,7 @@ async fn named_log(store: &dyn Store) -> Result<Option<u32>> {
     }
     let at = usize::try_from(AUTOCLEAR_AT).expect("88");
     let bits = start[at..].first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
-    Ok(u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0))
+    Ok(names_log(bits))
 }
 
 async fn clear_name(store: &dyn Store) -> Result<()> {
@@ -87,129 +148,24 @@ async fn clear_name(store: &dyn Store) -> Result<()> {
     store.sync().await
 }
 
-/// The groups of the log, if it is the one that is meant.
-fn read_log(handover: &dyn Handover, name: u32) -> Result<Option<Vec<Vec<u8>>>> {
-    let mut header = [0; HEADER_BYTES];
-    handover.read_at(0, &mut header)?;
-    let Some(LogHeader { name: has, boot, start, mut number }) = LogHeader::decode(&header) else {
-        return Ok(None);
-    };
-    if has != name || boot != handover.boot() || start < RECORDS_AT {
-        return Ok(None);
-    }
-    let mut groups = Vec::new();
-    for half in [start, other_half(start, handover.capacity())] {
-        let mut at = half;
-        while let Some(records) = read_group(handover, name, number, at)? {
-            at += (GROUP_HEAD_BYTES + records.len()) as u64;
-            number += 1;
-            groups.push(records);
-        }
-    }
-    Ok(Some(groups))
-}
-
-/// The records of group `number` at `at`, if it is there.
-fn read_group(handover: &dyn Handover, name: u32, number: u64, at: u64) -> Result<Option<Vec<u8>>> {
-    let end = handover.capacity();
-    let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
-    if records_at > end {
-        return Ok(None);
-    }
-    let mut head = [0; GROUP_HEAD_BYTES];
-    handover.read_at(at, &mut head)?;
-    let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
-    let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
-    let len = u64::from(word(8));
-    if found != number || records_at + len > end {
-        return Ok(None);
-    }
-    let mut records = vec![0; usize::try_from(len).expect("within the log")];
-    handover.read_at(records_at, &mut records)?;
-    Ok((group_sum(name, number, &records) == word(12)).then_some(records))
-}
-
-/// When a page is written.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Step {
-    /// Counts, and tables that nothing names yet.
-    Early,
-    /// Tables that nothing named at first, and that got links later.
-    Tables,
-    /// Links.
-    Late,
-}
-
-struct Page {
-    step: Step,
-    bytes: Buf,
-}
-
-async fn replay(
+/// Puts what was `found` into the image.
+async fn write_down(
     images: &dyn Images,
     path: &Path,
     header: &Header,
     store: &dyn Store,
-    groups: &[Vec<u8>],
+    found: &Found,
 ) -> Result<()> {
-    let page_bytes = header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
-    let mut pages: BTreeMap<u64, Page> = BTreeMap::new();
-    for records in groups {
-        let mut rest = &records[..];
-        while let Some((head, after)) = rest.split_at_checked(RECORD_HEAD_BYTES) {
-            let at = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
-            let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
-            let Some((content, after)) = after.split_at_checked(word(8) as usize) else { break };
-            rest = after;
-            let is_early = word(12) == EARLY;
-            put(&mut pages, page_bytes, store, (at, content), is_early).await?;
-        }
-    }
+    let replay = Replay::plan(store, header, found).await?;
     if header.incompatible.external_data_file {
         open_data_file(images, path, header, true)?.1.store.sync().await?;
     }
-    for step in [Step::Early, Step::Tables, Step::Late] {
+    for step in Step::ALL {
         // Data first, and each step before the next (I2).
         store.sync().await?;
-        for (at, page) in &pages {
-            if page.step == step {
-                write_all(store, Buf::from_slice(&page.bytes), HostOffset::new(*at)).await?;
-            }
+        for (at, bytes) in replay.pages_of(step) {
+            write_all(store, Buf::from_slice(bytes), at).await?;
         }
     }
     store.sync().await
-}
-
-/// Puts one record into its pages, which are read first.
-async fn put(
-    pages: &mut BTreeMap<u64, Page>,
-    page_bytes: u64,
-    store: &dyn Store,
-    (at, content): (u64, &[u8]),
-    is_early: bool,
-) -> Result<()> {
-    let mut done = 0;
-    while done < content.len() {
-        let here = at + done as u64;
-        let start = here / page_bytes * page_bytes;
-        let within = usize::try_from(here - start).expect("within a page");
-        let page_len = usize::try_from(page_bytes).expect("4 KiB");
-        let count = (page_len - within).min(content.len() - done);
-        let page = match pages.entry(start) {
-            Entry::Occupied(page) => page.into_mut(),
-            Entry::Vacant(place) => {
-                let bytes = read_exact(store, HostOffset::new(start), page_len).await?;
-                let step = if is_early { Step::Early } else { Step::Late };
-                place.insert(Page { step, bytes })
-            }
-        };
-        page.step = match (page.step, is_early) {
-            (Step::Early, true) => Step::Early,
-            (Step::Late, false) => Step::Late,
-            _ => Step::Tables,
-        };
-        page.bytes[within..within + count].copy_from_slice(&content[done..done + count]);
-        done += count;
-    }
-    Ok(())
 }

@@ -333,6 +333,12 @@ impl Images for World {
         Ok(Some(Arc::new(SimHandover::new(self, normal(path)))))
     }
 
+    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        let file = self.file(path)?;
+        let is_written = lock(&file).writer.upgrade().is_some();
+        if is_written { Ok(None) } else { self.handover(path) }
+    }
+
     fn now_ns(&self) -> i128 {
         lock(&self.state).now_ns
     }

@@ -146,6 +146,15 @@ impl Images for FileImages {
         Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
     }
 
+    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+        // Only the lock that we hold says that nobody writes it.
+        let located = self.policy.find(path)?;
+        match self.locking == Locking::On && !self.writes(&located) {
+            true => self.handover(path),
+            false => Ok(None),
+        }
+    }
+
     fn now_ns(&self) -> i128 {
         // The coarse clock is the one that file systems stamp with: whatever changes after this
         // call is stamped with this time or a later one.

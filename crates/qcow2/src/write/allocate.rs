@@ -18,6 +18,7 @@
 
 mod growth;
 
+use super::handover::Footing;
 use super::pages::{Metadata, PageState, Stage};
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
@@ -60,6 +61,10 @@ struct SpaceState {
     table_offset: HostOffset,
     /// Where the search for free clusters goes on.
     cursor: u64,
+    /// The same, or while the table moves the place that it moves to.
+    next_table: HostOffset,
+    /// How long the file was made here.
+    reach: u64,
     /// Clusters from here on are blank.
     blank_from: u64,
     pool: VecDeque<Counted>,
@@ -107,6 +112,8 @@ impl Space {
         let state = SpaceState {
             table,
             table_offset: header.refcount_table_offset,
+            next_table: header.refcount_table_offset,
+            reach: 0,
             cursor: 0,
             blank_from: file_end,
             pool: VecDeque::new(),
@@ -165,6 +172,17 @@ impl Space {
             state.pool.pop_front();
         }
         Some(taken)
+    }
+
+    /// What a log says besides what changed. Who calls has the pages locked: so nothing that is
+    /// linked in them is called unused.
+    pub(crate) fn footing(&self) -> Footing {
+        let state = self.lock();
+        Footing {
+            reach: state.reach,
+            tables: [state.table_offset.bytes(), state.next_table.bytes()],
+            unused: state.pool.iter().map(|run| (run.first, run.count)).collect(),
+        }
     }
 
     /// Takes clusters back that were reserved and never linked. Something may have been written
@@ -303,6 +321,7 @@ impl Space {
         if state.cursor <= first {
             state.cursor = first + count;
         }
+        state.reach = state.reach.max((first + count) << self.bits.bits());
         let blank_from = state.blank_from.clamp(first, first + count);
         for (first, end, blank) in [(first, blank_from, false), (blank_from, first + count, true)] {
             if first < end {

@@ -7,6 +7,9 @@
 //! then: clusters that lost their last link ─▶ limbo ─▶ punched, counted down, free
 //! ```
 //!
+//! With the last sync the image gets the name that the log has from then on
+//! ([`handover`](super::handover)).
+//!
 //! One step is enough if every link of the group names clusters whose counts are durable already
 //! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
 //! What a group takes is copied: changes that come meanwhile belong to the next one, so that a
@@ -19,8 +22,9 @@
 //! done.
 
 use super::Writer;
+use super::header::AUTOCLEAR_AT;
 use super::pages::{Dirty, Group};
-use mica_block::{ErrorKind, Result, Space as SpaceChange};
+use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::PoisonError;
@@ -59,7 +63,11 @@ impl Writer {
 
     async fn commit_group(&self) -> Result<()> {
         self.release_drained().await?;
-        let (mut dirty, taken) = self.metadata.lock().take_group();
+        let (mut dirty, taken) = {
+            let mut pages = self.metadata.lock();
+            let footing = self.space.footing();
+            pages.take_group(&footing)
+        };
         let number = taken.number;
         let early = std::mem::take(&mut dirty.early);
         let late = std::mem::take(&mut dirty.late);
@@ -81,10 +89,13 @@ impl Writer {
             self.metadata.lock().put_back_links(&dirty, taken);
             return Err(error);
         }
-        match in_two_steps {
-            true => self.sync_metadata().await?,
-            false => self.sync(has_metadata).await?,
-        }
+        // The name need not be durable: a power cut ends the log.
+        let synced: LocalFuture<'_, Result<()>> = match in_two_steps {
+            true => Box::pin(self.sync_metadata()),
+            false => Box::pin(self.sync(has_metadata)),
+        };
+        let ended = mica_rt::join_all([synced, Box::pin(self.name_log(&taken))]).await;
+        ended.into_iter().collect::<Result<()>>()?;
         self.end_group(&dirty, &taken);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
         if !taken.freed.is_empty() {
@@ -98,7 +109,29 @@ impl Writer {
         let mut pages = self.metadata.lock();
         pages.written(dirty);
         pages.group.durable = taken.number;
-        pages.forget_logged(taken);
+        let footing = self.space.footing();
+        pages.forget_logged(taken, &footing);
+    }
+
+    /// Has the image name the log as it is from the group `taken` on, whose pages are in the file.
+    async fn name_log(&self, taken: &Group) -> Result<()> {
+        let Some(mark) = &taken.logged else { return Ok(()) };
+        let (bits, page_bytes) = {
+            let pages = self.metadata.lock();
+            (pages.logging.bits_of(mark), pages.page_bytes())
+        };
+        let Some(bits) = bits else { return Ok(()) };
+        // A page is what a device writes for it.
+        self.counters.metadata_bytes.fetch_add(page_bytes, Ordering::Relaxed);
+        let at = HostOffset::new(AUTOCLEAR_AT);
+        match self.metadata.write_field(&bits.to_be_bytes(), at).await {
+            // The group needs no log to be durable.
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                self.metadata.lock().logging.not_named(&error);
+                Ok(())
+            }
+            named => named,
+        }
     }
 
     async fn write_pages(&self, pages: Vec<(HostOffset, Buf)>) -> Result<()> {
@@ -122,7 +155,7 @@ impl Writer {
         self.counters.syncs.fetch_add(1, Ordering::Relaxed);
         let data = self.data.sync().await.map_err(|error| error.wrap(self.data.name()));
         if let Err(error) = &data {
-            self.fail(error);
+            self.metadata.fail_for_good(error);
         }
         match has_metadata {
             true => data.and(self.sync_metadata().await),

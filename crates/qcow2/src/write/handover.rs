@@ -1,11 +1,12 @@
 //! What acknowledged writes changed in the metadata since the last group, written down where it
 //! outlives the process: a server that is killed under a running guest has lost nothing that the
-//! guest was told is written, though nothing of it was flushed. [`crate::takeover`] reads it.
+//! guest was told is written, though nothing of it was flushed. [`crate::takeover`] reads it;
+//! [`super::logging`] says when a writer has one.
 //!
 //! ```text
-//! 0      header: magic | version | name | boot | start | first number | crc
+//! 0      header: magic | salt | name | boot | start | first number | next name | runs | crc
 //! 4096   two halves, each: group of records | group | …
-//!        number u64 | bytes u32 | crc u32 | records: at u64 | bytes u32 | stage u32 | content
+//!        number u64 | bytes u32 | crc u32 | records: at u64 | bytes u32 | kind u32 | content
 //! ```
 //!
 //! Groups are read from `start` on until a number or a crc is wrong, and then from the beginning of
@@ -18,7 +19,15 @@
 //! unflushed writes are lost as they may be.
 //!
 //! The image names the log in its autoclear bits 32 to 63. Whoever else writes the image clears
-//! bits that it does not know, and a log that is not named is not believed.
+//! bits that it does not know, and a log that is not named is not believed. With every group that a
+//! flush makes durable the name changes, so that it names a state, not only a writer: an older copy
+//! that is put back into the file names a log that is no more. The image gets the new name when the
+//! group's pages are in the file, and the log goes by both names from before that until the group
+//! is durable: a writer may die at any moment between.
+//!
+//! ```text
+//! log: old, new ─▶ pages of the group ─▶ image: new ─▶ all durable ─▶ log: new, without the group
+//! ```
 //!
 //! Invariants
 //! - I1 A change is in the log before it is in the file, and before the write that made it is
@@ -26,42 +35,116 @@
 //! - I2 A change leaves the log only when it is durable: with the group that took it.
 //! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
 //!   and a warning says what that means.
+//! - I4 The image has a name only while the file has all that the log under this name goes on from.
+//! - I5 What the log calls unused is linked by nothing: neither in the file nor in the log.
 //!
-//! What the name does not tell is an older copy of the image that was put back into its file, in
-//! the same boot, after the writer was killed: the log would be applied to a state that it does
-//! not belong to. Whoever restores an image into its file opens it with `--handover-dir off` first.
+//! What a name does not tell is a copy that was made while the writer ran, since its last flush: put
+//! back in place of the image, it gets what the log has of the metadata, which is sound, but of
+//! clusters that were new after the copy it has no data. What was flushed by then is right, but for
+//! what was written to the same clusters later.
 
+use super::header::LOG_NAME_SHIFT;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
 use mica_block::{Error, ErrorKind, Handover, Result};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-pub(crate) const MAGIC: [u8; 8] = *b"micalog\x01";
-pub(crate) const HEADER_BYTES: usize = 64;
+const MAGIC: [u8; 8] = *b"micalog\x02";
+pub(crate) const HEADER_BYTES: usize = RUNS_AT + RUNS_MAX * RUN_BYTES + 8;
 pub(crate) const RECORDS_AT: u64 = 4096;
 pub(crate) const GROUP_HEAD_BYTES: usize = 16;
 pub(crate) const RECORD_HEAD_BYTES: usize = 16;
+/// Runs of unused clusters that are told; what there is beyond is leaked.
+const RUNS_MAX: usize = 64;
+const RUN_BYTES: usize = 16;
+const RUNS_AT: usize = 56;
+const _: () = assert!(HEADER_BYTES as u64 <= RECORDS_AT);
+
+/// Kinds of records: a range that is written with the early pages, or with the late ones.
+pub(crate) const EARLY: u32 = 0;
+pub(crate) const LATE: u32 = 1;
+/// What the groups up to this one go on from: see [`Footing`].
+pub(crate) const FOOTING: u32 = 2;
+
+/// A run of host clusters: the first one's number, and how many.
+pub(crate) type Run = (u64, u64);
+
+/// What a log says of the file besides what it changes.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Footing {
+    /// The file is at least this long.
+    pub(crate) reach: u64,
+    /// Where the refcount table is: in one of these two places.
+    pub(crate) tables: [u64; 2],
+    /// Clusters that are counted and that nothing links (I5).
+    pub(crate) unused: Vec<Run>,
+}
+
+impl Footing {
+    /// Appends it as a record.
+    fn append_to(&self, bytes: &mut Vec<u8>) {
+        let runs = &self.unused[..self.unused.len().min(RUNS_MAX)];
+        let len = u32::try_from(16 + runs.len() * RUN_BYTES).expect("few");
+        bytes.extend_from_slice(&self.reach.to_le_bytes());
+        bytes.extend_from_slice(&len.to_le_bytes());
+        bytes.extend_from_slice(&FOOTING.to_le_bytes());
+        for table in self.tables {
+            bytes.extend_from_slice(&table.to_le_bytes());
+        }
+        for (first, count) in runs {
+            bytes.extend_from_slice(&first.to_le_bytes());
+            bytes.extend_from_slice(&count.to_le_bytes());
+        }
+    }
+
+    /// What a record says; `None` if it is none.
+    pub(crate) fn decode(reach: u64, content: &[u8]) -> Option<Self> {
+        let (words, []) = content.as_chunks::<8>() else { return None };
+        let (tables, runs) = words.split_first_chunk::<2>()?;
+        let tables = tables.map(u64::from_le_bytes);
+        Some(Self { reach, tables, unused: decode_runs(runs)? })
+    }
+}
+
+fn decode_runs(words: &[[u8; 8]]) -> Option<Vec<Run>> {
+    let (pairs, []) = words.as_chunks::<2>() else { return None };
+    Some(pairs.iter().map(|pair| pair.map(u64::from_le_bytes).into()).collect())
+}
 
 /// The header of a log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct LogHeader {
-    pub(crate) name: u32,
+    /// Goes into the checksums of its groups.
+    pub(crate) salt: u32,
+    /// What the image calls it: one name, or while a group is made durable this or the next one.
+    pub(crate) names: [u32; 2],
     pub(crate) boot: u128,
     /// Where the first group is that counts.
     pub(crate) start: u64,
     /// Its number.
     pub(crate) number: u64,
+    /// What is unused if there is no group.
+    pub(crate) unused: Vec<Run>,
 }
 
 impl LogHeader {
-    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
+    fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..12].copy_from_slice(&self.name.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.salt.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.names[0].to_le_bytes());
         bytes[16..32].copy_from_slice(&self.boot.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.start.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.number.to_le_bytes());
+        bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
+        let runs = &self.unused[..self.unused.len().min(RUNS_MAX)];
+        let count = u32::try_from(runs.len()).expect("few");
+        bytes[52..56].copy_from_slice(&count.to_le_bytes());
+        for (to, (first, count)) in bytes[RUNS_AT..].chunks_exact_mut(RUN_BYTES).zip(runs) {
+            to[..8].copy_from_slice(&first.to_le_bytes());
+            to[8..].copy_from_slice(&count.to_le_bytes());
+        }
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -73,12 +156,17 @@ impl LogHeader {
         if bytes[..8] != MAGIC || sum != crc32c(&bytes[..HEADER_BYTES - 4]) {
             return None;
         }
+        let small = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         let number = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        let runs_bytes = usize::try_from(small(52)?).ok()?.checked_mul(RUN_BYTES)?;
+        let runs = bytes[RUNS_AT..HEADER_BYTES - 4].get(..runs_bytes)?;
         Some(Self {
-            name: u32::from_le_bytes(*bytes[8..].first_chunk()?),
+            salt: small(8)?,
+            names: [small(12)?, small(48)?],
             boot: u128::from_le_bytes(*bytes[16..].first_chunk()?),
             start: number(32)?,
             number: number(40)?,
+            unused: decode_runs(runs.as_chunks().0)?,
         })
     }
 }
@@ -89,18 +177,25 @@ pub(crate) fn other_half(at: u64, capacity: u64) -> u64 {
     if at < middle { middle } else { RECORDS_AT }
 }
 
-/// The checksum of a group: of the log's name and its number, too, so that what an earlier group or
+/// The checksum of a group: of the log's salt and its number, too, so that what an earlier group or
 /// log left is not taken for a later one.
-pub(crate) fn group_sum(name: u32, number: u64, records: &[u8]) -> u32 {
+pub(crate) fn group_sum(salt: u32, number: u64, records: &[u8]) -> u32 {
     let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    sum.update(&name.to_le_bytes());
+    sum.update(&salt.to_le_bytes());
     sum.update(&number.to_le_bytes());
     sum.update(records);
     u32::try_from(sum.finalize()).expect("32 bits")
 }
 
-pub(crate) const EARLY: u32 = 0;
-const LATE: u32 = 1;
+/// The name of a log that is among the autoclear `bits` of an image.
+pub(crate) fn names_log(bits: u64) -> Option<u32> {
+    u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0)
+}
+
+/// The name after `name`. Zero is none.
+pub(crate) fn name_after(name: u32) -> u32 {
+    name.wrapping_add(1).max(1)
+}
 
 /// A range that changed and is not in the log yet.
 #[derive(Clone, Copy)]
@@ -110,19 +205,27 @@ struct Touched {
     stage: Stage,
 }
 
-/// How far the log went.
+/// How far the log went when a group was taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Mark {
     end: u64,
     number: u64,
+    /// What the image calls the log from this group on.
+    pub(crate) name: u32,
+    /// The log was begun with this group, which is not in it.
+    pub(crate) is_first: bool,
 }
 
 /// The log of one writer.
 pub(crate) struct Log {
     out: Arc<dyn Handover>,
+    salt: u32,
     name: u32,
-    /// Where the first group is that counts.
+    /// The name that the image may have already.
+    next: Option<u32>,
+    /// Where the first group is that counts, and its number.
     start: u64,
+    first: u64,
     /// Where the next group goes, and its number.
     end: u64,
     number: u64,
@@ -131,24 +234,45 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Begins an empty log, whose name follows from `seed`.
-    pub(crate) fn begin(out: Arc<dyn Handover>, seed: u128) -> Result<Self> {
-        // Not zero, which is no name.
-        let name = crc32c(&seed.to_le_bytes()) | 1;
-        let (start, end, number) = (RECORDS_AT, RECORDS_AT, 1);
-        let log = Self { out, name, start, end, number, touched: Vec::new(), bytes: Vec::new() };
+    /// Begins an empty log of this `name`.
+    pub(crate) fn begin(out: Arc<dyn Handover>, name: u32, footing: &Footing) -> Result<Self> {
+        let log = Self {
+            out,
+            salt: name,
+            name,
+            next: None,
+            start: RECORDS_AT,
+            first: 1,
+            end: RECORDS_AT,
+            number: 1,
+            touched: Vec::new(),
+            bytes: Vec::new(),
+        };
         // Somebody else's, or one that nobody took over.
         log.out.remove();
-        log.write_header(start, number)?;
-        Ok(log)
+        match log.write_header(footing) {
+            Ok(()) => Ok(log),
+            Err(error) => {
+                log.remove();
+                Err(error)
+            }
+        }
     }
 
+    /// The name that it was given last.
     pub(crate) fn name(&self) -> u32 {
-        self.name
+        self.next.unwrap_or(self.name)
     }
 
-    fn write_header(&self, start: u64, number: u64) -> Result<()> {
-        let header = LogHeader { name: self.name, boot: self.out.boot(), start, number };
+    fn write_header(&self, footing: &Footing) -> Result<()> {
+        let header = LogHeader {
+            salt: self.salt,
+            names: [self.name, self.next.unwrap_or(self.name)],
+            boot: self.out.boot(),
+            start: self.start,
+            number: self.first,
+            unused: footing.unused.clone(),
+        };
         self.out.write_at(0, &header.encode())
     }
 
@@ -170,6 +294,7 @@ impl Log {
     pub(crate) fn append<'a>(
         &mut self,
         content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        footing: &Footing,
     ) -> Result<()> {
         if self.touched.is_empty() {
             return Ok(());
@@ -179,18 +304,19 @@ impl Log {
         for Touched { at, len, stage } in self.touched.drain(..) {
             // What was dropped meanwhile is named by nothing any more.
             let Some(content) = content(at, len) else { continue };
-            let stage = if stage == Stage::Early { EARLY } else { LATE };
+            let kind = if stage == Stage::Early { EARLY } else { LATE };
             self.bytes.extend_from_slice(&at.bytes().to_le_bytes());
             self.bytes.extend_from_slice(&u32::try_from(len).expect("a page").to_le_bytes());
-            self.bytes.extend_from_slice(&stage.to_le_bytes());
+            self.bytes.extend_from_slice(&kind.to_le_bytes());
             self.bytes.extend_from_slice(content);
         }
+        footing.append_to(&mut self.bytes);
         // It stays within its half, and short of its end, which is the other one's begin.
         if self.end + self.bytes.len() as u64 >= self.half_end() {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
         let len = u32::try_from(self.bytes.len() - GROUP_HEAD_BYTES).expect("within the log");
-        let sum = group_sum(self.name, self.number, &self.bytes[GROUP_HEAD_BYTES..]);
+        let sum = group_sum(self.salt, self.number, &self.bytes[GROUP_HEAD_BYTES..]);
         self.bytes[..8].copy_from_slice(&self.number.to_le_bytes());
         self.bytes[8..12].copy_from_slice(&len.to_le_bytes());
         self.bytes[12..16].copy_from_slice(&sum.to_le_bytes());
@@ -210,25 +336,43 @@ impl Log {
         self.half_end() - self.end < self.out.capacity() / 4
     }
 
-    /// How far it goes now, for a group that is taken. What comes later goes into the other half,
-    /// if that is free.
-    pub(crate) fn mark(&mut self) -> Mark {
+    /// How far it goes now, for a group that is taken, and the name that the image gets with that.
+    /// What comes later goes into the other half, if that is free.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(crate) fn mark(&mut self, footing: &Footing) -> Result<Mark> {
         let other = other_half(self.end, self.out.capacity());
         let is_free = other_half(self.start, self.out.capacity()) == other;
         if is_free && self.end != other_half(other, self.out.capacity()) {
             self.end = other;
         }
-        Mark { end: self.end, number: self.number }
+        // A name that was not used yet, because a group before found no space, will do.
+        if self.next.is_none() {
+            self.next = Some(name_after(self.name));
+            self.write_header(footing)?;
+        }
+        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
     }
 
-    /// What came before `mark` is durable (I2).
+    /// The mark of a log that begins with a group.
+    pub(crate) fn first_mark(&self) -> Mark {
+        Mark { end: self.end, number: self.number, name: self.name, is_first: true }
+    }
+
+    /// Whether there is nothing in it.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.number == self.first
+    }
+
+    /// What came before `mark` is durable (I2), and the image has the name of `mark`.
     ///
     /// # Errors
     /// As [`Self::append`].
-    pub(crate) fn forget(&mut self, mark: &Mark) -> Result<()> {
-        self.write_header(mark.end, mark.number)?;
-        self.start = mark.end;
-        Ok(())
+    pub(crate) fn forget(&mut self, mark: &Mark, footing: &Footing) -> Result<()> {
+        (self.name, self.next) = (mark.name, None);
+        (self.start, self.first) = (mark.end, mark.number);
+        self.write_header(footing)
     }
 
     /// Nothing in it counts any more.

@@ -2,11 +2,9 @@
 //! broken.
 
 use super::Writer;
-use super::handover::Log;
 use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
-use crate::write::pages::Stage;
+use crate::index::sidecar::crc32c;
 use mica_block::{Result, read_exact};
-use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -64,7 +62,7 @@ impl Writer {
             let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
             let bitmaps = if self.mark_bitmaps().await? { BITMAPS } else { 0 };
             let kept = autoclear & (RAW_EXTERNAL | bitmaps);
-            let marked = kept | self.begin_log() << LOG_NAME_SHIFT;
+            let marked = self.begin_log(kept);
             if marked != autoclear {
                 self.write_header_bits(AUTOCLEAR_AT, marked).await?;
             }
@@ -95,32 +93,17 @@ impl Writer {
         Ok(true)
     }
 
-    /// Begins the log; its name, or 0 if there is none.
-    fn begin_log(&self) -> u64 {
-        let Some(handover) = self.handover.clone() else { return 0 };
+    /// Begins the log; the autoclear bits with its name, if there is one, besides those `kept`.
+    fn begin_log(&self, kept: u64) -> u64 {
+        let Some(handover) = self.handover.clone() else { return kept };
         let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
-        match Log::begin(handover, seed) {
-            Ok(log) => {
-                let name = u64::from(log.name());
-                self.metadata.lock().log = Some(log);
-                name
-            }
-            Err(error) => {
-                tracing::warn!(
-                    %error,
-                    "if this process is killed, writes since the last flush are lost"
-                );
-                0
-            }
-        }
+        let name = crc32c(&seed.to_le_bytes());
+        self.metadata.lock().logging.begin(handover, name, kept)
     }
 
     /// The image is as if nobody had it open: refcounts are right.
     pub(crate) async fn unmark(&self) -> Result<()> {
-        let log = self.metadata.lock().log.take();
-        if let Some(log) = log {
-            log.remove();
-        }
+        self.metadata.lock().logging.end();
         if self.header.is_v3 {
             // A log that could not be written on is named still.
             let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
@@ -154,14 +137,11 @@ impl Writer {
 
     /// Has the header say `bytes` at `at`, in one write, and makes that durable.
     pub(super) async fn write_header_bytes(&self, at: u64, bytes: &[u8]) -> Result<()> {
-        let at = HostOffset::new(at);
-        self.metadata
-            .change(at, |pages| {
-                let field = pages.get_mut(at, bytes.len(), Stage::Early);
-                field.expect("the page is there").copy_from_slice(bytes);
-            })
-            .await?;
-        self.metadata.write_through(Buf::from_slice(bytes), at).await?;
+        let written = self.metadata.write_field(bytes, HostOffset::new(at)).await;
+        if let Err(error) = &written {
+            self.fail(error);
+        }
+        written?;
         self.metadata.sync().await
     }
 }

@@ -24,6 +24,7 @@ mod grow;
 pub(crate) mod handover;
 pub(crate) mod header;
 mod link;
+mod logging;
 pub(crate) mod overlay;
 pub(crate) mod pages;
 pub(crate) mod ranges;
@@ -177,7 +178,7 @@ impl Writer {
     /// writes to it before it was repaired.
     async fn note_corruption(&self, error: Error) -> Error {
         if error.kind() == ErrorKind::Corrupt && self.metadata.failure().is_none() {
-            self.fail(&error);
+            self.metadata.fail_for_good(&error);
             if let Err(error) = self.mark_corrupt().await {
                 tracing::error!(%error, "the image could not be marked as corrupt");
             }

@@ -12,7 +12,8 @@
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
 //!   before any page of the group that is late.
 
-use super::handover::{Log, Mark};
+use super::handover::{Footing, Mark};
+use super::logging::Logging;
 use super::ranges::MetadataRanges;
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
@@ -64,7 +65,7 @@ pub(crate) struct PageState {
     /// Whether L1 entries stay as they are for now: their table is being moved.
     pub(crate) l1_is_held: bool,
     /// What changed since the last group, for who comes after this process.
-    pub(crate) log: Option<Log>,
+    pub(crate) logging: Logging,
 }
 
 /// What changes of metadata have gathered since the last group was taken.
@@ -80,8 +81,8 @@ pub(crate) struct Group {
     pub(crate) new_tables: BTreeSet<HostOffset>,
     /// Host clusters that lose a reference with this group.
     pub(crate) freed: Vec<u64>,
-    /// Of a group that was taken: how far the log went then.
-    logged: Option<Mark>,
+    /// Of a group that was taken: how far the log went then, if that is to be said.
+    pub(crate) logged: Option<Mark>,
 }
 
 /// The metadata of one image.
@@ -103,7 +104,7 @@ impl Metadata {
             late: BTreeSet::new(),
             group: Group { number: 1, ..Group::default() },
             l1_is_held: false,
-            log: None,
+            logging: Logging::default(),
         };
         let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
         Arc::new(Self { store, ranges, failed, state: Mutex::new(state) })
@@ -114,15 +115,19 @@ impl Metadata {
         self.failed.get()
     }
 
-    /// Nothing is acknowledged from now on.
+    /// Nothing is acknowledged from now on. What was acknowledged is in the log: who comes next has
+    /// it.
     pub(crate) fn fail(&self, error: &Error) {
         if self.failed.set(error.clone()).is_ok() {
             tracing::error!(%error, "the disk takes no more writes");
-            // What was written is not what it is thought to be.
-            if let Some(log) = self.lock().log.take() {
-                log.remove();
-            }
         }
+    }
+
+    /// The same where what was written is not what it is thought to be: to put more into the image
+    /// would not mend it.
+    pub(crate) fn fail_for_good(&self, error: &Error) {
+        self.fail(error);
+        self.lock().logging.end();
     }
 
     /// Makes durable what was written. The kernel tells a failure once, to whoever asks first: so
@@ -130,7 +135,7 @@ impl Metadata {
     pub(crate) async fn sync(&self) -> Result<()> {
         let synced = self.store.sync().await.map_err(|error| error.wrap(self.store.name()));
         if let Err(error) = &synced {
-            self.fail(error);
+            self.fail_for_good(error);
         }
         synced
     }
@@ -142,6 +147,14 @@ impl Metadata {
             self.fail(error);
         }
         written
+    }
+
+    /// Changes a field of the header, in memory and in the file, and nowhere else: no group writes
+    /// the header, so that what one took before never replaces what is written here meanwhile.
+    pub(crate) async fn write_field(self: &Arc<Self>, bytes: &[u8], at: HostOffset) -> Result<()> {
+        let _pinned = self.pin(at, bytes.len() as u64);
+        self.change(at, |pages| pages.patch(at, bytes)).await?;
+        write_all(&*self.store, Buf::from_slice(bytes), at).await
     }
 
     /// Keeps the pages of a range from being evicted while the file is read under them.
@@ -289,10 +302,16 @@ impl PageState {
                 Stage::Late => self.late.insert(number),
             };
         }
-        if let Some(log) = &mut self.log {
-            log.touch(at, len, stage);
-        }
+        self.logging.touch(at, len, stage);
         Some(&mut page.bytes[within..within + len])
+    }
+
+    /// Changes a page that is here as its file is being changed.
+    fn patch(&mut self, at: HostOffset, bytes: &[u8]) {
+        let number = self.page_of(at);
+        let within = usize::try_from(at.bytes() - number).expect("within a page");
+        let page = self.pages.get_mut(&number).expect("the page is there");
+        page.bytes[within..within + bytes.len()].copy_from_slice(bytes);
     }
 
     /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early if `dirty`.
@@ -312,10 +331,8 @@ impl PageState {
                 None => vec![0; page_bytes].into(),
             };
             self.forget_dirty(number);
-            if let Some(log) = &mut self.log
-                && dirty
-            {
-                log.touch(HostOffset::new(number), page_bytes, Stage::Early);
+            if dirty {
+                self.logging.touch(HostOffset::new(number), page_bytes, Stage::Early);
             }
             let stage = dirty.then_some(Stage::Early);
             let page = Page { bytes: content, dirty: stage, writing: false, used: Cell::new(true) };
@@ -376,48 +393,15 @@ impl PageState {
     }
 
     /// Takes the group, and begins the next one.
-    pub(crate) fn take_group(&mut self) -> (Dirty, Group) {
+    pub(crate) fn take_group(&mut self, footing: &Footing) -> (Dirty, Group) {
         let next = Group {
             number: self.group.number + 1,
             durable: self.group.durable,
             ..Group::default()
         };
         let mut taken = std::mem::replace(&mut self.group, next);
-        self.log_touched();
-        taken.logged = self.log.as_mut().map(Log::mark);
+        taken.logged = self.mark_log(footing);
         (self.take_dirty(), taken)
-    }
-
-    /// Writes down what changed and is not in the log yet.
-    pub(crate) fn log_touched(&mut self) {
-        if let Some(mut log) = self.log.take() {
-            let appended = log.append(|at, len| self.get(at, len));
-            self.keep_log(log, appended);
-        }
-    }
-
-    /// What the log has up to `taken` is durable.
-    pub(crate) fn forget_logged(&mut self, taken: &Group) {
-        if let Some(mark) = &taken.logged
-            && let Some(mut log) = self.log.take()
-        {
-            let forgotten = log.forget(mark);
-            self.keep_log(log, forgotten);
-        }
-    }
-
-    /// Keeps the log, unless it failed.
-    fn keep_log(&mut self, log: Log, outcome: Result<()>) {
-        match outcome {
-            Ok(()) => self.log = Some(log),
-            Err(error) => {
-                log.remove();
-                tracing::warn!(
-                    %error,
-                    "if this process is killed, writes since the last flush are lost"
-                );
-            }
-        }
     }
 
     /// Copies all dirty pages, which are clean from now on, and being written until
@@ -432,6 +416,7 @@ impl PageState {
     /// Makes a group whose early pages could not all be written a part of the next one. None of its
     /// links is in the file.
     pub(crate) fn put_back(&mut self, dirty: &Dirty, taken: Group) {
+        self.logging.put_back(&taken);
         self.group.new_tables.extend(taken.new_tables);
         self.group.freed.extend(taken.freed);
         self.group.in_two_steps = true;
@@ -442,6 +427,7 @@ impl PageState {
 
     /// The same for a group whose links could not all be written, while what they need is durable.
     pub(crate) fn put_back_links(&mut self, dirty: &Dirty, taken: Group) {
+        self.logging.put_back(&taken);
         self.group.durable = taken.number;
         self.group.freed.extend(taken.freed);
         self.mark_dirty(&dirty.late_pages, Stage::Late);

@@ -4,7 +4,6 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
-use super::handover::Log;
 use super::link::{Change, Entry};
 use crate::chain::Chain;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
@@ -228,7 +227,7 @@ impl Writer {
     async fn flush_if_much(&self) -> Result<()> {
         let is_much = {
             let pages = self.metadata.lock();
-            pages.dirty_count() > DIRTY_PAGES_MAX || pages.log.as_ref().is_some_and(Log::is_long)
+            pages.dirty_count() > DIRTY_PAGES_MAX || pages.logging.is_long()
         };
         if is_much { self.flush().await } else { Ok(()) }
     }

@@ -279,7 +279,9 @@ impl Writer {
         if let Err(error) = &linked {
             self.fail(error);
         } else {
-            self.metadata.lock().log_touched();
+            let mut pages = self.metadata.lock();
+            let footing = self.space.footing();
+            pages.log_touched(&footing);
         }
         linked
     }

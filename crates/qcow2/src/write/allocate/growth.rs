@@ -27,6 +27,8 @@ impl Space {
         let mut block = Buf::zeroed(len);
         let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
         self.width.set(&mut block, index, 1).expect("one fits");
+        // It is here still when the log gets it.
+        let _pinned = self.metadata.pin(host, self.bits.bytes());
         self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), false);
         let written = write_all(&*self.metadata.store, block, host).await;
         let written = match written {
@@ -38,12 +40,18 @@ impl Space {
             return Err(error);
         }
         let entry = RefcountTableEntry::encode(host).0;
-        let table_offset = self.lock().table_offset;
+        let table_offset = {
+            let mut state = self.lock();
+            state.reach = state.reach.max((cluster + 1) << self.bits.bits());
+            state.table_offset
+        };
         let at = HostOffset::new(table_offset.bytes() + region * 8);
         self.metadata
             .change(at, |pages| {
                 let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
                 bytes.copy_from_slice(&entry.to_be_bytes());
+                // It is durable, but an older copy of the image may lack it.
+                pages.log_cluster(host, self.bits.bytes());
             })
             .await?;
         self.metadata.ranges.add(host, self.bits.bytes(), "a refcount block");
@@ -66,14 +74,13 @@ impl Space {
         field[..8].copy_from_slice(&plan.table_at(self).bytes().to_be_bytes());
         let clusters = u32::try_from(plan.table_clusters).expect("8 MiB at most");
         field[8..].copy_from_slice(&clusters.to_be_bytes());
-        let at = HostOffset::new(HEADER_TABLE_AT);
-        self.metadata
-            .change(at, |pages| {
-                let bytes = pages.get_mut(at, 12, Stage::Early).expect("the page is there");
-                bytes.copy_from_slice(&field);
-            })
-            .await?;
-        self.metadata.write_through(field, at).await?;
+        // From here on the header may say either.
+        self.lock().next_table = plan.table_at(self);
+        let written = self.metadata.write_field(&field, HostOffset::new(HEADER_TABLE_AT)).await;
+        if let Err(error) = &written {
+            self.metadata.fail(error);
+        }
+        written?;
         self.metadata.sync().await?;
         self.adopt_table(&plan, old_table.len() as u64 * 8, old_offset);
         Ok(())
@@ -97,6 +104,7 @@ impl Space {
         state.table_offset = plan.table_at(self);
         state.table.clone_from(&plan.table);
         state.blank_from = state.blank_from.max(plan.end());
+        state.reach = state.reach.max(plan.end() << self.bits.bits());
     }
 }
 

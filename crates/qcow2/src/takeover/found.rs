@@ -1,0 +1,97 @@
+//! A log that was found, and whether it is the one that the image means.
+
+use crate::format::Header;
+use crate::write::handover::{
+    FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LogHeader, RECORD_HEAD_BYTES, RECORDS_AT,
+    Run, group_sum, other_half,
+};
+use mica_block::{Handover, Result, Store};
+
+/// What a log says.
+pub(super) struct Found {
+    /// The records of each group, in the order of the groups.
+    pub(super) groups: Vec<Vec<u8>>,
+    /// Clusters that are counted and that nothing links, after all groups.
+    pub(super) unused: Vec<Run>,
+    /// What the groups go on from, if there are any.
+    footing: Option<Footing>,
+}
+
+/// One record of a group.
+pub(super) struct Record<'a> {
+    pub(super) at: u64,
+    pub(super) kind: u32,
+    pub(super) content: &'a [u8],
+}
+
+/// The records of a group.
+pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
+    let mut rest = group;
+    std::iter::from_fn(move || {
+        let (head, after) = rest.split_at_checked(RECORD_HEAD_BYTES)?;
+        let word = |at: usize| Some(u32::from_le_bytes(*head[at..].first_chunk()?));
+        let at = u64::from_le_bytes(*head.first_chunk()?);
+        let (content, after) = after.split_at_checked(word(8)? as usize)?;
+        rest = after;
+        Some(Record { at, kind: word(12)?, content })
+    })
+}
+
+impl Found {
+    /// What the log says, if it goes by `name`.
+    pub(super) fn read(handover: &dyn Handover, name: u32) -> Result<Option<Self>> {
+        let mut header = [0; HEADER_BYTES];
+        handover.read_at(0, &mut header)?;
+        let Some(header) = LogHeader::decode(&header) else { return Ok(None) };
+        let LogHeader { salt, names, boot, start, mut number, unused } = header;
+        if !names.contains(&name) || boot != handover.boot() || start < RECORDS_AT {
+            return Ok(None);
+        }
+        let mut groups = Vec::new();
+        for half in [start, other_half(start, handover.capacity())] {
+            let mut at = half;
+            while let Some(records) = read_group(handover, (salt, number), at)? {
+                at += (GROUP_HEAD_BYTES + records.len()) as u64;
+                number += 1;
+                groups.push(records);
+            }
+        }
+        let footing = groups.last().and_then(|group| {
+            let footing = records(group).find(|record| record.kind == FOOTING)?;
+            Footing::decode(footing.at, footing.content)
+        });
+        let unused = footing.as_ref().map_or(unused, |footing| footing.unused.clone());
+        Ok(Some(Self { groups, unused, footing }))
+    }
+
+    /// Whether the image in `store` with this `header` is one that the log goes on from.
+    pub(super) fn fits(&self, store: &dyn Store, header: &Header) -> Result<bool> {
+        let Some(footing) = &self.footing else { return Ok(self.groups.is_empty()) };
+        let table = header.refcount_table_offset.bytes();
+        Ok(store.len()? >= footing.reach && footing.tables.contains(&table))
+    }
+}
+
+/// The records of the group of this salt and number at `at`, if it is there.
+fn read_group(
+    handover: &dyn Handover,
+    (salt, number): (u32, u64),
+    at: u64,
+) -> Result<Option<Vec<u8>>> {
+    let end = handover.capacity();
+    let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
+    if records_at > end {
+        return Ok(None);
+    }
+    let mut head = [0; GROUP_HEAD_BYTES];
+    handover.read_at(at, &mut head)?;
+    let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
+    let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
+    let len = u64::from(word(8));
+    if found != number || records_at + len > end {
+        return Ok(None);
+    }
+    let mut records = vec![0; usize::try_from(len).expect("within the log")];
+    handover.read_at(records_at, &mut records)?;
+    Ok((group_sum(salt, number, &records) == word(12)).then_some(records))
+}

@@ -1,0 +1,49 @@
+//! An image that is only read, with what the log of its dead writer says laid over it.
+
+use super::replay::Replay;
+use mica_block::{IoFuture, Result, Run, Store};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::sync::Arc;
+
+/// The image as it is with the log.
+pub(super) struct Over {
+    below: Arc<dyn Store>,
+    replay: Arc<Replay>,
+}
+
+impl Over {
+    pub(super) fn new(below: Arc<dyn Store>, replay: Replay) -> Self {
+        Self { below, replay: Arc::new(replay) }
+    }
+}
+
+impl Store for Over {
+    fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let reading = self.below.read_at(buf, offset);
+        let replay = Arc::clone(&self.replay);
+        IoFuture::boxed(async move {
+            let (result, mut buf) = reading.await;
+            if result.is_ok() && offset.checked_add(buf.len() as u64).is_some() {
+                replay.lay_over(&mut buf, offset.bytes());
+            }
+            (result, buf)
+        })
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.below.len()
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.below.allocated_bytes()
+    }
+
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        self.below.run_at(offset, len)
+    }
+
+    fn name(&self) -> String {
+        self.below.name()
+    }
+}

@@ -1,0 +1,167 @@
+//! What a log makes of the metadata of an image: pages, and when each may be written.
+
+use super::found::{Found, records};
+use crate::format::{Header, RefcountTableEntry};
+use crate::write::handover::{EARLY, LATE};
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+/// Changes are put together in pages of at most this size; of a cluster, where that is smaller, so
+/// that no page is of two kinds.
+const PAGE_BYTES_MAX: u64 = 4096;
+/// Pages that a log changes at most: a writer flushes long before.
+const PAGES_MAX: usize = 1 << 16;
+/// Clusters that a log calls unused and that are looked at.
+const UNUSED_MAX: u64 = 4096;
+
+/// When a page is written.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Step {
+    /// Counts, and tables that nothing names yet.
+    Early,
+    /// Tables that nothing named at first, and that got links later.
+    Tables,
+    /// Links.
+    Late,
+}
+
+impl Step {
+    pub(super) const ALL: [Self; 3] = [Self::Early, Self::Tables, Self::Late];
+}
+
+struct Page {
+    step: Step,
+    bytes: Buf,
+}
+
+/// The pages of an image that a log changes, as they are to be.
+pub(super) struct Replay {
+    page_bytes: u64,
+    pages: BTreeMap<u64, Page>,
+}
+
+impl Replay {
+    /// What the log that was `found` makes of the image in `store` with this `header`.
+    pub(super) async fn plan(store: &dyn Store, header: &Header, found: &Found) -> Result<Self> {
+        let page_bytes = header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
+        let mut replay = Self { page_bytes, pages: BTreeMap::new() };
+        for group in &found.groups {
+            for record in records(group) {
+                let step = match record.kind {
+                    EARLY => Step::Early,
+                    LATE => Step::Late,
+                    _ => continue,
+                };
+                replay.put(store, (record.at, record.content), step).await?;
+            }
+        }
+        let mut looked = 0;
+        for (first, count) in &found.unused {
+            for cluster in *first..first.saturating_add(*count) {
+                looked += 1;
+                if looked <= UNUSED_MAX {
+                    replay.free_unused(store, header, cluster).await?;
+                }
+            }
+        }
+        Ok(replay)
+    }
+
+    /// The pages that are written in `step`, and where.
+    pub(super) fn pages_of(&self, step: Step) -> impl Iterator<Item = (HostOffset, &[u8])> {
+        let pages = self.pages.iter().filter(move |(_, page)| page.step == step);
+        pages.map(|(at, page)| (HostOffset::new(*at), &page.bytes[..]))
+    }
+
+    /// Copies the pages over `buf`, which is what the file has at `at`.
+    pub(super) fn lay_over(&self, buf: &mut [u8], at: u64) {
+        let end = at + buf.len() as u64;
+        for (start, page) in self.pages.range(at / self.page_bytes * self.page_bytes..end) {
+            let from = at.max(*start);
+            let stop = end.min(start + self.page_bytes);
+            let within = |of: u64, at: u64| usize::try_from(at - of).expect("within a buffer");
+            let content = &page.bytes[within(*start, from)..within(*start, stop)];
+            buf[within(at, from)..within(at, stop)].copy_from_slice(content);
+        }
+    }
+
+    /// The page of `at`, read first.
+    async fn page(&mut self, store: &dyn Store, at: u64, step: Step) -> Result<&mut Page> {
+        let start = at / self.page_bytes * self.page_bytes;
+        if self.pages.len() > PAGES_MAX {
+            let context = "what its last writer left changes more than a writer does";
+            return Err(Error::new(ErrorKind::Limit, context));
+        }
+        match self.pages.entry(start) {
+            Entry::Occupied(page) => Ok(page.into_mut()),
+            Entry::Vacant(place) => {
+                let len = usize::try_from(self.page_bytes).expect("4 KiB");
+                let bytes = read_exact(store, HostOffset::new(start), len).await?;
+                Ok(place.insert(Page { step, bytes }))
+            }
+        }
+    }
+
+    /// Puts one record into its pages.
+    async fn put(
+        &mut self,
+        store: &dyn Store,
+        (at, content): (u64, &[u8]),
+        step: Step,
+    ) -> Result<()> {
+        if at.checked_add(content.len() as u64).is_none() {
+            let context = "what its last writer left is beyond any file";
+            return Err(Error::new(ErrorKind::Corrupt, context));
+        }
+        let page_bytes = self.page_bytes;
+        let mut done = 0;
+        while done < content.len() {
+            let here = at + done as u64;
+            let within = usize::try_from(here % page_bytes).expect("within a page");
+            let page = self.page(store, here, step).await?;
+            let count = (page.bytes.len() - within).min(content.len() - done);
+            if page.step != step {
+                page.step = Step::Tables;
+            }
+            page.bytes[within..within + count].copy_from_slice(&content[done..done + count]);
+            done += count;
+        }
+        Ok(())
+    }
+
+    /// Has a cluster that was counted ahead be free again, if it has that one count.
+    async fn free_unused(
+        &mut self,
+        store: &dyn Store,
+        header: &Header,
+        cluster: u64,
+    ) -> Result<()> {
+        let (bits, width) = (header.cluster_bits, header.refcount_width);
+        let region = cluster >> width.block_entries_bits(bits);
+        let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
+        let table_end = header.refcount_table_offset.bytes() + table_bytes;
+        let Some(entry_at) = region
+            .checked_mul(RefcountTableEntry::BYTES as u64)
+            .and_then(|skipped| header.refcount_table_offset.bytes().checked_add(skipped))
+            .filter(|at| at + RefcountTableEntry::BYTES as u64 <= table_end)
+        else {
+            return Ok(());
+        };
+        let mut entry = read_exact(store, HostOffset::new(entry_at), 8).await?;
+        self.lay_over(&mut entry, entry_at);
+        let entry = entry.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
+        let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(()) };
+        let index = cluster & (width.block_entries(bits) - 1);
+        let page_entries = self.page_bytes * 8 / u64::from(width.bits());
+        let at = block.bytes() + index / page_entries * self.page_bytes;
+        let within = usize::try_from(index % page_entries).expect("within a page");
+        let page = self.page(store, at, Step::Early).await?;
+        if width.get(&page.bytes, within) == Some(1) {
+            width.set(&mut page.bytes, within, 0).expect("zero fits");
+        }
+        Ok(())
+    }
+}
