@@ -63,6 +63,7 @@ struct State {
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
     handovers: BTreeMap<PathBuf, Vec<u8>>,
+    memory_is_full: bool,
     changes: Changes,
 }
 
@@ -87,6 +88,7 @@ impl World {
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
             handovers: BTreeMap::new(),
+            memory_is_full: false,
             changes: Changes::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -246,6 +248,11 @@ impl World {
     /// Whether sidecars may be written: a folder that is read-only, or one that is not.
     pub fn deny_sidecars(&self, denied: bool) {
         lock(&self.state).sidecars_denied = denied;
+    }
+
+    /// Whether the memory that outlives a process takes nothing more.
+    pub fn fill_memory(&self, is_full: bool) {
+        lock(&self.state).memory_is_full = is_full;
     }
 
     fn with_file<T>(&self, path: &Path, act: impl FnOnce(&mut SimFile) -> T) -> T {

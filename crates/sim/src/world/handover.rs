@@ -50,6 +50,9 @@ impl Handover for SimHandover {
         }
         let start = usize::try_from(at).expect("small");
         let mut state = lock(&self.world.state);
+        if state.memory_is_full {
+            return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
+        }
         let memory = state.handovers.entry(self.path.clone()).or_default();
         memory.resize(memory.len().max(start + bytes.len()), 0);
         memory[start..start + bytes.len()].copy_from_slice(bytes);

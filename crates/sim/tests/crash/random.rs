@@ -10,7 +10,7 @@ use std::time::Duration;
 /// One run in this many is judged by QEMU, too.
 const FOREIGN_ONE_IN: u64 = 20;
 
-fn subject(world: &World) -> ChainSubject {
+pub(crate) fn subject(world: &World) -> ChainSubject {
     let shape = Shape::random(world);
     shape.put_in(world);
     ChainSubject { shape }
