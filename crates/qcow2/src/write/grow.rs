@@ -173,6 +173,12 @@ impl Writer {
             self.space.give_back(run);
             return Err(error);
         }
+        {
+            // The header links it, of which the log has nothing.
+            let mut pages = self.metadata.lock();
+            let footing = self.space.footing();
+            pages.log_footing(&footing);
+        }
         let mut fields = entries.to_be_bytes().to_vec();
         fields.extend(at.bytes().to_be_bytes());
         self.write_header_bytes(L1_ENTRIES_AT as u64, &fields).await?;

@@ -36,7 +36,8 @@
 //! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
 //!   and a warning says what that means.
 //! - I4 The image has a name only while the file has all that the log under this name goes on from.
-//! - I5 What the log calls unused is linked by nothing: neither in the file nor in the log.
+//! - I5 What the log calls unused is linked by nothing: neither in the file nor in the log. So what
+//!   is linked past the log, by the header, is told before ([`PageState::log_footing`]).
 //!
 //! What a name does not tell is a copy that was made while the writer ran, since its last flush: put
 //! back in place of the image, it gets what the log has of the metadata, which is sound, but of
@@ -44,6 +45,8 @@
 //! what was written to the same clusters later.
 
 use super::header::LOG_NAME_SHIFT;
+#[cfg(doc)]
+use super::pages::PageState;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
 use mica_block::{Error, ErrorKind, Handover, Result};
@@ -287,7 +290,12 @@ impl Log {
         self.touched.push(Touched { at, len, stage });
     }
 
-    /// Writes down what was touched, as `content` has it.
+    /// Whether something was touched that is not written down.
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    /// Writes down what was touched, as `content` has it, and the footing.
     ///
     /// # Errors
     /// If it cannot be written: then the log is not to be used any more.
@@ -296,9 +304,6 @@ impl Log {
         content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
         footing: &Footing,
     ) -> Result<()> {
-        if self.touched.is_empty() {
-            return Ok(());
-        }
         self.bytes.clear();
         self.bytes.resize(GROUP_HEAD_BYTES, 0);
         for Touched { at, len, stage } in self.touched.drain(..) {

@@ -152,6 +152,13 @@ impl PageState {
 
     /// Writes down what changed and is not in the log yet.
     pub(crate) fn log_touched(&mut self, footing: &Footing) {
+        if self.logging.log.as_ref().is_some_and(Log::is_behind) {
+            self.log_footing(footing);
+        }
+    }
+
+    /// The same, and what is unused now even if nothing changed.
+    pub(crate) fn log_footing(&mut self, footing: &Footing) {
         if let Some(mut log) = self.logging.log.take() {
             let appended = log.append(|at, len| self.get(at, len), footing);
             self.logging.keep(log, appended);
