@@ -11,7 +11,7 @@ use mica_gen::owner::{Owner, OwnerMap};
 use mica_gen::{ChainSpec, DataMode, generate};
 use mica_tests::{clock, command, mica, tools};
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -119,6 +119,20 @@ impl Chain {
             Ok(())
         });
         samples.push(build);
+    }
+
+    /// Reads all its files, so that the page cache has them: else it is whoever comes second that
+    /// finds them there.
+    ///
+    /// # Errors
+    /// If one cannot be read.
+    pub(super) fn read_all(&self) -> Result<()> {
+        let mut room = vec![0; 1 << 20];
+        for file in fs::read_dir(self.folder.path())? {
+            let mut file = File::open(file?.path())?;
+            while file.read(&mut room)? > 0 {}
+        }
+        Ok(())
     }
 
     /// Bytes of all sidecars, as they are long and as they take room.

@@ -43,6 +43,7 @@ pub(super) fn reads(
     chain: &Chain,
     sample: &mut Sample,
 ) -> Result<()> {
+    chain.read_all()?;
     let running = peer.start(&chain.image, "qcow2", &[])?;
     let server = &running.server;
     sample.put("open_ms", server.open.as_secs_f64() * 1e3);
