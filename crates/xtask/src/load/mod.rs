@@ -1,5 +1,5 @@
-//! Load generators for NBD and vhost-user-blk ([`vhost`]): one thread, many requests in flight, every
-//! answer verified.
+//! Load generators for NBD and vhost-user-blk ([`vhost`]): one thread, many requests in flight,
+//! every answer verified.
 //!
 //! It must never be the bottleneck: requests are sent in batches with one system call, answers are
 //! taken in batches with one system call and verified where they lie. [`null`] measures what it can

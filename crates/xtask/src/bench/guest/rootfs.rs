@@ -34,7 +34,8 @@ pub(super) const DATABASE: &str = "/db";
 const DISK_BYTES_MIN: u64 = 512 << 20;
 /// What busybox is called by in the machine.
 const APPLETS: &[&str] = &["sh", "cat", "find", "xargs", "getty", "mount", "hostname"];
-/// The first program of the disk: it reads what a system reads that comes up, and asks who is there.
+/// The first program of the disk: it reads what a system reads that comes up, and asks who is
+/// there.
 const BOOT: &str = r#"#!/bin/sh
 hostname machine
 for folder in /files/*; do
