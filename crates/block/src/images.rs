@@ -88,8 +88,8 @@ pub trait Images: Send + Sync {
         Ok(None)
     }
 
-    /// The same, to read what a writer left that died. `None` also where somebody may be writing the
-    /// image at `path` now, although it is open here.
+    /// The same, to read what a writer left that died. `None` also where somebody may be writing
+    /// the image at `path` now, although it is open here.
     ///
     /// # Errors
     /// What the system says.

@@ -39,12 +39,10 @@
 //! - I5 What the log calls unused is linked by nothing: neither in the file nor in the log. So what
 //!   is linked past the log, by the header, is told before ([`PageState::log_footing`]).
 //!
-//! What a name does not tell is a copy that was made while the writer ran, since its last flush: put
-//! back in place of the image, it gets what the log has of the metadata, which is sound, but of
-//! clusters that were new after the copy it has no data. What was flushed by then is right, but for
-//! what was written to the same clusters later.
+//! What a name does not tell is a copy that was made while the writer ran, since its last flush:
+//! put back in place of the image, it gets what the log has of the metadata, which is sound, but
+//! where clusters were new after the copy their data is missing.
 
-use super::header::LOG_NAME_SHIFT;
 #[cfg(doc)]
 use super::pages::PageState;
 use super::pages::Stage;
