@@ -45,6 +45,7 @@
 
 #[cfg(doc)]
 use super::pages::PageState;
+use super::header::LOG_NAME_SHIFT;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
 use mica_block::{Error, ErrorKind, Handover, Result};
