@@ -3,12 +3,15 @@
 use crate::check::RepairChoice;
 use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
+use crate::ctl::CtlArgs;
 use crate::dd::{ReadArgs, WriteArgs};
 use crate::images::ImageArgs;
 use crate::measure::MeasureArgs;
 use crate::resize::ResizeArgs;
 use crate::serve::ServeArgs;
+use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use mica_daemon::LogLevel;
 use std::path::PathBuf;
 
 /// Virtual disks whose speed, memory and snapshot cost do not depend on how many snapshots lie
@@ -23,18 +26,11 @@ pub(crate) struct Cli {
     pub(crate) verb: Verb,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub(crate) enum LogLevel {
-    Off,
-    Error,
-    Warn,
-    Info,
-    Debug,
-}
-
 #[derive(Subcommand)]
 pub(crate) enum Verb {
     Serve(Box<ServeArgs>),
+    Ctl(CtlArgs),
+    Top(TopArgs),
     /// Tell about an image: size, format, snapshots, backing files.
     Info(InfoArgs),
     /// Tell which layer owns which bytes of the disk, and where they are.

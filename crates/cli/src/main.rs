@@ -5,9 +5,11 @@
 
 mod args;
 mod check;
+mod client;
 mod compare;
 mod convert;
 mod create;
+mod ctl;
 mod dd;
 mod failure;
 mod generate;
@@ -19,6 +21,7 @@ mod measure;
 mod output;
 mod resize;
 mod serve;
+mod top;
 
 use args::{Cli, Verb};
 use clap::Parser;
@@ -35,9 +38,11 @@ fn main() -> ExitCode {
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(2) };
         }
     };
-    output::start_log(cli.log_level);
+    let log = output::start_log(cli.log_level);
     let outcome = match cli.verb {
-        Verb::Serve(args) => serve::run(*args),
+        Verb::Serve(args) => serve::run(*args, log),
+        Verb::Ctl(args) => ctl::run(&args),
+        Verb::Top(args) => top::run(&args),
         Verb::Info(args) => info::run(&args),
         Verb::Map(args) => map::run(&args),
         Verb::Check(args) => check::run(&args),

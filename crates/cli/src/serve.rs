@@ -6,10 +6,13 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use clap::Args;
 use mica_daemon::{
-    Config, Daemon, Discards, DiskConfig, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer,
+    Config, Daemon, Discards, DiskConfig, IndexMode, LogSwitch, OtherUsers, Size, TlsMode,
+    VerifyPeer,
 };
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// What is said of one disk, and has a key of its own in a configuration.
 const OF_ONE_DISK: [&str; 32] = [
@@ -57,6 +60,15 @@ pub(crate) struct ServeArgs {
     /// Threads that serve, for all disks and clients together. As many as processors by default.
     #[arg(long, value_name = "COUNT")]
     queues: Option<usize>,
+    /// Listen on this unix socket for `mica ctl` and `mica top`, of root and of this user alone.
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<PathBuf>,
+    /// Show figures on this TCP address: to Prometheus at /metrics, to people with a browser at /.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    metrics: Option<SocketAddr>,
+    /// Let the figures be seen from beyond this machine.
+    #[arg(long)]
+    metrics_public: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
@@ -146,8 +158,8 @@ struct DiskArgs {
     image: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: ServeArgs) -> Result<ExitCode, Failure> {
-    Daemon::start(config(args)?)?.run()?;
+pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, Failure> {
+    Daemon::start(config(args)?, log)?.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -158,6 +170,9 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
         (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
     };
     config.queues = args.queues.or(config.queues);
+    config.control = args.control.or(config.control);
+    config.metrics = args.metrics.or(config.metrics);
+    config.metrics_public |= args.metrics_public;
     Ok(config)
 }
 

@@ -20,6 +20,7 @@ use mica_serve::fuse::AllowOther;
 use mica_serve::{Discard, Rates};
 use serde::Deserialize;
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// What becomes of space that clients do not need any more.
@@ -96,6 +97,13 @@ pub struct Config {
     pub aio: Aio,
     /// Where the figures of the run are written at its end.
     pub stats_file: Option<PathBuf>,
+    /// The unix socket by which the process is asked and told.
+    pub control: Option<PathBuf>,
+    /// The TCP address of the figures, for a collector or a browser.
+    pub metrics: Option<SocketAddr>,
+    /// Whether that may be beyond the loopback.
+    #[serde(default)]
+    pub metrics_public: bool,
 }
 
 /// One disk, and where it is served.
@@ -228,6 +236,7 @@ impl Config {
     fn resolve(&mut self, folder: &Path) {
         let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
         self.stats_file.iter_mut().for_each(resolve);
+        self.control.iter_mut().for_each(resolve);
         for disk in &mut self.disks {
             disk.resolve(folder);
         }

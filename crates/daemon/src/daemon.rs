@@ -5,13 +5,15 @@
 //! once, whatever went wrong before.
 
 use crate::config::Config;
+use crate::control::{Control, LogSwitch, Places};
 use crate::images::ImageConfig;
 use crate::served::Served;
 use mica_block::{Error, Result};
 use mica_serve::Workers;
 use mica_serve::fuse::Unmounter;
+use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::iterator::{Handle, Signals};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,6 +24,7 @@ const THREADS_DEFAULT_MAX: usize = 8;
 /// A process that serves disks.
 pub struct Daemon {
     shared: Arc<Shared>,
+    pub(crate) control: Option<Control>,
     signals: Signals,
     stats_file: Option<PathBuf>,
 }
@@ -30,14 +33,16 @@ pub struct Daemon {
 pub(crate) struct Shared {
     pub(crate) served: Vec<Served>,
     pub(crate) workers: Arc<Workers>,
+    /// Closing it ends the process, as a signal does.
+    pub(crate) ending: Handle,
 }
 
 impl Daemon {
-    /// Serves all of `config`, or nothing.
+    /// Serves all of `config`, or nothing. `log` is what the control socket tells of the log.
     ///
     /// # Errors
     /// What keeps a disk from being served.
-    pub fn start(config: Config) -> Result<Self> {
+    pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
         let signals = Signals::new([SIGTERM, SIGINT])
             .map_err(|error| Error::from_io("waiting for signals", error))?;
@@ -47,7 +52,8 @@ impl Daemon {
         let workers = Workers::start(threads, config.aio.backend())?;
         let handles = ImageConfig::handles();
         let is_alone = config.disks.len() == 1;
-        let mut shared = Shared { served: Vec::new(), workers };
+        let places = Places::of(&config);
+        let mut shared = Shared { served: Vec::new(), workers, ending: signals.handle() };
         for disk in config.disks {
             let name = disk.name.clone();
             match Served::start(disk, &handles, &shared.workers, &unmounter) {
@@ -60,7 +66,14 @@ impl Daemon {
                 }
             }
         }
-        Ok(Self { shared: Arc::new(shared), signals, stats_file: config.stats_file })
+        let shared = Arc::new(shared);
+        match Control::start(&places, None, &shared, log) {
+            Ok(control) => Ok(Self { shared, control, signals, stats_file: config.stats_file }),
+            Err(error) => {
+                let _ = shared.stop();
+                Err(error)
+            }
+        }
     }
 
     /// Serves until SIGTERM or SIGINT, and ends.
@@ -72,6 +85,10 @@ impl Daemon {
         tracing::info!(?signal, "stopping");
         let stopped = self.shared.stop();
         let told = self.write_stats();
+        // Whoever asked for the end hears of it.
+        if let Some(control) = self.control.take() {
+            control.stop();
+        }
         // Of two failures the one that may have cost data is told.
         stopped.and(told)
     }
@@ -80,14 +97,14 @@ impl Daemon {
         let (Some(file), Some(served)) = (&self.stats_file, self.shared.served.first()) else {
             return Ok(());
         };
-        std::fs::write(file, format!("{}\n", served.figures()))
+        std::fs::write(file, format!("{}\n", Value::Object(served.figures())))
             .map_err(|error| Error::from_io(format!("writing {}", file.display()), error))
     }
 }
 
 impl Shared {
     /// Stops all that is served.
-    fn stop(&self) -> Result<()> {
+    pub(crate) fn stop(&self) -> Result<()> {
         let mut outcome = Ok(());
         for served in &self.served {
             // Every disk is closed, and the first failure is told.

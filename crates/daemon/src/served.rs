@@ -3,9 +3,12 @@
 //! Invariants
 //! - I1 A socket appears only when the image is open: who can connect is served.
 //! - I2 The disk is closed once, after every server of it has ended.
+//! - I3 Whoever is told that it has ended knows that its image is closed: who comes second waits
+//!   for who came first, and hears the same.
 
 use crate::config::{DiskConfig, IndexMode};
 use crate::indexer::Indexer;
+use crate::remains::{Remains, depth_of};
 use crate::stats;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
@@ -13,23 +16,32 @@ use mica_serve::nbd::{Export, Limits};
 use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
 use mica_stack::{Format, OpenDisk};
 use mica_store::Handles;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How often a closed disk is looked at until nobody holds it any more.
+const LET_GO_TURNS: u32 = 1000;
+const LET_GO_TURN: Duration = Duration::from_millis(1);
 
 /// A disk, and what serves it.
 pub(crate) struct Served {
     pub(crate) config: DiskConfig,
-    pub(crate) opened: OpenDisk,
+    opened: Mutex<OpenDisk>,
+    last_depth: Mutex<Option<(usize, usize)>>,
     workers: Arc<Workers>,
     unmounter: Arc<fuse::Unmounter>,
+    /// Held by who changes what the disk is: one at a time (I3). Taken before `state`, which nobody
+    /// holds for long.
+    acts: Mutex<()>,
     state: Mutex<State>,
 }
 
 enum State {
     /// It is served.
     Serving(Servers),
-    /// It is being closed, or was: nothing serves it, and its image is free once it is closed.
-    Ended(Counts),
+    /// It is being closed, or was: nothing serves it. The outcome is there once it is closed.
+    Ended(Counts, Option<Result<()>>),
 }
 
 /// What serves a disk.
@@ -49,6 +61,22 @@ pub(crate) struct Counts {
     pub(crate) file: Option<fuse::Counters>,
 }
 
+/// How long a disk shall be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum NewLength {
+    Exactly(u64),
+    /// By so many bytes.
+    Longer(u64),
+}
+
+/// A disk that has become longer.
+pub(crate) struct Resized {
+    pub(crate) old: u64,
+    pub(crate) new: u64,
+    /// Whether its machine knows, if it can have one.
+    pub(crate) notice: Option<Result<vhost_user::Notice>>,
+}
+
 impl Served {
     /// Opens the image, and serves it.
     pub(crate) fn start(
@@ -57,10 +85,12 @@ impl Served {
         workers: &Arc<Workers>,
         unmounter: &Arc<fuse::Unmounter>,
     ) -> Result<Self> {
-        let opened = open(&config, handles, workers)?;
+        let opened = Mutex::new(open(&config, handles, workers)?);
         let (workers, unmounter) = (Arc::clone(workers), Arc::clone(unmounter));
         let state = Mutex::new(State::Serving(Servers::default()));
-        let served = Self { config, opened, workers, unmounter, state };
+        let acts = Mutex::default();
+        let last_depth = Mutex::default();
+        let served = Self { config, opened, last_depth, workers, unmounter, acts, state };
         match served.serve() {
             Ok(()) => Ok(served),
             Err(error) => {
@@ -79,7 +109,7 @@ impl Served {
             let serial = config.serial.as_ref().unwrap_or(&config.name);
             servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
                 listener: Listener::unix(path)?,
-                disk: Arc::clone(&self.opened.disk),
+                disk: Arc::clone(&self.opened().disk),
                 queues: config.num_queues,
                 serial: serial.clone(),
                 discard: config.discard.into(),
@@ -91,7 +121,7 @@ impl Served {
             servers.nbd = Some(nbd::Server::start(nbd::ServerConfig {
                 listeners: config.security().listen(&config.nbd)?,
                 exports: vec![Export {
-                    disk: Arc::clone(&self.opened.disk),
+                    disk: Arc::clone(&self.opened().disk),
                     name: config.export_name.clone(),
                     description: config.description.clone(),
                     discard: config.discard.into(),
@@ -104,7 +134,7 @@ impl Served {
             let is_file = !matches!(config.images().format()?, Format::Null);
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
-                disk: Arc::clone(&self.opened.disk),
+                disk: Arc::clone(&self.opened().disk),
                 image: is_file.then(|| config.image.clone()),
                 discard: config.discard.into(),
                 allow_other: config.allow_other.into(),
@@ -112,59 +142,147 @@ impl Served {
                 unmounter: Arc::clone(&self.unmounter),
             })?);
         }
-        if let (Some(chain), IndexMode::Auto) = (&self.opened.chain, config.index) {
+        if let (Some(chain), IndexMode::Auto) = (&self.opened().chain, config.index) {
             servers.indexer = Some(Indexer::start(Arc::clone(chain))?);
         }
         Ok(())
     }
 
-    /// Ends its servers, as their own words have it, and then closes the disk. Does nothing the
-    /// second time.
+    /// Ends its servers, as their own words have it, and then closes the disk. The second time it
+    /// only gives the outcome.
     ///
     /// # Errors
     /// If not all that was written is in the image.
     pub(crate) fn stop(&self) -> Result<()> {
+        let _act = self.act();
         let servers = {
             let mut state = self.lock();
-            let State::Serving(servers) = &mut *state else { return Ok(()) };
-            let servers = std::mem::take(servers);
+            let servers = match &mut *state {
+                State::Serving(servers) => std::mem::take(servers),
+                State::Ended(_, outcome) => return outcome.clone().unwrap_or(Ok(())),
+            };
             // Whoever asks meanwhile sees what was counted so far.
-            *state = State::Ended(servers.counts());
+            *state = State::Ended(servers.counts(), None);
             servers
         };
         let counts = servers.shutdown();
-        *self.lock() = State::Ended(counts);
-        let disk = Arc::clone(&self.opened.disk);
-        self.workers.run(move || async move { disk.close().await })?.map_err(|error| {
+        *self.lock() = State::Ended(counts, None);
+        let disk = Arc::clone(&self.opened().disk);
+        let closed = self.workers.run(move || async move { disk.close().await });
+        let outcome = closed.and_then(|closed| closed).map_err(|error| {
             let image = self.config.image.display();
             error.wrap(format!("closing {image}: not all that was written is in it"))
-        })
+        });
+        self.let_go();
+        *self.lock() = State::Ended(counts, Some(outcome.clone()));
+        outcome
     }
 
-    /// Whether it is served.
-    pub(crate) fn is_served(&self) -> bool {
-        matches!(*self.lock(), State::Serving(_))
+    /// Makes the disk longer, and tells the machine that has it. NBD has no word for that: its
+    /// clients see it when they connect anew.
+    ///
+    /// # Errors
+    /// As [`mica_block::Disk::resize`]; `Denied` if it is not served any more.
+    pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
+        let act = self.act();
+        let notifier = match &*self.lock() {
+            State::Serving(servers) => {
+                servers.device.as_ref().map(vhost_user::Running::resize_notifier)
+            }
+            State::Ended(..) => {
+                let name = &self.config.name;
+                let context = format!("the disk {name:?} is not served any more");
+                return Err(Error::new(ErrorKind::Denied, context));
+            }
+        };
+        let disk = Arc::clone(&self.opened().disk);
+        let old = disk.geometry().len;
+        let new = match to {
+            NewLength::Exactly(len) => Some(len),
+            NewLength::Longer(by) => old.checked_add(by),
+        };
+        let too_long = || Error::new(ErrorKind::Invalid, "a disk is shorter than 8 EiB");
+        let new = new.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(too_long)?;
+        self.workers.run(move || async move { disk.resize(new).await })??;
+        // A front end may take its time, and is told by somebody who holds nothing.
+        drop(act);
+        let notice = notifier.map(|notify| notify());
+        if let Some(Err(error)) = &notice {
+            let name = &self.config.name;
+            tracing::warn!(%error, "the machine of {name} does not know its disk's new length");
+        }
+        Ok(Resized { old, new: self.opened().disk.geometry().len, notice })
+    }
+
+    /// Leaves nothing of a closed disk open but what was counted: its files and their locks are free
+    /// for whoever comes next.
+    fn let_go(&self) {
+        let opened = self.opened();
+        *self.last_depth() = depth_of(&opened);
+        let remains = OpenDisk { disk: Remains::of(&opened), chain: None };
+        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = remains;
+        let own = 1 + usize::from(opened.chain.is_some());
+        // Tasks of its servers, which have ended, drop it with their next turn.
+        for _ in 0..LET_GO_TURNS {
+            if Arc::strong_count(&opened.disk) <= own {
+                return;
+            }
+            let turn = self.workers.run(|| async { mica_rt::sleep(LET_GO_TURN).await });
+            if turn.is_err() {
+                break;
+            }
+        }
+        let image = self.config.image.display();
+        tracing::warn!("{image} is closed, and its files are free only later: it is still held");
+    }
+
+    /// Layers, and those beneath the active one that an index covers; of a closed disk, at its end.
+    pub(crate) fn depth(&self) -> Option<(usize, usize)> {
+        depth_of(&self.opened()).or(*self.last_depth())
+    }
+
+    fn last_depth(&self) -> MutexGuard<'_, Option<(usize, usize)>> {
+        self.last_depth.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is being done with it.
+    pub(crate) fn condition(&self) -> &'static str {
+        match &*self.lock() {
+            State::Serving(_) => "serving",
+            State::Ended(_, None) => "draining",
+            State::Ended(_, Some(Ok(()))) => "drained",
+            State::Ended(_, Some(Err(_))) => "failed",
+        }
     }
 
     /// What was done so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
             State::Serving(servers) => servers.counts(),
-            State::Ended(counts) => *counts,
+            State::Ended(counts, _) => *counts,
         }
     }
 
-    /// NBD connections that are open now.
-    pub(crate) fn connections(&self) -> usize {
-        match &*self.lock() {
-            State::Serving(Servers { nbd: Some(nbd), .. }) => nbd.connections_open(),
-            _ => 0,
-        }
+    /// Who has it now: NBD connections, and the front end of a machine.
+    pub(crate) fn clients(&self) -> usize {
+        let State::Serving(servers) = &*self.lock() else { return 0 };
+        let nbd = servers.nbd.as_ref().map_or(0, nbd::Running::connections_open);
+        let device = servers.device.as_ref().is_some_and(vhost_user::Running::is_connected);
+        nbd + usize::from(device)
     }
 
     /// Its figures, as JSON.
-    pub(crate) fn figures(&self) -> Value {
-        stats::document(&*self.opened.disk, &self.counts())
+    pub(crate) fn figures(&self) -> Map<String, Value> {
+        stats::document(&*self.opened().disk, &self.counts())
+    }
+
+    /// The disk, and the chain that makes it.
+    pub(crate) fn opened(&self) -> OpenDisk {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn act(&self) -> MutexGuard<'_, ()> {
+        self.acts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

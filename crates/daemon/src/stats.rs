@@ -1,14 +1,123 @@
-//! The figures of a run, as JSON.
+//! The figures of a disk: each has one name, one help and one value, whoever shows it.
+//!
+//! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
 use crate::served::Counts;
 use mica_block::{Disk, MapStats, WriteStats};
-use serde_json::{Value, json};
+use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
+use serde_json::{Map, Value, json};
 
-/// What `--stats-file` holds.
-pub(crate) fn document(disk: &dyn Disk, counts: &Counts) -> Value {
+/// How a figure moves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// It only grows.
+    Counter,
+    /// It is what it is now.
+    Gauge,
+}
+
+/// A figure.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Figure {
+    pub(crate) name: &'static str,
+    pub(crate) help: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) value: u64,
+}
+
+/// Figures of one part of what serves a disk.
+#[derive(Debug)]
+pub(crate) struct Section {
+    pub(crate) name: &'static str,
+    /// `None` if the disk is not served so.
+    pub(crate) figures: Option<Vec<Figure>>,
+    pub(crate) latencies: Option<Latencies>,
+}
+
+/// All of a disk.
+pub(crate) fn sections(disk: &dyn Disk, counts: &Counts) -> [Section; 5] {
     let Counts { nbd, device, file } = counts;
+    let server = |name, fields: Option<(Vec<_>, _, _)>| {
+        let (fields, latencies) = match fields {
+            Some((fields, help, latencies)) => (Some((fields, help)), Some(latencies)),
+            None => (None, None),
+        };
+        Section { name, figures: fields.map(|(fields, help)| counted(fields, help)), latencies }
+    };
+    let plain =
+        |name, figures: Vec<Figure>| Section { name, figures: Some(figures), latencies: None };
+    let device = device.as_ref();
+    let file = file.as_ref();
+    [
+        plain("map", map(disk.map_stats())),
+        plain("write", write(disk.write_stats())),
+        server("nbd", Some((nbd.fields(), nbd::Counters::HELP, nbd.latencies))),
+        server(
+            "vhost_user",
+            device.map(|device| (device.fields(), vhost_user::Counters::HELP, device.latencies)),
+        ),
+        server("fuse", file.map(|file| (file.fields(), fuse::Counters::HELP, file.latencies))),
+    ]
+}
+
+/// All of a disk, as JSON.
+pub(crate) fn document(disk: &dyn Disk, counts: &Counts) -> Map<String, Value> {
+    let mut document = Map::new();
+    let mut latencies = Map::new();
+    for section in sections(disk, counts) {
+        let figures = section.figures.map(|figures| {
+            let entries =
+                figures.iter().map(|figure| (figure.name.to_owned(), json!(figure.value)));
+            Value::Object(entries.collect())
+        });
+        document.insert(section.name.to_owned(), figures.unwrap_or_default());
+        if let Some(of_kinds) = section.latencies {
+            let kinds = of_kinds.each().map(|(kind, latency)| (kind.to_owned(), times(latency)));
+            latencies.insert(section.name.to_owned(), Value::Object(kinds.into_iter().collect()));
+        }
+    }
+    document.insert("latency".to_owned(), Value::Object(latencies));
+    document
+}
+
+/// Times of requests: `[below, count]` of every bucket that has any, below in microseconds.
+fn times(latency: &Latency) -> Value {
+    let filled = latency.buckets().filter(|(_, count)| *count > 0);
+    json!({
+        "count": latency.count(),
+        "sum_ns": latency.sum_ns(),
+        "buckets": filled.map(|(below, count)| json!([below, count])).collect::<Vec<_>>(),
+    })
+}
+
+fn counted(fields: Vec<(&'static str, u64)>, help: &[&'static str]) -> Vec<Figure> {
+    let figures = fields.into_iter().zip(help);
+    figures.map(|((name, value), help)| counter(name, help.trim(), value)).collect()
+}
+
+fn counter(name: &'static str, help: &'static str, value: u64) -> Figure {
+    Figure { name, help, kind: Kind::Counter, value }
+}
+
+fn gauge(name: &'static str, help: &'static str, value: u64) -> Figure {
+    Figure { name, help, kind: Kind::Gauge, value }
+}
+
+fn map(stats: MapStats) -> Vec<Figure> {
     let MapStats { hits, misses, index_loads, walks, layers_walked, cached_bytes, budget_bytes } =
-        disk.map_stats();
+        stats;
+    vec![
+        counter("hits", "Look-ups of the map that were answered from its cache.", hits),
+        counter("misses", "Look-ups of the map that had to load a slice.", misses),
+        counter("index_loads", "Slices that were loaded from an index.", index_loads),
+        counter("walks", "Windows of slices that were resolved by walking the chain.", walks),
+        counter("layers_walked", "Layers that were looked at by walks.", layers_walked),
+        gauge("cached_bytes", "Bytes of slices in the cache.", cached_bytes),
+        gauge("budget_bytes", "The most that the cache may hold, in bytes.", budget_bytes),
+    ]
+}
+
+fn write(stats: WriteStats) -> Vec<Figure> {
     let WriteStats {
         copied_read_bytes,
         copied_written_bytes,
@@ -16,31 +125,21 @@ pub(crate) fn document(disk: &dyn Disk, counts: &Counts) -> Value {
         syncs,
         groups,
         linked_clusters,
-    } = disk.write_stats();
-    json!({
-        "map": {
-            "hits": hits,
-            "misses": misses,
-            "index_loads": index_loads,
-            "walks": walks,
-            "layers_walked": layers_walked,
-            "cached_bytes": cached_bytes,
-            "budget_bytes": budget_bytes,
-        },
-        "write": {
-            "copied_read_bytes": copied_read_bytes,
-            "copied_written_bytes": copied_written_bytes,
-            "metadata_bytes": metadata_bytes,
-            "syncs": syncs,
-            "groups": groups,
-            "linked_clusters": linked_clusters,
-        },
-        "nbd": object(nbd.fields()),
-        "vhost_user": device.as_ref().map(|counters| object(counters.fields())),
-        "fuse": file.as_ref().map(|counters| object(counters.fields())),
-    })
-}
-
-fn object(fields: Vec<(&'static str, u64)>) -> Value {
-    fields.into_iter().map(|(name, count)| (name.to_owned(), json!(count))).collect()
+    } = stats;
+    vec![
+        counter(
+            "copied_read_bytes",
+            "Bytes read to fill what a write left of a unit that got a new place.",
+            copied_read_bytes,
+        ),
+        counter(
+            "copied_written_bytes",
+            "Bytes of these that were written, and zeros around them.",
+            copied_written_bytes,
+        ),
+        counter("metadata_bytes", "Bytes of metadata that were written.", metadata_bytes),
+        counter("syncs", "Calls that made something durable.", syncs),
+        counter("groups", "Groups of changes that were made durable.", groups),
+        counter("linked_clusters", "Entries of the map that writes changed.", linked_clusters),
+    ]
 }

@@ -1,0 +1,174 @@
+//! The other end of a server's control socket: one request, one answer.
+
+use crate::failure::Failure;
+use clap::Args;
+use serde_json::{Value, json};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where servers listen that nobody told otherwise.
+const CONTROL: &str = "/run/mica/control.sock";
+/// Most bytes of an answer.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+/// How long an answer may take; a drain may flush gigabytes.
+const ANSWER_WAIT: Duration = Duration::from_secs(600);
+
+// What verbs have that ask a server. (Words for rustdoc would become a verb's help.)
+#[derive(Args, Clone)]
+pub(crate) struct ControlArgs {
+    /// The control socket of the server. What MICA_CONTROL names by default, else
+    /// /run/mica/control.sock.
+    #[arg(long, global = true, value_name = "SOCKET")]
+    control: Option<PathBuf>,
+}
+
+impl ControlArgs {
+    pub(crate) fn client(&self) -> Client {
+        let named = self.control.clone();
+        let socket = named.or_else(|| std::env::var_os("MICA_CONTROL").map(PathBuf::from));
+        Client { socket: socket.unwrap_or_else(|| PathBuf::from(CONTROL)) }
+    }
+}
+
+/// A server that can be asked.
+pub(crate) struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// Asks for what is at `path`.
+    ///
+    /// # Errors
+    /// If nobody answers, or what the server says against it.
+    pub(crate) fn get(&self, path: &str) -> Result<Value, Failure> {
+        self.ask("GET", path, "")
+    }
+
+    /// Tells the server to do what `path` names.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+        self.ask("POST", path, &body.to_string())
+    }
+
+    /// Changes what is at `path`.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub(crate) fn put(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+        self.ask("PUT", path, &body.to_string())
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> Result<Value, Failure> {
+        let named = self.socket.display();
+        let stream = UnixStream::connect(&self.socket).map_err(|error| match error.kind() {
+            ErrorKind::NotFound | ErrorKind::ConnectionRefused => Failure::new(format!(
+                "no server listens at {named}: start one with --control {named}, or name its \
+                 socket with --control or MICA_CONTROL"
+            )),
+            _ => Failure::from(error).within(named.to_string()),
+        })?;
+        let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
+        let answer = exchange(stream, method, path, body).map_err(failed)?;
+        let strange = || Failure::new(format!("{named}: what answers there is no server of mica"));
+        let (status, text) = parse(&answer).ok_or_else(strange)?;
+        let value: Value = serde_json::from_slice(text).map_err(|_| strange())?;
+        match status {
+            200..300 => Ok(value),
+            _ => {
+                let error = value["error"].as_str().ok_or_else(strange)?;
+                Err(Failure::new(plain(error)))
+            }
+        }
+    }
+}
+
+/// What a server says, on one line of plain text.
+pub(crate) fn plain(text: &str) -> String {
+    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
+}
+
+fn exchange(
+    mut stream: UnixStream,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> std::io::Result<Vec<u8>> {
+    stream.set_read_timeout(Some(ANSWER_WAIT))?;
+    stream.set_write_timeout(Some(ANSWER_WAIT))?;
+    let length = body.len();
+    let request = format!(
+        "{method} {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    );
+    // One who refuses answers without reading all of it.
+    let written = stream.write_all(request.as_bytes());
+    let mut answer = Vec::new();
+    let taken = stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer);
+    if answer.is_empty() {
+        written?;
+    }
+    match taken {
+        Err(error) if answer.is_empty() => Err(error),
+        _ => Ok(answer),
+    }
+}
+
+/// The status and the body of an answer that is whole.
+fn parse(answer: &[u8]) -> Option<(u16, &[u8])> {
+    let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n")?;
+    let head = std::str::from_utf8(&answer[..end]).ok()?;
+    let mut lines = head.split("\r\n");
+    let status = lines.next()?.strip_prefix("HTTP/1.1 ")?.get(..3)?.parse().ok()?;
+    let length = lines.find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        let is_length = name.eq_ignore_ascii_case("content-length");
+        if is_length { value.trim().parse::<usize>().ok() } else { None }
+    })?;
+    answer[end + 4..].get(..length).map(|body| (status, body))
+}
+
+/// The path of what can be told to a disk.
+pub(crate) fn of_disk(disk: &str, verb: &str) -> String {
+    // Names have letters that a path may have; whatever else was typed is no name.
+    let mut path = "/v1/disks/".to_owned();
+    for byte in disk.bytes() {
+        match byte {
+            b'-' | b'_' | b'.' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' => path.push(byte.into()),
+            _ => path += &format!("%{byte:02X}"),
+        }
+    }
+    path + "/" + verb
+}
+
+/// No body.
+pub(crate) fn nothing() -> Value {
+    json!({})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_taken_when_they_are_whole() {
+        let answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\nx: y\r\n\r\n{\"a\"";
+        assert_eq!(parse(answer), Some((404, &b"{\"a\""[..])));
+        assert_eq!(parse(&answer[..answer.len() - 1]), None, "cut");
+        assert_eq!(parse(b"HTTP/1.1 200 OK\r\n\r\n"), None, "of no length");
+        assert_eq!(parse(b"SSH-2.0-x\r\n\r\n"), None);
+        assert_eq!(parse(b"HTTP/1.1 2\xc3\xa40 OK\r\ncontent-length: 0\r\n\r\n"), None);
+        assert_eq!(parse(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999\r\n\r\n"), None);
+        assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn names_cannot_leave_their_place_in_a_path() {
+        assert_eq!(of_disk("web1", "drain"), "/v1/disks/web1/drain");
+        assert_eq!(of_disk("a/../b c", "drain"), "/v1/disks/a%2F..%2Fb%20c/drain");
+        assert_eq!(of_disk("\r\n\u{e4}", "resize"), "/v1/disks/%0D%0A%C3%A4/resize");
+    }
+}

@@ -1,0 +1,261 @@
+//! `mica ctl`: asks a server that runs, and tells it.
+
+use crate::args::OutputFormat;
+use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
+use crate::failure::Failure;
+use crate::output::{human_size, print, print_json};
+use clap::{Args, Subcommand};
+use comfy_table::{CellAlignment, Table};
+use mica_daemon::LogLevel;
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// Ask a server that runs, and tell it: by its control socket (mica serve --control).
+#[derive(Args)]
+pub(crate) struct CtlArgs {
+    #[command(flatten)]
+    control: ControlArgs,
+    /// How the answer is printed.
+    #[arg(long, global = true, value_enum, default_value = "human", value_name = "FORMAT")]
+    output: OutputFormat,
+    #[command(subcommand)]
+    verb: CtlVerb,
+}
+
+#[derive(Subcommand)]
+enum CtlVerb {
+    /// Tell which disks are served, from what and where.
+    Status,
+    /// Tell what was done since the start.
+    Stats {
+        /// The disk; all by default.
+        #[arg(value_name = "DISK")]
+        disk: Option<String>,
+    },
+    /// Make a disk longer while it is served. A machine that has it is told; NBD clients see it
+    /// when they connect anew.
+    Resize {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// Its new length; with + before it, by how much.
+        #[arg(value_name = "[+]SIZE")]
+        size: String,
+    },
+    /// Serve a disk no more: requests in flight end, all is flushed, its image is closed. Without
+    /// a name that is done with all disks, and the server ends.
+    Drain {
+        /// The disk; all by default.
+        #[arg(value_name = "DISK")]
+        disk: Option<String>,
+    },
+    /// Tell, or change, what the server logs.
+    LogLevel {
+        /// What it is to be.
+        #[arg(value_enum, value_name = "LEVEL")]
+        level: Option<LogLevel>,
+    },
+}
+
+pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
+    let client = args.control.client();
+    let (answer, human) = ask(&client, &args.verb)?;
+    match args.output {
+        OutputFormat::Json => print_json(&answer)?,
+        OutputFormat::Human => print(&human(&answer))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shows an answer to people.
+type Human = fn(&Value) -> String;
+
+fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
+    Ok(match verb {
+        CtlVerb::Status => (client.get("/v1/status")?, status),
+        CtlVerb::Stats { disk } => {
+            let mut answer = client.get("/v1/stats")?;
+            if let Some(disk) = disk {
+                only(&mut answer, disk)?;
+            }
+            (answer, stats)
+        }
+        CtlVerb::Resize { disk, size } => {
+            (client.post(&of_disk(disk, "resize"), &json!({ "size": size }))?, resized)
+        }
+        CtlVerb::Drain { disk: Some(disk) } => {
+            (client.post(&of_disk(disk, "drain"), &nothing())?, drained)
+        }
+        CtlVerb::Drain { disk: None } => (client.post("/v1/drain", &nothing())?, drained),
+        CtlVerb::LogLevel { level: None } => (client.get("/v1/log-level")?, log_level),
+        CtlVerb::LogLevel { level: Some(level) } => {
+            (client.put("/v1/log-level", &json!({ "level": level }))?, log_level)
+        }
+    })
+}
+
+/// Leaves nothing but `disk` in an answer.
+fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
+    let disks = answer["disks"].as_array_mut().map(std::mem::take).unwrap_or_default();
+    let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
+    let found = disks.into_iter().find(|found| found["name"] == disk);
+    let found = found.ok_or_else(|| {
+        Failure::new(format!("there is no disk {disk:?}; there is {}", names.join(", ")))
+    })?;
+    answer["disks"] = json!([found]);
+    Ok(())
+}
+
+/// The disks of an answer.
+pub(crate) fn disks(answer: &Value) -> impl Iterator<Item = &Value> {
+    answer["disks"].as_array().into_iter().flatten()
+}
+
+/// A value as plain text: what is not there is a dash.
+pub(crate) fn text(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => plain(text),
+        other => other.to_string(),
+    }
+}
+
+/// A table without lines, whose columns are numbers where `numbers` says so.
+pub(crate) fn table(head: &[&str], numbers: &[usize], rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::NOTHING).set_header(head).add_rows(rows);
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if numbers.contains(&index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.lines().fold(String::new(), |text, line| text + line.trim_end() + "\n")
+}
+
+/// How many layers a disk has, and how many of those beneath the active one have an index.
+pub(crate) fn depth(disk: &Value) -> String {
+    match disk["indexed_layers"].as_u64() {
+        Some(indexed) if disk["layers"].as_u64() > Some(1) => {
+            format!("{} ({indexed} indexed)", text(&disk["layers"]))
+        }
+        _ => text(&disk["layers"]),
+    }
+}
+
+fn status(answer: &Value) -> String {
+    let uptime = duration(answer["uptime_ms"].as_u64().unwrap_or(0) / 1000);
+    let (version, pid) = (text(&answer["version"]), text(&answer["pid"]));
+    let rows = disks(answer).map(|disk| {
+        let nbd = disk["nbd"].as_array().into_iter().flatten().map(text);
+        let others = ["vhost_user", "fuse"].map(|way| &disk[way]);
+        let others = others.into_iter().filter(|way| !way.is_null()).map(text);
+        let size = human_size(disk["length"].as_u64().unwrap_or(0));
+        let writes = if disk["writable"] == true { "" } else { ", read-only" };
+        vec![
+            text(&disk["name"]),
+            text(&disk["state"]),
+            size,
+            depth(disk),
+            text(&disk["clients"]),
+            format!("{} ({}{writes})", text(&disk["image"]), text(&disk["format"])),
+            nbd.chain(others).collect::<Vec<_>>().join(" "),
+        ]
+    });
+    let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
+    format!(
+        "mica {version}, process {pid}, up {uptime}\n\n{}",
+        table(&head, &[2, 4], rows.collect())
+    )
+}
+
+/// Every figure that is not zero.
+fn stats(answer: &Value) -> String {
+    let mut rows = Vec::new();
+    for disk in disks(answer) {
+        for section in ["map", "write", "nbd", "vhost_user", "fuse"] {
+            for (name, value) in disk[section].as_object().into_iter().flatten() {
+                if value.as_u64() == Some(0) {
+                    continue;
+                }
+                rows.push(vec![text(&disk["name"]), format!("{section}.{name}"), text(value)]);
+            }
+        }
+    }
+    table(&["DISK", "FIGURE", "SINCE THE START"], &[2], rows)
+}
+
+fn resized(answer: &Value) -> String {
+    let notice = match answer["notice"].as_str().unwrap_or_default() {
+        "taken" => "; its machine knows".to_owned(),
+        "sent" => "; its machine was told".to_owned(),
+        "nobody" => "; no machine has it now".to_owned(),
+        "none" => String::new(),
+        failed => format!("; its machine does not know yet ({})", plain(failed)),
+    };
+    let [before, after] = ["length_before", "length"].map(|length| text(&answer[length]));
+    format!("{}: {before} bytes before, {after} bytes now{notice}\n", text(&answer["disk"]))
+}
+
+fn drained(answer: &Value) -> String {
+    let names = answer["drained"].as_array().into_iter().flatten().map(text);
+    names.fold(String::new(), |said, name| said + &name + ": drained, its image is closed\n")
+}
+
+fn log_level(answer: &Value) -> String {
+    text(&answer["level"]) + "\n"
+}
+
+/// Seconds, as people say them.
+pub(crate) fn duration(seconds: u64) -> String {
+    let (days, hours, minutes) = (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, ..) => format!("{hours} h {minutes} min"),
+        _ => format!("{days} d {hours} h"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_server_says_is_shown_as_plain_text_in_columns() {
+        let answer = json!({
+            "version": "1", "pid": 7, "uptime_ms": 61_000,
+            "disks": [
+                {"name": "web1", "state": "serving", "length": 1 << 30, "layers": 12,
+                 "indexed_layers": 11, "clients": 2, "image": "/a\u{1b}[31m", "format": "qcow2",
+                 "writable": true, "nbd": ["/run/a"], "vhost_user": "/run/b", "fuse": null},
+                {"name": "d", "state": "drained", "length": 512, "layers": 1,
+                 "indexed_layers": null, "clients": 0, "image": "b", "format": "raw",
+                 "writable": false, "nbd": [], "vhost_user": null, "fuse": null},
+            ],
+        });
+        assert_eq!(
+            status(&answer),
+            "mica 1, process 7, up 1 min 1 s\n\n\
+             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE                   SERVED AT\n\
+             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)          \
+             /run/a /run/b\n\
+             d     drained  512 B  1                      0  b (raw, read-only)\n"
+        );
+    }
+
+    #[test]
+    fn an_answer_that_lacks_things_is_shown_with_dashes() {
+        assert!(status(&json!({"disks": [{}]})).contains('-'));
+        assert_eq!(drained(&json!({})), "");
+        assert!(stats(&json!({"disks": 3})).contains("FIGURE"));
+    }
+
+    #[test]
+    fn times_are_said_as_people_say_them() {
+        assert_eq!(duration(5), "5 s");
+        assert_eq!(duration(3599), "59 min 59 s");
+        assert_eq!(duration(3600), "1 h 0 min");
+        assert_eq!(duration(90_000), "1 d 1 h");
+    }
+}

@@ -1,0 +1,62 @@
+//! What the process tells of itself and its disks, as JSON.
+
+use super::routes::Sources;
+use crate::served::Served;
+use serde_json::{Map, Value, json};
+
+/// `/v1/status`
+pub(super) fn status(sources: &Sources) -> Value {
+    all(sources, status_of)
+}
+
+/// `/v1/stats`
+pub(super) fn stats(sources: &Sources) -> Value {
+    all(sources, |served| {
+        let mut document = brief(served);
+        document.extend(served.figures());
+        document
+    })
+}
+
+fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value {
+    let uptime_ms = u64::try_from(sources.uptime().as_millis()).unwrap_or(u64::MAX);
+    let disks = sources.shared.served.iter().map(|served| Value::Object(each(served)));
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "uptime_ms": uptime_ms,
+        "disks": disks.collect::<Vec<_>>(),
+    })
+}
+
+/// What both tell.
+fn brief(served: &Served) -> Map<String, Value> {
+    let opened = served.opened();
+    let depth = served.depth();
+    object([
+        ("name", json!(served.config.name)),
+        ("state", json!(served.condition())),
+        ("length", json!(opened.disk.geometry().len)),
+        ("layers", json!(depth.map_or(1, |(layers, _)| layers))),
+        ("indexed_layers", json!(depth.map(|(_, indexed)| indexed))),
+        ("clients", json!(served.clients())),
+    ])
+}
+
+fn status_of(served: &Served) -> Map<String, Value> {
+    let config = &served.config;
+    let mut status = brief(served);
+    status.extend(object([
+        ("image", json!(config.image.to_string_lossy())),
+        ("format", json!(config.format)),
+        ("writable", json!(served.opened().disk.is_writable())),
+        ("nbd", json!(config.nbd)),
+        ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
+        ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
+    ]));
+    status
+}
+
+fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}

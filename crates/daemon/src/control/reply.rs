@@ -1,0 +1,87 @@
+//! Answers, and how a request's body is taken.
+
+use super::REQUEST_WAIT;
+use axum::body::Body;
+use axum::http::{HeaderName, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use mica_block::{Error, ErrorKind};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+
+/// Bytes of a request's body.
+pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
+
+/// Why a request is not answered as it was meant.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    status: StatusCode,
+    message: String,
+}
+
+impl Refusal {
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into() }
+    }
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        let status = match error.kind() {
+            ErrorKind::Invalid | ErrorKind::Limit => StatusCode::BAD_REQUEST,
+            ErrorKind::Unsupported => StatusCode::NOT_IMPLEMENTED,
+            ErrorKind::NotFound => StatusCode::NOT_FOUND,
+            ErrorKind::Denied => StatusCode::CONFLICT,
+            ErrorKind::NoSpace => StatusCode::INSUFFICIENT_STORAGE,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        let mut message = error.to_string();
+        let mut cause = std::error::Error::source(&error);
+        while let Some(error) = cause {
+            // Writing to a string does not fail.
+            let _ = write!(message, ": {error}");
+            cause = error.source();
+        }
+        Self { status, message }
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        // Names come from images and clients: a message is one line of plain text.
+        let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
+        let message: String = self.message.chars().map(plain).collect();
+        (self.status, json(&json!({ "error": message }))).into_response()
+    }
+}
+
+/// An answer of JSON.
+pub(super) fn json(value: &Value) -> Response {
+    text("application/json", format!("{value}\n"))
+}
+
+/// An answer of text, which nobody keeps and nobody takes for something else.
+pub(super) fn text(kind: &'static str, body: impl Into<Body>) -> Response {
+    const NO_SNIFF: (HeaderName, &str) = (header::X_CONTENT_TYPE_OPTIONS, "nosniff");
+    const NO_STORE: (HeaderName, &str) = (header::CACHE_CONTROL, "no-store");
+    ([(header::CONTENT_TYPE, kind), NO_SNIFF, NO_STORE], body.into()).into_response()
+}
+
+/// The body of a request, which must be what it is to be, all of it, soon.
+///
+/// # Errors
+/// With the right status, if it is not.
+pub(super) async fn body<T: DeserializeOwned>(body: Body) -> Result<T, Refusal> {
+    let taking = axum::body::to_bytes(body, BODY_BYTES_MAX);
+    let Ok(taken) = tokio::time::timeout(REQUEST_WAIT, taking).await else {
+        let what = format!("the body did not come within {} seconds", REQUEST_WAIT.as_secs());
+        return Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, what));
+    };
+    let bytes = taken.map_err(|_| {
+        let what = format!("the body is cut, or longer than {BODY_BYTES_MAX} bytes");
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, what)
+    })?;
+    serde_json::from_slice(&bytes).map_err(|error| {
+        Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not understood: {error}"))
+    })
+}

@@ -1,0 +1,210 @@
+//! What can be asked, and told.
+//!
+//! | route | |
+//! |---|---|
+//! | `GET /` | the figures, for people |
+//! | `GET /metrics` | the figures, for Prometheus |
+//! | `GET /v1/status` | the process and its disks |
+//! | `GET /v1/stats` | the figures |
+//! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
+//! | `POST /v1/disks/NAME/drain` | the disk is served no more, and its image is free |
+//! | `POST /v1/drain` | all of them, and the process ends |
+//! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
+
+use super::log::{LogLevel, LogSwitch};
+use super::reply::{Refusal, body, json, text};
+use super::{figures, metrics};
+use crate::daemon::Shared;
+use crate::images::Size;
+use crate::served::{NewLength, Served};
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+
+use mica_serve::vhost_user::Notice;
+use serde::Deserialize;
+use serde_json::{Value, json as value};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What answers come from.
+#[derive(Clone)]
+pub(super) struct Sources {
+    pub(super) shared: Arc<Shared>,
+    log: Arc<dyn LogSwitch>,
+    started: Instant,
+}
+
+impl Sources {
+    #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
+    pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Self {
+        Self { shared, log, started: Instant::now() }
+    }
+
+    pub(super) fn uptime(&self) -> Duration {
+        self.started.elapsed()
+    }
+}
+
+type Answer = Result<Response, Refusal>;
+
+/// What changes nothing.
+pub(super) fn reading(sources: &Sources) -> Router {
+    let router = Router::new()
+        .route("/", get(page))
+        .route("/metrics", get(async |State(sources)| text(metrics::KIND, metrics::text(&sources))))
+        .route("/v1/status", get(async |State(sources)| json(&figures::status(&sources))))
+        .route("/v1/stats", get(async |State(sources)| json(&figures::stats(&sources))))
+        .fallback(nowhere)
+        .method_not_allowed_fallback(not_so);
+    router.with_state(sources.clone())
+}
+
+/// What changes something.
+pub(super) fn acting(sources: &Sources) -> Router {
+    let router = Router::new()
+        .route("/v1/disks/{name}/resize", post(resize))
+        .route("/v1/disks/{name}/drain", post(drain))
+        .route("/v1/drain", post(drain_all))
+        .route("/v1/log-level", get(log_level).put(set_log_level))
+        .method_not_allowed_fallback(not_so);
+    router.with_state(sources.clone())
+}
+
+/// For those who may not even ask.
+pub(super) fn refusing() -> Router {
+    Router::new().fallback(async || {
+        let what = "only root and the user of the server are heard here";
+        Refusal::new(StatusCode::FORBIDDEN, what)
+    })
+}
+
+/// The same, for who calls this machine by a name of the loopback: a page of a stranger, in a
+/// browser on this machine, cannot pass by its own name for a part of what is shown here.
+pub(super) fn local_only(routes: Router) -> Router {
+    routes.layer(from_fn(async |request: Request, next: Next| {
+        let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
+        if host.is_some_and(is_local) {
+            return next.run(request).await;
+        }
+        let what = "only localhost and loopback addresses are names of this server";
+        Refusal::new(StatusCode::FORBIDDEN, what).into_response()
+    }))
+}
+
+pub(super) fn is_local(host: &str) -> bool {
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    name.eq_ignore_ascii_case("localhost")
+        || name.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+}
+
+async fn nowhere(request: Request) -> Refusal {
+    let what = format!("there is no {} here", request.uri().path());
+    Refusal::new(StatusCode::NOT_FOUND, what)
+}
+
+async fn not_so(request: Request) -> Refusal {
+    let what = format!("{} does not take {}", request.uri().path(), request.method());
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, what)
+}
+
+async fn page() -> Response {
+    const POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
+                          script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; \
+                          base-uri 'none'; form-action 'none'";
+    let mut response = text("text/html; charset=utf-8", include_str!("page.html"));
+    let policy = HeaderValue::from_static(POLICY);
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
+    response
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Resize {
+    size: String,
+}
+
+async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: Body) -> Answer {
+    let index = find(&sources.shared, &name)?;
+    let Resize { size } = body(sent).await?;
+    let (by, size) = match size.strip_prefix('+') {
+        Some(by) => (true, by),
+        None => (false, &*size),
+    };
+    let Size(bytes) = size.parse::<Size>()?;
+    let to = if by { NewLength::Longer(bytes) } else { NewLength::Exactly(bytes) };
+    let resized = act(move || sources.shared.served[index].resize(to)).await??;
+    let notice = match resized.notice {
+        None => "none".to_owned(),
+        Some(Ok(Notice::Nobody)) => "nobody".to_owned(),
+        Some(Ok(Notice::Sent)) => "sent".to_owned(),
+        Some(Ok(Notice::Taken)) => "taken".to_owned(),
+        Some(Err(error)) => format!("failed: {error}"),
+    };
+    let (length_before, length) = (resized.old, resized.new);
+    Ok(json(&value!({
+        "disk": name,
+        "length_before": length_before,
+        "length": length,
+        "notice": notice,
+    })))
+}
+
+async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let index = find(&sources.shared, &name)?;
+    act(move || sources.shared.served[index].stop()).await??;
+    Ok(json(&value!({ "drained": [name] })))
+}
+
+async fn drain_all(State(sources): State<Sources>) -> Answer {
+    let shared = Arc::clone(&sources.shared);
+    let outcome = act(move || shared.stop()).await;
+    // The end waits for the answer.
+    sources.shared.ending.close();
+    outcome??;
+    let name = |served: &Served| Value::from(&*served.config.name);
+    let names: Vec<_> = sources.shared.served.iter().map(name).collect();
+    Ok(json(&value!({ "drained": names })))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Log {
+    level: LogLevel,
+}
+
+async fn log_level(State(sources): State<Sources>) -> Response {
+    json(&value!({ "level": sources.log.level() }))
+}
+
+async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
+    let Log { level } = body(sent).await?;
+    sources.log.set_level(level);
+    Ok(log_level(State(sources)).await)
+}
+
+/// Which disk `name` is.
+fn find(shared: &Shared, name: &str) -> Result<usize, Refusal> {
+    let names = || shared.served.iter().map(|served| &*served.config.name);
+    names().position(|of_disk| of_disk == name).ok_or_else(|| {
+        let there: Vec<_> = names().collect();
+        let what = format!("there is no disk {name:?}; there is {}", there.join(", "));
+        Refusal::new(StatusCode::NOT_FOUND, what)
+    })
+}
+
+/// Does what may take long, on a thread that nobody waits for. It is done to its end, whatever
+/// becomes of the client.
+async fn act<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(what).await.map_err(|_| {
+        Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the server failed in doing that")
+    })
+}

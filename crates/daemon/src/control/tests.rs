@@ -1,0 +1,279 @@
+//! Routes, bounds and who is heard, over real sockets.
+
+use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX, routes};
+use crate::{Config, Daemon, DiskConfig};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use tempfile::TempDir;
+
+struct Log(Mutex<LogLevel>);
+
+impl LogSwitch for Log {
+    fn level(&self) -> LogLevel {
+        *self.0.lock().unwrap()
+    }
+
+    fn set_level(&self, level: LogLevel) {
+        *self.0.lock().unwrap() = level;
+    }
+}
+
+struct World {
+    folder: TempDir,
+    daemon: Daemon,
+}
+
+/// A server of two disks of zeros, "one" and "two".
+fn world() -> World {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = |name: &str| DiskConfig {
+        nbd: vec![folder.path().join(name).display().to_string()],
+        format: "null".to_owned(),
+        ..DiskConfig::new(name.to_owned(), PathBuf::from("64M"))
+    };
+    let config = Config {
+        disks: vec![disk("one"), disk("two")],
+        queues: Some(1),
+        control: Some(folder.path().join("control")),
+        metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+        ..Config::default()
+    };
+    let log = Arc::new(Log(Mutex::new(LogLevel::Warn)));
+    World { daemon: Daemon::start(config, log).unwrap(), folder }
+}
+
+struct Reply {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Reply {
+    fn error(&self) -> String {
+        let value: Value = serde_json::from_str(&self.body).expect("JSON");
+        let error = value["error"].as_str().expect("an error").to_owned();
+        assert!(!error.is_empty() && !error.contains('\n'), "{error:?}");
+        error
+    }
+}
+
+impl World {
+    fn control(&self) -> UnixStream {
+        UnixStream::connect(self.folder.path().join("control")).expect("it listens")
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> Reply {
+        exchange(self.control(), &request(method, path, "mica", body))
+    }
+
+    fn metrics(&self) -> TcpStream {
+        let control = self.daemon.control.as_ref().expect("it runs");
+        TcpStream::connect(control.metrics_at().expect("it listens")).expect("it listens")
+    }
+
+    fn read(&self, path: &str, host: &str) -> Reply {
+        exchange(self.metrics(), &request("GET", path, host, ""))
+    }
+}
+
+fn request(method: &str, path: &str, host: &str, body: &str) -> String {
+    let length = body.len();
+    format!("{method} {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {length}\r\n\r\n{body}")
+}
+
+fn exchange(mut stream: impl Read + Write, request: &str) -> Reply {
+    // Who refuses need not take all of it, and may have closed.
+    let _ = stream.write_all(request.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8(answer).expect("text");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+    let status = head[9..12].parse().expect("a status");
+    Reply { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+}
+
+#[test]
+fn what_is_not_there_is_said_in_one_line() {
+    let world = world();
+    for (method, path, status) in [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/disks", 404),
+        ("POST", "/v1/status", 405),
+        ("GET", "/v1/drain", 405),
+        ("GET", "/v1/disks/one/drain", 405),
+        ("DELETE", "/v1/log-level", 405),
+        ("GET", "/../../etc/passwd", 404),
+    ] {
+        let reply = world.ask(method, path, "");
+        assert_eq!(reply.status, status, "{method} {path}");
+        assert!(reply.error().contains(path), "{method} {path}: {}", reply.body);
+    }
+    for path in ["/v1/disks/three/drain", "/v1/disks/three/resize", "/v1/disks/%0a/drain"] {
+        let reply = world.ask("POST", path, r#"{"size": "1G"}"#);
+        assert_eq!(reply.status, 404, "{path}");
+        assert!(reply.error().contains("one, two"), "{path}: {}", reply.body);
+    }
+}
+
+#[test]
+fn bodies_that_make_no_sense_are_refused() {
+    let world = world();
+    let resize = "/v1/disks/one/resize";
+    for body in ["", "{", "[]", r#"{"size": 5}"#, r#"{"size": "1G", "x": 1}"#, r#"{"size": "x"}"#] {
+        let reply = world.ask("POST", resize, body);
+        assert_eq!(reply.status, 400, "{body}");
+        reply.error();
+    }
+    let far = world.ask("POST", resize, r#"{"size": "+16383P"}"#);
+    assert_eq!(far.status, 400, "{}", far.body);
+    // Disks of zeros cannot become longer.
+    let reply = world.ask("POST", resize, r#"{"size": "1G"}"#);
+    assert_eq!(reply.status, 501, "{}", reply.body);
+    let level = world.ask("PUT", "/v1/log-level", r#"{"level": "loud"}"#);
+    assert_eq!(level.status, 400, "{}", level.body);
+    assert_eq!(world.ask("GET", "/v1/log-level", "").body, "{\"level\":\"warn\"}\n");
+    let level = world.ask("PUT", "/v1/log-level", r#"{"level": "debug"}"#);
+    assert_eq!((level.status, &*level.body), (200, "{\"level\":\"debug\"}\n"));
+}
+
+#[test]
+fn requests_are_bounded() {
+    let world = world();
+    let body = format!(r#"{{"size": "{}"}}"#, "1".repeat(BODY_BYTES_MAX));
+    let reply = world.ask("POST", "/v1/disks/one/resize", &body);
+    assert_eq!(reply.status, 413);
+    reply.error();
+    let long = world.ask("GET", &format!("/{}", "x".repeat(2 * HEAD_BYTES_MAX)), "");
+    assert!([414, 431].contains(&long.status), "{}", long.head);
+    let many: String = (0..200).map(|index| format!("x-{index}: y\r\n")).collect();
+    let many = exchange(world.control(), &format!("GET / HTTP/1.1\r\n{many}\r\n"));
+    assert_eq!(many.status, 431);
+    let strange = exchange(world.control(), "\x16\x03\x01\x02\x00\x01\r\n\r\n");
+    assert_eq!(strange.status, 400);
+    assert_eq!(world.ask("GET", "/v1/status", "").status, 200);
+}
+
+#[test]
+fn clients_that_say_nothing_hold_nobody_up() {
+    let world = world();
+    let stalled: Vec<_> = (0..8)
+        .map(|index| {
+            let mut stream = world.control();
+            let begun = ["", "GET /v1/status HTTP/1.1\r\n", "POST /v1/drain HTTP/1.1\r\nconte"];
+            stream.write_all(begun[index % 3].as_bytes()).unwrap();
+            stream
+        })
+        .collect();
+    // One that says how much comes, and sends less.
+    let mut short = world.control();
+    let begun = "POST /v1/disks/one/resize HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{";
+    short.write_all(begun.as_bytes()).unwrap();
+    assert_eq!(world.ask("GET", "/v1/stats", "").status, 200);
+    let reply = exchange(short, "");
+    assert_eq!(reply.status, 408, "{}", reply.body);
+    for mut stream in stalled {
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).expect("the server closes it");
+        assert!(!answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+    }
+}
+
+#[test]
+fn over_tcp_there_is_nothing_that_changes_anything() {
+    let world = world();
+    for path in ["/", "/metrics", "/v1/status", "/v1/stats"] {
+        let (here, there) = (world.ask("GET", path, ""), world.read(path, "localhost:1"));
+        assert_eq!((here.status, there.status), (200, 200), "{path}");
+    }
+    for path in ["/v1/drain", "/v1/disks/one/drain", "/v1/disks/one/resize", "/v1/log-level"] {
+        for method in ["GET", "POST", "PUT"] {
+            let sent = request(method, path, "127.0.0.1", r#"{"size": "1G"}"#);
+            let reply = exchange(world.metrics(), &sent);
+            assert_eq!(reply.status, 404, "{method} {path}");
+        }
+    }
+    // What a page of a stranger can make a browser send.
+    let reply = world.read("/v1/status", "evil.example");
+    assert_eq!(reply.status, 403);
+    assert!(!reply.body.contains("one"), "{}", reply.body);
+    let page = world.read("/", "127.0.0.1");
+    assert!(page.head.contains("content-security-policy: default-src 'none'"), "{}", page.head);
+    assert!(page.head.contains("x-content-type-options: nosniff"), "{}", page.head);
+}
+
+#[test]
+fn the_page_brings_all_it_needs() {
+    let page = include_str!("page.html");
+    assert!(page.len() < 30 << 10, "{} bytes", page.len());
+    let names = "http://www.w3.org/2000/svg";
+    assert!(!page.replace(names, "").contains("://"), "something from elsewhere");
+    for word in ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("] {
+        assert!(!page.contains(word), "{word} takes text for HTML");
+    }
+}
+
+#[test]
+fn strangers_are_known_by_what_the_kernel_says() {
+    let own = rustix::process::geteuid().as_raw();
+    assert!(is_master(0) && is_master(own));
+    assert!(!is_master(65534) || own == 65534);
+    let world = world();
+    let socket = world.folder.path().join("control");
+    let mode = socket.metadata().unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn a_disk_that_is_drained_leaves_the_other_serving() {
+    let world = world();
+    let states = || {
+        let status: Value = serde_json::from_str(&world.ask("GET", "/v1/status", "").body).unwrap();
+        [0, 1].map(|disk: usize| status["disks"][disk]["state"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(states(), ["serving", "serving"]);
+    for _ in 0..2 {
+        let reply = world.ask("POST", "/v1/disks/one/drain", "");
+        assert_eq!((reply.status, &*reply.body), (200, "{\"drained\":[\"one\"]}\n"));
+    }
+    assert_eq!(states(), ["drained", "serving"]);
+    assert!(!world.folder.path().join("one").exists() && world.folder.path().join("two").exists());
+    let resize = world.ask("POST", "/v1/disks/one/resize", r#"{"size": "1G"}"#);
+    assert_eq!(resize.status, 409, "{}", resize.body);
+    let metrics = world.ask("GET", "/metrics", "").body;
+    assert!(metrics.contains("mica_disk_serving{disk=\"one\"} 0\n"), "{metrics}");
+}
+
+#[test]
+fn the_drain_of_all_ends_the_process_after_its_answer() {
+    let World { daemon, folder } = world();
+    let socket = folder.path().join("control");
+    let running = std::thread::spawn(move || daemon.run());
+    let control = UnixStream::connect(&socket).unwrap();
+    let reply = exchange(control, &request("POST", "/v1/drain", "mica", ""));
+    assert_eq!((reply.status, &*reply.body), (200, "{\"drained\":[\"one\",\"two\"]}\n"));
+    running.join().unwrap().unwrap();
+    assert!(!socket.exists() && !folder.path().join("two").exists());
+}
+
+#[test]
+fn figures_are_for_this_machine_unless_more_is_allowed() {
+    let listen = |public| super::listen(SocketAddr::from(([0, 0, 0, 0], 0)), public);
+    let refused = listen(false).expect_err("refused");
+    assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
+    listen(true).expect("allowed");
+}
+
+#[test]
+fn names_of_the_loopback_are_told_from_others() {
+    for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {
+        assert!(routes::is_local(host), "{host}");
+    }
+    for host in ["", ":", "evil.example", "localhost.evil.example", "10.0.0.1", "[::2]:80", "["] {
+        assert!(!routes::is_local(host), "{host}");
+    }
+}
