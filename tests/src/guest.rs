@@ -92,8 +92,12 @@ impl Guest {
     /// # Errors
     /// If the handshake fails.
     pub fn connect(server: &Server) -> Result<Self> {
-        let connection = server.connect(&nbd::Wish::default())?;
-        Ok(Self { connection, under_way: HashMap::new(), next: 1 })
+        Ok(Self::on(server.connect(&nbd::Wish::default())?))
+    }
+
+    /// On a `connection` with simple replies.
+    pub fn on(connection: Connection) -> Self {
+        Self { connection, under_way: HashMap::new(), next: 1 }
     }
 
     /// Length of the disk.

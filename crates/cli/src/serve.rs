@@ -6,8 +6,8 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use clap::Args;
 use mica_daemon::{
-    Config, Daemon, Discards, DiskConfig, IndexMode, LogSwitch, OtherUsers, Size, TlsMode,
-    VerifyPeer,
+    Config, Daemon, Discards, DiskConfig, IndexMode, LogSwitch, OtherUsers, SandboxMode, Size,
+    TlsMode, VerifyPeer, sockets_come_along,
 };
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -15,13 +15,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 /// What is said of one disk, and has a key of its own in a configuration.
-const OF_ONE_DISK: [&str; 32] = [
+const OF_ONE_DISK: [&str; 33] = [
     "nbd",
     "tls",
     "tls_certificates",
     "tls_verify_peer",
     "allow_plain_tcp",
     "vhost_user",
+    "ublk",
     "fuse",
     "allow_other",
     "num_queues",
@@ -69,6 +70,15 @@ pub(crate) struct ServeArgs {
     /// Let the figures be seen from beyond this machine.
     #[arg(long)]
     metrics_public: bool,
+    /// Whether the process gives up, before it reads an image, what serving does not need: files
+    /// elsewhere, other programs, the network. On, as far as the kernel knows how; require, or
+    /// serve nothing; off.
+    #[arg(long, value_enum, value_name = "WHETHER")]
+    sandbox: Option<SandboxMode>,
+    /// Take over from the server at the --control socket: its sockets, and the disks once it has
+    /// closed them. Guests only wait. If this server cannot serve, that one goes on.
+    #[arg(long)]
+    takeover: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
@@ -99,6 +109,9 @@ struct DiskArgs {
     /// have the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
     vhost_user: Option<PathBuf>,
+    /// Serve the disk as a block device of this machine. Not in this build.
+    #[arg(long)]
+    ublk: bool,
     /// Serve the disk as this file too, by FUSE: a raw image for foreign tools and loop mounts. The
     /// file must be there; while mica serves, it is the disk.
     #[arg(long, value_name = "FILE")]
@@ -173,13 +186,20 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
     config.control = args.control.or(config.control);
     config.metrics = args.metrics.or(config.metrics);
     config.metrics_public |= args.metrics_public;
+    config.takeover = args.takeover;
+    config.sandbox = args.sandbox.unwrap_or(config.sandbox);
     Ok(config)
 }
 
 impl DiskArgs {
     /// A configuration of this disk alone.
     fn alone(self, image: PathBuf) -> Result<Config, Failure> {
-        if self.nbd.is_empty() && self.vhost_user.is_none() && self.fuse.is_none() {
+        let is_placed = !self.nbd.is_empty()
+            || self.vhost_user.is_some()
+            || self.fuse.is_some()
+            || self.ublk
+            || sockets_come_along();
+        if !is_placed {
             return Err(Failure::new(
                 "nothing says where the disk is served: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",
@@ -194,6 +214,7 @@ impl DiskArgs {
             tls_verify_peer: self.tls_verify_peer,
             allow_plain_tcp: self.allow_plain_tcp,
             vhost_user: self.vhost_user,
+            ublk: self.ublk,
             fuse: self.fuse,
             allow_other: self.allow_other,
             num_queues: self.num_queues,

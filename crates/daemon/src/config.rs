@@ -13,7 +13,10 @@
 //! ```
 
 use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
+use crate::sandbox::SandboxMode;
+use crate::systemd::sockets_come_along;
 use crate::tls::{Security, TlsMode, VerifyPeer};
+use crate::ublk;
 use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::AllowOther;
@@ -104,6 +107,12 @@ pub struct Config {
     /// Whether that may be beyond the loopback.
     #[serde(default)]
     pub metrics_public: bool,
+    /// Whether the process gives up what serving does not need.
+    #[serde(default)]
+    pub sandbox: SandboxMode,
+    /// Whether the process behind the control socket is taken over.
+    #[serde(skip)]
+    pub takeover: bool,
 }
 
 /// One disk, and where it is served.
@@ -130,6 +139,9 @@ pub struct DiskConfig {
     pub allow_plain_tcp: bool,
     /// Where the monitor of a machine connects.
     pub vhost_user: Option<PathBuf>,
+    /// Whether it is a block device of this machine.
+    #[serde(default)]
+    pub ublk: bool,
     /// The file as which the disk is served, by FUSE.
     pub fuse: Option<PathBuf>,
     /// Whether other users may use that file.
@@ -223,7 +235,9 @@ impl Config {
         let text = std::fs::read_to_string(file).map_err(|error| Error::from_io(named(), error))?;
         let mut config: Self = toml::from_str(&text).map_err(|error| {
             // The parser's message shows the line on several lines; a message of ours is one line.
-            let at = error.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            let line =
+                |at: usize| text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+            let at = error.span().map_or(0, |span| line(span.start) + 1);
             let context = format!("{}: line {at}: {}", named(), error.message());
             Error::new(ErrorKind::Invalid, context)
         })?;
@@ -263,8 +277,11 @@ impl Config {
             if !names.insert(name) {
                 return invalid(format!("two disks are called {name:?}"));
             }
+            if disk.ublk {
+                return Err(ublk::refusal(name));
+            }
             let places = disk.places();
-            if places.is_empty() {
+            if places.is_empty() && !sockets_come_along() {
                 return invalid(format!(
                     "disk {name:?}: nothing says where it is served: add nbd, vhost-user or fuse"
                 ));
@@ -304,6 +321,7 @@ impl DiskConfig {
             tls_verify_peer: VerifyPeer::default(),
             allow_plain_tcp: false,
             vhost_user: None,
+            ublk: false,
             fuse: None,
             allow_other: OtherUsers::default(),
             num_queues: four(),
@@ -415,3 +433,6 @@ impl DiskConfig {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,22 +1,32 @@
 //! The process from start to end.
 //!
-//! Order: images are opened, then sockets appear; so whoever can connect is served. At the end the
-//! sockets go first, requests in flight are answered, the servers end, and every disk is closed,
+//! Order: what is not to be done in the sandbox, the sandbox, and then threads that serve, images
+//! and sockets. Images are opened, then sockets appear; so whoever can connect is served. At the end
+//! the sockets go first, requests in flight are answered, the servers end, and every disk is closed,
 //! once, whatever went wrong before.
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch, Places};
 use crate::images::ImageConfig;
-use crate::served::Served;
-use mica_block::{Error, Result};
+use crate::sandbox::{self, Needs};
+use crate::served::{Common, Served};
+use crate::sockets::{self, Held, Origin, Sockets};
+use crate::systemd::{self, Watchdog};
+use crate::takeover::Taking;
+use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
 use mica_serve::fuse::Unmounter;
+use mica_store::HolderSearch;
+use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use std::fmt;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::fs::File;
+use std::io::{Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Most threads that are started without being asked for.
 const THREADS_DEFAULT_MAX: usize = 8;
@@ -25,16 +35,28 @@ const THREADS_DEFAULT_MAX: usize = 8;
 pub struct Daemon {
     shared: Arc<Shared>,
     pub(crate) control: Option<Control>,
+    _watchdog: Option<Watchdog>,
     signals: Signals,
-    stats_file: Option<PathBuf>,
+    stats_file: Option<StatsFile>,
+}
+
+/// Where the figures of the run go.
+struct StatsFile {
+    path: PathBuf,
+    file: File,
 }
 
 /// What its parts see of it.
 pub(crate) struct Shared {
     pub(crate) served: Vec<Served>,
-    pub(crate) workers: Arc<Workers>,
     /// Closing it ends the process, as a signal does.
     pub(crate) ending: Handle,
+    /// Held by who hands all of it over to another process, and by who stops it: one at a time.
+    pub(crate) handing_over: Mutex<()>,
+    /// Whether somebody wants it stopped.
+    pub(crate) is_stopping: AtomicBool,
+    /// Where it is told what to do.
+    control: Mutex<Option<Held>>,
 }
 
 impl Daemon {
@@ -48,28 +70,49 @@ impl Daemon {
             .map_err(|error| Error::from_io("waiting for signals", error))?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
-        let unmounter = Unmounter::start()?;
-        let workers = Workers::start(threads, config.aio.backend())?;
         let handles = ImageConfig::handles();
-        let is_alone = config.disks.len() == 1;
-        let places = Places::of(&config);
-        let mut shared = Shared { served: Vec::new(), workers, ending: signals.handle() };
-        for disk in config.disks {
-            let name = disk.name.clone();
-            match Served::start(disk, &handles, &shared.workers, &unmounter) {
-                Ok(served) => shared.served.push(served),
-                Err(error) => {
-                    // What failed first is told.
-                    let _ = shared.stop();
-                    let named = |error: Error| error.wrap(format!("disk {name:?}"));
-                    return Err(if is_alone { error } else { named(error) });
-                }
+        let stats_file = config.stats_file.as_deref().map(StatsFile::open).transpose()?;
+        let has_files = config.disks.iter().any(|disk| disk.fuse.is_some());
+        let unmounter = has_files.then(Unmounter::start).transpose()?;
+        let (taking, came) = match (config.takeover, &config.control) {
+            (false, _) => (None, systemd::sockets()?),
+            (true, Some(control)) => {
+                let (taking, came) = Taking::begin(control)?;
+                (Some(taking), came)
             }
+            (true, None) => {
+                let what = "--takeover needs --control: the socket of the server to take over";
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+        };
+        let came = Sockets::assign(came, &config)?;
+        // As long as images are opened.
+        let _searching = HolderSearch::start();
+        sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
+        let workers = Workers::start(threads, config.aio.backend())?;
+        let watchdog = Watchdog::start(workers.handles())?;
+        if let Some(taking) = &taking {
+            taking.wait_until_closed()?;
         }
+        let mut shared = Shared::new(signals.handle());
+        let common = Common { handles, workers, unmounter };
+        let served = shared.serve(config, &common, came);
         let shared = Arc::new(shared);
-        match Control::start(&places, None, &shared, log) {
-            Ok(control) => Ok(Self { shared, control, signals, stats_file: config.stats_file }),
+        let begun = served.and_then(|(places, came)| {
+            let listener = shared.control().as_ref().map(|held| held.listener.clone());
+            let control = Control::start(&places, listener, &shared, log)?;
+            // From here on the other process is gone, or this one fails.
+            taking.map_or(Ok(()), |taking| taking.serving())?;
+            came.remove_spare();
+            Ok(control)
+        });
+        match begun {
+            Ok(control) => {
+                shared.tell_systemd();
+                Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file })
+            }
             Err(error) => {
+                // What failed first is told.
                 let _ = shared.stop();
                 Err(error)
             }
@@ -83,8 +126,10 @@ impl Daemon {
     pub fn run(mut self) -> Result<()> {
         let signal = self.signals.forever().next();
         tracing::info!(?signal, "stopping");
+        systemd::tell(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let told = self.write_stats();
+        *self.shared.control() = None;
         // Whoever asked for the end hears of it.
         if let Some(control) = self.control.take() {
             control.stop();
@@ -93,18 +138,94 @@ impl Daemon {
         stopped.and(told)
     }
 
-    fn write_stats(&self) -> Result<()> {
-        let (Some(file), Some(served)) = (&self.stats_file, self.shared.served.first()) else {
+    fn write_stats(&mut self) -> Result<()> {
+        let (Some(file), Some(served)) = (&mut self.stats_file, self.shared.served.first()) else {
             return Ok(());
         };
-        std::fs::write(file, format!("{}\n", Value::Object(served.figures())))
-            .map_err(|error| Error::from_io(format!("writing {}", file.display()), error))
+        file.write(&format!("{}\n", Value::Object(served.figures())))
     }
 }
 
+impl StatsFile {
+    /// Finds out that it cannot be written before there is anything to write.
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::options().write(true).create(true).truncate(false).open(path);
+        let file = file.map_err(|error| writing(path, error))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    fn write(&mut self, text: &str) -> Result<()> {
+        let Self { path, file } = self;
+        let written = file.set_len(0).and_then(|()| file.rewind());
+        let written = written.and_then(|()| file.write_all(text.as_bytes()));
+        written.map_err(|error| writing(path, error))
+    }
+}
+
+fn writing(path: &Path, error: std::io::Error) -> Error {
+    Error::from_io(format!("writing {}", path.display()), error)
+}
+
 impl Shared {
+    fn new(ending: Handle) -> Self {
+        Self {
+            served: Vec::new(),
+            ending,
+            handing_over: Mutex::default(),
+            is_stopping: AtomicBool::new(false),
+            control: Mutex::default(),
+        }
+    }
+
+    /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what is
+    /// left of both.
+    fn serve(
+        &mut self,
+        config: Config,
+        common: &Common,
+        mut came: Sockets,
+    ) -> Result<(Places, Sockets)> {
+        let places = Places::of(&config);
+        let is_alone = config.disks.len() == 1;
+        for disk in config.disks {
+            let name = disk.name.clone();
+            let named = |error: Error| error.wrap(format!("disk {name:?}"));
+            let served = Served::start(disk, common, &mut came);
+            self.served.push(served.map_err(|error| if is_alone { error } else { named(error) })?);
+        }
+        if let Some(path) = &config.control {
+            *self.control() = Some(came.unix(sockets::CONTROL.to_owned(), path)?);
+        }
+        Ok((places, came))
+    }
+
+    /// The control socket.
+    pub(crate) fn control(&self) -> MutexGuard<'_, Option<Held>> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Now all is served, and the sockets that are not of a unit are this process's.
+    fn tell_systemd(&self) {
+        let each_socket = |held: &Held| {
+            if held.origin != Origin::Unit {
+                held.listener.own_file();
+            }
+            systemd::store(held);
+        };
+        self.control().iter().for_each(each_socket);
+        self.served.iter().for_each(|served| served.held().iter().for_each(each_socket));
+        let status = match self.served.len() {
+            1 => "serving a disk".to_owned(),
+            count => format!("serving {count} disks"),
+        };
+        let process = NotifyState::MainPid(std::process::id());
+        systemd::tell(&[process, NotifyState::Status(&status), NotifyState::Ready]);
+    }
+
     /// Stops all that is served.
     pub(crate) fn stop(&self) -> Result<()> {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        let _alone = self.handing_over.lock().unwrap_or_else(PoisonError::into_inner);
         let mut outcome = Ok(());
         for served in &self.served {
             // Every disk is closed, and the first failure is told.

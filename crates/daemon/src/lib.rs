@@ -5,6 +5,9 @@
 //! config     what is served, and how            command line, or a TOML file
 //!   └ daemon     all of it, from start to end    signals, control
 //!       ├ control    status, figures, and what can be told       a thread of its own
+//!       ├ sandbox    what the process may still do
+//!       ├ systemd    readiness, watchdog, sockets that come along and are stored
+//!       ├ takeover   sockets and disks go from one process to the next
 //!       └ served     one disk: image, servers, index
 //! ```
 
@@ -13,13 +16,20 @@ mod control;
 mod daemon;
 mod images;
 mod indexer;
+mod sandbox;
 mod remains;
 mod served;
+mod sockets;
 mod stats;
+mod systemd;
+mod takeover;
 mod tls;
+mod ublk;
 
 pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use images::{Aio, Cache, ImageConfig, Size};
+pub use sandbox::SandboxMode;
+pub use systemd::sockets_come_along;
 pub use tls::{TlsMode, VerifyPeer};

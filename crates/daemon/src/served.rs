@@ -9,11 +9,12 @@
 use crate::config::{DiskConfig, IndexMode};
 use crate::indexer::Indexer;
 use crate::remains::{Remains, depth_of};
+use crate::sockets::{Held, Sockets, device_name};
 use crate::stats;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
 use mica_serve::nbd::{Export, Limits};
-use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
+use mica_serve::{Workers, fuse, nbd, vhost_user};
 use mica_stack::{Format, OpenDisk};
 use mica_store::Handles;
 use serde_json::{Map, Value};
@@ -27,14 +28,24 @@ const LET_GO_TURN: Duration = Duration::from_millis(1);
 /// A disk, and what serves it.
 pub(crate) struct Served {
     pub(crate) config: DiskConfig,
-    opened: Mutex<OpenDisk>,
-    last_depth: Mutex<Option<(usize, usize)>>,
-    workers: Arc<Workers>,
-    unmounter: Arc<fuse::Unmounter>,
+    common: Common,
     /// Held by who changes what the disk is: one at a time (I3). Taken before `state`, which nobody
     /// holds for long.
     acts: Mutex<()>,
+    opened: Mutex<OpenDisk>,
+    last_depth: Mutex<Option<(usize, usize)>>,
+    /// Where clients connect, until it ends for good.
+    held: Mutex<Vec<Held>>,
     state: Mutex<State>,
+}
+
+/// What the disks of a process share.
+#[derive(Clone)]
+pub(crate) struct Common {
+    pub(crate) handles: Arc<Handles>,
+    pub(crate) workers: Arc<Workers>,
+    /// Where a disk is served as a file.
+    pub(crate) unmounter: Option<Arc<fuse::Unmounter>>,
 }
 
 enum State {
@@ -78,20 +89,14 @@ pub(crate) struct Resized {
 }
 
 impl Served {
-    /// Opens the image, and serves it.
-    pub(crate) fn start(
-        config: DiskConfig,
-        handles: &Arc<Handles>,
-        workers: &Arc<Workers>,
-        unmounter: &Arc<fuse::Unmounter>,
-    ) -> Result<Self> {
-        let opened = Mutex::new(open(&config, handles, workers)?);
-        let (workers, unmounter) = (Arc::clone(workers), Arc::clone(unmounter));
+    /// Opens the image, and serves it: at the sockets that came along, and at new ones.
+    pub(crate) fn start(config: DiskConfig, common: &Common, came: &mut Sockets) -> Result<Self> {
+        let opened = Mutex::new(open(&config, common)?);
+        let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
         let state = Mutex::new(State::Serving(Servers::default()));
-        let acts = Mutex::default();
         let last_depth = Mutex::default();
-        let served = Self { config, opened, last_depth, workers, unmounter, acts, state };
-        match served.serve() {
+        let served = Self { config, common, acts, opened, last_depth, held, state };
+        match served.listen(came).and_then(|()| served.serve()) {
             Ok(()) => Ok(served),
             Err(error) => {
                 // What failed first is told.
@@ -101,45 +106,68 @@ impl Served {
         }
     }
 
+    fn listen(&self, came: &mut Sockets) -> Result<()> {
+        let config = &self.config;
+        let mut held = self.held();
+        let device = device_name(&config.name);
+        match &config.vhost_user {
+            Some(path) => held.push(came.unix(device, path)?),
+            None => held.extend(came.named(&device).pop()),
+        }
+        held.extend(config.security().listen(&config.name, &config.nbd, came)?);
+        if held.is_empty() && config.fuse.is_none() {
+            let what = "nothing says where it is served, and no socket came along for it";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(())
+    }
+
     fn serve(&self) -> Result<()> {
         let config = &self.config;
         let mut state = self.lock();
         let State::Serving(servers) = &mut *state else { return Ok(()) };
-        if let Some(path) = &config.vhost_user {
+        let device = device_name(&config.name);
+        let (devices, nbd): (Vec<_>, Vec<_>) = {
+            let held = self.held();
+            let each = held.iter().map(|held| (held.name == device, held.listener.clone()));
+            each.partition(|(is_device, _)| *is_device)
+        };
+        let disk = self.opened().disk;
+        if let Some((_, listener)) = devices.into_iter().next() {
             let serial = config.serial.as_ref().unwrap_or(&config.name);
             servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
-                listener: Listener::unix(path)?,
-                disk: Arc::clone(&self.opened().disk),
+                listener,
+                disk: Arc::clone(&disk),
                 queues: config.num_queues,
                 serial: serial.clone(),
                 discard: config.discard.into(),
                 rates: config.rates(),
-                workers: Arc::clone(&self.workers),
+                workers: Arc::clone(&self.common.workers),
             })?);
         }
-        if !config.nbd.is_empty() {
+        if !nbd.is_empty() {
             servers.nbd = Some(nbd::Server::start(nbd::ServerConfig {
-                listeners: config.security().listen(&config.nbd)?,
+                listeners: nbd.into_iter().map(|(_, listener)| listener).collect(),
                 exports: vec![Export {
-                    disk: Arc::clone(&self.opened().disk),
+                    disk: Arc::clone(&disk),
                     name: config.export_name.clone(),
                     description: config.description.clone(),
                     discard: config.discard.into(),
                 }],
-                workers: Arc::clone(&self.workers),
+                workers: Arc::clone(&self.common.workers),
                 limits: Limits { connections_max: config.shared, ..Limits::default() },
             })?);
         }
-        if let Some(file) = &config.fuse {
+        if let (Some(file), Some(unmounter)) = (&config.fuse, &self.common.unmounter) {
             let is_file = !matches!(config.images().format()?, Format::Null);
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
-                disk: Arc::clone(&self.opened().disk),
+                disk: Arc::clone(&disk),
                 image: is_file.then(|| config.image.clone()),
                 discard: config.discard.into(),
                 allow_other: config.allow_other.into(),
-                workers: Arc::clone(&self.workers),
-                unmounter: Arc::clone(&self.unmounter),
+                workers: Arc::clone(&self.common.workers),
+                unmounter: Arc::clone(unmounter),
             })?);
         }
         if let (Some(chain), IndexMode::Auto) = (&self.opened().chain, config.index) {
@@ -155,6 +183,40 @@ impl Served {
     /// If not all that was written is in the image.
     pub(crate) fn stop(&self) -> Result<()> {
         let _act = self.act();
+        // Their files go with its servers.
+        self.held().clear();
+        self.end()
+    }
+
+    /// The same, but where clients connect they wait. False if it has ended before.
+    ///
+    /// # Errors
+    /// As [`Self::stop`].
+    pub(crate) fn suspend(&self) -> Result<bool> {
+        let _act = self.act();
+        if !matches!(*self.lock(), State::Serving(_)) {
+            return Ok(false);
+        }
+        self.end().map(|()| true)
+    }
+
+    /// Serves it again, after [`Self::suspend`].
+    ///
+    /// # Errors
+    /// What keeps it from being opened or served.
+    pub(crate) fn resume(&self) -> Result<()> {
+        let _act = self.act();
+        let opened = open(&self.config, &self.common)?;
+        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = opened;
+        *self.lock() = State::Serving(Servers::default());
+        self.serve().inspect_err(|_| {
+            // What failed first is told.
+            let _ = self.end();
+        })
+    }
+
+    /// Ends what serves it. The caller is the only one that acts.
+    fn end(&self) -> Result<()> {
         let servers = {
             let mut state = self.lock();
             let servers = match &mut *state {
@@ -167,8 +229,8 @@ impl Served {
         };
         let counts = servers.shutdown();
         *self.lock() = State::Ended(counts, None);
-        let disk = Arc::clone(&self.opened().disk);
-        let closed = self.workers.run(move || async move { disk.close().await });
+        let disk = self.opened().disk;
+        let closed = self.common.workers.run(move || async move { disk.close().await });
         let outcome = closed.and_then(|closed| closed).map_err(|error| {
             let image = self.config.image.display();
             error.wrap(format!("closing {image}: not all that was written is in it"))
@@ -195,7 +257,7 @@ impl Served {
                 return Err(Error::new(ErrorKind::Denied, context));
             }
         };
-        let disk = Arc::clone(&self.opened().disk);
+        let disk = self.opened().disk;
         let old = disk.geometry().len;
         let new = match to {
             NewLength::Exactly(len) => Some(len),
@@ -203,7 +265,7 @@ impl Served {
         };
         let too_long = || Error::new(ErrorKind::Invalid, "a disk is shorter than 8 EiB");
         let new = new.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(too_long)?;
-        self.workers.run(move || async move { disk.resize(new).await })??;
+        self.common.workers.run(move || async move { disk.resize(new).await })??;
         // A front end may take its time, and is told by somebody who holds nothing.
         drop(act);
         let notice = notifier.map(|notify| notify());
@@ -227,7 +289,7 @@ impl Served {
             if Arc::strong_count(&opened.disk) <= own {
                 return;
             }
-            let turn = self.workers.run(|| async { mica_rt::sleep(LET_GO_TURN).await });
+            let turn = self.common.workers.run(|| async { mica_rt::sleep(LET_GO_TURN).await });
             if turn.is_err() {
                 break;
             }
@@ -281,6 +343,11 @@ impl Served {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Where clients connect.
+    pub(crate) fn held(&self) -> MutexGuard<'_, Vec<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn act(&self) -> MutexGuard<'_, ()> {
         self.acts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -311,7 +378,8 @@ impl Servers {
     }
 }
 
-fn open(config: &DiskConfig, handles: &Arc<Handles>, workers: &Workers) -> Result<OpenDisk> {
+fn open(config: &DiskConfig, common: &Common) -> Result<OpenDisk> {
+    let Common { handles, workers, .. } = common;
     let index = match config.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,

@@ -9,6 +9,7 @@
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
 //! | `POST /v1/disks/NAME/drain` | the disk is served no more, and its image is free |
 //! | `POST /v1/drain` | all of them, and the process ends |
+//! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours goes on from here |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
 use super::log::{LogLevel, LogSwitch};
@@ -71,6 +72,7 @@ pub(super) fn acting(sources: &Sources) -> Router {
         .route("/v1/disks/{name}/resize", post(resize))
         .route("/v1/disks/{name}/drain", post(drain))
         .route("/v1/drain", post(drain_all))
+        .route("/v1/takeover", post(take_over))
         .route("/v1/log-level", get(log_level).put(set_log_level))
         .method_not_allowed_fallback(not_so);
     router.with_state(sources.clone())
@@ -124,6 +126,18 @@ async fn page() -> Response {
     let policy = HeaderValue::from_static(POLICY);
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TakeOver {
+    socket: std::path::PathBuf,
+}
+
+async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
+    let TakeOver { socket } = body(sent).await?;
+    act(move || sources.shared.hand_over(&socket)).await??;
+    Ok(json(&value!({ "begun": true })))
 }
 
 #[derive(Deserialize)]

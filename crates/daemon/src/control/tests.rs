@@ -1,7 +1,7 @@
 //! Routes, bounds and who is heard, over real sockets.
 
 use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX, routes};
-use crate::{Config, Daemon, DiskConfig};
+use crate::{Config, Daemon, DiskConfig, SandboxMode};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -41,6 +41,8 @@ fn world() -> World {
         queues: Some(1),
         control: Some(folder.path().join("control")),
         metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+        // It would hold for all tests of this process.
+        sandbox: SandboxMode::Off,
         ..Config::default()
     };
     let log = Arc::new(Log(Mutex::new(LogLevel::Warn)));

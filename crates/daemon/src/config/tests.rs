@@ -1,0 +1,128 @@
+use super::*;
+
+fn read(text: &str) -> Result<Config> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("mica.toml");
+    std::fs::write(&file, text).expect("writes");
+    Config::read(&file).map(|mut config| {
+        // Tests say where things are as if the folder were /vm.
+        let moved = |path: &mut PathBuf| {
+            if let Ok(rest) = path.strip_prefix(folder.path()) {
+                *path = Path::new("/vm").join(rest);
+            }
+        };
+        for disk in &mut config.disks {
+            moved(&mut disk.image);
+            disk.vhost_user.iter_mut().for_each(moved);
+            disk.fuse.iter_mut().for_each(moved);
+            disk.allow_path.iter_mut().for_each(moved);
+            for socket in &mut disk.nbd {
+                let mut path = PathBuf::from(&*socket);
+                moved(&mut path);
+                *socket = path.display().to_string();
+            }
+        }
+        config
+    })
+}
+
+/// What is said of a configuration that is refused.
+fn refused(text: &str) -> String {
+    let error = read(text).expect_err("refused");
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error:?}");
+    let told = format!("{error:?}");
+    assert!(!told.contains('\n'), "one line: {told}");
+    told
+}
+
+#[test]
+fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
+    let config = read(
+        r#"
+        queues = 3
+        aio = "io_uring"
+        [[disk]]
+        name = "web1"
+        image = "web1.qcow2"
+        vhost-user = "run/web1.sock"
+        nbd = ["web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]
+        fuse = "web1.raw"
+        num-queues = 2
+        read-only = true
+        discard = "ignore"
+        index = "off"
+        index-cache = "64M"
+        iops = 100
+        bps = "1M"
+        bps-burst = 4096
+        allow-path = ["bases"]
+        handover-dir = "off"
+        [[disk]]
+        name = "zeros"
+        image = "8G"
+        format = "null"
+        nbd = ["zeros.nbd"]
+        "#,
+    )
+    .expect("understood");
+
+    assert_eq!((config.queues, config.aio), (Some(3), Aio::IoUring));
+    let web1 = &config.disks[0];
+    assert_eq!(web1.image, Path::new("/vm/web1.qcow2"));
+    assert_eq!(web1.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
+    assert_eq!(web1.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
+    assert_eq!(web1.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
+    assert_eq!((web1.num_queues, web1.read_only), (2, true));
+    assert_eq!((web1.discard, web1.index), (Discards::Ignore, IndexMode::Off));
+    assert_eq!(web1.index_cache, Size(64 << 20));
+    let rates = Rates { iops: 100, bps: 1 << 20, iops_burst: 0, bps_burst: 4096 };
+    assert_eq!(web1.rates(), rates);
+    assert_eq!(web1.allow_path, [Path::new("/vm/bases")]);
+    assert_eq!(web1.handover_dir, Path::new("off"));
+    assert_eq!(config.disks[1].image, Path::new("8G"), "no path");
+}
+
+#[test]
+fn disk_that_nothing_is_said_of_is_as_the_command_line_has_it() {
+    let text = "[[disk]]\nname = 'a'\nimage = '/a.qcow2'\nnbd = ['/a.sock']\n";
+    let read = read(text).expect("understood").disks.remove(0);
+    let made = DiskConfig {
+        nbd: vec!["/a.sock".to_owned()],
+        ..DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"))
+    };
+    assert_eq!(format!("{read:?}"), format!("{made:?}"));
+}
+
+#[test]
+fn what_is_not_understood_is_said_with_its_line() {
+    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
+    assert!(told.contains("line 4") && told.contains("`nbdd`"), "{told}");
+    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
+    assert!(told.contains("line 5") && told.contains("\"fast\" is no size"), "{told}");
+    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
+    assert!(told.contains("not negative"), "{told}");
+    let told = refused("queues = [\n");
+    assert!(told.contains("line"), "{told}");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let disk = |name: &str, rest: &str| format!("[[disk]]\nname = '{name}'\nimage = 'i'\n{rest}\n");
+    let one = disk("a", "nbd = ['/s']");
+    for (text, what) in [
+        (String::new(), "no disk"),
+        (disk("", "nbd = ['/s']"), "a name has"),
+        (disk("../a", "nbd = ['/s']"), "a name has"),
+        (disk(&"a".repeat(65), "nbd = ['/s']"), "a name has"),
+        (disk("a", ""), "nothing says where"),
+        (disk("a", "nbd = ['/s', '/s']"), "taken twice"),
+        (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "taken twice"),
+        (one.clone() + &disk("b", "vhost-user = '/s'"), "taken twice"),
+        (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are called"),
+    ] {
+        let told = refused(&text);
+        assert!(told.contains(what), "{text}: {told}");
+    }
+    let ports = "nbd = ['tcp:127.0.0.1:0', 'tcp:127.0.0.1:0']";
+    read(&disk("a", ports)).expect("the system chooses two ports");
+}

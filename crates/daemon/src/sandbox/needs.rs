@@ -1,0 +1,121 @@
+//! Which files and ports a configuration needs.
+
+use crate::config::{Config, DiskConfig, IndexMode};
+use crate::sockets::Sockets;
+use landlock::{AccessFs, BitFlags, make_bitflags};
+use mica_block::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// What has to be left to a process.
+#[derive(Default, Debug)]
+pub(crate) struct Needs {
+    /// Files, or folders with all that is below them, and what may be done there.
+    pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
+    /// Ports of TCP that are listened on.
+    pub(super) ports: BTreeSet<u16>,
+    /// Whether sockets without a file are connected to.
+    pub(super) abstract_sockets: bool,
+}
+
+/// To read images. A layer may be a block device.
+const READ: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | IoctlDev});
+/// To write what is there.
+const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{WriteFile | Truncate});
+/// To make files, put them in the place of others, and take them away.
+const REPLACE: BitFlags<AccessFs> =
+    make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
+/// To make sockets, and take them away: their folder is locked meanwhile, for which it is read.
+const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+
+/// By which logs of an earlier boot are told.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+impl Needs {
+    /// What `config` needs, and the sockets that `came` along.
+    ///
+    /// # Errors
+    /// If a folder that is to be made cannot be.
+    pub(crate) fn of(config: &Config, came: &Sockets) -> Result<Self> {
+        let mut needs = Self::default();
+        // As systemd gives it to services of containers.
+        let notified = std::env::var_os("NOTIFY_SOCKET");
+        needs.abstract_sockets =
+            notified.is_some_and(|socket| socket.as_encoded_bytes().starts_with(b"@"));
+        needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
+        for disk in &config.disks {
+            needs.add_disk(disk)?;
+        }
+        config.control.iter().for_each(|socket| needs.add_socket(socket));
+        came.files().for_each(|socket| needs.add_socket(socket));
+        needs.ports.extend(config.metrics.map(|address| address.port()));
+        Ok(needs)
+    }
+
+    /// The folder of a socket that is made, and removed at the end.
+    pub(crate) fn add_socket(&mut self, socket: &Path) {
+        let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
+        self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
+    }
+
+    fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
+        let writes = !disk.read_only && disk.load_snapshot.is_none();
+        if disk.format != "null" {
+            self.add_image(disk, writes)?;
+        }
+        self.add_sockets(disk);
+        Ok(())
+    }
+
+    fn add_image(&mut self, disk: &DiskConfig, writes: bool) -> Result<()> {
+        let mut folders = READ;
+        // The active layer may keep its data in a file of its own, whose name only the layer knows.
+        if writes && disk.format == "qcow2" {
+            folders |= WRITE;
+        }
+        if disk.index == IndexMode::Auto && disk.index_dir.is_none() {
+            folders |= REPLACE;
+        }
+        // An image that is not there is told by who opens it.
+        let allowed = mica_stack::allowed_places(&disk.image, &disk.allow_path);
+        for folder in allowed.unwrap_or_default() {
+            self.allow(&folder, folders);
+        }
+        self.allow(&disk.image, if writes { READ | WRITE } else { READ });
+        if let Some(folder) = &disk.index_dir {
+            // A rule needs a folder that is there.
+            std::fs::create_dir_all(folder).map_err(|error| {
+                Error::from_io(format!("--index-dir {}", folder.display()), error)
+            })?;
+            self.allow(folder, REPLACE);
+        }
+        if writes && disk.handover_dir.as_os_str() != "off" {
+            self.allow(&disk.handover_dir, REPLACE | AccessFs::Truncate);
+        }
+        Ok(())
+    }
+
+    fn add_sockets(&mut self, disk: &DiskConfig) {
+        for name in ["server-cert.pem", "server-key.pem", "ca-cert.pem", "ca-crl.pem"] {
+            // Each of them may be a link to elsewhere.
+            let folder = disk.tls_certificates.iter();
+            folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));
+        }
+        if let Some(socket) = &disk.vhost_user {
+            self.add_socket(socket);
+        }
+        for name in &disk.nbd {
+            match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
+                None => self.add_socket(Path::new(name)),
+                Some(Ok(address)) => drop(self.ports.insert(address.port())),
+                // Who listens says what is wrong with it.
+                Some(Err(_)) => {}
+            }
+        }
+    }
+
+    pub(super) fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) {
+        *self.files.entry(path.to_owned()).or_default() |= access;
+    }
+}

@@ -1,0 +1,204 @@
+//! Sockets that are there before this process listens: from systemd, or from a process that is
+//! taken over. And those that it holds, wherever they come from.
+//!
+//! A socket finds its place by its address. One of a socket unit else finds it by its name: a disk's
+//! own name serves the disk by NBD, `NAME.vhost-user` is its device.
+
+use crate::config::Config;
+use mica_block::{Error, ErrorKind, Result};
+use mica_serve::Listener;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// Where a socket comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Origin {
+    /// This process made it.
+    Here,
+    /// A socket unit of systemd made it, and keeps it.
+    Unit,
+    /// A process before this one made it, and systemd kept it.
+    Store,
+    /// The process that is taken over had it.
+    Takeover,
+}
+
+/// A listening socket, and what it is for.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) name: String,
+    pub(crate) origin: Origin,
+    pub(crate) listener: Listener,
+}
+
+/// What the name of a device's socket ends in.
+const DEVICE: &str = ".vhost-user";
+/// The name of the socket by which the process is told what to do.
+pub(crate) const CONTROL: &str = "mica.control";
+
+/// What the socket of a disk's device is called.
+pub(crate) fn device_name(disk: &str) -> String {
+    format!("{disk}{DEVICE}")
+}
+
+/// Sockets that came along, each with its place.
+#[derive(Default, Debug)]
+pub(crate) struct Sockets {
+    by_place: BTreeMap<Place, Held>,
+    by_name: BTreeMap<String, Vec<Held>>,
+    /// Those of an earlier configuration, which go once all is served.
+    spare: Vec<Held>,
+}
+
+/// An address that can be compared.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Place {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+impl Place {
+    fn unix(path: &Path) -> Option<Self> {
+        std::path::absolute(path).ok().map(Self::Unix)
+    }
+
+    /// As `--nbd` has it.
+    fn nbd(name: &str) -> Option<Self> {
+        match name.strip_prefix("tcp:") {
+            Some(address) => address.parse().ok().map(Self::Tcp),
+            None => Self::unix(Path::new(name)),
+        }
+    }
+
+    fn of(listener: &Listener) -> Option<Self> {
+        let path = listener.path().and_then(Self::unix);
+        path.or_else(|| listener.tcp_address().map(Self::Tcp))
+    }
+}
+
+impl Sockets {
+    /// Gives each of those that `came` its place in `config`.
+    ///
+    /// # Errors
+    /// `Invalid` if one has none and nobody but its unit knows what it is for.
+    pub(crate) fn assign(came: Vec<Held>, config: &Config) -> Result<Self> {
+        let mut sockets = Self::default();
+        let mut wanted: Vec<_> =
+            config.control.iter().filter_map(|path| Place::unix(path)).collect();
+        let mut names = Vec::new();
+        for disk in &config.disks {
+            wanted.extend(disk.nbd.iter().filter_map(|name| Place::nbd(name)));
+            wanted.extend(disk.vhost_user.iter().filter_map(|path| Place::unix(path)));
+            names.extend([disk.name.clone(), device_name(&disk.name)]);
+        }
+        for held in came {
+            match Place::of(&held.listener).filter(|place| wanted.contains(place)) {
+                // The same socket may come twice: from its unit, and from where it was stored.
+                Some(place) => drop(sockets.by_place.entry(place).or_insert(held)),
+                // Of what was ours, only what is still said to be served is.
+                None if held.origin == Origin::Unit && names.contains(&held.name) => {
+                    sockets.by_name.entry(held.name.clone()).or_default().push(held);
+                }
+                None if held.origin == Origin::Unit => {
+                    let Held { name, listener, .. } = &held;
+                    let context = format!(
+                        "a socket came along that no disk is served at: its name is {name:?} and \
+                         its address {:?}; call it as a disk is called, or as a disk's device \
+                         (NAME{DEVICE}), or give a disk its address",
+                        Place::of(listener)
+                    );
+                    return Err(Error::new(ErrorKind::Invalid, context));
+                }
+                None => sockets.spare.push(held),
+            }
+        }
+        Ok(sockets)
+    }
+
+    /// The unix socket at `path`: one that came along, or a new one.
+    ///
+    /// # Errors
+    /// As [`Listener::unix`].
+    pub(crate) fn unix(&mut self, name: String, path: &Path) -> Result<Held> {
+        match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
+            Some(held) => Ok(Held { name, ..held }),
+            None => Ok(Held { name, origin: Origin::Here, listener: Listener::unix(path)? }),
+        }
+    }
+
+    /// A socket for NBD clients that came along to where `--nbd` has it.
+    pub(crate) fn nbd(&mut self, place: &str) -> Option<Held> {
+        self.by_place.remove(&Place::nbd(place)?)
+    }
+
+    /// Those that are called `name` and came to no place of their own.
+    pub(crate) fn named(&mut self, name: &str) -> Vec<Held> {
+        self.by_name.remove(name).unwrap_or_default()
+    }
+
+    /// The files that are to be removed at some time.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
+        let placed = self.by_place.values().chain(self.by_name.values().flatten());
+        let all = placed.chain(&self.spare).filter(|held| held.origin != Origin::Unit);
+        all.filter_map(|held| held.listener.path())
+    }
+
+    /// Takes away what nothing is served at any more. To be called once all is served.
+    pub(crate) fn remove_spare(self) {
+        for held in self.spare {
+            tracing::info!(name = held.name, "a socket of an earlier configuration is closed");
+            held.listener.own_file();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DiskConfig;
+    use std::os::unix::net::UnixListener;
+
+    fn config() -> Config {
+        let disk = |name: &str| DiskConfig::new(name.to_owned(), PathBuf::from("image"));
+        let web1 = DiskConfig { nbd: vec!["/nowhere/web1.nbd".to_owned()], ..disk("web1") };
+        Config { disks: vec![web1, disk("web2")], ..Config::default() }
+    }
+
+    fn came(folder: &Path, name: &str, origin: Origin) -> Held {
+        let listener = UnixListener::bind(folder.join(format!("{name}.sock"))).expect("bound");
+        let listener = Listener::inherited(listener.into()).expect("it listens");
+        Held { name: name.to_owned(), origin, listener }
+    }
+
+    #[test]
+    fn address_counts_before_the_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut config = config();
+        config.disks[0].nbd = vec![folder.path().join("web2.sock").display().to_string()];
+        let by_address = came(folder.path(), "web2", Origin::Unit);
+        let by_name = came(folder.path(), "web2.vhost-user", Origin::Unit);
+        let mut sockets = Sockets::assign(vec![by_address, by_name], &config).expect("known");
+
+        assert!(sockets.named("web2").is_empty());
+        assert_eq!(sockets.named("web2.vhost-user").len(), 1);
+        assert_eq!(sockets.nbd(&config.disks[0].nbd[0]).expect("its place").name, "web2");
+    }
+
+    #[test]
+    fn socket_that_fits_nothing_is_an_error_unless_it_was_our_own() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let error = Sockets::assign(vec![came(folder.path(), "x", Origin::Unit)], &config());
+        let error = error.expect_err("nobody's");
+        assert!(error.to_string().contains("\"x\""), "{error}");
+
+        let spare = ["y", "web1"].map(|name| came(folder.path(), name, Origin::Takeover));
+        let sockets = Sockets::assign(spare.into(), &config()).expect("closed later");
+        assert_eq!(sockets.files().count(), 2);
+        assert!(folder.path().join("y.sock").exists());
+        sockets.remove_spare();
+        assert!(!folder.path().join("y.sock").exists());
+        assert!(!folder.path().join("web1.sock").exists());
+        assert!(folder.path().join("x.sock").exists(), "its unit's");
+    }
+}

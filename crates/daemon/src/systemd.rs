@@ -1,0 +1,205 @@
+//! What systemd is told, and what it hands over: see sd_notify(3) and sd_listen_fds(3).
+//!
+//! Sockets that this process made are stored with systemd, so that they stay open when it crashes:
+//! who connects then waits for the next one instead of being refused.
+
+use crate::sockets::{Held, Origin};
+use crate::takeover::send_with_fds;
+use listenfd::ListenFd;
+use mica_block::{Error, ErrorKind, Result};
+use mica_rt::Handle;
+use mica_serve::Listener;
+use sd_notify::NotifyState;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// What the names of stored sockets begin with. No disk is called so: its name has no such sign.
+const STORED: &str = "stored@";
+/// Most sockets that are taken.
+const SOCKETS_MAX: usize = 4096;
+
+/// Whether sockets come along with this process.
+pub fn sockets_come_along() -> bool {
+    let process = std::env::var("LISTEN_PID").ok().and_then(|process| process.parse().ok());
+    process == Some(std::process::id())
+}
+
+/// The sockets that came along.
+///
+/// # Errors
+/// `Invalid` if one is no listening stream socket.
+pub(crate) fn sockets() -> Result<Vec<Held>> {
+    if !sockets_come_along() {
+        return Ok(Vec::new());
+    }
+    let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+    let count = std::env::var("LISTEN_FDS").ok().and_then(|count| count.parse().ok());
+    if count.is_some_and(|count: usize| count > SOCKETS_MAX) {
+        return invalid(format!("more than {SOCKETS_MAX} sockets came along (LISTEN_FDS)"));
+    }
+    let mut came = ListenFd::from_env();
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let mut names = names.split(':');
+    let mut sockets = Vec::new();
+    for index in 0..came.len() {
+        let name = names.next().unwrap_or_default();
+        let fd: OwnedFd = match (came.take_unix_listener(index), index) {
+            (Ok(Some(socket)), _) => socket.into(),
+            (_, index) => match came.take_tcp_listener(index) {
+                Ok(Some(socket)) => socket.into(),
+                _ => {
+                    return invalid(format!(
+                        "descriptor {index} of those that came along, {name:?}, is no stream \
+                         socket"
+                    ));
+                }
+            },
+        };
+        let (name, origin) = match name.strip_prefix(STORED) {
+            Some(name) => (name, Origin::Store),
+            None => (name, Origin::Unit),
+        };
+        let listener = Listener::inherited(fd).map_err(|error| error.wrap(format!("{name:?}")))?;
+        sockets.push(Held { name: name.to_owned(), origin, listener });
+    }
+    Ok(sockets)
+}
+
+/// Tells systemd, if it listens.
+pub(crate) fn tell(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::warn!(%error, "systemd could not be told: {states:?}");
+    }
+}
+
+/// Has systemd keep a socket that it does not have.
+pub(crate) fn store(held: &Held) {
+    let Some(socket) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    if held.origin == Origin::Unit {
+        return;
+    }
+    let message = format!("FDSTORE=1\nFDNAME={STORED}{}", held.name);
+    let stored = UnixDatagram::unbound().and_then(|datagram| {
+        match socket.as_encoded_bytes().strip_prefix(b"@") {
+            Some(name) => {
+                use std::os::linux::net::SocketAddrExt;
+                datagram
+                    .connect_addr(&std::os::unix::net::SocketAddr::from_abstract_name(name)?)?;
+            }
+            None => datagram.connect(&socket)?,
+        }
+        send_with_fds(&datagram, message.as_bytes(), &[held.listener.as_fd()])
+    });
+    if let Err(error) = stored {
+        tracing::warn!(%error, "systemd does not keep the socket {:?}", held.name);
+    }
+}
+
+/// Tells systemd that the workers turn, as often as it wants to hear it. Ends when dropped.
+pub(crate) struct Watchdog {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watchdog {
+    /// Starts it, if systemd watches.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(crate) fn start(workers: &[Handle]) -> Result<Option<Self>> {
+        let Some(period) = sd_notify::watchdog_enabled() else { return Ok(None) };
+        Self::watch(workers, period, || tell(&[NotifyState::Watchdog])).map(Some)
+    }
+
+    fn watch(
+        workers: &[Handle],
+        period: Duration,
+        say: impl Fn() + Send + 'static,
+    ) -> Result<Self> {
+        let workers: Vec<_> = workers.iter().map(|worker| (worker.clone(), answered())).collect();
+        let (stop, stopped) = mpsc::channel();
+        let body = move || loop {
+            if workers.iter().all(|(_, answered)| answered.load(Ordering::Acquire)) {
+                say();
+                workers.iter().for_each(|(worker, answered)| ask(worker, answered));
+            } else {
+                tracing::warn!("a worker does not turn: systemd is not told that all is well");
+            }
+            // Twice may be late before it counts.
+            match stopped.recv_timeout(period / 3) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
+            }
+        };
+        let thread = std::thread::Builder::new().name("mica-watchdog".to_owned()).spawn(body);
+        let thread = thread.map_err(|error| Error::from_io("starting the watchdog", error))?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+fn answered() -> Arc<AtomicBool> {
+    Arc::new(AtomicBool::new(true))
+}
+
+/// Has a worker answer when it comes to it. It is asked once until it does.
+fn ask(worker: &Handle, answered: &Arc<AtomicBool>) {
+    answered.store(false, Ordering::Release);
+    let answered = Arc::clone(answered);
+    worker.spawn_with(move || async move { answered.store(true, Ordering::Release) });
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.stop = None;
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::warn!("the watchdog failed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_rt::Backend;
+    use mica_serve::Workers;
+
+    const PERIOD: Duration = Duration::from_millis(60);
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn watchdog_falls_silent_while_a_worker_hangs() {
+        let workers = Workers::start(2, Backend::Pool).expect("executors");
+        let (said, heard) = mpsc::channel();
+        let say = move || said.send(()).unwrap_or_default();
+        let watchdog = Watchdog::watch(workers.handles(), PERIOD, say).expect("a thread");
+        for _ in 0..5 {
+            heard.recv_timeout(PATIENCE).expect("all is well");
+        }
+
+        let (release, hanging) = mpsc::channel::<()>();
+        let (hangs, begun) = mpsc::channel();
+        workers.handles()[1].spawn_with(move || async move {
+            hangs.send(()).expect("awaited");
+            // It does not give its turn back until it is told to.
+            let _ = hanging.recv();
+        });
+        begun.recv_timeout(PATIENCE).expect("it hangs");
+        // One that was asked before it hung may still be told of.
+        let mut told = 0;
+        while heard.recv_timeout(PERIOD * 5).is_ok() {
+            told += 1;
+        }
+        assert!(told <= 2, "{told} times while a worker hung");
+
+        drop(release);
+        heard.recv_timeout(PATIENCE).expect("all is well again");
+        drop(watchdog);
+        while heard.try_recv().is_ok() {}
+        assert_eq!(heard.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "it ended");
+    }
+}

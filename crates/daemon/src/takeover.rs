@@ -1,0 +1,380 @@
+//! A new process takes over the sockets of the one that serves, and goes on. Guests only wait.
+//!
+//! ```text
+//! new: is configured               ─ POST /v1/takeover, with a socket's path ─▶ old
+//! old: serves on                   ─ its listening sockets ──────────────────▶ new
+//! new: enters its sandbox          ─ ready ──────────────────────────────────▶ old
+//! old: stops, closes its images    ─ closed ─────────────────────────────────▶ new
+//! new: opens them, serves          ─ serving ────────────────────────────────▶ old
+//! old: ends
+//! ```
+//!
+//! Invariants
+//! - I1 One of the two has the images open, never both: their locks say so too.
+//! - I2 The listening sockets are open in one of them at any time, and their files stay: who
+//!   connects meanwhile waits.
+//! - I3 Until the old one hears that the new one serves, it opens the images again and goes on if
+//!   the new one fails, ends, or takes longer than [`SERVE_LIMIT`].
+//! - I4 Both know the same end of it: after that limit nothing that the new one says is heard, and
+//!   it notices, because it cannot say it.
+//!
+//! What the new one does not serve any more at a socket, it closes, and removes its file.
+
+mod channel;
+
+pub(crate) use channel::send_with_fds;
+
+use crate::daemon::Shared;
+use crate::sockets::{Held, Origin};
+use channel::{Channel, FDS_MAX, Message, Told};
+use mica_block::{Error, ErrorKind, Result};
+use mica_serve::Listener;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{SocketAddrUnix, SocketFlags};
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+/// For the old one to answer, while it serves.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+/// For the new one to be ready. The old one serves meanwhile.
+const READY_LIMIT: Duration = Duration::from_secs(30);
+/// For the old one to answer what is in flight, and to flush.
+const CLOSE_LIMIT: Duration = Duration::from_secs(120);
+/// For the new one to open the images. Guests wait meanwhile.
+const SERVE_LIMIT: Duration = Duration::from_secs(60);
+/// For an image to be free again that the new one had open.
+const REOPEN_LIMIT: Duration = Duration::from_secs(600);
+const REOPEN_PAUSE: Duration = Duration::from_millis(200);
+/// Sockets that are handed over.
+const SOCKETS_MAX: usize = 4096;
+/// Bytes of an answer over HTTP.
+const ANSWER_BYTES_MAX: u64 = 64 << 10;
+
+/// The new process, as it takes over.
+pub(crate) struct Taking {
+    channel: Channel,
+}
+
+impl Taking {
+    /// Asks the process behind the `control` socket for its sockets. It goes on serving.
+    ///
+    /// # Errors
+    /// If there is none, or it refuses.
+    pub(crate) fn begin(control: &Path) -> Result<(Self, Vec<Held>)> {
+        let meeting = Meeting::arrange()?;
+        let channel = meeting.wait(ask(control, &meeting.path())?)?;
+        drop(meeting);
+        let mut sockets = Vec::new();
+        loop {
+            let (message, fds) = channel.receive(ANSWER_LIMIT)?;
+            let Message::Sockets { sockets: told, more } = message else {
+                return Err(unexpected(&message));
+            };
+            if told.len() != fds.len() || sockets.len() > SOCKETS_MAX {
+                return Err(Error::new(ErrorKind::Invalid, "the other process's list is wrong"));
+            }
+            for (Told { name, is_of_unit }, fd) in told.into_iter().zip(fds) {
+                let origin = if is_of_unit { Origin::Unit } else { Origin::Takeover };
+                sockets.push(Held { name, origin, listener: Listener::inherited(fd)? });
+            }
+            if !more {
+                return Ok((Self { channel }, sockets));
+            }
+        }
+    }
+
+    /// Has the old process close its images. From now on guests wait.
+    ///
+    /// # Errors
+    /// If it cannot, or does not in time. It goes on then.
+    pub(crate) fn wait_until_closed(&self) -> Result<()> {
+        self.channel.send(&Message::Ready, &[])?;
+        match self.channel.receive(CLOSE_LIMIT)?.0 {
+            Message::Closed => Ok(()),
+            Message::Failed { why } => {
+                let context = format!("the other process could not hand over: {why}");
+                Err(Error::new(ErrorKind::Io, context))
+            }
+            message => Err(unexpected(&message)),
+        }
+    }
+
+    /// Lets the old process end.
+    ///
+    /// # Errors
+    /// If it has given this one up: then it serves again as soon as the images are free.
+    pub(crate) fn serving(&self) -> Result<()> {
+        let given_up = |error: Error| error.wrap("the other process has gone on by itself");
+        self.channel.send(&Message::Serving, &[]).map_err(given_up)
+    }
+}
+
+/// Where the two processes meet: a socket in a folder that nobody else looks into.
+struct Meeting {
+    folder: PathBuf,
+    socket: OwnedFd,
+}
+
+impl Meeting {
+    fn arrange() -> Result<Self> {
+        /// Names that others may have taken.
+        const ATTEMPTS: u32 = 64;
+        let failed = |error| Error::from_io("making a socket to take over by", error);
+        let mut builder = std::fs::DirBuilder::new();
+        builder.mode(0o700);
+        let mut attempt = 0;
+        let folder = loop {
+            let name = format!("mica-takeover-{}-{attempt}", std::process::id());
+            let folder = std::env::temp_dir().join(name);
+            match builder.create(&folder) {
+                Ok(()) => break folder,
+                Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                    return Err(failed(error));
+                }
+                Err(error) if attempt == ATTEMPTS => return Err(failed(error)),
+                Err(_) => attempt += 1,
+            }
+        };
+        let socket = channel::socket().map_err(|error| failed(error.into()))?;
+        let meeting = Self { folder, socket };
+        let bound = || -> std::io::Result<()> {
+            rustix::net::bind(&meeting.socket, &SocketAddrUnix::new(meeting.path())?)?;
+            std::fs::set_permissions(meeting.path(), std::fs::Permissions::from_mode(0o600))?;
+            Ok(rustix::net::listen(&meeting.socket, 1)?)
+        };
+        bound().map_err(failed)?;
+        Ok(meeting)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.join("socket")
+    }
+
+    /// Waits for the old process to come, or to say over `http` that it does not.
+    fn wait(&self, mut http: UnixStream) -> Result<Channel> {
+        let failed = |error| Error::from_io("waiting for the process that is taken over", error);
+        let limit = Timespec::try_from(ANSWER_LIMIT).ok();
+        let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(&http, PollFlags::IN)];
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(0) => {
+                let what = "the process that is to be taken over does not answer";
+                return Err(Error::new(ErrorKind::Io, what));
+            }
+            Ok(_) => {}
+            Err(error) => return Err(failed(error.into())),
+        }
+        let has_come = !fds[0].revents().is_empty();
+        if !has_come {
+            // Whoever agrees has come before the answer does.
+            check_answer(&mut http)?;
+        }
+        let accepted = rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC);
+        Channel::new(accepted.map_err(|error| failed(error.into()))?)
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        // What stays behind is an empty folder of ours.
+        let _ = std::fs::remove_file(self.path());
+        let _ = std::fs::remove_dir(&self.folder);
+    }
+}
+
+fn ask(control: &Path, meet_at: &Path) -> Result<UnixStream> {
+    let context = || format!("--takeover: the server at {}", control.display());
+    let mut http = UnixStream::connect(control).map_err(|error| {
+        let what = format!("{} (to start where none runs, leave --takeover out)", context());
+        Error::from_io(what, error)
+    })?;
+    let body = json!({ "socket": meet_at.display().to_string() }).to_string();
+    let request = format!(
+        "POST /v1/takeover HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    let sent = http.set_read_timeout(Some(ANSWER_LIMIT));
+    let sent = sent.and_then(|()| http.write_all(request.as_bytes()));
+    sent.map_err(|error| Error::from_io(context(), error))?;
+    Ok(http)
+}
+
+/// What the old process says if it is not that it comes.
+fn check_answer(http: &mut UnixStream) -> Result<()> {
+    let mut answer = Vec::new();
+    http.take(ANSWER_BYTES_MAX)
+        .read_to_end(&mut answer)
+        .map_err(|error| Error::from_io("--takeover: its answer", error))?;
+    let answer = String::from_utf8_lossy(&answer);
+    let status = answer.split(' ').nth(1).unwrap_or_default();
+    if status.starts_with('2') {
+        return Ok(());
+    }
+    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+    let told = serde_json::from_str::<Value>(body).ok();
+    let told = told.as_ref().and_then(|told| told["error"].as_str()).unwrap_or(body);
+    let context = format!("--takeover: the server refused ({status}): {}", told.trim());
+    Err(Error::new(ErrorKind::Denied, context))
+}
+
+fn unexpected(message: &Message) -> Error {
+    let context = format!("a takeover does not begin with {message:?} here");
+    Error::new(ErrorKind::Invalid, context)
+}
+
+impl Shared {
+    /// Hands over to the process that listens at `path`; returns when it was found to be one of
+    /// ours, and does the rest on a thread of its own.
+    ///
+    /// # Errors
+    /// `Denied` if it is another user's, or if another takeover is under way; else what keeps it
+    /// from being reached.
+    pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
+        let channel = Channel::connect(path)?;
+        let shared = Arc::clone(self);
+        let (sender, begun) = mpsc::channel();
+        let body = move || {
+            let Ok(_one) = shared.handing_over.try_lock() else {
+                let what = "another takeover is under way";
+                return drop(sender.send(Err(Error::new(ErrorKind::Denied, what))));
+            };
+            if sender.send(Ok(())).is_err() {
+                return;
+            }
+            match shared.give(&channel) {
+                Ok(()) => {
+                    tracing::info!("another process has taken over");
+                    shared.ending.close();
+                }
+                Err(error) => tracing::warn!(%error, "not taken over: this process serves on"),
+            }
+        };
+        let thread = std::thread::Builder::new().name("mica-takeover".to_owned()).spawn(body);
+        thread.map_err(|error| Error::from_io("starting a takeover", error))?;
+        match begun.recv_timeout(ANSWER_LIMIT) {
+            Ok(begun) => begun,
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                Err(Error::new(ErrorKind::Io, "a takeover does not begin"))
+            }
+        }
+    }
+
+    fn give(&self, channel: &Channel) -> Result<()> {
+        self.send_sockets(channel)?;
+        match channel.receive(READY_LIMIT)?.0 {
+            Message::Ready => {}
+            message => return Err(unexpected(&message)),
+        }
+        let mut suspended = Vec::new();
+        for (index, served) in self.served.iter().enumerate() {
+            match served.suspend() {
+                Ok(true) => suspended.push(index),
+                // It was drained before.
+                Ok(false) => {}
+                Err(error) => {
+                    suspended.push(index);
+                    // Nobody is there to be told if this fails.
+                    let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+                    channel.close();
+                    self.resume(&suspended);
+                    return Err(error);
+                }
+            }
+        }
+        let told = channel.send(&Message::Closed, &[]);
+        match told.and_then(|()| Self::hear_serving(channel)) {
+            Ok(()) => {
+                self.leave_files();
+                Ok(())
+            }
+            Err(error) => {
+                self.resume(&suspended);
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for the new process to serve (I4).
+    fn hear_serving(channel: &Channel) -> Result<()> {
+        let heard = match channel.receive(SERVE_LIMIT) {
+            Err(error) => {
+                channel.close();
+                // What was said before it was closed counts.
+                channel.receive(ANSWER_LIMIT).map_err(|_| error)
+            }
+            heard => heard,
+        };
+        match heard?.0 {
+            Message::Serving => Ok(()),
+            message => Err(unexpected(&message)),
+        }
+    }
+
+    fn send_sockets(&self, channel: &Channel) -> Result<()> {
+        let mut all = Vec::new();
+        let mut add = |held: &Held| {
+            let told = Told { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
+            all.push((told, held.listener.clone()));
+        };
+        self.control().iter().for_each(&mut add);
+        self.served.iter().for_each(|served| served.held().iter().for_each(&mut add));
+        let mut rest = all.as_slice();
+        loop {
+            let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
+            rest = after;
+            let fds: Vec<_> = batch.iter().map(|(_, listener)| listener.as_fd()).collect();
+            let told = |told: &Told| Told { name: told.name.clone(), ..*told };
+            let sockets = batch.iter().map(|(socket, _)| told(socket)).collect();
+            let more = !rest.is_empty();
+            channel.send(&Message::Sockets { sockets, more }, &fds)?;
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Somebody else listens there now.
+    fn leave_files(&self) {
+        self.control().iter().for_each(|held| held.listener.leave_file());
+        for served in &self.served {
+            served.held().iter().for_each(|held| held.listener.leave_file());
+        }
+    }
+
+    /// Serves again what was closed for another process that failed.
+    fn resume(&self, suspended: &[usize]) {
+        for index in suspended {
+            let served = &self.served[*index];
+            let name = &served.config.name;
+            let mut outcome = served.resume();
+            let mut waited = Duration::ZERO;
+            // The other process may need a moment to let go of the image.
+            while outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied)
+                && waited < REOPEN_LIMIT
+                && !self.is_stopping.load(Ordering::Relaxed)
+            {
+                pause(REOPEN_PAUSE);
+                waited += REOPEN_PAUSE;
+                outcome = served.resume();
+            }
+            match outcome {
+                Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+                Err(error) => tracing::error!(%error, "disk {name:?} is served no more"),
+            }
+        }
+    }
+}
+
+fn pause(time: Duration) {
+    // Nobody sends: this only waits.
+    let (_sender, never) = mpsc::channel::<()>();
+    let _ = never.recv_timeout(time);
+}
