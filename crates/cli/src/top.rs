@@ -117,19 +117,8 @@ fn page(answer: &Value, rates: &[Rates<'_>]) -> String {
         ]
     });
     let head = [
-        "DISK",
-        "READS/S",
-        "WRITES/S",
-        "READ MIB/S",
-        "WRITE MIB/S",
-        "READ MEAN",
-        "P99",
-        "WRITE MEAN",
-        "P99",
-        "MAP HITS",
-        "LAYERS",
-        "CLIENTS",
-        "STATE",
+        "DISK", "READ/S", "WRITE/S", "R MIB/S", "W MIB/S", "R MEAN", "R P99", "W MEAN", "W P99",
+        "HITS", "LAYERS", "CLIENTS", "STATE",
     ];
     let disks = table(&head, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11], rows.collect());
     let version = text(&answer["version"]);

@@ -50,9 +50,9 @@ pub(crate) struct Common {
 
 enum State {
     /// It is served.
-    Serving(Servers),
+    Serving(Box<Servers>),
     /// It is being closed, or was: nothing serves it. The outcome is there once it is closed.
-    Ended(Counts, Option<Result<()>>),
+    Ended(Box<Counts>, Option<Result<()>>),
 }
 
 /// What serves a disk.
@@ -93,7 +93,7 @@ impl Served {
     pub(crate) fn start(config: DiskConfig, common: &Common, came: &mut Sockets) -> Result<Self> {
         let opened = Mutex::new(open(&config, common)?);
         let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
-        let state = Mutex::new(State::Serving(Servers::default()));
+        let state = Mutex::new(State::Serving(Box::default()));
         let last_depth = Mutex::default();
         let served = Self { config, common, acts, opened, last_depth, held, state };
         match served.listen(came).and_then(|()| served.serve()) {
@@ -208,7 +208,7 @@ impl Served {
         let _act = self.act();
         let opened = open(&self.config, &self.common)?;
         *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = opened;
-        *self.lock() = State::Serving(Servers::default());
+        *self.lock() = State::Serving(Box::default());
         self.serve().inspect_err(|_| {
             // What failed first is told.
             let _ = self.end();
@@ -224,11 +224,11 @@ impl Served {
                 State::Ended(_, outcome) => return outcome.clone().unwrap_or(Ok(())),
             };
             // Whoever asks meanwhile sees what was counted so far.
-            *state = State::Ended(servers.counts(), None);
+            *state = State::Ended(Box::new(servers.counts()), None);
             servers
         };
         let counts = servers.shutdown();
-        *self.lock() = State::Ended(counts, None);
+        *self.lock() = State::Ended(Box::new(counts), None);
         let disk = self.opened().disk;
         let closed = self.common.workers.run(move || async move { disk.close().await });
         let outcome = closed.and_then(|closed| closed).map_err(|error| {
@@ -236,7 +236,7 @@ impl Served {
             error.wrap(format!("closing {image}: not all that was written is in it"))
         });
         self.let_go();
-        *self.lock() = State::Ended(counts, Some(outcome.clone()));
+        *self.lock() = State::Ended(Box::new(counts), Some(outcome.clone()));
         outcome
     }
 
@@ -276,8 +276,8 @@ impl Served {
         Ok(Resized { old, new: self.opened().disk.geometry().len, notice })
     }
 
-    /// Leaves nothing of a closed disk open but what was counted: its files and their locks are free
-    /// for whoever comes next.
+    /// Leaves nothing of a closed disk but what was counted: its files and their locks are free for
+    /// whoever comes next.
     fn let_go(&self) {
         let opened = self.opened();
         *self.last_depth() = depth_of(&opened);
@@ -321,7 +321,7 @@ impl Served {
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
             State::Serving(servers) => servers.counts(),
-            State::Ended(counts, _) => *counts,
+            State::Ended(counts, _) => **counts,
         }
     }
 

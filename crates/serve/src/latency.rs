@@ -10,12 +10,12 @@ use mica_rt::Instant;
 use std::fmt;
 
 /// Buckets of an octave: a time is known to a quarter of itself.
-const PARTS: u64 = 4;
+const PARTS: usize = 4;
 const PARTS_BITS: u32 = PARTS.ilog2();
 /// The first octave ends at as many microseconds as it has buckets, the last at 67 seconds.
 const OCTAVES: usize = 25;
 /// Times beyond are in the last bucket.
-const BUCKETS: usize = OCTAVES * PARTS as usize;
+const BUCKETS: usize = OCTAVES * PARTS;
 
 /// Times of requests, written by the thread of one queue.
 pub(crate) struct LatencyCounter {
@@ -124,7 +124,7 @@ fn bucket_of(us: u64) -> usize {
     let index = match us.checked_ilog2() {
         Some(octave) if octave >= PARTS_BITS => {
             let shift = octave - PARTS_BITS;
-            u64::from(shift) * PARTS + (us >> shift)
+            u64::from(shift) * PARTS as u64 + (us >> shift)
         }
         _ => us,
     };
@@ -133,7 +133,7 @@ fn bucket_of(us: u64) -> usize {
 
 /// Where bucket `index` ends, in microseconds.
 fn end_of(index: usize) -> u64 {
-    let (index, parts) = (index as u64, PARTS);
+    let (index, parts) = (index as u64, PARTS as u64);
     match (index / parts).checked_sub(1) {
         Some(octave) => (parts + index % parts + 1) << octave,
         None => index + 1,

@@ -206,7 +206,7 @@ struct Session<'a> {
     lone_receives: u32,
     /// Reused by every plan.
     extents: Vec<Extent>,
-    /// When this turn was, if anybody asked: the clock is read once for all that it begins and ends.
+    /// When this turn was, if anybody asked: the clock is read once for all that begins and ends.
     turn_at: Option<Instant>,
 }
 
@@ -359,7 +359,7 @@ impl<'a> Session<'a> {
                     return Ok(sent);
                 }
                 sending.set(Some(start(outgoing.take_batch(), self.urgency())));
-                self.send_began = Some(now());
+                self.send_began = Some(*self.turn_at.get_or_insert_with(now));
                 due = true;
             }
             let Some(send) = sending.as_mut().as_pin_mut() else { return Ok(sent) };
