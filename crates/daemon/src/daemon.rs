@@ -1,9 +1,9 @@
 //! The process from start to end.
 //!
 //! Order: what is not to be done in the sandbox, the sandbox, and then threads that serve, images
-//! and sockets. Images are opened, then sockets appear; so whoever can connect is served. At the end
-//! the sockets go first, requests in flight are answered, the servers end, and every disk is closed,
-//! once, whatever went wrong before.
+//! and sockets. Images are opened, then sockets appear; so whoever can connect is served. At the
+//! end the sockets go first, requests in flight are answered, the servers end, and every disk is
+//! closed, once, whatever went wrong before.
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch, Places};
@@ -177,8 +177,8 @@ impl Shared {
         }
     }
 
-    /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what is
-    /// left of both.
+    /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what
+    /// is left of both.
     fn serve(
         &mut self,
         config: Config,

@@ -1,8 +1,8 @@
 //! Sockets that are there before this process listens: from systemd, or from a process that is
 //! taken over. And those that it holds, wherever they come from.
 //!
-//! A socket finds its place by its address. One of a socket unit else finds it by its name: a disk's
-//! own name serves the disk by NBD, `NAME.vhost-user` is its device.
+//! A socket finds its place by its address. One of a socket unit else finds it by its name: a
+//! disk's own name serves the disk by NBD, `NAME.vhost-user` is its device.
 
 use crate::config::Config;
 use mica_block::{Error, ErrorKind, Result};
