@@ -77,6 +77,8 @@ enum End {
     Killed,
     /// SIGTERM.
     Asked,
+    /// Another takes over.
+    TakenOver,
 }
 
 /// Rounds that the guest has written.
@@ -90,6 +92,14 @@ fn restart(server: Server, dir: &Path, format: &str, end: End, away: Duration) -
     match end {
         End::Killed => drop(server),
         End::Asked => host::stop(server),
+        End::TakenOver => {
+            let control = control(dir);
+            let new = host::serve(dir, IMAGE, format, &["--control", &control, "--takeover"]);
+            // It ends by itself. Its NBD socket, where the new one does not serve, goes later.
+            let stopped = server.stop().expect("it ends");
+            assert!(stopped.status.success(), "{stopped:?}");
+            return new;
+        }
     }
     clock::sleep(away);
     // The kernel ends what a ring had under way after the process, and frees the file's locks then.
@@ -98,6 +108,10 @@ fn restart(server: Server, dir: &Path, format: &str, end: End, away: Duration) -
         host::try_serve(dir, IMAGE, format, &[]).map_err(|error| refusal = Some(error)).ok()
     });
     server.unwrap_or_else(|| panic!("mica does not come back: {refusal:?}"))
+}
+
+fn control(dir: &Path) -> String {
+    dir.join("control").display().to_string()
 }
 
 #[track_caller]
@@ -109,7 +123,7 @@ fn a_guest_only_waits(format: &str, end: End) {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     qemu::img(dir, ["create", "-q", "-f", format, IMAGE, DISK_SIZE]).ok();
-    let mut server = host::serve(dir, IMAGE, format, &[]);
+    let mut server = host::serve(dir, IMAGE, format, &["--control", &control(dir)]);
     let socket = host::vhost_socket(dir);
     let work = Work { script: SCRIPT, ..Work::default() };
     let mut machine = Machine::boot(Disk::VhostUser(&socket), &work).expect("a machine");
@@ -165,6 +179,11 @@ fn a_raw_disk_outlives_restarts_of_its_server() {
 #[test]
 fn a_qcow2_disk_outlives_restarts_of_its_server() {
     a_guest_only_waits("qcow2", End::Asked);
+}
+
+#[test]
+fn a_qcow2_disk_goes_from_one_server_to_the_next() {
+    a_guest_only_waits("qcow2", End::TakenOver);
 }
 
 #[test]
