@@ -1,0 +1,93 @@
+//! Every thread of a server that serves is in the sandbox, and a server in it does all that it does
+//! outside.
+
+use mica_tests::server::Server;
+use mica_tests::{mica, nbd, qemu, tools};
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// A chain of two layers.
+fn chain() -> Option<TempDir> {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    qemu::create(dir.path(), "base.qcow2", &[], "8M");
+    qemu::io(dir.path(), &[], "base.qcow2", &["write -P 1 0 2M"]);
+    qemu::overlay(dir.path(), "disk.qcow2", "base.qcow2", &[]);
+    Some(dir)
+}
+
+/// What the kernel says of the threads of `server`: name, no new privileges, mode of seccomp.
+fn threads(server: &Server) -> Vec<(String, String, String)> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", server.pid())).expect("it runs");
+    let status = |task: &Path| {
+        let text = fs::read_to_string(task.join("status")).unwrap_or_default();
+        let field = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            line.unwrap_or_default().trim().to_owned()
+        };
+        (field("Name:"), field("NoNewPrivs:"), field("Seccomp:"))
+    };
+    tasks.flatten().map(|task| status(&task.path())).collect()
+}
+
+#[test]
+fn every_thread_that_serves_is_in_it() {
+    let Some(dir) = chain() else { return };
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (control, device) = (path("control"), path("vhost"));
+    let options = ["--control", &control, "--vhost-user", &device, "--sandbox", "require"];
+    let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
+    let server = server.expect("served");
+
+    let threads = threads(&server);
+    for name in ["mica", "mica-worker-0", "mica-vhost", "mica-control"] {
+        assert!(threads.iter().any(|thread| thread.0 == name), "{name}: {threads:?}");
+    }
+    // Threads of the kernel that io_uring starts make no system calls, but have the rules.
+    let outside = threads.iter().filter(|(_, privileges, calls)| privileges != "1" || calls != "2");
+    assert_eq!(outside.count(), 0, "{threads:?}");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn off_leaves_it_out() {
+    let Some(dir) = chain() else { return };
+    let server = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &["--sandbox", "off"]);
+    let server = server.expect("served");
+    let threads = threads(&server);
+    assert!(threads.iter().all(|(_, privileges, _)| privileges == "0"), "{threads:?}");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn layers_elsewhere_are_read_where_they_are_allowed_through_a_link() {
+    let Some(dir) = chain() else { return };
+    let dir = dir.path();
+    // The image is named through a link; its backing file lies elsewhere again.
+    for folder in ["bases", "links"] {
+        fs::create_dir(dir.join(folder)).expect("made");
+    }
+    fs::rename(dir.join("base.qcow2"), dir.join("bases/base.qcow2")).expect("moved");
+    let rebase = ["rebase", "-u", "-F", "qcow2", "-b", "bases/base.qcow2", "disk.qcow2"];
+    qemu::img(dir, rebase).ok();
+    let bases = dir.join("bases");
+    std::os::unix::fs::symlink(&bases, dir.join("links/bases")).expect("linked");
+    std::os::unix::fs::symlink("../disk.qcow2", dir.join("links/disk")).expect("linked");
+    let more = ["--sandbox", "require"];
+    let server = Server::mica_writable(&dir.join("links/disk"), "qcow2", &more).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, 4096).expect("read"), vec![1; 4096]);
+    client.disconnect().expect("left");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn ublk_is_refused_with_what_to_do_instead() {
+    let said = mica::run(["serve", "--ublk", "--format", "null", "1M"]);
+    assert_eq!(said.code(), Some(1));
+    let line = said.refusal();
+    assert!(line.contains("--vhost-user") && line.contains("ublk"), "{line}");
+}
