@@ -184,7 +184,7 @@ fn survives(options: &str, backed: bool) {
                 guests.expect_all_acknowledged();
                 let image = dir.join("disk.qcow2");
                 let flat = dir.join("flat.raw");
-                let args = ["convert", "-O", "raw"].map(OsStr::new);
+                let args = ["convert", "--force", "-O", "raw"].map(OsStr::new);
                 mica::run(args.into_iter().chain([image.as_os_str(), flat.as_os_str()])).ok();
                 guests.judge(&fs::read(flat).expect("flat"), &first, &what);
             }

@@ -10,7 +10,7 @@ use crate::control::{Control, LogSwitch, Places};
 use crate::images::ImageConfig;
 use crate::sandbox::{self, Needs};
 use crate::served::{Common, Served};
-use crate::sockets::{self, Held, Origin, Sockets};
+use crate::sockets::{Held, Origin, Sockets};
 use crate::systemd::{self, Watchdog};
 use crate::takeover::Taking;
 use mica_block::{Error, ErrorKind, Result};
@@ -56,7 +56,7 @@ pub(crate) struct Shared {
     /// Whether somebody wants it stopped.
     pub(crate) is_stopping: AtomicBool,
     /// Where it is told what to do.
-    control: Mutex<Option<Held>>,
+    places: Mutex<Places>,
 }
 
 impl Daemon {
@@ -98,9 +98,8 @@ impl Daemon {
         let common = Common { handles, workers, unmounter };
         let served = shared.serve(config, &common, came);
         let shared = Arc::new(shared);
-        let begun = served.and_then(|(places, came)| {
-            let listener = shared.control().as_ref().map(|held| held.listener.clone());
-            let control = Control::start(&places, listener, &shared, log)?;
+        let begun = served.and_then(|came| {
+            let control = Control::start(&shared.places(), &shared, log)?;
             // From here on the other process is gone, or this one fails.
             taking.map_or(Ok(()), |taking| taking.serving())?;
             came.remove_spare();
@@ -129,7 +128,7 @@ impl Daemon {
         systemd::tell(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let told = self.write_stats();
-        *self.shared.control() = None;
+        *self.shared.places() = Places::default();
         // Whoever asked for the end hears of it.
         if let Some(control) = self.control.take() {
             control.stop();
@@ -173,19 +172,13 @@ impl Shared {
             ending,
             handing_over: Mutex::default(),
             is_stopping: AtomicBool::new(false),
-            control: Mutex::default(),
+            places: Mutex::default(),
         }
     }
 
     /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what
-    /// is left of both.
-    fn serve(
-        &mut self,
-        config: Config,
-        common: &Common,
-        mut came: Sockets,
-    ) -> Result<(Places, Sockets)> {
-        let places = Places::of(&config);
+    /// is left of those.
+    fn serve(&mut self, config: Config, common: &Common, mut came: Sockets) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
         for disk in config.disks {
             let name = disk.name.clone();
@@ -193,15 +186,14 @@ impl Shared {
             let served = Served::start(disk, common, &mut came);
             self.served.push(served.map_err(|error| if is_alone { error } else { named(error) })?);
         }
-        if let Some(path) = &config.control {
-            *self.control() = Some(came.unix(sockets::CONTROL.to_owned(), path)?);
-        }
-        Ok((places, came))
+        let Config { control, metrics, metrics_public, .. } = config;
+        *self.places() = Places::take(control.as_deref(), metrics, metrics_public, &mut came)?;
+        Ok(came)
     }
 
-    /// The control socket.
-    pub(crate) fn control(&self) -> MutexGuard<'_, Option<Held>> {
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Where it is asked and told.
+    pub(crate) fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Now all is served, and the sockets that are not of a unit are this process's.
@@ -212,7 +204,7 @@ impl Shared {
             }
             systemd::store(held);
         };
-        self.control().iter().for_each(each_socket);
+        self.places().iter().for_each(each_socket);
         self.served.iter().for_each(|served| served.held().iter().for_each(each_socket));
         let status = match self.served.len() {
             1 => "serving a disk".to_owned(),

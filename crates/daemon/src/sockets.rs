@@ -36,6 +36,8 @@ pub(crate) struct Held {
 const DEVICE: &str = ".vhost-user";
 /// The name of the socket by which the process is told what to do.
 pub(crate) const CONTROL: &str = "mica.control";
+/// The name of the socket at which it shows its figures.
+pub(crate) const METRICS: &str = "mica.metrics";
 
 /// What the socket of a disk's device is called.
 pub(crate) fn device_name(disk: &str) -> String {
@@ -86,6 +88,7 @@ impl Sockets {
         let mut sockets = Self::default();
         let mut wanted: Vec<_> =
             config.control.iter().filter_map(|path| Place::unix(path)).collect();
+        wanted.extend(config.metrics.map(Place::Tcp));
         let mut names = Vec::new();
         for disk in &config.disks {
             wanted.extend(disk.nbd.iter().filter_map(|name| Place::nbd(name)));
@@ -124,6 +127,17 @@ impl Sockets {
         match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
             Some(held) => Ok(Held { name, ..held }),
             None => Ok(Held { name, origin: Origin::Here, listener: Listener::unix(path)? }),
+        }
+    }
+
+    /// The socket at a TCP `address`: one that came along, or a new one.
+    ///
+    /// # Errors
+    /// As [`Listener::tcp`].
+    pub(crate) fn tcp(&mut self, name: String, address: SocketAddr) -> Result<Held> {
+        match self.by_place.remove(&Place::Tcp(address)) {
+            Some(held) => Ok(Held { name, ..held }),
+            None => Ok(Held { name, origin: Origin::Here, listener: Listener::tcp(address)? }),
         }
     }
 

@@ -324,7 +324,7 @@ impl Shared {
             let told = Told { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
             all.push((told, held.listener.clone()));
         };
-        self.control().iter().for_each(&mut add);
+        self.places().iter().for_each(&mut add);
         self.served.iter().for_each(|served| served.held().iter().for_each(&mut add));
         let mut rest = all.as_slice();
         loop {
@@ -343,7 +343,7 @@ impl Shared {
 
     /// Somebody else listens there now.
     fn leave_files(&self) {
-        self.control().iter().for_each(|held| held.listener.leave_file());
+        self.places().iter().for_each(|held| held.listener.leave_file());
         for served in &self.served {
             served.held().iter().for_each(|held| held.listener.leave_file());
         }

@@ -25,8 +25,8 @@ mod tests;
 
 pub use log::{LogLevel, LogSwitch};
 
-use crate::config::Config;
 use crate::daemon::Shared;
+use crate::sockets::{CONTROL, Held, METRICS, Sockets};
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -37,7 +37,7 @@ use std::fs::Permissions;
 use std::net::{SocketAddr, TcpListener as StdTcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
@@ -67,18 +67,41 @@ const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(2);
 /// Strangers that are logged.
 const STRANGERS_LOGGED_MAX: u32 = 16;
 
-/// Where it listens.
+/// Where it listens: the unix socket, and the address of the figures.
+#[derive(Default)]
 pub(crate) struct Places {
-    control: Option<PathBuf>,
-    metrics: Option<SocketAddr>,
-    metrics_public: bool,
+    control: Option<Held>,
+    metrics: Option<Held>,
 }
 
 impl Places {
-    pub(crate) fn of(config: &Config) -> Self {
-        let Config { control, metrics, metrics_public, .. } = config;
-        let (metrics, metrics_public) = (*metrics, *metrics_public);
-        Self { control: control.clone(), metrics, metrics_public }
+    /// At the sockets that `came` along, or at new ones.
+    ///
+    /// # Errors
+    /// What keeps it from listening; `Denied` for figures beyond the loopback that nobody allowed.
+    pub(crate) fn take(
+        control: Option<&Path>,
+        metrics: Option<SocketAddr>,
+        metrics_public: bool,
+        came: &mut Sockets,
+    ) -> Result<Self> {
+        let mut places = Self::default();
+        if let Some(path) = control {
+            places.control = Some(came.unix(CONTROL.to_owned(), path)?);
+            std::fs::set_permissions(path, Permissions::from_mode(0o600))
+                .map_err(|error| Error::from_io("starting the control socket", error))?;
+        }
+        if let Some(address) = metrics {
+            check_metrics(address, metrics_public)?;
+            let held = came.tcp(METRICS.to_owned(), address);
+            places.metrics =
+                Some(held.map_err(|error| error.wrap(format!("--metrics {address}")))?);
+        }
+        Ok(places)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
+        self.control.iter().chain(&self.metrics)
     }
 }
 
@@ -87,43 +110,29 @@ pub(crate) struct Control {
     stop: watch::Sender<bool>,
     thread: JoinHandle<()>,
     /// Its socket's file goes with it.
-    _listener: Option<Listener>,
+    _listeners: Vec<Listener>,
     #[cfg(test)]
     metrics_at: Option<SocketAddr>,
 }
 
 impl Control {
-    /// Starts it, if it is to listen anywhere; `listener` is the control socket, if it is there
-    /// already.
+    /// Starts it, if it is to listen anywhere.
     ///
     /// # Errors
-    /// What keeps it from listening; `Denied` for figures beyond the loopback that nobody allowed.
+    /// What the system says.
     pub(crate) fn start(
         places: &Places,
-        listener: Option<Listener>,
         shared: &Arc<Shared>,
         log: Arc<dyn LogSwitch>,
     ) -> Result<Option<Self>> {
-        let Places { control, metrics, metrics_public } = places;
-        if control.is_none() && metrics.is_none() {
+        if places.iter().next().is_none() {
             return Ok(None);
         }
         let failed = |error| Error::from_io("starting the control socket", error);
-        let listener = match (listener, control) {
-            (None, Some(path)) => Some(Listener::unix(path)?),
-            (listener, _) => listener,
-        };
-        if let Some(path) = control {
-            std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
-        }
-        let unix = match &listener {
-            Some(listener) => {
-                let fd = listener.as_fd().try_clone_to_owned().map_err(failed)?;
-                Some(std::os::unix::net::UnixListener::from(fd))
-            }
-            None => None,
-        };
-        let tcp = metrics.map(|address| listen(address, *metrics_public)).transpose()?;
+        let clone = |held: &Held| held.listener.as_fd().try_clone_to_owned().map_err(failed);
+        let unix = places.control.as_ref().map(clone).transpose()?;
+        let unix = unix.map(std::os::unix::net::UnixListener::from);
+        let tcp = places.metrics.as_ref().map(clone).transpose()?.map(StdTcpListener::from);
         let metrics_at = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
         if let Some(address) = metrics_at {
             tracing::info!(%address, "figures are served");
@@ -140,7 +149,7 @@ impl Control {
         Ok(Some(Self {
             stop,
             thread,
-            _listener: listener,
+            _listeners: places.iter().map(|held| held.listener.clone()).collect(),
             #[cfg(test)]
             metrics_at,
         }))
@@ -162,13 +171,13 @@ impl Control {
     }
 }
 
-fn listen(address: SocketAddr, is_public: bool) -> Result<StdTcpListener> {
+fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
     let context = || format!("--metrics {address}");
     if !is_public && !address.ip().to_canonical().is_loopback() {
         let what = "figures are shown on the loopback only, unless --metrics-public allows more";
         return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
     }
-    StdTcpListener::bind(address).map_err(|error| Error::from_io(context(), error))
+    Ok(())
 }
 
 fn serve(

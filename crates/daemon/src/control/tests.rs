@@ -264,10 +264,10 @@ fn the_drain_of_all_ends_the_process_after_its_answer() {
 
 #[test]
 fn figures_are_for_this_machine_unless_more_is_allowed() {
-    let listen = |public| super::listen(SocketAddr::from(([0, 0, 0, 0], 0)), public);
-    let refused = listen(false).expect_err("refused");
+    let check = |public| super::check_metrics(SocketAddr::from(([0, 0, 0, 0], 0)), public);
+    let refused = check(false).expect_err("refused");
     assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
-    listen(true).expect("allowed");
+    check(true).expect("allowed");
 }
 
 #[test]

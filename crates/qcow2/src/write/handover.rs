@@ -43,9 +43,9 @@
 //! put back in place of the image, it gets what the log has of the metadata, which is sound, but
 //! where clusters were new after the copy their data is missing.
 
+use super::header::LOG_NAME_SHIFT;
 #[cfg(doc)]
 use super::pages::PageState;
-use super::header::LOG_NAME_SHIFT;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
 use mica_block::{Error, ErrorKind, Handover, Result};
