@@ -54,8 +54,8 @@ const OF_ONE_DISK: [&str; 33] = [
 /// Serve a disk, or many: over NBD, and to virtual machines.
 #[derive(Args)]
 pub(crate) struct ServeArgs {
-    /// Serve what this TOML file says: a [[disk]] for each, whose keys are name, image and the
-    /// options of this verb. Paths in it start from its folder.
+    /// Serve what this TOML file says: one table "disk" for each, whose keys are name, image and
+    /// the options of this verb. Paths in it start from its folder.
     #[arg(long, conflicts_with_all = OF_ONE_DISK, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Threads that serve, for all disks and clients together. As many as processors by default.
