@@ -98,6 +98,15 @@ pub trait Images: Send + Sync {
         Ok(None)
     }
 
+    /// Where another user keeps what a writer of the image at `path` left.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let _ = path;
+        Ok(None)
+    }
+
     /// Now, in nanoseconds since the epoch, by the clock that stamps files.
     fn now_ns(&self) -> i128;
 }

@@ -237,8 +237,8 @@ mod tests {
         assert_eq!(
             status(&answer),
             "mica 1, process 7, up 1 min 1 s\n\n\
-             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE                   SERVED AT\n\
-             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)          \
+             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               SERVED AT\n\
+             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     \
              /run/a /run/b\n\
              d     drained  512 B  1                      0  b (raw, read-only)\n"
         );

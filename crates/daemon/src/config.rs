@@ -265,6 +265,10 @@ impl Config {
         if self.disks.is_empty() {
             return invalid("there is no disk to serve".to_owned());
         }
+        if self.stats_file.is_some() && self.disks.len() > 1 {
+            let what = "stats-file is of one disk: `mica ctl stats` tells of many";
+            return invalid(what.to_owned());
+        }
         let (mut names, mut sockets) = (BTreeSet::new(), BTreeSet::new());
         for disk in &self.disks {
             let name = &disk.name;
@@ -279,6 +283,15 @@ impl Config {
             }
             if disk.ublk {
                 return Err(ublk::refusal(name));
+            }
+            if disk.rates() != Rates::default()
+                && disk.vhost_user.is_none()
+                && !sockets_come_along()
+            {
+                return invalid(format!(
+                    "disk {name:?}: iops and bps limit a machine's device, which it has none of: \
+                     add vhost-user, or leave them out"
+                ));
             }
             let places = disk.places();
             if places.is_empty() && !sockets_come_along() {

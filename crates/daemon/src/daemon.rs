@@ -31,6 +31,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Most threads that are started without being asked for.
 const THREADS_DEFAULT_MAX: usize = 8;
 
+/// Disks that something is done with at one time.
+const ACTS_MAX: usize = 64;
+
 /// A process that serves disks.
 pub struct Daemon {
     shared: Arc<Shared>,
@@ -55,6 +58,8 @@ pub(crate) struct Shared {
     pub(crate) handing_over: Mutex<()>,
     /// Whether somebody wants it stopped.
     pub(crate) is_stopping: AtomicBool,
+    /// Whether another process serves all of it now.
+    pub(crate) is_handed_over: AtomicBool,
     /// Where it is told what to do.
     places: Mutex<Places>,
 }
@@ -66,7 +71,7 @@ impl Daemon {
     /// What keeps a disk from being served.
     pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
-        let signals = Signals::new([SIGTERM, SIGINT])
+        let mut signals = Signals::new([SIGTERM, SIGINT])
             .map_err(|error| Error::from_io("waiting for signals", error))?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
@@ -100,6 +105,10 @@ impl Daemon {
         let shared = Arc::new(shared);
         let begun = served.and_then(|came| {
             let control = Control::start(&shared.places(), &shared, log)?;
+            if taking.is_some() && signals.pending().next().is_some() {
+                let what = "a signal came before this process could take over";
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
             // From here on the other process is gone, or this one fails.
             taking.map_or(Ok(()), |taking| taking.serving())?;
             came.remove_spare();
@@ -172,6 +181,7 @@ impl Shared {
             ending,
             handing_over: Mutex::default(),
             is_stopping: AtomicBool::new(false),
+            is_handed_over: AtomicBool::new(false),
             places: Mutex::default(),
         }
     }
@@ -218,12 +228,32 @@ impl Shared {
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
         let _alone = self.handing_over.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut outcome = Ok(());
-        for served in &self.served {
-            // Every disk is closed, and the first failure is told.
-            outcome = outcome.and(served.stop());
+        // Every disk is closed, and the first failure is told.
+        self.each(Served::stop).into_iter().fold(Ok(()), Result::and)
+    }
+
+    /// Does something with every disk, with many at one time: one that takes long holds up few.
+    pub(crate) fn each<T: Send>(&self, act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
+        let act = &act;
+        let mut all = Vec::new();
+        for some in self.served.chunks(ACTS_MAX) {
+            std::thread::scope(|scope| {
+                let begin = |served| {
+                    let thread = std::thread::Builder::new().name("mica-act".to_owned());
+                    thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
+                };
+                let begun: Vec<_> = some.iter().map(begin).collect();
+                all.extend(begun.into_iter().map(|begun| match begun {
+                    Ok(thread) => match thread.join() {
+                        Ok(done) => done,
+                        Err(panic) => std::panic::resume_unwind(panic),
+                    },
+                    // Without a thread it is done here.
+                    Err(served) => act(served),
+                }));
+            });
         }
-        outcome
+        all
     }
 }
 

@@ -25,6 +25,7 @@ mod channel;
 pub(crate) use channel::send_with_fds;
 
 use crate::daemon::Shared;
+use crate::served::Served;
 use crate::sockets::{Held, Origin};
 use channel::{Channel, FDS_MAX, Message, Told};
 use mica_block::{Error, ErrorKind, Result};
@@ -69,7 +70,7 @@ impl Taking {
     /// # Errors
     /// If there is none, or it refuses.
     pub(crate) fn begin(control: &Path) -> Result<(Self, Vec<Held>)> {
-        let meeting = Meeting::arrange()?;
+        let meeting = Meeting::arrange(control)?;
         let channel = meeting.wait(ask(control, &meeting.path())?)?;
         drop(meeting);
         let mut sockets = Vec::new();
@@ -112,8 +113,15 @@ impl Taking {
     /// # Errors
     /// If it has given this one up: then it serves again as soon as the images are free.
     pub(crate) fn serving(&self) -> Result<()> {
-        let given_up = |error: Error| error.wrap("the other process has gone on by itself");
-        self.channel.send(&Message::Serving, &[]).map_err(given_up)
+        let Err(error) = self.channel.send(&Message::Serving, &[]) else { return Ok(()) };
+        match self.channel.receive(ANSWER_LIMIT) {
+            Ok((Message::GivenUp, _)) => Err(error.wrap("the other process has gone on by itself")),
+            // It has closed the images, and nobody but this process serves them.
+            _ => {
+                tracing::warn!("the process that was taken over has died meanwhile");
+                Ok(())
+            }
+        }
     }
 }
 
@@ -124,7 +132,8 @@ struct Meeting {
 }
 
 impl Meeting {
-    fn arrange() -> Result<Self> {
+    /// Beside the `control` socket, which both processes see, wherever their temporary files are.
+    fn arrange(control: &Path) -> Result<Self> {
         /// Names that others may have taken.
         const ATTEMPTS: u32 = 64;
         let failed = |error| Error::from_io("making a socket to take over by", error);
@@ -133,7 +142,14 @@ impl Meeting {
         let mut attempt = 0;
         let folder = loop {
             let name = format!("mica-takeover-{}-{attempt}", std::process::id());
-            let folder = std::env::temp_dir().join(name);
+            let folder = control.parent().unwrap_or(Path::new("")).join(name);
+            let folder = std::path::absolute(folder).map_err(failed)?;
+            // Unix sockets have short names.
+            let is_short = SocketAddrUnix::new(folder.join("socket")).is_ok();
+            let folder = match folder.file_name() {
+                Some(name) if !is_short => std::env::temp_dir().join(name),
+                _ => folder,
+            };
             match builder.create(&folder) {
                 Ok(()) => break folder,
                 Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
@@ -238,6 +254,14 @@ impl Shared {
     /// `Denied` if it is another user's, or if another takeover is under way; else what keeps it
     /// from being reached.
     pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
+        if let Some(served) = self.served.iter().find(|served| served.config.fuse.is_some()) {
+            let what = format!(
+                "disk {:?} is served as a file: who has that open would lose it; end this server \
+                 and start the other",
+                served.config.name
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
         let channel = Channel::connect(path)?;
         let shared = Arc::clone(self);
         let (sender, begun) = mpsc::channel();
@@ -252,6 +276,7 @@ impl Shared {
             match shared.give(&channel) {
                 Ok(()) => {
                     tracing::info!("another process has taken over");
+                    shared.is_handed_over.store(true, Ordering::Release);
                     shared.ending.close();
                 }
                 Err(error) => tracing::warn!(%error, "not taken over: this process serves on"),
@@ -274,20 +299,23 @@ impl Shared {
             message => return Err(unexpected(&message)),
         }
         let mut suspended = Vec::new();
-        for (index, served) in self.served.iter().enumerate() {
-            match served.suspend() {
+        let mut failure = None;
+        for (index, outcome) in self.each(Served::suspend).into_iter().enumerate() {
+            match outcome {
                 Ok(true) => suspended.push(index),
                 // It was drained before.
                 Ok(false) => {}
-                Err(error) => {
-                    suspended.push(index);
-                    // Nobody is there to be told if this fails.
-                    let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
-                    channel.close();
-                    self.resume(&suspended);
-                    return Err(error);
-                }
+                // What could not be closed has lost writes that were acknowledged: to open it again
+                // would hide that from who has it. It stays as it is.
+                Err(error) => failure = Some(error),
             }
+        }
+        if let Some(error) = failure {
+            // Nobody is there to be told if this fails.
+            let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+            channel.close();
+            self.resume(&suspended);
+            return Err(error);
         }
         let told = channel.send(&Message::Closed, &[]);
         match told.and_then(|()| Self::hear_serving(channel)) {
@@ -306,6 +334,8 @@ impl Shared {
     fn hear_serving(channel: &Channel) -> Result<()> {
         let heard = match channel.receive(SERVE_LIMIT) {
             Err(error) => {
+                // Nobody may be there to hear it.
+                let _ = channel.send(&Message::GivenUp, &[]);
                 channel.close();
                 // What was said before it was closed counts.
                 channel.receive(ANSWER_LIMIT).map_err(|_| error)

@@ -22,7 +22,9 @@ use crate::open::{open_data_file, read_header};
 use crate::write::handover::names_log;
 use crate::write::header::{AUTOCLEAR_AT, LOG_NAME_SHIFT};
 use found::Found;
-use mica_block::{Handover, Images, OpenImage, Result, Store, read_exact, write_all};
+use mica_block::{
+    Error, ErrorKind, Handover, Images, OpenImage, Result, Store, read_exact, write_all,
+};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use over::Over;
@@ -46,10 +48,27 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
         // Who marks an image as corrupt ends its writing, and its log.
         Some((header, _)) if header.incompatible.corrupt => {}
         Some((header, found)) => {
-            write_down(images, path, &header, store, &found).await?;
+            let synced = sync_data(images, path, &header, store).await;
+            if let (Err(_), Some(handover)) = (&synced, &handover) {
+                // The kernel tells once that data was lost: who tries again would hear of nothing,
+                // and believe the log.
+                handover.remove();
+            }
+            synced?;
+            write_down(&header, store, &found).await?;
             tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
         }
-        None => warn_of_loss(path),
+        None => {
+            if let Some(place) = images.handover_of_another(path)? {
+                let context = format!(
+                    "what its last writer left is in {}, which is of another user: open it once as \
+                     that user, or remove that file and lose what was not flushed",
+                    place.display()
+                );
+                return Err(Error::new(ErrorKind::Denied, context));
+            }
+            warn_of_loss(path);
+        }
     }
     clear_name(store).await?;
     if let Some(handover) = handover {
@@ -148,24 +167,28 @@ async fn clear_name(store: &dyn Store) -> Result<()> {
     store.sync().await
 }
 
-/// Puts what was `found` into the image.
-async fn write_down(
+/// Makes durable what the links of the log lead to.
+async fn sync_data(
     images: &dyn Images,
     path: &Path,
     header: &Header,
     store: &dyn Store,
-    found: &Found,
 ) -> Result<()> {
-    let replay = Replay::plan(store, header, found).await?;
     if header.incompatible.external_data_file {
         open_data_file(images, path, header, true)?.1.store.sync().await?;
     }
+    store.sync().await
+}
+
+/// Puts what was `found` into the image, whose data is durable.
+async fn write_down(header: &Header, store: &dyn Store, found: &Found) -> Result<()> {
+    let replay = Replay::plan(store, header, found).await?;
     for step in Step::ALL {
-        // Data first, and each step before the next (I2).
-        store.sync().await?;
         for (at, bytes) in replay.pages_of(step) {
             write_all(store, Buf::from_slice(bytes), at).await?;
         }
+        // Each step before the next (I2).
+        store.sync().await?;
     }
-    store.sync().await
+    Ok(())
 }

@@ -226,6 +226,10 @@ pub(crate) fn tune(socket: &Socket, family: Family) {
 
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
+const LOCK_ATTEMPTS: u32 = 250;
+const LOCK_PAUSE: rustix::event::Timespec =
+    rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
 pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     let directory = match path.parent() {
         Some(parent) if parent != Path::new("") => parent,
@@ -233,8 +237,16 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     };
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(directory, flags, Mode::empty())?;
-    rustix::fs::flock(&fd, FlockOperation::LockExclusive)?;
-    Ok(fd)
+    // Whoever may read the folder can hold this lock, and nobody may hold us up by it.
+    for _ in 0..LOCK_ATTEMPTS {
+        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            outcome => return outcome.map(|()| fd).map_err(Into::into),
+        }
+        let _ = rustix::event::poll(&mut [], Some(&LOCK_PAUSE));
+    }
+    let what = format!("{} is locked by another program", directory.display());
+    Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
 }
 
 fn remove_leftover(path: &Path) -> Result<()> {

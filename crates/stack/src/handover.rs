@@ -10,7 +10,7 @@ use mica_block::{Error, ErrorKind, Handover, Identity, Result};
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, open, unlinkat};
 use rustix::io::Errno;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -47,10 +47,24 @@ impl HandoverFile {
         let told = std::fs::read_to_string(BOOT_ID).ok()?;
         let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
-        let user = rustix::process::geteuid().as_raw();
-        let Identity { device, inode, .. } = identity;
-        let path = directory.join(format!("mica-{user}-{device:x}-{inode:x}.handover"));
+        let path = path_of(directory, rustix::process::geteuid().as_raw(), identity);
         Some(Self { path, boot, file: Mutex::default() })
+    }
+
+    /// The file that another user has for the image, which `owner` owns. Only root and the owner
+    /// are asked for: anybody else could put a file there and keep the image from being opened.
+    pub(crate) fn of_another(
+        place: &HandoverPlace,
+        identity: Identity,
+        owner: u32,
+    ) -> Option<PathBuf> {
+        let HandoverPlace::Directory(directory) = place else { return None };
+        let own = rustix::process::geteuid().as_raw();
+        let others = [0, owner].into_iter().filter(|user| *user != own);
+        others.map(|user| (user, path_of(directory, user, identity))).find_map(|(user, path)| {
+            let found = path.symlink_metadata().ok()?;
+            (found.is_file() && found.uid() == user && found.len() > 0).then_some(path)
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<File>> {
@@ -68,6 +82,11 @@ impl HandoverFile {
         let file = match open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
             Ok(file) => file,
             Err(Errno::NOENT) if !create => return Ok(None),
+            // Somebody else put something there: it keeps nobody from opening the image.
+            Err(error @ (Errno::LOOP | Errno::ACCESS | Errno::NXIO)) if !create => {
+                tracing::warn!(path = %self.path.display(), %error, "this is no file of ours");
+                return Ok(None);
+            }
             Err(error) => return Err(self.explain(error)),
         };
         let stat = fstat(&file).map_err(|error| self.explain(error))?;
@@ -87,6 +106,11 @@ impl HandoverFile {
         }
         Ok(Some(file.into()))
     }
+}
+
+fn path_of(directory: &Path, user: u32, identity: Identity) -> PathBuf {
+    let Identity { device, inode, .. } = identity;
+    directory.join(format!("mica-{user}-{device:x}-{inode:x}.handover"))
 }
 
 impl Handover for HandoverFile {
@@ -123,8 +147,15 @@ impl Handover for HandoverFile {
         if file.is_none() {
             *file = self.open(true)?;
         }
-        let file = file.as_ref().expect("it was made");
-        file.write_all_at(bytes, at).map_err(|error| self.explain(error))
+        let there = file.as_ref().expect("it was made");
+        // The head is written with every group. A file that lost its name meanwhile (a session
+        // that ends takes its user's) outlives nobody.
+        let is_named = at != 0 || fstat(there).is_ok_and(|stat| stat.st_nlink > 0);
+        if !is_named {
+            *file = None;
+            return Err(self.explain(Errno::NOENT));
+        }
+        there.write_all_at(bytes, at).map_err(|error| self.explain(error))
     }
 
     fn remove(&self) {
@@ -190,7 +221,36 @@ mod tests {
         assert!(one.write_at(0, b"x").is_err());
         std::fs::remove_file(&one.path).expect("ours");
         symlink(folder.path().join("elsewhere"), &one.path).expect("a link");
-        assert!(one.read_at(0, &mut [0; 4]).is_err() && one.write_at(0, b"x").is_err());
+        one.read_at(0, &mut bytes).expect("it is as if there were none");
+        assert!(bytes == [0; 4] && one.write_at(0, b"x").is_err());
         assert!(!folder.path().join("elsewhere").exists());
+    }
+
+    #[test]
+    fn file_that_lost_its_name_is_noticed_and_made_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        one.write_at(0, b"head").expect("writes");
+        std::fs::remove_file(&one.path).expect("it is there");
+        one.write_at(0, b"head").expect_err("nobody would find it");
+        one.write_at(0, b"head").expect("it is made again");
+        assert_eq!(std::fs::read(&one.path).expect("it is there"), b"head");
+    }
+
+    #[test]
+    fn file_of_another_user_is_told_if_the_image_is_theirs() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let user = rustix::process::geteuid().as_raw();
+        let theirs = path_of(folder.path(), user.wrapping_add(1), identity(1));
+        std::fs::write(&theirs, b"log").expect("writes");
+        // It says that it is another's, and is not: somebody put it there.
+        assert_eq!(HandoverFile::of_another(&place, identity(1), user.wrapping_add(1)), None);
+        if user == 0 {
+            std::os::unix::fs::chown(&theirs, Some(1), None).expect("root may");
+            assert_eq!(HandoverFile::of_another(&place, identity(1), 1), Some(theirs));
+            assert_eq!(HandoverFile::of_another(&place, identity(1), 2), None);
+        }
     }
 }

@@ -4,8 +4,9 @@ use crate::handover::{HandoverFile, HandoverPlace};
 use crate::inject::Fault;
 use crate::policy::Policy;
 use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Handover, Identity, Images, OpenImage, Result, Store};
+use mica_block::{Error, Handover, Identity, Images, OpenImage, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -153,6 +154,13 @@ impl Images for FileImages {
             true => self.handover(path),
             false => Ok(None),
         }
+    }
+
+    fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let identity = self.policy.find(path)?.identity(0);
+        let owner = std::fs::metadata(path).map(|found| found.uid());
+        let owner = owner.map_err(|error| Error::from_io(path.display().to_string(), error))?;
+        Ok(HandoverFile::of_another(&self.handover, identity, owner))
     }
 
     fn now_ns(&self) -> i128 {

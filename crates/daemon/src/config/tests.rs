@@ -115,6 +115,11 @@ fn what_makes_no_sense_is_refused() {
         (disk("../a", "nbd = ['/s']"), "a name has"),
         (disk(&"a".repeat(65), "nbd = ['/s']"), "a name has"),
         (disk("a", ""), "nothing says where"),
+        (disk("a", "nbd = ['/s']\niops = 5"), "limit a machine's device"),
+        (
+            "stats-file = 'f'\n".to_owned() + &one + &disk("b", "nbd = ['/t']"),
+            "stats-file is of one disk",
+        ),
         (disk("a", "nbd = ['/s', '/s']"), "taken twice"),
         (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "taken twice"),
         (one.clone() + &disk("b", "vhost-user = '/s'"), "taken twice"),

@@ -31,6 +31,7 @@ use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// What answers come from.
@@ -174,16 +175,31 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let index = find(&sources.shared, &name)?;
-    act(move || sources.shared.served[index].stop()).await??;
+    let drained = move || {
+        let Ok(_alone) = sources.shared.handing_over.try_lock() else { return Err(taken_over()) };
+        match sources.shared.is_handed_over.load(Ordering::Acquire) {
+            true => Err(taken_over()),
+            false => Ok(sources.shared.served[index].stop()?),
+        }
+    };
+    act(drained).await??;
     Ok(json(&value!({ "drained": [name] })))
 }
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {
     let shared = Arc::clone(&sources.shared);
-    let outcome = act(move || shared.stop()).await;
-    // The end waits for the answer.
-    sources.shared.ending.close();
-    outcome??;
+    let drained = move || {
+        // An end that waited for a takeover would be the end of the wrong process.
+        let is_taken_over = shared.handing_over.try_lock().is_err();
+        if is_taken_over || shared.is_handed_over.load(Ordering::Acquire) {
+            return Err(taken_over());
+        }
+        let stopped = shared.stop();
+        // Whether or not the one who asked is still there. The end waits for the answer.
+        shared.ending.close();
+        Ok(stopped?)
+    };
+    act(drained).await??;
     let name = |served: &Served| Value::from(&*served.config.name);
     let names: Vec<_> = sources.shared.served.iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))
@@ -203,6 +219,11 @@ async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
     let Log { level } = body(sent).await?;
     sources.log.set_level(level);
     Ok(log_level(State(sources)).await)
+}
+
+fn taken_over() -> Refusal {
+    let what = "another process is taking over, or has: ask again, and it will answer";
+    Refusal::new(StatusCode::CONFLICT, what.to_owned())
 }
 
 /// Which disk `name` is.

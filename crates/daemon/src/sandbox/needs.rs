@@ -74,7 +74,8 @@ impl Needs {
         if writes && disk.format == "qcow2" {
             folders |= WRITE;
         }
-        if disk.index == IndexMode::Auto && disk.index_dir.is_none() {
+        let has_index = disk.index == IndexMode::Auto && disk.format == "qcow2";
+        if has_index && disk.index_dir.is_none() {
             folders |= REPLACE;
         }
         // An image that is not there is told by who opens it.
@@ -90,7 +91,7 @@ impl Needs {
             })?;
             self.allow(folder, REPLACE);
         }
-        if writes && disk.handover_dir.as_os_str() != "off" {
+        if writes && disk.format == "qcow2" && disk.handover_dir.as_os_str() != "off" {
             self.allow(&disk.handover_dir, REPLACE | AccessFs::Truncate);
         }
         Ok(())

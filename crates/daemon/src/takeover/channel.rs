@@ -31,6 +31,8 @@ pub(super) enum Message {
     Failed { why: String },
     /// New: all is served. You may end.
     Serving,
+    /// Old: you took too long. I go on.
+    GivenUp,
 }
 
 /// A socket that is handed over.

@@ -62,9 +62,10 @@ impl Replay {
         for (first, count) in &found.unused {
             for cluster in *first..first.saturating_add(*count) {
                 looked += 1;
-                if looked <= UNUSED_MAX {
-                    replay.free_unused(store, header, cluster).await?;
+                if looked > UNUSED_MAX {
+                    return Ok(replay);
                 }
+                replay.free_unused(store, header, cluster).await?;
             }
         }
         Ok(replay)

@@ -178,7 +178,10 @@ impl PageState {
             && let Some(mut log) = self.logging.log.take()
         {
             let forgotten = log.forget(mark, footing);
-            self.logging.keep(log, forgotten);
+            if self.logging.keep(log, forgotten).is_some() {
+                // There is memory again.
+                self.logging.next_wait = 0;
+            }
         }
     }
 }
