@@ -74,7 +74,7 @@ fn patterns_over(transport: Transport) {
     assert_eq!(host::said(&console, "SIZE"), (DISK_BYTES / 512).to_string());
     assert_eq!(host::said(&console, "QUEUES"), "2");
     assert_eq!(host::said(&console, "READ-ONLY"), "0");
-    let serial = if transport == Transport::VhostUser { "mica" } else { "over-nbd" };
+    let serial = if transport == Transport::VhostUser { "disk" } else { "over-nbd" };
     assert_eq!(host::said(&console, "SERIAL"), serial);
     let mut wanted = vec![0; DISK_BYTES];
     for (at, bytes) in [(MIB, &a), (8 * MIB, &b), (40_961 * 512, &c), (81_921 * 512, &a)] {
