@@ -7,11 +7,12 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Lets a thread of its own search for who holds a lock, as long as it lives: for threads in a
 /// sandbox, to which the system tells nothing of other processes. It is made before they are.
-pub struct HolderSearch(());
+pub struct HolderSearch(Option<JoinHandle<()>>);
 
 struct Question {
     inode: u64,
@@ -43,13 +44,17 @@ impl HolderSearch {
         };
         let thread = std::thread::Builder::new().name("mica-holder".to_owned()).spawn(answer);
         *searcher() = thread.is_ok().then_some(sender);
-        Self(())
+        Self(thread.ok())
     }
 }
 
 impl Drop for HolderSearch {
     fn drop(&mut self) {
         *searcher() = None;
+        // Nothing is outside of the sandbox any more once this is gone.
+        if let Some(thread) = self.0.take() {
+            let _ = thread.join();
+        }
     }
 }
 
