@@ -29,7 +29,9 @@ pub use extent::{Extent, ExtentKind};
 pub use group::GroupSync;
 pub use images::{Handover, Identity, Images, OpenImage};
 pub use in_flight::{InFlight, OwnedInFlight, Requests};
-pub use store::{ChangeFuture, IoFuture, Run, RunKind, Space, Store, read_exact, write_all};
+pub use store::{
+    ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
+};
 
 use std::future::Future;
 use std::pin::Pin;

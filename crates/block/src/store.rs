@@ -41,6 +41,30 @@ pub enum Space {
     Allocate,
 }
 
+/// What tells whether the system has lost what was written and not synced, though it was not started
+/// anew: the file system may have been mounted anew, or the device have come anew.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Witness {
+    /// Nothing tells.
+    None,
+    /// A number that is another one after each loss.
+    Life(u64),
+    /// When the file last changed, in nanoseconds since the epoch. A file that lost its last changes
+    /// most often has an earlier time again, which is all that some file systems tell.
+    Changed(i128),
+}
+
+impl Witness {
+    /// Whether something was lost if `self` was told earlier than `now`.
+    pub fn tells_loss(self, now: Self) -> bool {
+        match (self, now) {
+            (Self::Life(before), Self::Life(now)) => now != before,
+            (Self::Changed(before), Self::Changed(now)) => now < before,
+            _ => false,
+        }
+    }
+}
+
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What lies beyond the end reads as zeros, as it does in QEMU.
@@ -76,6 +100,11 @@ pub trait Store: Send + Sync {
 
     /// What the store is called in messages.
     fn name(&self) -> String;
+
+    /// What tells later whether the system lost what was written until now. Waits for no device.
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
 
     /// Writes all of `buf` from `offset` on. Whoever reads after it completed sees it; durable it
     /// is after the next [`Store::sync`]. The store grows where the end is beyond its own.

@@ -3,8 +3,9 @@
 //! is only read, over it.
 //!
 //! Invariants
-//! - I1 A log is believed only if it is of this start of the machine and the image names it: then
-//!   nobody has written the image since, and the page cache has all that the writer wrote.
+//! - I1 A log is believed only if it is of this start of the machine, the image names it, and no
+//!   witness tells of a loss: then nobody has written the image since, and the page cache has all
+//!   that the writer wrote. [`mica_block::Witness`] says what is not noticed.
 //! - I2 A power cut during this leaves an image as a power cut under the writer does: data, then
 //!   counts and tables that nothing names yet, then tables that got links, then links; each durable
 //!   before the next begins.
@@ -48,7 +49,11 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
         // Who marks an image as corrupt ends its writing, and its log.
         Some((header, _)) if header.incompatible.corrupt => {}
         Some((header, found)) => {
-            let synced = sync_data(images, path, &header, store).await;
+            let data = data_store(images, path, &header, true)?;
+            if is_lost(&found, path, store, data.as_deref()) {
+                return forget(store, handover.as_deref()).await;
+            }
+            let synced = sync_both(store, data.as_deref()).await;
             if let (Err(_), Some(handover)) = (&synced, &handover) {
                 // The kernel tells once that data was lost: who tries again would hear of nothing,
                 // and believe the log.
@@ -70,6 +75,11 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
             warn_of_loss(path);
         }
     }
+    forget(store, handover.as_deref()).await
+}
+
+/// Ends what the image has to do with its log (I3).
+async fn forget(store: &dyn Store, handover: Option<&dyn Handover>) -> Result<()> {
     clear_name(store).await?;
     if let Some(handover) = handover {
         handover.remove();
@@ -91,6 +101,10 @@ pub(crate) async fn read_over(
     match find(&*handover, name, &*image.store).await? {
         Some((header, _)) if header.incompatible.corrupt => Ok(image),
         Some((header, found)) => {
+            let data = data_store(images, path, &header, false)?;
+            if is_lost(&found, path, &*image.store, data.as_deref()) {
+                return Ok(image);
+            }
             let replay = Replay::plan(&*image.store, &header, &found).await?;
             tracing::info!(
                 image = %path.display(),
@@ -167,15 +181,38 @@ async fn clear_name(store: &dyn Store) -> Result<()> {
     store.sync().await
 }
 
-/// Makes durable what the links of the log lead to.
-async fn sync_data(
+/// The data file of the image at `path`, if it has one.
+fn data_store(
     images: &dyn Images,
     path: &Path,
     header: &Header,
-    store: &dyn Store,
-) -> Result<()> {
-    if header.incompatible.external_data_file {
-        open_data_file(images, path, header, true)?.1.store.sync().await?;
+    writable: bool,
+) -> Result<Option<Arc<dyn Store>>> {
+    if !header.incompatible.external_data_file {
+        return Ok(None);
+    }
+    Ok(Some(open_data_file(images, path, header, writable)?.1.store))
+}
+
+/// Whether the system lost what the image at `path`, in these stores, needs of what was `found`
+/// (I1). Then it says so.
+fn is_lost(found: &Found, path: &Path, store: &dyn Store, data: Option<&dyn Store>) -> bool {
+    let stores: Vec<_> = [Some(store), data].into_iter().flatten().collect();
+    let is_lost = found.tells_loss(&stores);
+    if is_lost {
+        tracing::warn!(
+            image = %path.display(),
+            "its last writer did not close it, and its file system was mounted anew since, or its \
+             device came anew: writes that were not flushed are lost"
+        );
+    }
+    is_lost
+}
+
+/// Makes durable what the links of the log lead to.
+async fn sync_both(store: &dyn Store, data: Option<&dyn Store>) -> Result<()> {
+    if let Some(data) = data {
+        data.sync().await?;
     }
     store.sync().await
 }

@@ -64,6 +64,8 @@ struct State {
     sidecars_denied: bool,
     handovers: BTreeMap<PathBuf, Vec<u8>>,
     memory_is_full: bool,
+    /// Whether file systems tell that they were mounted anew.
+    tells_life: bool,
     changes: Changes,
 }
 
@@ -89,6 +91,7 @@ impl World {
             sidecars_denied: false,
             handovers: BTreeMap::new(),
             memory_is_full: false,
+            tells_life: true,
             changes: Changes::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -255,6 +258,11 @@ impl World {
         lock(&self.state).memory_is_full = is_full;
     }
 
+    /// Whether file systems tell that they were mounted anew; if not, only the times of files do.
+    pub fn tell_life(&self, tells: bool) {
+        lock(&self.state).tells_life = tells;
+    }
+
     fn with_file<T>(&self, path: &Path, act: impl FnOnce(&mut SimFile) -> T) -> T {
         let file = self.file(path).expect("the scenario named a file that is there");
         let mut file = lock(&file);
@@ -376,6 +384,7 @@ impl State {
             inode,
             mtime_ns: now_ns,
             ctime_ns: now_ns,
+            durable_ctime_ns: now_ns,
             latency: Latency::Flash,
             faults: Vec::new(),
             reads: 0,

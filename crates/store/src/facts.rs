@@ -1,10 +1,10 @@
 //! What the system tells of an open file: its length, its space, its holes.
 
-use crate::located::FileKind;
-use mica_block::{Error, ErrorKind, Result, Run, RunKind};
+use crate::located::{FileKind, nanoseconds};
+use mica_block::{Error, ErrorKind, Result, Run, RunKind, Witness};
 use mica_rt::File;
 use mica_units::SECTOR_BYTES;
-use rustix::fs::{SeekFrom, fstat, seek};
+use rustix::fs::{AtFlags, SeekFrom, StatxFlags, fstat, seek, statx};
 use rustix::io::Errno;
 use std::path::Path;
 
@@ -57,6 +57,23 @@ impl Facts<'_> {
             // Someone punched or cut the file in between. That it is data is always true enough.
             Ok(_) | Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => Ok(data(file_len)),
             Err(error) => Err(self.failed("looking for a hole in", error)),
+        }
+    }
+
+    /// What tells whether the file, which has this `life`, lost what was written.
+    pub(crate) fn witness(self, life: Option<u64>) -> Witness {
+        let ask = |flags| statx(self.file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::CTIME);
+        match (life, self.kind) {
+            (Some(life), _) => Witness::Life(life),
+            // A network file system would write everything out first to be exact.
+            (None, FileKind::Regular) => {
+                ask(AtFlags::STATX_DONT_SYNC).map_or(Witness::None, |told| {
+                    let time = told.stx_ctime;
+                    Witness::Changed(nanoseconds(time.tv_sec, u64::from(time.tv_nsec)))
+                })
+            }
+            // No time tells that a device was written.
+            (None, FileKind::BlockDevice) => Witness::None,
         }
     }
 

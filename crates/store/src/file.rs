@@ -5,9 +5,10 @@ use crate::facts::{Facts, check_run_len};
 use crate::handles::{Handle, Handles};
 use crate::located::{FileKind, Located};
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, IoFuture, Result, Run, Store};
+use mica_block::{Error, ErrorKind, IoFuture, Result, Run, Store, Witness};
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
+use rustix::fs::fstat;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -123,6 +124,14 @@ impl Store for FileStore {
 
     fn name(&self) -> String {
         self.reader.handle.path().display().to_string()
+    }
+
+    fn witness(&self) -> Witness {
+        let told = self.with_file(|facts| {
+            let life = fstat(facts.file).ok().and_then(|stat| crate::life::of(facts.kind, &stat));
+            Ok(facts.witness(life))
+        });
+        told.unwrap_or(Witness::None)
     }
 }
 

@@ -17,6 +17,7 @@ mod facts;
 pub mod faulty;
 mod file;
 mod handles;
+mod life;
 mod located;
 mod lock;
 mod memory;

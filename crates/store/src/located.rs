@@ -145,6 +145,11 @@ impl Located {
         }
     }
 
+    /// See [`crate::life`].
+    pub(crate) fn life(&self) -> Option<u64> {
+        crate::life::of(self.kind, &self.stat)
+    }
+
     /// When the content last changed.
     pub(crate) fn mtime_ns(&self) -> i128 {
         nanoseconds(self.stat.st_mtime, self.stat.st_mtime_nsec)
@@ -272,6 +277,6 @@ fn proc_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", fd.as_raw_fd())
 }
 
-fn nanoseconds(seconds: i64, nanos: u64) -> i128 {
+pub(crate) fn nanoseconds(seconds: i64, nanos: u64) -> i128 {
     i128::from(seconds) * 1_000_000_000 + i128::from(nanos)
 }

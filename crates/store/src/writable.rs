@@ -18,7 +18,9 @@ use crate::file::{CacheMode, end_of};
 use crate::located::{FileKind, Located};
 use crate::lock::{self, Locking, Role};
 use crate::own_task::in_own_task;
-use mica_block::{ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, ready};
+use mica_block::{
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
+};
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
 use rustix::fs::ftruncate;
@@ -43,6 +45,8 @@ struct Inner {
     syncs: Arc<Claims>,
     /// Whether a sync failed (I2).
     sync_failed: AtomicBool,
+    /// Of its file system or device: while the file is open, that stays.
+    life: Option<u64>,
 }
 
 impl WritableFile {
@@ -65,6 +69,7 @@ impl WritableFile {
             claims: Arc::default(),
             syncs: Arc::default(),
             sync_failed: AtomicBool::new(false),
+            life: located.life(),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -170,6 +175,10 @@ impl Store for WritableFile {
 
     fn name(&self) -> String {
         self.inner.path.display().to_string()
+    }
+
+    fn witness(&self) -> Witness {
+        self.inner.facts().witness(self.inner.life)
     }
 }
 

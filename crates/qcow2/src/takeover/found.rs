@@ -3,9 +3,9 @@
 use crate::format::Header;
 use crate::write::handover::{
     FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LogHeader, RECORD_HEAD_BYTES, RECORDS_AT,
-    Run, group_sum, other_half,
+    Run, WITNESSES, decode_witnesses, group_sum, other_half,
 };
-use mica_block::{Handover, Result, Store};
+use mica_block::{Handover, Result, Store, Witness};
 
 /// What a log says.
 pub(super) struct Found {
@@ -15,6 +15,8 @@ pub(super) struct Found {
     pub(super) unused: Vec<Run>,
     /// What the groups go on from, if there are any.
     footing: Option<Footing>,
+    /// What tells whether the data that the groups link is still there.
+    witnesses: Vec<Witness>,
 }
 
 /// One record of a group.
@@ -56,12 +58,13 @@ impl Found {
                 groups.push(records);
             }
         }
-        let footing = groups.last().and_then(|group| {
-            let footing = records(group).find(|record| record.kind == FOOTING)?;
-            Footing::decode(footing.at, footing.content)
-        });
+        let last = groups.last().map_or(&[][..], |group: &Vec<u8>| group);
+        let of_kind = |kind| records(last).find(|record| record.kind == kind);
+        let footing = of_kind(FOOTING).and_then(|told| Footing::decode(told.at, told.content));
+        let witnesses = of_kind(WITNESSES).and_then(|told| decode_witnesses(told.content));
+        let (footing, witnesses) = (footing, witnesses.unwrap_or_default());
         let unused = footing.as_ref().map_or(unused, |footing| footing.unused.clone());
-        Ok(Some(Self { groups, unused, footing }))
+        Ok(Some(Self { groups, unused, footing, witnesses }))
     }
 
     /// Whether the image in `store` with this `header` is one that the log goes on from.
@@ -69,6 +72,18 @@ impl Found {
         let Some(footing) = &self.footing else { return Ok(self.groups.is_empty()) };
         let table = header.refcount_table_offset.bytes();
         Ok(store.len()? >= footing.reach && footing.tables.contains(&table))
+    }
+
+    /// Whether the system lost some of what was written to the image in `stores`.
+    pub(super) fn tells_loss(&self, stores: &[&dyn Store]) -> bool {
+        // Where there is no group, all that is linked is durable.
+        !self.groups.is_empty()
+            && (self.witnesses.len() != stores.len()
+                || self
+                    .witnesses
+                    .iter()
+                    .zip(stores)
+                    .any(|(told, store)| told.tells_loss(store.witness())))
     }
 }
 

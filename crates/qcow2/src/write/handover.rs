@@ -16,7 +16,8 @@
 //! A record is a range of the image file as it is to be; groups are applied in their order. What
 //! one write changed, with all that it needs, is one group, which is there wholly or not at all.
 //! Nothing of this is ever made durable: after a power cut the log is of another boot, and
-//! unflushed writes are lost as they may be.
+//! unflushed writes are lost as they may be. Each group says what tells whether the data that it
+//! links was lost without one ([`mica_block::Witness`]).
 //!
 //! The image names the log in its autoclear bits 32 to 63. Whoever else writes the image clears
 //! bits that it does not know, and a log that is not named is not believed. With every group that a
@@ -48,11 +49,11 @@ use super::header::LOG_NAME_SHIFT;
 use super::pages::PageState;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
-use mica_block::{Error, ErrorKind, Handover, Result};
+use mica_block::{Error, ErrorKind, Handover, Result, Store, Witness};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-const MAGIC: [u8; 8] = *b"micalog\x02";
+const MAGIC: [u8; 8] = *b"micalog\x03";
 pub(crate) const HEADER_BYTES: usize = RUNS_AT + RUNS_MAX * RUN_BYTES + 8;
 pub(crate) const RECORDS_AT: u64 = 4096;
 pub(crate) const GROUP_HEAD_BYTES: usize = 16;
@@ -68,6 +69,10 @@ pub(crate) const EARLY: u32 = 0;
 pub(crate) const LATE: u32 = 1;
 /// What the groups up to this one go on from: see [`Footing`].
 pub(crate) const FOOTING: u32 = 2;
+/// What tells whether the data that the groups up to this one link is still there: for the image
+/// file, and for the data file if there is one. Content: for each, kind u64, value i128.
+pub(crate) const WITNESSES: u32 = 3;
+const WITNESS_BYTES: usize = 24;
 
 /// A run of host clusters: the first one's number, and how many.
 pub(crate) type Run = (u64, u64);
@@ -112,6 +117,38 @@ impl Footing {
 fn decode_runs(words: &[[u8; 8]]) -> Option<Vec<Run>> {
     let (pairs, []) = words.as_chunks::<2>() else { return None };
     Some(pairs.iter().map(|pair| pair.map(u64::from_le_bytes).into()).collect())
+}
+
+/// Appends what `stores` tell now as a record.
+fn append_witnesses(stores: &[Arc<dyn Store>], bytes: &mut Vec<u8>) {
+    let len = u32::try_from(stores.len() * WITNESS_BYTES).expect("one or two");
+    bytes.extend_from_slice(&0_u64.to_le_bytes());
+    bytes.extend_from_slice(&len.to_le_bytes());
+    bytes.extend_from_slice(&WITNESSES.to_le_bytes());
+    for store in stores {
+        let (kind, value) = match store.witness() {
+            Witness::None => (0, 0),
+            Witness::Life(number) => (1, i128::from(number)),
+            Witness::Changed(time_ns) => (2, time_ns),
+        };
+        bytes.extend_from_slice(&u64::to_le_bytes(kind));
+        bytes.extend_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// What a record of witnesses says; `None` if it is none.
+pub(crate) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
+    let (told, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
+    let decode = |told: &[u8; WITNESS_BYTES]| {
+        let value = i128::from_le_bytes(*told[8..].first_chunk()?);
+        match u64::from_le_bytes(*told.first_chunk()?) {
+            0 => Some(Witness::None),
+            1 => u64::try_from(value).ok().map(Witness::Life),
+            2 => Some(Witness::Changed(value)),
+            _ => None,
+        }
+    };
+    told.iter().map(decode).collect()
 }
 
 /// The header of a log.
@@ -221,6 +258,8 @@ pub(crate) struct Mark {
 /// The log of one writer.
 pub(crate) struct Log {
     out: Arc<dyn Handover>,
+    /// The image file, and the data file if there is one.
+    stores: Vec<Arc<dyn Store>>,
     salt: u32,
     name: u32,
     /// The name that the image may have already.
@@ -236,10 +275,16 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Begins an empty log of this `name`.
-    pub(crate) fn begin(out: Arc<dyn Handover>, name: u32, footing: &Footing) -> Result<Self> {
+    /// Begins an empty log of this `name`, for an image in these `stores`.
+    pub(crate) fn begin(
+        out: Arc<dyn Handover>,
+        stores: Vec<Arc<dyn Store>>,
+        name: u32,
+        footing: &Footing,
+    ) -> Result<Self> {
         let log = Self {
             out,
+            stores,
             salt: name,
             name,
             next: None,
@@ -315,6 +360,8 @@ impl Log {
             self.bytes.extend_from_slice(content);
         }
         footing.append_to(&mut self.bytes);
+        // What the group links was written before.
+        append_witnesses(&self.stores, &mut self.bytes);
         // It stays within its half, and short of its end, which is the other one's begin.
         if self.end + self.bytes.len() as u64 >= self.half_end() {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));

@@ -6,6 +6,7 @@ use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
 use crate::index::sidecar::crc32c;
 use mica_block::{Result, read_exact};
 use mica_units::HostOffset;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where the feature bits stand in a header of version 3.
@@ -98,7 +99,11 @@ impl Writer {
         let Some(handover) = self.handover.clone() else { return kept };
         let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
         let name = crc32c(&seed.to_le_bytes());
-        self.metadata.lock().logging.begin(handover, name, kept)
+        let mut stores = vec![Arc::clone(&self.metadata.store)];
+        if self.l2.data_file {
+            stores.push(Arc::clone(&self.data));
+        }
+        self.metadata.lock().logging.begin(handover, stores, (name, kept))
     }
 
     /// The image is as if nobody had it open: refcounts are right.

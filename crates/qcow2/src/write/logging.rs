@@ -10,7 +10,7 @@
 use super::handover::{Footing, Log, Mark, name_after};
 use super::header::LOG_NAME_SHIFT;
 use super::pages::{Group, PageState, Stage};
-use mica_block::{Handover, Result};
+use mica_block::{Handover, Result, Store};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
@@ -22,6 +22,8 @@ const WAIT_MAX: u32 = 1024;
 pub(crate) struct Logging {
     /// Where it goes; none before the first write.
     out: Option<Arc<dyn Handover>>,
+    /// The image file, and the data file if there is one.
+    stores: Vec<Arc<dyn Store>>,
     log: Option<Log>,
     /// The last name that was given.
     name: u32,
@@ -33,10 +35,17 @@ pub(crate) struct Logging {
 }
 
 impl Logging {
-    /// Begins the log of a writer that has written nothing yet; its name is one after `name`. Gives
-    /// the autoclear bits of the image: `low_bits`, and the name if there is a log.
-    pub(crate) fn begin(&mut self, out: Arc<dyn Handover>, name: u32, low_bits: u64) -> u64 {
-        (self.out, self.name, self.low_bits) = (Some(out), name, low_bits);
+    /// Begins the log of a writer that has written nothing yet to the image in `stores`; its name is
+    /// one after `name`. Gives the autoclear bits of the image: `low_bits`, and the name if there is
+    /// a log.
+    pub(crate) fn begin(
+        &mut self,
+        out: Arc<dyn Handover>,
+        stores: Vec<Arc<dyn Store>>,
+        (name, low_bits): (u32, u64),
+    ) -> u64 {
+        (self.out, self.stores) = (Some(out), stores);
+        (self.name, self.low_bits) = (name, low_bits);
         self.begin_log(&Footing::default());
         let name = self.log.as_ref().map_or(0, Log::name);
         low_bits | u64::from(name) << LOG_NAME_SHIFT
@@ -45,7 +54,7 @@ impl Logging {
     fn begin_log(&mut self, footing: &Footing) {
         let Some(out) = &self.out else { return };
         self.name = name_after(self.name);
-        match Log::begin(Arc::clone(out), self.name, footing) {
+        match Log::begin(Arc::clone(out), self.stores.clone(), self.name, footing) {
             Ok(log) => self.log = Some(log),
             Err(error) => self.lost(&error),
         }

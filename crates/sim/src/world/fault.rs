@@ -55,6 +55,8 @@ pub(super) struct Changes {
     cuts: u64,
     /// How often the power went.
     pub(super) boots: u64,
+    /// How often file systems were mounted anew.
+    pub(super) lives: u64,
     waiting: Vec<Waker>,
 }
 
@@ -115,14 +117,21 @@ impl World {
     /// a file finds what `loss` left of it.
     pub fn cut_power(&self, loss: Loss) {
         self.trace(|| format!("the power goes, losing {loss:?}"));
-        self.restart(Some(loss));
+        self.restart(Some(loss), true);
+    }
+
+    /// The device goes away and comes again under a machine that goes on: what `loss` says is lost,
+    /// and memory stays. The process that has files open dies.
+    pub fn lose_device(&self, loss: Loss) {
+        self.trace(|| format!("the device goes, losing {loss:?}"));
+        self.restart(Some(loss), false);
     }
 
     /// The process that has files open dies: stores that are open give errors from now on, and who
     /// opens a file finds what was written.
     pub fn kill(&self) {
         self.trace(|| "the process dies".to_owned());
-        self.restart(None);
+        self.restart(None, false);
     }
 
     /// How often the power went or the process died.
@@ -143,7 +152,7 @@ impl World {
         }
     }
 
-    fn restart(&self, loss: Option<Loss>) {
+    fn restart(&self, loss: Option<Loss>, is_boot: bool) {
         let files: Vec<(PathBuf, SharedFile)> =
             lock(&self.state).files.clone().into_iter().collect();
         for (path, file) in files {
@@ -151,13 +160,17 @@ impl World {
             if file.journal.is_none() {
                 continue;
             }
-            let reborn = file.reborn(loss, &mut |bound| self.random_below(bound));
+            let mut reborn = file.reborn(loss, &mut |bound| self.random_below(bound));
+            if loss.is_some() && !is_boot {
+                reborn.ctime_ns = reborn.durable_ctime_ns;
+            }
             lock(&self.state).files.insert(path, Arc::new(Mutex::new(reborn)));
         }
         let waiting = {
             let changes = &mut lock(&self.state).changes;
             changes.cuts += 1;
-            changes.boots += u64::from(loss.is_some());
+            changes.boots += u64::from(is_boot);
+            changes.lives += u64::from(loss.is_some());
             (changes.cut_after, changes.cut_after_syncs) = (None, None);
             changes.faults.clear();
             std::mem::take(&mut changes.waiting)

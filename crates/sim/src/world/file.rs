@@ -16,6 +16,8 @@ pub(super) struct SimFile {
     pub(super) inode: u64,
     pub(super) mtime_ns: i128,
     pub(super) ctime_ns: i128,
+    /// Of the last sync.
+    pub(super) durable_ctime_ns: i128,
     pub(super) latency: Latency,
     pub(super) faults: Vec<ReadFault>,
     pub(super) reads: u64,
@@ -95,6 +97,7 @@ impl SimFile {
             inode: self.inode,
             mtime_ns: self.mtime_ns,
             ctime_ns: self.ctime_ns,
+            durable_ctime_ns: self.durable_ctime_ns,
             latency: self.latency,
             faults: Vec::new(),
             reads: 0,

@@ -3,7 +3,9 @@
 use super::file::SharedFile;
 use super::{Operation, ReadFault, World, lock};
 use crate::power::Change;
-use mica_block::{ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store};
+use mica_block::{
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, Witness,
+};
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
 use std::io;
@@ -162,6 +164,17 @@ impl Store for SimStore {
         lock(&self.file).path.display().to_string()
     }
 
+    fn witness(&self) -> Witness {
+        let (tells_life, life) = {
+            let state = lock(&self.world.state);
+            (state.tells_life, state.changes.lives)
+        };
+        match tells_life {
+            true => Witness::Life(life),
+            false => Witness::Changed(lock(&self.file).ctime_ns),
+        }
+    }
+
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         if self.writer.is_none() {
             return mica_block::ready(Err(self.opened_for_reading()), buf);
@@ -177,7 +190,7 @@ impl Store for SimStore {
         }
         let errno = self.world.start_change(Operation::Sync);
         let mut file = lock(&self.file);
-        let mark = file.journal().mark();
+        let (mark, ctime_ns) = (file.journal().mark(), file.ctime_ns);
         let latency = file.nominal_latency() * SYNC_FACTOR;
         drop(file);
         let (world, file) = (self.world.clone(), Arc::clone(&self.file));
@@ -189,7 +202,10 @@ impl Store for SimStore {
             world.trace(|| format!("{} sync {errno:?}", locked.path.display()));
             match errno {
                 None if world.ignores_sync() => {}
-                None => locked.journal().sync(mark),
+                None => {
+                    locked.journal().sync(mark);
+                    locked.durable_ctime_ns = ctime_ns;
+                }
                 Some(_) => {
                     locked.journal().fail_sync(mark, &mut |bound| world.random_below(bound));
                 }

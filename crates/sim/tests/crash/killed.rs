@@ -7,7 +7,7 @@ use crate::random::subject;
 use mica_block::{Disk as _, ErrorKind};
 use mica_qcow2::create::ImageWish;
 use mica_rt::join_all;
-use mica_sim::crash::{Mode, Subject as _, load_at_random, until_power_cut};
+use mica_sim::crash::{Mode, Subject as _, load_at_random, loss_at_random, until_power_cut};
 use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, ModelDisk, Operation, World, scenario};
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -314,6 +314,16 @@ async fn work_and_die(
     subject: &ChainSubject,
     model: &Rc<RefCell<ModelDisk>>,
 ) -> Vec<Copy> {
+    work_until(world, subject, model, World::kill).await
+}
+
+/// A guest works until `end`, which ends its server; copies are made meanwhile.
+async fn work_until(
+    world: &World,
+    subject: &ChainSubject,
+    model: &Rc<RefCell<ModelDisk>>,
+    end: impl FnOnce(&World) + 'static,
+) -> Vec<Copy> {
     let disk = subject.open(world, Mode::Write).await.unwrap();
     let guest = Guest::new(world, disk, model, Errors::Unexpected);
     guest.settle().await.unwrap();
@@ -330,7 +340,7 @@ async fn work_and_die(
             left -= pause;
             kept.borrow_mut().push(Copy::make(&there, &its_model));
         }
-        there.kill();
+        end(&there);
     });
     let killed = async {
         guest.run(&load).await;
@@ -397,5 +407,30 @@ fn copy_that_was_made_while_the_writer_was_dead_goes_on_by_itself() {
         copy.put_back(&world);
         copy.model.crash();
         settle(&world, &subject, &Rc::new(RefCell::new(copy.model))).await;
+    });
+}
+
+/// The story: a server died, its file system's device went away and came again, and the machine
+/// went on. The log was believed, and linked clusters whose data was lost with the page cache.
+#[test]
+fn log_is_not_believed_when_its_device_went_and_came() {
+    scenario(150, |world| async move {
+        world.tell_life(world.random_below(2) == 0);
+        let subject = subject(&world);
+        let model = Rc::new(RefCell::new(subject.shape.model()));
+        let loss = loss_at_random(&world);
+        if world.random_below(2) == 0 {
+            work_until(&world, &subject, &model, move |world| world.lose_device(loss)).await;
+        } else {
+            work_and_die(&world, &subject, &model).await;
+            world.lose_device(loss);
+        }
+        model.borrow_mut().crash();
+        if world.random_below(2) == 0 {
+            let disk = subject.open(&world, Mode::Read).await.unwrap();
+            let guest = Guest::new(&world, disk, &model, Errors::Unexpected);
+            guest.settle().await.unwrap();
+        }
+        settle(&world, &subject, &model).await;
     });
 }

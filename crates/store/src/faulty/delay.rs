@@ -1,7 +1,7 @@
 //! A store that takes its time.
 
 use super::{Operation, Operations};
-use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -97,5 +97,9 @@ impl Store for DelayStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.inner.witness()
     }
 }

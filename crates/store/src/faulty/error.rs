@@ -1,7 +1,7 @@
 //! A store whose operations fail, at times that follow from its options alone.
 
 use super::{Operation, Operations};
-use mica_block::{ChangeFuture, Error, IoFuture, Result, Run, Space, Store, ready};
+use mica_block::{ChangeFuture, Error, IoFuture, Result, Run, Space, Store, Witness, ready};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::io;
@@ -132,6 +132,10 @@ impl Store for ErrorStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.inner.witness()
     }
 }
 

@@ -1,7 +1,7 @@
 //! A store that tells of each of its operations.
 
 use super::Operation;
-use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, Witness};
 use mica_rt::{Buf, Instant, now};
 use mica_units::HostOffset;
 use std::sync::{Arc, OnceLock};
@@ -126,5 +126,9 @@ impl Store for LogStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.inner.witness()
     }
 }
