@@ -5,9 +5,12 @@
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
 //! - I2 There is no file before the first write and none after a clean close.
+//! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own locks:
+//!   some file systems have none, and whoever wants none takes none. So nobody reads or removes the
+//!   file of a writer that lives.
 
 use mica_block::{Error, ErrorKind, Handover, Identity, Result};
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, open, unlinkat};
+use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, open, unlinkat};
 use rustix::io::Errno;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -32,11 +35,15 @@ impl Default for HandoverPlace {
 /// Bytes of such a file at most. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// How often a file that lost its name while it was locked is opened anew.
+const TRIES_MAX: u32 = 8;
 
 /// The file of one image.
 pub(crate) struct HandoverFile {
     path: PathBuf,
     boot: u128,
+    /// How the file is locked while it is open (I3).
+    lock: FlockOperation,
     file: Mutex<Option<File>>,
 }
 
@@ -48,7 +55,28 @@ impl HandoverFile {
         let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
         let path = path_of(directory, rustix::process::geteuid().as_raw(), identity);
-        Some(Self { path, boot, file: Mutex::default() })
+        let lock = FlockOperation::NonBlockingLockExclusive;
+        Some(Self { path, boot, lock, file: Mutex::default() })
+    }
+
+    /// The same, to read what a writer left that died; nothing also where the writer lives.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(crate) fn of_the_dead(place: &HandoverPlace, identity: Identity) -> Result<Option<Self>> {
+        let Some(mut this) = Self::new(place, identity) else { return Ok(None) };
+        this.lock = FlockOperation::NonBlockingLockShared;
+        match this.open(false) {
+            Ok(file) => {
+                *this.lock() = file;
+                Ok(Some(this))
+            }
+            Err(error) if error.kind() == ErrorKind::Denied => {
+                tracing::debug!(%error, "the image is read as it is");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The file that another user has for the image, which `owner` owns. Only root and the owner
@@ -75,21 +103,56 @@ impl HandoverFile {
         Error::from_io(self.path.display().to_string(), error.into())
     }
 
-    /// Opens the file (I1); `None` if there is none and it is not to be made.
+    /// Opens the file (I1) and locks it (I3); `None` if there is none and it is not to be made.
     fn open(&self, create: bool) -> Result<Option<File>> {
+        for _ in 0..TRIES_MAX {
+            let Some(file) = self.open_unlocked(create)? else { return Ok(None) };
+            self.take_lock(&file)?;
+            let stat = fstat(&file).map_err(|error| self.explain(error))?;
+            if stat.st_nlink > 0 {
+                return self.check_ours(file, &stat, create);
+            }
+            // Who had it locked before has removed it.
+        }
+        Err(self.explain(Errno::BUSY))
+    }
+
+    fn open_unlocked(&self, create: bool) -> Result<Option<File>> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let flags = if create { flags | OFlags::CREATE } else { flags };
-        let file = match open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
-            Ok(file) => file,
-            Err(Errno::NOENT) if !create => return Ok(None),
+        match open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => Ok(Some(file.into())),
+            Err(Errno::NOENT) if !create => Ok(None),
             // Somebody else put something there: it keeps nobody from opening the image.
             Err(error @ (Errno::LOOP | Errno::ACCESS | Errno::NXIO)) if !create => {
                 tracing::warn!(path = %self.path.display(), %error, "this is no file of ours");
-                return Ok(None);
+                Ok(None)
             }
-            Err(error) => return Err(self.explain(error)),
-        };
-        let stat = fstat(&file).map_err(|error| self.explain(error))?;
+            Err(error) => Err(self.explain(error)),
+        }
+    }
+
+    fn take_lock(&self, file: &File) -> Result<()> {
+        match flock(file, self.lock) {
+            Ok(()) => Ok(()),
+            Err(Errno::WOULDBLOCK) => {
+                let path = self.path.display();
+                let context = format!("{path}: a process that lives writes the image, or reads it");
+                Err(Error::new(ErrorKind::Denied, context))
+            }
+            // Nobody can have locked it there, so that nothing says that its writer is dead.
+            Err(error) if self.lock == FlockOperation::NonBlockingLockShared => {
+                Err(Error::new(ErrorKind::Denied, self.explain(error).to_string()))
+            }
+            Err(error) => {
+                tracing::debug!(path = %self.path.display(), %error, "a log cannot be locked");
+                Ok(())
+            }
+        }
+    }
+
+    /// `file`, if it is ours alone.
+    fn check_ours(&self, file: File, stat: &Stat, create: bool) -> Result<Option<File>> {
         let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
             && stat.st_uid == rustix::process::geteuid().as_raw()
             && stat.st_mode & 0o077 == 0
@@ -104,7 +167,7 @@ impl HandoverFile {
             let context = format!("{} {what}", self.path.display());
             return Err(Error::new(ErrorKind::Denied, context));
         }
-        Ok(Some(file.into()))
+        Ok(Some(file))
     }
 }
 
@@ -161,10 +224,12 @@ impl Handover for HandoverFile {
     fn remove(&self) {
         let mut file = self.lock();
         // Where its name cannot be taken away, there is nothing in it.
-        let there = file.take().map_or_else(|| self.open(false), |file| Ok(Some(file)));
-        if let Ok(Some(there)) = there
-            && let Err(error) = there.set_len(0)
-        {
+        // Locked until it has no name any more (I3).
+        let there = match file.take().map_or_else(|| self.open(false), |file| Ok(Some(file))) {
+            Ok(there) => there,
+            Err(error) => return tracing::warn!(%error, "a log stays"),
+        };
+        if let Some(Err(error)) = there.as_ref().map(|there| there.set_len(0)) {
             tracing::warn!(path = %self.path.display(), %error, "a log keeps what is in it");
         }
         match unlinkat(CWD, Path::new(&self.path), rustix::fs::AtFlags::empty()) {
@@ -196,6 +261,7 @@ mod tests {
         one.write_at(12, b"ab").expect("writes");
         let again = HandoverFile::new(&place, identity(1)).expect("there is a place");
         assert_eq!(again.boot(), one.boot());
+        drop(one);
         again.read_at(10, &mut bytes).expect("reads");
         assert_eq!(bytes, *b"\0\0ab");
         let other = HandoverFile::new(&place, identity(2)).expect("there is a place");

@@ -148,12 +148,14 @@ impl Images for FileImages {
     }
 
     fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
-        // Only the lock that we hold says that nobody writes it.
         let located = self.policy.find(path)?;
-        match self.locking == Locking::On && !self.writes(&located) {
-            true => self.handover(path),
-            false => Ok(None),
+        // The image's lock, which we hold, keeps later writers away. That there is none now is said
+        // by the log's own: a writer may have taken none of the image.
+        if self.locking != Locking::On || self.writes(&located) {
+            return Ok(None);
         }
+        let file = HandoverFile::of_the_dead(&self.handover, located.identity(0))?;
+        Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
     }
 
     fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {

@@ -5,6 +5,8 @@ use mica_units::HostOffset;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use tempfile::TempDir;
 
+mod handover;
+
 fn folder_with_image() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().canonicalize().expect("a folder").join("top.qcow2");
@@ -306,63 +308,4 @@ fn fault_happens_to_writes_of_images() {
     });
     assert_eq!(result.unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(std::fs::read(&path).unwrap(), b"image");
-}
-
-/// The log of a writer that died is in the way of nobody who reads, but where a writer may live.
-#[test]
-fn image_of_a_dead_writer_is_read_with_what_it_left() {
-    use crate::{Format, HandoverPlace, open, open_writable};
-    use mica_block::{Detail, Disk};
-    use mica_qcow2::ChainOptions;
-    use mica_qcow2::create::{ImageWish, Stores, create};
-    use mica_units::{GuestOffset, GuestRange};
-    const CLUSTER: u64 = 65536;
-
-    let (folder, path) = folder_with_image();
-    let memory = folder.path().join("memory");
-    std::fs::create_dir(&memory).unwrap();
-    let executor = Executor::new(Backend::Auto).unwrap();
-    let new = images(&path).open_writable(&path).unwrap().store;
-    let plan = ImageWish::default().plan(1 << 20).unwrap();
-    executor.block_on(create(plan, Stores { image: &*new, data: None })).unwrap();
-    drop(new);
-    let with = |locking| ImageOptions {
-        handover: HandoverPlace::Directory(memory.clone()),
-        locking,
-        ..options()
-    };
-    let shown = |disk: &dyn Disk| {
-        let range = GuestRange::new(GuestOffset::new(CLUSTER), 512).unwrap();
-        let mut extents = Vec::new();
-        executor.block_on(async {
-            disk.plan(range, Detail::Read, &mut extents).finish().await.unwrap();
-            let (read, buf) = disk.read(&extents[0], mica_rt::Buf::new(512)).await;
-            read.unwrap();
-            buf[0]
-        })
-    };
-    let chain = ChainOptions::default();
-    let read = |locking| {
-        let opened = open(&path, Format::Qcow2, with(locking), &chain);
-        shown(&*executor.block_on(opened).unwrap().disk)
-    };
-    let written = open_writable(&path, Format::Qcow2, with(Locking::On), &chain);
-    let written = executor.block_on(written).unwrap();
-    let buf = mica_rt::Buf::from_slice(&[7; 512]);
-    executor.block_on(async {
-        let _request = written.disk.enter();
-        written.disk.write(GuestOffset::new(CLUSTER), buf).await.0.unwrap();
-    });
-    assert_eq!(read(Locking::ForceShare), 0, "somebody may be writing");
-    // Without a close, as if it were killed.
-    drop(written);
-    assert_eq!(names_in(&memory).len(), 1);
-    assert_eq!((read(Locking::On), read(Locking::ForceShare)), (7, 0));
-    assert_eq!(names_in(&memory).len(), 1, "who reads leaves it as it is");
-    let again = open_writable(&path, Format::Qcow2, with(Locking::On), &chain);
-    let again = executor.block_on(again).unwrap();
-    assert_eq!((shown(&*again.disk), names_in(&memory).len()), (7, 0));
-    executor.block_on(again.disk.close()).unwrap();
-    drop(again);
-    assert_eq!(read(Locking::ForceShare), 7);
 }

@@ -1,0 +1,111 @@
+//! What a writer that died left, and who may have it.
+
+use super::{folder_with_image, images, names_in, options};
+use crate::{Format, HandoverPlace, ImageOptions, OpenDisk, open, open_writable};
+use mica_block::{Detail, ErrorKind, Images as _, Result};
+use mica_qcow2::ChainOptions;
+use mica_qcow2::create::{ImageWish, Stores, create};
+use mica_rt::{Backend, Buf, Executor};
+use mica_store::Locking;
+use mica_units::{GuestOffset, GuestRange};
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+const CLUSTER: u64 = 65536;
+
+/// An empty image, and a place for the logs of its writers.
+struct Place {
+    _folder: TempDir,
+    image: PathBuf,
+    memory: PathBuf,
+    executor: Executor,
+}
+
+impl Place {
+    fn new() -> Self {
+        let (folder, image) = folder_with_image();
+        let memory = folder.path().join("memory");
+        std::fs::create_dir(&memory).unwrap();
+        let executor = Executor::new(Backend::Auto).unwrap();
+        let new = images(&image).open_writable(&image).unwrap().store;
+        let plan = ImageWish::default().plan(1 << 20).unwrap();
+        executor.block_on(create(plan, Stores { image: &*new, data: None })).unwrap();
+        Self { _folder: folder, image, memory, executor }
+    }
+
+    fn options(&self, locking: Locking) -> ImageOptions {
+        let handover = HandoverPlace::Directory(self.memory.clone());
+        ImageOptions { handover, locking, ..options() }
+    }
+
+    fn open_writable(&self, locking: Locking) -> Result<OpenDisk> {
+        let chain = ChainOptions::default();
+        let options = self.options(locking);
+        self.executor.block_on(open_writable(&self.image, Format::Qcow2, options, &chain))
+    }
+
+    /// What is written is not flushed.
+    fn write(&self, disk: &OpenDisk, byte: u8) {
+        self.executor.block_on(async {
+            let _request = disk.disk.enter();
+            let buf = Buf::from_slice(&[byte; 512]);
+            disk.disk.write(GuestOffset::new(CLUSTER), buf).await.0.unwrap();
+        });
+    }
+
+    fn shown(&self, disk: &OpenDisk) -> u8 {
+        let range = GuestRange::new(GuestOffset::new(CLUSTER), 512).unwrap();
+        let mut extents = Vec::new();
+        self.executor.block_on(async {
+            disk.disk.plan(range, Detail::Read, &mut extents).finish().await.unwrap();
+            let (read, buf) = disk.disk.read(&extents[0], Buf::new(512)).await;
+            read.unwrap();
+            buf[0]
+        })
+    }
+
+    /// What who only reads sees.
+    fn read(&self, locking: Locking) -> u8 {
+        let chain = ChainOptions::default();
+        let opened = open(&self.image, Format::Qcow2, self.options(locking), &chain);
+        self.shown(&self.executor.block_on(opened).unwrap())
+    }
+
+    fn logs(&self) -> usize {
+        names_in(&self.memory).len()
+    }
+}
+
+/// The log of a writer that died is in the way of nobody who reads, but where a writer may live.
+#[test]
+fn image_of_a_dead_writer_is_read_with_what_it_left() {
+    let place = Place::new();
+    let written = place.open_writable(Locking::On).unwrap();
+    place.write(&written, 7);
+    assert_eq!(place.read(Locking::ForceShare), 0, "somebody may be writing");
+    // Without a close, as if it were killed.
+    drop(written);
+    assert_eq!(place.logs(), 1);
+    assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
+    assert_eq!(place.logs(), 1, "who reads leaves it as it is");
+    let again = place.open_writable(Locking::On).unwrap();
+    assert_eq!((place.shown(&again), place.logs()), (7, 0));
+    place.executor.block_on(again.disk.close()).unwrap();
+    drop(again);
+    assert_eq!(place.read(Locking::ForceShare), 7);
+}
+
+/// The story: a writer that took no lock of the image, or whose file system has none, lived; who
+/// opened the image for reading got its lock, and the log of that writer over what it read.
+#[test]
+fn log_of_a_writer_that_lives_is_its_own_though_it_locks_no_image() {
+    let place = Place::new();
+    let written = place.open_writable(Locking::Off).unwrap();
+    place.write(&written, 7);
+    assert_eq!(place.read(Locking::On), 0, "its writer lives");
+    let refused = place.open_writable(Locking::Off).err().expect("its writer lives");
+    assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
+    assert_eq!((place.shown(&written), place.logs()), (7, 1));
+    drop(written);
+    assert_eq!(place.read(Locking::On), 7, "now it is dead");
+}
