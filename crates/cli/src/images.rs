@@ -33,7 +33,8 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "DIRECTORY")]
     index_dir: Option<PathBuf>,
     /// Keep in this directory, which must be memory of this machine, what was written and not
-    /// flushed: if mica is killed, the next one goes on with it. "off" does without.
+    /// flushed, in a folder of this user's (mica-UID): if mica is killed, the next one goes on with
+    /// it. "off" does without.
     #[arg(long, default_value = "/dev/shm", value_name = "DIRECTORY")]
     handover_dir: PathBuf,
     /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.

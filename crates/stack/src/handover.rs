@@ -1,5 +1,6 @@
 //! Where writers leave what they acknowledged and did not flush, for who comes after them: a file
-//! of its own for each image that is being written, in a file system that is memory.
+//! of its own for each image that is being written, in a file system that is memory, in a
+//! [`folder`] of this user.
 //!
 //! Invariants
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
@@ -9,12 +10,16 @@
 //!   some file systems have none, and whoever wants none takes none. So nobody reads or removes the
 //!   file of a writer that lives.
 
+pub(crate) mod folder;
+
 use mica_block::{Error, ErrorKind, Handover, Identity, Result};
-use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, open, unlinkat};
+use rustix::fs::{
+    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, unlinkat,
+};
 use rustix::io::Errno;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Where such files are kept.
@@ -22,7 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub enum HandoverPlace {
     /// Nowhere: a writer that is killed loses what was not flushed.
     Nowhere,
-    /// In this directory.
+    /// In a folder of this user, which is made in this directory.
     Directory(PathBuf),
 }
 
@@ -40,7 +45,8 @@ const TRIES_MAX: u32 = 8;
 
 /// The file of one image.
 pub(crate) struct HandoverFile {
-    path: PathBuf,
+    folder: PathBuf,
+    name: String,
     boot: u128,
     /// How the file is locked while it is open (I3).
     lock: FlockOperation,
@@ -54,9 +60,10 @@ impl HandoverFile {
         let told = std::fs::read_to_string(BOOT_ID).ok()?;
         let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
-        let path = path_of(directory, rustix::process::geteuid().as_raw(), identity);
+        let folder = folder::path_of(directory, rustix::process::geteuid().as_raw());
+        let name = name_of(identity);
         let lock = FlockOperation::NonBlockingLockExclusive;
-        Some(Self { path, boot, lock, file: Mutex::default() })
+        Some(Self { folder, name, boot, lock, file: Mutex::default() })
     }
 
     /// The same, to read what a writer left that died; nothing also where the writer lives.
@@ -89,10 +96,16 @@ impl HandoverFile {
         let HandoverPlace::Directory(directory) = place else { return None };
         let own = rustix::process::geteuid().as_raw();
         let others = [0, owner].into_iter().filter(|user| *user != own);
-        others.map(|user| (user, path_of(directory, user, identity))).find_map(|(user, path)| {
-            let found = path.symlink_metadata().ok()?;
-            (found.is_file() && found.uid() == user && found.len() > 0).then_some(path)
+        others.map(|user| (user, folder::path_of(directory, user))).find_map(|(user, folder)| {
+            let path = folder.join(name_of(identity));
+            let (folder, found) = (folder.symlink_metadata().ok()?, path.symlink_metadata().ok()?);
+            let is_theirs = folder.is_dir() && folder.uid() == user && found.uid() == user;
+            (is_theirs && found.is_file() && found.len() > 0).then_some(path)
         })
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.join(&self.name)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<File>> {
@@ -100,7 +113,7 @@ impl HandoverFile {
     }
 
     fn explain(&self, error: impl Into<std::io::Error>) -> Error {
-        Error::from_io(self.path.display().to_string(), error.into())
+        Error::from_io(self.path().display().to_string(), error.into())
     }
 
     /// Opens the file (I1) and locks it (I3); `None` if there is none and it is not to be made.
@@ -118,14 +131,25 @@ impl HandoverFile {
     }
 
     fn open_unlocked(&self, create: bool) -> Result<Option<File>> {
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let folder = match create {
+            true => Some(folder::make(&self.folder)?),
+            // Somebody else put something there: it keeps nobody from opening the image.
+            false => folder::find(&self.folder).unwrap_or_else(|error| {
+                tracing::warn!(%error, "what was not flushed is not looked for");
+                None
+            }),
+        };
+        let Some(folder) = folder else { return Ok(None) };
+        let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        // Who serves for reading only may do no more here.
+        let is_shared = self.lock == FlockOperation::NonBlockingLockShared;
+        let flags = flags | if is_shared { OFlags::RDONLY } else { OFlags::RDWR };
         let flags = if create { flags | OFlags::CREATE } else { flags };
-        match open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
+        match openat(&folder, &self.name, flags, Mode::RUSR | Mode::WUSR) {
             Ok(file) => Ok(Some(file.into())),
             Err(Errno::NOENT) if !create => Ok(None),
-            // Somebody else put something there: it keeps nobody from opening the image.
             Err(error @ (Errno::LOOP | Errno::ACCESS | Errno::NXIO)) if !create => {
-                tracing::warn!(path = %self.path.display(), %error, "this is no file of ours");
+                tracing::warn!(path = %self.path().display(), %error, "this is no file of ours");
                 Ok(None)
             }
             Err(error) => Err(self.explain(error)),
@@ -136,8 +160,8 @@ impl HandoverFile {
         match flock(file, self.lock) {
             Ok(()) => Ok(()),
             Err(Errno::WOULDBLOCK) => {
-                let path = self.path.display();
-                let context = format!("{path}: a process that lives writes the image, or reads it");
+                let what = "a process that lives writes the image, or reads it";
+                let context = format!("{}: {what}", self.path().display());
                 Err(Error::new(ErrorKind::Denied, context))
             }
             // Nobody can have locked it there, so that nothing says that its writer is dead.
@@ -145,7 +169,7 @@ impl HandoverFile {
                 Err(Error::new(ErrorKind::Denied, self.explain(error).to_string()))
             }
             Err(error) => {
-                tracing::debug!(path = %self.path.display(), %error, "a log cannot be locked");
+                tracing::debug!(path = %self.path().display(), %error, "a log cannot be locked");
                 Ok(())
             }
         }
@@ -159,21 +183,21 @@ impl HandoverFile {
             && stat.st_nlink == 1;
         // Where it is another's, ours is not there.
         if !is_ours && !create {
-            tracing::warn!(path = %self.path.display(), "this file is not this user's alone");
+            tracing::warn!(path = %self.path().display(), "this file is not this user's alone");
             return Ok(None);
         }
         if !is_ours {
             let what = "is not this user's alone: remove it, or name another --handover-dir";
-            let context = format!("{} {what}", self.path.display());
+            let context = format!("{} {what}", self.path().display());
             return Err(Error::new(ErrorKind::Denied, context));
         }
         Ok(Some(file))
     }
 }
 
-fn path_of(directory: &Path, user: u32, identity: Identity) -> PathBuf {
+fn name_of(identity: Identity) -> String {
     let Identity { device, inode, .. } = identity;
-    directory.join(format!("mica-{user}-{device:x}-{inode:x}.handover"))
+    format!("{device:x}-{inode:x}.handover")
 }
 
 impl Handover for HandoverFile {
@@ -230,12 +254,13 @@ impl Handover for HandoverFile {
             Err(error) => return tracing::warn!(%error, "a log stays"),
         };
         if let Some(Err(error)) = there.as_ref().map(|there| there.set_len(0)) {
-            tracing::warn!(path = %self.path.display(), %error, "a log keeps what is in it");
+            tracing::warn!(path = %self.path().display(), %error, "a log keeps what is in it");
         }
-        match unlinkat(CWD, Path::new(&self.path), rustix::fs::AtFlags::empty()) {
+        let Ok(Some(folder)) = folder::find(&self.folder) else { return };
+        match unlinkat(&folder, &self.name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => {
-                tracing::warn!(path = %self.path.display(), %error, "a file stays behind");
+                tracing::warn!(path = %self.path().display(), %error, "a file stays behind");
             }
         }
     }
@@ -253,7 +278,13 @@ mod tests {
     fn file_is_there_from_the_first_write_on_and_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = HandoverPlace::Directory(folder.path().to_owned());
-        let count = || std::fs::read_dir(folder.path()).expect("it is there").count();
+        let count = || {
+            let folders = std::fs::read_dir(folder.path()).expect("it is there");
+            let folders = folders.map(|folder| folder.expect("read").path());
+            folders
+                .map(|folder| std::fs::read_dir(folder).expect("a folder").count())
+                .sum::<usize>()
+        };
         let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
         let mut bytes = [1; 4];
         one.read_at(10, &mut bytes).expect("reads");
@@ -278,15 +309,16 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let place = HandoverPlace::Directory(folder.path().to_owned());
         let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
-        std::fs::write(&one.path, b"mine").expect("writes");
+        folder::handover_folder(folder.path()).expect("made");
+        std::fs::write(one.path(), b"mine").expect("writes");
         let open_to_all = std::fs::Permissions::from_mode(0o666);
-        std::fs::set_permissions(&one.path, open_to_all).expect("ours");
+        std::fs::set_permissions(one.path(), open_to_all).expect("ours");
         let mut bytes = [1; 4];
         one.read_at(0, &mut bytes).expect("it is as if there were none");
         assert_eq!(bytes, [0; 4]);
         assert!(one.write_at(0, b"x").is_err());
-        std::fs::remove_file(&one.path).expect("ours");
-        symlink(folder.path().join("elsewhere"), &one.path).expect("a link");
+        std::fs::remove_file(one.path()).expect("ours");
+        symlink(folder.path().join("elsewhere"), one.path()).expect("a link");
         one.read_at(0, &mut bytes).expect("it is as if there were none");
         assert!(bytes == [0; 4] && one.write_at(0, b"x").is_err());
         assert!(!folder.path().join("elsewhere").exists());
@@ -298,10 +330,10 @@ mod tests {
         let place = HandoverPlace::Directory(folder.path().to_owned());
         let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
         one.write_at(0, b"head").expect("writes");
-        std::fs::remove_file(&one.path).expect("it is there");
+        std::fs::remove_file(one.path()).expect("it is there");
         one.write_at(0, b"head").expect_err("nobody would find it");
         one.write_at(0, b"head").expect("it is made again");
-        assert_eq!(std::fs::read(&one.path).expect("it is there"), b"head");
+        assert_eq!(std::fs::read(one.path()).expect("it is there"), b"head");
     }
 
     #[test]
@@ -309,12 +341,16 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let place = HandoverPlace::Directory(folder.path().to_owned());
         let user = rustix::process::geteuid().as_raw();
-        let theirs = path_of(folder.path(), user.wrapping_add(1), identity(1));
+        let their_folder = folder::path_of(folder.path(), user.wrapping_add(1));
+        let theirs = their_folder.join(name_of(identity(1)));
+        std::fs::create_dir(&their_folder).expect("made");
         std::fs::write(&theirs, b"log").expect("writes");
         // It says that it is another's, and is not: somebody put it there.
         assert_eq!(HandoverFile::of_another(&place, identity(1), user.wrapping_add(1)), None);
         if user == 0 {
             std::os::unix::fs::chown(&theirs, Some(1), None).expect("root may");
+            assert_eq!(HandoverFile::of_another(&place, identity(1), 1), None, "not their folder");
+            std::os::unix::fs::chown(&their_folder, Some(1), None).expect("root may");
             assert_eq!(HandoverFile::of_another(&place, identity(1), 1), Some(theirs));
             assert_eq!(HandoverFile::of_another(&place, identity(1), 2), None);
         }

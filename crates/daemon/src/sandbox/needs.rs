@@ -59,7 +59,7 @@ impl Needs {
         self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
     }
 
-    fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
+    pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
         let writes = !disk.read_only && disk.load_snapshot.is_none();
         if disk.format != "null" {
             self.add_image(disk, writes)?;
@@ -91,8 +91,13 @@ impl Needs {
             })?;
             self.allow(folder, REPLACE);
         }
-        if writes && disk.format == "qcow2" && disk.handover_dir.as_os_str() != "off" {
-            self.allow(&disk.handover_dir, REPLACE | AccessFs::Truncate);
+        // Where there is no folder for logs, who looks for one, or writes, says what that costs.
+        if disk.format == "qcow2"
+            && disk.handover_dir.as_os_str() != "off"
+            && let Ok(folder) = mica_stack::handover_folder(&disk.handover_dir)
+        {
+            let all = REPLACE | AccessFs::Truncate;
+            self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
         }
         Ok(())
     }

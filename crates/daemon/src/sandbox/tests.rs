@@ -1,4 +1,5 @@
 use super::*;
+use crate::config::DiskConfig;
 use io_uring::{IoUring, opcode, types};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking};
 use std::ffi::CString;
@@ -200,6 +201,29 @@ fn port_and_socket_of_the_configuration_are_left() {
         drop(listening);
         mica_serve::Listener::unix(&socket).expect("takes the place of one that is gone");
     });
+}
+
+/// The story: all of the memory that programs share could be written to.
+#[test]
+fn logs_of_this_user_are_left_and_nothing_beside_them() {
+    let mut place = Place::new();
+    let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
+    disk.handover_dir = place.at("out");
+    let read_only = DiskConfig { read_only: true, ..disk.clone() };
+    for (disk, is_written) in [(read_only, false), (disk, true)] {
+        place.needs = Needs::default();
+        place.needs.add_disk(&disk).expect("found");
+        let folder = mica_stack::handover_folder(&place.at("out")).expect("made");
+        let [left, made] = ["left", "made"].map(|name| folder.join(name));
+        fs::write(&left, b"log").expect("written");
+        place.inside(|| {
+            assert_eq!(fs::read(&left).expect("read"), b"log");
+            assert_eq!(fs::write(&made, b"log").is_ok(), is_written);
+            assert_eq!(fs::remove_file(&left).is_ok(), is_written);
+            assert!(is_refused(fs::write(place.at("out/beside"), b"")), "beside them");
+            assert!(is_refused(fs::read(place.at("out/secret"))), "of another program");
+        });
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What a writer that died left, and who may have it.
 
 use super::{folder_with_image, images, names_in, options};
-use crate::{Format, HandoverPlace, ImageOptions, OpenDisk, open, open_writable};
+use crate::{Format, HandoverPlace, ImageOptions, OpenDisk, handover_folder, open, open_writable};
 use mica_block::{Detail, ErrorKind, Images as _, Result};
 use mica_qcow2::ChainOptions;
 use mica_qcow2::create::{ImageWish, Stores, create};
@@ -72,7 +72,7 @@ impl Place {
     }
 
     fn logs(&self) -> usize {
-        names_in(&self.memory).len()
+        names_in(&handover_folder(&self.memory).unwrap()).len()
     }
 }
 

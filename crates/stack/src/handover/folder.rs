@@ -1,0 +1,116 @@
+//! The folder in which one user's logs are. Everybody may make files where it lies, so that a name
+//! there proves nothing; what is in it only this user has put there. A process in a sandbox needs
+//! nothing but this folder.
+//!
+//! Invariants
+//! - I1 A folder is used only if it is one, not a symbolic link to one, of this user, and nobody
+//!   else may write to it. Where others may make files they must not be able to rename it, as the
+//!   sticky bit of `/dev/shm` has it.
+//! - I2 Others may look a name up in it, and list none: who opens an image is told that another user
+//!   left something ([`super::HandoverFile::of_another`]).
+
+use mica_block::{Error, ErrorKind, Result};
+use rustix::fd::OwnedFd;
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, mkdirat, open};
+use rustix::io::Errno;
+use std::path::{Path, PathBuf};
+
+/// Where the logs of `user` are, below a `directory` that many may use.
+pub(super) fn path_of(directory: &Path, user: u32) -> PathBuf {
+    directory.join(format!("mica-{user}"))
+}
+
+/// The folder of this user's logs below `directory`, which is made if it is not there.
+///
+/// # Errors
+/// What the system says; `Denied` if it is not this user's alone.
+pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
+    let path = path_of(directory, rustix::process::geteuid().as_raw());
+    make(&path).map(|_| path)
+}
+
+/// Opens the folder at `path`, which is made if it is not there.
+pub(super) fn make(path: &Path) -> Result<OwnedFd> {
+    let mode = Mode::RWXU | Mode::XGRP | Mode::XOTH;
+    match mkdirat(CWD, path, mode) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        // A process that may not make it may use it.
+        Err(error) if find(path).is_ok_and(|found| found.is_none()) => {
+            return Err(Error::from_io(format!("making {}", path.display()), error.into()));
+        }
+        Err(_) => {}
+    }
+    find(path)?.ok_or_else(|| Error::from_io(path.display().to_string(), Errno::NOENT.into()))
+}
+
+/// Opens the folder at `path`, if there is one (I1).
+pub(super) fn find(path: &Path) -> Result<Option<OwnedFd>> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let failed = |error: Errno| Error::from_io(path.display().to_string(), error.into());
+    let folder = match open(path, flags, Mode::empty()) {
+        Ok(folder) => folder,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(Errno::NOTDIR | Errno::LOOP) => return Err(not_ours(path)),
+        Err(error) => return Err(failed(error)),
+    };
+    let stat = fstat(&folder).map_err(failed)?;
+    let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::Directory
+        && stat.st_uid == rustix::process::geteuid().as_raw()
+        && stat.st_mode & 0o022 == 0;
+    if is_ours { Ok(Some(folder)) } else { Err(not_ours(path)) }
+}
+
+fn not_ours(path: &Path) -> Error {
+    let what = "is not a folder of this user alone: remove it, or name another --handover-dir";
+    Error::new(ErrorKind::Denied, format!("{} {what}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn folder_is_made_once_and_others_list_nothing_in_it() {
+        let place = tempfile::tempdir().expect("a folder");
+        let folder = handover_folder(place.path()).expect("made");
+        let mode = fs::metadata(&folder).expect("there").permissions().mode();
+        assert_eq!(mode & 0o066, 0, "{mode:o}");
+        fs::write(folder.join("log"), b"x").expect("ours");
+        assert_eq!(handover_folder(place.path()).expect("there"), folder);
+        assert!(folder.join("log").exists());
+        let nowhere = place.path().join("none");
+        assert_eq!(
+            handover_folder(&nowhere).err().map(|error| error.kind()),
+            Some(ErrorKind::NotFound)
+        );
+    }
+
+    #[test]
+    fn folder_that_somebody_else_put_there_is_refused() {
+        let place = tempfile::tempdir().expect("a folder");
+        let folder = path_of(place.path(), rustix::process::geteuid().as_raw());
+        let elsewhere = place.path().join("elsewhere");
+        fs::create_dir(&elsewhere).expect("made");
+        let refused = |what: &str| {
+            let error = handover_folder(place.path()).err().expect(what);
+            assert_eq!(error.kind(), ErrorKind::Denied, "{what}: {error}");
+            assert_eq!(find(&folder).err().map(|error| error.kind()), Some(ErrorKind::Denied));
+        };
+        symlink(&elsewhere, &folder).expect("a link");
+        refused("a link");
+        fs::remove_file(&folder).expect("ours");
+        fs::write(&folder, b"").expect("a file");
+        refused("a file");
+        fs::remove_file(&folder).expect("ours");
+        fs::create_dir(&folder).expect("made");
+        fs::set_permissions(&folder, Permissions::from_mode(0o770)).expect("ours");
+        refused("a folder that a group may write");
+        fs::set_permissions(&folder, Permissions::from_mode(0o700)).expect("ours");
+        handover_folder(place.path()).expect("ours alone");
+        if std::os::unix::fs::chown(&folder, Some(12_345), None).is_ok() {
+            refused("another user's");
+        }
+    }
+}
