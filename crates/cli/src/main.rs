@@ -27,6 +27,7 @@ use args::{Cli, Verb};
 use clap::Parser;
 use failure::Failure;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -39,6 +40,9 @@ fn main() -> ExitCode {
         }
     };
     let log = output::start_log(cli.log_level);
+    // A file that may grow no more is an error to tell of, not a signal to die by. Where the handler
+    // is refused, there is none for anything.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let outcome = match cli.verb {
         Verb::Serve(args) => serve::run(*args, log),
         Verb::Ctl(args) => ctl::run(&args),

@@ -7,7 +7,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -17,6 +17,8 @@ pub struct File {
     access: Access,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
+    /// Whether its file system does not tell beforehand that a write would wait.
+    waits_untold: AtomicBool,
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
@@ -32,7 +34,8 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        Self { fd, access, has_locks: AtomicBool::new(false) }
+        let (has_locks, waits_untold) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { fd, access, has_locks, waits_untold }
     }
 
     /// How it was opened.
@@ -42,6 +45,14 @@ impl File {
 
     pub(crate) fn raw(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+
+    pub(crate) fn waits_untold(&self) -> bool {
+        self.waits_untold.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_waits_untold(&self) {
+        self.waits_untold.store(true, Ordering::Relaxed);
     }
 }
 

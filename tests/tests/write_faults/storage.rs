@@ -3,9 +3,11 @@
 use super::image::{self, Image, make, serve, sound, sound_but_for_leaks, stop_alive};
 use mica_tests::guest::{Answer, EIO, ENOSPC, Guest};
 use mica_tests::mounts::Mount;
-use mica_tests::{command, judge, qemu, tools};
+use mica_tests::server::Server;
+use mica_tests::{command, judge, mica, qemu, tools};
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 const BLOCK: usize = 64 << 10;
 
@@ -38,8 +40,7 @@ fn first_content(number: usize) -> u8 {
 
 /// A full disk: guests get ENOSPC where space is needed, and write on where it is not.
 #[track_caller]
-fn goes_on_without_space(dir: &Path, more: &[&str]) {
-    let server = serve(dir, more);
+fn goes_on_without_space(dir: &Path, server: Server) {
     let mut guest = Guest::connect(&server).expect("served");
     let errors = fill(&mut guest, 0x22);
     assert!(errors.iter().all(|errno| [0, ENOSPC].contains(errno)), "{errors:?}");
@@ -66,8 +67,25 @@ fn a_guest_is_told_that_space_is_short_and_the_disk_goes_on() {
         make(dir.path(), options);
         println!("{options}");
         let full = "error=range:6M-1T,op=write+zero+allocate,errno=ENOSPC";
-        goes_on_without_space(dir.path(), &["--inject", full]);
+        goes_on_without_space(dir.path(), serve(dir.path(), &["--inject", full]));
     }
+}
+
+#[test]
+fn a_file_that_may_not_grow_is_no_reason_to_die() {
+    if !image::tools_present() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    make(dir, "cluster_size=64k");
+    let server = Server::start("", |socket| {
+        let mut serve = Command::new("prlimit");
+        serve.arg("--fsize=6291456:6291456").arg(mica::binary());
+        serve.args(["serve", "--nbd"]).arg(socket).arg(dir.join("disk.qcow2"));
+        serve
+    });
+    goes_on_without_space(dir, server.expect("served"));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! `uring` is for production. `pool` gives the same results where the system refuses io_uring.
 //! `sim` is a virtual clock and simulated devices, so that the code above runs from a seed.
 
+mod in_place;
 mod pool;
 mod sim;
 mod uring;

@@ -6,6 +6,7 @@
 //! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
 
+use super::in_place::{self, InPlace};
 use crate::net::SEND_BUFS_MAX;
 use crate::op::{OpKey, OpKind, SendParts, resume_at};
 use crate::remote::Remote;
@@ -14,7 +15,7 @@ use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Entries of the submission queue: what one turn can submit with one system call.
 const SUBMISSIONS_MAX: u32 = 256;
@@ -39,6 +40,7 @@ pub(crate) struct Uring {
     early: Vec<(OpKey, i32)>,
     /// Whether the last wait was so short that looking again for a while beats sleeping.
     looks_first: bool,
+    in_place: InPlace,
 }
 
 /// Memory that a sendmsg names, kept with the operation (I1).
@@ -66,7 +68,15 @@ impl Uring {
         if needed.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        Ok(Self { ring, remote, bell_armed: false, early: Vec::new(), looks_first: false })
+        let in_place = InPlace::default();
+        Ok(Self {
+            ring,
+            remote,
+            bell_armed: false,
+            early: Vec::new(),
+            looks_first: false,
+            in_place,
+        })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
@@ -79,6 +89,12 @@ impl Uring {
                 opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done } => {
+                // What was cut short goes on in the ring, which tells why it was.
+                if *done == 0
+                    && let Some(count) = self.in_place.write(file, buf, *offset)
+                {
+                    return Some(i32::try_from(count).expect("shorter than what is tried"));
+                }
                 let from = resume_at(file, *done);
                 let left = &buf[from..];
                 let length = u32_of(left.len().min(LENGTH_MAX));
@@ -166,7 +182,7 @@ impl Uring {
     /// Submits, and waits for a completion: awake for a while where the last wait was short, then
     /// asleep.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
-        let start = wait_started();
+        let start = in_place::now();
         if self.looks_first {
             self.ring.submit()?;
             while start.elapsed() < LOOK_MAX.min(wait.unwrap_or(LOOK_MAX)) {
@@ -205,14 +221,6 @@ impl Uring {
             }
         }
     }
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how to wait for the system is no matter of the clock"
-)]
-fn wait_started() -> Instant {
-    Instant::now()
 }
 
 const POLL_IN: u16 = libc::POLLIN.cast_unsigned();
