@@ -10,8 +10,8 @@
 //!   left something ([`super::HandoverFile::of_another`]).
 
 use mica_block::{Error, ErrorKind, Result};
-use rustix::fd::OwnedFd;
-use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, mkdirat, open};
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::fs::{CWD, FileType, Mode, OFlags, chmod, fstat, mkdirat, open};
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
 
@@ -32,15 +32,18 @@ pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
 /// Opens the folder at `path`, which is made if it is not there.
 pub(super) fn make(path: &Path) -> Result<OwnedFd> {
     let mode = Mode::RWXU | Mode::XGRP | Mode::XOTH;
-    match mkdirat(CWD, path, mode) {
-        Ok(()) | Err(Errno::EXIST) => {}
-        // A process that may not make it may use it.
-        Err(error) if find(path).is_ok_and(|found| found.is_none()) => {
-            return Err(Error::from_io(format!("making {}", path.display()), error.into()));
-        }
-        Err(_) => {}
+    let made = mkdirat(CWD, path, mode);
+    // A process that may not make it may use it.
+    let Some(folder) = find(path)? else {
+        let error = made.err().unwrap_or(Errno::NOENT);
+        return Err(Error::from_io(format!("making {}", path.display()), error.into()));
+    };
+    if made.is_ok() {
+        // Whatever the process lets others do with its files (I2). Where this fails they are told
+        // nothing.
+        let _ = chmod(format!("/proc/self/fd/{}", folder.as_raw_fd()), mode);
     }
-    find(path)?.ok_or_else(|| Error::from_io(path.display().to_string(), Errno::NOENT.into()))
+    Ok(folder)
 }
 
 /// Opens the folder at `path`, if there is one (I1).
@@ -76,7 +79,7 @@ mod tests {
         let place = tempfile::tempdir().expect("a folder");
         let folder = handover_folder(place.path()).expect("made");
         let mode = fs::metadata(&folder).expect("there").permissions().mode();
-        assert_eq!(mode & 0o066, 0, "{mode:o}");
+        assert_eq!(mode & 0o777, 0o711, "{mode:o}");
         fs::write(folder.join("log"), b"x").expect("ours");
         assert_eq!(handover_folder(place.path()).expect("there"), folder);
         assert!(folder.join("log").exists());
