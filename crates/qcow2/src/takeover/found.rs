@@ -2,8 +2,8 @@
 
 use crate::format::Header;
 use crate::write::handover::{
-    FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LogHeader, RECORD_HEAD_BYTES, RECORDS_AT,
-    Run, WITNESSES, decode_witnesses, group_sum, other_half,
+    EARLY_ZEROS, FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LATE_ZEROS, LogHeader,
+    RECORD_HEAD_BYTES, RECORDS_AT, Run, WITNESSES, decode_witnesses, group_sum, other_half,
 };
 use mica_block::{Handover, Result, Store, Witness};
 
@@ -23,6 +23,8 @@ pub(super) struct Found {
 pub(super) struct Record<'a> {
     pub(super) at: u64,
     pub(super) kind: u32,
+    /// Bytes that become zeros, of a record without content.
+    pub(super) zeros: u64,
     pub(super) content: &'a [u8],
 }
 
@@ -33,9 +35,11 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
         let (head, after) = rest.split_at_checked(RECORD_HEAD_BYTES)?;
         let word = |at: usize| Some(u32::from_le_bytes(*head[at..].first_chunk()?));
         let at = u64::from_le_bytes(*head.first_chunk()?);
-        let (content, after) = after.split_at_checked(word(8)? as usize)?;
+        let (len, kind) = (word(8)?, word(12)?);
+        let is_zeros = matches!(kind, EARLY_ZEROS | LATE_ZEROS);
+        let (content, after) = after.split_at_checked(if is_zeros { 0 } else { len as usize })?;
         rest = after;
-        Some(Record { at, kind: word(12)?, content })
+        Some(Record { at, kind, zeros: if is_zeros { len.into() } else { 0 }, content })
     })
 }
 

@@ -2,7 +2,7 @@
 
 use super::found::{Found, records};
 use crate::format::{Header, RefcountTableEntry};
-use crate::write::handover::{EARLY, LATE};
+use crate::write::handover::{EARLY, EARLY_ZEROS, LATE, LATE_ZEROS, ZERO_PAGES_MAX};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -14,6 +14,8 @@ use std::collections::btree_map::Entry;
 const PAGE_BYTES_MAX: u64 = 4096;
 /// Pages that a log changes at most: a writer flushes long before.
 const PAGES_MAX: usize = 1 << 16;
+const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
+static ZEROS: [u8; 4096] = [0; 4096];
 /// Clusters that a log calls unused and that are looked at.
 const UNUSED_MAX: u64 = 4096;
 
@@ -51,11 +53,18 @@ impl Replay {
         for group in &found.groups {
             for record in records(group) {
                 let step = match record.kind {
-                    EARLY => Step::Early,
-                    LATE => Step::Late,
+                    EARLY | EARLY_ZEROS => Step::Early,
+                    LATE | LATE_ZEROS => Step::Late,
                     _ => continue,
                 };
                 replay.put(store, (record.at, record.content), step).await?;
+                let end = record.at.saturating_add(record.zeros);
+                let mut at = record.at;
+                while at < end {
+                    let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(ZEROS.len());
+                    replay.put(store, (at, &ZEROS[..len]), step).await?;
+                    at += len as u64;
+                }
             }
         }
         let mut looked = 0;
@@ -89,8 +98,13 @@ impl Replay {
         }
     }
 
-    /// The page of `at`, read first.
-    async fn page(&mut self, store: &dyn Store, at: u64, step: Step) -> Result<&mut Page> {
+    /// The page of `at`, read first unless it `is_whole` that it is about to be changed.
+    async fn page(
+        &mut self,
+        store: &dyn Store,
+        (at, step): (u64, Step),
+        is_whole: bool,
+    ) -> Result<&mut Page> {
         let start = at / self.page_bytes * self.page_bytes;
         if self.pages.len() > PAGES_MAX {
             let context = "what its last writer left changes more than a writer does";
@@ -100,7 +114,10 @@ impl Replay {
             Entry::Occupied(page) => Ok(page.into_mut()),
             Entry::Vacant(place) => {
                 let len = usize::try_from(self.page_bytes).expect("4 KiB");
-                let bytes = read_exact(store, HostOffset::new(start), len).await?;
+                let bytes = match is_whole {
+                    true => Buf::zeroed(len),
+                    false => read_exact(store, HostOffset::new(start), len).await?,
+                };
                 Ok(place.insert(Page { step, bytes }))
             }
         }
@@ -122,8 +139,9 @@ impl Replay {
         while done < content.len() {
             let here = at + done as u64;
             let within = usize::try_from(here % page_bytes).expect("within a page");
-            let page = self.page(store, here, step).await?;
-            let count = (page.bytes.len() - within).min(content.len() - done);
+            let page_len = usize::try_from(page_bytes).expect("4 KiB");
+            let count = (page_len - within).min(content.len() - done);
+            let page = self.page(store, (here, step), count == page_len).await?;
             if page.step != step {
                 page.step = Step::Tables;
             }
@@ -159,7 +177,7 @@ impl Replay {
         let page_entries = self.page_bytes * 8 / u64::from(width.bits());
         let at = block.bytes() + index / page_entries * self.page_bytes;
         let within = usize::try_from(index % page_entries).expect("within a page");
-        let page = self.page(store, at, Step::Early).await?;
+        let page = self.page(store, (at, Step::Early), false).await?;
         if width.get(&page.bytes, within) == Some(1) {
             width.set(&mut page.bytes, within, 0).expect("zero fits");
         }

@@ -73,6 +73,14 @@ pub(crate) const FOOTING: u32 = 2;
 /// file, and for the data file if there is one. Content: for each, kind u64, value i128.
 pub(crate) const WITNESSES: u32 = 3;
 const WITNESS_BYTES: usize = 24;
+/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content: a new table of 2 MiB is
+/// one record.
+pub(crate) const EARLY_ZEROS: u32 = 4;
+pub(crate) const LATE_ZEROS: u32 = 5;
+/// Ranges shorter than this have content though it is zeros.
+const ZEROS_LEN_MIN: usize = 64;
+/// Pages of zeros in a log at most. Who reads it has all that it changes in memory at once.
+pub(crate) const ZERO_PAGES_MAX: u64 = 1 << 15;
 
 /// A run of host clusters: the first one's number, and how many.
 pub(crate) type Run = (u64, u64);
@@ -272,6 +280,47 @@ pub(crate) struct Log {
     number: u64,
     touched: Vec<Touched>,
     bytes: Vec<u8>,
+    /// Pages of zeros in it: of groups that are being made durable, and later ones.
+    zero_pages: [u64; 2],
+}
+
+/// Appends the records of ranges to a group: neighbours that become zeros are one.
+struct Ranges<'a> {
+    bytes: &'a mut Vec<u8>,
+    /// Where the record of the last range is, its kind and where the range ends, if it is zeros.
+    zeros: Option<(usize, u32, u64)>,
+    zero_pages: u64,
+}
+
+impl Ranges<'_> {
+    fn add(&mut self, at: u64, content: &[u8], stage: Stage) {
+        let is_zeros = content.len() >= ZEROS_LEN_MIN && content.iter().all(|byte| *byte == 0);
+        let kind = match (stage, is_zeros) {
+            (Stage::Early, false) => EARLY,
+            (Stage::Late, false) => LATE,
+            (Stage::Early, true) => EARLY_ZEROS,
+            (Stage::Late, true) => LATE_ZEROS,
+        };
+        let len = u32::try_from(content.len()).expect("a page");
+        let end = at + content.len() as u64;
+        self.zero_pages += u64::from(is_zeros);
+        if let Some((record, last_kind, last_end)) = &mut self.zeros
+            && (*last_kind, *last_end) == (kind, at)
+            && let Some(stood) = self.bytes[*record + 8..].first_chunk_mut()
+            && let Some(joined) = u32::from_le_bytes(*stood).checked_add(len)
+        {
+            *stood = joined.to_le_bytes();
+            *last_end = end;
+            return;
+        }
+        self.zeros = is_zeros.then_some((self.bytes.len(), kind, end));
+        self.bytes.extend_from_slice(&at.to_le_bytes());
+        self.bytes.extend_from_slice(&len.to_le_bytes());
+        self.bytes.extend_from_slice(&kind.to_le_bytes());
+        if !is_zeros {
+            self.bytes.extend_from_slice(content);
+        }
+    }
 }
 
 impl Log {
@@ -294,6 +343,7 @@ impl Log {
             number: 1,
             touched: Vec::new(),
             bytes: Vec::new(),
+            zero_pages: [0; 2],
         };
         // Somebody else's, or one that nobody took over.
         log.out.remove();
@@ -350,20 +400,19 @@ impl Log {
     ) -> Result<()> {
         self.bytes.clear();
         self.bytes.resize(GROUP_HEAD_BYTES, 0);
+        let mut ranges = Ranges { bytes: &mut self.bytes, zeros: None, zero_pages: 0 };
         for Touched { at, len, stage } in self.touched.drain(..) {
             // What was dropped meanwhile is named by nothing any more.
             let Some(content) = content(at, len) else { continue };
-            let kind = if stage == Stage::Early { EARLY } else { LATE };
-            self.bytes.extend_from_slice(&at.bytes().to_le_bytes());
-            self.bytes.extend_from_slice(&u32::try_from(len).expect("a page").to_le_bytes());
-            self.bytes.extend_from_slice(&kind.to_le_bytes());
-            self.bytes.extend_from_slice(content);
+            ranges.add(at.bytes(), content, stage);
         }
+        self.zero_pages[1] += ranges.zero_pages;
         footing.append_to(&mut self.bytes);
         // What the group links was written before.
         append_witnesses(&self.stores, &mut self.bytes);
         // It stays within its half, and short of its end, which is the other one's begin.
-        if self.end + self.bytes.len() as u64 >= self.half_end() {
+        let is_full = self.end + self.bytes.len() as u64 >= self.half_end();
+        if is_full || self.zero_pages.iter().sum::<u64>() > ZERO_PAGES_MAX {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
         let len = u32::try_from(self.bytes.len() - GROUP_HEAD_BYTES).expect("within the log");
@@ -384,7 +433,8 @@ impl Log {
 
     /// Whether it is time to flush, so that it does not become full.
     pub(crate) fn is_long(&self) -> bool {
-        self.half_end() - self.end < self.out.capacity() / 4
+        let is_short_of_room = self.half_end() - self.end < self.out.capacity() / 4;
+        is_short_of_room || self.zero_pages[1] > ZERO_PAGES_MAX / 4
     }
 
     /// How far it goes now, for a group that is taken, and the name that the image gets with that.
@@ -398,6 +448,8 @@ impl Log {
         if is_free && self.end != other_half(other, self.out.capacity()) {
             self.end = other;
         }
+        let [before, later] = self.zero_pages;
+        self.zero_pages = [before + later, 0];
         // A name that was not used yet, because a group before found no space, will do.
         if self.next.is_none() {
             self.next = Some(name_after(self.name));
@@ -423,6 +475,7 @@ impl Log {
     pub(crate) fn forget(&mut self, mark: &Mark, footing: &Footing) -> Result<()> {
         (self.name, self.next) = (mark.name, None);
         (self.start, self.first) = (mark.end, mark.number);
+        self.zero_pages[0] = 0;
         self.write_header(footing)
     }
 

@@ -410,6 +410,39 @@ fn copy_that_was_made_while_the_writer_was_dead_goes_on_by_itself() {
     });
 }
 
+/// The story: a new table in a cluster of 2 MiB that was in use before is 2 MiB of zeros; a few of
+/// them filled the log, which was none any more.
+#[test]
+fn tables_of_large_clusters_leave_room_in_the_log() {
+    const GIB: u64 = 1 << 30;
+    let wish = ImageWish { cluster_bytes: Some(2 << 20), ..ImageWish::default() };
+    scenario(1, |world| {
+        let wish = &wish;
+        async move {
+            // A table is for 512 GiB.
+            let image = Plain::new(&world, wish, 2048 * GIB).await;
+            let chain = image.open(Mode::Write).await;
+            write(&chain, 0, 7, 4096).await.unwrap();
+            drop(chain);
+            world.kill();
+            // What was counted ahead is free, and the file is as long.
+            let chain = image.open(Mode::Write).await;
+            for table in 1..4 {
+                write(&chain, table * 512 * GIB, 7, 4096).await.unwrap();
+            }
+            drop(chain);
+            world.kill();
+            let chain = image.open(Mode::Write).await;
+            for table in 0..4 {
+                let shown = read(&chain, table * 512 * GIB, 4096).await.unwrap();
+                assert_eq!(shown, [7; 4096], "table {table}");
+            }
+            chain.close().await.unwrap();
+            image.expect_sound().await;
+        }
+    });
+}
+
 /// The story: a server died, its file system's device went away and came again, and the machine
 /// went on. The log was believed, and linked clusters whose data was lost with the page cache.
 #[test]
