@@ -141,6 +141,23 @@ impl Table<'_> {
     }
 }
 
+/// Puts a table of `part` in which each number of layers has its rows.
+pub(super) fn by_layers(
+    page: &mut String,
+    samples: &Samples,
+    part: &str,
+    title: &str,
+    columns: &[Column],
+) {
+    let rows = samples.layers(part).into_iter().map(|layers| Rows {
+        name: layers.to_string(),
+        in_words: format!("{layers} layers"),
+        part: part.to_owned(),
+        layers,
+    });
+    Table { title, first: "layers", columns }.put(page, samples, &rows.collect::<Vec<_>>());
+}
+
 /// A figure with the digits that mean something.
 pub(super) fn digits(value: f64, significant: usize) -> String {
     let size = value.abs();

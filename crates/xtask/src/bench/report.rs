@@ -1,7 +1,6 @@
 //! The results as a page.
 
-use super::page::{Column, Found, Rows, Table};
-use super::samples::Samples;
+use super::page::{Column, Found, by_layers};
 
 /// Columns of the table of warm runs.
 const WARM: &[Column] = &[
@@ -54,27 +53,23 @@ const INDEX: &[Column] = &[
 pub(super) fn page(found: &Found<'_>) -> String {
     let samples = found.samples;
     found.page("Reading chains: mica beside its peers", "Every answer was verified.", |page| {
-        table(page, samples, "warm", "Warm", WARM);
-        table(page, samples, "cold", "Cold: page cache dropped before each, index present", COLD);
-        table(page, samples, "first", "Chains that mica has never seen", FIRST);
-        table(page, samples, "handles", "Under a limit of 256 open files", RANDOM);
+        by_layers(page, samples, "warm", "Warm", WARM);
+        by_layers(
+            page,
+            samples,
+            "cold",
+            "Cold: page cache dropped before each, index present",
+            COLD,
+        );
+        by_layers(page, samples, "first", "Chains that mica has never seen", FIRST);
+        by_layers(page, samples, "handles", "Under a limit of 256 open files", RANDOM);
         for (budget, part) in super::parts::budgets_measured() {
             let title = format!("{budget} MiB for the map of the whole chain");
-            table(page, samples, &part, &title, RANDOM);
+            by_layers(page, samples, &part, &title, RANDOM);
         }
-        table(page, samples, "null", "Nothing behind the protocol", RANDOM);
-        table(page, samples, "raw", "A raw file past the page cache", RANDOM);
-        table(page, samples, "index", "The index on disk", INDEX);
-        table(page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
+        by_layers(page, samples, "null", "Nothing behind the protocol", RANDOM);
+        by_layers(page, samples, "raw", "A raw file past the page cache", RANDOM);
+        by_layers(page, samples, "index", "The index on disk", INDEX);
+        by_layers(page, samples, "index-50g", "The index on disk, 50 GiB", INDEX);
     })
-}
-
-fn table(page: &mut String, samples: &Samples, part: &str, title: &str, columns: &[Column]) {
-    let rows = samples.layers(part).into_iter().map(|layers| Rows {
-        name: layers.to_string(),
-        in_words: format!("{layers} layers"),
-        part: part.to_owned(),
-        layers,
-    });
-    Table { title, first: "layers", columns }.put(page, samples, &rows.collect::<Vec<_>>());
 }

@@ -3,7 +3,7 @@
 use super::{
     ALLOCATING, ALLOCATING_SUBCLUSTERS, BOOT, DATABASE_PART, RANDOM, READS, RESTART, REWRITES,
 };
-use crate::bench::page::{Column, Found, Rows, Table, line};
+use crate::bench::page::{Column, Found, by_layers, line};
 use crate::bench::samples::Samples;
 
 const SPEEDS: &[Column] = &[
@@ -59,15 +59,21 @@ pub(super) fn page(found: &Found<'_>) -> String {
                     queue; one thread drives all queues, and its processor time is told beside the \
                     server's.";
     found.page("Serving machines: mica beside its peers", verified, |page| {
-        table(page, samples, READS, "Random 4 KiB reads, vhost-user-blk without a guest", SPEEDS);
+        by_layers(
+            page,
+            samples,
+            READS,
+            "Random 4 KiB reads, vhost-user-blk without a guest",
+            SPEEDS,
+        );
         let title = "Random 4 KiB writes to clusters that the active layer has";
-        table(page, samples, REWRITES, title, SPEEDS);
+        by_layers(page, samples, REWRITES, title, SPEEDS);
         let title = "Random 4 KiB writes to a fresh layer on top, 64 KiB clusters";
-        table(page, samples, ALLOCATING, title, SPEEDS);
+        by_layers(page, samples, ALLOCATING, title, SPEEDS);
         let title = "The same, subclusters of 4 KiB (extended_l2)";
-        table(page, samples, ALLOCATING_SUBCLUSTERS, title, SPEEDS);
+        by_layers(page, samples, ALLOCATING_SUBCLUSTERS, title, SPEEDS);
         let title = "Killed and restarted under random writes, indexed";
-        table(page, samples, RESTART, title, RESTARTS);
+        by_layers(page, samples, RESTART, title, RESTARTS);
         machines(page, samples);
     })
 }
@@ -86,20 +92,10 @@ fn machines(page: &mut String, samples: &Samples) {
         }
     };
     line(page, &format!("\n## In machines\n\n{how}"));
-    table(page, samples, BOOT, "Boot from the disk (as sQemu figure 17)", BOOTS);
-    table(page, samples, RANDOM, "fio in the machine, random 4 KiB reads", RANDOMS);
+    by_layers(page, samples, BOOT, "Boot from the disk (as sQemu figure 17)", BOOTS);
+    by_layers(page, samples, RANDOM, "fio in the machine, random 4 KiB reads", RANDOMS);
     let title = "RocksDB, read-only, uniform keys (YCSB-C, as sQemu figure 18)";
-    table(page, samples, DATABASE_PART, title, DATABASES);
-}
-
-fn table(page: &mut String, samples: &Samples, part: &str, title: &str, columns: &[Column]) {
-    let rows = samples.layers(part).into_iter().map(|layers| Rows {
-        name: layers.to_string(),
-        in_words: format!("{layers} layers"),
-        part: part.to_owned(),
-        layers,
-    });
-    Table { title, first: "layers", columns }.put(page, samples, &rows.collect::<Vec<_>>());
+    by_layers(page, samples, DATABASE_PART, title, DATABASES);
 }
 
 #[cfg(test)]
