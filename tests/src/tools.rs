@@ -39,6 +39,7 @@ tools! {
     DEBUGFS = "debugfs" in ["e2fsprogs"];
     E2FSCK = "e2fsck" in ["e2fsprogs"];
     MKFS_XFS = "mkfs.xfs" in ["xfsprogs"];
+    XFS_IO = "xfs_io" in ["xfsprogs"];
     XFS_REPAIR = "xfs_repair" in ["xfsprogs"];
     QEMU_SYSTEM = "qemu-system-x86_64" in ["qemu-system-x86"];
     BLKDISCARD = "blkdiscard" in ["util-linux"];

@@ -1,0 +1,78 @@
+//! A server is killed, and the file system of its image loses what it had not written out: its
+//! device went away and came again, while the machine went on. What the server left in memory is
+//! there still, but what it links is not.
+
+use mica_tests::guest::{Answer, Guest};
+use mica_tests::mounts::Mount;
+use mica_tests::server::Server;
+use mica_tests::{command, qemu, tools};
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::Command;
+
+const MIB: usize = 1 << 20;
+const BASE: u8 = 0x5a;
+const WRITTEN: u8 = 7;
+
+/// Runs a program of the superuser.
+#[track_caller]
+fn run(tool: tools::Tool, arguments: &[&str], path: &Path) {
+    let program = tool.find().expect("it is present");
+    command::finish(Command::new(program).args(arguments).arg(path)).ok();
+}
+
+/// An ext4 in `file`, mounted at `folder`; not where that is not allowed.
+fn mounted(file: &Path, folder: &Path) -> Option<Mount> {
+    Mount::ext4(file, folder).map_err(|error| eprintln!("SKIPPED: no mount here: {error:#}")).ok()
+}
+
+/// An image whose base is there for good, and a server of it that is killed.
+#[track_caller]
+fn written_and_killed(dir: &Path) {
+    fs::write(dir.join("base.raw"), vec![BASE; 8 * MIB]).expect("written");
+    qemu::create(dir, "disk.qcow2", &["-b", "base.raw", "-F", "raw"], "");
+    rustix::fs::syncfs(File::open(dir).expect("there")).expect("durable");
+    let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &vec![WRITTEN; MIB]).expect("answered"), 0);
+    // What is dropped is killed.
+    drop(server);
+}
+
+#[test]
+fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
+    let needed = [tools::QEMU_IMG, tools::MKE2FS, tools::XFS_IO];
+    if !tools::present(&needed) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let (file, folder) = (dir.path().join("ext4.img"), dir.path().join("mounted"));
+    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
+    run(tools::MKE2FS, &["-q", "-F", "-t", "ext4"], &file);
+    let Some(mount) = mounted(&file, &folder) else { return };
+    written_and_killed(&folder);
+    // The journal takes the file's length and times with it, and not its data.
+    let other = File::create(folder.join("other")).expect("made");
+    other.sync_all().expect("durable");
+    drop(other);
+    run(tools::XFS_IO, &["-x", "-c", "shutdown"], &folder);
+    mount.unmount();
+
+    let mount = mounted(&file, &folder).expect("as before");
+    let image = folder.join("disk.qcow2");
+    for options in [&["--read-only"][..], &[]] {
+        let server = Server::mica_writable(&image, "qcow2", options).expect("served");
+        let mut guest = Guest::connect(&server).expect("served");
+        let read = guest.read(0, u32::try_from(MIB).expect("small")).expect("answered");
+        let Answer::Done(bytes) = read else { panic!("{read:?}") };
+        let foreign = bytes.iter().filter(|byte| ![BASE, WRITTEN].contains(byte)).count();
+        assert_eq!(foreign, 0, "{options:?}: {}", server.log());
+        assert!(server.log().contains("mounted anew"), "{options:?}: {}", server.log());
+        // Another one is to find what this one found.
+        if options.is_empty() {
+            server.stop().expect("it stops");
+        }
+    }
+    qemu::img(&folder, ["check", "-q", "disk.qcow2"]).ok();
+    mount.unmount();
+}
