@@ -4,7 +4,7 @@ use super::{Context, KIB_4, QUEUES};
 use crate::bench::parts::Chain;
 use crate::bench::peers::Peer;
 use crate::bench::samples::Sample;
-use crate::load::vhost::{Absence, Access, Device, DiskLoad, Done, run};
+use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
 use crate::load::{Pattern, ratio};
 use anyhow::{Context as _, Result, ensure};
 use mica_gen::Rng;
@@ -19,6 +19,10 @@ use std::time::Duration;
 
 /// Queues and requests in flight on each, in the order of tables: the issue's.
 pub(super) const SHAPES: [(u16, usize); 4] = [(1, 1), (1, 32), (4, 1), (4, 32)];
+/// The same for longer reads: work enough for the server that the one thread of the load generator
+/// does not decide.
+const LONG_SHAPES: [(u16, usize); 2] = [(1, 8), (4, 8)];
+const LONG_BYTES: usize = 64 << 10;
 /// How long the first pass over a disk may take.
 const WARM_LIMIT: Duration = Duration::from_secs(60);
 /// Clusters of this size or smaller have each allocating write to themselves.
@@ -29,8 +33,11 @@ const REWRITTEN_MAX: usize = 16 << 10;
 const CHECKED_LAYERS_MAX: u32 = 50;
 
 /// The beginning of the names of a shape's figures.
-pub(super) fn shape_name((queues, depth): (u16, usize)) -> String {
-    format!("q{queues}_d{depth}")
+pub(super) fn shape_name((queues, depth): (u16, usize), request_bytes: usize) -> String {
+    match request_bytes {
+        BLOCK_BYTES => format!("q{queues}_d{depth}"),
+        bytes => format!("{}k_q{queues}_d{depth}", bytes >> 10),
+    }
 }
 
 /// Random reads where some layer has data, every answer verified.
@@ -54,7 +61,13 @@ pub(super) fn reads(
         let access = Access::Read(Pattern::Hits, Some(&chain.owners));
         let load = DiskLoad { seed: seed(sample.repeat, number), ..load(access, shape.1) };
         let load = DiskLoad { limit: context.limit, ..load };
-        put(context, peer, server, shape, &load, sample)?;
+        put(context, peer, server, (shape, BLOCK_BYTES), &load, sample)?;
+    }
+    for (number, shape) in (5..).zip(LONG_SHAPES) {
+        let access = Access::Read(Pattern::Hits, Some(&chain.owners));
+        let load = DiskLoad { seed: seed(sample.repeat, number), ..load(access, shape.1) };
+        let load = DiskLoad { limit: context.limit, ..load };
+        put(context, peer, server, (shape, LONG_BYTES), &load, sample)?;
     }
     sample.put("rss_peak_mib", ratio(server.memory().1, 1 << 20));
     running.stop()?;
@@ -85,7 +98,7 @@ pub(super) fn rewrites(
             limit: context.limit,
             ..load(Access::Rewrite(&places), shape.1)
         };
-        let done = put(context, peer, &running.server, shape, &load, sample)?;
+        let done = put(context, peer, &running.server, (shape, BLOCK_BYTES), &load, sample)?;
         written.extend(done.written);
     }
     check(context, peer, &written)?;
@@ -116,7 +129,7 @@ pub(super) fn allocating(
             limit: context.limit,
             ..load(Access::Once(places), shape.1)
         };
-        let done = put(context, peer, &running.server, shape, &load, sample)?;
+        let done = put(context, peer, &running.server, (shape, BLOCK_BYTES), &load, sample)?;
         written.extend(done.written);
     }
     check(context, peer, &written)?;
@@ -193,7 +206,12 @@ fn shuffle(places: &mut [u64], rng: &mut Rng) {
 /// # Errors
 /// If it does not serve.
 pub(super) fn device(context: &Context<'_>, peer: &Peer, queues: u16) -> Result<Device> {
-    Device::connect(&context.socket(peer), queues).with_context(|| format!("{queues} queues"))
+    connect(context, peer, queues, BLOCK_BYTES)
+}
+
+fn connect(context: &Context<'_>, peer: &Peer, queues: u16, bytes: usize) -> Result<Device> {
+    let device = Device::connect(&context.socket(peer), queues, bytes);
+    device.with_context(|| format!("{queues} queues"))
 }
 
 fn load(access: Access<'_>, depth: usize) -> DiskLoad<'_> {
@@ -210,11 +228,11 @@ fn put(
     context: &Context<'_>,
     peer: &Peer,
     server: &Server,
-    shape: (u16, usize),
+    (shape, request_bytes): ((u16, usize), usize),
     load: &DiskLoad<'_>,
     sample: &mut Sample,
 ) -> Result<Done> {
-    let mut device = device(context, peer, shape.0)?;
+    let mut device = connect(context, peer, shape.0, request_bytes)?;
     let before = (server.processor_time(), own_processor_time());
     let done = run(&mut device, load)?;
     let used = server.processor_time().saturating_sub(before.0);
@@ -222,7 +240,7 @@ fn put(
     answered(&done)?;
     let outcome = &done.outcome;
     let requests = ratio(outcome.latency.total().max(1), 1);
-    let name = shape_name(shape);
+    let name = shape_name(shape, request_bytes);
     sample.put(format!("{name}_per_s"), outcome.per_second());
     sample.put(format!("{name}_p50_us"), outcome.latency.quantile_us(0.5));
     sample.put(format!("{name}_p99_us"), outcome.latency.quantile_us(0.99));

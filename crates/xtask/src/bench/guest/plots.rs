@@ -6,6 +6,7 @@ use crate::bench::bars::{Bars, Group};
 use crate::bench::plots::{Plot, Plots};
 use crate::bench::samples::Samples;
 use crate::bench::svg::{Chart, Line, Scale};
+use crate::load::vhost::BLOCK_BYTES;
 use anyhow::Result;
 use std::path::Path;
 
@@ -59,7 +60,7 @@ fn databases(samples: &Samples, title: &str) -> Option<String> {
 fn by_shape(samples: &Samples, title: &str) -> Option<String> {
     let series = samples.servers(READS);
     let group = |shape: (u16, usize)| {
-        let metric = format!("{}_per_s", shape_name(shape));
+        let metric = format!("{}_per_s", shape_name(shape, BLOCK_BYTES));
         let value = |server: &String| samples.median(READS, server, 1, &metric);
         Group {
             name: format!("{} × {}", shape.0, shape.1),

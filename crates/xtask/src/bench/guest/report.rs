@@ -24,6 +24,16 @@ const SPEEDS: &[Column] = &[
     ("load's CPU µs", "q4_d32_load_cpu_us", 2),
     ("open ms", "open_ms", 1),
 ];
+const LONG_SPEEDS: &[Column] = &[
+    ("1 queue, depth 8: per s", "64k_q1_d8_per_s", 0),
+    ("p99 µs", "64k_q1_d8_p99_us", 1),
+    ("CPU µs", "64k_q1_d8_cpu_us", 2),
+    ("load's CPU µs", "64k_q1_d8_load_cpu_us", 2),
+    ("4 queues, depth 8: per s", "64k_q4_d8_per_s", 0),
+    ("p99 µs", "64k_q4_d8_p99_us", 1),
+    ("CPU µs", "64k_q4_d8_cpu_us", 2),
+    ("load's CPU µs", "64k_q4_d8_load_cpu_us", 2),
+];
 const RESTARTS: &[Column] = &[
     ("kills", "kills", 0),
     ("server away, longest ms", "longest_absence_ms", 1),
@@ -66,6 +76,8 @@ pub(super) fn page(found: &Found<'_>) -> String {
             "Random 4 KiB reads, vhost-user-blk without a guest",
             SPEEDS,
         );
+        let title = "Random 64 KiB reads, of each of which the first 4 KiB were verified";
+        by_layers(page, samples, READS, title, LONG_SPEEDS);
         let title = "Random 4 KiB writes to clusters that the active layer has";
         by_layers(page, samples, REWRITES, title, SPEEDS);
         let title = "Random 4 KiB writes to a fresh layer on top, 64 KiB clusters";
@@ -102,11 +114,12 @@ fn machines(page: &mut String, samples: &Samples) {
 mod tests {
     use super::SPEEDS;
     use crate::bench::guest::device::{SHAPES, shape_name};
+    use crate::load::vhost::BLOCK_BYTES;
 
     #[test]
     fn every_shape_has_its_columns() {
         for shape in SHAPES {
-            let speed = format!("{}_per_s", shape_name(shape));
+            let speed = format!("{}_per_s", shape_name(shape, BLOCK_BYTES));
             assert!(SPEEDS.iter().any(|(_, metric, _)| *metric == speed), "{speed}");
         }
     }

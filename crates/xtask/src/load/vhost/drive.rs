@@ -27,7 +27,7 @@ pub(crate) struct DiskLoad<'a> {
     pub(crate) absence: Absence,
 }
 
-/// What is asked, in blocks of 4 KiB.
+/// What is asked, in blocks of 4 KiB. Reads may be longer; of those the first block is verified.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Access<'a> {
     /// Reads; verified where owners are given.
@@ -83,7 +83,7 @@ pub(crate) fn run(device: &mut Device, load: &DiskLoad<'_>) -> Result<Done> {
     let idle = Slot { offset: 0, generation: 0, started: start };
     let mut driver = Driver {
         load,
-        places: Places::new(load, device.disk_bytes),
+        places: Places::new(load, device),
         slots: vec![vec![idle; load.depth]; queues],
         idle: vec![(0..load.depth).collect(); queues],
         in_flight: 0,
@@ -93,6 +93,8 @@ pub(crate) fn run(device: &mut Device, load: &DiskLoad<'_>) -> Result<Done> {
         done: Done::default(),
     };
     stamp::fill(&mut driver.block, 0, 0);
+    let is_read = matches!(load.access, Access::Read(..));
+    ensure!(is_read || device.request_bytes == BLOCK_BYTES, "only reads may be longer");
     let end = start + load.limit;
     let mut now = start;
     while driver.fill(device, now, end)? {
@@ -201,7 +203,7 @@ impl Driver<'_> {
                     self.busy.remove(&offset);
                     continue;
                 }
-                outcome.bytes += BLOCK_BYTES as u64;
+                outcome.bytes += device.request_bytes as u64;
                 let wrong = match self.load.access {
                     Access::Read(_, Some(owners)) => {
                         ring.data(slot, &mut self.block)?;
@@ -236,9 +238,9 @@ enum Places<'a> {
 }
 
 impl<'a> Places<'a> {
-    fn new(load: &DiskLoad<'a>, disk_bytes: u64) -> Self {
+    fn new(load: &DiskLoad<'a>, device: &Device) -> Self {
         let seed = u64::from(load.seed);
-        let bytes = BLOCK_BYTES as u64;
+        let (disk_bytes, bytes) = (device.disk_bytes, device.request_bytes as u64);
         match load.access {
             Access::Read(pattern, owners) => {
                 Self::Offsets(Box::new(Offsets::new(pattern, owners, disk_bytes, bytes, seed)))

@@ -13,6 +13,7 @@ mod drive;
 mod ring;
 
 pub(crate) use drive::{Absence, Access, DiskLoad, Done, run};
+pub(crate) use ring::BLOCK_BYTES;
 
 use anyhow::{Context, Result, bail, ensure};
 use mica_tests::clock;
@@ -83,6 +84,8 @@ pub(crate) struct Device {
     session: Option<Session>,
     /// Length of the disk.
     pub(crate) disk_bytes: u64,
+    /// Bytes of each request.
+    request_bytes: usize,
 }
 
 struct Session {
@@ -93,18 +96,19 @@ struct Session {
 }
 
 impl Device {
-    /// Connects to the server at `socket` with `queues` queues.
+    /// Connects to the server at `socket` with `queues` queues, for requests of `request_bytes`.
     ///
     /// # Errors
     /// If it does not speak as a vhost-user-blk server does.
-    pub(crate) fn connect(socket: &Path, queues: u16) -> Result<Self> {
-        let memory = Arc::new(share(queues)?);
+    pub(crate) fn connect(socket: &Path, queues: u16, request_bytes: usize) -> Result<Self> {
+        let memory = Arc::new(share(usize::from(queues) * ring::bytes(request_bytes))?);
         let call = EventFd::new(nonblocking())?;
         let wait = Epoll::new()?;
         // Edges: what was told once is told no more, and needs no read.
         let events = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, CALLED);
         wait.ctl(ControlOperation::Add, call.as_raw_fd(), events)?;
-        let ring = |index| Ok(Ring::new(&memory, index, EventFd::new(nonblocking())?));
+        let event = || EventFd::new(nonblocking());
+        let ring = |index| Ok(Ring::new(&memory, index, request_bytes, event()?));
         let mut device = Self {
             socket: socket.to_owned(),
             rings: (0..queues).map(ring).collect::<Result<_>>()?,
@@ -114,6 +118,7 @@ impl Device {
             inflight: None,
             session: None,
             disk_bytes: 0,
+            request_bytes,
         };
         device.open()?;
         Ok(device)
@@ -234,9 +239,8 @@ impl Device {
     }
 }
 
-/// Memory for `queues` rings.
-fn share(queues: u16) -> Result<Memory> {
-    let bytes = ring::BYTES * usize::from(queues);
+/// Memory that a server can map too.
+fn share(bytes: usize) -> Result<Memory> {
     let file: File = memfd_create("mica-load", MemfdFlags::CLOEXEC)?.into();
     ftruncate(&file, bytes as u64)?;
     let file = FileOffset::new(file, 0);

@@ -1,4 +1,4 @@
-//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), for requests of one block.
+//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), for requests of one size.
 //!
 //! ```text
 //! descriptors | available ring | used ring | slots: header, status | slots: data
@@ -16,10 +16,13 @@ use vm_memory::{Address, Bytes, VolatileMemory};
 use vm_memory::{GuestAddress, MemoryRegionAddress};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Bytes of a request's data.
-pub(super) const BLOCK_BYTES: usize = 4096;
-/// Bytes that a ring takes in all.
-pub(super) const BYTES: usize = DATA_AT + DEPTH_MAX * BLOCK_BYTES;
+/// Bytes of a request's data, unless it is a longer read.
+pub(crate) const BLOCK_BYTES: usize = 4096;
+
+/// Bytes that a ring for requests of `request_bytes` takes in all.
+pub(super) const fn bytes(request_bytes: usize) -> usize {
+    DATA_AT + DEPTH_MAX * request_bytes
+}
 
 const AVAIL_AT: usize = 0x1000;
 const USED_AT: usize = 0x2000;
@@ -49,6 +52,8 @@ pub(super) struct Ring {
     memory: Arc<Memory>,
     /// Where it begins in the memory.
     base: usize,
+    /// Bytes of each request's data.
+    request_bytes: usize,
     /// The server's event.
     pub(super) kick: EventFd,
     /// Whether both sides say when they want to hear of the other.
@@ -62,10 +67,16 @@ pub(super) struct Ring {
 
 impl Ring {
     /// Ring `index` of `memory`.
-    pub(super) fn new(memory: &Arc<Memory>, index: u16, kick: EventFd) -> Self {
+    pub(super) fn new(
+        memory: &Arc<Memory>,
+        index: u16,
+        request_bytes: usize,
+        kick: EventFd,
+    ) -> Self {
         Self {
             memory: Arc::clone(memory),
-            base: usize::from(index) * BYTES,
+            base: usize::from(index) * bytes(request_bytes),
+            request_bytes,
             kick,
             event_idx: false,
             next_avail: 0,
@@ -83,7 +94,7 @@ impl Ring {
     /// Offers `slot` to the server as a request for the block at `offset`, not yet told to it.
     pub(super) fn offer(&mut self, slot: usize, ask: Ask, offset: u64) -> Result<()> {
         let meta = META_AT + slot * META_BYTES;
-        let data = DATA_AT + slot * BLOCK_BYTES;
+        let data = DATA_AT + slot * self.request_bytes;
         let (kind, data_flags) = match ask {
             Ask::Read => (0_u32, NEXT | WRITE),
             Ask::Write => (1, NEXT),
@@ -95,7 +106,7 @@ impl Ring {
         self.put(meta, &header)?;
         let head = u16::try_from(slot * 3)?;
         self.describe(head, meta, HEADER_BYTES, NEXT)?;
-        self.describe(head + 1, data, BLOCK_BYTES, data_flags)?;
+        self.describe(head + 1, data, self.request_bytes, data_flags)?;
         self.describe(head + 2, meta + HEADER_BYTES, 1, WRITE)?;
         let place = usize::from(self.next_avail % QUEUE_SIZE) * 2;
         self.number(AVAIL_AT + 4 + place)?.store(head, Ordering::Relaxed);
@@ -168,12 +179,12 @@ impl Ring {
 
     /// Puts what is to be written into `slot`.
     pub(super) fn fill(&self, slot: usize, bytes: &[u8; BLOCK_BYTES]) -> Result<()> {
-        self.put(DATA_AT + slot * BLOCK_BYTES, bytes)
+        self.put(DATA_AT + slot * self.request_bytes, bytes)
     }
 
-    /// Copies what was read out of `slot`.
+    /// Copies the first block that was read out of `slot`.
     pub(super) fn data(&self, slot: usize, bytes: &mut [u8; BLOCK_BYTES]) -> Result<()> {
-        self.get(DATA_AT + slot * BLOCK_BYTES, bytes)
+        self.get(DATA_AT + slot * self.request_bytes, bytes)
     }
 
     fn describe(&self, number: u16, at: usize, len: usize, flags: u16) -> Result<()> {
@@ -205,8 +216,13 @@ mod tests {
     use super::*;
 
     fn ring() -> Ring {
-        let memory = Arc::new(super::super::share(1).expect("memory"));
-        Ring::new(&memory, 0, EventFd::new(super::super::nonblocking()).expect("an event"))
+        let memory = Arc::new(super::super::share(bytes(BLOCK_BYTES)).expect("memory"));
+        Ring::new(
+            &memory,
+            0,
+            BLOCK_BYTES,
+            EventFd::new(super::super::nonblocking()).expect("an event"),
+        )
     }
 
     /// The server gives back `head`, as its answer number `count`, with status 0.
