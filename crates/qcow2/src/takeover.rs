@@ -32,6 +32,11 @@ use over::Over;
 use replay::{Replay, Step};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How often a log that somebody has is asked for, and how long is waited in between.
+const TRIES_MAX: u32 = 50;
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// Puts into the image at `path`, open for writing as `store`, what a writer that died had
 /// acknowledged. Nothing, if there was none.
@@ -42,7 +47,7 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
     let Some(name) = named_log(store).await? else { return Ok(()) };
     let handover = images.handover(path)?;
     let found = match &handover {
-        Some(handover) => find(&**handover, name, store).await?,
+        Some(handover) => find_of_the_dead(&**handover, name, store).await?,
         None => None,
     };
     match found {
@@ -117,6 +122,25 @@ pub(crate) async fn read_over(
         None => {
             warn_of_loss(path);
             Ok(image)
+        }
+    }
+}
+
+/// As [`find`], for who has the image open for writing. A process that was killed just now lets go
+/// of its files one after the other, so that the log may be its own for a moment still.
+async fn find_of_the_dead(
+    handover: &dyn Handover,
+    name: u32,
+    store: &dyn Store,
+) -> Result<Option<(Header, Found)>> {
+    let mut tries = 1;
+    loop {
+        match find(handover, name, store).await {
+            Err(error) if error.kind() == ErrorKind::Denied && tries < TRIES_MAX => {
+                mica_rt::sleep(PAUSE).await;
+                tries += 1;
+            }
+            found => return found,
         }
     }
 }
@@ -221,6 +245,10 @@ async fn sync_both(store: &dyn Store, data: Option<&dyn Store>) -> Result<()> {
 async fn write_down(header: &Header, store: &dyn Store, found: &Found) -> Result<()> {
     let replay = Replay::plan(store, header, found).await?;
     for step in Step::ALL {
+        if replay.pages_of(step).next().is_none() {
+            // What is durable stays so, and a sync costs a guest's time.
+            continue;
+        }
         for (at, bytes) in replay.pages_of(step) {
             write_all(store, Buf::from_slice(bytes), at).await?;
         }

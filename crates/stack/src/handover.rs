@@ -2,6 +2,11 @@
 //! of its own for each image that is being written, in a file system that is memory, in a
 //! [`folder`] of this user.
 //!
+//! A file is named by its image's device and inode: an image that was renamed, or that is mounted
+//! elsewhere by now, has it still. So nothing tells that an image was deleted after its writer was
+//! killed, and its file stays until the machine starts anew, or a new image has that inode and is
+//! written to. It takes what metadata that writer had changed since its last flush.
+//!
 //! Invariants
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
