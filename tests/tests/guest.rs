@@ -24,5 +24,6 @@ mod guest {
     /// What is common to the tests: files, servers, verdicts.
     mod host;
     mod pattern;
+    mod resize;
     mod restart;
 }
