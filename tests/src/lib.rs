@@ -13,5 +13,6 @@ pub mod mounts;
 pub mod nbd;
 pub mod qemu;
 pub mod server;
+pub mod takeover;
 pub mod tools;
 pub mod write_log;

@@ -2,79 +2,17 @@
 //! finds nobody at the socket, and all that was acknowledged is there.
 
 use mica_tests::guest::{Answer, Guest};
-use mica_tests::{clock, command, mica, nbd, qemu, tools};
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use mica_tests::takeover::{LIMIT, Process};
+use mica_tests::{clock, nbd, qemu, tools};
+use rustix::process::Signal;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use std::{sync::Arc, sync::Mutex};
 
-const LIMIT: Duration = Duration::from_secs(60);
 const SLOT_BYTES: u64 = 64 << 10;
 const SLOTS: u64 = 64;
-
-/// A server, and what it says.
-struct Process {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Process {
-    /// Starts one in `dir` with `options`.
-    fn start(dir: &Path, name: &str, options: &[&str]) -> Self {
-        let log = dir.join(format!("{name}.log"));
-        let said = File::create(&log).expect("made");
-        let mut serve = Command::new(mica::binary());
-        serve.args(["--log-level", "info", "serve", "--control", "control"]).args(options);
-        serve.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-        Self { child: serve.spawn().expect("started"), log }
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(&self.log).expect("it is there")
-    }
-
-    /// Waits until it serves at `socket`.
-    #[track_caller]
-    fn wait_for(&self, socket: &Path) {
-        let connected = || nbd::Connection::open(socket, "", &nbd::Wish::default()).map(drop).ok();
-        let served = clock::poll(LIMIT, Duration::from_millis(5), connected);
-        assert!(served.is_some(), "not served: {}", self.log());
-    }
-
-    /// Waits until it has said something.
-    #[track_caller]
-    fn wait_until_said(&self, what: &str) {
-        let said = || self.log().contains(what).then_some(());
-        let said = clock::poll(LIMIT, Duration::from_millis(5), said);
-        assert!(said.is_some(), "{what}: {}", self.log());
-    }
-
-    /// Its exit code, when it has ended.
-    #[track_caller]
-    fn ended(&mut self) -> Option<i32> {
-        let status = command::wait(&mut self.child, LIMIT);
-        status.unwrap_or_else(|| panic!("it does not end: {}", self.log())).code()
-    }
-
-    /// Asks it to end, which it has to do well.
-    #[track_caller]
-    fn stop(mut self) {
-        let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
-        assert_eq!(self.ended(), Some(0), "{}", self.log());
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 /// A client that writes until it is told to stop.
 struct Writer {
@@ -251,7 +189,7 @@ fn server_that_is_killed_in_the_middle_leaves_the_other_serving() {
             (world.writer.shared.acknowledged.load(Ordering::Relaxed) == before).then_some(())
         };
         clock::poll(LIMIT, Duration::ZERO, stands_still).expect("the old one has closed");
-        new.child.kill().expect("it runs");
+        new.signal(Signal::KILL);
         assert_eq!(new.ended(), None, "killed: {}", new.log());
         world.writer.wait();
     }

@@ -27,6 +27,7 @@ use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Most threads that are started without being asked for.
 const THREADS_DEFAULT_MAX: usize = 8;
@@ -57,9 +58,11 @@ pub(crate) struct Shared {
     /// Held by who hands all of it over to another process, and by who stops it: one at a time.
     pub(crate) handing_over: Mutex<()>,
     /// Whether somebody wants it stopped.
-    pub(crate) is_stopping: AtomicBool,
+    is_stopping: AtomicBool,
     /// Whether another process serves all of it now.
     pub(crate) is_handed_over: AtomicBool,
+    /// How often systemd wants to hear from this process, if it does.
+    pub(crate) watch_period: Option<Duration>,
     /// Where it is told what to do.
     places: Mutex<Places>,
 }
@@ -95,11 +98,13 @@ impl Daemon {
         let _searching = HolderSearch::start();
         sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
         let workers = Workers::start(threads, config.aio.backend())?;
-        let watchdog = Watchdog::start(workers.handles())?;
+        let watch_period = taking.as_ref().and_then(|taking| taking.watch_period);
+        let watch_period = systemd::watch_period(watch_period);
+        let watchdog = Watchdog::start(workers.handles(), watch_period)?;
         if let Some(taking) = &taking {
-            taking.wait_until_closed()?;
+            taking.wait_until_closed(&mut || signals.pending().next().is_some())?;
         }
-        let mut shared = Shared::new(signals.handle());
+        let mut shared = Shared::new(signals.handle(), watch_period);
         let common = Common { handles, workers, unmounter };
         let served = shared.serve(config, &common, came);
         let shared = Arc::new(shared);
@@ -137,7 +142,7 @@ impl Daemon {
         systemd::tell(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let told = self.write_stats();
-        *self.shared.places() = Places::default();
+        self.shared.places().close();
         // Whoever asked for the end hears of it.
         if let Some(control) = self.control.take() {
             control.stop();
@@ -175,13 +180,14 @@ fn writing(path: &Path, error: std::io::Error) -> Error {
 }
 
 impl Shared {
-    fn new(ending: Handle) -> Self {
+    fn new(ending: Handle, watch_period: Option<Duration>) -> Self {
         Self {
             served: Vec::new(),
             ending,
             handing_over: Mutex::default(),
             is_stopping: AtomicBool::new(false),
             is_handed_over: AtomicBool::new(false),
+            watch_period,
             places: Mutex::default(),
         }
     }
@@ -208,20 +214,25 @@ impl Shared {
 
     /// Now all is served, and the sockets that are not of a unit are this process's.
     fn tell_systemd(&self) {
-        let each_socket = |held: &Held| {
+        let each_socket = |held: &mut Held| {
             if held.origin != Origin::Unit {
                 held.listener.own_file();
             }
             systemd::store(held);
         };
-        self.places().iter().for_each(each_socket);
-        self.served.iter().for_each(|served| served.held().iter().for_each(each_socket));
+        self.places().iter_mut().for_each(each_socket);
+        self.served.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
         let status = match self.served.len() {
             1 => "serving a disk".to_owned(),
             count => format!("serving {count} disks"),
         };
         let process = NotifyState::MainPid(std::process::id());
         systemd::tell(&[process, NotifyState::Status(&status), NotifyState::Ready]);
+    }
+
+    /// Whether somebody wants it stopped.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::Relaxed)
     }
 
     /// Stops all that is served.
@@ -234,27 +245,32 @@ impl Shared {
 
     /// Does something with every disk, with many at one time: one that takes long holds up few.
     pub(crate) fn each<T: Send>(&self, act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
-        let act = &act;
-        let mut all = Vec::new();
-        for some in self.served.chunks(ACTS_MAX) {
-            std::thread::scope(|scope| {
-                let begin = |served| {
-                    let thread = std::thread::Builder::new().name("mica-act".to_owned());
-                    thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
-                };
-                let begun: Vec<_> = some.iter().map(begin).collect();
-                all.extend(begun.into_iter().map(|begun| match begun {
-                    Ok(thread) => match thread.join() {
-                        Ok(done) => done,
-                        Err(panic) => std::panic::resume_unwind(panic),
-                    },
-                    // Without a thread it is done here.
-                    Err(served) => act(served),
-                }));
-            });
-        }
-        all
+        each_of(&self.served.iter().collect::<Vec<_>>(), act)
     }
+}
+
+/// Does something with each of `disks`, as [`Shared::each`] has it.
+pub(crate) fn each_of<T: Send>(disks: &[&Served], act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
+    let act = &act;
+    let mut all = Vec::new();
+    for some in disks.chunks(ACTS_MAX) {
+        std::thread::scope(|scope| {
+            let begin = |served| {
+                let thread = std::thread::Builder::new().name("mica-act".to_owned());
+                thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
+            };
+            let begun: Vec<_> = some.iter().copied().map(begin).collect();
+            all.extend(begun.into_iter().map(|begun| match begun {
+                Ok(thread) => match thread.join() {
+                    Ok(done) => done,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                },
+                // Without a thread it is done here.
+                Err(served) => act(served),
+            }));
+        });
+    }
+    all
 }
 
 impl fmt::Debug for Daemon {

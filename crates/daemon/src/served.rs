@@ -10,7 +10,7 @@ use crate::config::{DiskConfig, IndexMode};
 use crate::indexer::Indexer;
 use crate::remains::{Remains, depth_of};
 use crate::sockets::{Held, Sockets, device_name};
-use crate::stats;
+use crate::{stats, systemd};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
 use mica_serve::nbd::{Export, Limits};
@@ -184,20 +184,24 @@ impl Served {
     pub(crate) fn stop(&self) -> Result<()> {
         let _act = self.act();
         // Their files go with its servers.
-        self.held().clear();
+        self.close_sockets();
         self.end()
     }
 
     /// The same, but where clients connect they wait. False if it has ended before.
     ///
     /// # Errors
-    /// As [`Self::stop`].
+    /// As [`Self::stop`]; then nobody waits: what is lost must not be hidden by serving again.
     pub(crate) fn suspend(&self) -> Result<bool> {
         let _act = self.act();
         if !matches!(*self.lock(), State::Serving(_)) {
             return Ok(false);
         }
-        self.end().map(|()| true)
+        self.end().map(|()| true).inspect_err(|_| self.close_sockets())
+    }
+
+    fn close_sockets(&self) {
+        systemd::close(std::mem::take(&mut *self.held()));
     }
 
     /// Serves it again, after [`Self::suspend`].

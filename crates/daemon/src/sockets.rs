@@ -5,6 +5,7 @@
 //! disk's own name serves the disk by NBD, `NAME.vhost-user` is its device.
 
 use crate::config::Config;
+use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
 use std::collections::BTreeMap;
@@ -30,6 +31,14 @@ pub(crate) struct Held {
     pub(crate) name: String,
     pub(crate) origin: Origin,
     pub(crate) listener: Listener,
+    /// Whether systemd was asked to keep it, by this process.
+    pub(crate) is_stored: bool,
+}
+
+impl Held {
+    pub(crate) fn new(name: String, origin: Origin, listener: Listener) -> Self {
+        Self { name, origin, listener, is_stored: false }
+    }
 }
 
 /// What the name of a device's socket ends in.
@@ -126,7 +135,7 @@ impl Sockets {
     pub(crate) fn unix(&mut self, name: String, path: &Path) -> Result<Held> {
         match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
             Some(held) => Ok(Held { name, ..held }),
-            None => Ok(Held { name, origin: Origin::Here, listener: Listener::unix(path)? }),
+            None => Ok(Held::new(name, Origin::Here, Listener::unix(path)?)),
         }
     }
 
@@ -137,7 +146,7 @@ impl Sockets {
     pub(crate) fn tcp(&mut self, name: String, address: SocketAddr) -> Result<Held> {
         match self.by_place.remove(&Place::Tcp(address)) {
             Some(held) => Ok(Held { name, ..held }),
-            None => Ok(Held { name, origin: Origin::Here, listener: Listener::tcp(address)? }),
+            None => Ok(Held::new(name, Origin::Here, Listener::tcp(address)?)),
         }
     }
 
@@ -163,6 +172,8 @@ impl Sockets {
         for held in self.spare {
             tracing::info!(name = held.name, "a socket of an earlier configuration is closed");
             held.listener.own_file();
+            // Others that are served have the name too, perhaps; they are stored after this.
+            systemd::forget(&held.name);
         }
     }
 }
@@ -182,7 +193,7 @@ mod tests {
     fn came(folder: &Path, name: &str, origin: Origin) -> Held {
         let listener = UnixListener::bind(folder.join(format!("{name}.sock"))).expect("bound");
         let listener = Listener::inherited(listener.into()).expect("it listens");
-        Held { name: name.to_owned(), origin, listener }
+        Held::new(name.to_owned(), origin, listener)
     }
 
     #[test]

@@ -2,6 +2,13 @@
 //!
 //! Sockets that this process made are stored with systemd, so that they stay open when it crashes:
 //! who connects then waits for the next one instead of being refused.
+//!
+//! Invariants
+//! - I1 What is not served any more is not stored any more: else who connects waits for nobody, and
+//!   the store is full one day. What another process serves now stays.
+//! - I2 At a takeover systemd hears of the new main process before the old one ends, from the old
+//!   one: the end of the main process would be the end of the service.
+//! - I3 The new process is watched as the old one was, though systemd told only that one of it.
 
 use crate::sockets::{Held, Origin};
 use crate::takeover::send_with_fds;
@@ -10,8 +17,10 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Handle;
 use mica_serve::Listener;
 use sd_notify::NotifyState;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixDatagram;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -65,39 +74,62 @@ pub(crate) fn sockets() -> Result<Vec<Held>> {
             None => (name, Origin::Unit),
         };
         let listener = Listener::inherited(fd).map_err(|error| error.wrap(format!("{name:?}")))?;
-        sockets.push(Held { name: name.to_owned(), origin, listener });
+        sockets.push(Held::new(name.to_owned(), origin, listener));
     }
     Ok(sockets)
 }
 
 /// Tells systemd, if it listens.
 pub(crate) fn tell(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
+    let lines: Vec<_> = states.iter().map(ToString::to_string).collect();
+    if let Err(error) = send(&lines.join("\n"), &[]) {
         tracing::warn!(%error, "systemd could not be told: {states:?}");
     }
 }
 
 /// Has systemd keep a socket that it does not have.
-pub(crate) fn store(held: &Held) {
-    let Some(socket) = std::env::var_os("NOTIFY_SOCKET") else { return };
+pub(crate) fn store(held: &mut Held) {
     if held.origin == Origin::Unit {
         return;
     }
+    held.is_stored = true;
     let message = format!("FDSTORE=1\nFDNAME={STORED}{}", held.name);
-    let stored = UnixDatagram::unbound().and_then(|datagram| {
-        match socket.as_encoded_bytes().strip_prefix(b"@") {
-            Some(name) => {
-                use std::os::linux::net::SocketAddrExt;
-                datagram
-                    .connect_addr(&std::os::unix::net::SocketAddr::from_abstract_name(name)?)?;
-            }
-            None => datagram.connect(&socket)?,
-        }
-        send_with_fds(&datagram, message.as_bytes(), &[held.listener.as_fd()])
-    });
-    if let Err(error) = stored {
+    if let Err(error) = send(&message, &[held.listener.as_fd()]) {
         tracing::warn!(%error, "systemd does not keep the socket {:?}", held.name);
     }
+}
+
+/// Has systemd close the sockets that it keeps under `name`.
+pub(crate) fn forget(name: &str) {
+    tell(&[NotifyState::Custom(&format!("FDSTOREREMOVE=1\nFDNAME={STORED}{name}"))]);
+}
+
+/// Says that this process serves these sockets no more, nor does another (I1).
+pub(crate) fn close(sockets: impl IntoIterator<Item = Held>) {
+    for held in sockets {
+        if held.is_stored {
+            forget(&held.name);
+        }
+    }
+}
+
+/// Sends to systemd, if it listens.
+fn send(message: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let Some(socket) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
+    let datagram = UnixDatagram::unbound()?;
+    match socket.as_encoded_bytes().strip_prefix(b"@") {
+        Some(name) => datagram.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
+        None => datagram.connect(&socket)?,
+    }
+    send_with_fds(&datagram, message.as_bytes(), fds)
+}
+
+/// How often systemd wants to hear from this process, if it watches it. What `before` was told is
+/// what the process that is taken over was told, which systemd watches now.
+pub(crate) fn watch_period(before: Option<Duration>) -> Option<Duration> {
+    let is_heard = std::env::var_os("NOTIFY_SOCKET").is_some();
+    let own = sd_notify::watchdog_enabled().filter(|period| !period.is_zero());
+    own.or(before).filter(|_| is_heard)
 }
 
 /// Tells systemd that the workers turn, as often as it wants to hear it. Ends when dropped.
@@ -107,12 +139,12 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts it, if systemd watches.
+    /// Starts it, if systemd watches, with the `period` of [`watch_period`].
     ///
     /// # Errors
     /// What the system says.
-    pub(crate) fn start(workers: &[Handle]) -> Result<Option<Self>> {
-        let Some(period) = sd_notify::watchdog_enabled() else { return Ok(None) };
+    pub(crate) fn start(workers: &[Handle], period: Option<Duration>) -> Result<Option<Self>> {
+        let Some(period) = period else { return Ok(None) };
         Self::watch(workers, period, || tell(&[NotifyState::Watchdog])).map(Some)
     }
 

@@ -17,6 +17,10 @@
 //!   the new one fails, ends, or takes longer than [`SERVE_LIMIT`].
 //! - I4 Both know the same end of it: after that limit nothing that the new one says is heard, and
 //!   it notices, because it cannot say it.
+//! - I5 Whoever is told to stop ends soon. The old one closes its images, which ends the takeover;
+//!   or it has closed them, and leaves all to the new one. The new one leaves all to the old one.
+//! - I6 The old one may die at any time: the new one, which has its sockets, goes on as after any
+//!   death of a server.
 //!
 //! What the new one does not serve any more at a socket, it closes, and removes its file.
 
@@ -25,13 +29,15 @@ mod meeting;
 
 pub(crate) use channel::send_with_fds;
 
-use crate::daemon::Shared;
+use crate::daemon::{Shared, each_of};
 use crate::served::Served;
 use crate::sockets::{Held, Origin};
-use channel::{Channel, FDS_MAX, Message, Told};
+use crate::systemd;
+use channel::{Channel, FDS_MAX, Message, Silence, Told};
 use meeting::Meeting;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
+use sd_notify::NotifyState;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -56,6 +62,8 @@ const SOCKETS_MAX: usize = 4096;
 /// The new process, as it takes over.
 pub(crate) struct Taking {
     channel: Channel,
+    /// How often the old process had to tell systemd that it lives.
+    pub(crate) watch_period: Option<Duration>,
 }
 
 impl Taking {
@@ -69,8 +77,8 @@ impl Taking {
         drop(meeting);
         let mut sockets = Vec::new();
         loop {
-            let (message, fds) = channel.receive(ANSWER_LIMIT)?;
-            let Message::Sockets { sockets: told, more } = message else {
+            let (message, fds) = channel.receive(ANSWER_LIMIT, &mut || false)?;
+            let Message::Sockets { sockets: told, more, watchdog_us } = message else {
                 return Err(unexpected(&message));
             };
             if told.len() != fds.len() || sockets.len() > SOCKETS_MAX {
@@ -78,10 +86,11 @@ impl Taking {
             }
             for (Told { name, is_of_unit }, fd) in told.into_iter().zip(fds) {
                 let origin = if is_of_unit { Origin::Unit } else { Origin::Takeover };
-                sockets.push(Held { name, origin, listener: Listener::inherited(fd)? });
+                sockets.push(Held::new(name, origin, Listener::inherited(fd)?));
             }
             if !more {
-                return Ok((Self { channel }, sockets));
+                let watch_period = watchdog_us.map(Duration::from_micros);
+                return Ok((Self { channel, watch_period }, sockets));
             }
         }
     }
@@ -89,16 +98,22 @@ impl Taking {
     /// Has the old process close its images. From now on guests wait.
     ///
     /// # Errors
-    /// If it cannot, or does not in time. It goes on then.
-    pub(crate) fn wait_until_closed(&self) -> Result<()> {
-        self.channel.send(&Message::Ready, &[])?;
-        match self.channel.receive(CLOSE_LIMIT)?.0 {
-            Message::Closed => Ok(()),
-            Message::Failed { why } => {
+    /// If it cannot, or does not in time, or the wait `is_called_off`. It goes on then.
+    pub(crate) fn wait_until_closed(&self, is_called_off: &mut dyn FnMut() -> bool) -> Result<()> {
+        let told = self.channel.send(&Message::Ready, &[]);
+        match self.channel.receive(CLOSE_LIMIT, is_called_off) {
+            Ok((Message::Closed, _)) => Ok(()),
+            Ok((Message::Failed { why }, _)) => {
                 let context = format!("the other process could not hand over: {why}");
                 Err(Error::new(ErrorKind::Io, context))
             }
-            message => Err(unexpected(&message)),
+            Ok((message, _)) => Err(unexpected(&message)),
+            // Its images are free, and nobody else is there for those who wait (I6).
+            Err(Silence::Gone) if self.channel.has_died() => {
+                tracing::warn!("the process that was to be taken over has died: this one goes on");
+                Ok(())
+            }
+            Err(silence) => Err(told.err().unwrap_or(silence.into())),
         }
     }
 
@@ -108,8 +123,9 @@ impl Taking {
     /// If it has given this one up: then it serves again as soon as the images are free.
     pub(crate) fn serving(&self) -> Result<()> {
         let Err(error) = self.channel.send(&Message::Serving, &[]) else { return Ok(()) };
-        match self.channel.receive(ANSWER_LIMIT) {
+        match self.channel.receive(ANSWER_LIMIT, &mut || false) {
             Ok((Message::GivenUp, _)) => Err(error.wrap("the other process has gone on by itself")),
+            Ok((Message::Ending, _)) => Ok(()),
             // It has closed the images, and nobody but this process serves them.
             _ => {
                 tracing::warn!("the process that was taken over has died meanwhile");
@@ -145,9 +161,12 @@ impl Shared {
         let (sender, begun) = mpsc::channel();
         let body = move || {
             let Ok(_one) = shared.handing_over.try_lock() else {
-                let what = "another takeover is under way";
+                let what = "another takeover is under way, or the server's end";
                 return drop(sender.send(Err(Error::new(ErrorKind::Denied, what))));
             };
+            if shared.is_stopping() {
+                return drop(sender.send(Err(Silence::CalledOff.into())));
+            }
             if sender.send(Ok(())).is_err() {
                 return;
             }
@@ -156,6 +175,9 @@ impl Shared {
                     tracing::info!("another process has taken over");
                     shared.is_handed_over.store(true, Ordering::Release);
                     shared.ending.close();
+                }
+                Err(error) if shared.is_stopping() => {
+                    tracing::warn!(%error, "not taken over: this process stops");
                 }
                 Err(error) => tracing::warn!(%error, "not taken over: this process serves on"),
             }
@@ -172,9 +194,15 @@ impl Shared {
 
     fn give(&self, channel: &Channel) -> Result<()> {
         self.send_sockets(channel)?;
-        match channel.receive(READY_LIMIT)?.0 {
-            Message::Ready => {}
-            message => return Err(unexpected(&message)),
+        match channel.receive(READY_LIMIT, &mut || self.is_stopping()) {
+            Ok((Message::Ready, _)) => {}
+            Ok((message, _)) => return Err(unexpected(&message)),
+            Err(silence) => {
+                let error = Error::from(silence);
+                // Nobody may be there to be told.
+                let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+                return Err(error);
+            }
         }
         let mut suspended = Vec::new();
         let mut failure = None;
@@ -188,7 +216,9 @@ impl Shared {
                 Err(error) => failure = Some(error),
             }
         }
-        if let Some(error) = failure {
+        // Whoever stops it waits for this.
+        let called_off = self.is_stopping().then(|| Silence::CalledOff.into());
+        if let Some(error) = failure.or(called_off) {
             // Nobody is there to be told if this fails.
             let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
             channel.close();
@@ -196,9 +226,13 @@ impl Shared {
             return Err(error);
         }
         let told = channel.send(&Message::Closed, &[]);
-        match told.and_then(|()| Self::hear_serving(channel)) {
+        match told.and_then(|()| self.hear_serving(channel)) {
             Ok(()) => {
-                self.leave_files();
+                self.leave_sockets();
+                // Before this one ends.
+                if let Some(heir) = channel.process() {
+                    systemd::tell(&[NotifyState::MainPid(heir.as_raw_pid().unsigned_abs())]);
+                }
                 Ok(())
             }
             Err(error) => {
@@ -209,18 +243,21 @@ impl Shared {
     }
 
     /// Waits for the new process to serve (I4).
-    fn hear_serving(channel: &Channel) -> Result<()> {
-        let heard = match channel.receive(SERVE_LIMIT) {
-            Err(error) => {
+    fn hear_serving(&self, channel: &Channel) -> Result<()> {
+        let message = match channel.receive(SERVE_LIMIT, &mut || self.is_stopping()) {
+            // Its images are closed, and the other process is about to open them (I5). If that is
+            // gone, so is the takeover.
+            Err(Silence::CalledOff) => return channel.send(&Message::Ending, &[]),
+            Err(silence) => {
                 // Nobody may be there to hear it.
                 let _ = channel.send(&Message::GivenUp, &[]);
                 channel.close();
                 // What was said before it was closed counts.
-                channel.receive(ANSWER_LIMIT).map_err(|_| error)
+                channel.receive(ANSWER_LIMIT, &mut || false).map_err(|_| silence)
             }
             heard => heard,
         };
-        match heard?.0 {
+        match message?.0 {
             Message::Serving => Ok(()),
             message => Err(unexpected(&message)),
         }
@@ -234,6 +271,7 @@ impl Shared {
         };
         self.places().iter().for_each(&mut add);
         self.served.iter().for_each(|served| served.held().iter().for_each(&mut add));
+        let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
         let mut rest = all.as_slice();
         loop {
             let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
@@ -242,40 +280,45 @@ impl Shared {
             let told = |told: &Told| Told { name: told.name.clone(), ..*told };
             let sockets = batch.iter().map(|(socket, _)| told(socket)).collect();
             let more = !rest.is_empty();
-            channel.send(&Message::Sockets { sockets, more }, &fds)?;
+            channel.send(&Message::Sockets { sockets, more, watchdog_us }, &fds)?;
             if !more {
                 return Ok(());
             }
         }
     }
 
-    /// Somebody else listens there now.
-    fn leave_files(&self) {
-        self.places().iter().for_each(|held| held.listener.leave_file());
-        for served in &self.served {
-            served.held().iter().for_each(|held| held.listener.leave_file());
-        }
+    /// Somebody else listens there now, and has systemd keep what is there to be kept.
+    fn leave_sockets(&self) {
+        let leave = |held: &mut Held| {
+            held.listener.leave_file();
+            held.is_stored = false;
+        };
+        self.places().iter_mut().for_each(leave);
+        self.served.iter().for_each(|served| served.held().iter_mut().for_each(leave));
     }
 
-    /// Serves again what was closed for another process that failed.
+    /// Serves again what was closed for another process that failed, unless it is to stop.
     fn resume(&self, suspended: &[usize]) {
-        for index in suspended {
-            let served = &self.served[*index];
-            let name = &served.config.name;
-            let mut outcome = served.resume();
-            let mut waited = Duration::ZERO;
-            // The other process may need a moment to let go of the image.
-            while outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied)
-                && waited < REOPEN_LIMIT
-                && !self.is_stopping.load(Ordering::Relaxed)
-            {
-                pause(REOPEN_PAUSE);
-                waited += REOPEN_PAUSE;
-                outcome = served.resume();
-            }
-            match outcome {
-                Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
-                Err(error) => tracing::error!(%error, "disk {name:?} is served no more"),
+        let disks: Vec<_> = suspended.iter().map(|index| &self.served[*index]).collect();
+        each_of(&disks, |served| self.resume_one(served));
+    }
+
+    fn resume_one(&self, served: &Served) {
+        let name = &served.config.name;
+        let mut waited = Duration::ZERO;
+        while !self.is_stopping() {
+            match served.resume() {
+                Ok(()) => {
+                    return tracing::warn!("disk {name:?} is served again by this process");
+                }
+                // The other process may need a moment to let go of the image.
+                Err(error) if error.kind() == ErrorKind::Denied && waited < REOPEN_LIMIT => {
+                    pause(REOPEN_PAUSE);
+                    waited += REOPEN_PAUSE;
+                }
+                Err(error) => {
+                    return tracing::error!(%error, "disk {name:?} is served no more");
+                }
             }
         }
     }

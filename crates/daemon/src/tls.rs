@@ -60,7 +60,7 @@ impl Security<'_> {
                 (None, Some(address)) => (Origin::Here, Listener::tcp(address)?),
                 (None, None) => (Origin::Here, Listener::unix(Path::new(name))?),
             };
-            held.push(Held { name: disk.to_owned(), origin, listener });
+            held.push(Held::new(disk.to_owned(), origin, listener));
         }
         held.extend(came.named(disk));
         let secure = |held: Held| {

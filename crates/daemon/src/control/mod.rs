@@ -27,6 +27,7 @@ pub use log::{LogLevel, LogSwitch};
 
 use crate::daemon::Shared;
 use crate::sockets::{CONTROL, Held, METRICS, Sockets};
+use crate::systemd;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -102,6 +103,15 @@ impl Places {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
         self.control.iter().chain(&self.metrics)
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Held> {
+        self.control.iter_mut().chain(&mut self.metrics)
+    }
+
+    /// Listens there no more.
+    pub(crate) fn close(&mut self) {
+        systemd::close(self.control.take().into_iter().chain(self.metrics.take()));
     }
 }
 
