@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -15,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// A server that the test started, and what it is told by.
 struct Service {
     child: Child,
-    notified: UnixDatagram,
+    told: Receiver<String>,
 }
 
 /// Disks that need no files.
@@ -28,13 +29,29 @@ fn folder(config: &str) -> TempDir {
     dir
 }
 
+/// One disk, and a control socket.
+fn controlled() -> TempDir {
+    let one = CONFIG.split("[[disk]]\nname = 'web2'").next().expect("a disk");
+    folder(&format!("control = 'control'\n{one}"))
+}
+
 /// Starts mica in `dir`, with `sockets` of these names and `more` variables.
 fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)]) -> Service {
     let socket = dir.join("notify");
     // A socket of the service before this one.
     let _ = fs::remove_file(&socket);
     let notified = UnixDatagram::bind(&socket).expect("bound");
-    notified.set_read_timeout(Some(LIMIT)).expect("set");
+    let (sender, told) = mpsc::channel();
+    // Whoever tells systemd something does not wait for it.
+    std::thread::spawn(move || {
+        let mut bytes = [0; 4096];
+        while let Ok(count) = notified.recv(&mut bytes) {
+            let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
+            if sender.send(text).is_err() {
+                return;
+            }
+        }
+    });
     let names: Vec<_> = sockets.iter().flatten().map(|(name, _)| *name).collect();
     // As the first descriptors after the three that every program has. LISTEN_PID is who reads it.
     let script = "exec 3<&0 4>&1 </dev/null >&2; \
@@ -49,16 +66,14 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
     let [first, second] =
         sockets.map(|socket| socket.map_or_else(Stdio::null, |(_, fd)| Stdio::from(fd)));
     shell.stdin(first).stdout(second).stderr(said);
-    Service { child: shell.spawn().expect("started"), notified }
+    Service { child: shell.spawn().expect("started"), told }
 }
 
 impl Service {
     /// What it says next.
     #[track_caller]
     fn told(&self) -> String {
-        let mut bytes = [0; 4096];
-        let count = self.notified.recv(&mut bytes).expect("it says something");
-        String::from_utf8_lossy(&bytes[..count]).into_owned()
+        self.told.recv_timeout(LIMIT).expect("it says something")
     }
 
     /// All that it says until it has said `what`.
@@ -71,6 +86,11 @@ impl Service {
                 return all;
             }
         }
+    }
+
+    /// All that it has said and nobody has heard yet.
+    fn told_so_far(&self) -> String {
+        self.told.try_iter().collect::<Vec<_>>().join("\n")
     }
 
     #[track_caller]
@@ -121,6 +141,87 @@ fn watchdog_is_told_again_and_again() {
     }
     // Twice a period at least, where the machine is not busy with something else.
     println!("five times in {:?}", start.elapsed());
+    service.stop();
+}
+
+/// Does what `ExecReload=` of the example unit does; its exit code, and what is said.
+fn reload(dir: &Path) -> (Option<i32>, String) {
+    // The server goes on writing there.
+    let said = fs::File::create(dir.join("reload.log")).expect("made");
+    let mut reload = Command::new(mica::binary());
+    reload.args(["serve", "--config", "mica.toml", "--takeover", "--fork"]).current_dir(dir);
+    reload.env("NOTIFY_SOCKET", dir.join("notify")).stdin(Stdio::null()).stderr(said);
+    let mut reload = reload.stdout(Stdio::null()).spawn().expect("started");
+    let code = command::wait(&mut reload, LIMIT).expect("it ends").code();
+    (code, fs::read_to_string(dir.join("reload.log")).expect("there"))
+}
+
+#[test]
+fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() {
+    const WATCHED: (&str, &str) = ("WATCHDOG_USEC", "300000");
+    let dir = controlled();
+    let mut service = start(dir.path(), [None, None], &[WATCHED]);
+    service.told_until("READY=1");
+    let old = Pid::from_child(&service.child);
+
+    let (code, said) = reload(dir.path());
+    assert_eq!(code, Some(0), "{said}");
+    // All is served when the command has ended.
+    assert_eq!(length(&dir.path().join("web1.nbd")), 1 << 20);
+    assert_eq!(command::wait(&mut service.child, LIMIT).and_then(|status| status.code()), Some(0));
+    // Both say who the main process is, of which the old one's word came before its end.
+    let told = service.told_so_far();
+    let named: Vec<_> = told.lines().filter_map(|line| line.strip_prefix("MAINPID=")).collect();
+    assert!(named.len() == 2 && named[0] == named[1], "{told}");
+    let pid = named[0].parse().ok().and_then(Pid::from_raw).expect(&told);
+    assert_ne!(pid, old);
+    // The new one was told of no watchdog, and says that it lives all the same.
+    for _ in 0..5 {
+        service.told_until("WATCHDOG=1");
+    }
+    kill_process(pid, Signal::TERM).expect("it runs");
+    let told = service.told_until("FDSTOREREMOVE=1\nFDNAME=stored@mica.control");
+    let has = |what: &str| told.iter().any(|told| told.contains(what));
+    assert!(has("FDSTOREREMOVE=1\nFDNAME=stored@web1"), "{told:?}");
+    assert!(!has("FDSTORE=1"), "{told:?}");
+    let gone = || (!dir.path().join("control").exists()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(5), gone).expect("it ends");
+}
+
+#[test]
+fn reload_that_fails_says_why_and_the_old_process_serves_on() {
+    let dir = controlled();
+    let service = start(dir.path(), [None, None], &[]);
+    service.told_until("READY=1");
+    let config = fs::read_to_string(dir.path().join("mica.toml")).expect("there");
+    fs::write(dir.path().join("mica.toml"), config.replace("'null'", "'cow'")).expect("written");
+    let (code, said) = reload(dir.path());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("cow"), "{said}");
+    assert_eq!(length(&dir.path().join("web1.nbd")), 1 << 20);
+    service.stop();
+}
+
+#[test]
+fn sockets_that_are_not_served_any_more_are_not_stored_any_more() {
+    let dir = controlled();
+    // One of an earlier configuration, and one whose file is gone.
+    let old = UnixListener::bind(dir.path().join("old.nbd")).expect("bound");
+    let gone = UnixListener::bind(dir.path().join("gone")).expect("bound");
+    fs::remove_file(dir.path().join("gone")).expect("there");
+    let stored = [Some(("stored@web9", old.into())), Some(("stored@web1", gone.into()))];
+    let service = start(dir.path(), stored, &[]);
+    let told = service.told_until("READY=1").concat();
+    let at = |what: &str| told.find(what).unwrap_or_else(|| panic!("{what}: {told}"));
+    at("FDSTOREREMOVE=1\nFDNAME=stored@web9");
+    // Of the same name, the one that is served is stored after that.
+    assert!(at("FDSTOREREMOVE=1\nFDNAME=stored@web1") < at("FDSTORE=1\nFDNAME=stored@web1"));
+    assert!(!dir.path().join("old.nbd").exists());
+
+    let drain = ["ctl", "--control", "control", "drain", "web1"];
+    let drain = command::finish(Command::new(mica::binary()).args(drain).current_dir(dir.path()));
+    assert_eq!(drain.code(), Some(0), "{drain}");
+    assert!(service.told().contains("FDSTOREREMOVE=1\nFDNAME=stored@web1"));
     service.stop();
 }
 

@@ -12,6 +12,7 @@ mod create;
 mod ctl;
 mod dd;
 mod failure;
+mod fork;
 mod generate;
 mod images;
 mod index;

@@ -3,6 +3,7 @@
 //! The exit code is 0 if all that was written is in the images.
 
 use crate::failure::Failure;
+use crate::fork::{Fork, Waiting};
 use crate::images::ImageArgs;
 use clap::Args;
 use mica_daemon::{
@@ -79,6 +80,10 @@ pub(crate) struct ServeArgs {
     /// closed them. Guests only wait. If this server cannot serve, that one goes on.
     #[arg(long)]
     takeover: bool,
+    /// End once the disks are served, or cannot be: the server is another process, in the
+    /// background. With --takeover it is what systemd runs to reload.
+    #[arg(long)]
+    fork: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
@@ -172,7 +177,14 @@ struct DiskArgs {
 }
 
 pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, Failure> {
-    Daemon::start(config(args)?, log)?.run()?;
+    let fork = match args.fork {
+        true => Fork::here()?,
+        false => Fork::Server(None),
+    };
+    let Fork::Server(waiting) = fork else { return Ok(fork.outcome()) };
+    let daemon = Daemon::start(config(args)?, log)?;
+    waiting.into_iter().for_each(Waiting::end);
+    daemon.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
