@@ -91,3 +91,25 @@ fn ublk_is_refused_with_what_to_do_instead() {
     let line = said.refusal();
     assert!(line.contains("--vhost-user") && line.contains("ublk"), "{line}");
 }
+
+#[test]
+fn log_of_requests_is_written_wherever_it_was_asked_for() {
+    let Some(dir) = chain() else { return };
+    let logs = tempfile::tempdir().expect("a folder");
+    let log = logs.path().join("log");
+    let fault = format!("log={}", log.display());
+    let more = ["--sandbox", "require", "--inject", &fault];
+    let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &more);
+    let mut client =
+        server.as_ref().expect("served").connect(&nbd::Wish::default()).expect("served");
+    client.read(0, 4096).expect("read");
+    server.expect("served").stop().expect("it stops");
+    let said = fs::read_to_string(&log).expect("written");
+    assert!(said.contains("base.qcow2"), "{said}");
+
+    // What cannot be written is said.
+    let fault = format!("log={}", logs.path().join("none/log").display());
+    let more = ["--sandbox", "require", "--inject", &fault];
+    let error = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &more).expect_err("refused");
+    assert!(error.to_string().contains("none/log"), "{error}");
+}

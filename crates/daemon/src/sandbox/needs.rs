@@ -64,6 +64,13 @@ impl Needs {
         if disk.format != "null" {
             self.add_image(disk, writes)?;
         }
+        for file in disk.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
+            if file != "-" {
+                // A rule needs a file that is there. What is wrong with it is told by who logs.
+                let _ = std::fs::File::options().append(true).create(true).open(file);
+                self.allow(Path::new(file), AccessFs::WriteFile.into());
+            }
+        }
         self.add_sockets(disk);
         Ok(())
     }
