@@ -149,6 +149,28 @@ fn what_is_no_image_is_refused_in_one_line() {
 }
 
 #[test]
+fn option_of_a_server_that_is_not_there_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let place = |name: &str| dir.path().join(name).display().to_string();
+    for (at, option) in [
+        ("--nbd", &["--serial", "x"][..]),
+        ("--nbd", &["--num-queues", "4"]),
+        ("--nbd", &["--allow-other", "auto"]),
+        ("--nbd", &["--allow-plain-tcp"]),
+        ("--nbd", &["--tls-verify-peer=on"]),
+        ("--vhost-user", &["--export-name", "x"]),
+        ("--vhost-user", &["--shared", "1"]),
+    ] {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--format", "null", at, &place("socket")]).args(option).arg("1M");
+        let said = command::finish_within(&mut serve, Duration::from_secs(10)).refusal();
+        let name = option[0].trim_start_matches("--").split('=').next().expect("a name");
+        assert!(said.contains(&format!("leave {name} out")), "{said}");
+        assert!(!dir.path().join("socket").exists(), "{name}");
+    }
+}
+
+#[test]
 fn it_listens_only_once_it_can_serve() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

@@ -103,9 +103,10 @@ struct DiskArgs {
     /// perhaps ca-crl.pem: the layout of QEMU's tls-creds-x509.
     #[arg(long, value_name = "DIR")]
     tls_certificates: Option<PathBuf>,
-    /// Whether NBD clients have to show a certificate that ca-cert.pem vouches for.
-    #[arg(long, value_enum, default_value = "on", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
-    tls_verify_peer: VerifyPeer,
+    /// Whether NBD clients have to show a certificate that ca-cert.pem vouches for. They do by
+    /// default.
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
+    tls_verify_peer: Option<VerifyPeer>,
     /// Let plain text leave this machine over TCP: for networks on which everybody may read and
     /// change the disk.
     #[arg(long)]
@@ -121,12 +122,12 @@ struct DiskArgs {
     /// file must be there; while mica serves, it is the disk.
     #[arg(long, value_name = "FILE")]
     fuse: Option<PathBuf>,
-    /// Whether other users may use that file.
-    #[arg(long, value_enum, default_value = "auto", value_name = "WHETHER")]
-    allow_other: OtherUsers,
-    /// Virtqueues of the vhost-user-blk device.
-    #[arg(long, default_value_t = 4, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
-    num_queues: u16,
+    /// Whether other users may use that file; auto by default.
+    #[arg(long, value_enum, value_name = "WHETHER")]
+    allow_other: Option<OtherUsers>,
+    /// Virtqueues of the vhost-user-blk device; 4 by default.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    num_queues: Option<u16>,
     /// What the machine is told as the serial number of the device; at most 20 bytes count. The
     /// image's name without its ending by default.
     #[arg(long, value_name = "TEXT")]
@@ -155,14 +156,14 @@ struct DiskArgs {
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     load_snapshot: Option<String>,
     /// Name of the NBD export; it is also served under the empty name.
-    #[arg(short = 'x', long, default_value = "", value_name = "NAME")]
-    export_name: String,
+    #[arg(short = 'x', long, value_name = "NAME")]
+    export_name: Option<String>,
     /// Text that NBD clients show with the export.
-    #[arg(short = 'D', long, default_value = "", value_name = "TEXT")]
-    description: String,
-    /// Most NBD clients at one time.
-    #[arg(short = 'e', long, default_value_t = 256, value_name = "COUNT")]
-    shared: usize,
+    #[arg(short = 'D', long, value_name = "TEXT")]
+    description: Option<String>,
+    /// Most NBD clients at one time; 256 by default.
+    #[arg(short = 'e', long, value_name = "COUNT")]
+    shared: Option<usize>,
     /// Whether sidecars of the chain's index are used, and written in the background.
     #[arg(long, value_enum, default_value = "auto", value_name = "WHETHER")]
     index: IndexMode,

@@ -12,6 +12,8 @@
 //! bps = "200M"
 //! ```
 
+mod idle;
+
 use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
 use crate::sandbox::SandboxMode;
 use crate::systemd::sockets_come_along;
@@ -131,9 +133,8 @@ pub struct DiskConfig {
     pub tls: Option<TlsMode>,
     /// The directory of the certificates.
     pub tls_certificates: Option<PathBuf>,
-    /// Whether clients have to show a certificate.
-    #[serde(default)]
-    pub tls_verify_peer: VerifyPeer,
+    /// Whether clients have to show a certificate; they do, if it is not said.
+    pub tls_verify_peer: Option<VerifyPeer>,
     /// Whether plain text may leave this machine.
     #[serde(default)]
     pub allow_plain_tcp: bool,
@@ -144,12 +145,10 @@ pub struct DiskConfig {
     pub ublk: bool,
     /// The file as which the disk is served, by FUSE.
     pub fuse: Option<PathBuf>,
-    /// Whether other users may use that file.
-    #[serde(default)]
-    pub allow_other: OtherUsers,
-    /// Virtqueues of the vhost-user-blk device.
-    #[serde(default = "four")]
-    pub num_queues: u16,
+    /// Whether other users may use that file; as far as the system allows it, if it is not said.
+    pub allow_other: Option<OtherUsers>,
+    /// Virtqueues of the vhost-user-blk device; [`QUEUES_DEFAULT`], if it is not said.
+    pub num_queues: Option<u16>,
     /// What a machine is told as the serial number of the device; the name, if it is not said.
     pub serial: Option<String>,
     /// Whether it is only read.
@@ -160,15 +159,12 @@ pub struct DiskConfig {
     pub discard: Discards,
     /// An internal snapshot to serve.
     pub load_snapshot: Option<String>,
-    /// Name of the NBD export.
-    #[serde(default)]
-    pub export_name: String,
+    /// Name of the NBD export, besides the empty one.
+    pub export_name: Option<String>,
     /// Text that NBD clients show with the export.
-    #[serde(default)]
-    pub description: String,
-    /// Most NBD clients at one time.
-    #[serde(default = "clients")]
-    pub shared: usize,
+    pub description: Option<String>,
+    /// Most NBD clients at one time; [`CLIENTS_DEFAULT`], if it is not said.
+    pub shared: Option<usize>,
     /// Whether sidecars are used and written.
     #[serde(default)]
     pub index: IndexMode,
@@ -209,13 +205,10 @@ pub struct DiskConfig {
     pub inject: Vec<String>,
 }
 
-fn four() -> u16 {
-    4
-}
-
-fn clients() -> usize {
-    256
-}
+/// Virtqueues of a device of which nothing is said.
+pub(crate) const QUEUES_DEFAULT: u16 = 4;
+/// NBD clients at one time of a disk of which nothing is said.
+pub(crate) const CLIENTS_DEFAULT: usize = 256;
 
 fn qcow2() -> String {
     "qcow2".to_owned()
@@ -284,14 +277,8 @@ impl Config {
             if disk.ublk {
                 return Err(ublk::refusal(name));
             }
-            if disk.rates() != Rates::default()
-                && disk.vhost_user.is_none()
-                && !sockets_come_along()
-            {
-                return invalid(format!(
-                    "disk {name:?}: iops and bps limit a machine's device, which it has none of: \
-                     add vhost-user, or leave them out"
-                ));
+            if let Some(what) = disk.idle_option(sockets_come_along()) {
+                return invalid(format!("disk {name:?}: {what}"));
             }
             let places = disk.places();
             if places.is_empty() && !sockets_come_along() {
@@ -331,20 +318,20 @@ impl DiskConfig {
             nbd: Vec::new(),
             tls: None,
             tls_certificates: None,
-            tls_verify_peer: VerifyPeer::default(),
+            tls_verify_peer: None,
             allow_plain_tcp: false,
             vhost_user: None,
             ublk: false,
             fuse: None,
-            allow_other: OtherUsers::default(),
-            num_queues: four(),
+            allow_other: None,
+            num_queues: None,
             serial: None,
             read_only: false,
             discard: Discards::default(),
             load_snapshot: None,
-            export_name: String::new(),
-            description: String::new(),
-            shared: clients(),
+            export_name: None,
+            description: None,
+            shared: None,
             index: IndexMode::default(),
             iops: 0,
             iops_burst: 0,
@@ -431,7 +418,7 @@ impl DiskConfig {
         Security {
             mode: self.tls,
             certificates: self.tls_certificates.as_deref(),
-            verify_peer: self.tls_verify_peer,
+            verify_peer: self.tls_verify_peer.unwrap_or_default(),
             allow_plain_tcp: self.allow_plain_tcp,
         }
     }

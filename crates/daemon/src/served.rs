@@ -6,7 +6,7 @@
 //! - I3 Whoever is told that it has ended knows that its image is closed: who comes second waits
 //!   for who came first, and hears the same.
 
-use crate::config::{DiskConfig, IndexMode};
+use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
 use crate::indexer::Indexer;
 use crate::remains::{Remains, depth_of};
 use crate::sockets::{Held, Sockets, device_name};
@@ -138,7 +138,7 @@ impl Served {
             servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
                 listener,
                 disk: Arc::clone(&disk),
-                queues: config.num_queues,
+                queues: config.num_queues.unwrap_or(QUEUES_DEFAULT),
                 serial: serial.clone(),
                 discard: config.discard.into(),
                 rates: config.rates(),
@@ -150,12 +150,15 @@ impl Served {
                 listeners: nbd.into_iter().map(|(_, listener)| listener).collect(),
                 exports: vec![Export {
                     disk: Arc::clone(&disk),
-                    name: config.export_name.clone(),
-                    description: config.description.clone(),
+                    name: config.export_name.clone().unwrap_or_default(),
+                    description: config.description.clone().unwrap_or_default(),
                     discard: config.discard.into(),
                 }],
                 workers: Arc::clone(&self.common.workers),
-                limits: Limits { connections_max: config.shared, ..Limits::default() },
+                limits: Limits {
+                    connections_max: config.shared.unwrap_or(CLIENTS_DEFAULT),
+                    ..Limits::default()
+                },
             })?);
         }
         if let (Some(file), Some(unmounter)) = (&config.fuse, &self.common.unmounter) {
@@ -165,7 +168,7 @@ impl Served {
                 disk: Arc::clone(&disk),
                 image: is_file.then(|| config.image.clone()),
                 discard: config.discard.into(),
-                allow_other: config.allow_other.into(),
+                allow_other: config.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(&self.common.workers),
                 unmounter: Arc::clone(unmounter),
             })?);
