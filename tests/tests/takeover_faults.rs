@@ -1,7 +1,7 @@
 //! Takeovers in which one of the two processes fails, dies, or is told to stop; and what else is
 //! asked of a server meanwhile. The test often plays one of the two.
 
-use mica_tests::guest::{Answer, Guest};
+use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::takeover::{Channel, LIMIT, Process, post, word};
 use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use rustix::fs::{FlockOperation, flock};
@@ -158,6 +158,34 @@ fn old_process_that_is_killed_leaves_all_to_the_new_one() {
         assert!(!dir.join("socket").exists() && !dir.join("control").exists(), "{delay}");
         assert_sound(dir);
     }
+}
+
+#[test]
+fn image_that_a_dead_process_still_holds_is_waited_for() {
+    let Some((dir, mut old)) = served(&["--read-only", "--inject", "delay=2s"]) else { return };
+    let dir = dir.path();
+    // What holds the image for a while, as the rings of a dead process do.
+    let mut holder = Command::new("qemu-io");
+    holder.args(["-r", "-c", "sleep 2500", "disk.qcow2"]).current_dir(dir);
+    let mut holder = holder.spawn().expect("started");
+    // It has to be answered before the image is closed.
+    let mut client = guest(dir);
+    client.send(&Request::Read { offset: 0, len: 4096 }).expect("sent");
+    // What one that was killed left, and what is none of ours.
+    for name in ["mica-takeover-999999999-0", "mica-takeover-1-0"] {
+        std::fs::create_dir(dir.join(name)).expect("made");
+        File::create(dir.join(name).join("socket")).expect("made");
+    }
+    let new = Process::start(dir, "new", &TAKE_OVER);
+    clock::poll(LIMIT, Duration::from_millis(5), || (state(dir) != "serving").then_some(()))
+        .expect("it closes");
+    old.signal(Signal::KILL);
+    assert_eq!(old.ended(), None);
+    write(dir, 0, 1);
+    assert!(holder.wait().expect("ended").success());
+    new.stop();
+    assert!(!dir.join("mica-takeover-999999999-0").exists());
+    assert!(dir.join("mica-takeover-1-0/socket").exists(), "that process lives");
 }
 
 #[test]

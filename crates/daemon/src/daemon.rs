@@ -101,12 +101,12 @@ impl Daemon {
         let watch_period = taking.as_ref().and_then(|taking| taking.watch_period);
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;
-        if let Some(taking) = &taking {
-            taking.wait_until_closed(&mut || signals.pending().next().is_some())?;
-        }
+        let mut is_called_off = || signals.pending().next().is_some();
+        let closed = taking.as_ref().map(|taking| taking.wait_until_closed(&mut is_called_off));
+        let patience = closed.transpose()?.unwrap_or_default();
         let mut shared = Shared::new(signals.handle(), watch_period);
         let common = Common { handles, workers, unmounter };
-        let served = shared.serve(config, &common, came);
+        let served = shared.serve(config, &common, came, patience);
         let shared = Arc::new(shared);
         let begun = served.and_then(|came| {
             let control = Control::start(&shared.places(), &shared, log)?;
@@ -193,13 +193,19 @@ impl Shared {
     }
 
     /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what
-    /// is left of those.
-    fn serve(&mut self, config: Config, common: &Common, mut came: Sockets) -> Result<Sockets> {
+    /// is left of those. An image that is held is waited for with `patience`.
+    fn serve(
+        &mut self,
+        config: Config,
+        common: &Common,
+        mut came: Sockets,
+        patience: Duration,
+    ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
         for disk in config.disks {
             let name = disk.name.clone();
             let named = |error: Error| error.wrap(format!("disk {name:?}"));
-            let served = Served::start(disk, common, &mut came);
+            let served = Served::start(disk, common, &mut came, patience);
             self.served.push(served.map_err(|error| if is_alone { error } else { named(error) })?);
         }
         let Config { control, metrics, metrics_public, .. } = config;

@@ -10,6 +10,7 @@ use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
 use crate::indexer::Indexer;
 use crate::remains::{Remains, depth_of};
 use crate::sockets::{Held, Sockets, device_name};
+use crate::takeover::pause;
 use crate::{stats, systemd};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
@@ -24,6 +25,8 @@ use std::time::Duration;
 /// How often a closed disk is looked at until nobody holds it any more.
 const LET_GO_TURNS: u32 = 1000;
 const LET_GO_TURN: Duration = Duration::from_millis(1);
+/// How often an image is tried that another process holds.
+const HELD_TURN: Duration = Duration::from_millis(20);
 
 /// A disk, and what serves it.
 pub(crate) struct Served {
@@ -89,9 +92,24 @@ pub(crate) struct Resized {
 }
 
 impl Served {
-    /// Opens the image, and serves it: at the sockets that came along, and at new ones.
-    pub(crate) fn start(config: DiskConfig, common: &Common, came: &mut Sockets) -> Result<Self> {
-        let opened = Mutex::new(open(&config, common)?);
+    /// Opens the image, for which it waits with `patience` if another process holds it, and serves
+    /// it: at the sockets that came along, and at new ones.
+    pub(crate) fn start(
+        config: DiskConfig,
+        common: &Common,
+        came: &mut Sockets,
+        patience: Duration,
+    ) -> Result<Self> {
+        let mut waited = Duration::ZERO;
+        let opened = loop {
+            match open(&config, common) {
+                Err(error) if error.kind() == ErrorKind::Denied && waited < patience => {
+                    pause(HELD_TURN);
+                    waited += HELD_TURN;
+                }
+                outcome => break Mutex::new(outcome?),
+            }
+        };
         let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
         let state = Mutex::new(State::Serving(Box::default()));
         let last_depth = Mutex::default();

@@ -56,6 +56,8 @@ const SERVE_LIMIT: Duration = Duration::from_secs(60);
 /// For an image to be free again that the new one had open.
 const REOPEN_LIMIT: Duration = Duration::from_secs(600);
 const REOPEN_PAUSE: Duration = Duration::from_millis(200);
+/// For the system to let go of what a dead process had open: its rings end after it.
+const DEAD_LIMIT: Duration = Duration::from_secs(10);
 /// Sockets that are handed over.
 const SOCKETS_MAX: usize = 4096;
 
@@ -95,14 +97,18 @@ impl Taking {
         }
     }
 
-    /// Has the old process close its images. From now on guests wait.
+    /// Has the old process close its images. From now on guests wait. Gives for how long images may
+    /// still be held by a process that is gone.
     ///
     /// # Errors
     /// If it cannot, or does not in time, or the wait `is_called_off`. It goes on then.
-    pub(crate) fn wait_until_closed(&self, is_called_off: &mut dyn FnMut() -> bool) -> Result<()> {
+    pub(crate) fn wait_until_closed(
+        &self,
+        is_called_off: &mut dyn FnMut() -> bool,
+    ) -> Result<Duration> {
         let told = self.channel.send(&Message::Ready, &[]);
         match self.channel.receive(CLOSE_LIMIT, is_called_off) {
-            Ok((Message::Closed, _)) => Ok(()),
+            Ok((Message::Closed, _)) => Ok(Duration::ZERO),
             Ok((Message::Failed { why }, _)) => {
                 let context = format!("the other process could not hand over: {why}");
                 Err(Error::new(ErrorKind::Io, context))
@@ -111,7 +117,7 @@ impl Taking {
             // Its images are free, and nobody else is there for those who wait (I6).
             Err(Silence::Gone) if self.channel.has_died() => {
                 tracing::warn!("the process that was to be taken over has died: this one goes on");
-                Ok(())
+                Ok(DEAD_LIMIT)
             }
             Err(silence) => Err(told.err().unwrap_or(silence.into())),
         }
@@ -324,7 +330,7 @@ impl Shared {
     }
 }
 
-fn pause(time: Duration) {
+pub(crate) fn pause(time: Duration) {
     // Nobody sends: this only waits.
     let (_sender, never) = mpsc::channel::<()>();
     let _ = never.recv_timeout(time);

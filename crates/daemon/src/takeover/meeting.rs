@@ -4,7 +4,9 @@ use super::ANSWER_LIMIT;
 use super::channel::{self, Channel};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{SocketAddrUnix, SocketFlags};
+use rustix::process::{Pid, test_kill_process};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,6 +14,10 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
+/// What the folder's name begins with; the process follows.
+const FOLDER: &str = "mica-takeover-";
+/// The socket in it.
+const SOCKET: &str = "socket";
 /// Bytes of an answer over HTTP.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
@@ -29,13 +35,14 @@ impl Meeting {
         let failed = |error| Error::from_io("making a socket to take over by", error);
         let mut builder = std::fs::DirBuilder::new();
         builder.mode(0o700);
+        remove_leftovers(control.parent().filter(|folder| *folder != Path::new("")));
         let mut attempt = 0;
         let folder = loop {
-            let name = format!("mica-takeover-{}-{attempt}", std::process::id());
+            let name = format!("{FOLDER}{}-{attempt}", std::process::id());
             let folder = control.parent().unwrap_or(Path::new("")).join(name);
             let folder = std::path::absolute(folder).map_err(failed)?;
             // Unix sockets have short names.
-            let is_short = SocketAddrUnix::new(folder.join("socket")).is_ok();
+            let is_short = SocketAddrUnix::new(folder.join(SOCKET)).is_ok();
             let folder = match folder.file_name() {
                 Some(name) if !is_short => std::env::temp_dir().join(name),
                 _ => folder,
@@ -61,7 +68,7 @@ impl Meeting {
     }
 
     fn path(&self) -> PathBuf {
-        self.folder.join("socket")
+        self.folder.join(SOCKET)
     }
 
     /// Asks the process behind the `control` socket to come, and waits for it.
@@ -100,6 +107,23 @@ impl Drop for Meeting {
         // What stays behind is an empty folder of ours.
         let _ = std::fs::remove_file(self.path());
         let _ = std::fs::remove_dir(&self.folder);
+    }
+}
+
+/// Removes from `parent` what processes left that were killed while they waited. Errors leave it to
+/// the next one.
+fn remove_leftovers(parent: Option<&Path>) {
+    let Ok(found) = std::fs::read_dir(parent.unwrap_or(Path::new("."))) else { return };
+    for entry in found.flatten() {
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|name| name.strip_prefix(FOLDER)?.split('-').next());
+        let process = process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw);
+        let is_gone = |process| test_kill_process(process) == Err(Errno::SRCH);
+        if process.is_some_and(is_gone) {
+            let _ = std::fs::remove_file(entry.path().join(SOCKET));
+            // Only an empty folder goes.
+            let _ = std::fs::remove_dir(entry.path());
+        }
     }
 }
 
