@@ -41,8 +41,8 @@ fn main() -> ExitCode {
         }
     };
     let log = output::start_log(cli.log_level);
-    // A file that may grow no more is an error to tell of, not a signal to die by. Where the handler
-    // is refused, there is none for anything.
+    // A file that may grow no more is an error to tell of, not a signal to die by. Where the
+    // handler is refused, there is none for anything.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let outcome = match cli.verb {
         Verb::Serve(args) => serve::run(*args, log),

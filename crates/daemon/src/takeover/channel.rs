@@ -109,8 +109,8 @@ impl Channel {
         self.process.as_ref().map(|(pid, _)| *pid)
     }
 
-    /// Whether the process at the other end, which is [`Silence::Gone`], is over. It may still live,
-    /// and have only closed its end.
+    /// Whether the process at the other end, which is [`Silence::Gone`], is over. It may still
+    /// live, and have only closed its end.
     pub(super) fn has_died(&self) -> bool {
         let Some((_, process)) = &self.process else { return false };
         let mut fds = [PollFd::new(process, PollFlags::IN)];
