@@ -41,16 +41,17 @@ pub enum Space {
     Allocate,
 }
 
-/// What tells whether the system has lost what was written and not synced, though it was not started
-/// anew: the file system may have been mounted anew, or the device have come anew.
+/// What tells whether the system has lost what was written and not synced, though it was not
+/// started anew: the file system may have been mounted anew, or the device have come anew.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Witness {
     /// Nothing tells.
     None,
     /// A number that is another one after each loss.
     Life(u64),
-    /// When the file last changed, in nanoseconds since the epoch. A file that lost its last changes
-    /// most often has an earlier time again, which is all that some file systems tell.
+    /// When the file last changed, in nanoseconds since the epoch. A file that lost its last
+    /// changes often has an earlier time again, but not where times become durable before data.
+    /// That is all that some file systems tell.
     Changed(i128),
 }
 

@@ -11,9 +11,9 @@
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
 //! - I2 There is no file before the first write and none after a clean close.
-//! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own locks:
-//!   some file systems have none, and whoever wants none takes none. So nobody reads or removes the
-//!   file of a writer that lives.
+//! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own
+//!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
+//!   removes the file of a writer that lives.
 
 pub(crate) mod folder;
 

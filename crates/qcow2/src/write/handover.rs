@@ -73,8 +73,8 @@ pub(crate) const FOOTING: u32 = 2;
 /// file, and for the data file if there is one. Content: for each, kind u64, value i128.
 pub(crate) const WITNESSES: u32 = 3;
 const WITNESS_BYTES: usize = 24;
-/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content: a new table of 2 MiB is
-/// one record.
+/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content: a new table of 2 MiB
+/// is one record.
 pub(crate) const EARLY_ZEROS: u32 = 4;
 pub(crate) const LATE_ZEROS: u32 = 5;
 /// Ranges shorter than this have content though it is zeros.

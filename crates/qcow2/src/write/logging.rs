@@ -35,9 +35,9 @@ pub(crate) struct Logging {
 }
 
 impl Logging {
-    /// Begins the log of a writer that has written nothing yet to the image in `stores`; its name is
-    /// one after `name`. Gives the autoclear bits of the image: `low_bits`, and the name if there is
-    /// a log.
+    /// Begins the log of a writer that has written nothing yet to the image in `stores`; its name
+    /// is one after `name`. Gives the autoclear bits of the image: `low_bits`, and the name if
+    /// there is a log.
     pub(crate) fn begin(
         &mut self,
         out: Arc<dyn Handover>,

@@ -6,8 +6,8 @@
 //! - I1 A folder is used only if it is one, not a symbolic link to one, of this user, and nobody
 //!   else may write to it. Where others may make files they must not be able to rename it, as the
 //!   sticky bit of `/dev/shm` has it.
-//! - I2 Others may look a name up in it, and list none: who opens an image is told that another user
-//!   left something ([`super::HandoverFile::of_another`]).
+//! - I2 Others may look a name up in it, and list none: who opens an image is told that another
+//!   user left something ([`super::HandoverFile::of_another`]).
 
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -97,7 +97,7 @@ mod tests {
         let elsewhere = place.path().join("elsewhere");
         fs::create_dir(&elsewhere).expect("made");
         let refused = |what: &str| {
-            let error = handover_folder(place.path()).err().expect(what);
+            let error = handover_folder(place.path()).expect_err(what);
             assert_eq!(error.kind(), ErrorKind::Denied, "{what}: {error}");
             assert_eq!(find(&folder).err().map(|error| error.kind()), Some(ErrorKind::Denied));
         };
