@@ -2,12 +2,15 @@
 
 use crate::buf::Buf;
 use crate::op::{Op, OpKind, RawOp};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, fstatfs};
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+/// What `fstatfs` calls ext2, ext3 and ext4.
+const EXT_MAGIC: i64 = 0xef53;
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -17,8 +20,8 @@ pub struct File {
     access: Access,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
-    /// Whether its file system does not tell beforehand that a write would wait.
-    waits_untold: AtomicBool,
+    /// See [`File::waits_untold`].
+    waits_untold: OnceLock<bool>,
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
@@ -34,8 +37,7 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        let (has_locks, waits_untold) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { fd, access, has_locks, waits_untold }
+        Self { fd, access, has_locks: AtomicBool::new(false), waits_untold: OnceLock::new() }
     }
 
     /// How it was opened.
@@ -47,12 +49,11 @@ impl File {
         self.fd.as_raw_fd()
     }
 
+    /// Whether its file system (ext2 to ext4) cannot tell beforehand that a write would wait, so that
+    /// the ring hands each to a thread of the kernel.
     pub(crate) fn waits_untold(&self) -> bool {
-        self.waits_untold.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn set_waits_untold(&self) {
-        self.waits_untold.store(true, Ordering::Relaxed);
+        let is_ext = || fstatfs(&self.fd).is_ok_and(|system| system.f_type == EXT_MAGIC);
+        *self.waits_untold.get_or_init(is_ext)
     }
 }
 
