@@ -154,8 +154,8 @@ impl Shared {
     /// `Denied` if it is another user's, or if another takeover is under way; else what keeps it
     /// from being reached.
     pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
-        // The kernel's end of the mount would outlive this process with its descriptor, but it greets
-        // (FUSE_INIT) once a mount, and the library begins no session without that.
+        // The kernel's end of the mount would outlive this process with its descriptor, but it
+        // greets (FUSE_INIT) once a mount, and the library begins no session without that.
         if let Some(served) = self.served.iter().find(|served| served.config.fuse.is_some()) {
             let what = format!(
                 "disk {:?} is served as a file: who has that open would lose it; end this server \
