@@ -98,6 +98,12 @@ impl Daemon {
         let _searching = HolderSearch::start();
         sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
         let workers = Workers::start(threads, config.aio.backend())?;
+        if config.disks.len() == 1 {
+            // No other disk would wait with this one.
+            for worker in workers.handles() {
+                worker.allow_writes_in_place();
+            }
+        }
         let watch_period = taking.as_ref().and_then(|taking| taking.watch_period);
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;

@@ -156,9 +156,17 @@ impl Watchdog {
         let workers: Vec<_> = workers.iter().map(|worker| (worker.clone(), answered())).collect();
         let (stop, stopped) = mpsc::channel();
         let body = move || loop {
-            if workers.iter().all(|(_, answered)| answered.load(Ordering::Acquire)) {
+            // Who waits for a file system is not helped by being killed: it would not even die.
+            let is_well = |(worker, answered): &(Handle, Arc<AtomicBool>)| {
+                answered.load(Ordering::Acquire) || worker.is_writing()
+            };
+            if workers.iter().all(is_well) {
                 say();
-                workers.iter().for_each(|(worker, answered)| ask(worker, answered));
+                for (worker, answered) in &workers {
+                    if answered.load(Ordering::Acquire) {
+                        ask(worker, answered);
+                    }
+                }
             } else {
                 tracing::warn!("a worker does not turn: systemd is not told that all is well");
             }

@@ -187,7 +187,7 @@ impl Ops {
         self.in_flight
     }
 
-    pub(crate) fn insert(&mut self, kind: OpKind) -> OpKey {
+    fn insert(&mut self, kind: OpKind) -> OpKey {
         let state = SlotState::InFlight { kind, waker: None, abandoned: false };
         self.in_flight += 1;
         if let Some(index) = self.free {

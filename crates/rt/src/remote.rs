@@ -24,13 +24,37 @@ pub(crate) struct Remote {
     /// Whether the bell was rung since the items were last taken.
     rung: AtomicBool,
     bell: rustix::fd::OwnedFd,
+    writes_in_place: AtomicBool,
+    is_writing: AtomicBool,
 }
 
 impl Remote {
     pub(crate) fn new() -> io::Result<Self> {
         use rustix::event::{EventfdFlags, eventfd};
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { items: Mutex::default(), rung: AtomicBool::new(false), bell })
+        Ok(Self {
+            items: Mutex::default(),
+            rung: AtomicBool::new(false),
+            bell,
+            writes_in_place: AtomicBool::new(false),
+            is_writing: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn allow_writes_in_place(&self) {
+        self.writes_in_place.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn writes_in_place(&self) -> bool {
+        self.writes_in_place.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_is_writing(&self, is_writing: bool) {
+        self.is_writing.store(is_writing, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_writing(&self) -> bool {
+        self.is_writing.load(Ordering::Relaxed)
     }
 
     pub(crate) fn bell(&self) -> &rustix::fd::OwnedFd {

@@ -3,10 +3,10 @@
 //! `uring` is for production. `pool` gives the same results where the system refuses io_uring.
 //! `sim` is a virtual clock and simulated devices, so that the code above runs from a seed.
 
+mod in_place;
 mod pool;
 mod sim;
 mod uring;
-mod writer;
 
 use crate::executor::TaskKey;
 use crate::op::{OpKey, OpKind, Ops};
@@ -110,7 +110,7 @@ impl Driver {
         completions.append(&mut self.completions);
         let wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
         match &mut self.kind {
-            Kind::Uring(uring) => uring.turn(wait, ops, completions),
+            Kind::Uring(uring) => uring.turn(wait, completions),
             Kind::Pool(pool) => pool.turn(wait, ops, completions),
             Kind::Sim(sim) => sim.turn(wait, ops, completions),
         }

@@ -6,11 +6,9 @@
 //! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
 
-use super::writer::{self, Writer};
-use crate::buf::Buf;
-use crate::file::File;
+use super::in_place::{self, InPlace};
 use crate::net::SEND_BUFS_MAX;
-use crate::op::{OpKey, OpKind, Ops, SendParts, resume_at};
+use crate::op::{OpKey, OpKind, SendParts, resume_at};
 use crate::remote::Remote;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
@@ -42,9 +40,7 @@ pub(crate) struct Uring {
     early: Vec<(OpKey, i32)>,
     /// Whether the last wait was so short that looking again for a while beats sleeping.
     looks_first: bool,
-    writer: Writer,
-    /// What the writer's thread did not come to.
-    taken_back: Vec<OpKey>,
+    in_place: InPlace,
 }
 
 /// Memory that a sendmsg names, kept with the operation (I1).
@@ -72,15 +68,14 @@ impl Uring {
         if needed.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        let writer = Writer::new(Arc::clone(&remote));
+        let in_place = InPlace::new(Arc::clone(&remote));
         Ok(Self {
             ring,
             remote,
             bell_armed: false,
             early: Vec::new(),
             looks_first: false,
-            writer,
-            taken_back: Vec::new(),
+            in_place,
         })
     }
 
@@ -95,10 +90,16 @@ impl Uring {
             }
             OpKind::Write { file, buf, offset, done } => {
                 // What was cut short goes on in the ring, which tells why it was.
-                if *done == 0 && self.writer.take(key, file, buf, *offset) {
-                    return None;
+                if *done == 0
+                    && let Some(count) = self.in_place.write(file, buf, *offset)
+                {
+                    return Some(i32::try_from(count).expect("shorter than what is tried"));
                 }
-                write_entry(file, buf, *offset, *done)
+                let from = resume_at(file, *done);
+                let left = &buf[from..];
+                let length = u32_of(left.len().min(LENGTH_MAX));
+                let at = *offset + from as u64;
+                opcode::Write::new(Fd(file.raw()), left.as_ptr(), length).offset(at).build()
             }
             OpKind::SyncData { file } => {
                 opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
@@ -126,12 +127,7 @@ impl Uring {
         self.push(entry);
     }
 
-    pub(crate) fn turn(
-        &mut self,
-        wait: Option<Duration>,
-        ops: &mut Ops,
-        completions: &mut Vec<(OpKey, i32)>,
-    ) {
+    pub(crate) fn turn(&mut self, wait: Option<Duration>, completions: &mut Vec<(OpKey, i32)>) {
         if !self.bell_armed {
             let bell = Fd(self.remote.bell().as_raw_fd());
             let entry = opcode::PollAdd::new(bell, u32::from(POLL_IN)).build().user_data(BELL);
@@ -139,19 +135,9 @@ impl Uring {
             self.push(entry);
         }
         let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
-        self.writer.give();
-        let wait = self.writer.may_sleep(wait);
         self.enter(wait);
         completions.append(&mut self.early);
         self.take_in(completions);
-        self.writer.collect(ops, completions, &mut self.taken_back);
-        while let Some(key) = self.taken_back.pop() {
-            let OpKind::Write { file, buf, offset, done } = ops.kind_mut(key) else {
-                unreachable!("only writes were given away");
-            };
-            let entry = write_entry(file, buf, *offset, *done);
-            self.push(entry.user_data(key.to_user_data()));
-        }
     }
 
     fn take_in(&mut self, completions: &mut Vec<(OpKey, i32)>) {
@@ -196,7 +182,7 @@ impl Uring {
     /// Submits, and waits for a completion: awake for a while where the last wait was short, then
     /// asleep.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
-        let start = writer::now();
+        let start = in_place::now();
         if self.looks_first {
             self.ring.submit()?;
             while start.elapsed() < LOOK_MAX.min(wait.unwrap_or(LOOK_MAX)) {
@@ -267,14 +253,6 @@ fn build_ring() -> io::Result<IoUring> {
         }
     }
     Err(last)
-}
-
-fn write_entry(file: &File, buf: &Buf, offset: u64, done: usize) -> squeue::Entry {
-    let from = resume_at(file, done);
-    let left = &buf[from..];
-    let length = u32_of(left.len().min(LENGTH_MAX));
-    let at = offset + from as u64;
-    opcode::Write::new(Fd(file.raw()), left.as_ptr(), length).offset(at).build()
 }
 
 fn send_entry(fd: Fd, parts: &mut SendParts) -> squeue::Entry {
