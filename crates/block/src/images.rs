@@ -88,14 +88,15 @@ pub trait Images: Send + Sync {
         Ok(None)
     }
 
-    /// The same, to read what a writer left that died. `None` also where somebody may be writing
-    /// the image at `path` now, although it is open here.
+    /// The same, to read what a writer left that died: this user's, and if this process may read
+    /// those, others'. None also where somebody may be writing the image at `path` now, although it
+    /// is open here.
     ///
     /// # Errors
     /// What the system says.
-    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
         let _ = path;
-        Ok(None)
+        Ok(Vec::new())
     }
 
     /// Where another user keeps what a writer of the image at `path` left.
@@ -134,4 +135,11 @@ pub trait Handover: Send + Sync {
 
     /// Forgets all that is in it.
     fn remove(&self);
+
+    /// The same, but that what is in it is kept for people to look at, in place of what was kept
+    /// before: it is never read again. Where that is, if there was something.
+    fn set_aside(&self) -> Option<PathBuf> {
+        self.remove();
+        None
+    }
 }

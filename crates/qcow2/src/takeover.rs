@@ -3,9 +3,14 @@
 //! is only read, over it.
 //!
 //! Invariants
-//! - I1 A log is believed only if it is of this start of the machine, the image names it, and no
-//!   witness tells of a loss: then nobody has written the image since, and the page cache has all
-//!   that the writer wrote. [`mica_block::Witness`] says what is not noticed.
+//! - I1 A log is believed only if it is of this start of the machine, the image names it, no witness
+//!   tells of a loss, and the header and each page that the log changes are in the file as the
+//!   writer may have left them. The name alone does not tell that nobody wrote since: QEMU clears
+//!   it where it opens an image for writing, but not where it opens it for reading and reopens it
+//!   later, as a commit into it does. What is not noticed is another program's write to data alone,
+//!   and what [`mica_block::Witness`] says: the log goes over that, and the image stays sound.
+//!   Otherwise the log is not used: nobody could put both together, and what the image has is whole
+//!   by itself. Who writes lets the image forget it, says so, and keeps it aside.
 //! - I2 A power cut during this leaves an image as a power cut under the writer does: data, then
 //!   counts and tables that nothing names yet, then tables that got links, then links; each durable
 //!   before the next begins.
@@ -38,6 +43,11 @@ use std::time::Duration;
 const TRIES_MAX: u32 = 50;
 const PAUSE: Duration = Duration::from_millis(2);
 
+/// Why a log is not used.
+const NOTHING_FITS: &str = "left nothing here that fits";
+const MOUNTED_ANEW: &str = "its file system was mounted anew since, or its device came anew";
+const WRITTEN_SINCE: &str = "another program wrote the image since, over what it had changed";
+
 /// Puts into the image at `path`, open for writing as `store`, what a writer that died had
 /// acknowledged. Nothing, if there was none.
 ///
@@ -55,9 +65,10 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
         Some((header, _)) if header.incompatible.corrupt => {}
         Some((header, found)) => {
             let data = data_store(images, path, &header, true)?;
-            if is_lost(&found, path, store, data.as_deref()) {
-                return forget(store, handover.as_deref()).await;
-            }
+            let replay = match usable(&found, &header, store, data.as_deref()).await? {
+                Ok(replay) => replay,
+                Err(why) => return set_aside(path, store, handover.as_deref(), why).await,
+            };
             let synced = sync_both(store, data.as_deref()).await;
             if let (Err(_), Some(handover)) = (&synced, &handover) {
                 // The kernel tells once that data was lost: who tries again would hear of nothing,
@@ -65,7 +76,7 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
                 handover.remove();
             }
             synced?;
-            write_down(&header, store, &found).await?;
+            write_down(store, &replay).await?;
             tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
         }
         None => {
@@ -77,19 +88,35 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
                 );
                 return Err(Error::new(ErrorKind::Denied, context));
             }
-            warn_of_loss(path);
+            return set_aside(path, store, handover.as_deref(), NOTHING_FITS).await;
         }
     }
-    forget(store, handover.as_deref()).await
-}
-
-/// Ends what the image has to do with its log (I3).
-async fn forget(store: &dyn Store, handover: Option<&dyn Handover>) -> Result<()> {
     clear_name(store).await?;
     if let Some(handover) = handover {
         handover.remove();
     }
     Ok(())
+}
+
+/// Ends what the image has to do with a log that is not used, and says `why`.
+async fn set_aside(
+    path: &Path,
+    store: &dyn Store,
+    handover: Option<&dyn Handover>,
+    why: &str,
+) -> Result<()> {
+    clear_name(store).await?;
+    let kept = handover.and_then(Handover::set_aside).map(|place| place.display().to_string());
+    warn_of_loss(path, why, kept);
+    Ok(())
+}
+
+fn warn_of_loss(path: &Path, why: &str, kept: Option<String>) {
+    tracing::warn!(
+        image = %path.display(),
+        kept,
+        "its last writer did not close it, and {why}: writes that were not flushed are lost"
+    );
 }
 
 /// The image at `path`, open for reading, as it is with what a writer that died had acknowledged.
@@ -102,28 +129,44 @@ pub(crate) async fn read_over(
     image: OpenImage,
 ) -> Result<OpenImage> {
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
-    let Some(handover) = images.handover_of_the_dead(path)? else { return Ok(image) };
-    match find(&*handover, name, &*image.store).await? {
-        Some((header, _)) if header.incompatible.corrupt => Ok(image),
-        Some((header, found)) => {
-            let data = data_store(images, path, &header, false)?;
-            if is_lost(&found, path, &*image.store, data.as_deref()) {
+    let handovers = images.handovers_of_the_dead(path)?;
+    for handover in &handovers {
+        let Some((header, found)) = find(&**handover, name, &*image.store).await? else { continue };
+        if header.incompatible.corrupt {
+            return Ok(image);
+        }
+        let data = data_store(images, path, &header, false)?;
+        let replay = match usable(&found, &header, &*image.store, data.as_deref()).await? {
+            Ok(replay) => replay,
+            Err(why) => {
+                warn_of_loss(path, why, None);
                 return Ok(image);
             }
-            let replay = Replay::plan(&*image.store, &header, &found).await?;
-            tracing::info!(
-                image = %path.display(),
-                "its last writer died: it is read with what that left, which who opens it for \
-                 writing next puts in"
-            );
-            let store = Arc::new(Over::new(image.store, replay));
-            Ok(OpenImage { store, identity: image.identity })
-        }
-        None => {
-            warn_of_loss(path);
-            Ok(image)
-        }
+        };
+        tracing::info!(
+            image = %path.display(),
+            "its last writer died: it is read with what that left, which who opens it for \
+             writing next puts in"
+        );
+        let store = Arc::new(Over::new(image.store, replay));
+        return Ok(OpenImage { store, identity: image.identity });
     }
+    match images.handover_of_another(path)? {
+        Some(place) => warn_of_another(path, &place),
+        // Where somebody may be writing nothing is known.
+        None if handovers.is_empty() => {}
+        None => warn_of_loss(path, NOTHING_FITS, None),
+    }
+    Ok(image)
+}
+
+fn warn_of_another(path: &Path, place: &Path) {
+    tracing::warn!(
+        image = %path.display(),
+        log = %place.display(),
+        "its last writer did not close it; what it left is of another user: here the image is read \
+         without writes that were not flushed, and who opens it as that user has them"
+    );
 }
 
 /// As [`find`], for who has the image open for writing. A process that was killed just now lets go
@@ -161,23 +204,21 @@ async fn find(
 /// laid over it.
 pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Some(name) = names_log(header.autoclear.unknown) else { return };
-    let Ok(Some(handover)) = images.handover_of_the_dead(path) else { return };
-    let found = Found::read(&*handover, name);
-    if found.is_ok_and(|found| found.is_some_and(|found| !found.groups.is_empty())) {
-        tracing::warn!(
-            image = %path.display(),
-            "its last writer died, and writes that were not flushed are not in it yet: open it \
-             once for writing, as `mica serve` does, before it is used as a backing file"
-        );
+    let Ok(handovers) = images.handovers_of_the_dead(path) else { return };
+    for handover in &handovers {
+        let Ok(Some(found)) = Found::read(&**handover, name) else { continue };
+        if !found.groups.is_empty() {
+            tracing::warn!(
+                image = %path.display(),
+                "its last writer died, and writes that were not flushed are not in it yet: open it \
+                 once for writing, as `mica serve` does, before it is used as a backing file"
+            );
+        }
+        return;
     }
-}
-
-fn warn_of_loss(path: &Path) {
-    tracing::warn!(
-        image = %path.display(),
-        "its last writer did not close it, and left nothing here that fits: writes that were not \
-         flushed are lost"
-    );
+    if let Ok(Some(place)) = images.handover_of_another(path) {
+        warn_of_another(path, &place);
+    }
 }
 
 /// The name of the log in the header of the image, if there is one.
@@ -218,19 +259,20 @@ fn data_store(
     Ok(Some(open_data_file(images, path, header, writable)?.1.store))
 }
 
-/// Whether the system lost what the image at `path`, in these stores, needs of what was `found`
-/// (I1). Then it says so.
-fn is_lost(found: &Found, path: &Path, store: &dyn Store, data: Option<&dyn Store>) -> bool {
+/// What the log that was `found` makes of the image in these stores, or why it is not used (I1).
+async fn usable(
+    found: &Found,
+    header: &Header,
+    store: &dyn Store,
+    data: Option<&dyn Store>,
+) -> Result<std::result::Result<Replay, &'static str>> {
     let stores: Vec<_> = [Some(store), data].into_iter().flatten().collect();
-    let is_lost = found.tells_loss(&stores);
-    if is_lost {
-        tracing::warn!(
-            image = %path.display(),
-            "its last writer did not close it, and its file system was mounted anew since, or its \
-             device came anew: writes that were not flushed are lost"
-        );
+    if found.tells_loss(&stores) {
+        return Ok(Err(MOUNTED_ANEW));
     }
-    is_lost
+    let replay = Replay::plan(store, header, found).await?;
+    let goes_on = replay.goes_on_from(store, found).await?;
+    Ok(if goes_on { Ok(replay) } else { Err(WRITTEN_SINCE) })
 }
 
 /// Makes durable what the links of the log lead to.
@@ -241,9 +283,8 @@ async fn sync_both(store: &dyn Store, data: Option<&dyn Store>) -> Result<()> {
     store.sync().await
 }
 
-/// Puts what was `found` into the image, whose data is durable.
-async fn write_down(header: &Header, store: &dyn Store, found: &Found) -> Result<()> {
-    let replay = Replay::plan(store, header, found).await?;
+/// Puts what a log makes of it into the image, whose data is durable.
+async fn write_down(store: &dyn Store, replay: &Replay) -> Result<()> {
     for step in Step::ALL {
         if replay.pages_of(step).next().is_none() {
             // What is durable stays so, and a sync costs a guest's time.

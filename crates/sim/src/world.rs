@@ -348,10 +348,10 @@ impl Images for World {
         Ok(Some(Arc::new(SimHandover::new(self, normal(path)))))
     }
 
-    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
         let file = self.file(path)?;
         let is_written = lock(&file).writer.upgrade().is_some();
-        if is_written { Ok(None) } else { self.handover(path) }
+        if is_written { Ok(Vec::new()) } else { Ok(self.handover(path)?.into_iter().collect()) }
     }
 
     fn now_ns(&self) -> i128 {

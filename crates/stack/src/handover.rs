@@ -10,7 +10,8 @@
 //! Invariants
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
-//! - I2 There is no file before the first write and none after a clean close.
+//! - I2 There is no file before the first write and none after a clean close. What was not used is
+//!   kept beside it as `….lost`, one for each image, until the machine starts anew: nobody reads it.
 //! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own
 //!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
 //!   removes the file of a writer that lives.
@@ -18,8 +19,10 @@
 pub(crate) mod folder;
 
 use mica_block::{Error, ErrorKind, Handover, Identity, Result};
+use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, renameat, statat,
+    unlinkat,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -51,6 +54,8 @@ const TRIES_MAX: u32 = 8;
 /// The file of one image.
 pub(crate) struct HandoverFile {
     folder: PathBuf,
+    /// Whose it is.
+    user: u32,
     name: String,
     boot: u128,
     /// How the file is locked while it is open (I3).
@@ -61,34 +66,49 @@ pub(crate) struct HandoverFile {
 impl HandoverFile {
     /// For the image that `identity` is of; nothing where there is no place for it.
     pub(crate) fn new(place: &HandoverPlace, identity: Identity) -> Option<Self> {
+        Self::of_user(place, identity, own_user())
+    }
+
+    fn of_user(place: &HandoverPlace, identity: Identity, user: u32) -> Option<Self> {
         let HandoverPlace::Directory(directory) = place else { return None };
         let told = std::fs::read_to_string(BOOT_ID).ok()?;
         let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
-        let folder = folder::path_of(directory, rustix::process::geteuid().as_raw());
+        let folder = folder::path_of(directory, user);
         let name = name_of(identity);
         let lock = FlockOperation::NonBlockingLockExclusive;
-        Some(Self { folder, name, boot, lock, file: Mutex::default() })
+        Some(Self { folder, user, name, boot, lock, file: Mutex::default() })
     }
 
-    /// The same, to read what a writer left that died; nothing also where the writer lives.
+    /// The same, to read what a writer left that died; nothing where a writer lives. Root has what
+    /// the image's `owner` left, too.
     ///
     /// # Errors
     /// What the system says.
-    pub(crate) fn of_the_dead(place: &HandoverPlace, identity: Identity) -> Result<Option<Self>> {
-        let Some(mut this) = Self::new(place, identity) else { return Ok(None) };
-        this.lock = FlockOperation::NonBlockingLockShared;
-        match this.open(false) {
-            Ok(file) => {
-                *this.lock() = file;
-                Ok(Some(this))
+    pub(crate) fn of_the_dead(
+        place: &HandoverPlace,
+        identity: Identity,
+        owner: u32,
+    ) -> Result<Vec<Self>> {
+        let own = own_user();
+        let other = Some(owner).filter(|owner| own == 0 && *owner != 0);
+        let mut found = Vec::new();
+        for user in [Some(own), other].into_iter().flatten() {
+            let Some(mut this) = Self::of_user(place, identity, user) else { continue };
+            this.lock = FlockOperation::NonBlockingLockShared;
+            match this.open(false) {
+                Ok(file) => {
+                    *this.lock() = file;
+                    found.push(this);
+                }
+                Err(error) if error.kind() == ErrorKind::Denied => {
+                    tracing::debug!(%error, "the image is read as it is");
+                    return Ok(Vec::new());
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) if error.kind() == ErrorKind::Denied => {
-                tracing::debug!(%error, "the image is read as it is");
-                Ok(None)
-            }
-            Err(error) => Err(error),
         }
+        Ok(found)
     }
 
     /// The file that another user has for the image, which `owner` owns. Only root and the owner
@@ -99,7 +119,7 @@ impl HandoverFile {
         owner: u32,
     ) -> Option<PathBuf> {
         let HandoverPlace::Directory(directory) = place else { return None };
-        let own = rustix::process::geteuid().as_raw();
+        let own = own_user();
         let others = [0, owner].into_iter().filter(|user| *user != own);
         others.map(|user| (user, folder::path_of(directory, user))).find_map(|(user, folder)| {
             let path = folder.join(name_of(identity));
@@ -139,7 +159,7 @@ impl HandoverFile {
         let folder = match create {
             true => Some(folder::make(&self.folder)?),
             // Somebody else put something there: it keeps nobody from opening the image.
-            false => folder::find(&self.folder).unwrap_or_else(|error| {
+            false => folder::find_of(&self.folder, self.user).unwrap_or_else(|error| {
                 tracing::warn!(%error, "what was not flushed is not looked for");
                 None
             }),
@@ -180,10 +200,30 @@ impl HandoverFile {
         }
     }
 
+    /// The file, if there is one, which is locked, and its folder, if the name in it is this file's
+    /// still: it may be another's by now (I3).
+    fn take(&self) -> Option<(File, Option<OwnedFd>)> {
+        let mut file = self.lock();
+        let there = match file.take().map_or_else(|| self.open(false), |file| Ok(Some(file))) {
+            Ok(there) => there?,
+            Err(error) => {
+                tracing::warn!(%error, "a log stays");
+                return None;
+            }
+        };
+        let folder = folder::find_of(&self.folder, self.user).ok().flatten();
+        let folder = folder.filter(|folder| {
+            let named = statat(folder, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+            let (Ok(named), Ok(own)) = (named, fstat(&there)) else { return false };
+            (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
+        });
+        Some((there, folder))
+    }
+
     /// `file`, if it is ours alone.
     fn check_ours(&self, file: File, stat: &Stat, create: bool) -> Result<Option<File>> {
         let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
-            && stat.st_uid == rustix::process::geteuid().as_raw()
+            && stat.st_uid == self.user
             && stat.st_mode & 0o077 == 0
             && stat.st_nlink == 1;
         // Where it is another's, ours is not there.
@@ -198,6 +238,10 @@ impl HandoverFile {
         }
         Ok(Some(file))
     }
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
 }
 
 fn name_of(identity: Identity) -> String {
@@ -251,23 +295,32 @@ impl Handover for HandoverFile {
     }
 
     fn remove(&self) {
-        let mut file = self.lock();
+        let Some((there, folder)) = self.take() else { return };
         // Where its name cannot be taken away, there is nothing in it.
-        // Locked until it has no name any more (I3).
-        let there = match file.take().map_or_else(|| self.open(false), |file| Ok(Some(file))) {
-            Ok(there) => there,
-            Err(error) => return tracing::warn!(%error, "a log stays"),
-        };
-        if let Some(Err(error)) = there.as_ref().map(|there| there.set_len(0)) {
+        if let Err(error) = there.set_len(0) {
             tracing::warn!(path = %self.path().display(), %error, "a log keeps what is in it");
         }
-        let Ok(Some(folder)) = folder::find(&self.folder) else { return };
-        match unlinkat(&folder, &self.name, AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(error) => {
-                tracing::warn!(path = %self.path().display(), %error, "a file stays behind");
-            }
+        if let Some(folder) = folder
+            && let Err(error) = unlinkat(&folder, &self.name, AtFlags::empty())
+        {
+            tracing::warn!(path = %self.path().display(), %error, "a file stays behind");
         }
+        // Locked until it has no name any more (I3).
+        drop(there);
+    }
+
+    fn set_aside(&self) -> Option<PathBuf> {
+        let (there, folder) = self.take()?;
+        let name = format!("{}.lost", self.name);
+        let renamed = folder
+            .map_or(Err(Errno::NOENT), |folder| renameat(&folder, &self.name, &folder, &name));
+        if let Err(error) = renamed {
+            tracing::debug!(path = %self.path().display(), %error, "a log is not kept");
+            *self.lock() = Some(there);
+            self.remove();
+            return None;
+        }
+        Some(self.folder.join(name))
     }
 }
 

@@ -147,22 +147,21 @@ impl Images for FileImages {
         Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
     }
 
-    fn handover_of_the_dead(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
         let located = self.policy.find(path)?;
         // The image's lock, which we hold, keeps later writers away. That there is none now is said
         // by the log's own: a writer may have taken none of the image.
         if self.locking != Locking::On || self.writes(&located) {
-            return Ok(None);
+            return Ok(Vec::new());
         }
-        let file = HandoverFile::of_the_dead(&self.handover, located.identity(0))?;
-        Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
+        let owner = owner_of(path)?;
+        let files = HandoverFile::of_the_dead(&self.handover, located.identity(0), owner)?;
+        Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn Handover>).collect())
     }
 
     fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
-        let owner = std::fs::metadata(path).map(|found| found.uid());
-        let owner = owner.map_err(|error| Error::from_io(path.display().to_string(), error))?;
-        Ok(HandoverFile::of_another(&self.handover, identity, owner))
+        Ok(HandoverFile::of_another(&self.handover, identity, owner_of(path)?))
     }
 
     fn now_ns(&self) -> i128 {
@@ -171,6 +170,13 @@ impl Images for FileImages {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
         i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)
     }
+}
+
+fn owner_of(path: &Path) -> Result<u32> {
+    let found = std::fs::metadata(path);
+    found
+        .map(|found| found.uid())
+        .map_err(|error| Error::from_io(path.display().to_string(), error))
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 
 use crate::format::Header;
 use crate::write::handover::{
-    EARLY_ZEROS, FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LATE_ZEROS, LogHeader,
-    RECORD_HEAD_BYTES, RECORDS_AT, Run, WITNESSES, decode_witnesses, group_sum, other_half,
+    EARLY_ZEROS, EXPECTED, Expected, FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LATE_ZEROS,
+    LogHeader, RECORD_HEAD_BYTES, RECORDS_AT, Run, WITNESSES, decode_expected, decode_witnesses,
+    group_sum, other_half,
 };
 use mica_block::{Handover, Result, Store, Witness};
 
@@ -75,7 +76,18 @@ impl Found {
     pub(super) fn fits(&self, store: &dyn Store, header: &Header) -> Result<bool> {
         let Some(footing) = &self.footing else { return Ok(self.groups.is_empty()) };
         let table = header.refcount_table_offset.bytes();
-        Ok(store.len()? >= footing.reach && footing.tables.contains(&table))
+        let snapshots = (header.snapshots_offset.bytes(), header.snapshot_count.into());
+        let has_its_tables = footing.tables.contains(&table)
+            && footing.l1.contains(&header.l1_offset.bytes())
+            && footing.snapshots == snapshots;
+        Ok(store.len()? >= footing.reach && has_its_tables)
+    }
+
+    /// What the file may have in pages that the log changes.
+    pub(super) fn expected(&self) -> impl Iterator<Item = Expected> {
+        let records = self.groups.iter().flat_map(|group| records(group));
+        let records = records.filter(|record| record.kind == EXPECTED);
+        records.filter_map(|record| decode_expected(record.at, record.content))
     }
 
     /// Whether the system lost some of what was written to the image in `stores`.

@@ -2,7 +2,9 @@
 
 use super::found::{Found, records};
 use crate::format::{Header, RefcountTableEntry};
-use crate::write::handover::{EARLY, EARLY_ZEROS, LATE, LATE_ZEROS, ZERO_PAGES_MAX};
+use crate::write::handover::{
+    EARLY, EARLY_ZEROS, Expected, LATE, LATE_ZEROS, Sums, ZERO_PAGES_MAX, sums_of,
+};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -16,6 +18,8 @@ const PAGE_BYTES_MAX: u64 = 4096;
 const PAGES_MAX: usize = 1 << 16;
 const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
 static ZEROS: [u8; 4096] = [0; 4096];
+/// Pages of which a log says what the file may have there at most: more than once of some.
+const EXPECTED_MAX: usize = 4 * PAGES_MAX;
 /// Clusters that a log calls unused and that are looked at.
 const UNUSED_MAX: u64 = 4096;
 
@@ -36,6 +40,8 @@ impl Step {
 
 struct Page {
     step: Step,
+    /// Whether a group changes it, and not only what is unused.
+    is_logged: bool,
     bytes: Buf,
 }
 
@@ -98,6 +104,38 @@ impl Replay {
         }
     }
 
+    /// Whether the file in `store` has of each page what the writer of the log that was `found` may
+    /// have left there, or who was to take over from it. Otherwise somebody else wrote since.
+    pub(super) async fn goes_on_from(&self, store: &dyn Store, found: &Found) -> Result<bool> {
+        let mut allowed: BTreeMap<u64, Vec<Sums>> = BTreeMap::new();
+        for Expected { at, pages, sums } in found.expected() {
+            if allowed.len() + pages as usize > EXPECTED_MAX {
+                return Ok(false);
+            }
+            for page in 0..u64::from(pages) {
+                let place = at.checked_add(page * self.page_bytes);
+                let ends = place.and_then(|at| at.checked_add(self.page_bytes));
+                let (Some(at), Some(_)) = (place, ends) else { return Ok(false) };
+                allowed.entry(at).or_default().push(sums);
+            }
+        }
+        let mut logged = self.pages.iter().filter(|(_, page)| page.is_logged);
+        if !logged.all(|(at, _)| allowed.contains_key(at)) {
+            return Ok(false);
+        }
+        let len = usize::try_from(self.page_bytes).expect("4 KiB");
+        for (at, mut allowed) in allowed {
+            allowed.extend(self.pages.get(&at).map(|page| sums_of(&page.bytes)));
+            let there = sums_of(&read_exact(store, HostOffset::new(at), len).await?);
+            let mut sectors = there.iter().enumerate();
+            if !sectors.all(|(sector, sum)| allowed.iter().any(|sums| sums[sector] == *sum)) {
+                tracing::debug!(at, "a page of the image is another one");
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// The page of `at`, read first unless it `is_whole` that it is about to be changed.
     async fn page(
         &mut self,
@@ -118,7 +156,7 @@ impl Replay {
                     true => Buf::zeroed(len),
                     false => read_exact(store, HostOffset::new(start), len).await?,
                 };
-                Ok(place.insert(Page { step, bytes }))
+                Ok(place.insert(Page { step, is_logged: false, bytes }))
             }
         }
     }
@@ -145,6 +183,7 @@ impl Replay {
             if page.step != step {
                 page.step = Step::Tables;
             }
+            page.is_logged = true;
             page.bytes[within..within + count].copy_from_slice(&content[done..done + count]);
             done += count;
         }

@@ -174,14 +174,15 @@ impl Space {
         Some(taken)
     }
 
-    /// What a log says besides what changed. Who calls has the pages locked: so nothing that is
-    /// linked in them is called unused.
+    /// What a log says of clusters besides what changed. Who calls has the pages locked: so nothing
+    /// that is linked in them is called unused.
     pub(crate) fn footing(&self) -> Footing {
         let state = self.lock();
         Footing {
             reach: state.reach,
             tables: [state.table_offset.bytes(), state.next_table.bytes()],
             unused: state.pool.iter().map(|run| (run.first, run.count)).collect(),
+            ..Footing::default()
         }
     }
 

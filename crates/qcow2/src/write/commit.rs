@@ -65,7 +65,7 @@ impl Writer {
         self.release_drained().await?;
         let (mut dirty, taken) = {
             let mut pages = self.metadata.lock();
-            let footing = self.space.footing();
+            let footing = self.footing();
             pages.take_group(&footing)
         };
         let number = taken.number;
@@ -109,7 +109,7 @@ impl Writer {
         let mut pages = self.metadata.lock();
         pages.written(dirty);
         pages.group.durable = taken.number;
-        let footing = self.space.footing();
+        let footing = self.footing();
         pages.forget_logged(taken, &footing);
     }
 

@@ -174,9 +174,10 @@ impl Writer {
             return Err(error);
         }
         {
-            // The header links it, of which the log has nothing.
+            // The header links it, of which the log has nothing. From here on it may say either.
+            self.next_l1.store(at.bytes(), Ordering::Release);
             let mut pages = self.metadata.lock();
-            let footing = self.space.footing();
+            let footing = self.footing();
             pages.log_footing(&footing);
         }
         let mut fields = entries.to_be_bytes().to_vec();
@@ -184,6 +185,7 @@ impl Writer {
         self.write_header_bytes(L1_ENTRIES_AT as u64, &fields).await?;
         let mut pages = self.metadata.lock();
         self.l1_place.set(at, entries);
+        self.next_l1.store(0, Ordering::Release);
         if old_at != HostOffset::ZERO {
             let old_count = bits.clusters_for(table_bytes(before));
             pages.drop_cluster(old_at, old_count << bits.bits());

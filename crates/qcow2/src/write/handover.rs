@@ -37,30 +37,38 @@
 //! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
 //!   and a warning says what that means.
 //! - I4 The image has a name only while the file has all that the log under this name goes on from.
-//! - I5 What the log calls unused is linked by nothing: neither in the file nor in the log. So what
+//! - I5 A page that the log changes has in the file, while this log is named, what it had when it was
+//!   changed first, or what a group that was taken made of it, or in some sectors this and in others
+//!   that. The log has a sum of each ([`Expected`]) before the page may be written: who takes over
+//!   knows by that whether somebody else wrote meanwhile who left the name as it is. A page that is
+//!   written through comes into the log as it is then.
+//! - I6 What the log calls unused is linked by nothing: neither in the file nor in the log. So what
 //!   is linked past the log, by the header, is told before ([`PageState::log_footing`]).
 //!
 //! What a name does not tell is a copy that was made while the writer ran, since its last flush:
 //! put back in place of the image, it gets what the log has of the metadata, which is sound, but
 //! where clusters were new after the copy their data is missing.
 
+mod expected;
+mod footing;
+
 use super::header::LOG_NAME_SHIFT;
 #[cfg(doc)]
 use super::pages::PageState;
 use super::pages::Stage;
 use crate::index::sidecar::crc32c;
+pub(crate) use expected::{EXPECTED, Expected, Sums, decode_expected, sums_of};
+pub(crate) use footing::{Footing, Run};
+use footing::{RUN_BYTES, RUNS_MAX, decode_runs};
 use mica_block::{Error, ErrorKind, Handover, Result, Store, Witness};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-const MAGIC: [u8; 8] = *b"micalog\x03";
+const MAGIC: [u8; 8] = *b"micalog\x04";
 pub(crate) const HEADER_BYTES: usize = RUNS_AT + RUNS_MAX * RUN_BYTES + 8;
 pub(crate) const RECORDS_AT: u64 = 4096;
 pub(crate) const GROUP_HEAD_BYTES: usize = 16;
 pub(crate) const RECORD_HEAD_BYTES: usize = 16;
-/// Runs of unused clusters that are told; what there is beyond is leaked.
-const RUNS_MAX: usize = 64;
-const RUN_BYTES: usize = 16;
 const RUNS_AT: usize = 56;
 const _: () = assert!(HEADER_BYTES as u64 <= RECORDS_AT);
 
@@ -81,51 +89,6 @@ pub(crate) const LATE_ZEROS: u32 = 5;
 const ZEROS_LEN_MIN: usize = 64;
 /// Pages of zeros in a log at most. Who reads it has all that it changes in memory at once.
 pub(crate) const ZERO_PAGES_MAX: u64 = 1 << 15;
-
-/// A run of host clusters: the first one's number, and how many.
-pub(crate) type Run = (u64, u64);
-
-/// What a log says of the file besides what it changes.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Footing {
-    /// The file is at least this long.
-    pub(crate) reach: u64,
-    /// Where the refcount table is: in one of these two places.
-    pub(crate) tables: [u64; 2],
-    /// Clusters that are counted and that nothing links (I5).
-    pub(crate) unused: Vec<Run>,
-}
-
-impl Footing {
-    /// Appends it as a record.
-    fn append_to(&self, bytes: &mut Vec<u8>) {
-        let runs = &self.unused[..self.unused.len().min(RUNS_MAX)];
-        let len = u32::try_from(16 + runs.len() * RUN_BYTES).expect("few");
-        bytes.extend_from_slice(&self.reach.to_le_bytes());
-        bytes.extend_from_slice(&len.to_le_bytes());
-        bytes.extend_from_slice(&FOOTING.to_le_bytes());
-        for table in self.tables {
-            bytes.extend_from_slice(&table.to_le_bytes());
-        }
-        for (first, count) in runs {
-            bytes.extend_from_slice(&first.to_le_bytes());
-            bytes.extend_from_slice(&count.to_le_bytes());
-        }
-    }
-
-    /// What a record says; `None` if it is none.
-    pub(crate) fn decode(reach: u64, content: &[u8]) -> Option<Self> {
-        let (words, []) = content.as_chunks::<8>() else { return None };
-        let (tables, runs) = words.split_first_chunk::<2>()?;
-        let tables = tables.map(u64::from_le_bytes);
-        Some(Self { reach, tables, unused: decode_runs(runs)? })
-    }
-}
-
-fn decode_runs(words: &[[u8; 8]]) -> Option<Vec<Run>> {
-    let (pairs, []) = words.as_chunks::<2>() else { return None };
-    Some(pairs.iter().map(|pair| pair.map(u64::from_le_bytes).into()).collect())
-}
 
 /// Appends what `stores` tell now as a record.
 fn append_witnesses(stores: &[Arc<dyn Store>], bytes: &mut Vec<u8>) {
@@ -279,6 +242,8 @@ pub(crate) struct Log {
     end: u64,
     number: u64,
     touched: Vec<Touched>,
+    /// Sums of pages that are not in the log yet.
+    expected: Vec<Expected>,
     bytes: Vec<u8>,
     /// Pages of zeros in it: of groups that are being made durable, and later ones.
     zero_pages: [u64; 2],
@@ -342,6 +307,7 @@ impl Log {
             end: RECORDS_AT,
             number: 1,
             touched: Vec::new(),
+            expected: Vec::new(),
             bytes: Vec::new(),
             zero_pages: [0; 2],
         };
@@ -384,6 +350,11 @@ impl Log {
         self.touched.push(Touched { at, len, stage });
     }
 
+    /// The file may have the page at `at` as it is in `page` (I5).
+    pub(crate) fn expect(&mut self, at: u64, page: &[u8]) {
+        Expected::push(&mut self.expected, at, page);
+    }
+
     /// Whether something was touched that is not written down.
     pub(crate) fn is_behind(&self) -> bool {
         !self.touched.is_empty()
@@ -407,6 +378,9 @@ impl Log {
             ranges.add(at.bytes(), content, stage);
         }
         self.zero_pages[1] += ranges.zero_pages;
+        for expected in self.expected.drain(..) {
+            expected.append_to(&mut self.bytes);
+        }
         footing.append_to(&mut self.bytes);
         // What the group links was written before.
         append_witnesses(&self.stores, &mut self.bytes);

@@ -1,6 +1,7 @@
 //! L2 tables and their entries: finding them, making them, and linking clusters.
 
 use super::Writer;
+use super::clusters::Beneath;
 use super::pages::{PageState, Stage};
 use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
@@ -125,12 +126,28 @@ impl Writer {
             _ => {}
         }
         let is_plain = reserved.blank && content.is_none();
+        // Who takes over is to know whether somebody else wrote there meanwhile.
+        let old = match reserved.blank {
+            true => None,
+            false => match read_exact(&*self.metadata.store, table, len).await {
+                Ok(old) => Some(old),
+                Err(error) => {
+                    self.space.give_back(reserved);
+                    return Err(error);
+                }
+            },
+        };
+        let beneath = match &old {
+            Some(old) => Beneath::Old(old),
+            None if is_plain => Beneath::Same,
+            None => Beneath::Blank,
+        };
         let link = |pages: &mut PageState, at: HostOffset| {
             // First the entry: a dirty page stays when others come.
             let entry = L1Entry::encode(table, true).0.to_be_bytes();
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
             bytes.copy_from_slice(&entry);
-            pages.put_cluster(table, bits.bytes(), content.as_deref(), !is_plain);
+            pages.put_cluster(table, bits.bytes(), content.as_deref(), beneath);
             let group = &mut pages.group;
             group.new_tables.insert(table);
             group.in_two_steps |= !is_plain || reserved.group > group.durable;

@@ -74,6 +74,13 @@ impl Logging {
         }
     }
 
+    /// The file has, or is about to get, the page at `at` as it is in `page`.
+    pub(crate) fn expect(&mut self, at: u64, page: &[u8]) {
+        if let Some(log) = &mut self.log {
+            log.expect(at, page);
+        }
+    }
+
     /// Whether it is time to flush, so that it does not become full.
     pub(crate) fn is_long(&self) -> bool {
         self.log.as_ref().is_some_and(Log::is_long)
@@ -150,12 +157,21 @@ impl Logging {
 }
 
 impl PageState {
-    /// Has all of a metadata cluster written down that is here and that no group writes.
+    /// Has all of a metadata cluster written down that is here and in the file, and that no group
+    /// writes.
     pub(super) fn log_cluster(&mut self, at: HostOffset, len: u64) {
         let page_bytes = self.page_bytes();
         let page_len = usize::try_from(page_bytes).expect("4 KiB");
         for page in (at.bytes()..at.bytes() + len).step_by(page_len) {
+            self.expect_page(page);
             self.logging.touch(HostOffset::new(page), page_len, Stage::Early);
+        }
+    }
+
+    /// The file has, or is about to get, the page `number` as it is here.
+    fn expect_page(&mut self, number: u64) {
+        if let Some(page) = self.pages.get(&number) {
+            self.logging.expect(number, &page.bytes);
         }
     }
 
@@ -178,6 +194,12 @@ impl PageState {
     pub(super) fn mark_log(&mut self, footing: &Footing) -> Option<Mark> {
         self.log_touched(footing);
         let has_pages = self.dirty_count() > 0;
+        if has_pages && self.logging.log.is_some() {
+            // While they are written the file has either.
+            let numbers: Vec<_> = self.early.iter().chain(&self.late).copied().collect();
+            numbers.into_iter().for_each(|number| self.expect_page(number));
+            self.log_footing(footing);
+        }
         self.logging.take_group(has_pages, footing)
     }
 

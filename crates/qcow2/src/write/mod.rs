@@ -17,6 +17,7 @@
 //! - I5 What a write did is seen by every read that starts after it was acknowledged.
 
 pub(crate) mod allocate;
+mod clusters;
 mod commit;
 mod fill;
 mod gather;
@@ -38,6 +39,7 @@ use crate::l1_place::L1Place;
 use crate::layer::Layer;
 use allocate::Space;
 use commit::Limbo;
+use handover::Footing;
 use mica_block::{
     Error, ErrorKind, GroupSync, Handover, IoFuture, LocalFuture, OwnedInFlight, Requests, Result,
     Store, WriteStats, read_exact,
@@ -65,6 +67,10 @@ pub(crate) struct Writer {
     data: Arc<dyn Store>,
     l2: L2Format,
     l1_place: Arc<L1Place>,
+    /// Where the L1 table moves to, while the header may say that already; or zero.
+    next_l1: AtomicU64,
+    /// Where the table of snapshots is, and how many it has.
+    snapshots: (u64, u64),
     space: Space,
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
@@ -119,6 +125,8 @@ impl Writer {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
             l1_place: Arc::clone(&tables.l1_place),
+            next_l1: AtomicU64::new(0),
+            snapshots: (header.snapshots_offset.bytes(), header.snapshot_count.into()),
             space,
             clusters: Claims::default(),
             gather: gather::Gather::default(),
@@ -145,6 +153,14 @@ impl Writer {
             groups: get(&self.counters.groups),
             linked_clusters: get(&self.counters.linked_clusters),
         }
+    }
+
+    /// What a log says besides what changed. Who calls has the pages locked.
+    fn footing(&self) -> Footing {
+        let l1 = self.l1_place.get().0.bytes();
+        let next_l1 = Some(self.next_l1.load(Ordering::Acquire)).filter(|next| *next != 0);
+        let l1 = [l1, next_l1.unwrap_or(l1)];
+        Footing { l1, snapshots: self.snapshots, ..self.space.footing() }
     }
 
     pub(crate) fn requests(&self) -> &Requests {

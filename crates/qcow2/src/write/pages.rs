@@ -23,7 +23,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Largest page.
-const PAGE_BITS_MAX: u32 = 12;
+pub(super) const PAGE_BITS_MAX: u32 = 12;
 /// Clean pages that are kept: 8 MiB, the tables of 64 GiB in clusters of 64 KiB.
 const CLEAN_PAGES_MAX: usize = 2048;
 
@@ -36,11 +36,11 @@ pub(crate) enum Stage {
     Late,
 }
 
-struct Page {
-    bytes: Box<[u8]>,
-    dirty: Option<Stage>,
-    writing: bool,
-    used: Cell<bool>,
+pub(super) struct Page {
+    pub(super) bytes: Box<[u8]>,
+    pub(super) dirty: Option<Stage>,
+    pub(super) writing: bool,
+    pub(super) used: Cell<bool>,
 }
 
 /// Copies of dirty pages, joined where they are neighbours, by stage.
@@ -55,12 +55,12 @@ pub(crate) struct Dirty {
 /// The pages in memory, and what a group consists of besides.
 pub(crate) struct PageState {
     bits: u32,
-    pages: HashMap<u64, Page>,
+    pub(super) pages: HashMap<u64, Page>,
     /// Pages in the order in which they were read, to find clean ones to evict.
-    order: VecDeque<u64>,
+    pub(super) order: VecDeque<u64>,
     loading: HashMap<u64, u32>,
-    early: BTreeSet<u64>,
-    late: BTreeSet<u64>,
+    pub(super) early: BTreeSet<u64>,
+    pub(super) late: BTreeSet<u64>,
     pub(crate) group: Group,
     /// Whether L1 entries stay as they are for now: their table is being moved.
     pub(crate) l1_is_held: bool,
@@ -296,6 +296,7 @@ impl PageState {
         let page = self.pages.get_mut(&number)?;
         page.used.set(true);
         if page.dirty.is_none() {
+            self.logging.expect(number, &page.bytes);
             page.dirty = Some(stage);
             match stage {
                 Stage::Early => self.early.insert(number),
@@ -314,50 +315,9 @@ impl PageState {
         page.bytes[within..within + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early if `dirty`.
-    pub(crate) fn put_cluster(
-        &mut self,
-        at: HostOffset,
-        len: u64,
-        bytes: Option<&[u8]>,
-        dirty: bool,
-    ) {
-        let page_bytes = usize::try_from(self.page_bytes()).expect("4 KiB");
-        for (number, start) in
-            (at.bytes()..at.bytes() + len).step_by(page_bytes).zip((0..).step_by(page_bytes))
-        {
-            let content: Box<[u8]> = match bytes {
-                Some(bytes) => bytes[start..start + page_bytes].into(),
-                None => vec![0; page_bytes].into(),
-            };
-            self.forget_dirty(number);
-            if dirty {
-                self.logging.touch(HostOffset::new(number), page_bytes, Stage::Early);
-            }
-            let stage = dirty.then_some(Stage::Early);
-            let page = Page { bytes: content, dirty: stage, writing: false, used: Cell::new(true) };
-            if self.pages.insert(number, page).is_none() {
-                self.order.push_back(number);
-            }
-            if dirty {
-                self.early.insert(number);
-            }
-        }
-        self.evict();
-    }
-
-    fn forget_dirty(&mut self, number: u64) {
+    pub(super) fn forget_dirty(&mut self, number: u64) {
         self.early.remove(&number);
         self.late.remove(&number);
-    }
-
-    /// Drops the pages of a metadata cluster that nothing names any more, changed or not.
-    pub(crate) fn drop_cluster(&mut self, at: HostOffset, len: u64) {
-        for number in (at.bytes()..at.bytes() + len).step_by(1 << self.bits) {
-            self.forget_dirty(number);
-            self.pages.remove(&number);
-        }
-        self.order.retain(|number| self.pages.contains_key(number));
     }
 
     fn insert_loaded(&mut self, number: u64, bytes: &[u8]) {
@@ -371,7 +331,7 @@ impl PageState {
     }
 
     /// Forgets clean pages beyond the bound, those first that were not used for longest.
-    fn evict(&mut self) {
+    pub(super) fn evict(&mut self) {
         let busy = self.early.len() + self.late.len();
         let mut looks = self.order.len();
         while self.pages.len() > CLEAN_PAGES_MAX + busy && looks > 0 {

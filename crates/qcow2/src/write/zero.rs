@@ -280,7 +280,7 @@ impl Writer {
             self.fail(error);
         } else {
             let mut pages = self.metadata.lock();
-            let footing = self.space.footing();
+            let footing = self.footing();
             pages.log_touched(&footing);
         }
         linked

@@ -48,6 +48,11 @@ pub(super) fn make(path: &Path) -> Result<OwnedFd> {
 
 /// Opens the folder at `path`, if there is one (I1).
 pub(super) fn find(path: &Path) -> Result<Option<OwnedFd>> {
+    find_of(path, rustix::process::geteuid().as_raw())
+}
+
+/// The same of the folder of `user`.
+pub(super) fn find_of(path: &Path, user: u32) -> Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let failed = |error: Errno| Error::from_io(path.display().to_string(), error.into());
     let folder = match open(path, flags, Mode::empty()) {
@@ -58,7 +63,7 @@ pub(super) fn find(path: &Path) -> Result<Option<OwnedFd>> {
     };
     let stat = fstat(&folder).map_err(failed)?;
     let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::Directory
-        && stat.st_uid == rustix::process::geteuid().as_raw()
+        && stat.st_uid == user
         && stat.st_mode & 0o022 == 0;
     if is_ours { Ok(Some(folder)) } else { Err(not_ours(path)) }
 }

@@ -1,5 +1,6 @@
 //! More refcounts: blocks for regions that have none, and a longer table of blocks.
 
+use super::super::clusters::Beneath;
 use super::super::pages::Stage;
 use super::Space;
 use crate::format::RefcountTableEntry;
@@ -29,7 +30,7 @@ impl Space {
         self.width.set(&mut block, index, 1).expect("one fits");
         // It is here still when the log gets it.
         let _pinned = self.metadata.pin(host, self.bits.bytes());
-        self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), false);
+        self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), Beneath::Same);
         let written = write_all(&*self.metadata.store, block, host).await;
         let written = match written {
             Ok(()) => self.metadata.sync().await,
@@ -50,7 +51,7 @@ impl Space {
             .change(at, |pages| {
                 let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
                 bytes.copy_from_slice(&entry.to_be_bytes());
-                // It is durable, but an older copy of the image may lack it.
+                // It is durable, and may be changed from now on.
                 pages.log_cluster(host, self.bits.bytes());
             })
             .await?;

@@ -1,0 +1,66 @@
+//! What the file may have in a page that the log changes, as sums. A page in memory is what the file
+//! has, until it is changed; so a sum is taken of it before the first change of a group, and of what
+//! a group writes when that is taken. Sums are of sectors: a write that failed or was cut off may
+//! have left some of them as they were.
+
+use crate::index::sidecar::crc32c;
+
+/// Kind of a record: the page at `at`, and those behind it, may be in the file like this. Content:
+/// how many pages u32, the sum of each sector of one u32.
+pub(crate) const EXPECTED: u32 = 6;
+const SECTOR_BYTES: usize = 512;
+const SECTORS: usize = 8;
+const CONTENT_BYTES: usize = 4 + SECTORS * 4;
+
+/// Sums of the sectors of a page; zero beyond the end of a shorter one.
+pub(crate) type Sums = [u32; SECTORS];
+
+/// The sums of a page of at most 4 KiB.
+pub(crate) fn sums_of(page: &[u8]) -> Sums {
+    let mut sums = Sums::default();
+    for (sum, sector) in sums.iter_mut().zip(page.chunks(SECTOR_BYTES)) {
+        *sum = crc32c(sector);
+    }
+    sums
+}
+
+/// Neighbouring pages that are alike.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Expected {
+    pub(crate) at: u64,
+    pub(crate) pages: u32,
+    pub(crate) sums: Sums,
+}
+
+impl Expected {
+    /// Puts the page at `at` to the others: a new table is many that are alike.
+    pub(super) fn push(all: &mut Vec<Self>, at: u64, page: &[u8]) {
+        let sums = sums_of(page);
+        if let Some(last) = all.last_mut()
+            && last.sums == sums
+            && last.at + u64::from(last.pages) * page.len() as u64 == at
+        {
+            last.pages += 1;
+            return;
+        }
+        all.push(Self { at, pages: 1, sums });
+    }
+
+    /// Appends it as a record.
+    pub(super) fn append_to(&self, bytes: &mut Vec<u8>) {
+        let len = u32::try_from(CONTENT_BYTES).expect("small");
+        bytes.extend_from_slice(&self.at.to_le_bytes());
+        for number in [len, EXPECTED, self.pages].into_iter().chain(self.sums) {
+            bytes.extend_from_slice(&number.to_le_bytes());
+        }
+    }
+}
+
+/// What a record says; `None` if it is none.
+pub(crate) fn decode_expected(at: u64, content: &[u8]) -> Option<Expected> {
+    let content: &[u8; CONTENT_BYTES] = content.try_into().ok()?;
+    let (numbers, _) = content.as_chunks::<4>();
+    let (pages, sums) = numbers.split_first()?;
+    let sums: &[[u8; 4]; SECTORS] = sums.try_into().ok()?;
+    Some(Expected { at, pages: u32::from_le_bytes(*pages), sums: sums.map(u32::from_le_bytes) })
+}
