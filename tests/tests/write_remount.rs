@@ -28,11 +28,11 @@ fn mounted(file: &Path, folder: &Path) -> Option<Mount> {
 
 /// An image whose base is there for good, and a server of it that is killed.
 #[track_caller]
-fn written_and_killed(dir: &Path) {
+fn written_and_killed(dir: &Path, place: &[&str]) {
     fs::write(dir.join("base.raw"), vec![BASE; 8 * MIB]).expect("written");
     qemu::create(dir, "disk.qcow2", &["-b", "base.raw", "-F", "raw"], "");
     rustix::fs::syncfs(File::open(dir).expect("there")).expect("durable");
-    let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]).expect("served");
+    let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", place).expect("served");
     let mut guest = Guest::connect(&server).expect("served");
     assert_eq!(guest.write(0, &vec![WRITTEN; MIB]).expect("answered"), 0);
     // What is dropped is killed.
@@ -50,7 +50,10 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
     File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
     run(tools::MKE2FS, &["-q", "-F", "-t", "ext4"], &file);
     let Some(mount) = mounted(&file, &folder) else { return };
-    written_and_killed(&folder);
+    let logs = dir.path().join("logs");
+    fs::create_dir(&logs).expect("made");
+    let place = ["--handover-dir", logs.to_str().expect("a plain name")];
+    written_and_killed(&folder, &place);
     // The journal takes the file's length and times with it, and not its data.
     let other = File::create(folder.join("other")).expect("made");
     other.sync_all().expect("durable");
@@ -61,15 +64,18 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
     let mount = mounted(&file, &folder).expect("as before");
     let image = folder.join("disk.qcow2");
     for options in [&["--read-only"][..], &[]] {
-        let server = Server::mica_writable(&image, "qcow2", options).expect("served");
+        let options = [&place[..], options].concat();
+        let server = Server::mica_writable(&image, "qcow2", &options).expect("served");
         let mut guest = Guest::connect(&server).expect("served");
         let read = guest.read(0, u32::try_from(MIB).expect("small")).expect("answered");
         let Answer::Done(bytes) = read else { panic!("{read:?}") };
         let foreign = bytes.iter().filter(|byte| ![BASE, WRITTEN].contains(byte)).count();
         assert_eq!(foreign, 0, "{options:?}: {}", server.log());
         assert!(server.log().contains("mounted anew"), "{options:?}: {}", server.log());
-        // Another one is to find what this one found.
-        if options.is_empty() {
+        // Who writes says where the log is kept; another one is to find what this one found.
+        let writes = options == place;
+        assert_eq!(server.log().contains(".lost"), writes, "{options:?}: {}", server.log());
+        if writes {
             server.stop().expect("it stops");
         }
     }

@@ -10,6 +10,7 @@ mod attacks;
 mod chain;
 mod exhaustive;
 mod faults;
+mod foreign;
 mod growing;
 mod killed;
 mod lies;

@@ -17,6 +17,7 @@ pub(crate) const L1_AT: u64 = 40;
 /// Where the refcount table's place stands in a header.
 pub(crate) const REFCOUNT_TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
+const AUTOCLEAR_AT: u64 = 88;
 /// The incompatible bit of an image that is corrupt.
 const CORRUPT: u64 = 2;
 /// What is an address in an entry of an L1 or L2 table.
@@ -73,6 +74,32 @@ impl Plain {
         Self { world: world.clone(), subject: ChainSubject { shape } }
     }
 
+    /// The same file in another world, where nothing names its log.
+    pub(crate) fn in_another_world(&self) -> Self {
+        let world = World::new(self.world.seed());
+        world.put(Self::top(), self.file());
+        let shape = self.subject.shape.clone();
+        let elsewhere = Self { world, subject: ChainSubject { shape } };
+        elsewhere.put(AUTOCLEAR_AT, elsewhere.word(AUTOCLEAR_AT) & u64::from(u32::MAX));
+        elsewhere
+    }
+
+    /// The file gets the content of `other`, but names the log that it named, and is as long as it
+    /// was.
+    pub(crate) fn become_as(&self, other: &Self) {
+        let (name, mut content) = (self.word(AUTOCLEAR_AT), other.file());
+        self.world.change(Self::top(), |file| {
+            content.resize(content.len().max(file.len()), 0);
+            *file = content;
+        });
+        self.put(AUTOCLEAR_AT, name);
+    }
+
+    fn file(&self) -> Vec<u8> {
+        let file = self.world.files().into_iter().find(|(path, _)| *path == Self::top());
+        file.unwrap().1
+    }
+
     /// Opens it.
     pub(crate) async fn open(&self, mode: Mode) -> Chain {
         let writable = mode == Mode::Write;
@@ -102,9 +129,8 @@ impl Plain {
 
     /// `len` bytes of the file at `at`.
     pub(crate) fn bytes(&self, at: u64, len: usize) -> Vec<u8> {
-        let file = self.world.files().into_iter().find(|(path, _)| *path == Self::top());
         let at = usize::try_from(at).unwrap();
-        file.unwrap().1[at..at + len].to_vec()
+        self.file()[at..at + len].to_vec()
     }
 
     /// Puts `word` at `at` of the file.

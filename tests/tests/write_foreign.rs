@@ -1,0 +1,104 @@
+//! A server is killed, and QEMU commits into its image before the next one starts: `qemu-img commit`
+//! opens the image for reading, reopens it for writing, and leaves the bits that name the log of the
+//! server. The log does not fit any more, and nothing of what QEMU wrote may be lost to it.
+
+use mica_tests::guest::{Answer, Guest};
+use mica_tests::server::Server;
+use mica_tests::{qemu, tools};
+use std::fs;
+use std::path::Path;
+
+const MIB: usize = 1 << 20;
+const AUTOCLEAR_AT: usize = 88;
+const FLUSHED: u8 = 1;
+const WRITTEN: u8 = 2;
+const COMMITTED: u8 = 9;
+
+#[track_caller]
+fn shown(guest: &mut Guest, mib: usize) -> u8 {
+    let len = u32::try_from(MIB).expect("small");
+    let read = guest.read((mib * MIB) as u64, len).expect("answered");
+    let Answer::Done(bytes) = read else { panic!("{read:?}") };
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{mib} MiB is of two");
+    bytes[0]
+}
+
+fn name_of_log(image: &Path) -> Vec<u8> {
+    fs::read(image).expect("read")[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].to_vec()
+}
+
+#[track_caller]
+fn survives_a_commit(options: &str) {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let image = dir.join("disk.qcow2");
+    let logs = dir.join("logs");
+    fs::create_dir(&logs).expect("made");
+    let place = ["--handover-dir", logs.to_str().expect("a plain name")];
+    qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
+    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
+    let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(8 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
+    assert_eq!(guest.write(16 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
+    // What is dropped is killed.
+    drop(server);
+
+    qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
+    qemu::io(dir, &["-f", "qcow2"], "over.qcow2", &["write -P 9 24M 4M"]);
+    let named = name_of_log(&image);
+    qemu::img(dir, ["commit", "-q", "-f", "qcow2", "over.qcow2"]).ok();
+    assert_ne!(named, [0; 4], "the log had a name");
+    assert_eq!(
+        name_of_log(&image),
+        named,
+        "QEMU clears the name: this test tests nothing any more"
+    );
+
+    for options in [&["--read-only"][..], &[]] {
+        let server = Server::mica_writable(&image, "qcow2", &[&place[..], options].concat());
+        let server = server.expect("served");
+        let mut guest = Guest::connect(&server).expect("served");
+        let told = server.log();
+        assert!(told.contains("another program wrote the image"), "{options:?}: {told}");
+        assert_eq!(told.contains(".lost"), options.is_empty(), "{options:?}: {told}");
+        let mut expect = |mib: std::ops::Range<usize>, byte: u8| {
+            mib.for_each(|mib| assert_eq!(shown(&mut guest, mib), byte, "{options:?} {mib} MiB"));
+        };
+        expect(0..4, FLUSHED);
+        expect(24..28, COMMITTED);
+        // What was not flushed is lost, as it may be.
+        expect(8..9, 0);
+        if options.is_empty() {
+            for mib in 40..48 {
+                let at = (mib * MIB) as u64;
+                assert_eq!(guest.write(at, &vec![WRITTEN; MIB]).expect("answered"), 0);
+            }
+            assert_eq!(guest.flush().expect("answered"), 0);
+            (24..28).for_each(|mib| assert_eq!(shown(&mut guest, mib), COMMITTED));
+            assert!(server.stop().expect("it stops").status.success());
+        }
+    }
+    let said = qemu::img(dir, ["check", "-f", "qcow2", "disk.qcow2"]);
+    assert!(matches!(said.code(), Some(0 | 3)), "{said}");
+    let reads = ["read -P 1 0 4M", "read -P 9 24M 4M", "read -P 2 40M 8M"];
+    qemu::io(dir, &["-r", "-f", "qcow2"], "disk.qcow2", &reads);
+}
+
+#[test]
+fn commit_by_qemu_after_a_kill_is_kept() {
+    survives_a_commit("cluster_size=64k");
+}
+
+#[test]
+fn commit_by_qemu_into_small_clusters_is_kept() {
+    survives_a_commit("cluster_size=1k,refcount_bits=8");
+}
+
+#[test]
+fn commit_by_qemu_into_extended_l2_is_kept() {
+    survives_a_commit("extended_l2=on");
+}
