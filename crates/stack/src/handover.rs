@@ -395,6 +395,43 @@ mod tests {
     }
 
     #[test]
+    fn only_the_file_that_is_locked_is_taken_away() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        one.write_at(0, b"first").expect("writes");
+        std::fs::remove_file(one.path()).expect("it is there");
+        let other = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        other.write_at(0, b"second").expect("writes");
+        one.remove();
+        assert_eq!(std::fs::read(one.path()).expect("it is there"), b"second");
+        one.remove();
+        assert_eq!(std::fs::read(one.path()).expect("its writer lives"), b"second");
+        assert_eq!(one.set_aside(), None);
+        other.remove();
+        assert!(!one.path().exists());
+    }
+
+    #[test]
+    fn log_that_is_set_aside_is_kept_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        assert_eq!(one.set_aside(), None, "there is none");
+        for content in [b"first", b"other"] {
+            one.write_at(0, content).expect("writes");
+            let kept = one.set_aside().expect("it is kept");
+            assert_eq!(std::fs::read(&kept).expect("it is there"), content);
+            assert!(!one.path().exists() && kept.to_string_lossy().ends_with(".lost"));
+            let there = std::fs::read_dir(&one.folder).expect("a folder").count();
+            assert_eq!(there, 1);
+            let mut bytes = [1; 4];
+            one.read_at(0, &mut bytes).expect("it is as if there were none");
+            assert_eq!(bytes, [0; 4]);
+        }
+    }
+
+    #[test]
     fn file_of_another_user_is_told_if_the_image_is_theirs() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = HandoverPlace::Directory(folder.path().to_owned());

@@ -105,6 +105,10 @@ impl Needs {
         {
             let all = REPLACE | AccessFs::Truncate;
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
+            let directory = &disk.handover_dir;
+            if let Some(folder) = mica_stack::handover_folder_of_owner(directory, &disk.image) {
+                self.allow(&folder, AccessFs::ReadFile.into());
+            }
         }
         Ok(())
     }

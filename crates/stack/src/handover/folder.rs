@@ -13,6 +13,7 @@ use mica_block::{Error, ErrorKind, Result};
 use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::fs::{CWD, FileType, Mode, OFlags, chmod, fstat, mkdirat, open};
 use rustix::io::Errno;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Where the logs of `user` are, below a `directory` that many may use.
@@ -27,6 +28,15 @@ pub(super) fn path_of(directory: &Path, user: u32) -> PathBuf {
 pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
     let path = path_of(directory, rustix::process::geteuid().as_raw());
     make(&path).map(|_| path)
+}
+
+/// The folder of the logs of who owns `image`, if that is another user whose logs this process, as
+/// root, reads, and it is there.
+pub fn handover_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
+    let owner = std::fs::metadata(image).ok()?.uid();
+    let path = path_of(directory, owner);
+    let is_read = rustix::process::geteuid().is_root() && owner != 0;
+    find_of(&path, owner).ok()?.filter(|_| is_read).map(|_| path)
 }
 
 /// Opens the folder at `path`, which is made if it is not there.

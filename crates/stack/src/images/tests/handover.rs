@@ -1,13 +1,17 @@
 //! What a writer that died left, and who may have it.
 
 use super::{folder_with_image, images, names_in, options};
-use crate::{Format, HandoverPlace, ImageOptions, OpenDisk, handover_folder, open, open_writable};
+use crate::{
+    Format, HandoverPlace, ImageOptions, OpenDisk, handover_folder, handover_folder_of_owner, open,
+    open_writable,
+};
 use mica_block::{Detail, ErrorKind, Images as _, Result};
 use mica_qcow2::ChainOptions;
 use mica_qcow2::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Locking;
 use mica_units::{GuestOffset, GuestRange};
+use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use tempfile::TempDir;
 
@@ -108,4 +112,34 @@ fn log_of_a_writer_that_lives_is_its_own_though_it_locks_no_image() {
     assert_eq!((place.shown(&written), place.logs()), (7, 1));
     drop(written);
     assert_eq!(place.read(Locking::On), 7, "now it is dead");
+}
+
+/// The story: root read an image whose writer, another user's, had died; it saw what had been
+/// flushed, and was told that the rest is lost.
+#[test]
+fn root_reads_what_the_owner_of_an_image_left() {
+    const OWNER: u32 = 12_345;
+    if rustix::process::geteuid().as_raw() != 0 {
+        eprintln!("SKIPPED: this is not root");
+        return;
+    }
+    let place = Place::new();
+    let written = place.open_writable(Locking::On).unwrap();
+    place.write(&written, 7);
+    drop(written);
+    let folder = handover_folder(&place.memory).unwrap();
+    let theirs = place.memory.join(format!("mica-{OWNER}"));
+    std::fs::rename(&folder, &theirs).unwrap();
+    let log = theirs.join(names_in(&theirs).first().unwrap());
+    for path in [&log, &theirs, &place.image] {
+        chown(path, Some(OWNER), None).unwrap();
+    }
+    assert_eq!(handover_folder_of_owner(&place.memory, &place.image), Some(theirs.clone()));
+    assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
+    let refused = place.open_writable(Locking::On).err().expect("it is another user's");
+    assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
+    // Who is not the owner is not believed.
+    chown(&log, Some(OWNER + 1), None).unwrap();
+    assert_eq!(place.read(Locking::On), 0);
+    assert!(log.exists());
 }
