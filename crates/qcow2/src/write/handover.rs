@@ -19,8 +19,9 @@
 //! unflushed writes are lost as they may be. Each group says what tells whether the data that it
 //! links was lost without one ([`mica_block::Witness`]).
 //!
-//! The image names the log in its autoclear bits 32 to 63. Whoever else writes the image clears
-//! bits that it does not know, and a log that is not named is not believed. With every group that a
+//! The image names the log in its autoclear bits 32 to 63. Whoever else opens the image for writing
+//! clears bits that it does not know, and a log that is not named is not believed. Who reopens it
+//! for writing may leave them: I5 is for that. With every group that a
 //! flush makes durable the name changes, so that it names a state, not only a writer: an older copy
 //! that is put back into the file names a log that is no more. The image gets the new name when the
 //! group's pages are in the file, and the log goes by both names from before that until the group

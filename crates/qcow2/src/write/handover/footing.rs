@@ -22,7 +22,7 @@ pub(crate) struct Footing {
     pub(crate) l1: [u64; 2],
     /// Where the table of snapshots is, and how many it has.
     pub(crate) snapshots: (u64, u64),
-    /// Clusters that are counted and that nothing links (I5).
+    /// Clusters that are counted and that nothing links (I6).
     pub(crate) unused: Vec<Run>,
 }
 
