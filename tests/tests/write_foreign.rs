@@ -1,6 +1,7 @@
-//! A server is killed, and QEMU commits into its image before the next one starts: `qemu-img commit`
-//! opens the image for reading, reopens it for writing, and leaves the bits that name the log of the
-//! server. The log does not fit any more, and nothing of what QEMU wrote may be lost to it.
+//! A server is killed, and QEMU commits into its image before the next one starts: `qemu-img
+//! commit` opens the image for reading, reopens it for writing, and leaves the bits that name the
+//! log of the server. The log does not fit any more, and nothing of what QEMU wrote may be lost to
+//! it.
 
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;

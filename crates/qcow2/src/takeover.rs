@@ -3,14 +3,14 @@
 //! is only read, over it.
 //!
 //! Invariants
-//! - I1 A log is believed only if it is of this start of the machine, the image names it, no witness
-//!   tells of a loss, and the header and each page that the log changes are in the file as the
-//!   writer may have left them. The name alone does not tell that nobody wrote since: QEMU clears
-//!   it where it opens an image for writing, but not where it opens it for reading and reopens it
-//!   later, as a commit into it does. What is not noticed is another program's write to data alone,
-//!   and what [`mica_block::Witness`] says: the log goes over that, and the image stays sound.
-//!   Otherwise the log is not used: nobody could put both together, and what the image has is whole
-//!   by itself. Who writes lets the image forget it, says so, and keeps it aside.
+//! - I1 A log is believed only if it is of this start of the machine, the image names it, no
+//!   witness tells of a loss, and the header and each page that the log changes are in the file as
+//!   the writer may have left them. The name alone does not tell that nobody wrote since: QEMU
+//!   clears it where it opens an image for writing, but not where it opens it for reading and
+//!   reopens it later, as a commit into it does. What is not noticed is another program's write to
+//!   data alone, and what [`mica_block::Witness`] says: the log goes over that, and the image stays
+//!   sound. Otherwise the log is not used: nobody could put both together, and what the image has
+//!   is whole by itself. Who writes lets the image forget it, says so, and keeps it aside.
 //! - I2 A power cut during this leaves an image as a power cut under the writer does: data, then
 //!   counts and tables that nothing names yet, then tables that got links, then links; each durable
 //!   before the next begins.

@@ -134,9 +134,9 @@ impl Handle {
         self.remote.push(RemoteItem::Spawn(Box::new(move || Box::pin(make()))));
     }
 
-    /// Lets the executor make small writes to the page cache by itself, where a thread of the kernel
-    /// would make them. If one waits, for as long as its file system is frozen perhaps, then all
-    /// that the executor does waits: this is for executors whose work is one disk's.
+    /// Lets the executor make small writes to the page cache by itself, where a thread of the
+    /// kernel would make them. If one waits, for as long as its file system is frozen perhaps, then
+    /// all that the executor does waits: this is for executors whose work is one disk's.
     pub fn allow_writes_in_place(&self) {
         self.remote.allow_writes_in_place();
     }

@@ -49,8 +49,8 @@ impl File {
         self.fd.as_raw_fd()
     }
 
-    /// Whether its file system (ext2 to ext4) cannot tell beforehand that a write would wait, so that
-    /// the ring hands each to a thread of the kernel.
+    /// Whether its file system (ext2 to ext4) cannot tell beforehand that a write would wait, so
+    /// that the ring hands each to a thread of the kernel.
     pub(crate) fn waits_untold(&self) -> bool {
         let is_ext = || fstatfs(&self.fd).is_ok_and(|system| system.f_type == EXT_MAGIC);
         *self.waits_untold.get_or_init(is_ext)

@@ -11,7 +11,8 @@
 //! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
 //! - I2 There is no file before the first write and none after a clean close. What was not used is
-//!   kept beside it as `….lost`, one for each image, until the machine starts anew: nobody reads it.
+//!   kept beside it as `….lost`, one for each image, until the machine starts anew: nobody reads
+//!   it.
 //! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own
 //!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
 //!   removes the file of a writer that lives.

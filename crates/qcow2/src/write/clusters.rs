@@ -18,8 +18,8 @@ pub(crate) enum Beneath<'a> {
 }
 
 impl PageState {
-    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early unless that is what
-    /// the file has there.
+    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early unless that is
+    /// what the file has there.
     pub(crate) fn put_cluster(
         &mut self,
         at: HostOffset,

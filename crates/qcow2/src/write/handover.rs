@@ -38,11 +38,11 @@
 //! - I3 A log in which something is missing is no log: where it cannot be written it is removed,
 //!   and a warning says what that means.
 //! - I4 The image has a name only while the file has all that the log under this name goes on from.
-//! - I5 A page that the log changes has in the file, while this log is named, what it had when it was
-//!   changed first, or what a group that was taken made of it, or in some sectors this and in others
-//!   that. The log has a sum of each ([`Expected`]) before the page may be written: who takes over
-//!   knows by that whether somebody else wrote meanwhile who left the name as it is. A page that is
-//!   written through comes into the log as it is then.
+//! - I5 A page that the log changes has in the file, while this log is named, what it had when it
+//!   was changed first, or what a group that was taken made of it, or in some sectors this and in
+//!   others that. The log has a sum of each ([`Expected`]) before the page may be written: who
+//!   takes over knows by that whether somebody else wrote meanwhile who left the name as it is. A
+//!   page that is written through comes into the log as it is then.
 //! - I6 What the log calls unused is linked by nothing: neither in the file nor in the log. So what
 //!   is linked past the log, by the header, is told before ([`PageState::log_footing`]).
 //!

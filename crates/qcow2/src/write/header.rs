@@ -19,8 +19,8 @@ const CORRUPT: u64 = 2;
 const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
 
-/// The autoclear bits that name the log of this writer (see [`super::handover`]): whoever else opens
-/// the image for writing clears them, as it must with bits that it does not know.
+/// The autoclear bits that name the log of this writer (see [`super::handover`]): whoever else
+/// opens the image for writing clears them, as it must with bits that it does not know.
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 /// What has to be said in the header before the first write.

@@ -2,8 +2,8 @@
 //!
 //! A file system that cannot tell beforehand whether a write would wait (ext4) has the ring hand
 //! each one to a thread of the kernel. That costs several times what the write does, which is to
-//! copy a few pages; a thread of our own costs as much. But a write may wait: for dirty pages, for a
-//! journal, for a file system that is frozen. So this is done only where it was allowed, because
+//! copy a few pages; a thread of our own costs as much. But a write may wait: for dirty pages, for
+//! a journal, for a file system that is frozen. So this is done only where it was allowed, because
 //! nothing but the one disk would wait with it, and the ring gets all that follows one that waited.
 //!
 //! Invariants

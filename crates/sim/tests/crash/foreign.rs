@@ -1,5 +1,6 @@
-//! Another program writes an image whose writer was killed, and leaves the name of the log as it is:
-//! QEMU does so where it opens an image for reading and reopens it for writing, to commit into it.
+//! Another program writes an image whose writer was killed, and leaves the name of the log as it
+//! is: QEMU does so where it opens an image for reading and reopens it for writing, to commit into
+//! it.
 
 use crate::plain::{Plain, read, write};
 use mica_block::Disk as _;

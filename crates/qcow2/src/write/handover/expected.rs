@@ -1,7 +1,7 @@
-//! What the file may have in a page that the log changes, as sums. A page in memory is what the file
-//! has, until it is changed; so a sum is taken of it before the first change of a group, and of what
-//! a group writes when that is taken. Sums are of sectors: a write that failed or was cut off may
-//! have left some of them as they were.
+//! What the file may have in a page that the log changes, as sums. A page in memory is what the
+//! file has, until it is changed; so a sum is taken of it before the first change of a group, and
+//! of what a group writes when that is taken. Sums are of sectors: a write that failed or was cut
+//! off may have left some of them as they were.
 
 use crate::index::sidecar::crc32c;
 
