@@ -23,7 +23,9 @@ fn run(tool: tools::Tool, arguments: &[&str], path: &Path) {
 
 /// An ext4 in `file`, mounted at `folder`; not where that is not allowed.
 fn mounted(file: &Path, folder: &Path) -> Option<Mount> {
-    Mount::ext4(file, folder).map_err(|error| eprintln!("SKIPPED: no mount here: {error:#}")).ok()
+    Mount::ext4(file, folder)
+        .map_err(|error| tools::skip(&format!("no mount here: {error:#}")))
+        .ok()
 }
 
 /// An image whose base is there for good, and a server of it that is killed.

@@ -147,7 +147,7 @@ pub struct DiskConfig {
     pub fuse: Option<PathBuf>,
     /// Whether other users may use that file; as far as the system allows it, if it is not said.
     pub allow_other: Option<OtherUsers>,
-    /// Virtqueues of the vhost-user-blk device; `QUEUES_DEFAULT`, if it is not said.
+    /// Virtqueues of the vhost-user-blk device; 4, if it is not said.
     pub num_queues: Option<u16>,
     /// What a machine is told as the serial number of the device; the name, if it is not said.
     pub serial: Option<String>,
@@ -163,7 +163,7 @@ pub struct DiskConfig {
     pub export_name: Option<String>,
     /// Text that NBD clients show with the export.
     pub description: Option<String>,
-    /// Most NBD clients at one time; `CLIENTS_DEFAULT`, if it is not said.
+    /// Most NBD clients at one time; 256, if it is not said.
     pub shared: Option<usize>,
     /// Whether sidecars are used and written.
     #[serde(default)]

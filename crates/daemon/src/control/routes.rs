@@ -30,8 +30,8 @@ use mica_serve::vhost_user::Notice;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// What answers come from.
@@ -175,12 +175,9 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let index = find(&sources.shared, &name)?;
-    let drained = move || {
-        let Ok(_alone) = sources.shared.handing_over.try_lock() else { return Err(taken_over()) };
-        match sources.shared.is_handed_over.load(Ordering::Acquire) {
-            true => Err(taken_over()),
-            false => Ok(sources.shared.served[index].stop()?),
-        }
+    let drained = move || -> Result<(), Refusal> {
+        let _alone = hold(&sources.shared)?;
+        Ok(sources.shared.served[index].stop()?)
     };
     act(drained).await??;
     Ok(json(&value!({ "drained": [name] })))
@@ -188,12 +185,9 @@ async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answ
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {
     let shared = Arc::clone(&sources.shared);
-    let drained = move || {
+    let drained = move || -> Result<(), Refusal> {
         // An end that waited for a takeover would be the end of the wrong process.
-        let is_taken_over = shared.handing_over.try_lock().is_err();
-        if is_taken_over || shared.is_handed_over.load(Ordering::Acquire) {
-            return Err(taken_over());
-        }
+        drop(hold(&shared)?);
         let stopped = shared.stop();
         // Whether or not the one who asked is still there. The end waits for the answer.
         shared.ending.close();
@@ -221,9 +215,13 @@ async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
     Ok(log_level(State(sources)).await)
 }
 
-fn taken_over() -> Refusal {
-    let what = "another process is taking over, or has: ask again, and it will answer";
-    Refusal::new(StatusCode::CONFLICT, what.to_owned())
+/// Keeps other processes from taking over, unless one does, or has.
+fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
+    let held = shared.handing_over.try_lock().ok();
+    held.filter(|_| !shared.is_handed_over.load(Ordering::Acquire)).ok_or_else(|| {
+        let what = "another process is taking over, or has: ask again, and it will answer";
+        Refusal::new(StatusCode::CONFLICT, what.to_owned())
+    })
 }
 
 /// Which disk `name` is.

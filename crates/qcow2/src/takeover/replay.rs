@@ -2,6 +2,7 @@
 
 use super::found::{Found, records};
 use crate::format::{Header, RefcountTableEntry};
+use crate::write::clusters::ZEROS;
 use crate::write::handover::{
     EARLY, EARLY_ZEROS, Expected, LATE, LATE_ZEROS, Sums, ZERO_PAGES_MAX, sums_of,
 };
@@ -17,7 +18,6 @@ const PAGE_BYTES_MAX: u64 = 4096;
 /// Pages that a log changes at most: a writer flushes long before.
 const PAGES_MAX: usize = 1 << 16;
 const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
-static ZEROS: [u8; 4096] = [0; 4096];
 /// Pages of which a log says what the file may have there at most: more than once of some.
 const EXPECTED_MAX: usize = 4 * PAGES_MAX;
 /// Clusters that a log calls unused and that are looked at.

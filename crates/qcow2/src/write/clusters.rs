@@ -4,7 +4,8 @@ use super::pages::{PAGE_BITS_MAX, Page, PageState, Stage};
 use mica_units::HostOffset;
 use std::cell::Cell;
 
-static ZEROS: [u8; 1 << PAGE_BITS_MAX] = [0; 1 << PAGE_BITS_MAX];
+/// A page of zeros.
+pub(crate) static ZEROS: [u8; 1 << PAGE_BITS_MAX] = [0; 1 << PAGE_BITS_MAX];
 
 /// What the file has where a metadata cluster is put.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -91,12 +91,17 @@ const ZEROS_LEN_MIN: usize = 64;
 /// Pages of zeros in a log at most. Who reads it has all that it changes in memory at once.
 pub(crate) const ZERO_PAGES_MAX: u64 = 1 << 15;
 
+/// Appends what every record begins with: it is of `len` bytes at `at`.
+fn append_head(bytes: &mut Vec<u8>, at: u64, len: usize, kind: u32) {
+    let len = u32::try_from(len).expect("a page, or few numbers");
+    bytes.extend_from_slice(&at.to_le_bytes());
+    bytes.extend_from_slice(&len.to_le_bytes());
+    bytes.extend_from_slice(&kind.to_le_bytes());
+}
+
 /// Appends what `stores` tell now as a record.
 fn append_witnesses(stores: &[Arc<dyn Store>], bytes: &mut Vec<u8>) {
-    let len = u32::try_from(stores.len() * WITNESS_BYTES).expect("one or two");
-    bytes.extend_from_slice(&0_u64.to_le_bytes());
-    bytes.extend_from_slice(&len.to_le_bytes());
-    bytes.extend_from_slice(&WITNESSES.to_le_bytes());
+    append_head(bytes, 0, stores.len() * WITNESS_BYTES, WITNESSES);
     for store in stores {
         let (kind, value) = match store.witness() {
             Witness::None => (0, 0),
@@ -280,9 +285,7 @@ impl Ranges<'_> {
             return;
         }
         self.zeros = is_zeros.then_some((self.bytes.len(), kind, end));
-        self.bytes.extend_from_slice(&at.to_le_bytes());
-        self.bytes.extend_from_slice(&len.to_le_bytes());
-        self.bytes.extend_from_slice(&kind.to_le_bytes());
+        append_head(self.bytes, at, content.len(), kind);
         if !is_zeros {
             self.bytes.extend_from_slice(content);
         }

@@ -17,7 +17,7 @@
 //! - I5 What a write did is seen by every read that starts after it was acknowledged.
 
 pub(crate) mod allocate;
-mod clusters;
+pub(crate) mod clusters;
 mod commit;
 mod fill;
 mod gather;

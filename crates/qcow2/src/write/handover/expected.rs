@@ -3,6 +3,7 @@
 //! of what a group writes when that is taken. Sums are of sectors: a write that failed or was cut
 //! off may have left some of them as they were.
 
+use super::append_head;
 use crate::index::sidecar::crc32c;
 
 /// Kind of a record: the page at `at`, and those behind it, may be in the file like this. Content:
@@ -48,9 +49,8 @@ impl Expected {
 
     /// Appends it as a record.
     pub(super) fn append_to(&self, bytes: &mut Vec<u8>) {
-        let len = u32::try_from(CONTENT_BYTES).expect("small");
-        bytes.extend_from_slice(&self.at.to_le_bytes());
-        for number in [len, EXPECTED, self.pages].into_iter().chain(self.sums) {
+        append_head(bytes, self.at, CONTENT_BYTES, EXPECTED);
+        for number in [self.pages].into_iter().chain(self.sums) {
             bytes.extend_from_slice(&number.to_le_bytes());
         }
     }

@@ -1,6 +1,6 @@
 //! What a log says of the image besides what it changes.
 
-use super::FOOTING;
+use super::{FOOTING, append_head};
 
 /// Runs of unused clusters that are told; what there is beyond is leaked.
 pub(super) const RUNS_MAX: usize = 64;
@@ -30,10 +30,7 @@ impl Footing {
     /// Appends it as a record.
     pub(super) fn append_to(&self, bytes: &mut Vec<u8>) {
         let runs = &self.unused[..self.unused.len().min(RUNS_MAX)];
-        let len = u32::try_from(WORDS * 8 + runs.len() * RUN_BYTES).expect("few");
-        bytes.extend_from_slice(&self.reach.to_le_bytes());
-        bytes.extend_from_slice(&len.to_le_bytes());
-        bytes.extend_from_slice(&FOOTING.to_le_bytes());
+        append_head(bytes, self.reach, WORDS * 8 + runs.len() * RUN_BYTES, FOOTING);
         let ([one, other], [l1, next_l1]) = (self.tables, self.l1);
         let words: [u64; WORDS] = [one, other, l1, next_l1, self.snapshots.0, self.snapshots.1];
         for word in words {
