@@ -13,3 +13,13 @@ pub(crate) fn now() -> Instant {
 pub(crate) fn pause(duration: Duration) {
     std::thread::sleep(duration);
 }
+
+/// Waits until something is so, which other threads see to.
+#[track_caller]
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = now();
+    while !is_so() {
+        assert!(start.elapsed() < Duration::from_secs(20), "waited in vain until {what}");
+        pause(Duration::from_millis(1));
+    }
+}

@@ -1,6 +1,7 @@
 //! What is mounted, who finds what, and the end.
 
 use super::*;
+use crate::testing::clock::until;
 
 #[test]
 fn file_has_owner_and_mode_and_counts_what_it_did() {
@@ -109,8 +110,8 @@ fn started_and_stopped_again_and_again_it_leaves_nothing() {
             assert_eq!(File::open(path).expect("opened").read_at(&mut [0; 9], 3).expect("read"), 9);
         });
     }
-    // Other tests of this process come and go meanwhile.
-    assert!(count() < before + 20, "{before} files were open, then {}", count());
+    // Other tests of this process come and go meanwhile, some of them with hundreds.
+    until("as few files are open as before", || count() < before + 20);
 }
 
 /// A disk that never says where anything is.

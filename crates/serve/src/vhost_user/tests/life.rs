@@ -1,20 +1,12 @@
 //! Queues that start, stop, move and are migrated while requests run.
 
-use crate::testing::clock::{now, pause};
+use crate::testing::clock::{pause, until};
 use crate::vhost_user::testing::{
     FrontEnd, Guest, MIB, Ring, TestDisk, Way, World, code, event, memfd,
 };
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = now();
-    while !is_so() {
-        assert!(start.elapsed() < Duration::from_secs(10), "waited in vain until {what}");
-        pause(Duration::from_millis(1));
-    }
-}
 
 #[test]
 fn stop_drains_and_says_where_to_go_on() {
@@ -230,15 +222,11 @@ fn call_that_is_made_blocking_and_full_holds_nothing_up() {
         let _ = rustix::io::read(&ring.call, &mut [0; 8]);
         rustix::io::write(&ring.call, &full).expect("there is room");
     }
-    let start = now();
     for sector in 0..20 {
         for ring in &mut rings {
             ring.request(1, sector, &[(MIB, 512, false)]);
             ring.kick();
-            while ring.take_used().is_empty() {
-                assert!(start.elapsed() < Duration::from_secs(20), "a worker is held up");
-                pause(Duration::from_millis(1));
-            }
+            until("a worker answers", || !ring.take_used().is_empty());
         }
     }
     assert_eq!(rings[0].write(1, &[7; 512]), 0, "there is room in it again");
