@@ -2,10 +2,14 @@
 //! outside.
 
 use mica_tests::server::Server;
-use mica_tests::{mica, nbd, qemu, tools};
+use mica_tests::{clock, mica, nbd, qemu, tools};
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 use tempfile::TempDir;
+
+/// In which time threads are what they will be.
+const SETTLED_MAX: Duration = Duration::from_secs(10);
 
 /// A chain of two layers.
 fn chain() -> Option<TempDir> {
@@ -43,13 +47,18 @@ fn every_thread_that_serves_is_in_it() {
     let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
     let server = server.expect("served");
 
-    let threads = threads(&server);
-    for name in ["mica", "mica-worker-0", "mica-vhost", "mica-control"] {
-        assert!(threads.iter().any(|thread| thread.0 == name), "{name}: {threads:?}");
-    }
-    // Threads of the kernel that io_uring starts make no system calls, but have the rules.
-    let outside = threads.iter().filter(|(_, privileges, calls)| privileges != "1" || calls != "2");
-    assert_eq!(outside.count(), 0, "{threads:?}");
+    // A thread has its name only once it runs, and one that was joined is seen until the kernel has
+    // ended it.
+    let mut seen = Vec::new();
+    let all_inside = clock::poll(SETTLED_MAX, Duration::from_millis(10), || {
+        seen = threads(&server);
+        let names = ["mica", "mica-worker-0", "mica-vhost", "mica-control"];
+        let all_there = names.iter().all(|name| seen.iter().any(|thread| thread.0 == *name));
+        // Threads of the kernel that io_uring starts make no system calls, but have the rules.
+        let inside = seen.iter().all(|(_, privileges, calls)| privileges == "1" && calls == "2");
+        (all_there && inside).then_some(())
+    });
+    assert!(all_inside.is_some(), "{seen:?}");
     server.stop().expect("it stops");
 }
 
