@@ -8,10 +8,14 @@
 //! Invariants
 //! - I1 A request counts in exactly one phase from enter to drop.
 //! - I2 [`Requests::turn`] is called again only after the phase that it ended is drained: else a
-//!   phase would hold requests from before and after.
+//!   phase would hold requests from before and after. So whoever has the requests of a disk either
+//!   turns by himself, or waits by [`Requests::grace`], which many may do at once.
+//! - I3 Who waits for a phase is woken by the last request of it that counted as owned.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use crate::GroupSync;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Poll, Waker};
 
 /// Counters are spread over this many cache lines, so that queues do not share one.
 const SHARDS: usize = 16;
@@ -28,6 +32,10 @@ struct Shard {
 pub struct Requests {
     shards: [Shard; SHARDS],
     phase: AtomicUsize,
+    graces: GroupSync,
+    /// Whether somebody waits for a phase to be drained, and who.
+    is_awaited: AtomicBool,
+    waiter: Mutex<Option<Waker>>,
 }
 
 impl Requests {
@@ -77,6 +85,39 @@ impl Requests {
         let count = |shard: &Shard| shard.under_way[ended & 1].load(Ordering::SeqCst);
         self.shards.iter().map(count).sum::<u64>() == 0
     }
+
+    /// Waits until every owned request that entered before the call is done. Those that enter
+    /// meanwhile are not waited for. Only for requests all of which are owned.
+    pub async fn grace(&self) {
+        if self.is_idle() {
+            return;
+        }
+        let waited = self.graces.run(async || {
+            let ended = self.turn();
+            self.drained(ended).await;
+            Ok(())
+        });
+        waited.await.expect("waiting does not fail");
+    }
+
+    async fn drained(&self, ended: usize) {
+        self.is_awaited.store(true, Ordering::SeqCst);
+        std::future::poll_fn(|context| {
+            // The waker first: who is done after the look finds it (I3).
+            *self.lock_waiter() = Some(context.waker().clone());
+            if !self.is_drained(ended) {
+                return Poll::Pending;
+            }
+            self.lock_waiter().take();
+            Poll::Ready(())
+        })
+        .await;
+        self.is_awaited.store(false, Ordering::SeqCst);
+    }
+
+    fn lock_waiter(&self) -> std::sync::MutexGuard<'_, Option<Waker>> {
+        self.waiter.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A request that is under way; see [`Disk::enter`](crate::Disk::enter).
@@ -96,6 +137,10 @@ pub struct OwnedInFlight {
 impl Drop for OwnedInFlight {
     fn drop(&mut self) {
         self.requests.shards[self.shard].under_way[self.phase].fetch_sub(1, Ordering::SeqCst);
+        if self.requests.is_awaited.load(Ordering::SeqCst) {
+            let waiter = self.requests.lock_waiter().clone();
+            waiter.into_iter().for_each(Waker::wake);
+        }
     }
 }
 
@@ -134,6 +179,39 @@ mod tests {
         assert!(!requests.is_idle());
         std::thread::spawn(move || drop(owned)).join().expect("no panic");
         assert!(requests.is_idle());
+    }
+
+    #[test]
+    fn grace_ends_when_those_who_entered_before_are_done() {
+        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).expect("starts");
+        executor.block_on(async {
+            let requests = Arc::new(Requests::default());
+            let early = [requests.enter_owned(), requests.enter_owned()];
+            let ended = Arc::new(AtomicUsize::new(0));
+            let waiting: Vec<_> = (0..3)
+                .map(|_| {
+                    let (requests, ended) = (Arc::clone(&requests), Arc::clone(&ended));
+                    mica_rt::spawn_joined(async move {
+                        requests.grace().await;
+                        ended.fetch_add(1, Ordering::SeqCst);
+                    })
+                })
+                .collect();
+            mica_rt::yield_now().await;
+            let late = requests.enter_owned();
+            for early in early {
+                assert_eq!(ended.load(Ordering::SeqCst), 0, "somebody is under way still");
+                mica_rt::yield_now().await;
+                drop(early);
+            }
+            // Who joined late is led in a grace of his own, which waits for nobody that is late.
+            drop(late);
+            for waiting in waiting {
+                waiting.await;
+            }
+            assert_eq!(ended.load(Ordering::SeqCst), 3);
+            requests.grace().await;
+        });
     }
 
     #[test]
