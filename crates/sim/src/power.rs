@@ -178,6 +178,25 @@ impl Journal {
         survivors(self.durable, &changes, loss, draw)
     }
 
+    /// What the file is, which has `bytes`, when the process died: what it had in flight is done,
+    /// or half done, or not, in any order.
+    pub(crate) fn die(mut self, mut bytes: Vec<u8>, draw: Draw<'_>) -> Vec<u8> {
+        let mut in_flight: Vec<_> = std::mem::take(&mut self.in_flight).into_values().collect();
+        while !in_flight.is_empty() {
+            let change = in_flight.swap_remove(index(draw, in_flight.len()));
+            let made = match draw(3) {
+                0 => Vec::new(),
+                1 => change.torn(draw),
+                _ => vec![change],
+            };
+            for change in made {
+                change.growth(bytes.len()).into_iter().for_each(|growth| growth.apply(&mut bytes));
+                change.apply(&mut bytes);
+            }
+        }
+        bytes
+    }
+
     /// Whether nothing is volatile and nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_settled(&self) -> bool {

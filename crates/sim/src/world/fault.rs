@@ -48,6 +48,9 @@ pub(super) struct Changes {
     faults: Vec<(ChangeFault, u64, bool)>,
     started: [u64; 4],
     completed: u64,
+    /// Changes of the memory that outlives the process.
+    remembered: u64,
+    kill_after: Option<u64>,
     cut_after: Option<(u64, Loss)>,
     cut_after_syncs: Option<(u64, u64, Loss)>,
     /// One sync in so many is acknowledged and not done; none where it is zero.
@@ -101,6 +104,42 @@ impl World {
         changes.cut_after = Some((changes.completed + operations, loss));
     }
 
+    /// The process dies when so many more operations that change files, and changes of the memory
+    /// that outlives it, have completed.
+    pub fn kill_after(&self, operations: u64) {
+        let changes = &mut lock(&self.state).changes;
+        changes.kill_after = Some(changes.completed + changes.remembered + operations);
+    }
+
+    /// A change of the memory that outlives the process is done.
+    pub(super) fn complete_memory_change(&self) {
+        lock(&self.state).changes.remembered += 1;
+        self.kill_if_due();
+    }
+
+    /// Whether the process dies with the change of memory that is made now.
+    pub(super) fn dies_with_memory_change(&self) -> bool {
+        let changes = &lock(&self.state).changes;
+        changes.kill_after.is_some_and(|after| changes.completed + changes.remembered + 1 >= after)
+    }
+
+    fn kill_if_due(&self) {
+        let is_due = {
+            let changes = &mut lock(&self.state).changes;
+            let done = changes.completed + changes.remembered;
+            changes.kill_after.take_if(|after| done >= *after).is_some()
+        };
+        if is_due {
+            self.kill();
+        }
+    }
+
+    /// How many operations that change files, or the memory that outlives the process, are done.
+    pub fn steps_completed(&self) -> u64 {
+        let changes = &lock(&self.state).changes;
+        changes.completed + changes.remembered
+    }
+
     /// The power goes when so many more syncs, and then so many operations, have completed: what is
     /// written next after a sync is what depends on it.
     pub fn cut_power_after_syncs(&self, syncs: u64, then: u64, loss: Loss) {
@@ -111,6 +150,7 @@ impl World {
     pub fn keep_power(&self) {
         let changes = &mut lock(&self.state).changes;
         (changes.cut_after, changes.cut_after_syncs) = (None, None);
+        changes.kill_after = None;
     }
 
     /// The power goes, and comes again: stores that are open give errors from now on, and who opens
@@ -172,6 +212,7 @@ impl World {
             changes.boots += u64::from(is_boot);
             changes.lives += u64::from(loss.is_some());
             (changes.cut_after, changes.cut_after_syncs) = (None, None);
+            changes.kill_after = None;
             changes.faults.clear();
             std::mem::take(&mut changes.waiting)
         };
@@ -211,8 +252,9 @@ impl World {
             }
             changes.cut_after.filter(|(after, _)| changes.completed >= *after)
         };
-        if let Some((_, loss)) = due {
-            self.cut_power(loss);
+        match due {
+            Some((_, loss)) => self.cut_power(loss),
+            None => self.kill_if_due(),
         }
     }
 }

@@ -89,6 +89,7 @@ impl SimFile {
         let bytes = std::mem::take(&mut self.bytes);
         let bytes = match (self.journal.take(), loss) {
             (Some(journal), Some(loss)) => journal.cut(loss, draw),
+            (Some(journal), None) => journal.die(bytes, draw),
             _ => bytes,
         };
         Self {

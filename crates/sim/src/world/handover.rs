@@ -49,6 +49,14 @@ impl Handover for SimHandover {
             return Err(Error::new(ErrorKind::Io, "the process is dead"));
         }
         let start = usize::try_from(at).expect("small");
+        // Who dies meanwhile leaves any part of it.
+        let bytes = match self.world.dies_with_memory_change() {
+            true => {
+                let kept = self.world.random_below(bytes.len() as u64 + 1);
+                &bytes[..usize::try_from(kept).expect("small")]
+            }
+            false => bytes,
+        };
         let mut state = lock(&self.world.state);
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
@@ -56,12 +64,18 @@ impl Handover for SimHandover {
         let memory = state.handovers.entry(self.path.clone()).or_default();
         memory.resize(memory.len().max(start + bytes.len()), 0);
         memory[start..start + bytes.len()].copy_from_slice(bytes);
-        Ok(())
+        drop(state);
+        self.world.complete_memory_change();
+        match self.is_dead() {
+            true => Err(Error::new(ErrorKind::Io, "the process is dead")),
+            false => Ok(()),
+        }
     }
 
     fn remove(&self) {
         if !self.is_dead() {
             lock(&self.world.state).handovers.remove(&self.path);
+            self.world.complete_memory_change();
         }
     }
 }
