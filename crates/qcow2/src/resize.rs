@@ -17,10 +17,10 @@ mod future;
 mod space;
 
 use crate::chain::{Chain, ChainOptions, IndexUse};
-use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version};
-use crate::open::read_header;
+use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version, field};
+use crate::header_io::read_header;
 use crate::recover::repair_dirty;
-use crate::takeover::take_over;
+use crate::redo::take_over;
 use data::DataFile;
 use future::FutureImages;
 use mica_block::{
@@ -32,11 +32,6 @@ use space::FileSpace;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub(crate) const SIZE_AT: usize = 24;
-pub(crate) const L1_ENTRIES_AT: usize = 36;
-const L1_OFFSET_AT: usize = 40;
-const INCOMPATIBLE_AT: usize = 72;
-const AUTOCLEAR_AT: usize = 88;
 /// A raw data file: what a new length keeps true. Bitmaps are refused before.
 const AUTOCLEAR_KEPT: u64 = 2;
 
@@ -322,15 +317,15 @@ impl Resizer {
         let store: &dyn Store = &*self.image.store;
         let mut sector = read_exact(store, HostOffset::ZERO, len_of(SECTOR_BYTES)).await?;
         let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
-        put(SIZE_AT, &self.header.size.to_be_bytes());
-        put(L1_ENTRIES_AT, &self.header.l1_entries.to_be_bytes());
-        put(L1_OFFSET_AT, &self.header.l1_offset.bytes().to_be_bytes());
+        put(field::SIZE, &self.header.size.to_be_bytes());
+        put(field::L1_ENTRIES, &self.header.l1_entries.to_be_bytes());
+        put(field::L1_OFFSET, &self.header.l1_offset.bytes().to_be_bytes());
         if self.header.version == Version::V3 {
-            let field = &mut sector[AUTOCLEAR_AT..AUTOCLEAR_AT + 8];
+            let field = &mut sector[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
             field.copy_from_slice(&(bits & AUTOCLEAR_KEPT).to_be_bytes());
             // The lowest bit of the incompatible features.
-            sector[INCOMPATIBLE_AT + 7] |= u8::from(self.header.incompatible.dirty);
+            sector[field::INCOMPATIBLE + 7] |= u8::from(self.header.incompatible.dirty);
         }
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await

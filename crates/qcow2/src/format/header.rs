@@ -4,6 +4,7 @@
 
 mod encode;
 mod features;
+pub(crate) mod field;
 mod frame;
 
 pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};

@@ -30,6 +30,7 @@ pub use bitmap::{
 };
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
+pub(crate) use header::field;
 pub use header::{
     Autoclear, BackingName, Compatible, Encryption, HEADER_READ_BYTES, Header, Incompatible,
     L1_BYTES_MAX, REFCOUNT_TABLE_BYTES_MAX, Version,

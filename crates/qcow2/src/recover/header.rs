@@ -2,14 +2,10 @@
 //! leaves the old header or the new one and nothing else of it is touched.
 
 use super::Repairer;
-use crate::format::Header;
+use crate::format::{Header, field};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
-const REFCOUNT_TABLE_AT: usize = 48;
-const SNAPSHOT_TABLE_AT: usize = 64;
-const INCOMPATIBLE_AT: usize = 72;
-const AUTOCLEAR_AT: usize = 88;
 const DIRTY_AND_CORRUPT: u64 = 3;
 /// Bitmaps, and a raw data file: a repair changes nothing that they speak of.
 const AUTOCLEAR_KNOWN: u64 = 3;
@@ -25,7 +21,7 @@ impl Repairer {
         incompatible.corrupt = false;
         self.clear_autoclear().await?;
         change(&*self.store, |sector| {
-            keep_bits(sector, INCOMPATIBLE_AT, !DIRTY_AND_CORRUPT);
+            keep_bits(sector, field::INCOMPATIBLE, !DIRTY_AND_CORRUPT);
         })
         .await
     }
@@ -36,7 +32,7 @@ impl Repairer {
             return Ok(());
         }
         self.header.autoclear.unknown = 0;
-        change(&*self.store, |sector| keep_bits(sector, AUTOCLEAR_AT, AUTOCLEAR_KNOWN)).await
+        change(&*self.store, |sector| keep_bits(sector, field::AUTOCLEAR, AUTOCLEAR_KNOWN)).await
     }
 }
 
@@ -45,7 +41,7 @@ pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> R
     change(store, |sector| {
         let offset = header.refcount_table_offset.bytes().to_be_bytes();
         let clusters = header.refcount_table_clusters.to_be_bytes();
-        let field = sector.iter_mut().skip(REFCOUNT_TABLE_AT);
+        let field = sector.iter_mut().skip(field::REFCOUNT_TABLE);
         for (to, from) in field.zip(offset.into_iter().chain(clusters)) {
             *to = from;
         }
@@ -56,7 +52,7 @@ pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> R
 /// Names the snapshot table that `header` names.
 pub(super) async fn name_snapshot_table(store: &dyn Store, header: &Header) -> Result<()> {
     change(store, |sector| {
-        let field = sector.iter_mut().skip(SNAPSHOT_TABLE_AT);
+        let field = sector.iter_mut().skip(field::SNAPSHOT_TABLE);
         for (to, from) in field.zip(header.snapshots_offset.bytes().to_be_bytes()) {
             *to = from;
         }

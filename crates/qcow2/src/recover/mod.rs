@@ -31,8 +31,8 @@ mod watch;
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
 use crate::format::Header;
-use crate::open::read_header_as;
-use crate::takeover::take_over;
+use crate::header_io::read_header_as;
+use crate::redo::take_over;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
 use std::path::Path;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::SIZE_AT;
+use crate::format::field;
 
 /// The images of a chain, of which one has its future size.
 pub(super) struct FutureImages {
@@ -76,7 +76,7 @@ struct FutureStore {
 
 /// Puts the part of the size field `field` that lies in `buf`, read from `offset`, into it.
 fn patch(buf: &mut [u8], offset: HostOffset, field: &[u8]) {
-    for (at, byte) in (SIZE_AT as u64..).zip(field) {
+    for (at, byte) in (field::SIZE as u64..).zip(field) {
         let within = at.checked_sub(offset.bytes()).and_then(|at| usize::try_from(at).ok());
         if let Some(to) = within.and_then(|within| buf.get_mut(within)) {
             *to = *byte;
@@ -96,14 +96,14 @@ impl Store for FutureStore {
     }
 
     fn write_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        let header_end = SIZE_AT as u64 + 8;
+        let header_end = field::SIZE as u64 + 8;
         if offset.bytes() >= header_end {
             return self.store.write_at(buf, offset);
         }
         let store = Arc::clone(&self.store);
         IoFuture::boxed(async move {
             let field = Buf::new(8);
-            match store.read_at(field, HostOffset::new(SIZE_AT as u64)).await {
+            match store.read_at(field, HostOffset::new(field::SIZE as u64)).await {
                 (Ok(()), field) => patch(&mut buf, offset, &field),
                 (Err(error), _) => return (Err(error), buf),
             }
