@@ -5,10 +5,11 @@
 //! is read before a guest asks for it.
 
 use crate::decoded::DecodedClusters;
+use crate::header_io::read_header;
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::notify::Notify;
-use crate::open::{open_layers, read_header};
+use crate::open::open_layers;
 use crate::write::Writer;
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, InFlight, IoFuture,
@@ -329,9 +330,9 @@ impl Disk for Chain {
 
     #[inline]
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
-        match self.in_place(at, buf.len() as u64) {
-            Some((writer, host)) => Writing::Direct(writer.write_in_place(buf, host)),
-            None => Writing::Boxed(
+        match self.write_in_place(at, buf) {
+            Ok(writing) => Writing::Direct(writing),
+            Err(buf) => Writing::Boxed(
                 self.to_its_end(async move |chain| chain.write_slowly(at, buf).await),
             ),
         }
@@ -359,7 +360,7 @@ impl Disk for Chain {
     fn idle(&self) -> LocalFuture<'_, ()> {
         Box::pin(async {
             if let Some(writer) = &self.writer {
-                while !writer.requests().is_idle() {
+                while !writer.is_idle() {
                     mica_rt::sleep(IDLE_PAUSE).await;
                 }
             }
@@ -405,7 +406,9 @@ async fn open_writer(images: &dyn Images, layers: &[Arc<Layer>]) -> Result<Optio
             return Err(Error::new(ErrorKind::Corrupt, context));
         }
         let header = match header.incompatible.dirty {
-            true => crate::recover::repair_dirty(Arc::clone(&metadata.store), &header).await?,
+            true => {
+                crate::recover::repair_dirty(metadata.store.before_any_write(), &header).await?
+            }
             false => header,
         };
         let handover = (images.handover(&active.path)?, images.now_ns());

@@ -1,9 +1,9 @@
 //! What an image says about itself. Opens that one file and nothing that it names.
 
 use crate::format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
-use crate::open::{read_header, read_header_as};
+use crate::header_io::{read_header, read_header_as};
+use crate::redo::read_over;
 use crate::snapshots;
-use crate::takeover::read_over;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
 use std::path::{Path, PathBuf};
 

@@ -306,9 +306,13 @@ impl Layer {
     /// Whether a cluster of an active layer that is written must not be written in place: something
     /// else names it too, or the image claims that it lies over metadata.
     fn is_shared(&self, tables: &Tables, raw: RawL2Entry) -> bool {
-        let Some(metadata) = self.metadata.as_ref().filter(|_| !tables.l2.data_file) else {
+        let Some(metadata) = &self.metadata else { return false };
+        if metadata.held.has(raw.offset().bytes() >> tables.l2.cluster_bits.bits()) {
+            return true;
+        }
+        if tables.l2.data_file {
             return false;
-        };
+        }
         !raw.copied()
             || metadata.ranges.check(raw.offset(), tables.l2.cluster_bits.bytes()).is_err()
     }

@@ -13,6 +13,7 @@ pub mod create;
 mod decoded;
 mod detail;
 pub mod format;
+mod header_io;
 mod index;
 mod inspect;
 mod l1_place;
@@ -22,9 +23,9 @@ mod notify;
 mod open;
 mod preallocated;
 pub mod recover;
+mod redo;
 pub mod resize;
 pub mod snapshots;
-mod takeover;
 mod write;
 pub mod writer;
 

@@ -6,16 +6,14 @@
 //! - I2 A name is followed only where [`Images::resolve`] lets it be.
 //! - I3 A file stands in a chain once: loops are found by identity.
 
-use crate::format::{
-    HEADER_READ_BYTES, Header, ImageName, SnapshotEntry, parse_data_file_name, parse_image_name,
-};
+use crate::format::{Header, ImageName, SnapshotEntry, parse_image_name};
+use crate::header_io::{open_data_file, read_header};
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use crate::takeover::{read_over, take_over, warn_of_log};
+use crate::redo::{read_over, take_over, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
-use mica_rt::Buf;
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
 use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -168,33 +166,6 @@ async fn refuse_unstated_qcow2(image: &OpenImage) -> Result<()> {
     ))
 }
 
-/// Reads and decodes the header of an image that is to be read.
-pub(crate) async fn read_header(store: &dyn Store) -> Result<Header> {
-    read_header_as(store, Header::decode).await
-}
-
-/// Reads the header of an image and decodes it with `decode`.
-pub(crate) async fn read_header_as(
-    store: &dyn Store,
-    decode: impl FnOnce(&[u8], u64) -> Result<Header>,
-) -> Result<Header> {
-    let file_len = store.len()?;
-    let mut bytes = read_start(store, file_len, HEADER_READ_BYTES).await?;
-    // A long header or name says so in what was read; each round reads more, up to a cluster.
-    loop {
-        let needed = Header::bytes_needed(&bytes)?;
-        if needed <= bytes.len() || bytes.len() as u64 >= file_len {
-            return decode(&bytes, file_len);
-        }
-        bytes = read_start(store, file_len, needed).await?;
-    }
-}
-
-async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {
-    let len = usize::try_from(file_len).unwrap_or(usize::MAX).min(len);
-    read_exact(store, HostOffset::ZERO, len).await
-}
-
 async fn build_layer(
     images: &dyn Images,
     opened: Opened,
@@ -252,22 +223,4 @@ fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset,
         .check_active_l1()
         .map_err(|error| error.wrap(format!("snapshot {:?}", snapshot.name)))?;
     Ok((as_active.l1_offset, as_active.l1_entries, as_active.disk_bytes()))
-}
-
-/// Opens the data file that the image at `path` names; gives its path, too.
-pub(crate) fn open_data_file(
-    images: &dyn Images,
-    path: &Path,
-    header: &Header,
-    writable: bool,
-) -> Result<(PathBuf, OpenImage)> {
-    let Some(name) = &header.data_file_name else {
-        let context = "the image keeps its data in an external file and does not name it";
-        return Err(Error::new(ErrorKind::Corrupt, context));
-    };
-    let resolved = images.resolve(path, &parse_data_file_name(name)?)?;
-    let opened = if writable { images.open_writable(&resolved) } else { images.open(&resolved) };
-    let opened =
-        opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?;
-    Ok((resolved, opened))
 }

@@ -6,7 +6,7 @@
 //! a system call for each extent.
 
 use crate::format::{Header, RefcountTableEntry};
-use crate::open::read_header;
+use crate::header_io::read_header;
 use mica_block::{Result, Store, read_exact};
 use mica_units::HostOffset;
 

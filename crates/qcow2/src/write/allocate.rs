@@ -18,11 +18,11 @@
 
 mod growth;
 
-use super::handover::Footing;
-use super::pages::{Metadata, PageState, Stage};
+use super::pages::{Metadata, PageState};
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
-use mica_block::{Error, ErrorKind, Result, read_exact};
+use crate::redo::{SpaceState, Stage};
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_units::{ClusterBits, HostOffset};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -56,15 +56,13 @@ pub(crate) struct Reserved {
     pub(crate) blank: bool,
 }
 
-struct SpaceState {
+struct Clusters {
     table: Vec<u64>,
     table_offset: HostOffset,
     /// Where the search for free clusters goes on.
     cursor: u64,
-    /// The same, or while the table moves the place that it moves to.
-    next_table: HostOffset,
     /// How long the file was made here.
-    reach: u64,
+    min_file_len: u64,
     /// Clusters from here on are blank.
     blank_from: u64,
     pool: VecDeque<Counted>,
@@ -75,7 +73,7 @@ pub(crate) struct Space {
     metadata: Arc<Metadata>,
     bits: ClusterBits,
     width: RefcountWidth,
-    state: Mutex<SpaceState>,
+    state: Mutex<Clusters>,
     refill: Claims,
 }
 
@@ -109,11 +107,10 @@ impl Space {
             }
         }
         let file_end = bits.clusters_for(metadata.store.len()?);
-        let state = SpaceState {
+        let state = Clusters {
             table,
             table_offset: header.refcount_table_offset,
-            next_table: header.refcount_table_offset,
-            reach: 0,
+            min_file_len: 0,
             cursor: 0,
             blank_from: file_end,
             pool: VecDeque::new(),
@@ -127,7 +124,7 @@ impl Space {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, SpaceState> {
+    fn lock(&self) -> MutexGuard<'_, Clusters> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -174,15 +171,13 @@ impl Space {
         Some(taken)
     }
 
-    /// What a log says of clusters besides what changed. Who calls has the pages locked: so nothing
-    /// that is linked in them is called unused.
-    pub(crate) fn footing(&self) -> Footing {
+    /// What a log says of the clusters. Who calls has the pages locked: so nothing that is linked in
+    /// them is called unused, and the counts of all that is are in them, or durable.
+    pub(crate) fn state(&self) -> SpaceState {
         let state = self.lock();
-        Footing {
-            reach: state.reach,
-            tables: [state.table_offset.bytes(), state.next_table.bytes()],
+        SpaceState {
+            min_file_len: state.min_file_len,
             unused: state.pool.iter().map(|run| (run.first, run.count)).collect(),
-            ..Footing::default()
         }
     }
 
@@ -322,7 +317,7 @@ impl Space {
         if state.cursor <= first {
             state.cursor = first + count;
         }
-        state.reach = state.reach.max((first + count) << self.bits.bits());
+        state.min_file_len = state.min_file_len.max((first + count) << self.bits.bits());
         let blank_from = state.blank_from.clamp(first, first + count);
         for (first, end, blank) in [(first, blank_from, false), (blank_from, first + count, true)] {
             if first < end {

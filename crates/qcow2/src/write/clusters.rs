@@ -1,6 +1,7 @@
 //! Whole clusters of metadata that come and go: new tables, and those that nothing names any more.
 
-use super::pages::{PAGE_BITS_MAX, Page, PageState, Stage};
+use super::pages::{PAGE_BITS_MAX, Page, PageState};
+use crate::redo::Stage;
 use mica_units::HostOffset;
 use std::cell::Cell;
 

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! With the last sync the image gets the name that the log has from then on
-//! ([`handover`](super::handover)).
+//! ([`redo`](crate::redo)).
 //!
 //! One step is enough if every link of the group names clusters whose counts are durable already
 //! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
@@ -22,11 +22,12 @@
 //! done.
 
 use super::Writer;
-use super::header::AUTOCLEAR_AT;
 use super::pages::{Dirty, Group};
-use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange};
+use crate::format::field;
+use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange, Store};
 use mica_rt::Buf;
 use mica_units::HostOffset;
+use std::cell::Cell;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
@@ -63,10 +64,9 @@ impl Writer {
 
     async fn commit_group(&self) -> Result<()> {
         self.release_drained().await?;
-        let (mut dirty, taken) = {
+        let (mut dirty, mut taken) = {
             let mut pages = self.metadata.lock();
-            let footing = self.footing();
-            pages.take_group(&footing)
+            pages.take_group(self.space.state())
         };
         let number = taken.number;
         let early = std::mem::take(&mut dirty.early);
@@ -94,8 +94,15 @@ impl Writer {
             true => Box::pin(self.sync_metadata()),
             false => Box::pin(self.sync(has_metadata)),
         };
-        let ended = mica_rt::join_all([synced, Box::pin(self.name_log(&taken))]).await;
-        ended.into_iter().collect::<Result<()>>()?;
+        let is_named = Cell::new(false);
+        let named: LocalFuture<'_, Result<()>> = Box::pin(async {
+            is_named.set(self.name_log(&taken).await?);
+            Ok(())
+        });
+        mica_rt::join_all([synced, named]).await.into_iter().collect::<Result<()>>()?;
+        if !is_named.get() {
+            taken.logged = None;
+        }
         self.end_group(&dirty, &taken);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
         if !taken.freed.is_empty() {
@@ -109,28 +116,30 @@ impl Writer {
         let mut pages = self.metadata.lock();
         pages.written(dirty);
         pages.group.durable = taken.number;
-        let footing = self.footing();
-        pages.forget_logged(taken, &footing);
+        pages.forget_zeroed(taken.number);
+        pages.forget_logged(taken, self.space.state());
     }
 
     /// Has the image name the log as it is from the group `taken` on, whose pages are in the file.
-    async fn name_log(&self, taken: &Group) -> Result<()> {
-        let Some(mark) = &taken.logged else { return Ok(()) };
-        let (bits, page_bytes) = {
+    /// Whether it does.
+    async fn name_log(&self, taken: &Group) -> Result<bool> {
+        let Some(mark) = &taken.logged else { return Ok(false) };
+        let (named, page_bytes) = {
             let pages = self.metadata.lock();
-            (pages.logging.bits_of(mark), pages.page_bytes())
+            let bits = pages.logging.bits_of(mark);
+            (bits.map(|bits| (bits, pages.logging.allow_name(bits))), pages.page_bytes())
         };
-        let Some(bits) = bits else { return Ok(()) };
+        let Some((bits, logged)) = named else { return Ok(false) };
         // A page is what a device writes for it.
         self.counters.metadata_bytes.fetch_add(page_bytes, Ordering::Relaxed);
-        let at = HostOffset::new(AUTOCLEAR_AT);
-        match self.metadata.write_field(&bits.to_be_bytes(), at).await {
-            // The group needs no log to be durable.
+        let at = HostOffset::new(field::AUTOCLEAR as u64);
+        match self.metadata.write_header(logged, &bits.to_be_bytes(), at).await {
+            // The group needs no name to be durable.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                self.metadata.lock().logging.not_named(&error);
-                Ok(())
+                self.metadata.lock().logging.not_named(mark, &error);
+                Ok(false)
             }
-            named => named,
+            named => named.map(|()| true),
         }
     }
 

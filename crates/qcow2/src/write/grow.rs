@@ -16,11 +16,13 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::pages::{Metadata, Stage};
+use super::header::HeaderChange;
+use super::pages::Metadata;
 use crate::chain::Chain;
 use crate::format::L1Entry;
-use crate::open::read_header;
-use crate::resize::{L1_ENTRIES_AT, SIZE_AT, l1_entries_for, refuse_unsafe};
+use crate::header_io::read_header;
+use crate::redo::Stage;
+use crate::resize::{l1_entries_for, refuse_unsafe};
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all,
 };
@@ -65,7 +67,7 @@ impl Chain {
         let grown = async {
             self.zero_new(old, len).await?;
             writer.flush().await?;
-            writer.write_header_bytes(SIZE_AT as u64, &len.to_be_bytes()).await
+            writer.metadata.change_header(&writer.space, HeaderChange::Size(len)).await
         };
         if let Err(error) = grown.await {
             self.set_len(old);
@@ -121,8 +123,7 @@ impl Writer {
         let has_place = at != HostOffset::ZERO;
         if has_place && bits.clusters_for(new) == bits.clusters_for(old) {
             self.lengthen_l1(at, old..new).await?;
-            let field = entries.to_be_bytes();
-            self.write_header_bytes(L1_ENTRIES_AT as u64, &field).await?;
+            self.metadata.change_header(&self.space, HeaderChange::L1(at, entries)).await?;
             self.l1_place.set(at, entries);
             self.metadata.ranges.remove(at);
             self.metadata.ranges.add(at, new, "the L1 table");
@@ -173,19 +174,9 @@ impl Writer {
             self.space.give_back(run);
             return Err(error);
         }
-        {
-            // The header links it, of which the log has nothing. From here on it may say either.
-            self.next_l1.store(at.bytes(), Ordering::Release);
-            let mut pages = self.metadata.lock();
-            let footing = self.footing();
-            pages.log_footing(&footing);
-        }
-        let mut fields = entries.to_be_bytes().to_vec();
-        fields.extend(at.bytes().to_be_bytes());
-        self.write_header_bytes(L1_ENTRIES_AT as u64, &fields).await?;
+        self.metadata.change_header(&self.space, HeaderChange::L1(at, entries)).await?;
         let mut pages = self.metadata.lock();
         self.l1_place.set(at, entries);
-        self.next_l1.store(0, Ordering::Release);
         if old_at != HostOffset::ZERO {
             let old_count = bits.clusters_for(table_bytes(before));
             pages.drop_cluster(old_at, old_count << bits.bits());

@@ -1,27 +1,23 @@
 //! What writing changes in the header: bits that say that someone is writing, or that the image is
-//! broken.
+//! broken; where the tables are, and how long the disk is.
 
 use super::Writer;
-use crate::format::{BitmapsExtension, Header, Version, mark_bitmaps_in_use};
+use super::allocate::Space;
+use super::pages::Metadata;
+use crate::format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
 use crate::index::sidecar::crc32c;
-use mica_block::{Result, read_exact};
+use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
+use mica_block::{Result, Store, read_exact};
 use mica_units::HostOffset;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Where the feature bits stand in a header of version 3.
-const INCOMPATIBLE_AT: u64 = 72;
-pub(crate) const AUTOCLEAR_AT: u64 = 88;
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
 /// The autoclear bits that stay true while mica writes: the bitmaps say themselves that they are
 /// out of date, and the data file is a raw disk.
 const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
-
-/// The autoclear bits that name the log of this writer (see [`super::handover`]): whoever else
-/// opens the image for writing clears them, as it must with bits that it does not know.
-pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 /// What has to be said in the header before the first write.
 pub(crate) struct InUse {
@@ -60,12 +56,12 @@ impl Writer {
             return Ok(());
         }
         if self.header.is_v3 {
-            let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
+            let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
             let bitmaps = if self.mark_bitmaps().await? { BITMAPS } else { 0 };
             let kept = autoclear & (RAW_EXTERNAL | bitmaps);
             let marked = self.begin_log(kept);
             if marked != autoclear {
-                self.write_header_bits(AUTOCLEAR_AT, marked).await?;
+                self.write_autoclear(marked).await?;
             }
             if self.header.lazy_refcounts {
                 self.change_incompatible(DIRTY, 0).await?;
@@ -99,7 +95,7 @@ impl Writer {
         let Some(handover) = self.handover.clone() else { return kept };
         let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
         let name = crc32c(&seed.to_le_bytes());
-        let mut stores = vec![Arc::clone(&self.metadata.store)];
+        let mut stores = vec![Arc::clone(&self.metadata.store) as Arc<dyn Store>];
         if self.l2.data_file {
             stores.push(Arc::clone(&self.data));
         }
@@ -108,15 +104,17 @@ impl Writer {
 
     /// The image is as if nobody had it open: refcounts are right.
     pub(crate) async fn unmark(&self) -> Result<()> {
-        self.metadata.lock().logging.end();
         if self.header.is_v3 {
-            // A log that could not be written on is named still.
-            let autoclear = self.metadata.read_u64(HostOffset::new(AUTOCLEAR_AT)).await?;
+            // A log that could not be written on is named still. It is removed only when the image
+            // does not name it any more: an image that names a log that is not there looks as if
+            // something had been lost.
+            let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1);
             if kept != autoclear {
-                self.write_header_bits(AUTOCLEAR_AT, kept).await?;
+                self.write_autoclear(kept).await?;
             }
         }
+        self.metadata.lock().logging.end();
         if self.header.is_v3 && self.header.lazy_refcounts {
             self.change_incompatible(0, DIRTY).await?;
         }
@@ -128,25 +126,103 @@ impl Writer {
     }
 
     async fn change_incompatible(&self, set: u64, clear: u64) -> Result<()> {
-        let bits = self.metadata.read_u64(HostOffset::new(INCOMPATIBLE_AT)).await?;
+        let bits = self.metadata.read_u64(place_of(field::INCOMPATIBLE)).await?;
         let changed = (bits | set) & !clear;
         if changed == bits {
             return Ok(());
         }
-        self.write_header_bits(INCOMPATIBLE_AT, changed).await
+        let logged = self.metadata.lock().logging.allow_marks();
+        let place = place_of(field::INCOMPATIBLE);
+        self.metadata.write_header_through(logged, &changed.to_be_bytes(), place).await
     }
 
-    async fn write_header_bits(&self, at: u64, bits: u64) -> Result<()> {
-        self.write_header_bytes(at, &bits.to_be_bytes()).await
+    async fn write_autoclear(&self, bits: u64) -> Result<()> {
+        let logged = self.metadata.lock().logging.allow_name(bits);
+        let place = place_of(field::AUTOCLEAR);
+        self.metadata.write_header_through(logged, &bits.to_be_bytes(), place).await
+    }
+}
+
+/// A change of the fields that say where the tables are, and how long the disk is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum HeaderChange {
+    /// The disk is this long.
+    Size(u64),
+    /// The L1 table is here, and has so many entries.
+    L1(HostOffset, u32),
+    /// The refcount table is here, and has so many clusters.
+    RefcountTable(HostOffset, u32),
+}
+
+impl HeaderChange {
+    fn apply(self, fields: &mut HeaderFields) {
+        fields.generation += 1;
+        match self {
+            Self::Size(size) => fields.size = size,
+            Self::L1(at, entries) => fields.l1 = (at.bytes(), entries),
+            Self::RefcountTable(at, clusters) => fields.refcount_table = (at.bytes(), clusters),
+        }
     }
 
-    /// Has the header say `bytes` at `at`, in one write, and makes that durable.
-    pub(super) async fn write_header_bytes(&self, at: u64, bytes: &[u8]) -> Result<()> {
-        let written = self.metadata.write_field(bytes, HostOffset::new(at)).await;
+    /// What is written, and where.
+    fn bytes(self) -> (HostOffset, Vec<u8>) {
+        let (at, bytes) = match self {
+            Self::Size(size) => (field::SIZE, size.to_be_bytes().to_vec()),
+            Self::L1(at, entries) => {
+                let (entries, at) = (entries.to_be_bytes(), at.bytes().to_be_bytes());
+                (field::L1_ENTRIES, entries.into_iter().chain(at).collect())
+            }
+            Self::RefcountTable(at, clusters) => {
+                let (at, clusters) = (at.bytes().to_be_bytes(), clusters.to_be_bytes());
+                (field::REFCOUNT_TABLE, at.into_iter().chain(clusters).collect())
+            }
+        };
+        (place_of(at), bytes)
+    }
+}
+
+impl Metadata {
+    /// Has the header say `change`, durably: the only way to move a table, or to change the length
+    /// of the disk. The log says first what the header may say, and which clusters are unused then.
+    ///
+    /// # Errors
+    /// What the write or the sync says: then nothing is written any more.
+    pub(super) async fn change_header(
+        self: &Arc<Self>,
+        space: &Space,
+        change: HeaderChange,
+    ) -> Result<()> {
+        let _claim = self.header_changes.claim(0).await;
+        let (next, logged) = {
+            let mut pages = self.lock();
+            let mut next = pages.header.now;
+            change.apply(&mut next);
+            pages.header.next = Some(next);
+            (next, pages.log_header(space.state()))
+        };
+        let (at, bytes) = change.bytes();
+        self.write_header_through(logged, &bytes, at).await?;
+        self.lock().header = HeaderState { now: next, next: None };
+        Ok(())
+    }
+
+    /// Has the header say `bytes` at `at`, durably; what fails ends the writing, as nobody knows
+    /// what it says then.
+    async fn write_header_through(
+        self: &Arc<Self>,
+        logged: HeaderLogged,
+        bytes: &[u8],
+        at: HostOffset,
+    ) -> Result<()> {
+        let written = self.write_header(logged, bytes, at).await;
         if let Err(error) = &written {
             self.fail(error);
         }
         written?;
-        self.metadata.sync().await
+        self.sync().await
     }
+}
+
+fn place_of(field: usize) -> HostOffset {
+    HostOffset::new(field as u64)
 }

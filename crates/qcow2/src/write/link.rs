@@ -2,11 +2,13 @@
 
 use super::Writer;
 use super::clusters::Beneath;
-use super::pages::{PageState, Stage};
+use super::drops::Drops;
+use super::pages::PageState;
 use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
-use mica_block::{Error, ErrorKind, Result, Space, read_exact};
+use crate::redo::Stage;
+use mica_block::{Error, ErrorKind, Result, Space, Store, read_exact};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
@@ -33,6 +35,8 @@ pub(super) struct Change {
     pub(super) units: std::ops::Range<u32>,
     /// Host clusters that lose a reference.
     pub(super) freed: Vec<u64>,
+    /// What becomes of bytes that are no more the guest's.
+    pub(super) drops: Drops,
 }
 
 impl Writer {
@@ -187,63 +191,88 @@ impl Writer {
         }
     }
 
-    /// Has the entries say what is new. The caller has the claims of their clusters.
-    pub(super) async fn link(&self, changes: &[Change]) -> Result<()> {
+    /// Has the entries say what is new; whether that must be flushed before it is acknowledged. The
+    /// caller has the claims of their clusters.
+    pub(super) async fn link(&self, changes: &[Change]) -> Result<bool> {
+        let mut must_flush = false;
         for change in changes {
-            let Change { entry, new, group, after_data, freed, .. } = change;
+            let Change { entry, new, group, after_data, freed, drops, .. } = change;
             let bytes = self.l2.entry_bytes();
+            assert!(
+                *drops != Drops::Nothing || self.drops_of(change).is_none(),
+                "what is dropped is zeros first"
+            );
+            let zeroed = *drops == Drops::Zeros && self.keeps_place(change);
+            let place = entry.raw.offset().bytes() >> self.l2.cluster_bits.bits();
+            let zeroed = zeroed.then_some(if self.l2.data_file { entry.cluster } else { place });
             let put = |pages: &mut PageState| {
                 let is_new = pages.group.new_tables.contains(&entry.table);
                 let stage = if is_new { Stage::Early } else { Stage::Late };
-                let to = pages.get_mut(entry.at, bytes, stage).expect("the page is there");
-                self.l2.put_raw(to, 0, *new);
+                let to = match drops {
+                    Drops::Data => pages.get_mut_unlogged(entry.at, bytes, stage),
+                    _ => pages.get_mut(entry.at, bytes, stage),
+                };
+                self.l2.put_raw(to.expect("the page is there"), 0, *new);
+                must_flush |= *drops == Drops::Data && pages.logging.is_on();
+                zeroed.into_iter().for_each(|cluster| pages.note_zeroed(cluster));
                 let state = &mut pages.group;
                 state.in_two_steps |= *after_data || *group > state.durable;
                 state.freed.extend(freed);
             };
             self.metadata.change(entry.at, put).await?;
         }
-        Ok(())
+        Ok(must_flush)
     }
 }
 
 impl Chain {
-    /// Has every reader see what `changes` linked.
+    /// Makes what `changes` linked visible to readers.
     pub(super) fn publish(&self, changes: &[Change]) {
-        let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
+        let shown =
+            changes.iter().map(|change| (change.entry.cluster, change.new, change.units.clone()));
+        self.show(shown);
+        if let Some(writer) = &self.writer {
+            let linked = changes.len() as u64;
+            writer.counters.linked_clusters.fetch_add(linked, Ordering::Relaxed);
+        }
+    }
+
+    /// Has the slices say what entries of guest clusters, in rising order, say of some of their
+    /// units.
+    pub(super) fn show(
+        &self,
+        entries: impl DoubleEndedIterator<Item = (u64, RawL2Entry, std::ops::Range<u32>)> + Clone,
+    ) {
+        let (Some(first), Some(last)) = (entries.clone().next(), entries.clone().next_back())
+        else {
+            return;
+        };
         let active = self.layers.last().expect("a chain has a layer");
         let Some(tables) = &active.tables else { return };
         let bits = tables.l2.cluster_bits;
         let slice_clusters_bits = SLICE_BITS - bits.bits();
-        let slices =
-            first.entry.cluster >> slice_clusters_bits..=last.entry.cluster >> slice_clusters_bits;
-        for number in slices {
+        for number in first.0 >> slice_clusters_bits..=last.0 >> slice_clusters_bits {
             let base = GuestOffset::new(number << SLICE_BITS);
             let end = base.bytes() + SLICE_BYTES.min(self.len().saturating_sub(base.bytes()));
-            let of_slice = changes
-                .iter()
-                .filter(|change| change.entry.cluster >> slice_clusters_bits == number);
+            let of_slice =
+                entries.clone().filter(|(cluster, ..)| cluster >> slice_clusters_bits == number);
             let mut runs = Runs::default();
             let mut is_whole = true;
-            for change in of_slice {
-                let cluster = change.entry.cluster << bits.bits();
+            for (cluster, raw, units) in of_slice {
+                let cluster = cluster << bits.bits();
                 let unit_bits = tables.l2.subcluster_bits();
                 let place = |unit: u32| cluster + (u64::from(unit) << unit_bits);
-                let (start, stop) = (place(change.units.start), place(change.units.end).min(end));
+                let (start, stop) = (place(units.start), place(units.end).min(end));
                 let (start, stop) = (GuestOffset::new(start), GuestOffset::new(stop));
                 let Some(part) = GuestRange::between(start, stop) else { continue };
                 let mut bytes = [0; 16];
-                tables.l2.put_raw(&mut bytes, 0, change.new);
+                tables.l2.put_raw(&mut bytes, 0, raw);
                 let bytes = &bytes[..tables.l2.entry_bytes()];
                 // What no longer has an owner here shows what is beneath: that is not known here.
-                is_whole &= change.new != RawL2Entry::default();
+                is_whole &= raw != RawL2Entry::default();
                 active.append_l2_runs(tables, bytes, part, base, &mut runs);
             }
             self.index.cache.change(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
-        }
-        if let Some(writer) = &self.writer {
-            let linked = changes.len() as u64;
-            writer.counters.linked_clusters.fetch_add(linked, Ordering::Relaxed);
         }
     }
 }

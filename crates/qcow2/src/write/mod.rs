@@ -19,13 +19,15 @@
 pub(crate) mod allocate;
 pub(crate) mod clusters;
 mod commit;
+mod drops;
+mod file;
 mod fill;
 mod gather;
 mod grow;
-pub(crate) mod handover;
 pub(crate) mod header;
+mod held;
 mod link;
-mod logging;
+mod logged;
 pub(crate) mod overlay;
 pub(crate) mod pages;
 pub(crate) mod ranges;
@@ -37,9 +39,9 @@ use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
 use crate::l1_place::L1Place;
 use crate::layer::Layer;
+use crate::redo::{HeaderFields, HeaderState};
 use allocate::Space;
 use commit::Limbo;
-use handover::Footing;
 use mica_block::{
     Error, ErrorKind, GroupSync, Handover, IoFuture, LocalFuture, OwnedInFlight, Requests, Result,
     Store, WriteStats, read_exact,
@@ -67,10 +69,6 @@ pub(crate) struct Writer {
     data: Arc<dyn Store>,
     l2: L2Format,
     l1_place: Arc<L1Place>,
-    /// Where the L1 table moves to, while the header may say that already; or zero.
-    next_l1: AtomicU64,
-    /// Where the table of snapshots is, and how many it has.
-    snapshots: (u64, u64),
     space: Space,
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
@@ -78,6 +76,8 @@ pub(crate) struct Writer {
     /// L1 entries whose table is being made.
     tables: Claims,
     requests: Arc<Requests>,
+    /// Writes in place that are under way.
+    in_place: Arc<Requests>,
     flushes: GroupSync,
     header: header::InUse,
     /// Where the log goes for who comes after this process, and when the image was opened.
@@ -120,18 +120,18 @@ impl Writer {
             }
         }
         let space = Space::open(&metadata, header).await?;
+        metadata.lock().header = HeaderState { now: HeaderFields::of(header, 1), next: None };
         let tables = layer.tables.as_ref().expect("an image that is written has tables");
         Ok(Self {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
             l1_place: Arc::clone(&tables.l1_place),
-            next_l1: AtomicU64::new(0),
-            snapshots: (header.snapshots_offset.bytes(), header.snapshot_count.into()),
             space,
             clusters: Claims::default(),
             gather: gather::Gather::default(),
             tables: Claims::default(),
             requests: Arc::default(),
+            in_place: Arc::default(),
             flushes: GroupSync::new(),
             header: header::InUse::new(header),
             handover,
@@ -155,23 +155,13 @@ impl Writer {
         }
     }
 
-    /// What a log says besides what changed. Who calls has the pages locked.
-    fn footing(&self) -> Footing {
-        let l1 = self.l1_place.get().0.bytes();
-        let next_l1 = Some(self.next_l1.load(Ordering::Acquire)).filter(|next| *next != 0);
-        let l1 = [l1, next_l1.unwrap_or(l1)];
-        Footing { l1, snapshots: self.snapshots, ..self.space.footing() }
-    }
-
     pub(crate) fn requests(&self) -> &Requests {
         &self.requests
     }
 
-    /// Writes over what is at `host` already.
-    #[inline]
-    pub(crate) fn write_in_place(&self, buf: Buf, host: HostOffset) -> IoFuture {
-        // Whatever becomes of who asked: what is there now gives way to nothing else before.
-        self.data.write_at(buf, host).hold(self.requests.enter_owned())
+    /// Whether no request is under way, nor a write in place of one that was given up.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.requests.is_idle() && self.in_place.is_idle()
     }
 
     /// Whether writes may still be acknowledged.
@@ -243,18 +233,30 @@ impl Chain {
             .ok_or_else(|| Error::new(ErrorKind::Denied, "the disk was opened for reading only"))
     }
 
+    /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise.
+    #[inline]
+    pub(crate) fn write_in_place(
+        &self,
+        at: GuestOffset,
+        buf: Buf,
+    ) -> std::result::Result<IoFuture, Buf> {
+        let Some(writer) = self.writer.as_ref() else { return Err(buf) };
+        if !writer.header.is_marked() || writer.metadata.failure().is_some() {
+            return Err(buf);
+        }
+        // Before the look: who takes the place away waits for all who may have seen it.
+        let under_way = writer.in_place.enter_owned();
+        let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
+        writer.wrote.store(true, Ordering::Relaxed);
+        // Whatever becomes of who asked: what is there now gives way to nothing else before.
+        Ok(writer.data.write_at(buf, host).hold(under_way))
+    }
+
     /// Where `len` bytes at `at` can be written without any change of metadata.
     #[inline]
-    pub(crate) fn in_place(&self, at: GuestOffset, len: u64) -> Option<(&Writer, HostOffset)> {
-        let writer = self.writer.as_ref()?;
-        if !writer.header.is_marked() || writer.metadata.failure().is_some() {
-            return None;
-        }
+    fn own_place(&self, at: GuestOffset, len: u64) -> Option<HostOffset> {
         let active = self.layers.last()?.number;
-        let host =
-            self.index.cache.get(crate::chain::slice_of(at).0)?.own_place(at, len, active)?;
-        writer.wrote.store(true, Ordering::Relaxed);
-        Some((writer, host))
+        self.index.cache.get(crate::chain::slice_of(at).0)?.own_place(at, len, active)
     }
 
     pub(crate) fn check_writable(&self, range: GuestRange) -> Result<&Writer> {

@@ -1,7 +1,8 @@
-//! The active layer's image file as a store, with the metadata that is in memory laid over it.
+//! The active layer's image file as a store to read, with the metadata that is in memory laid over
+//! it.
 
 use super::pages::Metadata;
-use mica_block::{IoFuture, LocalFuture, Result, Run, Space, Store};
+use mica_block::{IoFuture, Result, Run, Store};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -64,21 +65,5 @@ impl Store for MetadataStore {
 
     fn name(&self) -> String {
         self.0.store.name()
-    }
-
-    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        self.0.store.write_at(buf, offset)
-    }
-
-    fn sync(&self) -> LocalFuture<'static, Result<()>> {
-        self.0.store.sync()
-    }
-
-    fn space(&self, change: Space, at: HostOffset, len: u64) -> LocalFuture<'static, Result<()>> {
-        self.0.store.space(change, at, len)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'static, Result<()>> {
-        self.0.store.set_len(len)
     }
 }

@@ -12,9 +12,11 @@
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
 //!   before any page of the group that is late.
 
-use super::handover::{Footing, Mark};
-use super::logging::Logging;
+use super::file::ImageFile;
+use super::held::HeldClusters;
 use super::ranges::MetadataRanges;
+use crate::claims::Claims;
+use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};
@@ -26,15 +28,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 pub(super) const PAGE_BITS_MAX: u32 = 12;
 /// Clean pages that are kept: 8 MiB, the tables of 64 GiB in clusters of 64 KiB.
 const CLEAN_PAGES_MAX: usize = 2048;
-
-/// When a dirty page is written, within its group.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Stage {
-    /// Before any link: refcounts, and tables that nothing durable names yet.
-    Early,
-    /// After the data and refcounts of the group are durable: links.
-    Late,
-}
 
 pub(super) struct Page {
     pub(super) bytes: Box<[u8]>,
@@ -64,6 +57,11 @@ pub(crate) struct PageState {
     pub(crate) group: Group,
     /// Whether L1 entries stay as they are for now: their table is being moved.
     pub(crate) l1_is_held: bool,
+    /// What the header says, or is about to.
+    pub(crate) header: HeaderState,
+    /// Host clusters of the guest that were made zeros in place, as the first step of a change that
+    /// is not durable yet, and the group of that change.
+    zeroed: HashMap<u64, u64>,
     /// What changed since the last group, for who comes after this process.
     pub(crate) logging: Logging,
 }
@@ -87,8 +85,12 @@ pub(crate) struct Group {
 
 /// The metadata of one image.
 pub(crate) struct Metadata {
-    pub(crate) store: Arc<dyn Store>,
+    pub(crate) store: Arc<ImageFile>,
     pub(crate) ranges: MetadataRanges,
+    /// Clusters of the guest that are not written in place for now.
+    pub(crate) held: HeldClusters,
+    /// Who changes the header, one at a time.
+    pub(super) header_changes: Claims,
     failed: OnceLock<Error>,
     state: Mutex<PageState>,
 }
@@ -104,10 +106,15 @@ impl Metadata {
             late: BTreeSet::new(),
             group: Group { number: 1, ..Group::default() },
             l1_is_held: false,
+            header: HeaderState::default(),
+            zeroed: HashMap::new(),
             logging: Logging::default(),
         };
         let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
-        Arc::new(Self { store, ranges, failed, state: Mutex::new(state) })
+        let store = Arc::new(ImageFile::new(store, cluster_bits));
+        let header_changes = Claims::default();
+        let held = HeldClusters::default();
+        Arc::new(Self { store, ranges, held, header_changes, failed, state: Mutex::new(state) })
     }
 
     /// Why nothing is written any more, if that is so.
@@ -151,10 +158,16 @@ impl Metadata {
 
     /// Changes a field of the header, in memory and in the file, and nowhere else: no group writes
     /// the header, so that what one took before never replaces what is written here meanwhile.
-    pub(crate) async fn write_field(self: &Arc<Self>, bytes: &[u8], at: HostOffset) -> Result<()> {
+    pub(super) async fn write_header(
+        self: &Arc<Self>,
+        logged: HeaderLogged,
+        bytes: &[u8],
+        at: HostOffset,
+    ) -> Result<()> {
         let _pinned = self.pin(at, bytes.len() as u64);
         self.change(at, |pages| pages.patch(at, bytes)).await?;
-        write_all(&*self.store, Buf::from_slice(bytes), at).await
+        let written = self.store.write_header(logged, bytes, at).await;
+        written.map_err(|error| error.wrap(self.store.name()))
     }
 
     /// Keeps the pages of a range from being evicted while the file is read under them.
@@ -283,9 +296,22 @@ impl PageState {
         Some(&page.bytes[within..within + len])
     }
 
-    /// The same to change, which makes the page dirty. A page that is dirty early stays so: its
-    /// table is not linked yet.
+    /// The same to change, which makes the page dirty, and goes into the log. A page that is dirty
+    /// early stays so: its table is not linked yet.
     pub(crate) fn get_mut(
+        &mut self,
+        at: HostOffset,
+        len: usize,
+        stage: Stage,
+    ) -> Option<&mut [u8]> {
+        if self.has(at) {
+            self.logging.touch(at, len, stage);
+        }
+        self.get_mut_unlogged(at, len, stage)
+    }
+
+    /// The same for a change that is acknowledged only after a flush.
+    pub(super) fn get_mut_unlogged(
         &mut self,
         at: HostOffset,
         len: usize,
@@ -303,7 +329,6 @@ impl PageState {
                 Stage::Late => self.late.insert(number),
             };
         }
-        self.logging.touch(at, len, stage);
         Some(&mut page.bytes[within..within + len])
     }
 
@@ -313,6 +338,23 @@ impl PageState {
         let within = usize::try_from(at.bytes() - number).expect("within a page");
         let page = self.pages.get_mut(&number).expect("the page is there");
         page.bytes[within..within + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// The guest's host cluster `cluster` is zeros in the file, before that is durable in the
+    /// tables.
+    pub(super) fn note_zeroed(&mut self, cluster: u64) {
+        self.zeroed.insert(cluster, self.group.number);
+    }
+
+    /// Whether the host cluster must not be written before the next flush: see
+    /// [`PageState::note_zeroed`].
+    pub(super) fn is_zeroed(&self, cluster: u64) -> bool {
+        !self.zeroed.is_empty() && self.zeroed.contains_key(&cluster)
+    }
+
+    /// What was noted up to group `number` is durable.
+    pub(super) fn forget_zeroed(&mut self, number: u64) {
+        self.zeroed.retain(|_, group| *group > number);
     }
 
     pub(super) fn forget_dirty(&mut self, number: u64) {
@@ -353,14 +395,14 @@ impl PageState {
     }
 
     /// Takes the group, and begins the next one.
-    pub(crate) fn take_group(&mut self, footing: &Footing) -> (Dirty, Group) {
+    pub(crate) fn take_group(&mut self, space: SpaceState) -> (Dirty, Group) {
         let next = Group {
             number: self.group.number + 1,
             durable: self.group.durable,
             ..Group::default()
         };
         let mut taken = std::mem::replace(&mut self.group, next);
-        taken.logged = self.mark_log(footing);
+        taken.logged = self.mark_log(space);
         (self.take_dirty(), taken)
     }
 
@@ -376,7 +418,7 @@ impl PageState {
     /// Makes a group whose early pages could not all be written a part of the next one. None of its
     /// links is in the file.
     pub(crate) fn put_back(&mut self, dirty: &Dirty, taken: Group) {
-        self.logging.put_back(&taken);
+        self.logging.put_back(taken.logged);
         self.group.new_tables.extend(taken.new_tables);
         self.group.freed.extend(taken.freed);
         self.group.in_two_steps = true;
@@ -387,7 +429,7 @@ impl PageState {
 
     /// The same for a group whose links could not all be written, while what they need is durable.
     pub(crate) fn put_back_links(&mut self, dirty: &Dirty, taken: Group) {
-        self.logging.put_back(&taken);
+        self.logging.put_back(taken.logged);
         self.group.durable = taken.number;
         self.group.freed.extend(taken.freed);
         self.mark_dirty(&dirty.late_pages, Stage::Late);

@@ -2,6 +2,7 @@
 
 use super::Writer;
 use super::allocate::Reserved;
+use super::drops::Drops;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::link::{Change, Entry};
@@ -169,6 +170,7 @@ impl Chain {
         let first = bits.cluster_of(lowest.start().bytes());
         let last = bits.cluster_of(highest.end().bytes() - 1);
         let entries = writer.entries(first, last).await?;
+        writer.settle_zeroed(&entries).await?;
         let mut plans = Vec::with_capacity(entries.len());
         let mut reservations = Reservations { writer, reserved: Vec::new() };
         writer.place(&ranges, entries, &mut plans, &mut reservations).await?;
@@ -374,7 +376,7 @@ impl Writer {
         }
         let after_data = !blank || !self.units_show_zeros(entry.cluster, must, visible);
         let units = changed.trailing_zeros()..u32::BITS - changed.leading_zeros();
-        Some(Change { entry, new, group, after_data, units, freed })
+        Some(Change { entry, new, group, after_data, units, freed, drops: Drops::Nothing })
     }
 
     /// Whether what shows in the `units` of a cluster reads as zeros.

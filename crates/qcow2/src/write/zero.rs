@@ -1,6 +1,7 @@
 //! Zeros and discards: changes of entries where whole units are covered, writes of zeros elsewhere.
 
 use super::Writer;
+use super::drops::Drops;
 use super::link::{Change, Entry};
 use crate::chain::Chain;
 use crate::format::{L2Entry, Version};
@@ -120,8 +121,13 @@ impl Chain {
                 Emptied::NotByEntry => rest.push(cluster),
             }
         }
-        writer.link_or_fail(&changes).await?;
+        let held = self.zero_what_drops(writer, &mut changes).await?;
+        let must_flush = writer.link_or_fail(&changes).await?;
         self.publish(&changes);
+        drop(held);
+        if must_flush {
+            writer.flush().await?;
+        }
         Ok(rest)
     }
 
@@ -274,14 +280,12 @@ impl Writer {
     }
 
     /// Links; what fails half-way leaves the disk unfit for more writes.
-    pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<()> {
+    pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<bool> {
         let linked = self.link(changes).await;
         if let Err(error) = &linked {
             self.fail(error);
         } else {
-            let mut pages = self.metadata.lock();
-            let footing = self.footing();
-            pages.log_touched(&footing);
+            self.metadata.lock().log_touched(|| self.space.state());
         }
         linked
     }
@@ -296,5 +300,7 @@ fn changed(
     if new == entry.raw {
         return Emptied::Same;
     }
-    Emptied::Changed(Change { entry, new, group: 0, after_data: false, units: 0..all_units, freed })
+    let drops = Drops::Nothing;
+    let units = 0..all_units;
+    Emptied::Changed(Change { entry, new, group: 0, after_data: false, units, freed, drops })
 }

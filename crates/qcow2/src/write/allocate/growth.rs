@@ -1,15 +1,13 @@
 //! More refcounts: blocks for regions that have none, and a longer table of blocks.
 
 use super::super::clusters::Beneath;
-use super::super::pages::Stage;
+use super::super::header::HeaderChange;
 use super::Space;
 use crate::format::RefcountTableEntry;
+use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
-
-/// Where the refcount table's place stands in the header: offset, then clusters.
-const HEADER_TABLE_AT: u64 = 48;
 
 impl Space {
     /// Makes the refcount block of a region that has none, in the region itself. Durable, as far
@@ -43,7 +41,7 @@ impl Space {
         let entry = RefcountTableEntry::encode(host).0;
         let table_offset = {
             let mut state = self.lock();
-            state.reach = state.reach.max((cluster + 1) << self.bits.bits());
+            state.min_file_len = state.min_file_len.max((cluster + 1) << self.bits.bits());
             state.table_offset
         };
         let at = HostOffset::new(table_offset.bytes() + region * 8);
@@ -71,18 +69,9 @@ impl Space {
         let plan = GrownTable::plan(self, &old_table, start)?;
         write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
         self.metadata.sync().await?;
-        let mut field = Buf::zeroed(12);
-        field[..8].copy_from_slice(&plan.table_at(self).bytes().to_be_bytes());
         let clusters = u32::try_from(plan.table_clusters).expect("8 MiB at most");
-        field[8..].copy_from_slice(&clusters.to_be_bytes());
-        // From here on the header may say either.
-        self.lock().next_table = plan.table_at(self);
-        let written = self.metadata.write_field(&field, HostOffset::new(HEADER_TABLE_AT)).await;
-        if let Err(error) = &written {
-            self.metadata.fail(error);
-        }
-        written?;
-        self.metadata.sync().await?;
+        let change = HeaderChange::RefcountTable(plan.table_at(self), clusters);
+        self.metadata.change_header(self, change).await?;
         self.adopt_table(&plan, old_table.len() as u64 * 8, old_offset);
         Ok(())
     }
@@ -105,7 +94,7 @@ impl Space {
         state.table_offset = plan.table_at(self);
         state.table.clone_from(&plan.table);
         state.blank_from = state.blank_from.max(plan.end());
-        state.reach = state.reach.max(plan.end() << self.bits.bits());
+        state.min_file_len = state.min_file_len.max(plan.end() << self.bits.bits());
     }
 }
 

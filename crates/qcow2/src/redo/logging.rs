@@ -7,15 +7,23 @@
 //!   first write.
 //! - I2 No two logs of a writer have a name in common.
 
-use super::handover::{Footing, Log, Mark, name_after};
-use super::header::LOG_NAME_SHIFT;
-use super::pages::{Group, PageState, Stage};
+use super::Stage;
+use super::baseline::LogBaseline;
+use super::format::{LOG_NAME_SHIFT, name_after, names_log};
+use super::log::{Log, Mark};
 use mica_block::{Handover, Result, Store};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
 /// Groups that pass at most until a log that was lost is begun again.
 const WAIT_MAX: u32 = 1024;
+
+/// The proof that the log allows what is about to be written into the header. Only this file makes
+/// one, and no write of the header compiles without it.
+#[must_use = "the header may be written now"]
+pub(crate) struct HeaderLogged {
+    _made_here: (),
+}
 
 /// The log of a writer, if it has one.
 #[derive(Default)]
@@ -46,15 +54,15 @@ impl Logging {
     ) -> u64 {
         (self.out, self.stores) = (Some(out), stores);
         (self.name, self.low_bits) = (name, low_bits);
-        self.begin_log(&Footing::default());
+        self.begin_log();
         let name = self.log.as_ref().map_or(0, Log::name);
         low_bits | u64::from(name) << LOG_NAME_SHIFT
     }
 
-    fn begin_log(&mut self, footing: &Footing) {
+    fn begin_log(&mut self) {
         let Some(out) = &self.out else { return };
         self.name = name_after(self.name);
-        match Log::begin(Arc::clone(out), self.stores.clone(), self.name, footing) {
+        match Log::begin(Arc::clone(out), self.stores.clone(), self.name) {
             Ok(log) => self.log = Some(log),
             Err(error) => self.lost(&error),
         }
@@ -108,14 +116,14 @@ impl Logging {
     }
 
     /// A group is being taken, all of which is in the log, if there is one.
-    fn take_group(&mut self, has_pages: bool, footing: &Footing) -> Option<Mark> {
+    pub(crate) fn take_group(&mut self, has_pages: bool) -> Option<Mark> {
         match self.log.take() {
             Some(log) if !has_pages && log.is_empty() => {
                 self.log = Some(log);
                 None
             }
             Some(mut log) => {
-                let mark = log.mark(footing);
+                let mark = log.mark();
                 self.name = log.name();
                 self.keep(log, mark)
             }
@@ -124,26 +132,86 @@ impl Logging {
                 None
             }
             None => {
-                self.begin_log(footing);
+                self.begin_log();
                 self.log.as_ref().map(Log::first_mark)
             }
         }
     }
 
-    /// The image could not be given the name of a group.
-    pub(crate) fn not_named(&mut self, error: &mica_block::Error) {
-        if let Some(log) = self.log.take() {
+    /// The image could not be given the name of a group. A log that it names already goes on under
+    /// that name; one that was begun with the group is no log.
+    pub(crate) fn not_named(&mut self, mark: &Mark, error: &mica_block::Error) {
+        if let Some(log) = self.log.take_if(|_| mark.is_first) {
             log.remove();
             self.lost(error);
         }
     }
 
     /// A group becomes a part of the next one: a log that goes on from it goes on from nothing.
-    pub(super) fn put_back(&mut self, taken: &Group) {
-        if let Some(mark) = &taken.logged
+    pub(crate) fn put_back(&mut self, mark: Option<Mark>) {
+        if let Some(mark) = mark
             && let Some(log) = self.log.take_if(|_| mark.is_first)
         {
             log.remove();
+        }
+    }
+
+    /// Whether there is a log that takes what is touched.
+    pub(crate) fn is_on(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Whether something was touched that is not written down.
+    pub(crate) fn is_behind(&self) -> bool {
+        self.log.as_ref().is_some_and(Log::is_behind)
+    }
+
+    /// Writes down what was touched, as `content` has it, and what is new of `baseline`.
+    pub(crate) fn append<'a>(
+        &mut self,
+        content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        baseline: &LogBaseline,
+    ) {
+        if let Some(mut log) = self.log.take() {
+            let appended = log.append(content, baseline);
+            self.keep(log, appended);
+        }
+    }
+
+    /// The log says what the header is about to say: `baseline` has it.
+    pub(crate) fn append_header<'a>(
+        &mut self,
+        content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        baseline: &LogBaseline,
+    ) -> HeaderLogged {
+        debug_assert!(baseline.header.next.is_some());
+        self.append(content, baseline);
+        HeaderLogged { _made_here: () }
+    }
+
+    /// The header is about to say these autoclear `bits`: the log goes by the name in them already,
+    /// or they have none.
+    pub(crate) fn allow_name(&self, bits: u64) -> HeaderLogged {
+        let name = names_log(bits);
+        let own = self.log.as_ref().map(Log::name);
+        assert!(name.is_none() || name == own, "the header names this log, or none");
+        HeaderLogged { _made_here: () }
+    }
+
+    /// The header is about to get or lose a mark that no log speaks of: that it is dirty, or
+    /// corrupt.
+    pub(crate) fn allow_marks(&self) -> HeaderLogged {
+        HeaderLogged { _made_here: () }
+    }
+
+    /// What the log has up to `mark` is durable.
+    pub(crate) fn forget(&mut self, mark: &Mark) {
+        if let Some(mut log) = self.log.take() {
+            let forgotten = log.forget(mark);
+            if self.keep(log, forgotten).is_some() {
+                // There is memory again.
+                self.next_wait = 0;
+            }
         }
     }
 
@@ -152,67 +220,6 @@ impl Logging {
         self.out = None;
         if let Some(log) = self.log.take() {
             log.remove();
-        }
-    }
-}
-
-impl PageState {
-    /// Has all of a metadata cluster written down that is here and in the file, and that no group
-    /// writes.
-    pub(super) fn log_cluster(&mut self, at: HostOffset, len: u64) {
-        let page_bytes = self.page_bytes();
-        let page_len = usize::try_from(page_bytes).expect("4 KiB");
-        for page in (at.bytes()..at.bytes() + len).step_by(page_len) {
-            self.expect_page(page);
-            self.logging.touch(HostOffset::new(page), page_len, Stage::Early);
-        }
-    }
-
-    /// The file has, or is about to get, the page `number` as it is here.
-    fn expect_page(&mut self, number: u64) {
-        if let Some(page) = self.pages.get(&number) {
-            self.logging.expect(number, &page.bytes);
-        }
-    }
-
-    /// Writes down what changed and is not in the log yet.
-    pub(crate) fn log_touched(&mut self, footing: &Footing) {
-        if self.logging.log.as_ref().is_some_and(Log::is_behind) {
-            self.log_footing(footing);
-        }
-    }
-
-    /// The same, and what is unused now even if nothing changed.
-    pub(crate) fn log_footing(&mut self, footing: &Footing) {
-        if let Some(mut log) = self.logging.log.take() {
-            let appended = log.append(|at, len| self.get(at, len), footing);
-            self.logging.keep(log, appended);
-        }
-    }
-
-    /// How far the log goes for a group that is taken.
-    pub(super) fn mark_log(&mut self, footing: &Footing) -> Option<Mark> {
-        self.log_touched(footing);
-        let has_pages = self.dirty_count() > 0;
-        if has_pages && self.logging.log.is_some() {
-            // While they are written the file has either.
-            let numbers: Vec<_> = self.early.iter().chain(&self.late).copied().collect();
-            numbers.into_iter().for_each(|number| self.expect_page(number));
-            self.log_footing(footing);
-        }
-        self.logging.take_group(has_pages, footing)
-    }
-
-    /// What the log has up to `taken` is durable.
-    pub(crate) fn forget_logged(&mut self, taken: &Group, footing: &Footing) {
-        if let Some(mark) = &taken.logged
-            && let Some(mut log) = self.logging.log.take()
-        {
-            let forgotten = log.forget(mark, footing);
-            if self.logging.keep(log, forgotten).is_some() {
-                // There is memory again.
-                self.logging.next_wait = 0;
-            }
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Taking an image over from a writer that died while the machine went on: what its log says
-//! ([`crate::write::handover`]) is put into the image before anybody looks at it; where the image
+//! ([`super`]) is put into the image before anybody looks at it; where the image
 //! is only read, over it.
 //!
 //! Invariants
@@ -19,22 +19,20 @@
 //! - I4 Who only reads puts nothing into the image and leaves the log as it is. It is applied only
 //!   while nobody can write the image.
 
-mod found;
-mod over;
-mod replay;
-
-use crate::format::Header;
-use crate::open::{open_data_file, read_header};
-use crate::write::handover::names_log;
-use crate::write::header::{AUTOCLEAR_AT, LOG_NAME_SHIFT};
-use found::Found;
+use super::LOG_NAME_SHIFT;
+use super::baseline::Run;
+use super::evidence;
+use super::format::names_log;
+use super::found::Found;
+use super::over::Over;
+use super::replay::{Replay, Step};
+use crate::format::{Header, field};
+use crate::header_io::{open_data_file, read_header};
 use mica_block::{
     Error, ErrorKind, Handover, Images, OpenImage, Result, Store, read_exact, write_all,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use over::Over;
-use replay::{Replay, Step};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +43,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// Why a log is not used.
 const NOTHING_FITS: &str = "left nothing here that fits";
+const HEADER_CHANGED: &str = "another program changed its header since, or made it shorter";
 const MOUNTED_ANEW: &str = "its file system was mounted anew since, or its device came anew";
 const WRITTEN_SINCE: &str = "another program wrote the image since, over what it had changed";
 
@@ -57,45 +56,54 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
     let Some(name) = named_log(store).await? else { return Ok(()) };
     let handover = images.handover(path)?;
     let found = match &handover {
-        Some(handover) => find_of_the_dead(&**handover, name, store).await?,
+        Some(handover) => find_of_the_dead(&**handover, name).await?,
         None => None,
     };
-    match found {
-        // Who marks an image as corrupt ends its writing, and its log.
-        Some((header, _)) if header.incompatible.corrupt => {}
-        Some((header, found)) => {
-            let data = data_store(images, path, &header, true)?;
-            let replay = match usable(&found, &header, store, data.as_deref()).await? {
-                Ok(replay) => replay,
-                Err(why) => return set_aside(path, store, handover.as_deref(), why).await,
-            };
-            let synced = sync_both(store, data.as_deref()).await;
-            if let (Err(_), Some(handover)) = (&synced, &handover) {
-                // The kernel tells once that data was lost: who tries again would hear of nothing,
-                // and believe the log.
-                handover.remove();
-            }
-            synced?;
-            write_down(store, &replay).await?;
-            tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
+    let Some(found) = found else {
+        if let Some(place) = images.handover_of_another(path)? {
+            let context = format!(
+                "what its last writer left is in {}, which is of another user: open it once as \
+                 that user, or remove that file and lose what was not flushed",
+                place.display()
+            );
+            return Err(Error::new(ErrorKind::Denied, context));
         }
-        None => {
-            if let Some(place) = images.handover_of_another(path)? {
-                let context = format!(
-                    "what its last writer left is in {}, which is of another user: open it once as \
-                     that user, or remove that file and lose what was not flushed",
-                    place.display()
-                );
-                return Err(Error::new(ErrorKind::Denied, context));
+        return set_aside(path, store, handover.as_deref(), NOTHING_FITS).await;
+    };
+    let header = read_header(store).await?;
+    let mut unused: &[Run] = &[];
+    // Who marks an image as corrupt ends its writing, and its log.
+    if !found.is_empty() && !header.incompatible.corrupt {
+        let data = data_store(images, path, &header, true)?;
+        match usable(&found, &header, store, data.as_deref()).await? {
+            Ok(replay) => {
+                let synced = sync_both(store, data.as_deref()).await;
+                if let (Err(_), Some(handover)) = (&synced, &handover) {
+                    // The kernel tells once that data was lost: who tries again would hear of
+                    // nothing, and believe the log.
+                    handover.remove();
+                }
+                synced?;
+                write_down(store, &replay).await?;
+                unused = found.unused();
+                tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
             }
-            return set_aside(path, store, handover.as_deref(), NOTHING_FITS).await;
+            Err(why) if found.has_links() => {
+                return set_aside(path, store, handover.as_deref(), why).await;
+            }
+            // Nothing is lost with it but what was counted ahead, which leaks.
+            Err(why) => tracing::debug!(why, "a log that links nothing is not used"),
         }
     }
     clear_name(store).await?;
     if let Some(handover) = handover {
         handover.remove();
     }
-    Ok(())
+    // Only now: while the image names the log, somebody else may be given what is free, and the log
+    // would free it again.
+    let mut freed = Replay::empty(&header);
+    freed.free_unused(store, &header, unused).await?;
+    write_down(store, &freed).await
 }
 
 /// Ends what the image has to do with a log that is not used, and says `why`.
@@ -131,15 +139,22 @@ pub(crate) async fn read_over(
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
     let handovers = images.handovers_of_the_dead(path)?;
     for handover in &handovers {
-        let Some((header, found)) = find(&**handover, name, &*image.store).await? else { continue };
-        if header.incompatible.corrupt {
+        let Some(found) = Found::read(&**handover, name)? else { continue };
+        let header = read_header(&*image.store).await?;
+        if found.is_empty() || header.incompatible.corrupt {
             return Ok(image);
         }
         let data = data_store(images, path, &header, false)?;
-        let replay = match usable(&found, &header, &*image.store, data.as_deref()).await? {
-            Ok(replay) => replay,
+        let usable = usable(&found, &header, &*image.store, data.as_deref()).await?;
+        let replay = match usable {
+            Ok(mut replay) => {
+                replay.free_unused(&*image.store, &header, found.unused()).await?;
+                replay
+            }
             Err(why) => {
-                warn_of_loss(path, why, None);
+                if found.has_links() {
+                    warn_of_loss(path, why, None);
+                }
                 return Ok(image);
             }
         };
@@ -169,16 +184,13 @@ fn warn_of_another(path: &Path, place: &Path) {
     );
 }
 
-/// As [`find`], for who has the image open for writing. A process that was killed just now lets go
-/// of its files one after the other, so that the log may be its own for a moment still.
-async fn find_of_the_dead(
-    handover: &dyn Handover,
-    name: u32,
-    store: &dyn Store,
-) -> Result<Option<(Header, Found)>> {
+/// The log in `handover` that the image calls `name`, for who has the image open for writing. A
+/// process that was killed just now lets go of its files one after the other, so that the log may
+/// be its own for a moment still.
+async fn find_of_the_dead(handover: &dyn Handover, name: u32) -> Result<Option<Found>> {
     let mut tries = 1;
     loop {
-        match find(handover, name, store).await {
+        match Found::read(handover, name) {
             Err(error) if error.kind() == ErrorKind::Denied && tries < TRIES_MAX => {
                 mica_rt::sleep(PAUSE).await;
                 tries += 1;
@@ -186,17 +198,6 @@ async fn find_of_the_dead(
             found => return found,
         }
     }
-}
-
-/// The log in `handover` that the image in `store` calls `name`, and the header of the image.
-async fn find(
-    handover: &dyn Handover,
-    name: u32,
-    store: &dyn Store,
-) -> Result<Option<(Header, Found)>> {
-    let Some(found) = Found::read(handover, name)? else { return Ok(None) };
-    let header = read_header(store).await?;
-    Ok(found.fits(store, &header)?.then_some((header, found)))
 }
 
 /// Says so where the image at `path`, which is read as a backing file and has this `header`, lacks
@@ -207,7 +208,7 @@ pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Ok(handovers) = images.handovers_of_the_dead(path) else { return };
     for handover in &handovers {
         let Ok(Some(found)) = Found::read(&**handover, name) else { continue };
-        if !found.groups.is_empty() {
+        if found.has_links() {
             tracing::warn!(
                 image = %path.display(),
                 "its last writer died, and writes that were not flushed are not in it yet: open it \
@@ -232,16 +233,16 @@ async fn named_log(store: &dyn Store) -> Result<Option<u32>> {
     if start[..8] != *b"QFI\xfb\0\0\0\x03" {
         return Ok(None);
     }
-    let at = usize::try_from(AUTOCLEAR_AT).expect("88");
-    let bits = start[at..].first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
+    let bits =
+        start[field::AUTOCLEAR..].first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
     Ok(names_log(bits))
 }
 
 async fn clear_name(store: &dyn Store) -> Result<()> {
-    let bits = read_exact(store, HostOffset::new(AUTOCLEAR_AT), 8).await?;
+    let bits = read_exact(store, HostOffset::new(field::AUTOCLEAR as u64), 8).await?;
     let bits = bits.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
     let kept = bits & ((1 << LOG_NAME_SHIFT) - 1);
-    let at = HostOffset::new(AUTOCLEAR_AT);
+    let at = HostOffset::new(field::AUTOCLEAR as u64);
     write_all(store, Buf::from_slice(&kept.to_be_bytes()), at).await?;
     store.sync().await
 }
@@ -266,13 +267,21 @@ async fn usable(
     store: &dyn Store,
     data: Option<&dyn Store>,
 ) -> Result<std::result::Result<Replay, &'static str>> {
+    if !found.fits(store, header)? {
+        return Ok(Err(HEADER_CHANGED));
+    }
     let stores: Vec<_> = [Some(store), data].into_iter().flatten().collect();
     if found.tells_loss(&stores) {
         return Ok(Err(MOUNTED_ANEW));
     }
     let replay = Replay::plan(store, header, found).await?;
-    let goes_on = replay.goes_on_from(store, found).await?;
-    Ok(if goes_on { Ok(replay) } else { Err(WRITTEN_SINCE) })
+    if !replay.goes_on_from(store, found).await? {
+        return Ok(Err(WRITTEN_SINCE));
+    }
+    Ok(match evidence::contradiction(&replay, header, store, data).await? {
+        Some(why) => Err(why),
+        None => Ok(replay),
+    })
 }
 
 /// Makes durable what the links of the log lead to.

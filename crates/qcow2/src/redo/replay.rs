@@ -1,11 +1,11 @@
 //! What a log makes of the metadata of an image: pages, and when each may be written.
 
+use super::baseline::Run;
+use super::expected::{Expected, Sums, sums_of};
+use super::format::{EARLY, EARLY_ZEROS, LATE, LATE_ZEROS, ZERO_PAGES_MAX};
 use super::found::{Found, records};
 use crate::format::{Header, RefcountTableEntry};
 use crate::write::clusters::ZEROS;
-use crate::write::handover::{
-    EARLY, EARLY_ZEROS, Expected, LATE, LATE_ZEROS, Sums, ZERO_PAGES_MAX, sums_of,
-};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -21,7 +21,7 @@ const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
 /// Pages of which a log says what the file may have there at most: more than once of some.
 const EXPECTED_MAX: usize = 4 * PAGES_MAX;
 /// Clusters that a log calls unused and that are looked at.
-const UNUSED_MAX: u64 = 4096;
+const UNUSED_MAX: usize = 4096;
 
 /// When a page is written.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -54,8 +54,7 @@ pub(super) struct Replay {
 impl Replay {
     /// What the log that was `found` makes of the image in `store` with this `header`.
     pub(super) async fn plan(store: &dyn Store, header: &Header, found: &Found) -> Result<Self> {
-        let page_bytes = header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
-        let mut replay = Self { page_bytes, pages: BTreeMap::new() };
+        let mut replay = Self::empty(header);
         for group in &found.groups {
             for record in records(group) {
                 let step = match record.kind {
@@ -73,23 +72,50 @@ impl Replay {
                 }
             }
         }
-        let mut looked = 0;
-        for (first, count) in &found.unused {
-            for cluster in *first..first.saturating_add(*count) {
-                looked += 1;
-                if looked > UNUSED_MAX {
-                    return Ok(replay);
-                }
-                replay.free_unused(store, header, cluster).await?;
-            }
-        }
         Ok(replay)
+    }
+
+    /// The same, with what the log calls unused free again.
+    pub(super) async fn free_unused(
+        &mut self,
+        store: &dyn Store,
+        header: &Header,
+        unused: &[Run],
+    ) -> Result<()> {
+        // What is dirty is counted again, and whoever did that before may have given them away.
+        if header.compatible.lazy_refcounts || header.incompatible.dirty {
+            return Ok(());
+        }
+        let clusters =
+            unused.iter().flat_map(|(first, count)| *first..first.saturating_add(*count));
+        for cluster in clusters.take(UNUSED_MAX) {
+            self.free(store, header, cluster).await?;
+        }
+        Ok(())
+    }
+
+    /// Changes nothing yet.
+    pub(super) fn empty(header: &Header) -> Self {
+        let page_bytes = header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
+        Self { page_bytes, pages: BTreeMap::new() }
     }
 
     /// The pages that are written in `step`, and where.
     pub(super) fn pages_of(&self, step: Step) -> impl Iterator<Item = (HostOffset, &[u8])> {
         let pages = self.pages.iter().filter(move |(_, page)| page.step == step);
         pages.map(|(at, page)| (HostOffset::new(*at), &page.bytes[..]))
+    }
+
+    /// The pages that groups change within `len` bytes at `at`.
+    pub(super) fn logged_within(
+        &self,
+        at: HostOffset,
+        len: u64,
+    ) -> impl Iterator<Item = (HostOffset, &[u8])> {
+        let pages = self.pages.range(at.bytes()..at.bytes().saturating_add(len));
+        pages
+            .filter(|(_, page)| page.is_logged)
+            .map(|(at, page)| (HostOffset::new(*at), &page.bytes[..]))
     }
 
     /// Copies the pages over `buf`, which is what the file has at `at`.
@@ -190,13 +216,44 @@ impl Replay {
         Ok(())
     }
 
-    /// Has a cluster that was counted ahead be free again, if it has that one count.
-    async fn free_unused(
-        &mut self,
+    /// Frees a cluster that was counted ahead, if it has that one count.
+    async fn free(&mut self, store: &dyn Store, header: &Header, cluster: u64) -> Result<()> {
+        let width = header.refcount_width;
+        let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
+            return Ok(());
+        };
+        let page = self.page(store, (at, Step::Early), false).await?;
+        if width.get(&page.bytes, within) == Some(1) {
+            width.set(&mut page.bytes, within, 0).expect("zero fits");
+        }
+        Ok(())
+    }
+
+    /// The refcount of `cluster`; nothing where no block has it.
+    pub(super) async fn count_of(
+        &self,
         store: &dyn Store,
         header: &Header,
         cluster: u64,
-    ) -> Result<()> {
+    ) -> Result<Option<u64>> {
+        let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
+            return Ok(None);
+        };
+        if let Some(page) = self.pages.get(&at) {
+            return Ok(header.refcount_width.get(&page.bytes, within));
+        }
+        let len = usize::try_from(self.page_bytes).expect("4 KiB");
+        let bytes = read_exact(store, HostOffset::new(at), len).await?;
+        Ok(header.refcount_width.get(&bytes, within))
+    }
+
+    /// The page that has the refcount of `cluster`, and which one of it that is.
+    async fn place_of_count(
+        &self,
+        store: &dyn Store,
+        header: &Header,
+        cluster: u64,
+    ) -> Result<Option<(u64, usize)>> {
         let (bits, width) = (header.cluster_bits, header.refcount_width);
         let region = cluster >> width.block_entries_bits(bits);
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
@@ -206,20 +263,15 @@ impl Replay {
             .and_then(|skipped| header.refcount_table_offset.bytes().checked_add(skipped))
             .filter(|at| at + RefcountTableEntry::BYTES as u64 <= table_end)
         else {
-            return Ok(());
+            return Ok(None);
         };
         let mut entry = read_exact(store, HostOffset::new(entry_at), 8).await?;
         self.lay_over(&mut entry, entry_at);
         let entry = entry.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
-        let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(()) };
+        let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(None) };
         let index = cluster & (width.block_entries(bits) - 1);
         let page_entries = self.page_bytes * 8 / u64::from(width.bits());
         let at = block.bytes() + index / page_entries * self.page_bytes;
-        let within = usize::try_from(index % page_entries).expect("within a page");
-        let page = self.page(store, (at, Step::Early), false).await?;
-        if width.get(&page.bytes, within) == Some(1) {
-            width.set(&mut page.bytes, within, 0).expect("zero fits");
-        }
-        Ok(())
+        Ok(Some((at, usize::try_from(index % page_entries).expect("within a page"))))
     }
 }

@@ -1,21 +1,22 @@
 //! A log that was found, and whether it is the one that the image means.
 
-use crate::format::Header;
-use crate::write::handover::{
-    EARLY_ZEROS, EXPECTED, Expected, FOOTING, Footing, GROUP_HEAD_BYTES, HEADER_BYTES, LATE_ZEROS,
-    LogHeader, RECORD_HEAD_BYTES, RECORDS_AT, Run, WITNESSES, decode_expected, decode_witnesses,
-    group_sum, other_half,
+use super::baseline::{HeaderState, Run, SpaceState};
+use super::expected::{EXPECTED, Expected, decode_expected};
+use super::format::{
+    EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, LATE, LATE_ZEROS, LogHeader, RECORD_HEAD_BYTES,
+    RECORDS_AT, SPACE, WITNESSES, decode_witnesses, group_sum, other_half, read_header,
 };
+use crate::format::Header;
 use mica_block::{Handover, Result, Store, Witness};
 
 /// What a log says.
 pub(super) struct Found {
     /// The records of each group, in the order of the groups.
     pub(super) groups: Vec<Vec<u8>>,
-    /// Clusters that are counted and that nothing links, after all groups.
-    pub(super) unused: Vec<Run>,
-    /// What the groups go on from, if there are any.
-    footing: Option<Footing>,
+    /// What the header says after all groups.
+    header: Option<HeaderState>,
+    /// What is known of the file's clusters after all groups.
+    space: Option<SpaceState>,
     /// What tells whether the data that the groups link is still there.
     witnesses: Vec<Witness>,
 }
@@ -47,11 +48,9 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 impl Found {
     /// What the log says, if it goes by `name`.
     pub(super) fn read(handover: &dyn Handover, name: u32) -> Result<Option<Self>> {
-        let mut header = [0; HEADER_BYTES];
-        handover.read_at(0, &mut header)?;
-        let Some(header) = LogHeader::decode(&header) else { return Ok(None) };
-        let LogHeader { salt, names, boot, start, mut number, unused } = header;
-        if !names.contains(&name) || boot != handover.boot() || start < RECORDS_AT {
+        let Some(header) = read_header(handover, name)? else { return Ok(None) };
+        let LogHeader { salt, boot, start, mut number, .. } = header;
+        if boot != handover.boot() || start < RECORDS_AT {
             return Ok(None);
         }
         let mut groups = Vec::new();
@@ -63,24 +62,42 @@ impl Found {
                 groups.push(records);
             }
         }
-        let last = groups.last().map_or(&[][..], |group: &Vec<u8>| group);
-        let of_kind = |kind| records(last).find(|record| record.kind == kind);
-        let footing = of_kind(FOOTING).and_then(|told| Footing::decode(told.at, told.content));
-        let witnesses = of_kind(WITNESSES).and_then(|told| decode_witnesses(told.content));
-        let (footing, witnesses) = (footing, witnesses.unwrap_or_default());
-        let unused = footing.as_ref().map_or(unused, |footing| footing.unused.clone());
-        Ok(Some(Self { groups, unused, footing, witnesses }))
+        let mut found = Self { groups, header: None, space: None, witnesses: Vec::new() };
+        for record in found.groups.iter().flat_map(|group| records(group)) {
+            match record.kind {
+                HEADER => found.header = HeaderState::decode(record.content),
+                SPACE => found.space = SpaceState::decode(record.at, record.content),
+                WITNESSES => {
+                    found.witnesses = decode_witnesses(record.content).unwrap_or_default();
+                }
+                _ => {}
+            }
+        }
+        Ok(Some(found))
     }
 
-    /// Whether the image in `store` with this `header` is one that the log goes on from.
+    /// Whether the image in `store` with this `header` is one that the log goes on from. A log that
+    /// does not say all that it goes on from is of no image.
     pub(super) fn fits(&self, store: &dyn Store, header: &Header) -> Result<bool> {
-        let Some(footing) = &self.footing else { return Ok(self.groups.is_empty()) };
-        let table = header.refcount_table_offset.bytes();
-        let snapshots = (header.snapshots_offset.bytes(), header.snapshot_count.into());
-        let has_its_tables = footing.tables.contains(&table)
-            && footing.l1.contains(&header.l1_offset.bytes())
-            && footing.snapshots == snapshots;
-        Ok(store.len()? >= footing.reach && has_its_tables)
+        let (Some(state), Some(space)) = (&self.header, &self.space) else { return Ok(false) };
+        Ok(store.len()? >= space.min_file_len && state.allows(header))
+    }
+
+    /// Whether nothing comes of it: no change was written down since the last flush.
+    pub(super) fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// Whether something that was acknowledged is lost without it: a link, which is in a late page,
+    /// or in a table that is new.
+    pub(super) fn has_links(&self) -> bool {
+        let kinds = self.groups.iter().flat_map(|group| records(group)).map(|record| record.kind);
+        kinds.into_iter().any(|kind| matches!(kind, LATE | LATE_ZEROS))
+    }
+
+    /// Clusters that are counted and that nothing links, after all groups.
+    pub(super) fn unused(&self) -> &[Run] {
+        self.space.as_ref().map_or(&[], |space| &space.unused)
     }
 
     /// What the file may have in pages that the log changes.
@@ -92,14 +109,12 @@ impl Found {
 
     /// Whether the system lost some of what was written to the image in `stores`.
     pub(super) fn tells_loss(&self, stores: &[&dyn Store]) -> bool {
-        // Where there is no group, all that is linked is durable.
-        !self.groups.is_empty()
-            && (self.witnesses.len() != stores.len()
-                || self
-                    .witnesses
-                    .iter()
-                    .zip(stores)
-                    .any(|(told, store)| told.tells_loss(store.witness())))
+        self.witnesses.len() != stores.len()
+            || self
+                .witnesses
+                .iter()
+                .zip(stores)
+                .any(|(told, store)| told.tells_loss(store.witness()))
     }
 }
 

@@ -3,7 +3,7 @@
 //! of what a group writes when that is taken. Sums are of sectors: a write that failed or was cut
 //! off may have left some of them as they were.
 
-use super::append_head;
+use super::format::append_head;
 use crate::index::sidecar::crc32c;
 
 /// Kind of a record: the page at `at`, and those behind it, may be in the file like this. Content:

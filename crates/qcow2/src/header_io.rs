@@ -1,0 +1,52 @@
+//! Reading the header of an image, and opening the data file that it names.
+
+use crate::format::{HEADER_READ_BYTES, Header, parse_data_file_name};
+use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact};
+use mica_rt::Buf;
+use mica_units::HostOffset;
+use std::path::{Path, PathBuf};
+
+/// Reads and decodes the header of an image that is to be read.
+pub(crate) async fn read_header(store: &dyn Store) -> Result<Header> {
+    read_header_as(store, Header::decode).await
+}
+
+/// Reads the header of an image and decodes it with `decode`.
+pub(crate) async fn read_header_as(
+    store: &dyn Store,
+    decode: impl FnOnce(&[u8], u64) -> Result<Header>,
+) -> Result<Header> {
+    let file_len = store.len()?;
+    let mut bytes = read_start(store, file_len, HEADER_READ_BYTES).await?;
+    // A long header or name says so in what was read; each round reads more, up to a cluster.
+    loop {
+        let needed = Header::bytes_needed(&bytes)?;
+        if needed <= bytes.len() || bytes.len() as u64 >= file_len {
+            return decode(&bytes, file_len);
+        }
+        bytes = read_start(store, file_len, needed).await?;
+    }
+}
+
+async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf> {
+    let len = usize::try_from(file_len).unwrap_or(usize::MAX).min(len);
+    read_exact(store, HostOffset::ZERO, len).await
+}
+
+/// Opens the data file that the image at `path` names; gives its path, too.
+pub(crate) fn open_data_file(
+    images: &dyn Images,
+    path: &Path,
+    header: &Header,
+    writable: bool,
+) -> Result<(PathBuf, OpenImage)> {
+    let Some(name) = &header.data_file_name else {
+        let context = "the image keeps its data in an external file and does not name it";
+        return Err(Error::new(ErrorKind::Corrupt, context));
+    };
+    let resolved = images.resolve(path, &parse_data_file_name(name)?)?;
+    let opened = if writable { images.open_writable(&resolved) } else { images.open(&resolved) };
+    let opened =
+        opened.map_err(|error| error.wrap(format!("{}, its data file", resolved.display())))?;
+    Ok((resolved, opened))
+}

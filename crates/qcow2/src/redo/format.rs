@@ -1,0 +1,175 @@
+//! The bytes of a log: header, groups, records.
+
+use crate::index::sidecar::crc32c;
+use mica_block::{Handover, Result, Store, Witness};
+use std::sync::Arc;
+
+/// The autoclear bits that name the log of a writer: whoever else opens the image for writing
+/// clears them, as it must with bits that it does not know.
+pub(crate) const LOG_NAME_SHIFT: u32 = 32;
+
+const MAGIC: [u8; 8] = *b"micalog\x05";
+pub(super) const HEADER_BYTES: usize = 64;
+/// A log has two headers, written in turn: whoever is killed while one is written leaves the other.
+pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
+pub(super) const RECORDS_AT: u64 = 4096;
+pub(super) const GROUP_HEAD_BYTES: usize = 16;
+pub(super) const RECORD_HEAD_BYTES: usize = 16;
+const _: () = assert!(HEADER_BYTES as u64 <= RECORDS_AT);
+
+/// Kinds of records: a range that is written with the early pages, or with the late ones.
+pub(super) const EARLY: u32 = 0;
+pub(super) const LATE: u32 = 1;
+/// What is known of the clusters of the file: see [`SpaceState`](super::baseline::SpaceState).
+pub(super) const SPACE: u32 = 2;
+/// What tells whether the data that the groups up to this one link is still there: for the image
+/// file, and for the data file if there is one. Content: for each, kind u64, value i128.
+pub(super) const WITNESSES: u32 = 3;
+const WITNESS_BYTES: usize = 24;
+/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content: a new table of 2 MiB
+/// is one record.
+pub(super) const EARLY_ZEROS: u32 = 4;
+pub(super) const LATE_ZEROS: u32 = 5;
+/// What the header says: see [`HeaderState`](super::baseline::HeaderState).
+pub(super) const HEADER: u32 = 7;
+/// Ranges shorter than this have content though it is zeros.
+pub(super) const ZEROS_LEN_MIN: usize = 64;
+/// Pages of zeros in a log at most. Who reads it has all that it changes in memory at once.
+pub(super) const ZERO_PAGES_MAX: u64 = 1 << 15;
+
+/// Appends what every record begins with: it is of `len` bytes at `at`.
+pub(super) fn append_head(bytes: &mut Vec<u8>, at: u64, len: usize, kind: u32) {
+    let len = u32::try_from(len).expect("a page, or few numbers");
+    bytes.extend_from_slice(&at.to_le_bytes());
+    bytes.extend_from_slice(&len.to_le_bytes());
+    bytes.extend_from_slice(&kind.to_le_bytes());
+}
+
+/// What `stores` tell now.
+pub(super) fn witnesses_of(stores: &[Arc<dyn Store>]) -> Vec<Witness> {
+    stores.iter().map(|store| store.witness()).collect()
+}
+
+/// Appends `witnesses` as a record.
+pub(super) fn append_witnesses(witnesses: &[Witness], bytes: &mut Vec<u8>) {
+    append_head(bytes, 0, witnesses.len() * WITNESS_BYTES, WITNESSES);
+    for witness in witnesses {
+        let (kind, value) = match *witness {
+            Witness::None => (0, 0),
+            Witness::Life(number) => (1, i128::from(number)),
+            Witness::Changed(time_ns) => (2, time_ns),
+        };
+        bytes.extend_from_slice(&u64::to_le_bytes(kind));
+        bytes.extend_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// What a record of witnesses says; `None` if it is none.
+pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
+    let (told, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
+    let decode = |told: &[u8; WITNESS_BYTES]| {
+        let value = i128::from_le_bytes(*told[8..].first_chunk()?);
+        match u64::from_le_bytes(*told.first_chunk()?) {
+            0 => Some(Witness::None),
+            1 => u64::try_from(value).ok().map(Witness::Life),
+            2 => Some(Witness::Changed(value)),
+            _ => None,
+        }
+    };
+    told.iter().map(decode).collect()
+}
+
+/// The header of a log.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct LogHeader {
+    /// Goes into the checksums of its groups.
+    pub(super) salt: u32,
+    /// What the image calls it: one name, or while a group is made durable this or the next one.
+    pub(super) names: [u32; 2],
+    pub(super) boot: u128,
+    /// Where the first group is that counts.
+    pub(super) start: u64,
+    /// Its number.
+    pub(super) number: u64,
+    /// One higher than in the header that was written before.
+    pub(super) sequence: u64,
+}
+
+impl LogHeader {
+    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&self.salt.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.names[0].to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.boot.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.start.to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.number.to_le_bytes());
+        bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
+        bytes[52..60].copy_from_slice(&self.sequence.to_le_bytes());
+        let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
+        bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// The header in `bytes`, if they are one.
+    pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
+        let sum = u32::from_le_bytes(*bytes.last_chunk()?);
+        if bytes[..8] != MAGIC || sum != crc32c(&bytes[..HEADER_BYTES - 4]) {
+            return None;
+        }
+        let small = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
+        let number = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        Some(Self {
+            salt: small(8)?,
+            names: [small(12)?, small(48)?],
+            boot: u128::from_le_bytes(*bytes[16..].first_chunk()?),
+            start: number(32)?,
+            number: number(40)?,
+            sequence: number(52)?,
+        })
+    }
+}
+
+/// The header of the log in `out` that goes by `name`.
+pub(super) fn read_header(out: &dyn Handover, name: u32) -> Result<Option<LogHeader>> {
+    let mut found: Option<LogHeader> = None;
+    for at in HEADERS_AT {
+        let mut bytes = [0; HEADER_BYTES];
+        out.read_at(at, &mut bytes)?;
+        let header = LogHeader::decode(&bytes);
+        let header = header.filter(|header| header.names.contains(&name));
+        let is_later = |header: &LogHeader| {
+            found.as_ref().is_none_or(|found| found.sequence < header.sequence)
+        };
+        if let Some(header) = header.filter(is_later) {
+            found = Some(header);
+        }
+    }
+    Ok(found)
+}
+
+/// Where the other half begins than the one of `at`, of a log with this `capacity`.
+pub(super) fn other_half(at: u64, capacity: u64) -> u64 {
+    let middle = capacity / 2;
+    if at < middle { middle } else { RECORDS_AT }
+}
+
+/// The checksum of a group: of the log's salt and its number, too, so that what an earlier group or
+/// log left is not taken for a later one.
+pub(super) fn group_sum(salt: u32, number: u64, records: &[u8]) -> u32 {
+    let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    sum.update(&salt.to_le_bytes());
+    sum.update(&number.to_le_bytes());
+    sum.update(records);
+    u32::try_from(sum.finalize()).expect("32 bits")
+}
+
+/// The name of a log that is among the autoclear `bits` of an image.
+pub(super) fn names_log(bits: u64) -> Option<u32> {
+    u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0)
+}
+
+/// The name after `name`. Zero is none.
+pub(super) fn name_after(name: u32) -> u32 {
+    name.wrapping_add(1).max(1)
+}

@@ -1,0 +1,316 @@
+//! The log of one writer: what it appends, when, and when it forgets.
+
+use super::Stage;
+use super::baseline::LogBaseline;
+use super::expected::Expected;
+use super::format::{
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADERS_AT, LATE, LATE_ZEROS, LogHeader, RECORDS_AT,
+    ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, group_sum, name_after,
+    other_half, witnesses_of,
+};
+use mica_block::{Error, ErrorKind, Handover, Result, Store, Witness};
+use mica_units::HostOffset;
+use std::sync::Arc;
+
+/// A range that changed and is not in the log yet.
+#[derive(Clone, Copy)]
+struct Touched {
+    at: HostOffset,
+    len: usize,
+    stage: Stage,
+}
+
+/// How far the log went when a group was taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Mark {
+    end: u64,
+    number: u64,
+    /// What the image calls the log from this group on.
+    pub(crate) name: u32,
+    /// The log was begun with this group, which is not in it.
+    pub(crate) is_first: bool,
+}
+
+/// The log of one writer.
+pub(crate) struct Log {
+    out: Arc<dyn Handover>,
+    /// The image file, and the data file if there is one.
+    stores: Vec<Arc<dyn Store>>,
+    salt: u32,
+    /// How often its header was written.
+    sequence: u64,
+    name: u32,
+    /// The name that the image may have already.
+    next: Option<u32>,
+    /// Where the first group is that counts, and its number.
+    start: u64,
+    first: u64,
+    /// Where the next group goes, and its number.
+    end: u64,
+    number: u64,
+    touched: Vec<Touched>,
+    /// Sums of pages that are not in the log yet.
+    expected: Vec<Expected>,
+    bytes: Vec<u8>,
+    /// What it has of groups that are being made durable, and of later ones.
+    held: [Held; 2],
+    /// What the log says since the last mark: it is said again only where it changed.
+    told: Option<(LogBaseline, Vec<Witness>)>,
+}
+
+/// What a part of a log holds.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    zero_pages: u64,
+    /// Whether something changes with it.
+    has_changes: bool,
+}
+
+/// Appends the records of ranges to a group: neighbours that become zeros are one.
+struct Ranges<'a> {
+    bytes: &'a mut Vec<u8>,
+    /// Where the record of the last range is, its kind and where the range ends, if it is zeros.
+    zeros: Option<(usize, u32, u64)>,
+    zero_pages: u64,
+}
+
+impl Ranges<'_> {
+    fn add(&mut self, at: u64, content: &[u8], stage: Stage) {
+        let is_zeros = content.len() >= ZEROS_LEN_MIN && content.iter().all(|byte| *byte == 0);
+        let kind = match (stage, is_zeros) {
+            (Stage::Early, false) => EARLY,
+            (Stage::Late, false) => LATE,
+            (Stage::Early, true) => EARLY_ZEROS,
+            (Stage::Late, true) => LATE_ZEROS,
+        };
+        let len = u32::try_from(content.len()).expect("a page");
+        let end = at + content.len() as u64;
+        self.zero_pages += u64::from(is_zeros);
+        if let Some((record, last_kind, last_end)) = &mut self.zeros
+            && (*last_kind, *last_end) == (kind, at)
+            && let Some(stood) = self.bytes[*record + 8..].first_chunk_mut()
+            && let Some(joined) = u32::from_le_bytes(*stood).checked_add(len)
+        {
+            *stood = joined.to_le_bytes();
+            *last_end = end;
+            return;
+        }
+        self.zeros = is_zeros.then_some((self.bytes.len(), kind, end));
+        append_head(self.bytes, at, content.len(), kind);
+        if !is_zeros {
+            self.bytes.extend_from_slice(content);
+        }
+    }
+}
+
+impl Log {
+    /// Begins an empty log of this `name`, for an image in these `stores`.
+    pub(crate) fn begin(
+        out: Arc<dyn Handover>,
+        stores: Vec<Arc<dyn Store>>,
+        name: u32,
+    ) -> Result<Self> {
+        let mut log = Self {
+            out,
+            stores,
+            salt: name,
+            sequence: 0,
+            name,
+            next: None,
+            start: RECORDS_AT,
+            first: 1,
+            end: RECORDS_AT,
+            number: 1,
+            touched: Vec::new(),
+            expected: Vec::new(),
+            bytes: Vec::new(),
+            held: [Held::default(); 2],
+            told: None,
+        };
+        // Somebody else's, or one that nobody took over.
+        log.out.remove();
+        match log.write_header() {
+            Ok(()) => Ok(log),
+            Err(error) => {
+                log.remove();
+                Err(error)
+            }
+        }
+    }
+
+    /// The name that it was given last.
+    pub(crate) fn name(&self) -> u32 {
+        self.next.unwrap_or(self.name)
+    }
+
+    fn write_header(&mut self) -> Result<()> {
+        self.sequence += 1;
+        let header = LogHeader {
+            salt: self.salt,
+            names: [self.name, self.next.unwrap_or(self.name)],
+            boot: self.out.boot(),
+            start: self.start,
+            number: self.first,
+            sequence: self.sequence,
+        };
+        let [even, odd] = HEADERS_AT;
+        let at = if self.sequence.is_multiple_of(2) { even } else { odd };
+        self.out.write_at(at, &header.encode())
+    }
+
+    /// `len` bytes at `at` are being changed.
+    pub(crate) fn touch(&mut self, at: HostOffset, len: usize, stage: Stage) {
+        // The same counts, or the same entry, again and again.
+        if let Some(last) = self.touched.last()
+            && (last.at, last.len, last.stage) == (at, len, stage)
+        {
+            return;
+        }
+        self.touched.push(Touched { at, len, stage });
+    }
+
+    /// The file may have the page at `at` as it is in `page` (I5).
+    pub(crate) fn expect(&mut self, at: u64, page: &[u8]) {
+        Expected::push(&mut self.expected, at, page);
+    }
+
+    /// Whether something was touched that is not written down.
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    /// Writes down what was touched, as `content` has it, and what of `baseline` the log does not
+    /// say yet.
+    ///
+    /// # Errors
+    /// If it cannot be written: then the log is not to be used any more.
+    pub(crate) fn append<'a>(
+        &mut self,
+        content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        baseline: &LogBaseline,
+    ) -> Result<()> {
+        self.bytes.clear();
+        self.bytes.resize(GROUP_HEAD_BYTES, 0);
+        let mut ranges = Ranges { bytes: &mut self.bytes, zeros: None, zero_pages: 0 };
+        for Touched { at, len, stage } in self.touched.drain(..) {
+            // What was dropped meanwhile is named by nothing any more.
+            let Some(content) = content(at, len) else { continue };
+            ranges.add(at.bytes(), content, stage);
+        }
+        self.held[1].zero_pages += ranges.zero_pages;
+        self.held[1].has_changes |= self.bytes.len() > GROUP_HEAD_BYTES;
+        for expected in self.expected.drain(..) {
+            expected.append_to(&mut self.bytes);
+        }
+        self.append_told(baseline);
+        if self.bytes.len() == GROUP_HEAD_BYTES {
+            return Ok(());
+        }
+        // It stays within its half, and short of its end, which is the other one's begin.
+        let is_full = self.end + self.bytes.len() as u64 >= self.half_end();
+        if is_full || self.zero_pages() > ZERO_PAGES_MAX {
+            return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
+        }
+        let len = u32::try_from(self.bytes.len() - GROUP_HEAD_BYTES).expect("within the log");
+        let sum = group_sum(self.salt, self.number, &self.bytes[GROUP_HEAD_BYTES..]);
+        self.bytes[..8].copy_from_slice(&self.number.to_le_bytes());
+        self.bytes[8..12].copy_from_slice(&len.to_le_bytes());
+        self.bytes[12..16].copy_from_slice(&sum.to_le_bytes());
+        self.out.write_at(self.end, &self.bytes)?;
+        self.end += self.bytes.len() as u64;
+        self.number += 1;
+        Ok(())
+    }
+
+    /// Appends what of `baseline`, and of what the stores tell, is new.
+    fn append_told(&mut self, baseline: &LogBaseline) {
+        // What the group links was written before.
+        let witnesses = witnesses_of(&self.stores);
+        let told = self.told.as_ref();
+        if told.is_none_or(|(told, _)| told.header != baseline.header) {
+            baseline.header.append_to(&mut self.bytes);
+        }
+        if told.is_none_or(|(told, _)| told.space != baseline.space) {
+            baseline.space.append_to(&mut self.bytes);
+        }
+        if told.is_none_or(|(_, told)| *told != witnesses) {
+            append_witnesses(&witnesses, &mut self.bytes);
+        }
+        match &mut self.told {
+            Some((told, told_witnesses)) => {
+                told.header = baseline.header;
+                told.space.clone_from(&baseline.space);
+                *told_witnesses = witnesses;
+            }
+            told => *told = Some((baseline.clone(), witnesses)),
+        }
+    }
+
+    fn zero_pages(&self) -> u64 {
+        self.held.iter().map(|held| held.zero_pages).sum()
+    }
+
+    fn half_end(&self) -> u64 {
+        let (middle, capacity) = (self.out.capacity() / 2, self.out.capacity());
+        if self.end < middle { middle } else { capacity }
+    }
+
+    /// Whether it is time to flush, so that it does not become full.
+    pub(crate) fn is_long(&self) -> bool {
+        let is_short_of_room = self.half_end() - self.end < self.out.capacity() / 4;
+        is_short_of_room || self.held[1].zero_pages > ZERO_PAGES_MAX / 4
+    }
+
+    /// How far it goes now, for a group that is taken, and the name that the image gets with that.
+    /// What comes later goes into the other half, if that is free.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(crate) fn mark(&mut self) -> Result<Mark> {
+        let other = other_half(self.end, self.out.capacity());
+        let is_free = other_half(self.start, self.out.capacity()) == other;
+        if is_free && self.end != other_half(other, self.out.capacity()) {
+            self.end = other;
+        }
+        let [before, later] = self.held;
+        let both = Held {
+            zero_pages: before.zero_pages + later.zero_pages,
+            has_changes: before.has_changes || later.has_changes,
+        };
+        self.held = [both, Held::default()];
+        // What comes before is forgotten with the group.
+        self.told = None;
+        // A name that was not used yet, because a group before found no space, will do.
+        if self.next.is_none() {
+            self.next = Some(name_after(self.name));
+            self.write_header()?;
+        }
+        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
+    }
+
+    /// The mark of a log that begins with a group.
+    pub(crate) fn first_mark(&self) -> Mark {
+        Mark { end: self.end, number: self.number, name: self.name, is_first: true }
+    }
+
+    /// Whether nothing changes with it.
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.held.iter().any(|held| held.has_changes)
+    }
+
+    /// What came before `mark` is durable (I2), and the image has the name of `mark`.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub(crate) fn forget(&mut self, mark: &Mark) -> Result<()> {
+        (self.name, self.next) = (mark.name, None);
+        (self.start, self.first) = (mark.end, mark.number);
+        self.held[0] = Held::default();
+        self.write_header()
+    }
+
+    /// Nothing in it counts any more.
+    pub(crate) fn remove(&self) {
+        self.out.remove();
+    }
+}

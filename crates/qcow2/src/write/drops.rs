@@ -1,0 +1,176 @@
+//! What the guest gives up becomes zeros in the file before the tables, or the log, say so.
+//!
+//! A log that takes bytes away from the guest is applied only while these are zeros in the file:
+//! that nobody wrote there since is proved by that alone ([`crate::redo`], `dropped.rs`). It costs
+//! nothing that would not be due anyway: what loses its last link is punched out of the file.
+//!
+//! ```text
+//! hold the clusters ─▶ no slice offers them for writes in place ─▶ writes in place that began
+//! before are done ─▶ zeros ─▶ link, log, publish ─▶ let go
+//! ```
+//!
+//! Invariants
+//! - I1 While a log says that bytes are dropped, and the file's tables name them still, they are
+//!   zeros: no write of this process goes there. What came before is waited for; what comes later
+//!   finds another entry; and a write into a place that is kept ([`PageState::is_zeroed`]) waits for
+//!   a flush first.
+//! - I2 Where bytes cannot be made zeros (the file system cannot, or something else names the
+//!   cluster, too), the change does not go into the log: it is acknowledged after a flush.
+
+use super::Writer;
+use super::held::Held;
+use super::link::{Change, Entry};
+#[cfg(doc)]
+use super::pages::PageState;
+use crate::chain::Chain;
+use crate::redo::{DroppedUnits, dropped_units, ranges_of};
+use mica_block::{ErrorKind, Result, Space};
+use mica_units::{GuestOffset, HostOffset};
+
+/// What a change does to bytes that are the image's own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Drops {
+    /// It drops none.
+    Nothing,
+    /// What it drops is zeros in the file.
+    Zeros,
+    /// What it drops is there still: the change must be durable before it is acknowledged.
+    Data,
+}
+
+impl Chain {
+    /// Makes zeros of what `changes`, which nobody knows of yet, drop. Until the result is dropped
+    /// nobody writes there in place. The caller has the claims of the clusters.
+    pub(super) async fn zero_what_drops<'a>(
+        &self,
+        writer: &'a Writer,
+        changes: &mut [Change],
+    ) -> Result<Option<Held<'a>>> {
+        let dropping: Vec<_> = changes
+            .iter()
+            .enumerate()
+            .filter(|(_, change)| change.drops == Drops::Nothing)
+            .filter_map(|(index, change)| Some((index, writer.drops_of(change)?)))
+            .collect();
+        if dropping.is_empty() {
+            return Ok(None);
+        }
+        let entries = dropping.iter().map(|(index, _)| changes[*index].entry).collect();
+        let held = self.hold(writer, entries).await;
+        let mut ranges: Vec<(HostOffset, u64, bool)> = Vec::new();
+        for (index, dropped) in &dropping {
+            let change = &mut changes[*index];
+            change.drops = match writer.is_only_link(dropped.host).await? {
+                true => Drops::Zeros,
+                false => Drops::Data,
+            };
+            if change.drops == Drops::Zeros {
+                let stays = writer.keeps_place(change);
+                ranges.extend(
+                    ranges_of(writer.l2, *dropped).iter().map(|(at, len)| (*at, *len, stays)),
+                );
+            }
+        }
+        if let Err(error) = writer.make_zeros(ranges).await {
+            if error.kind() != ErrorKind::Unsupported {
+                return Err(error);
+            }
+            // Some may be zeros: that is what becomes of them in any case.
+            dropping.iter().for_each(|(index, _)| changes[*index].drops = Drops::Data);
+        }
+        Ok(Some(held))
+    }
+
+    /// Holds the places of `entries`, and waits for the writes in place that began before.
+    pub(super) async fn hold<'a>(&self, writer: &'a Writer, entries: Vec<Entry>) -> Held<'a> {
+        let bits = writer.l2.cluster_bits;
+        let clusters = entries.iter().map(|entry| writer.place_of(entry).bytes() >> bits.bits());
+        let held = writer.metadata.held.hold(clusters.collect());
+        // As it is, but that nobody finds a place to write to.
+        self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..writer.units())));
+        writer.in_place.grace().await;
+        held
+    }
+}
+
+impl Writer {
+    /// What `change` takes away from the guest.
+    pub(super) fn drops_of(&self, change: &Change) -> Option<DroppedUnits> {
+        let guest = GuestOffset::new(change.entry.cluster << self.l2.cluster_bits.bits());
+        dropped_units(self.l2, guest, change.entry.raw, change.new)
+    }
+
+    /// The place that an entry has, or that its cluster has in a data file.
+    fn place_of(&self, entry: &Entry) -> HostOffset {
+        match self.l2.data_file {
+            true => HostOffset::new(entry.cluster << self.l2.cluster_bits.bits()),
+            false => entry.raw.offset(),
+        }
+    }
+
+    /// Whether the cluster's place is named by the entry still.
+    pub(super) fn keeps_place(&self, change: &Change) -> bool {
+        self.l2.data_file
+            || !change.new.compressed() && change.new.offset() == change.entry.raw.offset()
+    }
+
+    /// Whether nothing but one entry names the cluster at `host`, as far as its count tells.
+    async fn is_only_link(&self, host: HostOffset) -> Result<bool> {
+        if self.l2.data_file {
+            return Ok(true);
+        }
+        let cluster = host.bytes() >> self.l2.cluster_bits.bits();
+        Ok(self.space.refcount(cluster).await? == Some(1))
+    }
+
+    /// Makes zeros of ranges, each of which keeps its space in the file or not.
+    async fn make_zeros(&self, mut ranges: Vec<(HostOffset, u64, bool)>) -> Result<()> {
+        ranges.sort_unstable_by_key(|(at, ..)| *at);
+        let joins = |one: &(HostOffset, u64, bool), next: &(HostOffset, u64, bool)| {
+            one.0.bytes() + one.1 == next.0.bytes() && one.2 == next.2
+        };
+        for run in ranges.chunk_by(joins) {
+            let (Some((at, _, stays)), Some((last, last_len, _))) = (run.first(), run.last())
+            else {
+                continue;
+            };
+            let len = last.bytes() + last_len - at.bytes();
+            self.make_zero(*at, len, *stays).await?;
+        }
+        Ok(())
+    }
+
+    async fn make_zero(&self, at: HostOffset, len: u64, stays: bool) -> Result<()> {
+        let unsupported = |done: &Result<()>| {
+            done.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unsupported)
+        };
+        let wanted = if stays { Space::Zero } else { Space::Punch };
+        let done = self.data.space(wanted, at, len).await;
+        if !unsupported(&done) {
+            return done;
+        }
+        let other = if stays { Space::Punch } else { Space::Zero };
+        let done = self.data.space(other, at, len).await;
+        if !stays || done.is_err() {
+            return done;
+        }
+        // Zeros that keep their space, where the file system knows holes only.
+        match self.data.space(Space::Allocate, at, len).await {
+            allocated if unsupported(&allocated) => Ok(()),
+            allocated => allocated,
+        }
+    }
+
+    /// Waits, where one of `entries` has a place that was made zeros since the last flush, until
+    /// that is durable: a write there would look like another program's (I1).
+    pub(super) async fn settle_zeroed(&self, entries: &[Entry]) -> Result<()> {
+        let bits = self.l2.cluster_bits;
+        let is_fresh = {
+            let pages = self.metadata.lock();
+            let mut places =
+                entries.iter().map(|entry| self.place_of(entry).bytes() >> bits.bits());
+            places.any(|cluster| pages.is_zeroed(cluster))
+        };
+        if is_fresh { self.flush().await } else { Ok(()) }
+    }
+}

@@ -1,0 +1,75 @@
+//! Host clusters that are not written in place for now: what the guest has there is about to become
+//! zeros.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The clusters, by number, and how many hold each.
+#[derive(Default)]
+pub(crate) struct HeldClusters {
+    count: AtomicUsize,
+    clusters: Mutex<HashMap<u64, usize>>,
+}
+
+impl HeldClusters {
+    /// Nobody writes to `clusters` in place from now on, but for writes that have found their place
+    /// already, until what this gives is dropped.
+    pub(super) fn hold(&self, clusters: Vec<u64>) -> Held<'_> {
+        let mut held = self.lock();
+        for cluster in &clusters {
+            *held.entry(*cluster).or_default() += 1;
+        }
+        self.count.store(held.len(), Ordering::SeqCst);
+        drop(held);
+        Held { of: self, clusters }
+    }
+
+    /// Whether the cluster `cluster` is held.
+    pub(crate) fn has(&self, cluster: u64) -> bool {
+        self.count.load(Ordering::SeqCst) > 0 && self.lock().contains_key(&cluster)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, usize>> {
+        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Clusters that are held until this is dropped.
+#[must_use = "they are held as long as this lives"]
+pub(super) struct Held<'a> {
+    of: &'a HeldClusters,
+    clusters: Vec<u64>,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut held = self.of.lock();
+        for cluster in &self.clusters {
+            if let Some(holders) = held.get_mut(cluster) {
+                *holders -= 1;
+                if *holders == 0 {
+                    held.remove(cluster);
+                }
+            }
+        }
+        self.of.count.store(held.len(), Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cluster_is_held_until_the_last_holder_lets_go() {
+        let held = HeldClusters::default();
+        let one = held.hold(vec![1, 2]);
+        let other = held.hold(vec![2, 3]);
+        assert!([1, 2, 3].into_iter().all(|cluster| held.has(cluster)) && !held.has(4));
+        drop(one);
+        assert!(!held.has(1) && held.has(2));
+        drop(other);
+        assert!(!held.has(2) && !held.has(3));
+    }
+}
