@@ -1,0 +1,207 @@
+//! A writer is killed after any step: an operation that changes a file, or a change of the memory
+//! that outlives it. What it had in flight is done, half done or not. Then another program may
+//! write the image and leave the name of its log, as QEMU does where it commits into it.
+
+use crate::chain::ChainSubject;
+use crate::random::subject;
+use mica_block::Disk;
+use mica_sim::crash::{Mode, Subject as _, load_at_random, until_power_cut};
+use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, ModelDisk, Operation, World, scenario};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+const SECTOR: usize = 512;
+/// Where the autoclear bits stand in a header.
+const AUTOCLEAR_AT: usize = 88;
+/// Steps that a writer lives at most.
+const STEPS_MAX: u64 = 400;
+
+type Model = Rc<RefCell<ModelDisk>>;
+
+/// A chain whose writer has a log.
+fn logged_subject(world: &World) -> ChainSubject {
+    loop {
+        let subject = subject(world);
+        if subject.outlives_the_process() {
+            return subject;
+        }
+    }
+}
+
+/// A guest works until its server is killed after some steps.
+async fn work_and_die(world: &World, subject: &ChainSubject, model: &Model, errors: Errors) {
+    let disk = subject.open(world, Mode::Write).await.unwrap();
+    let guest = Guest::new(world, disk, model, errors);
+    guest.settle().await.unwrap();
+    world.kill_after(1 + world.random_below(STEPS_MAX));
+    let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
+    let load = Load { give_up_one_in: 0, ..load };
+    let before = world.cuts();
+    // Who is done before its time is killed with nothing under way.
+    if until_power_cut(world, guest.run(&load)).await.is_some() && world.cuts() == before {
+        world.keep_power();
+        world.kill();
+    }
+}
+
+/// Those who take over are killed, too, at any step.
+async fn take_over_and_die(world: &World, subject: &ChainSubject) {
+    for _ in 0..world.random_below(3) {
+        world.kill_after(1 + world.random_below(24));
+        let before = world.cuts();
+        let opened = until_power_cut(world, subject.open(world, Mode::Write)).await;
+        drop(opened);
+        if world.cuts() == before {
+            world.keep_power();
+            world.kill();
+        }
+    }
+}
+
+async fn open(world: &World, subject: &ChainSubject, mode: Mode) -> Arc<dyn Disk> {
+    subject.open(world, mode).await.unwrap()
+}
+
+async fn read_all(world: &World, subject: &ChainSubject, mode: Mode) -> Vec<u8> {
+    let disk = open(world, subject, mode).await;
+    let len = subject.shape.initial.len() as u64;
+    let _request = disk.enter();
+    let bytes = mica_sim::read(&*disk, crate::plain::range(0, len)).await.unwrap();
+    drop(_request);
+    if mode == Mode::Write {
+        disk.close().await.unwrap();
+    }
+    bytes
+}
+
+#[test]
+fn writer_that_is_killed_after_any_step_has_lost_nothing_that_it_acknowledged() {
+    scenario(250, |world| async move {
+        let subject = logged_subject(&world);
+        let model = Rc::new(RefCell::new(subject.shape.model()));
+        for _ in 0..2 {
+            work_and_die(&world, &subject, &model, Errors::Unexpected).await;
+            model.borrow_mut().die();
+            take_over_and_die(&world, &subject).await;
+            if world.random_below(2) == 0 {
+                let bytes = read_all(&world, &subject, Mode::Read).await;
+                model.borrow().clone().settle(0, &bytes).unwrap();
+            }
+        }
+        let bytes = read_all(&world, &subject, Mode::Write).await;
+        model.borrow_mut().settle(0, &bytes).unwrap();
+        subject.check(&world).await.unwrap_or_else(|error| panic!("{error}"));
+    });
+}
+
+/// What another program made of the image, sector by sector, where it changed something.
+struct Foreign {
+    bytes: Vec<u8>,
+    changed: Vec<bool>,
+}
+
+/// Another program, which knows nothing of logs, works on the image and closes it; the image keeps
+/// the name of the log, and its length.
+async fn write_elsewhere(world: &World, subject: &ChainSubject, model: &Model) -> Foreign {
+    let elsewhere = World::new(world.random_below(u64::MAX));
+    let mut name = [0; 8];
+    for (path, mut bytes) in world.files() {
+        if path == subject.shape.top {
+            let bits = &mut bytes[AUTOCLEAR_AT..AUTOCLEAR_AT + 8];
+            name.copy_from_slice(bits);
+            bits[..4].fill(0);
+        }
+        elsewhere.put(path, bytes);
+    }
+    let its_model = Rc::new(RefCell::new(model.borrow().clone()));
+    let disk = open(&elsewhere, subject, Mode::Write).await;
+    let guest = Guest::new(&elsewhere, disk, &its_model, Errors::Unexpected);
+    guest.settle().await.unwrap();
+    let before = its_model.borrow().bytes().expect("what was settled is known");
+    let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
+    guest.run(&Load { give_up_one_in: 0, ..load }).await;
+    guest.close().await.unwrap();
+    its_model.borrow_mut().die();
+    let shown = read_all(&elsewhere, subject, Mode::Read).await;
+    its_model.borrow_mut().settle(0, &shown).unwrap();
+    let bytes = its_model.borrow().bytes().expect("what was flushed is known");
+    let sectors = before.chunks(SECTOR).zip(bytes.chunks(SECTOR));
+    let changed = sectors.map(|(before, after)| before != after).collect();
+    for (path, mut bytes) in elsewhere.files() {
+        let is_top = path == subject.shape.top;
+        let now = world.files().into_iter().find(|(there, _)| *there == path).map(|(_, now)| now);
+        if !is_top && now.as_ref() == Some(&bytes) {
+            continue;
+        }
+        world.change(path, |file| {
+            bytes.resize(bytes.len().max(file.len()), 0);
+            if is_top {
+                bytes[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].copy_from_slice(&name[..4]);
+            }
+            *file = bytes;
+        });
+    }
+    Foreign { bytes, changed }
+}
+
+/// The stories: a log that nothing was written into freed clusters that another program had taken
+/// meanwhile; a log that dropped clusters was put over what another program had written into these
+/// in place, with no change of any table.
+#[test]
+fn what_another_program_made_durable_outranks_a_log() {
+    let applied = RefCell::new([0_u32; 2]);
+    scenario(400, |world| {
+        let applied = &applied;
+        async move {
+            let subject = logged_subject(&world);
+            let model = Rc::new(RefCell::new(subject.shape.model()));
+            work_and_die(&world, &subject, &model, Errors::Unexpected).await;
+            model.borrow_mut().crash();
+            take_over_and_die(&world, &subject).await;
+            let foreign = write_elsewhere(&world, &subject, &model).await;
+            take_over_and_die(&world, &subject).await;
+            let mode = [Mode::Read, Mode::Write][usize::from(world.random_below(2) == 0)];
+            for mode in [mode, Mode::Write] {
+                let bytes = read_all(&world, &subject, mode).await;
+                let sectors = bytes.chunks(SECTOR).zip(foreign.bytes.chunks(SECTOR));
+                let mut is_applied = false;
+                for ((number, (shown, theirs)), changed) in (0..).zip(sectors).zip(&foreign.changed)
+                {
+                    if *changed {
+                        assert!(shown == theirs, "sector {number} is not what was made durable");
+                        continue;
+                    }
+                    is_applied |= shown != theirs;
+                    model.borrow().clone().settle(number, shown).unwrap();
+                }
+                applied.borrow_mut()[usize::from(is_applied)] += 1;
+            }
+            subject.check(&world).await.unwrap_or_else(|error| panic!("{error}"));
+        }
+    });
+    let [left, put] = *applied.borrow();
+    assert!(left > 0 && put > 0, "logs are left ({left}), and put into the image ({put})");
+}
+
+/// The same while the file system is full for a while.
+#[test]
+fn writer_that_is_killed_while_space_is_short_has_lost_nothing_that_it_acknowledged() {
+    scenario(150, |world| async move {
+        let subject = logged_subject(&world);
+        let model = Rc::new(RefCell::new(subject.shape.model()));
+        world.inject_change(ChangeFault {
+            operation: [Operation::Write, Operation::SetLen, Operation::Space]
+                [usize::try_from(world.random_below(3)).unwrap()],
+            nth: 1 + world.random_below(40),
+            lasting: world.random_below(2) == 0,
+            errno: ENOSPC,
+        });
+        work_and_die(&world, &subject, &model, Errors::ForLackOfSpace).await;
+        world.heal_changes();
+        model.borrow_mut().die();
+        let bytes = read_all(&world, &subject, Mode::Write).await;
+        model.borrow_mut().settle(0, &bytes).unwrap();
+        subject.check(&world).await.unwrap_or_else(|error| panic!("{error}"));
+    });
+}
