@@ -1,7 +1,8 @@
 //! Everything that CI runs, in the order in which it fails soonest.
 
-use crate::{setup, shell, tidy};
+use crate::{setup, tidy};
 use anyhow::{Context, Result, bail, ensure};
+use mica_tests::shell;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 

@@ -10,8 +10,8 @@ mod scan;
 mod source;
 mod tree;
 
-use crate::shell;
 use anyhow::{Result, bail};
+use mica_tests::shell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

@@ -4,9 +4,9 @@
 use super::Run;
 use super::images;
 use super::measure::{Bounds, Context};
-use crate::bench::peers::Peer;
-use crate::bench::samples::Sample;
 use crate::load::ratio;
+use crate::peers::Peer;
+use crate::samples::Sample;
 use anyhow::{Context as _, Result};
 use mica_tests::clock;
 use mica_tests::tools;

@@ -3,9 +3,9 @@
 use super::images::Kind;
 use super::loads::{Case, Mode};
 use super::{KIB_4, KIB_64, MIB, counted_part, part};
-use crate::bench::goal::{Bound, Goal};
-use crate::bench::peers::{MICA, QEMU_NBD};
-use crate::bench::samples::Samples;
+use crate::goal::{Bound, Goal};
+use crate::peers::{MICA, QEMU_NBD};
+use crate::samples::Samples;
 
 /// Images that start without data of their own.
 const GROWING: [Kind; 3] = [Kind::Empty, Kind::Overlay, Kind::Subclusters];

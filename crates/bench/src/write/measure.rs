@@ -3,9 +3,9 @@
 use super::Run;
 use super::images::{self, BASE_GENERATION, Image, Images, Kind};
 use super::loads::{Case, Mode};
-use crate::bench::peers::{Peer, Running};
-use crate::bench::samples::Sample;
 use crate::load::{WriteLoad, Written, ratio, stamp, write};
+use crate::peers::{Peer, Running};
+use crate::samples::Sample;
 use anyhow::{Context as _, Result, ensure};
 use mica_tests::nbd;
 use mica_tests::server::Server;

@@ -1,8 +1,8 @@
 //! Where a bench works, and where its results go.
 
-use crate::shell;
 use anyhow::Result;
 use clap::Args;
+use mica_tests::shell;
 use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;

@@ -6,11 +6,11 @@
 
 use super::rootfs::{DATABASE, RootDisk, VALUE_BYTES};
 use super::{BOOT, Context, DATABASE_PART, RANDOM};
-use crate::bench::parts::Chain;
-use crate::bench::peers::{MICA, Peer, Running};
-use crate::bench::samples::{Sample, Samples};
-use crate::bench::turns::{in_order, note};
 use crate::load::ratio;
+use crate::parts::Chain;
+use crate::peers::{MICA, Peer, Running};
+use crate::samples::{Sample, Samples};
+use crate::turns::{in_order, note};
 use anyhow::{Context as _, Result, ensure};
 use mica_tests::clock;
 use mica_tests::machine::{Disk, Machine, Work};

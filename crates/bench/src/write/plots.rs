@@ -4,12 +4,12 @@
 use super::images::Kind;
 use super::loads::{Case, Mode};
 use super::{KIB_4, KIB_64, MIB, counted_part, part, sizes};
-use crate::bench::bars::{Bars, Group};
-use crate::bench::peers::{MICA, QEMU_NBD};
-use crate::bench::plots::{Plot, Plots};
-use crate::bench::samples::Samples;
-use crate::bench::svg::{Chart, Line, Scale};
+use crate::bars::{Bars, Group};
 use crate::load::ratio;
+use crate::peers::{MICA, QEMU_NBD};
+use crate::plots::{Plot, Plots};
+use crate::samples::Samples;
+use crate::svg::{Chart, Line, Scale};
 use anyhow::Result;
 use std::path::Path;
 

@@ -2,11 +2,11 @@
 
 use super::device::{SHAPES, shape_name};
 use super::{BOOT, DATABASE_PART, READS};
-use crate::bench::bars::{Bars, Group};
-use crate::bench::plots::{Plot, Plots};
-use crate::bench::samples::Samples;
-use crate::bench::svg::{Chart, Line, Scale};
+use crate::bars::{Bars, Group};
 use crate::load::vhost::BLOCK_BYTES;
+use crate::plots::{Plot, Plots};
+use crate::samples::Samples;
+use crate::svg::{Chart, Line, Scale};
 use anyhow::Result;
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! The machine that a bench runs on: figures without it mean nothing.
 
-use crate::shell;
 use anyhow::{Context as _, Result};
+use mica_tests::shell;
 use std::fs;
 use std::process::Command;
 

@@ -1,9 +1,9 @@
 //! The goals for serving machines, each judged by what was measured.
 
 use super::{BOOT, READS, RESTART, REWRITES};
-use crate::bench::goal::{Bound, Goal};
-use crate::bench::peers::{MICA, QEMU_STORAGE_DAEMON};
-use crate::bench::samples::Samples;
+use crate::goal::{Bound, Goal};
+use crate::peers::{MICA, QEMU_STORAGE_DAEMON};
+use crate::samples::Samples;
 
 /// Judges all goals.
 pub(super) fn judge(samples: &Samples) -> Vec<Goal> {

@@ -4,8 +4,8 @@ use super::Part;
 use super::images::Kind;
 use super::loads::Case;
 use super::{counted_part, part};
-use crate::bench::page::{Column, Found, Rows, Table};
-use crate::bench::samples::Samples;
+use crate::page::{Column, Found, Rows, Table};
+use crate::samples::Samples;
 use clap::ValueEnum;
 
 const SPEED: &[Column] = &[

@@ -1,11 +1,11 @@
 //! The device without a guest: random reads and writes by the load generator, in turns.
 
 use super::{Context, KIB_4, QUEUES};
-use crate::bench::parts::Chain;
-use crate::bench::peers::Peer;
-use crate::bench::samples::Sample;
 use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
 use crate::load::{Pattern, ratio};
+use crate::parts::Chain;
+use crate::peers::Peer;
+use crate::samples::Sample;
 use anyhow::{Context as _, Result, ensure};
 use mica_gen::Rng;
 use mica_gen::owner::{Owner, OwnerMap};

@@ -4,12 +4,12 @@
 mod life;
 pub(crate) mod tree;
 
-use crate::{bench, setup, shell};
+use crate::glance;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use life::Life;
 use mica_tests::server::Server;
-use mica_tests::{command, mica};
+use mica_tests::{command, mica, shell};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,9 +40,6 @@ pub(crate) struct Options {
 
 /// Runs it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
-    if !setup::missing().is_empty() {
-        setup::run()?;
-    }
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
     fs::create_dir_all(&options.dir)?;
     let folder = tempfile::Builder::new().prefix("life-").tempdir_in(&options.dir)?;
@@ -94,7 +91,7 @@ fn show(dir: &Path, options: &Options) -> Result<()> {
     said(Command::new(mica::binary()).args(["index", "build"]).arg(&top))?;
     let images = [(1, one.as_path()), (options.snapshots + 1, top.as_path())];
     let time = Duration::from_secs_f64(options.seconds);
-    println!("{}", bench::glance::table(&images, time)?);
+    println!("{}", glance::table(&images, time)?);
     Ok(())
 }
 

@@ -3,11 +3,11 @@
 
 use super::device::{check, device, owned_by_active};
 use super::{Context, QUEUES};
-use crate::bench::parts::Chain;
-use crate::bench::peers::{Peer, Running};
-use crate::bench::samples::Sample;
 use crate::load::ratio;
 use crate::load::vhost::{Absence, Access, DiskLoad, Done, run};
+use crate::parts::Chain;
+use crate::peers::{Peer, Running};
+use crate::samples::Sample;
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use mica_tests::clock;
 use std::time::Duration;

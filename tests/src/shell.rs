@@ -6,19 +6,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The folder of the workspace.
-pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(1).unwrap_or(Path::new(".")).to_owned()
 }
 
 /// A cargo command in the workspace.
-pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+pub fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).current_dir(root());
     command
 }
 
-/// Shows `command`, runs it, and fails if it fails.
-pub(crate) fn run(command: &mut Command) -> Result<()> {
+/// Shows `command` and runs it.
+///
+/// # Errors
+/// If it cannot be started, or fails.
+pub fn run(command: &mut Command) -> Result<()> {
     show(command);
     let status = command.status().with_context(|| format!("starting {command:?}"))?;
     ensure!(status.success(), "{command:?}: {status}");
@@ -26,7 +29,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 }
 
 /// Shows what is about to run.
-pub(crate) fn show(command: &Command) {
+pub fn show(command: &Command) {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     let words: Vec<_> = words.map(OsStr::to_string_lossy).collect();
     println!("\n$ {}", words.join(" "));

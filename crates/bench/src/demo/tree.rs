@@ -38,7 +38,7 @@ impl Tree {
     pub(crate) fn gather(root: &Path) -> Result<Self> {
         fs::create_dir(root)?;
         let mut tree = Self { root: root.to_owned(), files: BTreeMap::new(), rng: Rng::new(500) };
-        tree.take(&crate::shell::root().join("crates"), "mica")?;
+        tree.take(&mica_tests::shell::root().join("crates"), "mica")?;
         for source in SOURCES {
             let name = source.trim_start_matches('/').replace('/', "-");
             tree.take(Path::new(source), &name)?;

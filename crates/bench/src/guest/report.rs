@@ -3,8 +3,8 @@
 use super::{
     ALLOCATING, ALLOCATING_SUBCLUSTERS, BOOT, DATABASE_PART, RANDOM, READS, RESTART, REWRITES,
 };
-use crate::bench::page::{Column, Found, by_layers, line};
-use crate::bench::samples::Samples;
+use crate::page::{Column, Found, by_layers, line};
+use crate::samples::Samples;
 
 const SPEEDS: &[Column] = &[
     ("1 queue, depth 1: per s", "q1_d1_per_s", 0),
@@ -113,7 +113,7 @@ fn machines(page: &mut String, samples: &Samples) {
 #[cfg(test)]
 mod tests {
     use super::SPEEDS;
-    use crate::bench::guest::device::{SHAPES, shape_name};
+    use crate::guest::device::{SHAPES, shape_name};
     use crate::load::vhost::BLOCK_BYTES;
 
     #[test]
