@@ -2,10 +2,8 @@
 //!
 //! Needs the right to mount: root and `/dev/fuse`.
 
-mod fuse {
-    mod life;
-    mod requests;
-    /// `mica serve --fuse`, and the file that it serves.
-    mod served;
-    mod tools_on_it;
-}
+mod life;
+mod requests;
+/// `mica serve --fuse`, and the file that it serves.
+mod served;
+mod tools_on_it;

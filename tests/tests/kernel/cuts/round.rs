@@ -54,7 +54,7 @@ pub(super) fn all(shape: &Shape) {
         let test = thread.name().unwrap_or_default();
         panic!(
             "{why}\n  MICA_CUT_SEED={seed} MICA_CUTS={cuts} cargo test -p mica-tests \
-             --test write_kernel -- --exact {test}"
+             --test kernel -- --exact {test}"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! What was wrong once.
 
-use crate::model::{Image, ModelLayer, build, compare, open, path, plain, plain_chain, put};
+use super::model::{Image, ModelLayer, build, compare, open, path, plain, plain_chain, put};
 use mica_block::{Disk, ErrorKind, Images};
 use mica_qcow2::format::{L1Entry, L2Entry, SnapshotEntry, Version};
 use mica_qcow2::{Chain, ChainOptions, IndexUse};

@@ -18,12 +18,10 @@
 //! MICA_GUEST_KILLS=50 cargo test -p mica-tests --test guest -- --nocapture restart
 //! ```
 
-mod guest {
-    mod chain;
-    mod ext4;
-    /// What is common to the tests: files, servers, verdicts.
-    mod host;
-    mod pattern;
-    mod resize;
-    mod restart;
-}
+mod chain;
+mod ext4;
+/// What is common to the tests: files, servers, verdicts.
+mod host;
+mod pattern;
+mod resize;
+mod restart;

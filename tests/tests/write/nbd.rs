@@ -107,7 +107,7 @@ fn nbdsh_finds_every_promise_kept() {
     if !tools::present(&[tools::QEMU_IMG, tools::NBDSH]) {
         return;
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nbd_write/promises.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/write/nbd/promises.py");
     for kind in KINDS {
         let served = kind.serve("16M", &[]);
         let model = served.dir.path().join("model");

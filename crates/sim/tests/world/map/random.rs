@@ -1,6 +1,6 @@
 //! Chains drawn at random.
 
-use crate::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, put_now, u64_at};
+use super::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, put_now, u64_at};
 use mica_qcow2::IndexUse;
 use mica_qcow2::format::{L1Entry, L2Entry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};

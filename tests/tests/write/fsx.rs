@@ -4,9 +4,6 @@
 //! `MICA_FSX_OPS` says how many requests each shape gets, `MICA_FSX_SEED` where the random numbers
 //! begin, `MICA_FSX_SHAPE` restricts it to one shape. A run that fails says how to repeat it.
 
-mod write_fsx {
-    //! What is written, to what, and how it is judged.
-    mod burst;
-    mod round;
-    mod shapes;
-}
+mod burst;
+mod round;
+mod shapes;

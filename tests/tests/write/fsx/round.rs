@@ -41,7 +41,7 @@ pub(super) fn all(shapes: &[Shape]) {
             };
             failed.push(format!(
                 "{why}\n  MICA_FSX_SHAPE={} MICA_FSX_SEED={seed} MICA_FSX_OPS={ops} \
-                 cargo test -p mica-tests --test write_fsx",
+                 cargo test -p mica-tests --test write fsx",
                 shape.name
             ));
             break;

@@ -1,5 +1,5 @@
 //! The corpus of the fuzz targets, thrown once more: what was found stays mended. New seeds are
-//! made by `MICA_SEEDS=write cargo test -p mica-sim --test corpus`.
+//! made by `MICA_SEEDS=write cargo test -p mica-sim --test world corpus`.
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 

@@ -16,15 +16,12 @@
 //! The long form, with a program that was built for release, takes some minutes:
 //!
 //! ```text
-//! MICA_BIN=target/release/mica MICA_CUTS=500 cargo test -p mica-tests --test write_kernel
+//! MICA_BIN=target/release/mica MICA_CUTS=500 cargo test -p mica-tests --test kernel cuts
 //! ```
 
-mod write_kernel {
-    //! What is asked, recorded, cut and judged.
-    mod history;
-    mod load;
-    mod recorder;
-    mod replay;
-    mod round;
-    mod shapes;
-}
+mod history;
+mod load;
+mod recorder;
+mod replay;
+mod round;
+mod shapes;

@@ -171,7 +171,7 @@ fn nbdsh_finds_every_promise_kept() {
         return;
     }
     let served = Served::start();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/promises.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve/clients/promises.py");
     let (socket, flat) = (served.server.socket(), served.path("flat.raw"));
     let mut nbdsh = std::process::Command::new("nbdsh");
     // Its library belongs to the system's Python, whatever other Python comes first.
