@@ -3,16 +3,14 @@
 use super::folders::Folders;
 use super::machine::Machine;
 use super::page::Found;
-use super::parts::{self, Context};
+use super::parts::{self, Context, Part};
 use super::samples::Samples;
 use super::{goals, plots, report};
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
 use mica_gen::ChainSpec;
 use mica_tests::shell;
 use serde_json::json;
-use std::fs;
-use std::path::Path;
 use std::time::Duration;
 
 /// Layers from which on a run is a slow one.
@@ -78,25 +76,6 @@ impl Options {
     }
 }
 
-/// A part of the bench.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Part {
-    /// Every server on every chain, warm.
-    Warm,
-    /// The same with the page cache dropped (root only).
-    Cold,
-    /// mica on chains that it has never seen.
-    First,
-    /// Speed by the memory that the map may take.
-    Budget,
-    /// Under a limit of 256 open files.
-    Handles,
-    /// Room that the index takes on disk.
-    IndexSize,
-    /// What the protocol and the device allow at most: raw files, null disks, the load generator.
-    Ceiling,
-}
-
 /// Measures and writes it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let layers = options.layers();
@@ -147,10 +126,4 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
     let (machine, quick) = (&machine.facts, options.quick);
     let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &plots });
     options.folders.put(&name, &document, &page)
-}
-
-/// Whether the page cache can be dropped here.
-pub(super) fn drop_caches() -> Result<()> {
-    rustix::fs::sync();
-    fs::write(Path::new("/proc/sys/vm/drop_caches"), "3").context("dropping the page cache")
 }

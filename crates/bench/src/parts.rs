@@ -1,12 +1,12 @@
 //! The parts of the bench: which servers, on what, how often.
 
-use super::chain::{Part, drop_caches};
 use super::measure::{self, Cold, Subject};
 use super::peers::{MICA, Peer, all_there};
 use super::samples::{Sample, Samples};
 use super::turns::{each_once, note};
 use crate::load::{null, ratio};
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
+use clap::ValueEnum;
 use mica_gen::owner::{Owner, OwnerMap};
 use mica_gen::{ChainSpec, DataMode, generate};
 use mica_tests::{clock, command, mica, tools};
@@ -29,6 +29,25 @@ const HANDLES_LIMIT: &str = "--nofile=256:256";
 const CEILING_BYTES: u64 = 4 << 30;
 /// Length of the disk on which the paper counts its index.
 const LARGE_DISK_BYTES: u64 = 50 << 30;
+
+/// A part of the bench.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Part {
+    /// Every server on every chain, warm.
+    Warm,
+    /// The same with the page cache dropped (root only).
+    Cold,
+    /// mica on chains that it has never seen.
+    First,
+    /// Speed by the memory that the map may take.
+    Budget,
+    /// Under a limit of 256 open files.
+    Handles,
+    /// Room that the index takes on disk.
+    IndexSize,
+    /// What the protocol and the device allow at most: raw files, null disks, the load generator.
+    Ceiling,
+}
 
 /// What all parts share.
 pub(super) struct Context<'a> {
@@ -428,4 +447,10 @@ fn in_turns(
             });
         }
     }
+}
+
+/// Whether the page cache can be dropped here.
+pub(super) fn drop_caches() -> Result<()> {
+    rustix::fs::sync();
+    fs::write(Path::new("/proc/sys/vm/drop_caches"), "3").context("dropping the page cache")
 }

@@ -6,6 +6,8 @@
 
 mod allowed;
 mod arrows;
+mod circles;
+mod names;
 mod scan;
 mod source;
 mod tree;
@@ -42,6 +44,7 @@ pub(crate) fn run() -> Result<()> {
         source::check(file, &text, &mut allowed, &mut findings);
     }
     arrows::check(&mut findings)?;
+    circles::check(&root, &files, &mut findings)?;
     tree::check(&root, &files, &mut findings)?;
     findings.extend(allowed.unused());
     for Finding { place, what } in &findings {
