@@ -4,12 +4,15 @@
 use mica_tests::guest::{Guest, Request};
 use mica_tests::mounts::Mount;
 use mica_tests::server::Server;
-use mica_tests::{command, mica, nbd, qemu, tools};
+use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 const BLOCK: usize = 4096;
+/// How long the server may take until it serves both.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A file system that takes no writes for as long as this lives (`fsfreeze`).
 struct Frozen(PathBuf);
@@ -60,7 +63,9 @@ fn a_frozen_file_system_holds_up_no_other_disk() {
     });
     let server = server.expect("served");
     let mut other = Guest::connect(&server).expect("served");
-    let connection = nbd::Connection::open(&dir.join("stuck.nbd"), "", &nbd::Wish::default());
+    // The first disk may be served a moment before the second is.
+    let served = || nbd::Connection::open(&dir.join("stuck.nbd"), "", &nbd::Wish::default()).ok();
+    let connection = clock::poll(LIMIT, Duration::from_millis(5), served);
     let mut stuck = Guest::on(connection.expect("served"));
     assert_eq!(stuck.write(0, &[1; BLOCK]).expect("answered"), 0);
 
