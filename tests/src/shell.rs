@@ -17,6 +17,17 @@ pub fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
+/// Where cargo puts what it builds.
+///
+/// # Errors
+/// If it does not say.
+pub fn target() -> Result<PathBuf> {
+    let metadata = cargo(["metadata", "--no-deps", "--format-version", "1"]).output()?;
+    ensure!(metadata.status.success(), "cargo metadata: {}", metadata.status);
+    let metadata: serde_json::Value = serde_json::from_slice(&metadata.stdout)?;
+    Ok(metadata["target_directory"].as_str().context("no target folder")?.into())
+}
+
 /// Shows `command` and runs it.
 ///
 /// # Errors

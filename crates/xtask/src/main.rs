@@ -6,6 +6,7 @@
 mod bench;
 mod ci;
 mod setup;
+mod soak;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -23,12 +24,14 @@ struct Cli {
 #[derive(Subcommand)]
 enum Verb {
     /// Everything that CI runs: format, lints, style, docs, licences, build, tests.
-    Ci,
+    Ci(ci::Options),
     /// Check what rustfmt and clippy do not: the style of the house.
     Tidy,
     /// Install the programs that tests and benches need (Debian, as root). Does nothing if all are
     /// there.
     Setup,
+    /// Run the long forms of the random tests, for a night or longer.
+    Soak(soak::Options),
     /// Measure mica beside its peers.
     #[command(disable_help_flag = true)]
     Bench(Words),
@@ -46,9 +49,10 @@ struct Words {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().verb {
-        Verb::Ci => ci::run(),
+        Verb::Ci(options) => ci::run(&options),
         Verb::Tidy => tidy::run(),
         Verb::Setup => setup::run(),
+        Verb::Soak(options) => soak::run(&options),
         Verb::Bench(Words { words }) => bench::bench(&words),
         Verb::Demo(Words { words }) => bench::demo(&words),
     };
