@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 /// How long a refusal may take.
-const REFUSAL_LIMIT: Duration = Duration::from_secs(10);
+const REFUSAL_LIMIT: Duration = Duration::from_secs(60);
 
 /// What mica says when it refuses to serve `image` in `dir`.
 #[track_caller]

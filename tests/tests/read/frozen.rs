@@ -26,7 +26,7 @@ fn active(dir: &Path) -> String {
 /// Builds the index and waits until timestamps prove that it fits, which they do only for layers
 /// that have been left alone for a second.
 fn build(dir: &Path) {
-    let sealed = clock::poll(Duration::from_secs(20), Duration::from_millis(300), || {
+    let sealed = clock::poll(Duration::from_secs(120), Duration::from_millis(300), || {
         mica::run(["index", "build", &active(dir)]).ok();
         (sealed(dir) == 3).then_some(())
     });

@@ -359,18 +359,18 @@ fn top_tells_what_happens_between_two_looks() {
     let control = world.socket().display().to_string();
     let mut top = Command::new(mica::binary());
     top.args(["top", "--control", &control, "--output", "json", "--interval", "0.2"]);
-    top.args(["--count", "20"]).stdin(Stdio::null()).stdout(Stdio::piped());
-    let top = top.spawn().expect("started");
+    top.args(["--count", "5"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut top = top.spawn().expect("started");
     let mut client = world.second();
-    let ended = clock::poll(Duration::from_secs(1), Duration::from_millis(5), || {
+    let ended = clock::poll(Duration::from_secs(60), Duration::from_millis(5), || {
         client.read(0, 1 << 20).expect("read");
-        None::<()>
+        top.try_wait().expect("a child")
     });
-    assert_eq!(ended, None);
+    assert!(ended.is_some(), "it looks five times and ends");
     let said = String::from_utf8(top.wait_with_output().expect("it ends").stdout).expect("text");
     let looks: Vec<Value> =
         said.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect();
-    assert_eq!(looks.len(), 20);
+    assert_eq!(looks.len(), 5);
     let second = |look: &Value| look["disks"][1]["reads_per_second"].as_f64().expect("a number");
     assert!(looks.iter().any(|look| second(look) > 0.0), "{said}");
     assert!(looks.iter().all(|look| look["disks"][0]["reads_per_second"] == 0.0), "{said}");

@@ -9,6 +9,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+/// How long anything here may take. The machine may be busy.
+const LIMIT: Duration = Duration::from_secs(60);
+
 fn disk(dir: &Path) {
     qemu::create(dir, "base.qcow2", &[], "8M");
     qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 2M", "write -c -P 2 4M 64k"]);
@@ -48,7 +51,7 @@ fn a_live_socket_is_not_taken_from_its_server() {
     let socket = server.socket();
     let mut second = Command::new(mica::binary());
     second.arg("serve").arg("--read-only").arg("--nbd").arg(&socket).arg(&image);
-    command::finish_within(&mut second, Duration::from_secs(10)).refusal();
+    command::finish_within(&mut second, LIMIT).refusal();
     let mut client = server.connect(&nbd::Wish::default()).expect("the first serves on");
     client.read(0, 4096).expect("read");
     server.stop().expect("it stops");
@@ -140,7 +143,7 @@ fn what_is_no_image_is_refused_in_one_line() {
     for name in ["empty", "text", "folder", "pipe", "none"] {
         let mut serve = Command::new(mica::binary());
         serve.arg("serve").arg("--nbd").arg(dir.join("socket")).arg(dir.join(name));
-        let said = command::finish_within(&mut serve, Duration::from_secs(10)).refusal();
+        let said = command::finish_within(&mut serve, LIMIT).refusal();
         assert!(said.contains(name), "{name}: {said}");
         assert!(!dir.join("socket").exists(), "{name}");
     }
@@ -163,7 +166,7 @@ fn option_of_a_server_that_is_not_there_is_refused_in_one_line() {
     ] {
         let mut serve = Command::new(mica::binary());
         serve.args(["serve", "--format", "null", at, &place("socket")]).args(option).arg("1M");
-        let said = command::finish_within(&mut serve, Duration::from_secs(10)).refusal();
+        let said = command::finish_within(&mut serve, LIMIT).refusal();
         let name = option[0].trim_start_matches("--").split('=').next().expect("a name");
         assert!(said.contains(&format!("leave {name} out")), "{said}");
         assert!(!dir.path().join("socket").exists(), "{name}");
@@ -183,7 +186,7 @@ fn it_listens_only_once_it_can_serve() {
     serve.args(["serve", "--read-only", "--inject", "delay=20ms", "--nbd"]).arg(&socket);
     serve.arg(dir.join("disk.qcow2")).stdin(Stdio::null());
     let mut child = serve.spawn().expect("started");
-    let connection = clock::poll(Duration::from_secs(20), Duration::from_millis(1), || {
+    let connection = clock::poll(LIMIT, Duration::from_millis(1), || {
         socket.exists().then(|| nbd::Connection::open(&socket, "", &nbd::Wish::default()))
     });
     // The first try after the socket appeared succeeds.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// In which time every thread has its name.
-const NAMED_MAX: Duration = Duration::from_secs(10);
+const NAMED_MAX: Duration = Duration::from_secs(60);
 /// PF_EXITING of Linux: the thread runs nothing of the program any more.
 const EXITING: u64 = 4;
 

@@ -1,12 +1,13 @@
 //! NBD over TLS: other people's clients get in with certificates, and nobody without.
 
 use mica_tests::server::Server;
-use mica_tests::{command, mica, nbd, qemu, tools};
+use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 use tempfile::TempDir;
 
 const TOOLS: [tools::Tool; 6] = [
@@ -217,16 +218,23 @@ fn client_that_wants_to_renegotiate_gets_nowhere() {
     openssl.current_dir(served.folder("client"));
     openssl.args(["s_client", "-connect", &format!("127.0.0.1:{port}"), "-tls1_2"]);
     openssl.args(["-cert", "client-cert.pem", "-key", "client-key.pem", "-CAfile", "ca-cert.pem"]);
-    openssl.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let log = served.folder("client").join("openssl.log");
+    let said = fs::File::create(&log).expect("made");
+    openssl.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(said);
     let mut child = openssl.spawn().expect("openssl");
     let mut input = child.stdin.take().expect("piped");
     // A line that begins with R renegotiates; it is looked at when the handshake is over.
     input.write_all(b"R\n").expect("it runs");
-    // It would wait for an answer until the server's deadline for the handshake.
-    mica_tests::clock::sleep(std::time::Duration::from_secs(3));
+    let said = || fs::read_to_string(&log).unwrap_or_default();
+    let wishes = || said().contains("RENEGOTIATING").then_some(());
+    let asked = clock::poll(Duration::from_secs(60), Duration::from_millis(10), wishes);
+    assert!(asked.is_some(), "it does not ask: {}", said());
+    // It would wait for an answer until the server's deadline for the handshake. What must not come
+    // has no end that could be waited for.
+    clock::sleep(Duration::from_secs(1));
     child.kill().expect("ours");
-    let said = child.wait_with_output().expect("it ends");
-    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    child.wait().expect("it ends");
+    let said = said();
     assert!(said.contains("verify return:1") && said.contains("RENEGOTIATING"), "{said}");
     assert_eq!(said.matches("verify return:1").count(), 2, "no second handshake: {said}");
     served.end();

@@ -25,7 +25,7 @@ const QEMU_AT: u64 = 28 << 20;
 const BURST: u64 = 24;
 const KILLS_DEFAULT: u64 = 5;
 /// How long an image may stay locked when its writer was killed.
-const LOCK_LIMIT: Duration = Duration::from_secs(10);
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
 
 /// What may be in a sector.
 #[derive(Clone, Copy, Default)]

@@ -11,6 +11,8 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
+/// How many tests run at one time.
+const THREADS_PER_PROCESSOR: usize = 2;
 /// How many of the slowest tests are told.
 const SLOWEST: usize = 12;
 
@@ -68,6 +70,9 @@ fn by_nextest(what: What, program: &Path) -> Result<Counts> {
     }
     let options = ["nextest", "run", "--workspace", "--locked", "--profile", profile];
     let mut command = shell::cargo(options);
+    // Many wait for other programs, and for disks, most of the time.
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    command.arg("--test-threads").arg((processors * THREADS_PER_PROCESSOR).to_string());
     // Under CI a test whose tools are missing fails instead of being skipped.
     if what == What::All {
         command.env("CI", "1");

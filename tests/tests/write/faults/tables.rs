@@ -13,7 +13,7 @@ use std::time::Duration;
 fn refused(dir: &Path) -> String {
     let mut serve = Command::new(mica::binary());
     serve.arg("serve").arg("--nbd").arg(dir.join("socket")).arg(dir.join("disk.qcow2"));
-    command::finish_within(&mut serve, Duration::from_secs(10)).refusal()
+    command::finish_within(&mut serve, Duration::from_secs(60)).refusal()
 }
 
 #[test]
