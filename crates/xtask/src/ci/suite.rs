@@ -35,10 +35,12 @@ pub(super) struct Counts {
 
 /// Builds and runs them, and shows what they say.
 pub(super) fn run(what: What, clock: &mut Clock) -> Result<Counts> {
-    // The program and its tests in one go, so that both share all that they are made of.
-    let build = ["build", "--workspace", "--bins", "--tests", "--locked"];
-    shell::run(&mut shell::cargo(build))?;
-    clock.lap("building");
+    if what == What::All {
+        // The program and its tests in one go, so that both share all that they are made of.
+        let build = ["build", "--workspace", "--bins", "--tests", "--locked"];
+        shell::run(&mut shell::cargo(build))?;
+        clock.lap("building");
+    }
     let program = shell::target()?.join("debug/mica");
     let nextest = shell::cargo(["nextest", "--version"]).stderr(Stdio::null()).output();
     let has_nextest = nextest.is_ok_and(|output| output.status.success());
@@ -51,7 +53,7 @@ pub(super) fn run(what: What, clock: &mut Clock) -> Result<Counts> {
             by_cargo(&["--workspace"], &program)?
         }
         (false, What::Quick) => {
-            println!("\ncargo-nextest is NOT INSTALLED: only tests beside the code are run");
+            println!("\ncargo-nextest is NOT INSTALLED: cargo test runs the tests beside the code");
             by_cargo(&["--workspace", "--lib", "--bins"], &program)?
         }
     };
@@ -70,6 +72,9 @@ fn by_nextest(what: What, program: &Path) -> Result<Counts> {
     }
     let options = ["nextest", "run", "--workspace", "--locked", "--profile", profile];
     let mut command = shell::cargo(options);
+    if what == What::Quick {
+        command.args(["--lib", "--bins"]);
+    }
     // Many wait for other programs, and for disks, most of the time.
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     command.arg("--test-threads").arg((processors * THREADS_PER_PROCESSOR).to_string());
