@@ -1,5 +1,5 @@
-//! Random numbers of a seed, and what is made of them. The same seed gives the same numbers on every
-//! machine and in every version of mica.
+//! Random numbers of a seed, and what is made of them. The same seed gives the same numbers on
+//! every machine and in every version of mica.
 
 use mica_units::next_random;
 
