@@ -15,7 +15,7 @@ use std::time::Duration;
 pub(crate) struct Options {
     /// What is run [default: all of it].
     what: Vec<What>,
-    /// Each so many times as often as in a night; less than 1 for a look.
+    /// Each so many times as often as in a night; 0.1, the least, for a look.
     #[arg(long, default_value_t = 1.0)]
     times: f64,
     /// Rounds until so many hours have passed; one round by default.
@@ -50,7 +50,7 @@ enum What {
 
 /// How one of them is run.
 struct Soak {
-    /// What cargo is told to test.
+    /// What cargo is told to test, and words of the names of the tests.
     test: &'static [&'static str],
     /// The variable that says how often, and how often in a night.
     count: (&'static str, u64),
@@ -62,37 +62,39 @@ impl What {
     fn soak(self) -> Soak {
         match self {
             Self::Sim => Soak {
-                test: &["mica-sim", "--test", "crash", "random", "attacks", "killed", "foreign"],
+                test: &[
+                    "mica-sim", "--test", "crash", "--", "random", "attacks", "killed", "foreign",
+                ],
                 count: ("MICA_SIM_RUNS", 800),
                 seed: Some("MICA_SIM_FIRST"),
             },
             Self::Cuts => Soak {
-                test: &["mica-tests", "--test", "kernel", "cuts::shapes"],
+                test: &["mica-tests", "--test", "kernel", "--", "cuts::shapes"],
                 count: ("MICA_CUTS", 340),
                 seed: Some("MICA_CUT_SEED"),
             },
             Self::Kills => Soak {
-                test: &["mica-tests", "--test", "write", "kill::"],
+                test: &["mica-tests", "--test", "write", "--", "kill::"],
                 count: ("MICA_KILLS", 90),
                 seed: Some("MICA_KILL_SEED"),
             },
             Self::Guests => Soak {
-                test: &["mica-tests", "--test", "guest", "restart::"],
+                test: &["mica-tests", "--test", "guest", "--", "restart::"],
                 count: ("MICA_GUEST_KILLS", 50),
                 seed: None,
             },
             Self::Fsx => Soak {
-                test: &["mica-tests", "--test", "write", "fsx::"],
+                test: &["mica-tests", "--test", "write", "--", "fsx::"],
                 count: ("MICA_FSX_OPS", 10_000),
                 seed: Some("MICA_FSX_SEED"),
             },
             Self::Mutated => Soak {
-                test: &["mica-tests", "--test", "hostile", "mutated::"],
+                test: &["mica-tests", "--test", "hostile", "--", "mutated::"],
                 count: ("MICA_MUTATED", 3400),
                 seed: Some("SEED"),
             },
             Self::Hostile => Soak {
-                test: &["mica-serve", "--lib", "hostile::"],
+                test: &["mica-serve", "--lib", "--", "hostile::"],
                 count: ("MICA_HOSTILE_INPUTS", 20_000),
                 seed: None,
             },
@@ -124,7 +126,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             let count = scaled(nightly, options.times);
             let seed = options.seed + round * count;
             let mut test = shell::cargo(["test", "--locked", "--package"]);
-            test.args(soak.test).args(["--", "--nocapture"]);
+            test.args(soak.test).arg("--nocapture");
             // What cannot be run here fails: nobody looks for words of it in so much output.
             test.env("MICA_BIN", &program).env("CI", "1").env(variable, count.to_string());
             test.envs(soak.seed.map(|variable| (variable, seed.to_string())));
@@ -145,9 +147,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// `times` as much as `count`, but something.
+/// `times` as much as `count`, but not less than a tenth: some tests ask that faults were met
+/// often.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "above 0, and small")]
 #[expect(clippy::cast_precision_loss, reason = "numbers of a few digits")]
 fn scaled(count: u64, times: f64) -> u64 {
-    ((count as f64 * times) as u64).max(1)
+    ((count as f64 * times) as u64).max(count / 10)
 }
