@@ -1,5 +1,7 @@
-//! A small seeded generator of random numbers (SplitMix64). The same seed gives the same numbers on
-//! every machine and in every version of mica; that is why it is not somebody else's.
+//! Random numbers of a seed, and what is made of them. The same seed gives the same numbers on
+//! every machine and in every version of mica.
+
+use mica_units::next_random;
 
 /// A stream of random numbers that follows from its seed alone.
 #[derive(Clone, Debug)]
@@ -24,11 +26,7 @@ impl Rng {
     /// The next 64 bits.
     #[inline]
     pub fn next_u64(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        next_random(&mut self.state)
     }
 
     /// A number below `bound`, which is not zero.

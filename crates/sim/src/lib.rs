@@ -21,6 +21,6 @@ mod world;
 pub use guest::{Errors, Guest, Load, read};
 pub use model::{ModelDisk, Request, Ticket, Wrong};
 pub use power::Loss;
-pub use scenario::{RUNS_VARIABLE, SEED_VARIABLE, scenario};
+pub use scenario::{FIRST_VARIABLE, RUNS_VARIABLE, SEED_VARIABLE, scenario};
 pub use tiny::{TinyImage, TinySpec};
 pub use world::{ChangeFault, ENOSPC, Latency, Operation, PowerCut, ReadFault, World};

@@ -11,6 +11,9 @@ pub const SEED_VARIABLE: &str = "MICA_SIM_SEED";
 /// When set, scenarios run from this many seeds: for long nights.
 pub const RUNS_VARIABLE: &str = "MICA_SIM_RUNS";
 
+/// When set, the first of these seeds.
+pub const FIRST_VARIABLE: &str = "MICA_SIM_FIRST";
+
 /// Runs `body` in a world and an executor of its own for each of `runs` seeds. Where one fails, it
 /// prints the command that replays it.
 ///
@@ -23,7 +26,10 @@ pub fn scenario<F: Future<Output = ()>>(runs: u64, body: impl Fn(World) -> F) {
     };
     let seeds = match number(SEED_VARIABLE) {
         Some(seed) => seed..seed.saturating_add(1),
-        None => 0..number(RUNS_VARIABLE).unwrap_or(runs),
+        None => {
+            let first = number(FIRST_VARIABLE).unwrap_or(0);
+            first..first + number(RUNS_VARIABLE).unwrap_or(runs)
+        }
     };
     for seed in seeds {
         let run = AssertUnwindSafe(|| {

@@ -366,12 +366,8 @@ impl State {
     }
 
     fn random(&mut self) -> u64 {
-        // SplitMix64 of Steele, Lea and Flood.
         self.drawn += 1;
-        let mut z = self.seed.wrapping_add(self.drawn.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        mica_units::random_at(self.seed, self.drawn)
     }
 
     fn make_file(&mut self, path: &Path, bytes: Vec<u8>) -> SharedFile {

@@ -1,21 +1,21 @@
-//! Chores of the project as code: style, continuous integration, benches, the demonstration.
+//! Chores of the project as code: style, continuous integration, what both need.
 //!
-//! `cargo xtask <verb>`. What CI runs is `cargo xtask ci`, nothing else.
+//! `cargo xtask <verb>`. What CI runs is `cargo xtask ci`, nothing else. This program names nothing
+//! of mica but what black-box tests share, so that it is built in seconds.
 
 mod bench;
 mod ci;
-mod demo;
-mod load;
 mod setup;
-mod shell;
+mod soak;
 mod tidy;
 
 use clap::{Parser, Subcommand};
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Chores of the project.
 #[derive(Parser)]
-#[command(name = "xtask", max_term_width = 100)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
@@ -24,28 +24,37 @@ struct Cli {
 #[derive(Subcommand)]
 enum Verb {
     /// Everything that CI runs: format, lints, style, docs, licences, build, tests.
-    Ci,
+    Ci(ci::Options),
     /// Check what rustfmt and clippy do not: the style of the house.
     Tidy,
     /// Install the programs that tests and benches need (Debian, as root). Does nothing if all are
     /// there.
     Setup,
+    /// Run the long forms of the random tests, for a night or longer.
+    Soak(soak::Options),
     /// Measure mica beside its peers.
-    Bench {
-        #[command(subcommand)]
-        what: bench::Bench,
-    },
+    #[command(disable_help_flag = true)]
+    Bench(Words),
     /// Make a disk with files, let it live through snapshots, and read it all back through mica.
-    Demo(demo::Options),
+    #[command(disable_help_flag = true)]
+    Demo(Words),
+}
+
+/// What another program makes sense of.
+#[derive(clap::Args)]
+struct Words {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    words: Vec<OsString>,
 }
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().verb {
-        Verb::Ci => ci::run(),
+        Verb::Ci(options) => ci::run(&options),
         Verb::Tidy => tidy::run(),
         Verb::Setup => setup::run(),
-        Verb::Bench { what } => what.run(),
-        Verb::Demo(options) => demo::run(&options),
+        Verb::Soak(options) => soak::run(&options),
+        Verb::Bench(Words { words }) => bench::bench(&words),
+        Verb::Demo(Words { words }) => bench::demo(&words),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,8 +1,8 @@
 //! Installs the foreign programs that tests, benches and the demonstration need.
 
-use crate::shell;
 use anyhow::{Result, bail, ensure};
 use mica_tests::machine::parts;
+use mica_tests::shell;
 use mica_tests::tools::{self, Tool};
 use std::process::Command;
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const RESTARTS_DEFAULT: u64 = 4;
 /// How long an image may stay locked when its writer was killed.
-const LOCK_LIMIT: Duration = Duration::from_secs(10);
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
 const SLOTS: usize = 16;
 const IMAGE: &str = "disk";
 const DISK_SIZE: &str = "48M";

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// How long a verb may take on a small image, however broken.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 /// Address space that a verb may take on one.
 const MEMORY: &str = "--as=2147483648";
 /// Memory that a server may come to use for one.

@@ -4,6 +4,7 @@
 
 use crate::op::{OpKey, OpKind, Ops, SimWork};
 use crate::time::Clock;
+use mica_units::next_random;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +13,8 @@ use std::time::Duration;
 
 pub(crate) struct Sim {
     clock: Rc<Cell<Duration>>,
-    random: SplitMix,
+    /// The state of what is random.
+    random: u64,
     /// Operations by the time at which they complete; the second part breaks ties at random.
     due: BTreeMap<(Duration, u64), OpKey>,
     /// Turns since there was last nothing else to do.
@@ -25,7 +27,7 @@ const BUSY_STEP_BITS_MAX: u32 = 24;
 
 impl Sim {
     pub(crate) fn new(seed: u64) -> Self {
-        Self { clock: Rc::default(), random: SplitMix(seed), due: BTreeMap::new(), busy_turns: 0 }
+        Self { clock: Rc::default(), random: seed, due: BTreeMap::new(), busy_turns: 0 }
     }
 
     pub(crate) fn clock(&self) -> Clock {
@@ -34,16 +36,16 @@ impl Sim {
 
     pub(crate) fn random_below(&mut self, bound: usize) -> usize {
         let bound = u64::try_from(bound).expect("a small bound");
-        usize::try_from(self.random.next() % bound).expect("below a usize")
+        usize::try_from(next_random(&mut self.random) % bound).expect("below a usize")
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
         let OpKind::Simulated { latency, .. } = op else { return Some(-libc::ENOSYS) };
         // Between half and twice the nominal latency, so that operations overtake each other.
         let nominal = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX / 4).max(1);
-        let nanos = nominal / 2 + self.random.next() % (nominal * 3 / 2 + 1);
+        let nanos = nominal / 2 + next_random(&mut self.random) % (nominal * 3 / 2 + 1);
         let at = self.clock.get() + Duration::from_nanos(nanos);
-        let tie = self.random.next();
+        let tie = next_random(&mut self.random);
         self.due.insert((at, tie), key);
         None
     }
@@ -94,18 +96,5 @@ fn code_of(result: io::Result<usize>) -> i32 {
     match result {
         Ok(count) => i32::try_from(count).unwrap_or(i32::MAX),
         Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
-    }
-}
-
-/// A small generator with a good spread (Steele, Lea, Flood: SplitMix64).
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
     }
 }

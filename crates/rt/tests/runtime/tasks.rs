@@ -65,7 +65,7 @@ fn busy_task_starves_nobody() {
             while done.get() < 2 {
                 yield_now().await;
                 let took = now().saturating_since(began);
-                assert!(took < Duration::from_secs(10), "only {} of 2 came", done.get());
+                assert!(took < Duration::from_secs(60), "only {} of 2 came", done.get());
             }
         }
     });

@@ -19,7 +19,7 @@ pub(crate) fn pause(duration: Duration) {
 pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = now();
     while !is_so() {
-        assert!(start.elapsed() < Duration::from_secs(10), "waited in vain until {what}");
+        assert!(start.elapsed() < Duration::from_secs(60), "waited in vain until {what}");
         pause(Duration::from_millis(1));
     }
 }

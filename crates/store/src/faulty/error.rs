@@ -139,11 +139,8 @@ impl Store for ErrorStore {
     }
 }
 
-/// A number between 0 and 1 for operation `number` (SplitMix64 of Steele, Lea and Flood).
+/// A number between 0 and 1 for operation `number`.
 #[expect(clippy::cast_precision_loss, reason = "a share of 53 bits is exact enough")]
 fn share_of(seed: u64, number: u64) -> f64 {
-    let mut z = seed.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((z ^ (z >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
+    (mica_units::random_at(seed, number) >> 11) as f64 / (1_u64 << 53) as f64
 }

@@ -1,8 +1,8 @@
 //! Which crate may name which: nothing below names anything above, no sibling names a sibling.
 
 use super::Finding;
-use crate::shell;
 use anyhow::{Context, Result, ensure};
+use mica_tests::shell;
 
 /// Crates from the ground up; a crate may name those of lower rows only.
 const ROWS: &[&[&str]] = &[
@@ -15,7 +15,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-daemon"],
     &["mica"],
     &["mica-tests"],
-    &["xtask"],
+    &["mica-bench", "xtask"],
 ];
 
 /// Checks what the crates say they depend on. What only their tests need is free.

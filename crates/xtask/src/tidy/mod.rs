@@ -6,12 +6,14 @@
 
 mod allowed;
 mod arrows;
+mod circles;
+mod names;
 mod scan;
 mod source;
 mod tree;
 
-use crate::shell;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use mica_tests::shell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -42,6 +44,7 @@ pub(crate) fn run() -> Result<()> {
         source::check(file, &text, &mut allowed, &mut findings);
     }
     arrows::check(&mut findings)?;
+    circles::check(&root, &files, &mut findings)?;
     tree::check(&root, &files, &mut findings)?;
     findings.extend(allowed.unused());
     for Finding { place, what } in &findings {
@@ -58,7 +61,8 @@ pub(crate) fn run() -> Result<()> {
 /// Files of the project, as git lists them, with those that are about to be added.
 fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
     let list = ["ls-files", "--cached", "--others", "--exclude-standard"];
-    let listed = Command::new("git").args(list).current_dir(root).output()?;
+    let listed = Command::new("git").args(list).current_dir(root).output();
+    let listed = listed.context("git, which lists the files, cannot be started")?;
     if !listed.status.success() {
         bail!("git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
     }

@@ -66,7 +66,7 @@ pub(in crate::vhost_user) struct FrontEnd {
 impl FrontEnd {
     pub(in crate::vhost_user) fn connect(path: &Path) -> Self {
         let stream = UnixStream::connect(path).expect("it listens");
-        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
         Self { stream }
     }
 

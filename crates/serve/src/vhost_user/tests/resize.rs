@@ -37,7 +37,7 @@ fn capacity(front_end: &FrontEnd) -> u64 {
 fn back_channel(front_end: &FrontEnd) -> UnixStream {
     let (near, far) = UnixStream::pair().expect("a pair");
     front_end.tell(code::SET_BACKEND_REQ_FD, &[], &[far.as_fd()]);
-    near.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+    near.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     near
 }
 

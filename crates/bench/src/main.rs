@@ -1,0 +1,80 @@
+//! mica beside its peers: the figures of `GOALS`, each from one run in which the peers take turns;
+//! and the demonstration.
+//!
+//! `cargo xtask bench` and `cargo xtask demo` build and run this. Absolute times belong to the
+//! machine; what counts are ratios within a run. A server that dies or answers wrongly is reported,
+//! not left out.
+
+mod bars;
+mod chain;
+mod demo;
+mod folders;
+mod glance;
+mod goal;
+mod goals;
+mod guest;
+mod load;
+mod machine;
+mod measure;
+mod page;
+mod parts;
+mod peers;
+mod plots;
+mod report;
+mod samples;
+mod svg;
+mod turns;
+mod write;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Measures mica beside its peers.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Measure mica beside its peers.
+    Bench {
+        #[command(subcommand)]
+        what: Bench,
+    },
+    /// Make a disk with files, let it live through snapshots, and read it all back through mica.
+    Demo(demo::Options),
+}
+
+/// What can be measured.
+#[derive(Subcommand)]
+enum Bench {
+    /// Reading chains of 1 to 1000 layers: speed, memory, opening, the index. Writes a table, JSON
+    /// and plots.
+    Chain(chain::Options),
+    /// Writing raw and qcow2 images, empty, preallocated and over a base: speed, syncs, bytes
+    /// copied and written. Writes a table, JSON and plots.
+    Write(write::Options),
+    /// Serving machines: the vhost-user-blk device without a guest and under one, restarts. Writes
+    /// a table, JSON and plots.
+    Guest(guest::Options),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().verb {
+        Verb::Bench { what: Bench::Chain(options) } => chain::run(&options),
+        Verb::Bench { what: Bench::Write(options) } => write::run(&options),
+        Verb::Bench { what: Bench::Guest(options) } => guest::run(&options),
+        Verb::Demo(options) => demo::run(&options),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The causes on one line; a trace of where they passed helps nobody.
+            eprintln!("mica-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Real guests: a virtual machine with Debian's kernel has a disk that mica serves, as
+//! vhost-user-blk or over NBD. What the guest reads and writes is judged in the guest by programs
+//! of its own, and on the host by QEMU's and by e2fsck.
+//!
+//! ```text
+//! guest: dd, cmp, ext4 ▶ virtio_blk ▶ QEMU ─vhost-user▶ mica ▶ image
+//!                                     QEMU ─NBD───────▶ mica ▶ image
+//! ```
+//!
+//! The machine is `mica_tests::machine`; `cargo xtask setup` installs QEMU, and gets the kernel and
+//! a busybox into `target/machine`. Where KVM boots a guest it is used, else TCG, under which a
+//! guest takes some seconds to come up.
+//!
+//! The tests of restarts kill mica, or ask it to stop, while the guest writes; they print how long
+//! the guest stood still (`--nocapture` shows it). `MICA_GUEST_KILLS` says how often, else 4:
+//!
+//! ```text
+//! MICA_GUEST_KILLS=50 cargo test -p mica-tests --test guest -- --nocapture restart
+//! ```
+
+mod chain;
+mod ext4;
+/// What is common to the tests: files, servers, verdicts.
+mod host;
+mod pattern;
+mod resize;
+mod restart;

@@ -1,0 +1,85 @@
+//! The file system of one disk stands still. What is written to that disk waits; the other disks of
+//! the server do not.
+
+use mica_tests::guest::{Guest, Request};
+use mica_tests::mounts::Mount;
+use mica_tests::server::Server;
+use mica_tests::{clock, command, mica, nbd, qemu, tools};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+const BLOCK: usize = 4096;
+/// How long the server may take until it serves both.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A file system that takes no writes for as long as this lives (`fsfreeze`).
+struct Frozen(PathBuf);
+
+impl Frozen {
+    #[track_caller]
+    fn new(folder: &Path) -> Self {
+        command::run("fsfreeze", ["-f", &folder.display().to_string()]).ok();
+        Self(folder.to_owned())
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        command::run("fsfreeze", ["-u", &self.0.display().to_string()]);
+    }
+}
+
+#[test]
+fn a_frozen_file_system_holds_up_no_other_disk() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::MKE2FS]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let (file, folder) = (dir.join("ext4.img"), dir.join("mounted"));
+    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
+    let mke2fs = tools::MKE2FS.find().expect("present").display().to_string();
+    command::run(&mke2fs, ["-q", "-F", "-t", "ext4", &file.display().to_string()]).ok();
+    let Ok(mount) = Mount::ext4(&file, &folder) else {
+        tools::skip("mounting a file system is not allowed here");
+        return;
+    };
+    qemu::create(&folder, "stuck.qcow2", &["-o", "preallocation=full"], "8M");
+    qemu::create(dir, "other.qcow2", &["-o", "preallocation=full"], "8M");
+    // One executor serves both.
+    let server = Server::start("", |socket| {
+        let config = format!(
+            "queues = 1\n\
+             [[disk]]\nname = \"other\"\nimage = \"other.qcow2\"\nnbd = [\"{}\"]\n\
+             [[disk]]\nname = \"stuck\"\nimage = \"mounted/stuck.qcow2\"\nnbd = [\"stuck.nbd\"]\n",
+            socket.display()
+        );
+        fs::write(dir.join("mica.toml"), config).expect("written");
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--config").arg(dir.join("mica.toml"));
+        serve
+    });
+    let server = server.expect("served");
+    let mut other = Guest::connect(&server).expect("served");
+    // The first disk may be served a moment before the second is.
+    let served = || nbd::Connection::open(&dir.join("stuck.nbd"), "", &nbd::Wish::default()).ok();
+    let connection = clock::poll(LIMIT, Duration::from_millis(5), served);
+    let mut stuck = Guest::on(connection.expect("served"));
+    assert_eq!(stuck.write(0, &[1; BLOCK]).expect("answered"), 0);
+
+    let frozen = Frozen::new(&folder);
+    let request = Request::Write { offset: 0, bytes: vec![2; BLOCK], fua: false };
+    stuck.send(&request).expect("sent");
+    for round in 0..50 {
+        assert_eq!(other.write(round * BLOCK as u64, &[3; BLOCK]).expect("answered"), 0);
+    }
+    assert_eq!(other.flush().expect("answered"), 0);
+    drop(frozen);
+    assert_eq!(stuck.receive().expect("answered").1.errno(), 0);
+    assert_eq!(stuck.flush().expect("answered"), 0);
+    assert!(server.stop().expect("it stops").status.success());
+    mount.unmount();
+    qemu::io(dir, &["-r"], "other.qcow2", &["read -P 3 0 200k"]);
+}

@@ -1,0 +1,197 @@
+//! The server as a program: how it starts, stops, refuses, and shares files with QEMU.
+
+use mica_tests::server::Server;
+use mica_tests::{clock, command, judge, mica, nbd, qemu, tools};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// How long anything here may take. The machine may be busy.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn disk(dir: &Path) {
+    qemu::create(dir, "base.qcow2", &[], "8M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 2M", "write -c -P 2 4M 64k"]);
+    qemu::overlay(dir, "disk.qcow2", "base.qcow2", &[]);
+    qemu::io(dir, &[], "disk.qcow2", &["write -P 3 1M 100k"]);
+}
+
+#[test]
+fn both_signals_end_it_clean_with_clients_connected() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    disk(dir.path());
+    for signal in [Signal::TERM, Signal::INT] {
+        let server = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &[]).expect("served");
+        let mut client = server.connect(&nbd::Wish::default()).expect("served");
+        client.read(0, 4096).expect("read");
+        let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+        kill_process(pid, signal).expect("signalled");
+        // A second signal does no harm; `stop` sends SIGTERM.
+        let stopped = server.stop().expect("it stops");
+        assert_eq!(stopped.status.code(), Some(0), "{signal:?}: {stopped:?}");
+        assert!(!stopped.socket_left, "{signal:?}");
+    }
+}
+
+#[test]
+fn a_live_socket_is_not_taken_from_its_server() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    disk(dir.path());
+    let image = dir.path().join("disk.qcow2");
+    let server = Server::mica(&image, "qcow2", &[]).expect("served");
+    let socket = server.socket();
+    let mut second = Command::new(mica::binary());
+    second.arg("serve").arg("--read-only").arg("--nbd").arg(&socket).arg(&image);
+    command::finish_within(&mut second, LIMIT).refusal();
+    let mut client = server.connect(&nbd::Wish::default()).expect("the first serves on");
+    client.read(0, 4096).expect("read");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn every_way_of_doing_io_reads_the_same() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    disk(dir);
+    // An end that no sector size divides: compressed data is the last thing in the file.
+    let convert = ["convert", "-c", "-O", "qcow2", "disk.qcow2", "packed.qcow2"];
+    qemu::img(dir, convert).ok();
+    for image in ["disk.qcow2", "packed.qcow2"] {
+        qemu::flatten(dir, image, "flat.raw");
+        for aio in ["io_uring", "threads"] {
+            for cache in ["writeback", "none"] {
+                let more = ["--aio", aio, "--cache", cache, "--queues", "2"];
+                println!("{image} {more:?}");
+                judge::same_as_raw(dir, image, "flat.raw", &more);
+            }
+        }
+    }
+}
+
+#[test]
+fn raw_disks_are_as_long_as_qemu_says_and_never_probed() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_NBD]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "inner.qcow2", &[], "1M");
+    let mut bytes = fs::read(dir.join("inner.qcow2")).expect("read");
+    // A guest that writes a qcow2 header into its raw disk stays a guest with a raw disk.
+    for len in [bytes.len(), bytes.len() + 1, bytes.len() + 511] {
+        bytes.resize(len, 0x77);
+        fs::write(dir.join("disk.raw"), &bytes).expect("written");
+        let server = Server::mica(&dir.join("disk.raw"), "raw", &[]).expect("served");
+        let mut client = server.connect(&nbd::Wish::default()).expect("served");
+        let qemu = Server::start("", |socket| {
+            let mut nbd = Command::new("qemu-nbd");
+            nbd.args(["-r", "-t", "-f", "raw", "-k"]).arg(socket).arg(dir.join("disk.raw"));
+            nbd
+        });
+        let qemu = qemu.expect("served");
+        let mut qemu = qemu.connect(&nbd::Wish::default()).expect("served");
+        assert_eq!(client.len, qemu.len, "{len} bytes");
+        let served = client.read_all().expect("read");
+        judge::same_bytes("raw", &served, &qemu.read_all().expect("read"));
+        assert_eq!(served[..4], *b"QFI\xfb");
+    }
+}
+
+#[test]
+fn figures_of_a_run_are_written_at_its_end() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    disk(dir);
+    let file = dir.join("stats.json").display().to_string();
+    let more = ["--stats-file", &file];
+    let server = Server::mica(&dir.join("disk.qcow2"), "qcow2", &more).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    client.read_all().expect("read");
+    client.disconnect().expect("left");
+    server.stop().expect("it stops");
+    let stats: Value = serde_json::from_slice(&fs::read(file).expect("written")).expect("JSON");
+    for count in ["hits", "misses", "index_loads", "walks", "layers_walked", "cached_bytes"] {
+        assert!(stats["map"][count].is_u64(), "{count}: {stats}");
+    }
+    assert!(stats["map"]["misses"].as_u64() > Some(0), "{stats}");
+}
+
+#[test]
+fn what_is_no_image_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("empty"), b"").expect("written");
+    fs::write(dir.join("text"), b"not an image at all\n").expect("written");
+    fs::create_dir(dir.join("folder")).expect("made");
+    let pipe = dir.join("pipe").display().to_string();
+    command::run("mkfifo", [&pipe]).ok();
+    for name in ["empty", "text", "folder", "pipe", "none"] {
+        let mut serve = Command::new(mica::binary());
+        serve.arg("serve").arg("--nbd").arg(dir.join("socket")).arg(dir.join(name));
+        let said = command::finish_within(&mut serve, LIMIT).refusal();
+        assert!(said.contains(name), "{name}: {said}");
+        assert!(!dir.join("socket").exists(), "{name}");
+    }
+    let nowhere = ["serve", "--nbd", "/nonexistent/folder/socket", "--format", "null", "1M"];
+    mica::run(nowhere).refusal();
+}
+
+#[test]
+fn option_of_a_server_that_is_not_there_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let place = |name: &str| dir.path().join(name).display().to_string();
+    for (at, option) in [
+        ("--nbd", &["--serial", "x"][..]),
+        ("--nbd", &["--num-queues", "4"]),
+        ("--nbd", &["--allow-other", "auto"]),
+        ("--nbd", &["--allow-plain-tcp"]),
+        ("--nbd", &["--tls-verify-peer=on"]),
+        ("--vhost-user", &["--export-name", "x"]),
+        ("--vhost-user", &["--shared", "1"]),
+    ] {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--format", "null", at, &place("socket")]).args(option).arg("1M");
+        let said = command::finish_within(&mut serve, LIMIT).refusal();
+        let name = option[0].trim_start_matches("--").split('=').next().expect("a name");
+        assert!(said.contains(&format!("leave {name} out")), "{said}");
+        assert!(!dir.path().join("socket").exists(), "{name}");
+    }
+}
+
+#[test]
+fn it_listens_only_once_it_can_serve() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    disk(dir);
+    let socket = dir.join("socket");
+    let mut serve = Command::new(mica::binary());
+    serve.args(["serve", "--read-only", "--inject", "delay=20ms", "--nbd"]).arg(&socket);
+    serve.arg(dir.join("disk.qcow2")).stdin(Stdio::null());
+    let mut child = serve.spawn().expect("started");
+    let connection = clock::poll(LIMIT, Duration::from_millis(1), || {
+        socket.exists().then(|| nbd::Connection::open(&socket, "", &nbd::Wish::default()))
+    });
+    // The first try after the socket appeared succeeds.
+    let mut connection = connection.expect("a socket").expect("a server behind it");
+    assert_eq!(connection.read(0, 512).expect("read"), vec![1; 512]);
+    child.kill().expect("killed");
+    child.wait().expect("ended");
+}

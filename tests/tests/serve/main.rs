@@ -1,0 +1,10 @@
+//! Servers and those who use them: clients, kernels, operators, systemd.
+
+mod clients;
+mod control;
+mod fuse;
+mod life;
+mod locks;
+mod sandbox;
+mod systemd;
+mod tls;

@@ -1,0 +1,132 @@
+//! Every thread of a server that serves is in the sandbox, and a server in it does all that it does
+//! outside.
+
+use mica_tests::server::Server;
+use mica_tests::{clock, mica, nbd, qemu, tools};
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// In which time every thread has its name.
+const NAMED_MAX: Duration = Duration::from_secs(60);
+/// PF_EXITING of Linux: the thread runs nothing of the program any more.
+const EXITING: u64 = 4;
+
+/// A chain of two layers.
+fn chain() -> Option<TempDir> {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    qemu::create(dir.path(), "base.qcow2", &[], "8M");
+    qemu::io(dir.path(), &[], "base.qcow2", &["write -P 1 0 2M"]);
+    qemu::overlay(dir.path(), "disk.qcow2", "base.qcow2", &[]);
+    Some(dir)
+}
+
+/// What the kernel says of the threads of `server`: name, no new privileges, mode of seccomp. One
+/// that the kernel is ending is left out: after it was joined it is still seen for a moment.
+fn threads(server: &Server) -> Vec<(String, String, String)> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", server.pid())).expect("it runs");
+    let status = |task: &Path| {
+        // Fields of proc_pid_stat(5), from the third on: the name may have spaces in it.
+        let stat = fs::read_to_string(task.join("stat")).ok()?;
+        let flags = stat.rsplit_once(") ")?.1.split(' ').nth(6)?.parse::<u64>().ok()?;
+        if flags & EXITING != 0 {
+            return None;
+        }
+        let text = fs::read_to_string(task.join("status")).ok()?;
+        let field = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            line.unwrap_or_default().trim().to_owned()
+        };
+        Some((field("Name:"), field("NoNewPrivs:"), field("Seccomp:")))
+    };
+    tasks.flatten().filter_map(|task| status(&task.path())).collect()
+}
+
+#[test]
+fn every_thread_that_serves_is_in_it() {
+    let Some(dir) = chain() else { return };
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (control, device) = (path("control"), path("vhost"));
+    let options = ["--control", &control, "--vhost-user", &device, "--sandbox", "require"];
+    let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
+    let server = server.expect("served");
+
+    // A thread has its name only once it runs.
+    let names = ["mica", "mica-worker-0", "mica-vhost", "mica-control"];
+    let named = clock::poll(NAMED_MAX, Duration::from_millis(10), || {
+        let seen = threads(&server);
+        names.iter().all(|name| seen.iter().any(|thread| thread.0 == *name)).then_some(())
+    });
+    let threads = threads(&server);
+    assert!(named.is_some(), "{names:?}: {threads:?}");
+    // Threads of the kernel that io_uring starts make no system calls, but have the rules.
+    let outside = threads.iter().filter(|(_, privileges, calls)| privileges != "1" || calls != "2");
+    assert_eq!(outside.count(), 0, "{threads:?}");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn off_leaves_it_out() {
+    let Some(dir) = chain() else { return };
+    let server = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &["--sandbox", "off"]);
+    let server = server.expect("served");
+    let threads = threads(&server);
+    assert!(threads.iter().all(|(_, privileges, _)| privileges == "0"), "{threads:?}");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn layers_elsewhere_are_read_where_they_are_allowed_through_a_link() {
+    let Some(dir) = chain() else { return };
+    let dir = dir.path();
+    // The image is named through a link; its backing file lies elsewhere again.
+    for folder in ["bases", "links"] {
+        fs::create_dir(dir.join(folder)).expect("made");
+    }
+    fs::rename(dir.join("base.qcow2"), dir.join("bases/base.qcow2")).expect("moved");
+    let rebase = ["rebase", "-u", "-F", "qcow2", "-b", "bases/base.qcow2", "disk.qcow2"];
+    qemu::img(dir, rebase).ok();
+    let bases = dir.join("bases");
+    std::os::unix::fs::symlink(&bases, dir.join("links/bases")).expect("linked");
+    std::os::unix::fs::symlink("../disk.qcow2", dir.join("links/disk")).expect("linked");
+    let more = ["--sandbox", "require"];
+    let server = Server::mica_writable(&dir.join("links/disk"), "qcow2", &more).expect("served");
+    let mut client = server.connect(&nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, 4096).expect("read"), vec![1; 4096]);
+    client.disconnect().expect("left");
+    server.stop().expect("it stops");
+}
+
+#[test]
+fn ublk_is_refused_with_what_to_do_instead() {
+    let said = mica::run(["serve", "--ublk", "--format", "null", "1M"]);
+    assert_eq!(said.code(), Some(1));
+    let line = said.refusal();
+    assert!(line.contains("--vhost-user") && line.contains("ublk"), "{line}");
+}
+
+#[test]
+fn log_of_requests_is_written_wherever_it_was_asked_for() {
+    let Some(dir) = chain() else { return };
+    let logs = tempfile::tempdir().expect("a folder");
+    let log = logs.path().join("log");
+    let fault = format!("log={}", log.display());
+    let more = ["--sandbox", "require", "--inject", &fault];
+    let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &more);
+    let mut client =
+        server.as_ref().expect("served").connect(&nbd::Wish::default()).expect("served");
+    client.read(0, 4096).expect("read");
+    server.expect("served").stop().expect("it stops");
+    let said = fs::read_to_string(&log).expect("written");
+    assert!(said.contains("base.qcow2"), "{said}");
+
+    // What cannot be written is said.
+    let fault = format!("log={}", logs.path().join("none/log").display());
+    let more = ["--sandbox", "require", "--inject", &fault];
+    let error = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &more).expect_err("refused");
+    assert!(error.to_string().contains("none/log"), "{error}");
+}

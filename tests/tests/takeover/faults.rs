@@ -1,0 +1,397 @@
+//! Takeovers in which one of the two processes fails, dies, or is told to stop; and what else is
+//! asked of a server meanwhile. The test often plays one of the two.
+
+use mica_tests::guest::{Answer, Guest, Request};
+use mica_tests::takeover::{Channel, LIMIT, Process, post, word};
+use mica_tests::{clock, command, mica, nbd, qemu, tools};
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::Signal;
+use serde_json::json;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// For what is to happen at once. The machine may be busy.
+const SOON: Duration = Duration::from_secs(8);
+const OPTIONS: [&str; 3] = ["--nbd", "socket", "disk.qcow2"];
+const TAKE_OVER: [&str; 4] = ["--takeover", "--nbd", "socket", "disk.qcow2"];
+
+/// A folder with an image of 64 MiB.
+fn folder() -> Option<TempDir> {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    qemu::create(dir.path(), "disk.qcow2", &[], "64M");
+    Some(dir)
+}
+
+/// The image in `dir`, and a server of it that was started with `more` options.
+fn served(more: &[&str]) -> Option<(TempDir, Process)> {
+    let dir = folder()?;
+    let server = Process::start(dir.path(), "old", &[more, &OPTIONS].concat());
+    server.wait_for(&dir.path().join("socket"));
+    Some((dir, server))
+}
+
+#[track_caller]
+fn guest(dir: &Path) -> Guest {
+    let socket = dir.join("socket");
+    let wish = nbd::Wish::default();
+    let greeted = || nbd::Connection::open(&socket, "", &wish).ok();
+    Guest::on(clock::poll(LIMIT, Duration::from_millis(5), greeted).expect("served"))
+}
+
+/// A write that is acknowledged, and not flushed.
+#[track_caller]
+fn write(dir: &Path, offset: u64, byte: u8) {
+    assert_eq!(guest(dir).write(offset, &[byte; 4096]).expect("answered"), 0);
+}
+
+#[track_caller]
+fn assert_holds(dir: &Path, offset: u64, byte: u8) {
+    let read = guest(dir).read(offset, 4096).expect("answered");
+    assert_eq!(read, Answer::Done(vec![byte; 4096]), "at {offset}");
+}
+
+/// The state of its disk, as the server tells it.
+fn state(dir: &Path) -> String {
+    let status = ["ctl", "status", "--output", "json", "--control", "control"];
+    let status = command::finish(Command::new(mica::binary()).args(status).current_dir(dir)).json();
+    status["disks"][0]["state"].as_str().expect("a state").to_owned()
+}
+
+#[track_caller]
+fn assert_sound(dir: &Path) {
+    qemu::img(dir, ["check", "-q", "disk.qcow2"]).ok();
+}
+
+#[test]
+fn disk_that_cannot_be_closed_is_served_by_nobody_and_said_to_be_failed() {
+    // The first write syncs once, the flush again, and then the end.
+    for failing in ["from:2", "from:4"] {
+        let fault = format!("error={failing},op=sync");
+        let Some((dir, mut old)) = served(&["--inject", &fault]) else { return };
+        let dir = dir.path();
+        let mut client = guest(dir);
+        assert_eq!(client.write(0, &[1; 4096]).expect("answered"), 0);
+        let is_flushed = client.flush().expect("answered") == 0;
+        assert_eq!(is_flushed, failing == "from:4");
+        let written = client.write(1 << 20, &[2; 65536]).expect("answered");
+        assert_eq!(written == 0, is_flushed, "nothing is acknowledged after a flush that failed");
+
+        let mut new = Process::start(dir, "new", &TAKE_OVER);
+        assert_eq!(new.ended(), Some(1), "{failing}: {}", new.log());
+        assert!(new.log().contains("could not hand over"), "{failing}: {}", new.log());
+        assert_eq!(state(dir), "failed", "{failing}: {}", old.log());
+        // Who has it learns of it, and is not left waiting for what was lost.
+        assert!(client.read(1 << 20, 4096).is_err(), "{failing}");
+        assert!(UnixStream::connect(dir.join("socket")).is_err(), "{failing}: {}", old.log());
+        old.signal(Signal::TERM);
+        assert_eq!(old.ended_within(SOON), Some(1), "it was told: {failing}: {}", old.log());
+
+        // Nothing says that the medium lost what it could not make durable; what was flushed is
+        // there in any case.
+        let next = Process::start(dir, "next", &OPTIONS);
+        next.wait_for(&dir.join("socket"));
+        if is_flushed {
+            assert_holds(dir, 0, 1);
+            assert_holds(dir, 1 << 20, 2);
+        }
+        next.stop();
+        // Counts of clusters that no table came to name are left, which is no damage.
+        let code = qemu::img(dir, ["check", "-q", "disk.qcow2"]).code();
+        assert!([Some(0), Some(3)].contains(&code), "{failing}: {code:?}");
+    }
+}
+
+#[test]
+fn other_disks_are_served_on_where_one_cannot_be_closed() {
+    let Some(dir) = folder() else { return };
+    let dir = dir.path();
+    qemu::create(dir, "bad.qcow2", &[], "64M");
+    let config = |fault: &str| {
+        format!(
+            "[[disk]]\nname = 'good'\nimage = 'disk.qcow2'\nnbd = ['socket']\n\
+             [[disk]]\nname = 'bad'\nimage = 'bad.qcow2'\nnbd = ['bad']\n{fault}\n"
+        )
+    };
+    std::fs::write(dir.join("m.toml"), config("inject = ['error=from:2,op=sync']")).expect("made");
+    let mut old = Process::start(dir, "old", &["--config", "m.toml"]);
+    old.wait_for(&dir.join("bad"));
+    let bad = nbd::Connection::open(&dir.join("bad"), "", &nbd::Wish::default()).expect("served");
+    let mut bad = Guest::on(bad);
+    assert_eq!(bad.write(0, &[7; 65536]).expect("answered"), 0);
+    write(dir, 0, 1);
+
+    std::fs::write(dir.join("m.toml"), config("")).expect("made");
+    let mut new = Process::start(dir, "new", &["--takeover", "--config", "m.toml"]);
+    assert_eq!(new.ended(), Some(1), "{}", new.log());
+    assert_holds(dir, 0, 1);
+    assert!(UnixStream::connect(dir.join("bad")).is_err());
+    old.signal(Signal::TERM);
+    assert_eq!(old.ended_within(SOON), Some(1), "{}", old.log());
+}
+
+#[test]
+fn old_process_that_is_killed_leaves_all_to_the_new_one() {
+    // Before and after the new one was told that all is closed.
+    for delay in ["delay=3s,op=sync", "delay=0ms"] {
+        let Some((dir, mut old)) = served(&["--inject", delay]) else { return };
+        let dir = dir.path();
+        write(dir, 1 << 20, 3);
+        let slow = [&["--inject", "delay=300ms"], &TAKE_OVER[..]].concat();
+        let new = Process::start(dir, "new", &slow);
+        let stands_still = || (state(dir) != "serving").then_some(());
+        clock::poll(LIMIT, Duration::from_millis(5), stands_still).expect("it closes");
+        old.signal(Signal::KILL);
+        assert_eq!(old.ended(), None);
+
+        assert_holds(dir, 1 << 20, 3);
+        write(dir, 2 << 20, 4);
+        new.stop();
+        assert!(!dir.join("socket").exists() && !dir.join("control").exists(), "{delay}");
+        assert_sound(dir);
+    }
+}
+
+#[test]
+fn image_that_a_dead_process_still_holds_is_waited_for() {
+    let Some((dir, mut old)) = served(&["--read-only", "--inject", "delay=2s"]) else { return };
+    let dir = dir.path();
+    // What holds the image for a while, as the rings of a dead process do.
+    let mut holder = Command::new("qemu-io");
+    holder.args(["-r", "-c", "sleep 2500", "disk.qcow2"]).current_dir(dir);
+    let mut holder = holder.spawn().expect("started");
+    // It has to be answered before the image is closed.
+    let mut client = guest(dir);
+    client.send(&Request::Read { offset: 0, len: 4096 }).expect("sent");
+    // What one that was killed left, and what is none of ours.
+    for name in ["mica-takeover-999999999-0", "mica-takeover-1-0"] {
+        std::fs::create_dir(dir.join(name)).expect("made");
+        File::create(dir.join(name).join("socket")).expect("made");
+    }
+    let new = Process::start(dir, "new", &TAKE_OVER);
+    clock::poll(LIMIT, Duration::from_millis(5), || (state(dir) != "serving").then_some(()))
+        .expect("it closes");
+    old.signal(Signal::KILL);
+    assert_eq!(old.ended(), None);
+    write(dir, 0, 1);
+    assert!(holder.wait().expect("ended").success());
+    new.stop();
+    assert!(!dir.join("mica-takeover-999999999-0").exists());
+    assert!(dir.join("mica-takeover-1-0/socket").exists(), "that process lives");
+}
+
+#[test]
+fn many_disks_are_opened_side_by_side_after_a_takeover_that_failed() {
+    const DISKS: usize = 12;
+    let Some(dir) = folder() else { return };
+    let dir = dir.path();
+    let mut config = String::new();
+    for index in 0..DISKS {
+        qemu::create(dir, &format!("{index}.qcow2"), &[], "64M");
+        config += &format!(
+            "[[disk]]\nname = 'd{index}'\nimage = '{index}.qcow2'\nnbd = ['n{index}']\n\
+             inject = ['delay=300ms']\nindex = 'off'\n"
+        );
+    }
+    std::fs::write(dir.join("m.toml"), config).expect("written");
+    let start = clock::now();
+    let old = Process::start(dir, "old", &["--config", "m.toml"]);
+    old.wait_for(&dir.join(format!("n{}", DISKS - 1)));
+    let one_after_the_other = start.elapsed();
+    clock::poll(LIMIT, Duration::from_millis(5), || dir.join("control").exists().then_some(()))
+        .expect("it listens");
+
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    channel.say(&word("ready"), &[]).expect("heard");
+    assert_eq!(channel.hear().expect("it closes"), "closed");
+    let start = clock::now();
+    drop((channel, sockets));
+    old.wait_until_said("serves on");
+    let side_by_side = start.elapsed();
+    println!("{DISKS} disks: at first {one_after_the_other:?}, again {side_by_side:?}");
+    // It waits for storage alone, and for a twelfth of the time; one after the other it is all.
+    assert!(side_by_side < one_after_the_other * 2 / 3);
+    assert_eq!(old.log().matches("is served again").count(), DISKS, "{}", old.log());
+    old.stop();
+}
+
+#[test]
+fn new_process_that_is_told_to_stop_ends_soon_and_the_old_one_serves_on() {
+    let Some((dir, old)) = served(&["--inject", "delay=2s,op=sync"]) else { return };
+    let dir = dir.path();
+    for round in 0..2 {
+        write(dir, 1 << 20, 5 + round);
+        let mut new = Process::start(dir, &format!("new{round}"), &TAKE_OVER);
+        let is_closing = || (state(dir) != "serving").then_some(());
+        clock::poll(LIMIT, Duration::from_millis(5), is_closing).expect("it closes");
+        new.signal(if round == 0 { Signal::TERM } else { Signal::INT });
+        // It does not wait for the old one's syncs.
+        let start = clock::now();
+        assert_eq!(new.ended_within(SOON), Some(1), "{}", new.log());
+        assert!(new.log().contains("told to stop"), "{}", new.log());
+        println!("it ended {:?} after the signal", start.elapsed());
+        assert_holds(dir, 1 << 20, 5 + round);
+    }
+    old.wait_until_said("serves on");
+    old.stop();
+    assert_sound(dir);
+}
+
+#[test]
+fn old_process_that_is_told_to_stop_before_it_has_closed_ends_the_takeover() {
+    let Some((dir, mut old)) = served(&[]) else { return };
+    let dir = dir.path();
+    write(dir, 0, 6);
+    // A new one that is never ready.
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    assert_eq!(sockets.len(), 2, "the disk's, and the control socket");
+    old.signal(Signal::TERM);
+    assert_eq!(channel.hear().expect("it is told"), "failed");
+    assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());
+    assert!(!dir.join("socket").exists() && !dir.join("control").exists());
+    assert_sound(dir);
+}
+
+#[test]
+fn old_process_that_is_told_to_stop_after_it_has_closed_leaves_all_to_the_new_one() {
+    let Some((dir, mut old)) = served(&[]) else { return };
+    let dir = dir.path();
+    write(dir, 0, 7);
+    let (channel, _sockets) = Channel::take(dir).expect("it agrees");
+    channel.say(&word("ready"), &[]).expect("heard");
+    assert_eq!(channel.hear().expect("it closes"), "closed");
+    old.signal(Signal::TERM);
+    assert_eq!(channel.hear().expect("it is told"), "ending");
+    assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());
+    assert!(dir.join("socket").exists() && dir.join("control").exists(), "they are the new one's");
+    assert_sound(dir);
+
+    // The same with a new one of ours, which takes its time.
+    let old_options = OPTIONS;
+    for name in ["socket", "control"] {
+        std::fs::remove_file(dir.join(name)).expect("there");
+    }
+    let mut old = Process::start(dir, "second", &old_options);
+    old.wait_for(&dir.join("socket"));
+    let slow = [&["--inject", "delay=500ms"], &TAKE_OVER[..]].concat();
+    let new = Process::start(dir, "new", &slow);
+    clock::poll(LIMIT, Duration::from_millis(5), || (state(dir) == "drained").then_some(()))
+        .expect("it closes");
+    old.signal(Signal::TERM);
+    assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());
+    assert_holds(dir, 0, 7);
+    new.stop();
+    assert!(!dir.join("socket").exists() && !dir.join("control").exists());
+}
+
+#[test]
+fn new_process_that_vanishes_while_the_old_one_is_told_to_stop_leaves_nothing() {
+    let Some((dir, mut old)) = served(&[]) else { return };
+    let dir = dir.path();
+    write(dir, 0, 8);
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    channel.say(&word("ready"), &[]).expect("heard");
+    assert_eq!(channel.hear().expect("it closes"), "closed");
+    drop((channel, sockets));
+    old.signal(Signal::TERM);
+    assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());
+    assert!(!dir.join("socket").exists() && !dir.join("control").exists(), "{}", old.log());
+    assert_sound(dir);
+}
+
+#[test]
+fn drains_are_refused_while_another_process_takes_over_and_done_after_it() {
+    let Some((dir, mut old)) = served(&[]) else { return };
+    let dir = dir.path();
+    let control = dir.join("control");
+    write(dir, 0, 9);
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    for closed in [false, true] {
+        if closed {
+            channel.say(&word("ready"), &[]).expect("heard");
+            assert_eq!(channel.hear().expect("it closes"), "closed");
+        }
+        for path in ["/v1/drain", "/v1/disks/disk/drain", "/v1/takeover"] {
+            let body = if path == "/v1/takeover" { "{\"socket\":\"/nowhere\"}" } else { "" };
+            let (status, said) = post(&control, path, body).expect("answered");
+            assert!([404, 409].contains(&status), "{path}: {status}: {said}");
+        }
+    }
+    drop((channel, sockets));
+    // The takeover has failed, and the disk is served again.
+    assert_holds(dir, 0, 9);
+    old.wait_until_said("serves on");
+    let (status, said) = post(&control, "/v1/drain", "").expect("answered");
+    assert_eq!(status, 200, "{said}");
+    assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());
+    assert_sound(dir);
+}
+
+#[test]
+fn drain_is_done_although_who_asked_for_it_has_gone() {
+    let Some((dir, mut old)) = served(&["--inject", "delay=400ms,op=sync"]) else { return };
+    let dir = dir.path();
+    write(dir, 1 << 20, 10);
+    let mut http = UnixStream::connect(dir.join("control")).expect("it listens");
+    http.write_all(b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        .expect("sent");
+    clock::poll(LIMIT, Duration::from_millis(1), || (state(dir) != "serving").then_some(()))
+        .expect("it drains");
+    drop(http);
+    assert_eq!(old.ended(), Some(0), "{}", old.log());
+    assert!(!dir.join("socket").exists() && !dir.join("control").exists());
+    assert_sound(dir);
+    qemu::io(dir, &[], "disk.qcow2", &["read -P 10 1M 4k"]);
+}
+
+#[test]
+fn new_process_does_not_serve_without_the_word_of_the_old_one() {
+    let Some(dir) = folder() else { return };
+    let dir = dir.path();
+    let control = UnixListener::bind(dir.join("control")).expect("bound");
+    for answer in ["failed", "serving", "nothing"] {
+        // The one before has its own idea of the socket that it was given.
+        control.set_nonblocking(false).expect("set");
+        let mut new = Process::start(dir, answer, &TAKE_OVER);
+        let channel = Channel::give(&control).expect("it asks");
+        let told = json!([{ "name": "mica.control", "is_of_unit": false }]);
+        let sockets = json!({ "say": "sockets", "sockets": told, "more": false });
+        channel.say(&sockets, &[control.as_fd()]).expect("heard");
+        assert_eq!(channel.hear().expect("it is"), "ready");
+        let said = json!({ "say": answer, "why": "a test" });
+        // The last says nothing, and is still alive.
+        let _ = if answer == "nothing" { Ok(()) } else { channel.say(&said, &[]) };
+        drop(channel);
+        assert_eq!(new.ended(), Some(1), "{answer}: {}", new.log());
+        assert!(!dir.join("socket").exists(), "{answer}");
+    }
+}
+
+#[test]
+fn folder_that_a_stranger_has_locked_is_said_and_holds_nobody_up() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let lock = File::open(dir.path()).expect("there");
+    flock(&lock, FlockOperation::LockExclusive).expect("locked");
+    let options = ["--nbd", "socket", "--format", "null", "1M"];
+    let mut server = Process::start(dir.path(), "locked", &options);
+    let start = clock::now();
+    assert_eq!(server.ended_within(Duration::from_secs(20)), Some(1), "{}", server.log());
+    println!("it gave up after {:?}", start.elapsed());
+    assert!(server.log().contains("locked by another program"), "{}", server.log());
+    assert!(!dir.path().join("socket").exists());
+
+    // One who lets go in time is waited for.
+    let server = Process::start(dir.path(), "waiting", &options);
+    clock::sleep(Duration::from_millis(500));
+    drop(lock);
+    server.wait_for(&dir.path().join("socket"));
+    server.stop();
+}

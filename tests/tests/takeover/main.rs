@@ -1,0 +1,4 @@
+//! A server that takes over from another one.
+
+mod faults;
+mod live;
