@@ -20,6 +20,7 @@ mod growth;
 
 use super::handover::Footing;
 use super::pages::{Metadata, PageState, Stage};
+use super::ranges::TableKind;
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_block::{Error, ErrorKind, Result, read_exact};
@@ -103,11 +104,13 @@ impl Space {
         let table = read_exact(&*metadata.store, header.refcount_table_offset, len).await?;
         let table: Vec<u64> =
             table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect();
+        let mut blocks = metadata.ranges.gather(TableKind::RefcountBlock);
         for entry in &table {
             if let Some(block) = RefcountTableEntry(*entry).decode(bits)? {
-                metadata.ranges.add(block, bits.bytes(), "a refcount block");
+                blocks.push(block);
             }
         }
+        blocks.finish();
         let file_end = bits.clusters_for(metadata.store.len()?);
         let state = SpaceState {
             table,

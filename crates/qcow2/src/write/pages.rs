@@ -106,7 +106,7 @@ impl Metadata {
             l1_is_held: false,
             logging: Logging::default(),
         };
-        let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
+        let (ranges, failed) = (MetadataRanges::new(cluster_bits), OnceLock::new());
         Arc::new(Self { store, ranges, failed, state: Mutex::new(state) })
     }
 

@@ -2,6 +2,7 @@
 
 use super::super::clusters::Beneath;
 use super::super::pages::Stage;
+use super::super::ranges::TableKind;
 use super::Space;
 use crate::format::RefcountTableEntry;
 use mica_block::{Error, ErrorKind, Result, write_all};
@@ -55,7 +56,7 @@ impl Space {
                 pages.log_cluster(host, self.bits.bytes());
             })
             .await?;
-        self.metadata.ranges.add(host, self.bits.bytes(), "a refcount block");
+        self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         self.lock().table[usize::try_from(region).expect("within the table")] = entry;
         Ok(())
     }
@@ -91,7 +92,7 @@ impl Space {
         let cluster_bytes = self.bits.bytes();
         for block in 0..plan.blocks {
             let host = HostOffset::new((plan.start + block) << self.bits.bits());
-            self.metadata.ranges.add(host, cluster_bytes, "a refcount block");
+            self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         }
         let bytes = plan.table_clusters * cluster_bytes;
         self.metadata.ranges.add(plan.table_at(self), bytes, "the refcount table");
