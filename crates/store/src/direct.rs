@@ -101,12 +101,7 @@ impl Alignment {
 
     /// Reads the aligned range around the request into a buffer of its own and copies from there.
     #[cold]
-    fn read_around(
-        self,
-        file: &Arc<File>,
-        mut buf: Buf,
-        offset: HostOffset,
-    ) -> IoFuture {
+    fn read_around(self, file: &Arc<File>, mut buf: Buf, offset: HostOffset) -> IoFuture {
         let (start, end) = self.around(offset.bytes(), buf.len() as u64);
         let Ok(around_len) = usize::try_from(end - start) else {
             return mica_block::ready(Err(Error::new(ErrorKind::Limit, "a read too long")), buf);

@@ -189,7 +189,10 @@ impl Chain {
     ) -> std::result::Result<Slice, BadNode> {
         let node = read_node(tree, at).await?;
         let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
-        Slice::decode(payload, tree.covered()).ok_or(BadNode::damaged(at))
+        // A sidecar speaks for its layer and those below: whoever owns a layer below has no word on
+        // what is read of one above.
+        let layers = usize::from(at.file()) + 1;
+        Slice::decode(payload, layers).ok_or(BadNode::damaged(at))
     }
 
     /// The directory of `tree` in the node at `at`.

@@ -20,8 +20,10 @@ pub(crate) mod load;
 mod scan;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
+pub(crate) mod tables;
 
 use crate::index::cache::SliceCache;
+use crate::index::sidecar::SidecarId;
 use crate::layer::Layer;
 use mica_block::Store;
 use mica_map::{Directory, NodeRef, Root};
@@ -57,8 +59,8 @@ pub(crate) struct Tree {
     roots: Vec<Root>,
     /// The sidecar of each of those layers; a raw base has none.
     sidecars: Vec<Option<Arc<dyn Store>>>,
-    /// The name of the uppermost sidecar; zero if there is none.
-    id: u64,
+    /// The name of the uppermost sidecar, if there is one.
+    id: Option<SidecarId>,
     /// Unlike that of every tree whose sidecars may have been others; see
     /// [`Index::next_generation`].
     generation: u64,
@@ -74,10 +76,10 @@ impl Tree {
         self.roots.last().copied().unwrap_or_default()
     }
 
-    fn push(&mut self, root: Root, id: u64, sidecar: Option<Arc<dyn Store>>) {
+    fn push(&mut self, root: Root, id: SidecarId, sidecar: Option<Arc<dyn Store>>) {
         self.roots.push(root);
         self.sidecars.push(sidecar);
-        self.id = id;
+        self.id = Some(id);
     }
 
     /// Speaks for no more than the lowest `layers` layers from now on.
@@ -87,7 +89,7 @@ impl Tree {
             self.sidecars.truncate(layers);
             // Without a name nothing can be built on what is left before the seals were read
             // again.
-            self.id = 0;
+            self.id = None;
             self.generation = generation;
         }
     }

@@ -116,7 +116,8 @@ impl Unproven {
         let Self { file, now, proving } = self;
         let handle = &proving.0;
         if let Some(proof) = handle.proof.get().cloned() {
-            let store = Arc::new(Reopened { file: Arc::clone(&file), handle: Arc::clone(handle), align });
+            let store =
+                Arc::new(Reopened { file: Arc::clone(&file), handle: Arc::clone(handle), align });
             if !proof.holds(store).await? {
                 handle.lock().refused = Some(now);
                 return Err(handle.refused());

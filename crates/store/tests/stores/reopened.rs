@@ -23,9 +23,9 @@ impl ContentProof for Shared {
     fn holds(&self, store: Arc<dyn Store>) -> LocalFuture<'static, Result<bool>> {
         let proof = Arc::clone(&self.0);
         proof.asked.fetch_add(1, Ordering::Relaxed);
-        Box::pin(async move {
-            Ok(read_exact(&*store, HostOffset::ZERO, 4).await?[..] == proof.were)
-        })
+        Box::pin(
+            async move { Ok(read_exact(&*store, HostOffset::ZERO, 4).await?[..] == proof.were) },
+        )
     }
 }
 
@@ -122,7 +122,8 @@ fn backup_that_links_and_changes_modes_breaks_no_disk() {
                 layers.pass_by().await;
                 match step {
                     0 => fs::hard_link(&layers.path, &link).unwrap(),
-                    1 => fs::set_permissions(&layers.path, fs::Permissions::from_mode(0o600)).unwrap(),
+                    1 => fs::set_permissions(&layers.path, fs::Permissions::from_mode(0o600))
+                        .unwrap(),
                     _ => fs::remove_file(&link).unwrap(),
                 }
                 // Many at once: one of them proves it, the others wait.
