@@ -6,13 +6,12 @@
 //! - I2 Whoever reads meanwhile is undisturbed: a longer tree is published in one step.
 
 use crate::chain::{Chain, IndexProgress};
-use crate::index::Tree;
-use crate::index::scan::{Builder, Scan, Stop};
+use crate::index::scan::{Builder, Scan, Stop, append_node};
 use crate::index::sidecar::{HEADER_BYTES, Header, SidecarId};
 use crate::index::tables::{SealedTables, TableSource};
+use crate::index::{Root, Tree};
 use crate::layer::Layer;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
-use mica_map::Root;
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -229,7 +228,9 @@ impl Chain {
     ) -> std::result::Result<(), Stop> {
         let mut content = scan.content;
         let number = layer.number.as_u16();
-        let root = builder.editor.write(number, &mut content);
+        let root = builder
+            .editor
+            .write(|directory| append_node(&mut content, number, &directory.encode()));
         let nodes = &content[HEADER_BYTES..];
         let header = Header {
             layer: number,

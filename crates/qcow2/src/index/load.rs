@@ -1,12 +1,13 @@
 //! Loading slices into the cache: the tree's leaf, with the layers above the tree laid over it.
 
 use crate::chain::Chain;
+use crate::index::node_ref::NodeRef;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
 };
-use crate::index::{BadNodeReason, Tree, count, raw_base_limit};
+use crate::index::{BadNodeReason, Directory, Tree, count, raw_base_limit};
 use mica_block::{Result, read_exact};
-use mica_map::{Directory, NODE_HEADER_BYTES, NodeRef, Step, node_len, open_node};
+use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::sync::Arc;

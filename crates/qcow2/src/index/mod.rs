@@ -17,6 +17,7 @@
 pub(crate) mod build;
 pub(crate) mod cache;
 pub(crate) mod load;
+mod node_ref;
 mod scan;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
@@ -26,7 +27,7 @@ use crate::index::cache::SliceCache;
 use crate::index::sidecar::SidecarId;
 use crate::layer::Layer;
 use mica_block::Store;
-use mica_map::{Directory, NodeRef, Root};
+use node_ref::NodeRef;
 use quick_cache::sync::Cache;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,6 +37,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 const DIRECTORY_SHARE: u64 = 8;
 /// Bytes of a directory in memory, with what the cache needs for it.
 const DIRECTORY_MEMORY_BYTES: u64 = 384;
+
+/// The map's state at one layer.
+pub(crate) type Root = mica_map::Root<NodeRef>;
+/// A directory of the map.
+type Directory = mica_map::Directory<NodeRef>;
 
 /// The index of one chain.
 pub(crate) struct Index {

@@ -8,17 +8,20 @@
 
 use crate::chain::Chain;
 use crate::index::load::{BadNode, base_slice, sectors_of};
+use crate::index::node_ref::NodeRef;
 use crate::index::sidecar::HEADER_BYTES;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
 use crate::index::tables::{TableSource, TablesDigest, slices_of};
-use crate::index::{Tree, raw_base_limit};
+use crate::index::{Root, Tree, raw_base_limit};
 use crate::layer::{Layer, Tables, l2_part};
 use mica_block::Error;
-use mica_map::{Editor, NodeRef, Root, encode_node};
+use mica_map::{Editor, encode_node};
 use mica_units::{GuestOffset, GuestRange};
 use std::collections::HashMap;
 use std::sync::Arc;
 
+/// Directories that the builder keeps from layer to layer: some MiB.
+const KEPT_DIRECTORIES_MAX: usize = 16 << 10;
 /// Slices that the builder keeps from layer to layer, in bytes.
 const KEPT_SLICES_BYTES_MAX: usize = 8 << 20;
 
@@ -40,14 +43,15 @@ impl From<Error> for Stop {
 
 /// What the builder carries from layer to layer.
 pub(super) struct Builder {
-    pub(super) editor: Editor,
+    pub(super) editor: Editor<NodeRef>,
     slices: HashMap<u64, (Option<NodeRef>, Arc<Slice>)>,
     slices_bytes: usize,
 }
 
 impl Builder {
     pub(super) fn new(root: Root) -> Self {
-        Self { editor: Editor::new(root), slices: HashMap::new(), slices_bytes: 0 }
+        let editor = Editor::new(root, KEPT_DIRECTORIES_MAX);
+        Self { editor, slices: HashMap::new(), slices_bytes: 0 }
     }
 
     pub(super) fn restart(&mut self, root: Root) {
@@ -145,6 +149,14 @@ impl Scan {
     }
 }
 
+/// Appends a node to the sidecar of layer `number`, of which `content` is what there is so far.
+pub(super) fn append_node(content: &mut Vec<u8>, number: u16, payload: &[u8]) -> NodeRef {
+    let at = NodeRef::new(number, content.len() as u64);
+    let at = at.expect("a sidecar is smaller than 256 TiB");
+    encode_node(content, at, payload);
+    at
+}
+
 /// A sidecar that is being made.
 struct SidecarContent {
     bytes: Vec<u8>,
@@ -201,9 +213,7 @@ impl SidecarContent {
         if *new == *old {
             return Ok(());
         }
-        let at = NodeRef::new(layer.number.as_u16(), self.bytes.len() as u64);
-        let at = at.expect("a sidecar is smaller than 256 TiB");
-        encode_node(&mut self.bytes, at, &new.encode());
+        let at = append_node(&mut self.bytes, layer.number.as_u16(), &new.encode());
         builder.editor.grow_for(number);
         builder.load_path(chain, tree, number).await?;
         builder.editor.set(number, Some(at));

@@ -19,9 +19,11 @@
 //! - I3 It is written whole and put in place by a rename; every node has a checksum; so a half
 //!   written or damaged one is noticed, and rebuilt.
 
+use super::Root;
+use super::node_ref::NodeRef;
 use super::tables::TablesDigest;
 use mica_block::Identity;
-use mica_map::{HEIGHT_MAX, NodeRef, Root};
+use mica_map::HEIGHT_MAX;
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
