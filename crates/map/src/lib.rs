@@ -26,8 +26,8 @@
 //!
 //! # Invariants
 //! - I1 A node is written once and never changed.
-//! - I2 A directory names only nodes that [`Reference::may_name`] lets it name, which are older: there
-//!   are no cycles, whatever the bytes say.
+//! - I2 A directory names only nodes that [`Reference::may_name`] lets it name, which are older:
+//!   there are no cycles, whatever the bytes say.
 //! - I3 Nothing read is trusted: a payload is used only after its sum and its bounds were checked.
 //! - I4 What a step holds is bounded by the height of the tree, and what an editor holds by its
 //!   limit and by what was changed since it last wrote.
@@ -35,6 +35,8 @@
 mod diff;
 mod editor;
 mod node;
+#[cfg(test)]
+mod page;
 #[cfg(test)]
 mod testing;
 mod walk;

@@ -10,7 +10,7 @@ pub const FANOUT: usize = 1 << FANOUT_BITS;
 /// Bytes before a node's payload: its length and its sum.
 pub const NODE_HEADER_BYTES: usize = 8;
 /// Bytes of a directory's payload before its references: which children it has.
-const BITMAP_BYTES: usize = FANOUT / 8;
+pub(crate) const BITMAP_BYTES: usize = FANOUT / 8;
 
 /// Most bytes of a directory node, its header included.
 pub const fn directory_bytes_max<R: Reference>() -> usize {

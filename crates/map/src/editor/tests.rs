@@ -8,7 +8,8 @@ use crate::testing::{Nodes, Place, Random, versions};
 fn every_version_reads_as_it_was_written_whatever_came_later() {
     for seed in 0..30_u8 {
         // From an editor that holds next to nothing to one that holds all.
-        let (mut nodes, versions) = versions(seed.into(), 25, [0, 100, 1 << 20][usize::from(seed % 3)]);
+        let (mut nodes, versions) =
+            versions(seed.into(), 25, [0, 100, 1 << 20][usize::from(seed % 3)]);
         let mut random = Random(seed.into());
         for (root, model) in &versions {
             let strangers = (0..200).map(|_| random.key()).collect::<Vec<_>>();

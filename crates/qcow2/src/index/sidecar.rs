@@ -201,6 +201,9 @@ pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 #[cfg(test)]
+mod page;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -18,7 +18,7 @@ use super::slice::SLICE_BITS;
 pub(crate) type TablesDigest = blake3::Hash;
 
 /// What the digests of tables are, as opposed to all else that is digested.
-const CONTEXT: &str = "mica sidecar 2: tables of a layer";
+pub(super) const CONTEXT: &str = "mica sidecar 2: tables of a layer";
 /// Piece in which L1 tables are read.
 const L1_PIECE_BYTES: u64 = 64 << 10;
 /// Bytes of the image's first cluster that the digest covers: the header and its extensions.

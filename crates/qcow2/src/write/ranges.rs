@@ -2,10 +2,11 @@
 //! refcounts and tables claim.
 //!
 //! Invariants
-//! - I1 What is held is bounded by what the image spends: eight bytes for each L2 table and refcount
-//!   block that lies apart within its file, less for those that follow one another, nothing for
-//!   entries that name what is beyond the file's end.
-//! - I2 A table is written only if it is there alone: within the file, or made here, and named once.
+//! - I1 What is held is bounded by what the image spends: eight bytes for each L2 table and
+//!   refcount block that lies apart within its file, less for those that follow one another,
+//!   nothing for entries that name what is beyond the file's end.
+//! - I2 A table is written only if it is there alone: within the file, or made here, and named
+//!   once.
 
 mod runs;
 

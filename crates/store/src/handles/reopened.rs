@@ -1,12 +1,12 @@
 //! Whether a file that is opened again is what it was when it was closed.
 //!
-//! While a descriptor is open its locks keep writers out; without one they do not. The same identity
-//! decides here as in the seal of an index ([`Identity`]): another file, length or time of the last
-//! write is an error. Where only the change time is another, somebody may have written and set the
-//! time of the last write back, or only changed a mode, an owner, a name or a link, as backups do.
-//! Then, and where stamps are too coarse to tell, the content decides: the format's own proof, which
-//! reads what the map of the image rests on. An image that has none (raw, or not indexed yet) is
-//! taken for what it was, with a warning.
+//! While a descriptor is open its locks keep writers out; without one they do not. The same
+//! identity decides here as in the seal of an index ([`Identity`]): another file, length or time of
+//! the last write is an error. Where only the change time is another, somebody may have written and
+//! set the time of the last write back, or only changed a mode, an owner, a name or a link, as
+//! backups do. Then, and where stamps are too coarse to tell, the content decides: the format's own
+//! proof, which reads what the map of the image rests on. An image that has none (raw, or not
+//! indexed yet) is taken for what it was, with a warning.
 
 use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;

@@ -6,6 +6,7 @@
 
 mod allowed;
 mod arrows;
+mod formats;
 mod scan;
 mod source;
 mod tree;
@@ -43,6 +44,7 @@ pub(crate) fn run() -> Result<()> {
     }
     arrows::check(&mut findings)?;
     tree::check(&root, &files, &mut findings)?;
+    formats::check(&root, &files, &mut findings);
     findings.extend(allowed.unused());
     for Finding { place, what } in &findings {
         eprintln!("{place}: {what}");
