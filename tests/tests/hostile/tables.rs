@@ -45,7 +45,7 @@ fn the_largest_l1_table_is_opened_for_writing_in_little_memory() {
         [(&side_by_side, ENTRIES), (&strewn, 2 * ENTRIES), (&beyond, 1)];
     for (cluster_of, clusters) in shapes {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
-        let entries = (0..ENTRIES).map(|index| COPIED | cluster_of(index) * CLUSTER);
+        let entries = (0..ENTRIES).map(|index| COPIED | (cluster_of(index) * CLUSTER));
         let table: Vec<u8> = entries.flat_map(u64::to_be_bytes).collect();
         let at = 256 * CLUSTER;
         victim.patch(at, &table);
