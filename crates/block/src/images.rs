@@ -1,12 +1,19 @@
 //! Where images come from. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, LocalFuture, Result, Store};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+/// Changes within this time of each other may leave the same stamps.
+const RACY_NS: i128 = 1_000_000_000;
+/// The same where stamps are whole seconds: they may even be of two seconds, as those of FAT are.
+const COARSE_RACY_NS: i128 = 4_000_000_000;
+const SECOND_NS: i128 = 1_000_000_000;
 
 /// Which file it is, and whether it changed since it was last looked at. Both times of a block
-/// device are `i128::MAX`: no timestamp tells that a device was written.
+/// device are `i128::MAX`: no timestamp tells that a device was written. So is the change time
+/// where the file system has none that nobody can set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// Device that holds it.
@@ -21,6 +28,45 @@ pub struct Identity {
     pub ctime_ns: i128,
 }
 
+impl Identity {
+    /// Whether a file that has this identity now was surely not changed after `since_ns`, when it
+    /// had it, too. A change shows in its stamps only once the clock of its file system has moved
+    /// on since the change before.
+    pub fn proves_unchanged_since(&self, since_ns: i128) -> bool {
+        // The change time alone says how fine stamps are: the other one can be set.
+        let is_coarse = self.ctime_ns.rem_euclid(SECOND_NS) == 0;
+        let margin_ns = if is_coarse { COARSE_RACY_NS } else { RACY_NS };
+        self.mtime_ns.max(self.ctime_ns).saturating_add(margin_ns) < since_ns
+    }
+
+    /// Whether its stamps can prove anything at any time.
+    pub fn has_stamps(&self) -> bool {
+        self.mtime_ns.max(self.ctime_ns) != i128::MAX
+    }
+}
+
+/// Tells by its content whether an image is what it was, where the stamps of its file do not.
+pub trait ContentProof: Send + Sync {
+    /// Whether what is in `store`, the image's file opened again, is what was there.
+    fn holds(&self, store: Arc<dyn Store>) -> LocalFuture<'static, Result<bool>>;
+}
+
+/// Where a format leaves the proof of an image's content for who opens its file again.
+#[derive(Clone, Default)]
+pub struct ProofSlot(Arc<OnceLock<Arc<dyn ContentProof>>>);
+
+impl ProofSlot {
+    /// Leaves `proof`, unless there is one.
+    pub fn set(&self, proof: Arc<dyn ContentProof>) {
+        let _ = self.0.set(proof);
+    }
+
+    /// The proof, if there is one.
+    pub fn get(&self) -> Option<&Arc<dyn ContentProof>> {
+        self.0.get()
+    }
+}
+
 /// A file that was opened as an image.
 #[derive(Clone)]
 pub struct OpenImage {
@@ -28,6 +74,8 @@ pub struct OpenImage {
     pub store: Arc<dyn Store>,
     /// What it was when it was opened.
     pub identity: Identity,
+    /// For the proof that it still is, should its file be closed and opened again meanwhile.
+    pub content: ProofSlot,
 }
 
 /// Opens images and keeps the sidecars beside them.
@@ -141,5 +189,45 @@ pub trait Handover: Send + Sync {
     fn set_aside(&self) -> Option<PathBuf> {
         self.remove();
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: i128 = 1_700_000_000_123_456_789;
+
+    fn stamped(mtime_ns: i128, ctime_ns: i128) -> Identity {
+        Identity { device: 1, inode: 2, len: 3, mtime_ns, ctime_ns }
+    }
+
+    #[test]
+    fn stamps_prove_nothing_about_a_change_just_before() {
+        let changed = stamped(NOW, NOW);
+        assert!(!changed.proves_unchanged_since(NOW + RACY_NS));
+        assert!(changed.proves_unchanged_since(NOW + RACY_NS + 1));
+        // The later of the two stamps counts.
+        let touched = stamped(0, NOW);
+        assert!(!touched.proves_unchanged_since(NOW + RACY_NS));
+    }
+
+    #[test]
+    fn stamps_of_two_seconds_prove_nothing_after_one() {
+        let second = NOW / SECOND_NS * SECOND_NS;
+        let changed = stamped(second, second);
+        assert!(!changed.proves_unchanged_since(second + 3 * SECOND_NS));
+        assert!(changed.proves_unchanged_since(second + 5 * SECOND_NS));
+        // A time that was set says nothing about the file system.
+        let touched = stamped(second, second + 1);
+        assert!(touched.proves_unchanged_since(second + 2 * SECOND_NS));
+    }
+
+    #[test]
+    fn file_without_stamps_proves_nothing_ever() {
+        for identity in [stamped(i128::MAX, i128::MAX), stamped(0, i128::MAX)] {
+            assert!(!identity.has_stamps());
+            assert!(!identity.proves_unchanged_since(i128::MAX));
+        }
     }
 }

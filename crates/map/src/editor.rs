@@ -1,11 +1,17 @@
 //! A new version of a map, made from the one before.
 //!
 //! The editor holds the directories that it has seen; the caller feeds those that are missing. Kept
-//! from version to version, it never needs the same directory twice.
+//! from version to version, it seldom needs the same directory twice.
+//!
+//! Invariants
+//! - E1 What is above a changed directory is held and counts as changed, too. So a walk of what
+//!   changed, from the lowest level up, meets every directory that has to be written, and each
+//!   after the children that it names.
+//! - E2 Only unchanged directories give way. The way to the key that was asked for last stays.
 
-use crate::node::{Directory, FANOUT_BITS, NodeRef, encode_node};
-use crate::{HEIGHT_MAX, Root, child_index};
-use std::collections::BTreeMap;
+use crate::node::{Directory, FANOUT_BITS};
+use crate::{FANOUT, HEIGHT_MAX, Reference, Root, above, child_index};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Place of a directory in the tree: its level (the lowest is 0) and the bits of the keys above it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -14,54 +20,98 @@ pub struct Slot {
     prefix: u64,
 }
 
-struct Held {
-    directory: Directory,
-    dirty: bool,
+impl Slot {
+    fn of(key: u64, level: u8) -> Self {
+        Self { level, prefix: above(key, u32::from(level) + 1) }
+    }
 }
 
-/// Edits a map. Every key that is set or read must have been asked for by [`Self::missing`] first.
-pub struct Editor {
-    root: Root,
-    held: BTreeMap<Slot, Held>,
+struct Held<R> {
+    directory: Directory<R>,
+    /// When it was last on the way to a key.
+    used: u64,
 }
 
-impl Editor {
-    /// Starts from `root`.
-    pub fn new(root: Root) -> Self {
-        Self { root, held: BTreeMap::new() }
+/// Edits a map. Every key that is set or read must have been asked for by [`Self::missing`] before,
+/// and no other since.
+pub struct Editor<R> {
+    /// As it was last written.
+    root: Root<R>,
+    /// As it will be.
+    top: Root<R>,
+    held: BTreeMap<Slot, Held<R>>,
+    /// Those that changed since the last version, from the lowest level up.
+    dirty: BTreeSet<Slot>,
+    /// Unchanged directories that are held at most.
+    limit: usize,
+    /// Counts questions.
+    now: u64,
+}
+
+impl<R: Reference> Editor<R> {
+    /// Least limit: a few ways down.
+    pub const LIMIT_MIN: usize = 4 * HEIGHT_MAX as usize;
+
+    /// Starts from `root`. Holds about `limit` directories, at least [`Self::LIMIT_MIN`], besides
+    /// those that changed.
+    pub fn new(root: Root<R>, limit: usize) -> Self {
+        let limit = limit.max(Self::LIMIT_MIN);
+        let (held, dirty) = (BTreeMap::new(), BTreeSet::new());
+        Self { root, top: root, held, dirty, limit, now: 0 }
     }
 
     /// The state that was last written.
-    pub fn root(&self) -> Root {
+    pub fn root(&self) -> Root<R> {
         self.root
+    }
+
+    /// Directories that are held. Those that changed are among them until they are written.
+    pub fn held_len(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Directories that changed since the last version: what [`Self::write`] will write at most.
+    pub fn dirty_len(&self) -> usize {
+        self.dirty.len()
     }
 
     /// Makes the tree high enough for `key`. Writes nothing yet.
     pub fn grow_for(&mut self, key: u64) {
-        while self.root.height == 0 || self.root.is_beyond(key) {
-            assert!(self.root.height < HEIGHT_MAX, "16 levels hold every key");
-            let slot = Slot { level: self.root.height, prefix: 0 };
+        while self.top.height == 0 || self.top.is_beyond(key) {
+            assert!(self.top.height < HEIGHT_MAX, "16 levels hold every key");
+            let slot = Slot { level: self.top.height, prefix: 0 };
             let mut directory = Directory::default();
-            directory.set_child(0, self.root.node);
-            // The old top's content is not known here; what is known is where it lies.
-            let dirty = true;
-            self.held.insert(slot, Held { directory, dirty });
-            self.root.height += 1;
-            self.root.node = None;
+            // The old top's content may not be known here; what is known is where it lies.
+            directory.set_child(0, self.top.node.take());
+            self.top.height += 1;
+            self.hold(slot, directory);
+            self.dirty.insert(slot);
         }
     }
 
     /// The highest directory on the way to `key` that has to be fed before the key can be read or
     /// set, with its place.
-    pub fn missing(&self, key: u64) -> Option<(Slot, NodeRef)> {
-        if self.root.is_beyond(key) {
+    pub fn missing(&mut self, key: u64) -> Option<(Slot, R)> {
+        self.now += 1;
+        self.find_missing(key, |held, now| held.used = now)
+    }
+
+    fn find_missing(
+        &mut self,
+        key: u64,
+        mut visit: impl FnMut(&mut Held<R>, u64),
+    ) -> Option<(Slot, R)> {
+        if self.top.is_beyond(key) {
             return None;
         }
-        let mut at = self.root.node;
-        for level in (0..self.root.height).rev() {
-            let slot = slot_of(key, level);
-            match self.held.get(&slot) {
-                Some(held) => at = held.directory.child(child_index(key, level)),
+        let mut at = self.top.node;
+        for level in (0..self.top.height).rev() {
+            let slot = Slot::of(key, level);
+            match self.held.get_mut(&slot) {
+                Some(held) => {
+                    visit(held, self.now);
+                    at = held.directory.child(child_index(key, level));
+                }
                 None => return at.map(|node| (slot, node)),
             }
         }
@@ -69,39 +119,41 @@ impl Editor {
     }
 
     /// Takes a directory that [`Self::missing`] asked for.
-    pub fn feed(&mut self, slot: Slot, directory: Directory) {
-        self.held.entry(slot).or_insert(Held { directory, dirty: false });
+    pub fn feed(&mut self, slot: Slot, directory: Directory<R>) {
+        if !self.held.contains_key(&slot) {
+            self.hold(slot, directory);
+            self.make_room();
+        }
     }
 
     /// The leaf of `key`.
     ///
     /// # Panics
     /// If a directory on the way is missing.
-    pub fn leaf(&self, key: u64) -> Option<NodeRef> {
-        assert!(self.missing(key).is_none(), "a directory was not fed");
-        if self.root.height == 0 || self.root.is_beyond(key) {
+    pub fn leaf(&mut self, key: u64) -> Option<R> {
+        assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
+        if self.top.height == 0 || self.top.is_beyond(key) {
             return None;
         }
-        self.held.get(&slot_of(key, 0))?.directory.child(child_index(key, 0))
+        self.held.get(&Slot::of(key, 0))?.directory.child(child_index(key, 0))
     }
 
     /// Sets or removes the leaf of `key`.
     ///
     /// # Panics
     /// If the tree was not grown for the key, or a directory on the way is missing.
-    pub fn set(&mut self, key: u64, leaf: Option<NodeRef>) {
-        assert!(self.missing(key).is_none(), "a directory was not fed");
-        assert!(self.root.height > 0 && !self.root.is_beyond(key), "grow the tree first");
-        for level in 0..self.root.height {
-            let held = self
-                .held
-                .entry(slot_of(key, level))
-                .or_insert(Held { directory: Directory::default(), dirty: false });
-            held.dirty = true;
-            if level == 0 {
-                held.directory.set_child(child_index(key, 0), leaf);
+    pub fn set(&mut self, key: u64, leaf: Option<R>) {
+        assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
+        assert!(self.top.height > 0 && !self.top.is_beyond(key), "grow the tree first");
+        for level in 0..self.top.height {
+            let slot = Slot::of(key, level);
+            if !self.held.contains_key(&slot) {
+                self.hold(slot, Directory::default());
             }
+            self.dirty.insert(slot);
         }
+        let lowest = self.held.get_mut(&Slot::of(key, 0)).expect("it is held now");
+        lowest.directory.set_child(child_index(key, 0), leaf);
     }
 
     /// Removes every leaf whose key is `first` or more. The way to `first` must have been fed.
@@ -109,69 +161,69 @@ impl Editor {
     /// # Panics
     /// If a directory on the way is missing.
     pub fn truncate(&mut self, first: u64) {
-        if self.root.height == 0 || self.root.is_beyond(first) {
+        if self.top.height == 0 || self.top.is_beyond(first) {
             return;
         }
-        assert!(self.missing(first).is_none(), "a directory was not fed");
-        for level in 0..self.root.height {
-            let Some(held) = self.held.get_mut(&slot_of(first, level)) else { continue };
+        assert!(self.find_missing(first, |_, _| ()).is_none(), "a directory was not fed");
+        for level in 0..self.top.height {
+            let slot = Slot::of(first, level);
+            let Some(held) = self.held.get_mut(&slot) else { continue };
             let index = child_index(first, level);
             // At the lowest level the key itself goes too; above, its directory was cut already.
             let from = if level == 0 { index } else { index + 1 };
-            for child in from..crate::FANOUT {
+            for child in from..FANOUT {
                 held.directory.set_child(child, None);
             }
-            held.dirty = true;
+            self.dirty.insert(slot);
         }
-        let covers = |slot: &Slot| slot.prefix > first_prefix(first, slot.level);
-        self.held.retain(|slot, _| !covers(slot));
+        let stays = |slot: &Slot| slot.prefix <= Slot::of(first, slot.level).prefix;
+        self.held.retain(|slot, _| stays(slot));
+        self.dirty.retain(stays);
     }
 
-    /// Appends the directories that changed to `file`, the content so far of file number `number`,
-    /// and gives the new root.
-    ///
-    /// # Panics
-    /// If the file is larger than 256 TiB.
-    pub fn write(&mut self, number: u16, file: &mut Vec<u8>) -> Root {
-        // From the lowest level up: a parent is written after the children that it names (I2).
-        let slots: Vec<Slot> = self.held.keys().copied().collect();
-        for slot in slots {
-            let Some(held) = self.held.get_mut(&slot) else { continue };
-            if !std::mem::take(&mut held.dirty) {
-                continue;
-            }
-            let at = if held.directory.is_empty() {
-                None
-            } else {
-                let at = NodeRef::new(number, file.len() as u64).expect("less than 256 TiB");
-                encode_node(file, at, &held.directory.encode());
-                Some(at)
-            };
+    /// Gives the directories that changed to `put`, which says where each will be found, and gives
+    /// the new root. A directory comes after those that it names.
+    pub fn write(&mut self, mut put: impl FnMut(&Directory<R>) -> R) -> Root<R> {
+        while let Some(slot) = self.dirty.pop_first() {
+            let held = self.held.get(&slot).expect("a changed directory is held");
+            let at = (!held.directory.is_empty()).then(|| put(&held.directory));
             self.set_parent(slot, at);
         }
+        self.make_room();
+        self.root = self.top;
         self.root
     }
 
-    fn set_parent(&mut self, slot: Slot, at: Option<NodeRef>) {
+    fn set_parent(&mut self, slot: Slot, at: Option<R>) {
         let level = slot.level + 1;
-        if level == self.root.height {
-            self.root.node = at;
+        if level == self.top.height {
+            self.top.node = at;
             return;
         }
         let parent = Slot { level, prefix: slot.prefix >> FANOUT_BITS };
-        let index = usize::try_from(slot.prefix & (crate::FANOUT as u64 - 1)).expect("4 bits");
-        let held = self.held.get_mut(&parent).expect("a dirty directory's parent is held");
+        assert!(self.dirty.contains(&parent), "what is above a change changed, too");
+        let index = usize::try_from(slot.prefix & (FANOUT as u64 - 1)).expect("4 bits");
+        let held = self.held.get_mut(&parent).expect("a changed directory is held");
         held.directory.set_child(index, at);
-        held.dirty = true;
     }
-}
 
-fn first_prefix(key: u64, level: u8) -> u64 {
-    key.checked_shr((u32::from(level) + 1) * FANOUT_BITS).unwrap_or(0)
-}
+    fn hold(&mut self, slot: Slot, directory: Directory<R>) {
+        self.held.insert(slot, Held { directory, used: self.now });
+    }
 
-fn slot_of(key: u64, level: u8) -> Slot {
-    Slot { level, prefix: first_prefix(key, level) }
+    /// Forgets the half of the unchanged directories that was not used for longest, if there are
+    /// more than the limit.
+    fn make_room(&mut self) {
+        if self.held.len() - self.dirty.len() <= self.limit {
+            return;
+        }
+        let clean = self.held.iter().filter(|(slot, _)| !self.dirty.contains(slot));
+        let mut used: Vec<u64> = clean.map(|(_, held)| held.used).collect();
+        let middle = used.len() / 2;
+        let (_, oldest_kept, _) = used.select_nth_unstable(middle);
+        let (oldest_kept, dirty) = (*oldest_kept, &self.dirty);
+        self.held.retain(|slot, held| held.used >= oldest_kept || dirty.contains(slot));
+    }
 }
 
 #[cfg(test)]

@@ -11,47 +11,85 @@
 //!                  └─▶ directory (5) ──▶ ...           written by version 5, shared
 //! ```
 //!
-//! The crate knows bytes and references and does no I/O: a look-up says which node it needs next
-//! ([`Step`]), an edit says which it must be fed ([`Editor::missing`]). Whoever stores the nodes
-//! reads them. Nodes lie in *files*, one per version; a [`NodeRef`] names file and offset.
+//! The crate knows bytes and references and does no I/O. What a [`Reference`] is, its owner says:
+//! file and offset, object and block. Everything that goes through a tree is steps, which say what
+//! has to be read next:
 //!
-//! # A node's bytes
-//! | bytes | meaning |
+//! | to | use |
 //! |---|---|
-//! | 0..4 | length of the payload, little-endian |
-//! | 4..8 | CRC-32C of the node's own reference (8 bytes) and the payload |
-//! | 8.. | payload; of a directory: bitmap of present children (2 bytes), then 8 bytes for each |
+//! | look a key up | [`Root::look_up`], [`Step`] |
+//! | make a new version | [`Editor`] |
+//! | see all keys of a range, or mark all nodes | [`Walk`] |
+//! | see what two versions do not share | [`Diff`] |
 //!
-//! The sum covers the reference, so that a good node at a wrong place is refused too.
+//! docs/formats/map-node.md has the bytes of a node.
 //!
 //! # Invariants
 //! - I1 A node is written once and never changed.
-//! - I2 A reference in a version names a node in that version's file or in an earlier one's, and in
-//!   its own file one at a lower offset: there are no cycles, whatever the bytes say.
+//! - I2 A directory names only nodes that [`Reference::may_name`] lets it name, which are older:
+//!   there are no cycles, whatever the bytes say.
 //! - I3 Nothing read is trusted: a payload is used only after its sum and its bounds were checked.
+//! - I4 What a step holds is bounded by the height of the tree, and what an editor holds by its
+//!   limit and by what was changed since it last wrote.
 
+mod diff;
 mod editor;
 mod node;
+#[cfg(test)]
+mod page;
+#[cfg(test)]
+mod testing;
+mod walk;
 
+pub use diff::{Change, Diff, DiffStep};
 pub use editor::{Editor, Slot};
 pub use node::{
-    DIRECTORY_BYTES_MAX, Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, NodeRef,
-    encode_node, node_len, open_node,
+    Directory, FANOUT, FANOUT_BITS, NODE_HEADER_BYTES, NodeError, directory_bytes_max, encode_node,
+    node_len, open_node,
 };
+pub use walk::{Walk, WalkStep};
+
+use std::fmt::Debug;
+use std::hash::Hash;
 
 /// Most levels of directories: 16 levels of 4 bits name every 64-bit key.
 pub const HEIGHT_MAX: u8 = 16;
 
+/// Names a node, for as long as it is kept: two references that are equal name the same bytes.
+pub trait Reference: Copy + Eq + Hash + Debug {
+    /// A reference as it stands in a directory.
+    type Bytes: AsRef<[u8]>;
+
+    /// Length of that.
+    const BYTES: usize;
+
+    /// As it stands in a directory.
+    fn to_bytes(self) -> Self::Bytes;
+
+    /// The reverse, of [`Self::BYTES`] bytes from outside; `None` if they are no reference.
+    fn from_bytes(bytes: &[u8]) -> Option<Self>;
+
+    /// Whether a directory here may name `child`. It has to be a strict order, so that no chain of
+    /// references comes back to where it began: what names was written after what is named.
+    fn may_name(self, child: Self) -> bool;
+}
+
 /// The state of a map at one version.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Root {
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Root<R> {
     /// The top node: a directory, or the leaf of key 0 where the height is 0.
-    pub node: Option<NodeRef>,
+    pub node: Option<R>,
     /// Levels of directories.
     pub height: u8,
 }
 
-impl Root {
+impl<R> Default for Root<R> {
+    fn default() -> Self {
+        Self { node: None, height: 0 }
+    }
+}
+
+impl<R: Reference> Root<R> {
     /// Whether `key` is beyond what a tree of this height can hold.
     pub fn is_beyond(&self, key: u64) -> bool {
         let bits = u32::from(self.height) * FANOUT_BITS;
@@ -59,7 +97,7 @@ impl Root {
     }
 
     /// Starts a look-up.
-    pub fn look_up(&self, key: u64) -> Step {
+    pub fn look_up(&self, key: u64) -> Step<R> {
         match self.node {
             Some(node) if !self.is_beyond(key) => Lookup { key, level: self.height }.arrive(node),
             _ => Step::Absent,
@@ -69,11 +107,11 @@ impl Root {
 
 /// What a look-up needs or has found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Step {
+pub enum Step<R> {
     /// Read this directory and feed it.
-    Read(NodeRef, Lookup),
+    Read(R, Lookup),
     /// The leaf of the key.
-    Leaf(NodeRef),
+    Leaf(R),
     /// The map holds nothing for the key.
     Absent,
 }
@@ -87,12 +125,12 @@ pub struct Lookup {
 }
 
 impl Lookup {
-    fn arrive(self, node: NodeRef) -> Step {
+    fn arrive<R>(self, node: R) -> Step<R> {
         if self.level == 0 { Step::Leaf(node) } else { Step::Read(node, self) }
     }
 
     /// Goes on with the directory that was asked for.
-    pub fn feed(self, directory: &Directory) -> Step {
+    pub fn feed<R: Reference>(self, directory: &Directory<R>) -> Step<R> {
         let level = self.level - 1;
         match directory.child(child_index(self.key, level)) {
             Some(child) => Self { key: self.key, level }.arrive(child),
@@ -103,7 +141,11 @@ impl Lookup {
 
 /// Which child of a directory leads to `key`; the level of the lowest directories is 0.
 fn child_index(key: u64, level: u8) -> usize {
-    let shift = u32::from(level) * FANOUT_BITS;
-    let index = key.checked_shr(shift).unwrap_or(0) & (FANOUT as u64 - 1);
+    let index = above(key, u32::from(level)) & (FANOUT as u64 - 1);
     usize::try_from(index).expect("below the fan-out")
+}
+
+/// The bits of `key` above the lowest `levels` levels.
+fn above(key: u64, levels: u32) -> u64 {
+    key.checked_shr(levels * FANOUT_BITS).unwrap_or(0)
 }

@@ -1,59 +1,20 @@
-//! The bytes of nodes. The crate's head has the table.
+//! The bytes of nodes.
 
+use crate::Reference;
 use std::fmt;
 
 /// Bits of a key that one directory decides.
 pub const FANOUT_BITS: u32 = 4;
 /// Children of a directory.
 pub const FANOUT: usize = 1 << FANOUT_BITS;
-/// Bytes before a node's payload.
+/// Bytes before a node's payload: its length and its sum.
 pub const NODE_HEADER_BYTES: usize = 8;
+/// Bytes of a directory's payload before its references: which children it has.
+pub(crate) const BITMAP_BYTES: usize = FANOUT / 8;
+
 /// Most bytes of a directory node, its header included.
-pub const DIRECTORY_BYTES_MAX: usize = NODE_HEADER_BYTES + 2 + 8 * FANOUT;
-
-/// Where a node is: the number of its file and its offset there.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NodeRef(u64);
-
-const OFFSET_BITS: u32 = 48;
-
-impl NodeRef {
-    /// The node at `offset` of file `file`; `None` if the offset needs more than 48 bits.
-    pub fn new(file: u16, offset: u64) -> Option<Self> {
-        (offset >> OFFSET_BITS == 0).then_some(Self(u64::from(file) << OFFSET_BITS | offset))
-    }
-
-    /// The number of the file.
-    pub fn file(self) -> u16 {
-        u16::try_from(self.0 >> OFFSET_BITS).expect("16 bits are left")
-    }
-
-    /// The offset in the file, in bytes.
-    pub fn offset(self) -> u64 {
-        self.0 & ((1 << OFFSET_BITS) - 1)
-    }
-
-    /// As it stands in a file. Zero is no node: offset 0 of file 0 is a header.
-    pub fn to_le_bytes(this: Option<Self>) -> [u8; 8] {
-        this.map_or(0, |node| node.0).to_le_bytes()
-    }
-
-    /// The reverse of [`Self::to_le_bytes`].
-    pub fn from_le_bytes(bytes: [u8; 8]) -> Option<Self> {
-        let bits = u64::from_le_bytes(bytes);
-        (bits != 0).then_some(Self(bits))
-    }
-
-    /// Whether a node here may name `child` (I2).
-    fn may_name(self, child: Self) -> bool {
-        child.0 < self.0
-    }
-}
-
-impl fmt::Debug for NodeRef {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "node {}:{:#x}", self.file(), self.offset())
-    }
+pub const fn directory_bytes_max<R: Reference>() -> usize {
+    NODE_HEADER_BYTES + BITMAP_BYTES + FANOUT * R::BYTES
 }
 
 /// A node that cannot be trusted.
@@ -79,16 +40,12 @@ impl fmt::Display for NodeError {
 
 impl std::error::Error for NodeError {}
 
-/// Appends a node with `payload` to `file`, the content so far of the file that `at` names.
-///
-/// # Panics
-/// If `at` is not the end of `file`: the sum would name another place.
-pub fn encode_node(file: &mut Vec<u8>, at: NodeRef, payload: &[u8]) {
-    assert_eq!(at.offset(), file.len() as u64, "a node is written where its reference says");
+/// Appends the node with `payload` that `at` names.
+pub fn encode_node<R: Reference>(to: &mut Vec<u8>, at: R, payload: &[u8]) {
     let len = u32::try_from(payload.len()).expect("nodes are small");
-    file.extend_from_slice(&len.to_le_bytes());
-    file.extend_from_slice(&checksum(at, payload).to_le_bytes());
-    file.extend_from_slice(payload);
+    to.extend_from_slice(&len.to_le_bytes());
+    to.extend_from_slice(&checksum(at, payload).to_le_bytes());
+    to.extend_from_slice(payload);
 }
 
 /// Length of a whole node, from its first [`NODE_HEADER_BYTES`] bytes.
@@ -101,7 +58,7 @@ pub fn node_len(header: &[u8]) -> Option<usize> {
 ///
 /// # Errors
 /// If the bytes are too few or are not this node's.
-pub fn open_node(bytes: &[u8], at: NodeRef) -> Result<&[u8], NodeError> {
+pub fn open_node<R: Reference>(bytes: &[u8], at: R) -> Result<&[u8], NodeError> {
     let len = node_len(bytes).ok_or(NodeError::Truncated)?;
     let node = bytes.get(..len).ok_or(NodeError::Truncated)?;
     let (header, payload) =
@@ -113,27 +70,34 @@ pub fn open_node(bytes: &[u8], at: NodeRef) -> Result<&[u8], NodeError> {
     Ok(payload)
 }
 
-fn checksum(at: NodeRef, payload: &[u8]) -> u32 {
+/// Covers the reference, so that a good node at a wrong place is refused too.
+fn checksum<R: Reference>(at: R, payload: &[u8]) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(&at.0.to_le_bytes());
+    digest.update(at.to_bytes().as_ref());
     digest.update(payload);
     u32::try_from(digest.finalize()).expect("a 32-bit sum")
 }
 
 /// A directory: its children by index.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Directory {
-    children: [Option<NodeRef>; FANOUT],
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Directory<R> {
+    children: [Option<R>; FANOUT],
 }
 
-impl Directory {
+impl<R: Reference> Default for Directory<R> {
+    fn default() -> Self {
+        Self { children: [None; FANOUT] }
+    }
+}
+
+impl<R: Reference> Directory<R> {
     /// The child at `index`.
-    pub fn child(&self, index: usize) -> Option<NodeRef> {
+    pub fn child(&self, index: usize) -> Option<R> {
         self.children.get(index).copied().flatten()
     }
 
     /// Puts a child at `index`.
-    pub(crate) fn set_child(&mut self, index: usize, child: Option<NodeRef>) {
+    pub(crate) fn set_child(&mut self, index: usize, child: Option<R>) {
         self.children[index] = child;
     }
 
@@ -144,37 +108,96 @@ impl Directory {
     /// The payload of the directory's node.
     pub fn encode(&self) -> Vec<u8> {
         let mut bitmap = 0_u16;
-        let mut payload = vec![0; 2];
+        let mut payload = vec![0; BITMAP_BYTES];
         for (index, child) in self.children.iter().enumerate() {
-            if child.is_some() {
+            if let Some(child) = child {
                 bitmap |= 1 << index;
-                payload.extend_from_slice(&NodeRef::to_le_bytes(*child));
+                let bytes = child.to_bytes();
+                assert_eq!(bytes.as_ref().len(), R::BYTES, "a reference of the length it says");
+                payload.extend_from_slice(bytes.as_ref());
             }
         }
-        payload[..2].copy_from_slice(&bitmap.to_le_bytes());
+        payload[..BITMAP_BYTES].copy_from_slice(&bitmap.to_le_bytes());
         payload
     }
 
     /// The directory with this payload, which was read at `at`.
     ///
     /// # Errors
-    /// If the length does not fit the bitmap, or a child is not older than the directory (I2).
-    pub fn decode(payload: &[u8], at: NodeRef) -> Result<Self, NodeError> {
-        let (bitmap, refs) = payload.split_first_chunk::<2>().ok_or(NodeError::Malformed)?;
+    /// If the length does not fit the bitmap, or it may not name a child (I2).
+    pub fn decode(payload: &[u8], at: R) -> Result<Self, NodeError> {
+        let (bitmap, refs) =
+            payload.split_first_chunk::<BITMAP_BYTES>().ok_or(NodeError::Malformed)?;
         let bitmap = u16::from_le_bytes(*bitmap);
-        let (refs, rest) = refs.as_chunks::<8>();
-        if refs.len() != bitmap.count_ones() as usize || !rest.is_empty() {
+        if refs.len() != bitmap.count_ones() as usize * R::BYTES {
             return Err(NodeError::Malformed);
         }
         let mut directory = Self::default();
         let present = (0..FANOUT).filter(|index| bitmap & (1 << index) != 0);
-        for (index, bytes) in present.zip(refs) {
-            let child = NodeRef::from_le_bytes(*bytes).ok_or(NodeError::Malformed)?;
+        for (index, bytes) in present.zip(refs.chunks_exact(R::BYTES)) {
+            let child = R::from_bytes(bytes).ok_or(NodeError::Malformed)?;
             if !at.may_name(child) {
                 return Err(NodeError::Malformed);
             }
             directory.children[index] = Some(child);
         }
         Ok(directory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Place;
+
+    const AT: Place = Place { extent: 3, block: 500 };
+
+    #[test]
+    fn node_at_another_place_is_refused() {
+        let mut file = Vec::new();
+        encode_node(&mut file, AT, b"leaf");
+        assert_eq!(node_len(&file), Some(file.len()));
+        assert_eq!(open_node(&file, AT), Ok(&b"leaf"[..]));
+        let other = Place { extent: 4, ..AT };
+        assert_eq!(open_node(&file, other), Err(NodeError::Checksum));
+    }
+
+    #[test]
+    fn node_with_a_flipped_bit_or_a_lost_end_is_refused() {
+        let mut good = Vec::new();
+        encode_node(&mut good, AT, b"leaf");
+        for bit in 0..good.len() * 8 {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(open_node(&bad, AT).is_err(), "bit {bit}");
+        }
+        for len in 0..good.len() {
+            assert_eq!(open_node(&good[..len], AT), Err(NodeError::Truncated));
+        }
+    }
+
+    #[test]
+    fn directory_that_names_itself_or_a_later_node_is_refused() {
+        for child in [AT, Place { block: 501, ..AT }, Place { extent: 4, block: 0 }] {
+            let mut directory = Directory::default();
+            directory.set_child(2, Some(child));
+            assert_eq!(Directory::decode(&directory.encode(), AT), Err(NodeError::Malformed));
+        }
+    }
+
+    #[test]
+    fn directory_survives_its_encoding_and_one_of_another_length_is_refused() {
+        let mut directory = Directory::default();
+        for index in [0, 7, 15] {
+            directory.set_child(index, Some(Place { extent: 1, block: 9 }));
+        }
+        let payload = directory.encode();
+        assert_eq!(payload.len(), BITMAP_BYTES + 3 * Place::BYTES);
+        assert_eq!(Directory::decode(&payload, AT), Ok(directory));
+        for len in (0..payload.len()).chain([payload.len() + 1]) {
+            let mut bad = payload.clone();
+            bad.resize(len, 0);
+            assert_eq!(Directory::<Place>::decode(&bad, AT), Err(NodeError::Malformed));
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
 use crate::l1_place::L1Place;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Identity, Result, Store, read_exact};
+use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
@@ -33,6 +33,8 @@ pub(crate) struct Layer {
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
     pub(crate) identity: Identity,
+    /// Where the digest of a seal that fits goes, to prove the file by should it be opened again.
+    pub(crate) content: ProofSlot,
     /// Bytes of the disk that it speaks for, a multiple of a sector. It grows with a disk that is
     /// made longer while it is written.
     pub(crate) len: AtomicU64,

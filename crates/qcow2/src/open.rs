@@ -173,13 +173,14 @@ async fn build_layer(
     (snapshot, writable): (Option<&str>, bool),
 ) -> Result<Layer> {
     let Opened { path, image, kind } = opened;
-    let OpenImage { store, identity } = image;
+    let OpenImage { store, identity, content } = image;
     let mut layer = Layer {
         number,
         path: path.into(),
         data: Arc::clone(&store),
         store,
         identity,
+        content,
         len: AtomicU64::new(0),
         tables: None,
         metadata: None,

@@ -331,8 +331,9 @@ async fn plan(
 const SIDECAR_HEADER_BYTES: usize = 256;
 const NODE_HEADER_BYTES: usize = 8;
 
-/// Makes the sums of a sidecar's header and nodes good, as far as the nodes' lengths make sense.
-fn make_sums_good(sidecar: &mut [u8], layer: u16) {
+/// Makes the sums of the header and nodes of the sidecar of `layer` good, as far as the nodes'
+/// lengths make sense.
+pub fn make_sums_good(sidecar: &mut [u8], layer: u16) {
     let Some((header, _)) = sidecar.split_at_mut_checked(SIDECAR_HEADER_BYTES) else { return };
     let (fields, sum) = header.split_at_mut(SIDECAR_HEADER_BYTES - 4);
     sum.copy_from_slice(&crc32c(&[fields]).to_le_bytes());

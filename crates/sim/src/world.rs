@@ -18,7 +18,9 @@ pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
 use fault::Changes;
 use file::{SharedFile, SimFile};
 use handover::SimHandover;
-use mica_block::{Error, ErrorKind, Handover, Identity, Images, OpenImage, Result, Store};
+use mica_block::{
+    Error, ErrorKind, Handover, Identity, Images, OpenImage, ProofSlot, Result, Store,
+};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -69,8 +71,8 @@ struct State {
     changes: Changes,
 }
 
-/// A world begins at this time, so that file times are not near zero.
-const START_NS: i128 = 1_700_000_000_000_000_000;
+/// A world begins at this time, so that file times are not near zero, nor whole seconds.
+const START_NS: i128 = 1_700_000_000_000_456_789;
 /// Time passes by this much at each change, so that each has a time of its own.
 const TICK_NS: i128 = 1_000_000;
 
@@ -298,7 +300,7 @@ impl Images for World {
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let file = self.file(path)?;
         let identity = lock(&file).identity();
-        Ok(OpenImage { store: self.store(file), identity })
+        Ok(OpenImage { store: self.store(file), identity, content: ProofSlot::default() })
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
@@ -315,7 +317,7 @@ impl Images for World {
         let identity = locked.identity();
         drop(locked);
         let store = Arc::new(SimStore { world: self.clone(), file, writer: Some(writer) });
-        Ok(OpenImage { store, identity })
+        Ok(OpenImage { store, identity, content: ProofSlot::default() })
     }
 
     fn identify(&self, path: &Path) -> Result<Identity> {

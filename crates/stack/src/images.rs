@@ -4,7 +4,7 @@ use crate::handover::{HandoverFile, HandoverPlace};
 use crate::inject::Fault;
 use crate::policy::Policy;
 use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Error, Handover, Identity, Images, OpenImage, Result, Store};
+use mica_block::{Error, Handover, Identity, Images, OpenImage, ProofSlot, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -78,14 +78,19 @@ impl FileImages {
     }
 
     /// The image in `store`, which is what was `located`.
-    fn opened(&self, located: &Located, store: impl Store + 'static) -> Result<OpenImage> {
+    fn opened(
+        &self,
+        located: &Located,
+        store: impl Store + 'static,
+        content: ProofSlot,
+    ) -> Result<OpenImage> {
         let len = located.known_len().map_or_else(|| store.len(), Ok)?;
         let identity = located.identity(len);
         let mut store: Arc<dyn Store> = Arc::new(store);
         for fault in &self.faults {
             store = fault.stack_on(store);
         }
-        Ok(OpenImage { store, identity })
+        Ok(OpenImage { store, identity, content })
     }
 
     /// Whether what was `located` is open for writing here: then its lock is our own, and whoever
@@ -107,13 +112,15 @@ impl Images for FileImages {
         let mut located = self.policy.find(path)?;
         let locking = if self.writes(&located) { Locking::Off } else { self.locking };
         let store = FileStore::new_shared(&mut located, self.cache, locking, &self.handles)?;
-        self.opened(&located, store)
+        let content = store.content();
+        self.opened(&located, store, content)
     }
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking)?;
-        let image = self.opened(&located, store)?;
+        // Its descriptor is its own, and stays open.
+        let image = self.opened(&located, store, ProofSlot::default())?;
         let Identity { device, inode, .. } = image.identity;
         let written = Written { device, inode, store: Arc::downgrade(&image.store) };
         self.written.lock().unwrap_or_else(PoisonError::into_inner).push(written);

@@ -89,14 +89,19 @@ impl Alignment {
         (offset & !mask, (offset + len + mask) & !mask)
     }
 
+    /// Reads into all of `buf`.
+    #[inline]
+    pub(crate) fn read(self, file: &Arc<File>, buf: Buf, offset: HostOffset) -> IoFuture {
+        if self.fits(&buf, offset) {
+            IoFuture::file(mica_rt::read_at(file, buf, offset.bytes()), offset)
+        } else {
+            self.read_around(file, buf, offset)
+        }
+    }
+
     /// Reads the aligned range around the request into a buffer of its own and copies from there.
     #[cold]
-    pub(crate) fn read_around(
-        self,
-        file: &Arc<File>,
-        mut buf: Buf,
-        offset: HostOffset,
-    ) -> IoFuture {
+    fn read_around(self, file: &Arc<File>, mut buf: Buf, offset: HostOffset) -> IoFuture {
         let (start, end) = self.around(offset.bytes(), buf.len() as u64);
         let Ok(around_len) = usize::try_from(end - start) else {
             return mica_block::ready(Err(Error::new(ErrorKind::Limit, "a read too long")), buf);

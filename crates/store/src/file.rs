@@ -2,10 +2,10 @@
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::handles::{Handle, Handles};
+use crate::handles::{Got, Handle, Handles, Unproven};
 use crate::located::{FileKind, Located};
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, IoFuture, Result, Run, Store, Witness};
+use mica_block::{Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, Witness};
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
 use rustix::fs::fstat;
@@ -87,6 +87,11 @@ impl FileStore {
         Ok(Self::read_by(Reader { handles: Arc::clone(handles), handle, align }))
     }
 
+    /// For the proof of its content, should it be closed and opened again ([`crate::Handles`]).
+    pub fn content(&self) -> ProofSlot {
+        self.reader.handle.proof().clone()
+    }
+
     fn read_by(reader: Reader) -> Self {
         Self { reader: Arc::new(reader) }
     }
@@ -97,8 +102,10 @@ impl FileStore {
         let Reader { handles, handle, .. } = &*self.reader;
         let facts = |file| act(Facts { file, path: handle.path(), kind: handle.kind() });
         match handles.get(handle)? {
-            Some(file) => facts(&file),
-            None => facts(&handle.open_beside()?),
+            Got::File(file) => facts(&file),
+            // Nothing of its content is told.
+            Got::Unproven(opened) => facts(opened.file()),
+            Got::Busy => facts(&handle.open_beside()?),
         }
     }
 }
@@ -155,19 +162,35 @@ impl Reader {
             return mica_block::ready(Ok(()), buf);
         }
         match self.handles.get(&self.handle) {
-            Ok(Some(file)) => self.start(&file, buf, offset),
-            Ok(None) => self.wait_and_start(buf, offset),
+            Ok(Got::File(file)) => self.start(&file, buf, offset),
+            Ok(Got::Unproven(opened)) => {
+                let reader = Arc::clone(self);
+                IoFuture::boxed(async move { reader.prove_and_start(opened, buf, offset).await })
+            }
+            Ok(Got::Busy) => self.wait_and_start(buf, offset),
             Err(error) => mica_block::ready(Err(error), buf),
+        }
+    }
+
+    /// Reads from a file that was `opened` again, once its content proves it.
+    async fn prove_and_start(
+        self: &Arc<Self>,
+        opened: Box<Unproven>,
+        buf: Buf,
+        offset: HostOffset,
+    ) -> (Result<()>, Buf) {
+        match opened.prove(self.align).await {
+            Ok(file) => {
+                self.handles.keep(&self.handle, Arc::clone(&file));
+                self.start(&file, buf, offset).await
+            }
+            Err(error) => (Err(error), buf),
         }
     }
 
     #[inline]
     fn start(&self, file: &Arc<File>, buf: Buf, offset: HostOffset) -> IoFuture {
-        if self.align.fits(&buf, offset) {
-            IoFuture::file(mica_rt::read_at(file, buf, offset.bytes()), offset)
-        } else {
-            self.align.read_around(file, buf, offset)
-        }
+        self.align.read(file, buf, offset)
     }
 
     /// Every descriptor has operations in flight. Each of them ends, so that one comes free.
@@ -178,8 +201,11 @@ impl Reader {
             for _ in 0..BUSY_PAUSES_MAX {
                 mica_rt::sleep(BUSY_PAUSE).await;
                 match reader.handles.get(&reader.handle) {
-                    Ok(Some(file)) => return reader.start(&file, buf, offset).await,
-                    Ok(None) => {}
+                    Ok(Got::File(file)) => return reader.start(&file, buf, offset).await,
+                    Ok(Got::Unproven(opened)) => {
+                        return reader.prove_and_start(opened, buf, offset).await;
+                    }
+                    Ok(Got::Busy) => {}
                     Err(error) => return (Err(error), buf),
                 }
             }

@@ -7,24 +7,30 @@
 //! ```text
 //! get ─▶ handle open ──────────────────────────────▶ clone the Arc
 //!     └▶ closed ─▶ room, or an idle handle gave way ─▶ open, compare with what it was, keep
-//!               └▶ all are busy ───────────────────▶ None: the caller waits and asks again
+//!               │                                    └▶ stamps prove nothing: the caller proves
+//!               │                                       the content, then it is kept
+//!               └▶ all are busy, or it is being proved ─▶ the caller waits and asks again
 //! ```
 //!
 //! Invariants
 //! - I1 No more handles are open than the bound: room is reserved before a file is opened.
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
-//! - I3 A reopened handle is the file that it was: same device, inode and length. Else the read
-//!   fails and says so. So it does if the image's locks cannot be had again, or if it was written
-//!   to while they were not held ([`crate::lock`]).
+//! - I3 A reopened handle is the file that it was ([`reopened`]). Else the read fails and says so.
+//!   So it does if the image's locks cannot be had again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
 //!
-//! Locks: a handle's `file`, then the ring. Under the ring other handles are only tried.
+//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried.
 
-use crate::located::{FileId, FileKind, Located, not_an_image, open_flags};
+mod reopened;
+
+pub(crate) use reopened::Unproven;
+
+use crate::located::{FileKind, Located, not_an_image, open_flags};
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result};
 use mica_rt::{Access, File};
+use reopened::{Proving, Verdict};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::io;
@@ -68,24 +74,22 @@ impl Handles {
         self.ring().entries.len()
     }
 
-    /// The file of `handle`, opened if it is not; `None` if every descriptor is busy.
+    /// The file of `handle`, opened if it is not.
     #[inline]
-    pub(crate) fn get(&self, handle: &Arc<Handle>) -> Result<Option<Arc<File>>> {
-        let mut file = handle.lock();
-        if let Some(file) = &*file {
+    pub(crate) fn get(&self, handle: &Arc<Handle>) -> Result<Got> {
+        let mut slot = handle.lock();
+        if let Some(file) = &slot.file {
             handle.mark_used();
-            return Ok(Some(Arc::clone(file)));
+            return Ok(Got::File(Arc::clone(file)));
         }
-        let opened = self.open(handle)?;
-        file.clone_from(&opened);
-        Ok(opened)
+        self.open(handle, &mut slot)
     }
 
     /// Keeps `file`, which was opened when the handle was made, if there is room for it.
     pub(crate) fn keep(&self, handle: &Arc<Handle>, file: Arc<File>) {
         let mut slot = handle.lock();
-        if slot.is_none() && self.reserve(handle) {
-            *slot = Some(file);
+        if slot.file.is_none() && self.reserve(handle) {
+            slot.file = Some(file);
         }
     }
 
@@ -98,23 +102,34 @@ impl Handles {
 
     /// Forgets a handle whose store is gone.
     pub(crate) fn forget(&self, handle: &Arc<Handle>) {
-        let mut file = handle.lock();
-        if file.is_some() {
+        let mut slot = handle.lock();
+        if slot.file.is_some() {
             self.ring().remove(handle);
         }
-        drop(file.take());
+        drop(slot.file.take());
     }
 
     /// Opens the file of `handle`, whose lock the caller holds.
     #[cold]
-    fn open(&self, handle: &Arc<Handle>) -> Result<Option<Arc<File>>> {
-        if !self.reserve(handle) {
-            return Ok(None);
+    fn open(&self, handle: &Arc<Handle>, slot: &mut Slot) -> Result<Got> {
+        if slot.is_being_proved || !self.reserve(handle) {
+            return Ok(Got::Busy);
         }
         loop {
-            match handle.open_file() {
+            match handle.open_file(slot) {
                 // Not marked as used: what is read once gives way before what is read again.
-                Ok(file) => return Ok(Some(Arc::new(file))),
+                Ok((file, None)) => {
+                    let file = Arc::new(file);
+                    slot.file = Some(Arc::clone(&file));
+                    return Ok(Got::File(file));
+                }
+                // Beside the cache until it is proved.
+                Ok((file, Some(now))) => {
+                    self.ring().remove(handle);
+                    let proving = Proving::begin(handle, slot);
+                    let file = Arc::new(file);
+                    return Ok(Got::Unproven(Box::new(Unproven { file, now, proving })));
+                }
                 Err(OpenFailure::NoDescriptor(error)) => {
                     // The rest of the process took more than its reserve.
                     let mut ring = self.ring();
@@ -127,7 +142,7 @@ impl Handles {
                         let what = format!("opening {}", handle.path.display());
                         return Err(Error::from_io(what, error.into()));
                     }
-                    return Ok(None);
+                    return Ok(Got::Busy);
                 }
                 Err(OpenFailure::Other(error)) => {
                     self.ring().remove(handle);
@@ -166,37 +181,66 @@ pub fn raise_open_files_limit() -> io::Result<u64> {
     Ok(limit.maximum.unwrap_or(u64::MAX))
 }
 
+/// What [`Handles::get`] has.
+pub(crate) enum Got {
+    File(Arc<File>),
+    /// Opened again, and nothing but its content can prove that it is what it was.
+    Unproven(Box<Unproven>),
+    /// No descriptor is free, or somebody else is proving the file.
+    Busy,
+}
+
 /// One file, open or not.
 pub(crate) struct Handle {
-    file: Mutex<Option<Arc<File>>>,
+    slot: Mutex<Slot>,
     /// Whether it was used since the clock's hand last passed.
     used: AtomicBool,
     /// Where it is in the ring; read and written under the ring's lock.
     position: AtomicUsize,
     path: PathBuf,
-    id: FileId,
-    /// Length of a regular file when it was found.
-    len: u64,
-    /// When its content last changed, as of then.
-    mtime_ns: i128,
+    kind: FileKind,
     access: Access,
     /// Whether QEMU's locks are taken each time it is opened.
     locking: Locking,
+    /// How its content is proved, once its format says so.
+    proof: ProofSlot,
+}
+
+/// What a handle has, and what it last knew of its file.
+struct Slot {
+    file: Option<Arc<File>>,
+    /// What the file was when its locks were last held; of a device without its length.
+    identity: Identity,
+    /// When it was last given up, and its locks with it.
+    closed_ns: i128,
+    /// What the file was when its content was found to be another.
+    refused: Option<Identity>,
+    is_being_proved: bool,
 }
 
 impl Handle {
     pub(crate) fn new(located: &Located, access: Access, locking: Locking) -> Self {
+        let slot = Slot {
+            file: None,
+            identity: located.identity(located.regular_len()),
+            closed_ns: reopened::now_ns(),
+            refused: None,
+            is_being_proved: false,
+        };
         Self {
-            file: Mutex::default(),
+            slot: Mutex::new(slot),
             used: AtomicBool::new(false),
             position: AtomicUsize::new(0),
             path: located.path().to_owned(),
-            id: located.file_id(),
-            len: located.regular_len(),
-            mtime_ns: located.mtime_ns(),
+            kind: located.kind(),
             access,
             locking,
+            proof: ProofSlot::default(),
         }
+    }
+
+    pub(crate) fn proof(&self) -> &ProofSlot {
+        &self.proof
     }
 
     pub(crate) fn path(&self) -> &std::path::Path {
@@ -204,11 +248,15 @@ impl Handle {
     }
 
     pub(crate) fn kind(&self) -> FileKind {
-        self.id.kind()
+        self.kind
     }
 
-    /// Opens the file, takes its locks again and makes sure that it is the one that it was (I3).
-    fn open_file(&self) -> std::result::Result<File, OpenFailure> {
+    /// Opens the file, takes its locks again and compares it with what it was (I3); gives what it
+    /// is now if that does not prove that it is the same.
+    fn open_file(
+        &self,
+        slot: &mut Slot,
+    ) -> std::result::Result<(File, Option<Identity>), OpenFailure> {
         let failed = |error: Errno| match error {
             Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
             Errno::STALE => OpenFailure::Other(self.replaced("was replaced")),
@@ -220,7 +268,8 @@ impl Handle {
         let mut located = Located::find_raw(&self.path, OFlags::empty())
             .map_err(failed)?
             .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
-        if !located.is_same_file(&self.id) {
+        let found = located.identity(located.regular_len());
+        if located.kind() != self.kind || reopened::is_other_file(&slot.identity, &found) {
             return Err(OpenFailure::Other(self.replaced("was replaced")));
         }
         let fd = located.open(open_flags(self.access)).map_err(failed)?;
@@ -229,19 +278,24 @@ impl Handle {
         if self.locking == Locking::On {
             // The locks kept writers out but for the time without a descriptor.
             located.refresh(&file).map_err(OpenFailure::Other)?;
-            if self.kind() == FileKind::Regular && located.mtime_ns() != self.mtime_ns {
-                return Err(OpenFailure::Other(self.replaced("was written to")));
+        }
+        let now = located.identity(located.regular_len());
+        match reopened::judge(slot, &now, self.locking) {
+            Verdict::Same => Ok((file, None)),
+            Verdict::Unproven if self.proof.get().is_some() => Ok((file, Some(now))),
+            Verdict::Unproven => {
+                self.accept_unproven(slot, now);
+                Ok((file, None))
             }
+            Verdict::Other(how) => Err(OpenFailure::Other(self.replaced(how))),
+            Verdict::Refused => Err(OpenFailure::Other(self.refused())),
         }
-        if located.regular_len() != self.len {
-            return Err(OpenFailure::Other(self.replaced("changed its length")));
-        }
-        Ok(file)
     }
 
-    /// Opens the file beside the cache, for one call.
+    /// Opens the file beside the cache, for one call that reads none of its content.
     pub(crate) fn open_beside(&self) -> Result<File> {
-        self.open_file().map_err(|failure| match failure {
+        let opened = self.open_file(&mut self.lock());
+        opened.map(|(file, _)| file).map_err(|failure| match failure {
             OpenFailure::Other(error) => error,
             OpenFailure::NoDescriptor(error) => {
                 Error::from_io(format!("reopening {}", self.path.display()), error.into())
@@ -254,8 +308,8 @@ impl Handle {
         Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<File>>> {
-        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     #[inline]
@@ -314,9 +368,10 @@ impl Ring {
                 continue;
             }
             // One that is being used or opened right now is not idle.
-            let Ok(mut file) = handle.file.try_lock() else { continue };
-            if file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
-                *file = None;
+            let Ok(mut slot) = handle.slot.try_lock() else { continue };
+            if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
+                slot.closed_ns = reopened::now_ns();
+                slot.file = None;
                 return Some(position);
             }
         }

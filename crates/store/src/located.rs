@@ -9,7 +9,7 @@ use crate::handles::Handles;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File};
 use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, fstatfs, open, openat, readlink};
 use rustix::io::Errno;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
@@ -131,8 +131,11 @@ impl Located {
                 device: stat.st_dev,
                 inode: stat.st_ino,
                 len,
-                mtime_ns: self.mtime_ns(),
-                ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
+                mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
+                ctime_ns: match self.keeps_change_times() {
+                    true => nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
+                    false => i128::MAX,
+                },
             },
             // All nodes of one device are one file; no regular file has inode 0.
             FileKind::BlockDevice => Identity {
@@ -150,29 +153,16 @@ impl Located {
         crate::life::of(self.kind, &self.stat)
     }
 
-    /// When the content last changed.
-    pub(crate) fn mtime_ns(&self) -> i128 {
-        nanoseconds(self.stat.st_mtime, self.stat.st_mtime_nsec)
+    /// Whether its file system has a change time that nobody can set. FAT and exFAT tell the time
+    /// of the last write in its place, the former to two seconds.
+    fn keeps_change_times(&self) -> bool {
+        const WITHOUT: [u64; 2] = [0x4d44, 0x2011_bab0];
+        let system = fstatfs(&self.fd).map(|system| u64::try_from(system.f_type));
+        !matches!(system, Ok(Ok(magic)) if WITHOUT.contains(&magic))
     }
 
     pub(crate) fn regular_len(&self) -> u64 {
         u64::try_from(self.stat.st_size).unwrap_or(0)
-    }
-
-    /// Whether `other` is the same inode or the same device.
-    pub(crate) fn is_same_file(&self, other: &FileId) -> bool {
-        self.file_id() == *other
-    }
-
-    pub(crate) fn file_id(&self) -> FileId {
-        match self.kind {
-            FileKind::Regular => {
-                FileId { kind: self.kind, device: self.stat.st_dev, inode: self.stat.st_ino }
-            }
-            FileKind::BlockDevice => {
-                FileId { kind: self.kind, device: self.stat.st_rdev, inode: 0 }
-            }
-        }
     }
 
     /// Whether this process may read it.
@@ -248,20 +238,6 @@ pub(crate) fn open_flags(access: Access) -> OFlags {
     match access {
         Access::Buffered => OFlags::empty(),
         Access::Direct => OFlags::DIRECT,
-    }
-}
-
-/// Names a file as long as it exists.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct FileId {
-    kind: FileKind,
-    device: u64,
-    inode: u64,
-}
-
-impl FileId {
-    pub(crate) fn kind(&self) -> FileKind {
-        self.kind
     }
 }
 

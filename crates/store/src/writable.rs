@@ -84,11 +84,7 @@ impl Store for WritableFile {
             buf.fill(0);
             return ready(Ok(()), buf);
         }
-        if align.fits(&buf, offset) {
-            IoFuture::file(mica_rt::read_at(file, buf, offset.bytes()), offset)
-        } else {
-            align.read_around(file, buf, offset)
-        }
+        align.read(file, buf, offset)
     }
 
     #[inline]

@@ -156,6 +156,16 @@ impl Victim {
         failed
     }
 
+    /// The image is opened for writing, whatever can be written of it, in little memory.
+    #[track_caller]
+    pub(crate) fn opens_for_writing(&self) {
+        let server = Server::mica_writable(&self.path(), "qcow2", &[]);
+        let server = server.unwrap_or_else(|error| panic!("not served: {error:#}"));
+        let (_, peak) = server.memory();
+        assert!(peak < SERVER_BYTES_MAX, "the server came to use {peak} bytes");
+        assert!(server.stop().expect("it stops").status.success());
+    }
+
     /// Every cluster is read, and reads as QEMU reads it.
     #[track_caller]
     pub(crate) fn served_whole(&self) {

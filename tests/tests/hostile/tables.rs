@@ -30,6 +30,32 @@ fn absurd_sizes_of_tables_are_refused() {
     }
 }
 
+/// Each entry of the largest L1 table cost about 70 bytes, whatever it named: 312 MiB, and seconds.
+#[test]
+fn the_largest_l1_table_is_opened_for_writing_in_little_memory() {
+    const ENTRIES: u64 = (32 << 20) / 8;
+    const CLUSTER: u64 = 64 << 10;
+    // Of the table: with its own clusters it ends here.
+    let first = 1024;
+    // Names of clusters side by side, of every second one in no order, of none that is in the file.
+    let side_by_side = |index: u64| first + index;
+    let strewn = |index: u64| first + 2 * (index * 0x9e37_79b1 % ENTRIES);
+    let beyond = |index: u64| first + 977 * (index + 1);
+    let shapes: [(&dyn Fn(u64) -> u64, u64); 3] =
+        [(&side_by_side, ENTRIES), (&strewn, 2 * ENTRIES), (&beyond, 1)];
+    for (cluster_of, clusters) in shapes {
+        let Some(victim) = Victim::new("cluster_size=64k") else { return };
+        let entries = (0..ENTRIES).map(|index| COPIED | (cluster_of(index) * CLUSTER));
+        let table: Vec<u8> = entries.flat_map(u64::to_be_bytes).collect();
+        let at = 256 * CLUSTER;
+        victim.patch(at, &table);
+        victim.set_len((first + clusters) * CLUSTER);
+        victim.patch(36, u32::try_from(ENTRIES).expect("4 Mi").to_be_bytes());
+        victim.patch(40, at.to_be_bytes());
+        victim.opens_for_writing();
+    }
+}
+
 #[test]
 fn tables_off_their_clusters_or_beyond_everything_are_refused() {
     for offset in [40, 48, 64] {

@@ -6,12 +6,12 @@
 //! - I2 Whoever reads meanwhile is undisturbed: a longer tree is published in one step.
 
 use crate::chain::{Chain, IndexProgress};
-use crate::index::Tree;
-use crate::index::scan::{Builder, Scan, ScanFor, Stop};
-use crate::index::sidecar::{HEADER_BYTES, Header};
+use crate::index::scan::{Builder, Scan, Stop, append_node};
+use crate::index::sidecar::{HEADER_BYTES, Header, SidecarId};
+use crate::index::tables::{SealedTables, TableSource};
+use crate::index::{Root, Tree};
 use crate::layer::Layer;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
-use mica_map::Root;
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl Chain {
             if self.seal_state(layer, &header, tree.id) != SealState::Sealed {
                 break;
             }
-            tree.push(header.root, header.id, Some(store));
+            adopt(layer, &mut tree, &header, store);
         }
         self.index.publish(tree);
     }
@@ -64,21 +64,21 @@ impl Chain {
     /// None: what cannot be read counts as missing.
     pub async fn seal_states(&self) -> Vec<(SealState, u64)> {
         let mut states = Vec::new();
-        let mut parent = 0;
+        let mut parent = None;
         for layer in self.frozen() {
             if layer.tables.is_none() {
-                parent = raw_base_id(layer);
+                parent = Some(raw_base_id(layer));
                 states.push((SealState::Sealed, 0));
                 continue;
             }
             let (state, len) = match self.read_seal(layer).await {
                 Some((header, _)) => {
                     let state = self.seal_state(layer, &header, parent);
-                    parent = header.id;
+                    parent = Some(header.id);
                     (state, header.len)
                 }
                 None => {
-                    parent = 0;
+                    parent = None;
                     (SealState::Missing, 0)
                 }
             };
@@ -99,12 +99,12 @@ impl Chain {
         (store.len().ok()? == header.len).then_some((header, store))
     }
 
-    fn seal_state(&self, layer: &Layer, header: &Header, parent: u64) -> SealState {
+    fn seal_state(&self, layer: &Layer, header: &Header, parent: Option<SidecarId>) -> SealState {
         let is_base = layer.number.index() == 0;
         let fits = header.layer == layer.number.as_u16()
             && header.layer_len == layer.len()
             && header.parent == parent
-            && (is_base || parent != 0);
+            && (is_base || parent.is_some());
         if !fits {
             SealState::Stale
         } else if header.fits_unread(&layer.identity) {
@@ -149,7 +149,7 @@ impl Chain {
         built: &mut usize,
     ) -> std::result::Result<(), Stop> {
         let mut tree = (*self.index.tree()).clone();
-        if tree.id == 0 {
+        if tree.id.is_none() {
             // A damaged sidecar was forgotten, or none was adopted: the seals say where to start.
             self.adopt_sidecars().await;
             tree = (*self.index.tree()).clone();
@@ -188,30 +188,33 @@ impl Chain {
         tree: &mut Tree,
         layer: &Arc<Layer>,
     ) -> std::result::Result<(), Stop> {
-        if layer.tables.is_none() {
+        let (Some(source), Some(tables)) = (TableSource::of(layer), &layer.tables) else {
             tree.push_raw_base(layer);
             return Ok(());
-        }
+        };
         if let Some((header, store)) = self.read_seal(layer).await
             && let state = self.seal_state(layer, &header, tree.id)
             && matches!(state, SealState::Unproven | SealState::Sealed)
         {
             if state == SealState::Sealed {
                 builder.restart(header.root);
-                tree.push(header.root, header.id, Some(store));
+                adopt(layer, tree, &header, store);
                 return Ok(());
             }
-            let found = Scan::read(self, layer, builder, tree, ScanFor::Digest).await?;
+            let digest = source.read::<Error>(&*layer.store, async |_, _| Ok(())).await?;
             self.require_unchanged(layer)?;
-            if header.digest == found.digest
+            if header.digest == digest
                 && let Some(content) = self.resealed(layer, &header, &*store).await
             {
-                self.images.write_sidecar(&layer.path, &content)?;
+                // Where no stamps ever prove anything, a new seal proves no more than the old one.
+                if layer.identity.has_stamps() {
+                    self.images.write_sidecar(&layer.path, &content)?;
+                }
                 builder.restart(header.root);
                 return self.adopt_written(layer, tree, &header).await;
             }
         }
-        let scan = Scan::read(self, layer, builder, tree, ScanFor::Map).await?;
+        let scan = Scan::read(self, layer, builder, tree, (&source, tables)).await?;
         self.require_unchanged(layer)?;
         self.write_sidecar(builder, tree, layer, scan).await
     }
@@ -225,7 +228,9 @@ impl Chain {
     ) -> std::result::Result<(), Stop> {
         let mut content = scan.content;
         let number = layer.number.as_u16();
-        let root = builder.editor.write(number, &mut content);
+        let root = builder
+            .editor
+            .write(|directory| append_node(&mut content, number, &directory.encode()));
         let nodes = &content[HEADER_BYTES..];
         let header = Header {
             layer: number,
@@ -233,7 +238,7 @@ impl Chain {
             identity: layer.identity,
             sealed_ns: self.images.now_ns(),
             digest: scan.digest,
-            id: Header::id_of(tree.id, scan.digest, layer.len(), root, nodes),
+            id: Header::id_of(tree.id, Some(scan.digest), layer.len(), root, nodes),
             parent: tree.id,
             root,
             len: content.len() as u64,
@@ -254,7 +259,7 @@ impl Chain {
         // Another process that serves the same layers may have put its own there meanwhile.
         let seal = self.read_seal(layer).await.filter(|(header, _)| header.id == written.id);
         let (header, store) = seal.ok_or(Stop::Changed)?;
-        tree.push(header.root, header.id, Some(store));
+        adopt(layer, tree, &header, store);
         Ok(())
     }
 
@@ -268,7 +273,8 @@ impl Chain {
         let len = usize::try_from(header.len).ok()?;
         let mut content = read_exact(store, HostOffset::ZERO, len).await.ok()?.to_vec();
         let nodes = content.get(HEADER_BYTES..)?;
-        let id = Header::id_of(header.parent, header.digest, layer.len(), header.root, nodes);
+        let digest = Some(header.digest);
+        let id = Header::id_of(header.parent, digest, layer.len(), header.root, nodes);
         if id != header.id {
             return None;
         }
@@ -285,6 +291,16 @@ impl Chain {
     }
 }
 
+/// Takes the sidecar of `layer` into the tree. From now on its digest proves the layer, should its
+/// file be opened again.
+fn adopt(layer: &Layer, tree: &mut Tree, header: &Header, store: Arc<dyn Store>) {
+    tree.push(header.root, header.id, Some(store));
+    if let Some(source) = TableSource::of(layer) {
+        let digest = header.digest;
+        layer.content.set(Arc::new(SealedTables { source: Arc::new(source), digest }));
+    }
+}
+
 impl Tree {
     /// A raw base needs no sidecar: its map is its length.
     fn push_raw_base(&mut self, base: &Layer) {
@@ -292,6 +308,6 @@ impl Tree {
     }
 }
 
-fn raw_base_id(base: &Layer) -> u64 {
-    Header::id_of(0, 0, base.len(), Root::default(), &[])
+fn raw_base_id(base: &Layer) -> SidecarId {
+    Header::id_of(None, None, base.len(), Root::default(), &[])
 }

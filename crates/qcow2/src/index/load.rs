@@ -1,12 +1,13 @@
 //! Loading slices into the cache: the tree's leaf, with the layers above the tree laid over it.
 
 use crate::chain::Chain;
+use crate::index::node_ref::NodeRef;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
 };
-use crate::index::{BadNodeReason, Tree, count, raw_base_limit};
+use crate::index::{BadNodeReason, Directory, Tree, count, raw_base_limit};
 use mica_block::{Result, read_exact};
-use mica_map::{Directory, NODE_HEADER_BYTES, NodeRef, Step, node_len, open_node};
+use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::sync::Arc;
@@ -189,7 +190,10 @@ impl Chain {
     ) -> std::result::Result<Slice, BadNode> {
         let node = read_node(tree, at).await?;
         let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
-        Slice::decode(payload, tree.covered()).ok_or(BadNode::damaged(at))
+        // A sidecar speaks for its layer and those below: whoever owns a layer below has no word on
+        // what is read of one above.
+        let layers = usize::from(at.file()) + 1;
+        Slice::decode(payload, layers).ok_or(BadNode::damaged(at))
     }
 
     /// The directory of `tree` in the node at `at`.

@@ -17,14 +17,17 @@
 pub(crate) mod build;
 pub(crate) mod cache;
 pub(crate) mod load;
+mod node_ref;
 mod scan;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
+pub(crate) mod tables;
 
 use crate::index::cache::SliceCache;
+use crate::index::sidecar::SidecarId;
 use crate::layer::Layer;
 use mica_block::Store;
-use mica_map::{Directory, NodeRef, Root};
+use node_ref::NodeRef;
 use quick_cache::sync::Cache;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,6 +37,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 const DIRECTORY_SHARE: u64 = 8;
 /// Bytes of a directory in memory, with what the cache needs for it.
 const DIRECTORY_MEMORY_BYTES: u64 = 384;
+
+/// The map's state at one layer.
+pub(crate) type Root = mica_map::Root<NodeRef>;
+/// A directory of the map.
+type Directory = mica_map::Directory<NodeRef>;
 
 /// The index of one chain.
 pub(crate) struct Index {
@@ -57,8 +65,8 @@ pub(crate) struct Tree {
     roots: Vec<Root>,
     /// The sidecar of each of those layers; a raw base has none.
     sidecars: Vec<Option<Arc<dyn Store>>>,
-    /// The name of the uppermost sidecar; zero if there is none.
-    id: u64,
+    /// The name of the uppermost sidecar, if there is one.
+    id: Option<SidecarId>,
     /// Unlike that of every tree whose sidecars may have been others; see
     /// [`Index::next_generation`].
     generation: u64,
@@ -74,10 +82,10 @@ impl Tree {
         self.roots.last().copied().unwrap_or_default()
     }
 
-    fn push(&mut self, root: Root, id: u64, sidecar: Option<Arc<dyn Store>>) {
+    fn push(&mut self, root: Root, id: SidecarId, sidecar: Option<Arc<dyn Store>>) {
         self.roots.push(root);
         self.sidecars.push(sidecar);
-        self.id = id;
+        self.id = Some(id);
     }
 
     /// Speaks for no more than the lowest `layers` layers from now on.
@@ -87,7 +95,7 @@ impl Tree {
             self.sidecars.truncate(layers);
             // Without a name nothing can be built on what is left before the seals were read
             // again.
-            self.id = 0;
+            self.id = None;
             self.generation = generation;
         }
     }

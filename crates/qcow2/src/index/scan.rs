@@ -1,5 +1,4 @@
-//! Reading a layer's tables, once, for their digest and for the slices of the map that they
-//! change.
+//! The slices of the map that a layer changes, from one pass over its tables.
 //!
 //! Invariants
 //! - I1 Memory is bounded: one L2 table, the directories of the tree, a bounded number of slices,
@@ -8,26 +7,23 @@
 //! - I2 Each slice is written once: what is written cannot be read before the sidecar is in place.
 
 use crate::chain::Chain;
-use crate::format::{L1Entry, L2Format};
 use crate::index::load::{BadNode, base_slice, sectors_of};
+use crate::index::node_ref::NodeRef;
 use crate::index::sidecar::HEADER_BYTES;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
-use crate::index::{Tree, raw_base_limit};
+use crate::index::tables::{TableSource, TablesDigest, slices_of};
+use crate::index::{Root, Tree, raw_base_limit};
 use crate::layer::{Layer, Tables, l2_part};
-use mica_block::{Error, ErrorKind, Result, read_exact};
-use mica_map::{Editor, NodeRef, Root, encode_node};
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_block::Error;
+use mica_map::{Editor, encode_node};
+use mica_units::{GuestOffset, GuestRange};
 use std::collections::HashMap;
 use std::sync::Arc;
 
+/// Directories that the builder keeps from layer to layer: some MiB.
+const KEPT_DIRECTORIES_MAX: usize = 16 << 10;
 /// Slices that the builder keeps from layer to layer, in bytes.
 const KEPT_SLICES_BYTES_MAX: usize = 8 << 20;
-/// Piece in which L1 tables are read.
-const L1_PIECE_BYTES: u64 = 64 << 10;
-/// Bytes of the image's first cluster that the digest covers: the header and its extensions.
-const DIGEST_HEADER_BYTES: u64 = 64 << 10;
-/// Slices of a layer that malformed L1 entries may speak for: 256 GiB of the disk.
-const MALFORMED_SLICES_MAX: u64 = 1 << 16;
 
 /// Why building stopped before the last layer.
 #[derive(Debug)]
@@ -47,14 +43,15 @@ impl From<Error> for Stop {
 
 /// What the builder carries from layer to layer.
 pub(super) struct Builder {
-    pub(super) editor: Editor,
+    pub(super) editor: Editor<NodeRef>,
     slices: HashMap<u64, (Option<NodeRef>, Arc<Slice>)>,
     slices_bytes: usize,
 }
 
 impl Builder {
     pub(super) fn new(root: Root) -> Self {
-        Self { editor: Editor::new(root), slices: HashMap::new(), slices_bytes: 0 }
+        let editor = Editor::new(root, KEPT_DIRECTORIES_MAX);
+        Self { editor, slices: HashMap::new(), slices_bytes: 0 }
     }
 
     pub(super) fn restart(&mut self, root: Root) {
@@ -114,92 +111,58 @@ fn useless(chain: &Chain, bad: BadNode) -> Stop {
     Stop::Useless
 }
 
-/// What a layer's tables are read for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum ScanFor {
-    /// To see whether they are the ones that were sealed.
-    Digest,
-    /// To write the slices that they change, as well.
-    Map,
-}
-
 /// One pass over a layer's tables.
 pub(super) struct Scan {
     /// The sidecar so far: room for the header, then the slices that changed.
     pub(super) content: Vec<u8>,
-    pub(super) digest: u64,
+    pub(super) digest: TablesDigest,
 }
 
 impl Scan {
-    /// Reads the layer's tables; unless only the digest is wanted, writes the slices that the
-    /// layer changes and enters them in the builder's tree.
+    /// Reads the layer's tables, writes the slices that the layer changes and enters them in the
+    /// builder's tree.
     pub(super) async fn read(
         chain: &Chain,
         layer: &Layer,
         builder: &mut Builder,
         tree: &Tree,
-        purpose: ScanFor,
+        (source, tables): (&TableSource, &Tables),
     ) -> std::result::Result<Self, Stop> {
-        let mut scan = Self { content: vec![0; HEADER_BYTES], digest: 0 };
-        if purpose == ScanFor::Map {
-            scan.cut_beyond(chain, layer, builder, tree).await?;
-        }
-        let Some(tables) = &layer.tables else { return Ok(scan) };
-        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
-        let cluster_len = usize::try_from(tables.l2.cluster_bits.bytes()).expect("at most 2 MiB");
-        let header_bytes = tables.l2.cluster_bits.bytes().min(DIGEST_HEADER_BYTES);
-        let header_bytes = usize::try_from(header_bytes).expect("at most 64 KiB");
-        sum.update(&explained(layer, HostOffset::ZERO, header_bytes).await?);
-        let (l1_at, l1_entries) = tables.l1_place.get();
-        let l1_bytes = u64::from(l1_entries) * L1Entry::BYTES as u64;
+        let mut content = SidecarContent { bytes: vec![0; HEADER_BYTES] };
+        content.cut_beyond(chain, layer, builder, tree).await?;
         let mut pending = PendingSlice::default();
-        let mut claims = Claims::new(layer)?;
-        let mut done = 0;
-        while done < l1_bytes {
-            let piece = usize::try_from((l1_bytes - done).min(L1_PIECE_BYTES)).expect("64 KiB");
-            let l1_offset = HostOffset::new(l1_at.bytes().saturating_add(done));
-            let l1 = explained(layer, l1_offset, piece).await?;
-            sum.update(&l1);
-            let first = done / L1Entry::BYTES as u64;
-            for (l1_index, bytes) in (first..).zip(l1.as_chunks::<{ L1Entry::BYTES }>().0) {
-                let entry = L1Entry(u64::from_be_bytes(*bytes));
-                let Some(part) = table_part(tables.l2, l1_index, layer.len()) else { continue };
-                let table = match entry.decode(tables.l2.cluster_bits) {
-                    Ok(Some(at)) if claims.is_in_file(at) => {
-                        claims.table(tables.l2)?;
-                        let table = explained(layer, at, cluster_len).await?;
-                        sum.update(&table);
-                        Some(table)
-                    }
-                    // What lies beyond the end of the file reads as zeros and so names nothing.
-                    Ok(_) => continue,
-                    Err(_) => {
-                        claims.malformed(part)?;
-                        None
-                    }
-                };
-                if purpose == ScanFor::Digest {
-                    continue;
-                }
-                for number in slices_of(part) {
-                    let end = pending.gather((layer, tables), part, table.as_deref(), number);
-                    while let Some((number, own)) = pending.take_complete(end) {
-                        scan.add(chain, builder, tree, (layer, number, own)).await?;
-                    }
+        let visit = async |part: GuestRange, table: Option<&[u8]>| {
+            for number in slices_of(part) {
+                let end = pending.gather((layer, tables), part, table, number);
+                while let Some((number, own)) = pending.take_complete(end) {
+                    content.add(chain, builder, tree, (layer, number, own)).await?;
                 }
             }
-            done += piece as u64;
-        }
+            Ok::<(), Stop>(())
+        };
+        let digest = source.read(&*layer.store, visit).await?;
         while let Some((number, own)) = pending.take_complete(GuestOffset::new(u64::MAX)) {
-            scan.add(chain, builder, tree, (layer, number, own)).await?;
+            content.add(chain, builder, tree, (layer, number, own)).await?;
         }
-        if purpose == ScanFor::Map {
-            scan.cut_within(chain, layer, builder, tree).await?;
-        }
-        scan.digest = sum.finalize();
-        Ok(scan)
+        content.cut_within(chain, layer, builder, tree).await?;
+        Ok(Self { content: content.bytes, digest })
     }
+}
 
+/// Appends a node to the sidecar of layer `number`, of which `content` is what there is so far.
+pub(super) fn append_node(content: &mut Vec<u8>, number: u16, payload: &[u8]) -> NodeRef {
+    let at = NodeRef::new(number, content.len() as u64);
+    let at = at.expect("a sidecar is smaller than 256 TiB");
+    encode_node(content, at, payload);
+    at
+}
+
+/// A sidecar that is being made.
+struct SidecarContent {
+    bytes: Vec<u8>,
+}
+
+impl SidecarContent {
     /// A layer that ends before the one beneath hides what lies beyond its end: here the slices
     /// that lie there whole.
     async fn cut_beyond(
@@ -250,9 +213,7 @@ impl Scan {
         if *new == *old {
             return Ok(());
         }
-        let at = NodeRef::new(layer.number.as_u16(), self.content.len() as u64);
-        let at = at.expect("a sidecar is smaller than 256 TiB");
-        encode_node(&mut self.content, at, &new.encode());
+        let at = append_node(&mut self.bytes, layer.number.as_u16(), &new.encode());
         builder.editor.grow_for(number);
         builder.load_path(chain, tree, number).await?;
         builder.editor.set(number, Some(at));
@@ -261,69 +222,10 @@ impl Scan {
     }
 }
 
-async fn explained(layer: &Layer, offset: HostOffset, len: usize) -> Result<mica_rt::Buf> {
-    read_exact(&*layer.store, offset, len).await.map_err(|error| layer.explain(error))
-}
-
-/// The bytes of the disk that the table of L1 entry `l1_index` speaks for.
-fn table_part(l2: L2Format, l1_index: u64, len: u64) -> Option<GuestRange> {
-    let start = l1_index.checked_mul(1 << l2.table_bits())?;
-    let end = start.checked_add(1 << l2.table_bits())?.min(len);
-    let range = GuestRange::between(GuestOffset::new(start), GuestOffset::new(end))?;
-    (!range.is_empty()).then_some(range)
-}
-
 /// Whether the layer ends before the one beneath.
 fn cuts(chain: &Chain, layer: &Layer) -> bool {
     let number = layer.number.index();
     number > 0 && layer.len() < chain.layers[number - 1].len()
-}
-
-/// The slices that `part` of the disk, which is not empty, touches.
-fn slices_of(part: GuestRange) -> std::ops::RangeInclusive<u64> {
-    part.start().bytes() >> SLICE_BITS..=(part.end().bytes() - 1) >> SLICE_BITS
-}
-
-/// What a layer's L1 table has claimed so far (I1). No writer names a table twice in it.
-struct Claims<'a> {
-    layer: &'a Layer,
-    file_bytes: u64,
-    table_bytes: u64,
-    malformed_slices: u64,
-}
-
-impl<'a> Claims<'a> {
-    fn new(layer: &'a Layer) -> Result<Self> {
-        let file_bytes = layer.store.len().map_err(|error| layer.explain(error))?;
-        Ok(Self { layer, file_bytes, table_bytes: 0, malformed_slices: 0 })
-    }
-
-    fn is_in_file(&self, table: HostOffset) -> bool {
-        table.bytes() < self.file_bytes
-    }
-
-    fn table(&mut self, l2: L2Format) -> Result<()> {
-        let cluster_bytes = l2.cluster_bits.bytes();
-        self.table_bytes = self.table_bytes.saturating_add(cluster_bytes);
-        if self.table_bytes <= self.file_bytes.saturating_add(cluster_bytes) {
-            return Ok(());
-        }
-        Err(self.refused("its L1 table names more L2 tables than its file holds"))
-    }
-
-    fn malformed(&mut self, part: GuestRange) -> Result<()> {
-        let slices = slices_of(part);
-        self.malformed_slices += slices.end() - slices.start() + 1;
-        if self.malformed_slices <= MALFORMED_SLICES_MAX {
-            return Ok(());
-        }
-        Err(self.refused("its L1 table is malformed for more than 256 GiB of the disk"))
-    }
-
-    fn refused(&self, why: &str) -> Error {
-        let context = format!("{why}: it gets no index, and `mica check` says more");
-        self.layer.explain(Error::new(ErrorKind::Corrupt, context))
-    }
 }
 
 /// Slices whose runs are being gathered: small tables speak for parts of one.

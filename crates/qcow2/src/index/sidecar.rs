@@ -8,29 +8,49 @@
 //! ```
 //!
 //! The map in layer k's sidecar speaks for layers 0..=k. Its nodes name nodes in this file and in
-//! the sidecars of layers below, by layer number.
+//! the sidecars of layers below, by layer number. docs/formats/sidecar.md has all of it.
 //!
 //! Invariants
 //! - I1 A sidecar is derived data: without it everything is slower once, and nothing is wrong.
 //! - I2 It is trusted only under its seal: the layer is the file that was indexed, unchanged
 //!   ([`Header::fits_unread`], or by content: [`Header::digest`]), and the sidecar below is the one
-//!   that it was built on ([`Header::parent`]).
+//!   that it was built on ([`Header::parent`]). Digest and names are such that not even the owner
+//!   of a layer can make two contents that have the same.
 //! - I3 It is written whole and put in place by a rename; every node has a checksum; so a half
 //!   written or damaged one is noticed, and rebuilt.
 
+use super::Root;
+use super::node_ref::NodeRef;
+use super::tables::TablesDigest;
 use mica_block::Identity;
-use mica_map::{HEIGHT_MAX, NodeRef, Root};
+use mica_map::HEIGHT_MAX;
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Bytes of the header.
 pub(crate) const HEADER_BYTES: usize = 256;
 
-const MAGIC: [u8; 8] = *b"MICAIDX\n";
-const VERSION: u32 = 1;
+pub(crate) const MAGIC: [u8; 8] = *b"MICAIDX\n";
+/// Those of other versions are no sidecars: they are rebuilt.
+pub(crate) const VERSION: u32 = 2;
 
-/// A change of a file within this time before it was sealed may not show in its timestamps.
-const RACY_NS: i128 = 1_000_000_000;
+/// What the names of sidecars are, as opposed to all else that is digested.
+const CONTEXT: &str = "mica sidecar 2: name of a sidecar";
+
+/// The name of a sidecar: a digest of what it says and of its parent's name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct SidecarId([u8; 32]);
+
+impl SidecarId {
+    /// As it stands in a header. Zeros are no name: nobody can make a sidecar that has it.
+    fn to_bytes(this: Option<Self>) -> [u8; 32] {
+        this.map_or([0; 32], |id| id.0)
+    }
+
+    fn from_bytes(bytes: [u8; 32]) -> Option<Self> {
+        (bytes != [0; 32]).then_some(Self(bytes))
+    }
+}
 
 /// The header of a sidecar, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,12 +63,12 @@ pub(crate) struct Header {
     pub(crate) identity: Identity,
     /// When it was sealed, by the clock that stamps the file.
     pub(crate) sealed_ns: i128,
-    /// Sum of the layer's header, L1 table and L2 tables.
-    pub(crate) digest: u64,
-    /// The sidecar's name: a sum of what it says and of its parent's name.
-    pub(crate) id: u64,
-    /// The name of the sidecar of the layer below; zero under the base.
-    pub(crate) parent: u64,
+    /// Of the layer's header, L1 table and L2 tables.
+    pub(crate) digest: TablesDigest,
+    /// The sidecar's name.
+    pub(crate) id: SidecarId,
+    /// The name of the sidecar of the layer below; the base has none.
+    pub(crate) parent: Option<SidecarId>,
     /// The map of the chain up to this layer.
     pub(crate) root: Root,
     /// Length of the whole sidecar in bytes.
@@ -65,9 +85,6 @@ struct RawHeader {
     reserved: u8,
     root: [u8; 8],
     len: U64,
-    id: U64,
-    parent: U64,
-    digest: U64,
     layer_len: U64,
     device: U64,
     inode: U64,
@@ -75,7 +92,10 @@ struct RawHeader {
     mtime_ns: I64,
     ctime_ns: I64,
     sealed_ns: I64,
-    padding: [u8; 140],
+    id: [u8; 32],
+    parent: [u8; 32],
+    digest: [u8; 32],
+    padding: [u8; 68],
     /// CRC-32C of all bytes before.
     checksum: U32,
 }
@@ -92,9 +112,9 @@ impl Header {
             reserved: 0,
             root: NodeRef::to_le_bytes(self.root.node),
             len: self.len.into(),
-            id: self.id.into(),
-            parent: self.parent.into(),
-            digest: self.digest.into(),
+            id: self.id.0,
+            parent: SidecarId::to_bytes(self.parent),
+            digest: *self.digest.as_bytes(),
             layer_len: self.layer_len.into(),
             device: self.identity.device.into(),
             inode: self.identity.inode.into(),
@@ -102,7 +122,7 @@ impl Header {
             mtime_ns: ns_field(self.identity.mtime_ns),
             ctime_ns: ns_field(self.identity.ctime_ns),
             sealed_ns: ns_field(self.sealed_ns),
-            padding: [0; 140],
+            padding: [0; 68],
             checksum: 0.into(),
         };
         let mut bytes = [0; HEADER_BYTES];
@@ -134,9 +154,9 @@ impl Header {
                 ctime_ns: raw.ctime_ns.get().into(),
             },
             sealed_ns: raw.sealed_ns.get().into(),
-            digest: raw.digest.get(),
-            id: raw.id.get(),
-            parent: raw.parent.get(),
+            digest: TablesDigest::from_bytes(raw.digest),
+            id: SidecarId::from_bytes(raw.id)?,
+            parent: SidecarId::from_bytes(raw.parent),
             root,
             len: raw.len.get(),
         })
@@ -147,21 +167,25 @@ impl Header {
     /// A layer that was changed just before it was sealed could have been changed again within the
     /// same tick of its file system's clock: it has to prove itself by content.
     pub(crate) fn fits_unread(&self, now: &Identity) -> bool {
-        let changed_ns = now.mtime_ns.max(now.ctime_ns);
-        self.identity == *now && changed_ns.saturating_add(RACY_NS) < self.sealed_ns
+        self.identity == *now && now.proves_unchanged_since(self.sealed_ns)
     }
 
-    /// The name of a sidecar with these contents.
-    pub(crate) fn id_of(parent: u64, digest: u64, layer_len: u64, root: Root, nodes: &[u8]) -> u64 {
-        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
-        sum.update(&parent.to_le_bytes());
-        sum.update(&digest.to_le_bytes());
-        sum.update(&layer_len.to_le_bytes());
-        sum.update(&NodeRef::to_le_bytes(root.node));
-        sum.update(&[root.height]);
-        sum.update(nodes);
-        // Zero means "no parent".
-        sum.finalize().max(1)
+    /// The name of a sidecar with these contents; none of the tables where the layer is raw.
+    pub(crate) fn id_of(
+        parent: Option<SidecarId>,
+        digest: Option<TablesDigest>,
+        layer_len: u64,
+        root: Root,
+        nodes: &[u8],
+    ) -> SidecarId {
+        let mut name = blake3::Hasher::new_derive_key(CONTEXT);
+        name.update(&SidecarId::to_bytes(parent));
+        name.update(digest.as_ref().map_or(&[0; 32][..], |digest| digest.as_bytes()));
+        name.update(&layer_len.to_le_bytes());
+        name.update(&NodeRef::to_le_bytes(root.node));
+        name.update(&[root.height]);
+        name.update(nodes);
+        SidecarId(*name.finalize().as_bytes())
     }
 }
 
@@ -177,20 +201,24 @@ pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 #[cfg(test)]
+mod page;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
     fn header() -> Header {
         let identity =
             Identity { device: 1, inode: 2, len: 3, mtime_ns: 4_000_000_000, ctime_ns: 5 };
+        let digest = TablesDigest::from_bytes([10; 32]);
         Header {
             layer: 7,
             layer_len: 1 << 30,
             identity,
             sealed_ns: 9_000_000_000,
-            digest: 10,
-            id: 11,
-            parent: 12,
+            digest,
+            id: SidecarId([11; 32]),
+            parent: Some(SidecarId([12; 32])),
             root: Root { node: NodeRef::new(7, 256), height: 3 },
             len: 13,
         }
@@ -215,8 +243,48 @@ mod tests {
     fn layer_changed_just_before_its_seal_is_not_trusted_unread() {
         let mut header = header();
         assert!(header.fits_unread(&header.identity));
-        header.sealed_ns = header.identity.mtime_ns + RACY_NS;
+        header.sealed_ns = header.identity.mtime_ns + 1_000_000_000;
         assert!(!header.fits_unread(&header.identity));
+    }
+
+    /// FAT has stamps of two seconds, and a second was waited for.
+    #[test]
+    fn layer_with_stamps_of_two_seconds_is_not_trusted_unread_two_seconds_after() {
+        let mut header = header();
+        (header.identity.mtime_ns, header.identity.ctime_ns) = (4_000_000_000, 4_000_000_000);
+        header.sealed_ns = 5_900_000_000;
+        assert!(!header.fits_unread(&header.identity));
+    }
+
+    /// What is beyond the field stands for no stamps at all, and equals none.
+    #[test]
+    fn layer_without_stamps_is_never_trusted_unread() {
+        let mut header = header();
+        header.identity.ctime_ns = i128::MAX;
+        let read = Header::decode(&header.encode()).expect("a header");
+        assert!(!read.fits_unread(&header.identity));
+    }
+
+    #[test]
+    fn name_of_a_sidecar_follows_from_all_that_it_says() {
+        let name = |parent, digest, len, root, nodes: &[u8]| {
+            Header::id_of(parent, digest, len, root, nodes)
+        };
+        let [a, b] = [1, 2].map(|byte| TablesDigest::from_bytes([byte; 32]));
+        let parent = Some(SidecarId([3; 32]));
+        let root = Root { node: NodeRef::new(0, 256), height: 1 };
+        let names = [
+            name(None, None, 5, root, b"nodes"),
+            name(parent, None, 5, root, b"nodes"),
+            name(None, Some(a), 5, root, b"nodes"),
+            name(None, Some(b), 5, root, b"nodes"),
+            name(None, Some(a), 6, root, b"nodes"),
+            name(None, Some(a), 5, Root::default(), b"nodes"),
+            name(None, Some(a), 5, root, b"other"),
+        ];
+        for (index, name) in names.iter().enumerate() {
+            assert!(!names[..index].contains(name), "{index}");
+        }
     }
 
     #[test]

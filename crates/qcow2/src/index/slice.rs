@@ -24,7 +24,7 @@ pub(crate) const SLICE_SECTORS: u32 = 8192;
 const _: () = assert!(SLICE_SECTORS as u64 * SECTOR_BYTES == SLICE_BYTES);
 
 /// Bytes that one run takes, in memory and in a sidecar.
-const RUN_BYTES: usize = 10;
+pub(crate) const RUN_BYTES: usize = 10;
 
 /// Who owns a sector, and where it is: 16 bits of layer, 3 of kind, 45 of host sector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

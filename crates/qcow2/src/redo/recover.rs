@@ -164,7 +164,7 @@ pub(crate) async fn read_over(
              writing next puts in"
         );
         let store = Arc::new(Over::new(image.store, replay));
-        return Ok(OpenImage { store, identity: image.identity });
+        return Ok(OpenImage { store, identity: image.identity, content: image.content });
     }
     match images.handover_of_another(path)? {
         Some(place) => warn_of_another(path, &place),

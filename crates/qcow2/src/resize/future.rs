@@ -20,7 +20,7 @@ impl FutureImages {
     /// All that `images` has, but `image` at `path` with `size` bytes.
     pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
         let store = Arc::new(FutureStore { store: Arc::clone(&image.store), size });
-        let image = OpenImage { store, identity: image.identity };
+        let image = OpenImage { store, ..image.clone() };
         Self { images, held: vec![(path.to_owned(), image)] }
     }
 

@@ -28,6 +28,7 @@ impl FileSpace {
         let bits = header.cluster_bits;
         let metadata = Metadata::new(Arc::clone(&store), bits);
         let ranges = &metadata.ranges;
+        ranges.set_file_clusters(bits.clusters_for(store.len()?));
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         ranges.add(header.l1_offset, u64::from(header.l1_entries) * 8, "the L1 table");
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();

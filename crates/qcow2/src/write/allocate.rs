@@ -19,6 +19,7 @@
 mod growth;
 
 use super::pages::{Metadata, PageState};
+use super::ranges::TableKind;
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use crate::redo::{SpaceState, Stage};
@@ -101,11 +102,13 @@ impl Space {
         let table = read_exact(&*metadata.store, header.refcount_table_offset, len).await?;
         let table: Vec<u64> =
             table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect();
+        let mut blocks = metadata.ranges.gather(TableKind::RefcountBlock);
         for entry in &table {
             if let Some(block) = RefcountTableEntry(*entry).decode(bits)? {
-                metadata.ranges.add(block, bits.bytes(), "a refcount block");
+                blocks.push(block);
             }
         }
+        blocks.finish();
         let file_end = bits.clusters_for(metadata.store.len()?);
         let state = Clusters {
             table,

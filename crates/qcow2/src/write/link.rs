@@ -4,6 +4,7 @@ use super::Writer;
 use super::clusters::Beneath;
 use super::drops::Drops;
 use super::pages::PageState;
+use super::ranges::TableKind;
 use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
@@ -164,7 +165,7 @@ impl Writer {
         if let Some(shared) = shared {
             self.metadata.ranges.remove(shared);
         }
-        self.metadata.ranges.add(table, bits.bytes(), "an L2 table");
+        self.metadata.ranges.add_table(table, TableKind::L2);
         Ok(table)
     }
 

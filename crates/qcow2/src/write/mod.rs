@@ -49,8 +49,12 @@ use mica_block::{
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
+use ranges::TableKind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+
+/// Piece in which the L1 table is read when an image is opened.
+const TABLE_PIECE_BYTES: usize = 1 << 20;
 
 /// What copy-on-write and syncs have cost since the disk was opened.
 #[derive(Default)]
@@ -97,8 +101,8 @@ impl Writer {
         (handover, now_ns): (Option<Arc<dyn Handover>>, i128),
     ) -> Result<Self> {
         let ranges = &metadata.ranges;
-        let file_end = header.cluster_bits.clusters_for(metadata.store.len()?);
         let bits = header.cluster_bits;
+        ranges.set_file_clusters(bits.clusters_for(metadata.store.len()?));
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         let l1_bytes = u64::from(header.l1_entries) * 8;
         ranges.add(header.l1_offset, l1_bytes, "the L1 table");
@@ -107,18 +111,19 @@ impl Writer {
         if header.snapshot_count > 0 {
             ranges.add(header.snapshots_offset, 1, "the snapshot table");
         }
-        let len = usize::try_from(l1_bytes).expect("the header's limit is 32 MiB");
-        let l1 = read_exact(&*metadata.store, header.l1_offset, len).await?;
-        for entry in l1.as_chunks().0 {
-            // A malformed entry is told to who needs it.
-            if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
-                if table.bytes() >> bits.bits() >= file_end {
-                    ranges.contest(table);
-                } else {
-                    ranges.add(table, bits.bytes(), "an L2 table");
+        let mut l2_tables = ranges.gather(TableKind::L2);
+        for start in (0..l1_bytes).step_by(TABLE_PIECE_BYTES) {
+            let len = usize::try_from(l1_bytes - start).expect("the header's limit is 32 MiB");
+            let at = HostOffset::new(header.l1_offset.bytes().saturating_add(start));
+            let piece = read_exact(&*metadata.store, at, len.min(TABLE_PIECE_BYTES)).await?;
+            for entry in piece.as_chunks().0 {
+                // A malformed entry is told to who needs it.
+                if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
+                    l2_tables.push(table);
                 }
             }
         }
+        l2_tables.finish();
         let space = Space::open(&metadata, header).await?;
         metadata.lock().header = HeaderState { now: HeaderFields::of(header, 1), next: None };
         let tables = layer.tables.as_ref().expect("an image that is written has tables");

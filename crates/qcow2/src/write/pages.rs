@@ -110,7 +110,7 @@ impl Metadata {
             zeroed: HashMap::new(),
             logging: Logging::default(),
         };
-        let (ranges, failed) = (MetadataRanges::default(), OnceLock::new());
+        let (ranges, failed) = (MetadataRanges::new(cluster_bits), OnceLock::new());
         let store = Arc::new(ImageFile::new(store, cluster_bits));
         let header_changes = Claims::default();
         let held = HeldClusters::default();

@@ -1,37 +1,114 @@
 //! Where an image's metadata is, so that no data is ever written over it, whatever an image's
 //! refcounts and tables claim.
+//!
+//! Invariants
+//! - I1 What is held is bounded by what the image spends: eight bytes for each L2 table and
+//!   refcount block that lies apart within its file, less for those that follow one another,
+//!   nothing for entries that name what is beyond the file's end.
+//! - I2 A table is written only if it is there alone: within the file, or made here, and named
+//!   once.
+
+mod runs;
 
 use mica_block::{Error, ErrorKind, Result};
-use mica_units::HostOffset;
-use std::collections::{BTreeMap, HashSet};
-use std::sync::{PoisonError, RwLock};
+use mica_units::{ClusterBits, HostOffset};
+use runs::ClusterRuns;
+use std::collections::BTreeMap;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Ranges of the image file that hold metadata, by their start.
-#[derive(Default)]
+/// Entries of a table that are sorted at once while an image is opened: 4 MiB of them.
+const BATCH_ENTRIES: usize = 1 << 19;
+
+/// Metadata of the length of a cluster, of which there may be many.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum TableKind {
+    L2,
+    RefcountBlock,
+}
+
+impl TableKind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::L2 => "an L2 table",
+            Self::RefcountBlock => "a refcount block",
+        }
+    }
+
+    fn of_tag(tag: bool) -> Self {
+        if tag { Self::RefcountBlock } else { Self::L2 }
+    }
+}
+
+/// Ranges of the image file that hold metadata.
 pub(crate) struct MetadataRanges {
-    ranges: RwLock<BTreeMap<u64, (u64, &'static str)>>,
-    /// Starts of tables and blocks that lie over other metadata, or beyond the file: nothing is
-    /// written to these.
-    contested: RwLock<HashSet<u64>>,
+    bits: ClusterBits,
+    state: RwLock<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Header and the tables of tables, of which there is one each: where they end, by their start.
+    areas: BTreeMap<u64, (u64, &'static str)>,
+    /// L2 tables and refcount blocks.
+    tables: ClusterRuns,
+    /// Where tables and blocks lie over other metadata: nothing is written to these.
+    contested: ClusterRuns,
+    /// Clusters that the file had when it was opened. What is named beyond that, and was not made
+    /// here, is nothing.
+    file_clusters: Option<u64>,
 }
 
 impl MetadataRanges {
+    pub(crate) fn new(bits: ClusterBits) -> Self {
+        Self { bits, state: RwLock::default() }
+    }
+
+    /// The file has so many clusters; tables that are named beyond were not made by any writer.
+    pub(crate) fn set_file_clusters(&self, clusters: u64) {
+        self.write().file_clusters = Some(clusters);
+    }
+
     /// From now on `what` is at `at`. If other metadata is there, it is contested.
     pub(crate) fn add(&self, at: HostOffset, len: u64, what: &'static str) {
         if len == 0 {
             return;
         }
-        if self.check(at, len).is_err() {
-            self.contest(at);
-            return;
+        let mut state = self.write();
+        if state.find(self.bits, at, len).is_some() {
+            state.contested.merge(&[self.bits.cluster_of(at.bytes())], false, |_| ());
+        } else {
+            state.areas.insert(at.bytes(), (at.bytes().saturating_add(len), what));
         }
-        let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
-        ranges.insert(at.bytes(), (at.bytes().saturating_add(len), what));
     }
 
-    /// Nothing is written to what is at `at`.
-    pub(crate) fn contest(&self, at: HostOffset) {
-        self.contested.write().unwrap_or_else(PoisonError::into_inner).insert(at.bytes());
+    /// From now on a table or block is at `at`. If other metadata is there, it is contested.
+    pub(crate) fn add_table(&self, at: HostOffset, kind: TableKind) {
+        self.add_sorted(&[self.bits.cluster_of(at.bytes())], kind);
+    }
+
+    /// Takes in the tables or blocks that a table of an image names, all but those beyond the file.
+    pub(crate) fn gather(&self, kind: TableKind) -> Gathered<'_> {
+        let end = self.read().file_clusters.unwrap_or(u64::MAX);
+        Gathered { ranges: self, kind, end, clusters: Vec::new() }
+    }
+
+    fn add_sorted(&self, clusters: &[u64], kind: TableKind) {
+        let mut state = self.write();
+        let State { areas, tables, contested, .. } = &mut *state;
+        let mut known = Vec::new();
+        let mut rest = clusters;
+        for (start, (end, _)) in &*areas {
+            let first = self.bits.cluster_of(*start);
+            let end = self.bits.clusters_for(*end);
+            let (free, later) = rest.split_at(rest.partition_point(|cluster| *cluster < first));
+            tables.merge(free, kind == TableKind::RefcountBlock, |cluster| known.push(cluster));
+            let (taken, later) = later.split_at(later.partition_point(|cluster| *cluster < end));
+            known.extend_from_slice(taken);
+            rest = later;
+        }
+        tables.merge(rest, kind == TableKind::RefcountBlock, |cluster| known.push(cluster));
+        // A cluster may have come many times; that it did so is said once.
+        contested.merge(&known, false, |_| ());
     }
 
     /// Whether the table or block at `at` is there alone, so that it may be written.
@@ -39,8 +116,12 @@ impl MetadataRanges {
     /// # Errors
     /// `Corrupt` if it is not.
     pub(crate) fn check_table(&self, at: HostOffset) -> Result<()> {
-        let contested = self.contested.read().unwrap_or_else(PoisonError::into_inner);
-        if !contested.contains(&at.bytes()) {
+        let state = self.read();
+        let cluster = self.bits.cluster_of(at.bytes());
+        let is_beyond = state.file_clusters.is_some_and(|end| cluster >= end)
+            && !state.tables.contains(cluster)
+            && !state.areas.contains_key(&at.bytes());
+        if !is_beyond && !state.contested.contains(cluster) {
             return Ok(());
         }
         let context = format!(
@@ -52,7 +133,10 @@ impl MetadataRanges {
 
     /// What was at `at` is there no more.
     pub(crate) fn remove(&self, at: HostOffset) {
-        self.ranges.write().unwrap_or_else(PoisonError::into_inner).remove(&at.bytes());
+        let mut state = self.write();
+        if state.areas.remove(&at.bytes()).is_none() {
+            state.tables.remove(self.bits.cluster_of(at.bytes()));
+        }
     }
 
     /// Whether a range holds no metadata.
@@ -60,17 +144,78 @@ impl MetadataRanges {
     /// # Errors
     /// `Corrupt` if it does; the image contradicts itself.
     pub(crate) fn check(&self, at: HostOffset, len: u64) -> Result<()> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
-        let end = at.bytes().saturating_add(len);
-        match ranges.range(..end).next_back() {
-            Some((start, (stop, what))) if *stop > at.bytes() => {
-                let context = format!(
-                    "the image is corrupt: data at {at} would overwrite {what} at {start:#x}; \
-                     run `mica check -r all`"
-                );
-                Err(Error::new(ErrorKind::Corrupt, context))
-            }
-            _ => Ok(()),
-        }
+        let Some((start, what)) = self.read().find(self.bits, at, len) else { return Ok(()) };
+        let context = format!(
+            "the image is corrupt: data at {at} would overwrite {what} at {start:#x}; \
+             run `mica check -r all`"
+        );
+        Err(Error::new(ErrorKind::Corrupt, context))
+    }
+
+    /// Bytes of memory that it holds.
+    #[cfg(test)]
+    pub(crate) fn held_bytes(&self) -> usize {
+        let state = self.read();
+        state.tables.held_bytes() + state.contested.held_bytes()
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+impl State {
+    /// Metadata in a range: where it is and what.
+    fn find(&self, bits: ClusterBits, at: HostOffset, len: u64) -> Option<(u64, &'static str)> {
+        let end = at.bytes().saturating_add(len);
+        if let Some((start, (stop, what))) = self.areas.range(..end).next_back()
+            && *stop > at.bytes()
+        {
+            return Some((*start, what));
+        }
+        let first = bits.cluster_of(at.bytes());
+        let run = self.tables.overlap(first, bits.clusters_for(end) - first)?;
+        Some((run.first().max(first) << bits.bits(), TableKind::of_tag(run.tag()).name()))
+    }
+}
+
+/// Tables that are being taken in, sorted a batch at a time.
+pub(crate) struct Gathered<'a> {
+    ranges: &'a MetadataRanges,
+    kind: TableKind,
+    /// Clusters of the file.
+    end: u64,
+    clusters: Vec<u64>,
+}
+
+impl Gathered<'_> {
+    /// A table or block is at `at`.
+    pub(crate) fn push(&mut self, at: HostOffset) {
+        let cluster = self.ranges.bits.cluster_of(at.bytes());
+        if cluster >= self.end {
+            return;
+        }
+        self.clusters.push(cluster);
+        if self.clusters.len() >= BATCH_ENTRIES {
+            self.take_in();
+        }
+    }
+
+    /// Nothing more comes.
+    pub(crate) fn finish(mut self) {
+        self.take_in();
+    }
+
+    fn take_in(&mut self) {
+        self.clusters.sort_unstable();
+        self.ranges.add_sorted(&self.clusters, self.kind);
+        self.clusters.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -10,5 +10,6 @@
 #![expect(clippy::cast_possible_truncation, reason = "images of a few MiB")]
 
 mod bugs;
+mod files;
 mod model;
 mod random;

@@ -6,6 +6,7 @@ mod faulty;
 mod files;
 mod handles;
 mod locks;
+mod reopened;
 mod writable;
 
 use mica_block::Store;

@@ -7,6 +7,7 @@
 mod allowed;
 mod arrows;
 mod circles;
+mod formats;
 mod names;
 mod scan;
 mod source;
@@ -46,6 +47,7 @@ pub(crate) fn run() -> Result<()> {
     arrows::check(&mut findings)?;
     circles::check(&root, &files, &mut findings)?;
     tree::check(&root, &files, &mut findings)?;
+    formats::check(&root, &files, &mut findings);
     findings.extend(allowed.unused());
     for Finding { place, what } in &findings {
         eprintln!("{place}: {what}");

@@ -2,6 +2,7 @@
 
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
+use super::super::ranges::TableKind;
 use super::Space;
 use crate::format::RefcountTableEntry;
 use crate::redo::Stage;
@@ -53,7 +54,7 @@ impl Space {
                 pages.log_cluster(host, self.bits.bytes());
             })
             .await?;
-        self.metadata.ranges.add(host, self.bits.bytes(), "a refcount block");
+        self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         self.lock().table[usize::try_from(region).expect("within the table")] = entry;
         Ok(())
     }
@@ -80,7 +81,7 @@ impl Space {
         let cluster_bytes = self.bits.bytes();
         for block in 0..plan.blocks {
             let host = HostOffset::new((plan.start + block) << self.bits.bits());
-            self.metadata.ranges.add(host, cluster_bytes, "a refcount block");
+            self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         }
         let bytes = plan.table_clusters * cluster_bytes;
         self.metadata.ranges.add(plan.table_at(self), bytes, "the refcount table");

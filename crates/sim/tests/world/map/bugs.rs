@@ -43,6 +43,40 @@ async fn indexed(world: &World, layers: &[ModelLayer]) -> Arc<Chain> {
     chain
 }
 
+/// The sidecar of a layer is believed if that layer's owner wrote it. By it that owner could have
+/// the chain read a layer above in the base's place, at any offset: what the guest wrote there.
+#[test]
+fn sidecar_that_speaks_for_a_layer_above_its_own_is_not_believed() {
+    scenario(1, |world| async move {
+        // Of different slices, so that the base's leaf is not made again above.
+        let layers = plain_chain(&[
+            plain(12, 2048, 1024..1032),
+            plain(12, 2048, 0..8),
+            plain(12, 2048, 9..9),
+        ]);
+        put(&world, &layers);
+        indexed(&world, &layers).await;
+        world.change_sidecar(path(0, &layers[0]), |sidecar| {
+            let payload = SIDECAR_HEADER_BYTES + 8;
+            let len = u32::from_le_bytes(sidecar[payload - 8..payload - 4].try_into().unwrap());
+            let entries = payload + len as usize / 10 * 2;
+            let mut changed = 0;
+            for entry in sidecar[entries..payload + len as usize].as_chunks_mut::<8>().0 {
+                let bits = u64::from_le_bytes(*entry);
+                if bits >> 45 & 7 == 3 {
+                    *entry = (bits | 1 << 48).to_le_bytes();
+                    changed += 1;
+                }
+            }
+            assert!(changed > 0, "the base has data");
+            mica_sim::hostile::make_sums_good(sidecar, 0);
+        });
+        let chain = open(&world, &layers, IndexUse::Read).await;
+        assert_eq!(chain.indexed_layers(), 2, "its seal fits");
+        compare(&chain, &layers).await;
+    });
+}
+
 /// The builder published the tree with the sidecar in which it had just found a damaged node, gave
 /// up, and found the same node again the next time: the thread that keeps the index never rested.
 #[test]

@@ -1,0 +1,171 @@
+//! Whether a file that is opened again is what it was when it was closed.
+//!
+//! While a descriptor is open its locks keep writers out; without one they do not. The same
+//! identity decides here as in the seal of an index ([`Identity`]): another file, length or time of
+//! the last write is an error. Where only the change time is another, somebody may have written and
+//! set the time of the last write back, or only changed a mode, an owner, a name or a link, as
+//! backups do. Then, and where stamps are too coarse to tell, the content decides: the format's own
+//! proof, which reads what the map of the image rests on. An image that has none (raw, or not
+//! indexed yet) is taken for what it was, with a warning.
+
+use super::{Handle, Locking, Slot};
+use crate::direct::Alignment;
+use crate::facts::{Facts, check_run_len};
+use crate::located::nanoseconds;
+use mica_block::{Error, ErrorKind, Identity, IoFuture, Result, Run, Store};
+use mica_rt::{Buf, File};
+use mica_units::HostOffset;
+use std::sync::Arc;
+
+/// What a look at a file that was opened again says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Verdict {
+    Same,
+    /// The content has to tell.
+    Unproven,
+    /// It is another; what happened to it.
+    Other(&'static str),
+    /// Its content was found to be another.
+    Refused,
+}
+
+pub(super) fn is_other_file(before: &Identity, now: &Identity) -> bool {
+    (before.device, before.inode) != (now.device, now.inode)
+}
+
+pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
+    let before = &slot.identity;
+    if is_other_file(before, now) {
+        return Verdict::Other("was replaced");
+    }
+    // Who takes no locks, or shares the image with writers, has no word on what it is.
+    if locking == Locking::On {
+        if slot.refused.as_ref() == Some(now) {
+            return Verdict::Refused;
+        }
+        if before.mtime_ns != now.mtime_ns {
+            return Verdict::Other("was written to");
+        }
+    }
+    if before.len != now.len {
+        return Verdict::Other("changed its length");
+    }
+    let is_told = before == now && now.proves_unchanged_since(slot.closed_ns);
+    if locking == Locking::On && !is_told { Verdict::Unproven } else { Verdict::Same }
+}
+
+impl Handle {
+    pub(super) fn refused(&self) -> Error {
+        let path = self.path.display();
+        let what = format!(
+            "{path} was changed while it was in use: its tables are not what they were, though \
+             its time says so; end what writes to it, and start mica again"
+        );
+        Error::new(ErrorKind::Io, what)
+    }
+
+    /// Takes a file for what it was, though nothing proves that.
+    pub(super) fn accept_unproven(&self, slot: &mut Slot, now: Identity) {
+        if slot.identity != now {
+            tracing::warn!(
+                path = %self.path.display(),
+                "its inode was changed while it was not open, and nothing tells whether its \
+                 content was, too: it is taken for what it was"
+            );
+        }
+        slot.identity = now;
+    }
+}
+
+/// That a handle's file is being proved, for as long as this lives.
+pub(crate) struct Proving(Arc<Handle>);
+
+impl Proving {
+    /// The caller holds the lock of `handle`, which is that of `slot`.
+    pub(super) fn begin(handle: &Arc<Handle>, slot: &mut Slot) -> Self {
+        slot.is_being_proved = true;
+        Self(Arc::clone(handle))
+    }
+}
+
+impl Drop for Proving {
+    fn drop(&mut self) {
+        self.0.lock().is_being_proved = false;
+    }
+}
+
+/// A file that was opened again and has to be proved by its content. Nobody else opens the handle
+/// meanwhile.
+pub(crate) struct Unproven {
+    pub(super) file: Arc<File>,
+    pub(super) now: Identity,
+    pub(super) proving: Proving,
+}
+
+impl Unproven {
+    /// The file, for what is no content.
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The file, once its content says that it is what it was.
+    ///
+    /// # Errors
+    /// `Io` if it is not; what reading it says.
+    pub(crate) async fn prove(self, align: Alignment) -> Result<Arc<File>> {
+        let Self { file, now, proving } = self;
+        let handle = &proving.0;
+        if let Some(proof) = handle.proof.get().cloned() {
+            let store =
+                Arc::new(Reopened { file: Arc::clone(&file), handle: Arc::clone(handle), align });
+            if !proof.holds(store).await? {
+                handle.lock().refused = Some(now);
+                return Err(handle.refused());
+            }
+        }
+        handle.lock().identity = now;
+        Ok(file)
+    }
+}
+
+/// A file that is being proved.
+struct Reopened {
+    file: Arc<File>,
+    handle: Arc<Handle>,
+    align: Alignment,
+}
+
+impl Reopened {
+    fn facts(&self) -> Facts<'_> {
+        Facts { file: &self.file, path: &self.handle.path, kind: self.handle.kind }
+    }
+}
+
+impl Store for Reopened {
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
+        if buf.is_empty() || crate::file::end_of(offset, buf.len() as u64).is_none() {
+            buf.fill(0);
+            return mica_block::ready(Ok(()), buf);
+        }
+        self.align.read(&self.file, buf, offset)
+    }
+
+    fn len(&self) -> Result<u64> {
+        self.facts().len()
+    }
+
+    fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
+        check_run_len(len)?;
+        self.facts().run_at(offset.bytes(), len)
+    }
+
+    fn name(&self) -> String {
+        self.handle.path.display().to_string()
+    }
+}
+
+/// Now, by the clock that stamps files.
+pub(super) fn now_ns() -> i128 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+    nanoseconds(now.tv_sec, u64::try_from(now.tv_nsec).unwrap_or(0))
+}
