@@ -342,6 +342,15 @@ impl Served {
         }
     }
 
+    /// What keeps its device from serving, if anything does.
+    pub(crate) fn device_error(&self) -> Option<&'static str> {
+        let State::Serving(servers) = &*self.lock() else { return None };
+        let is_broken = servers.device.as_ref().is_some_and(vhost_user::Running::is_broken);
+        is_broken.then_some(
+            "its front end took away memory that it had shared: it is served when it connects anew",
+        )
+    }
+
     /// What was done so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {

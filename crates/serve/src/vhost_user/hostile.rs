@@ -51,6 +51,7 @@ pub fn survive(input: &[u8]) -> Counters {
         discard: Default::default(),
         limiter: None,
         back_channel: Default::default(),
+        losses: Default::default(),
         id,
     };
     let common = Arc::new(common);

@@ -23,6 +23,7 @@ use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, Told};
 use super::device::Common;
 use super::inflight::InflightQueue;
+use super::lost::Lost;
 use super::memory::Memory;
 use super::stats::QueueStats;
 use crate::wake::{WakeSet, ones};
@@ -46,6 +47,8 @@ pub(super) struct Setup {
     pub(super) common: Arc<Common>,
     /// The queue's number.
     pub(super) index: usize,
+    /// Whether memory of the session is gone.
+    pub(super) lost: Arc<Lost>,
     /// The queue's control; dropped last.
     pub(super) ending: Ending,
     pub(super) queue: Queue,
@@ -56,7 +59,7 @@ pub(super) struct Setup {
 
 /// Serves a queue until it is told to stop.
 pub(super) async fn serve(setup: Setup) {
-    let Setup { common, index, ending, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
@@ -68,6 +71,7 @@ pub(super) async fn serve(setup: Setup) {
         disk,
         stats: &common.stats[index],
         common: &common,
+        lost,
         is_writable: disk.is_writable(),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
@@ -163,6 +167,7 @@ impl Work<'_> {
 struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
+    lost: Arc<Lost>,
     stats: &'a QueueStats,
     is_writable: bool,
     queue: Queue,
@@ -218,6 +223,12 @@ impl<'a> Running<'a> {
 
     /// Ready with the index of the next request when the queue has stopped.
     fn poll(&mut self, control: &Control) -> Poll<u16> {
+        let polled = self.poll_rounds(control);
+        self.check_lost();
+        polled
+    }
+
+    fn poll_rounds(&mut self, control: &Control) -> Poll<u16> {
         for _ in 0..ROUNDS_MAX {
             self.told.refresh(control);
             self.turn_at = mica_rt::now();
@@ -233,6 +244,8 @@ impl<'a> Running<'a> {
             }
             self.poll_kick();
             let taken_before = self.queue.next_avail();
+            // Whatever it was that found it gone.
+            self.check_lost();
             let ended_at_once = match self.told.enabled && !self.is_broken {
                 true => self.take_requests(),
                 false => false,
@@ -322,6 +335,14 @@ impl<'a> Running<'a> {
         }
     }
 
+    /// A queue whose memory is gone is served no more: what its rings say was never said.
+    fn check_lost(&mut self) {
+        if self.lost.is_lost() && !self.is_broken {
+            self.common.note_lost();
+            self.break_off(&"its guest's memory is gone");
+        }
+    }
+
     fn poll_kick(&mut self) {
         // A descriptor that is always readable does not hold up the executor (I5).
         for _ in 0..KICKS_MAX {
@@ -372,7 +393,8 @@ impl<'a> Running<'a> {
             self.break_off(&error);
         }
         let mut ended = false;
-        while self.may_take() {
+        // The heads may be zeros that were never there.
+        while self.may_take() && !self.lost.is_lost() {
             let Some(head) = self.waiting.pop() else { break };
             match self.begin(head) {
                 Begun::InFlight => {}

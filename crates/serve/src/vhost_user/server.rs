@@ -64,6 +64,7 @@ impl Server {
             discard,
             limiter: Limiter::new(rates),
             back_channel: BackChannel::default(),
+            losses: Default::default(),
             id,
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -112,6 +113,12 @@ impl Running {
     /// Whether a front end is connected.
     pub fn is_connected(&self) -> bool {
         self.stop.session.lock().unwrap_or_else(PoisonError::into_inner).0.is_some()
+    }
+
+    /// Whether the device serves no more, because its front end took memory away that it had
+    /// shared. A front end that connects anew is served.
+    pub fn is_broken(&self) -> bool {
+        self.common.is_broken()
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were

@@ -3,5 +3,6 @@
 mod data;
 mod in_flight;
 mod life;
+mod lost_memory;
 mod resize;
 mod strangers;

@@ -75,6 +75,10 @@ pub(super) async fn write(
                     whole[done..done + buf.len()].copy_from_slice(&buf);
                     done += buf.len();
                 }
+                if memory.is_lost() {
+                    let what = "the guest's memory is gone";
+                    return Err(Error::new(ErrorKind::Io, what));
+                }
                 vec![whole]
             }
         };

@@ -38,7 +38,13 @@ impl<'a> Running<'a> {
             .read(&memory.guest, self.table, head)
             .and_then(|()| Request::parse(&memory.guest, &mut self.chain, rules));
         let request = match request {
-            Ok(request) => request,
+            Ok(request) if !self.lost.is_lost() => request,
+            // Nothing is done of what may be zeros that were never there.
+            Ok(_) => {
+                self.mark_taken(head);
+                self.give_back(head, 0);
+                return Begun::Ended;
+            }
             Err(why) => {
                 self.mark_taken(head);
                 self.refuse_malformed(head, why);

@@ -34,6 +34,10 @@ impl<'a> Running<'a> {
             Ok(()) => Status::Ok,
             Err(error) => {
                 self.stats.failed.add(1);
+                // Memory that the kernel found gone, not the disk.
+                if error.raw_os_error() == Some(libc::EFAULT) {
+                    self.lost.set();
+                }
                 tracing::warn!(%error, "a request failed");
                 if error.kind() == ErrorKind::Unsupported {
                     Status::Unsupported
@@ -65,7 +69,7 @@ impl<'a> Running<'a> {
         self.give_back(head, 0);
     }
 
-    fn give_back(&mut self, head: u16, len: u32) {
+    pub(super) fn give_back(&mut self, head: u16, len: u32) {
         let memory = Arc::clone(&self.told.memory);
         let is_head = head < self.queue.size();
         if is_head && let Some(inflight) = &self.inflight {
