@@ -19,3 +19,4 @@ mod qemu;
 mod random;
 mod resize;
 mod scattered;
+mod turns;
