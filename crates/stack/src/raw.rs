@@ -43,7 +43,7 @@ struct Writer {
 const PREFERRED_BYTES: u32 = 4096;
 
 /// Zeros that have to be written out are written in pieces of at most this size.
-const ZEROES_BYTES_MAX: u64 = 1 << 20;
+const ZEROES_BYTES_MAX: u64 = 512 << 10;
 
 /// Most runs that one plan asks the file system for; what lies beyond is called data, which is
 /// always true enough.

@@ -18,6 +18,7 @@ use super::queue::{self, Setup};
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use super::vring::{self, Vring};
+use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::Limiter;
 use mica_block::Disk;
@@ -51,6 +52,8 @@ pub(super) struct Common {
     /// What the driver is told as the disk's serial number.
     pub(super) id: [u8; ID_BYTES as usize],
     pub(super) losses: Losses,
+    /// What its queues have of the process's memory.
+    pub(super) party: Arc<Party>,
 }
 
 /// Sessions that lost memory of theirs.

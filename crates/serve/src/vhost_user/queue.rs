@@ -13,6 +13,9 @@
 //!   that no request lies there unseen.
 //! - I5 One turn is bounded: a driver that always has more lets the other queues of the executor
 //!   run in between.
+//! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
+//!   process's budget covers. A request that is larger runs alone, in smaller windows; one for which
+//!   there is no room waits for others of its queue, and for nobody else.
 
 mod begin;
 mod end;
@@ -26,6 +29,8 @@ use super::inflight::InflightQueue;
 use super::lost::Lost;
 use super::memory::Memory;
 use super::stats::QueueStats;
+use super::transfer;
+use crate::budget::Share;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
 use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
@@ -81,6 +86,9 @@ pub(super) async fn serve(setup: Setup) {
         free: (0..size).rev().collect(),
         chain: Chain::default(),
         extents: Vec::new(),
+        share: Share::new(&common.party, RESERVE_BYTES, BUDGET_BYTES),
+        used_bytes: 0,
+        is_full: false,
         waiting: Vec::new(),
         recovered: 0,
         attention: Attention::default(),
@@ -124,6 +132,10 @@ const PARTS: usize = 2;
 const ROUNDS_MAX: usize = 32;
 /// Looks between two turns of the executor: a microsecond or so.
 const LOOKS_IN_PLACE: usize = 24;
+/// Memory that the requests of a queue take at most, where they are not done in place.
+const BUDGET_BYTES: usize = 32 << 20;
+/// As much of it as a queue has for itself, whatever others do.
+const RESERVE_BYTES: usize = transfer::COST_MIN;
 /// Kicks that one look takes at most.
 const KICKS_MAX: usize = 4;
 
@@ -136,6 +148,8 @@ struct Slot<'a> {
     memory: Arc<Memory>,
     kind: Kind,
     began: Instant,
+    /// Memory that is used for it.
+    cost: usize,
     work: Work<'a>,
 }
 
@@ -175,6 +189,11 @@ struct Running<'a> {
     kick: Arc<Socket>,
     inflight: Option<InflightQueue>,
     told: Told,
+    /// Memory for requests that are not done in place (I6): what it may have, and what is used.
+    share: Share,
+    used_bytes: usize,
+    /// A request waits until there is room.
+    is_full: bool,
     wake_set: Arc<WakeSet>,
     wakers: Vec<Waker>,
     part_wakers: Parts,
@@ -307,7 +326,7 @@ impl<'a> Running<'a> {
     }
 
     fn may_take(&self) -> bool {
-        self.timer.is_none() && !self.free.is_empty()
+        self.timer.is_none() && !self.is_full && !self.free.is_empty()
     }
 
     /// Asks to be notified, and whether there is something already.
@@ -380,7 +399,14 @@ impl<'a> Running<'a> {
         while self.recovered > 0
             && let Some(head) = self.waiting.pop()
         {
-            ended |= matches!(self.begin(head), Begun::Ended);
+            match self.begin(head) {
+                Begun::InFlight => {}
+                Begun::Ended => ended = true,
+                Begun::Later => {
+                    self.waiting.push(head);
+                    break;
+                }
+            }
         }
         ended
     }
@@ -435,6 +461,7 @@ impl<'a> Running<'a> {
                 ended = true;
             }
         }
+        self.share.trim(self.used_bytes);
         // The bits of the other parts share the last words, and say nothing by themselves.
         for word in self.slots.len().div_ceil(64)..(self.slots.len() + PARTS).div_ceil(64) {
             self.wake_set.take(word);

@@ -6,6 +6,7 @@ use super::config::CONFIG_BYTES;
 use super::device::{Common, Device, QUEUES_MAX};
 use super::request::ID_BYTES;
 use super::stats::Counters;
+use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
@@ -65,6 +66,7 @@ impl Server {
             limiter: Limiter::new(rates),
             back_channel: BackChannel::default(),
             losses: Default::default(),
+            party: Party::new(workers.pool()),
             id,
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);

@@ -84,7 +84,7 @@ pub(super) fn memfd(len: u64) -> File {
 /// A server with its disk.
 pub(super) struct World {
     directory: tempfile::TempDir,
-    workers: Arc<Workers>,
+    pub(super) workers: Arc<Workers>,
     pub(super) disk: Arc<TestDisk>,
     pub(super) server: Option<Running>,
     pub(super) discard: Discard,

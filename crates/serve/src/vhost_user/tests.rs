@@ -5,4 +5,5 @@ mod in_flight;
 mod life;
 mod lost_memory;
 mod resize;
+mod scarce;
 mod strangers;

@@ -21,8 +21,10 @@ pub(super) struct Ended {
 
 impl<'a> Running<'a> {
     pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
-        let Slot { head, status_at, written, memory, kind, began, work } = slot;
+        let Slot { head, status_at, written, memory, kind, began, cost, work } = slot;
         drop(work);
+        self.used_bytes -= cost;
+        self.is_full = false;
         let latencies = &self.stats.latencies;
         match kind {
             Kind::Read => latencies.read.add(began, self.turn_at),
