@@ -382,7 +382,8 @@ impl Served {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn act(&self) -> MutexGuard<'_, ()> {
+    /// Who has this is the only one that acts.
+    pub(crate) fn act(&self) -> MutexGuard<'_, ()> {
         self.acts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -3,15 +3,15 @@
 //! ```text
 //! pool     of the process
 //!   └ party    the server of one disk: at most as much as it leaves to the others
-//!       └ share    one connection, queue or file: a reserve of its own, and what it has of the pool
+//!       └ share    one connection, queue or file: its own reserve, and what it has of the pool
 //! ```
 //!
-//! Each share has a **reserve** that it need not ask for, so that whoever else takes what, its small
-//! requests go on; and large ones do, piece by piece. What it holds beyond that comes from the pool.
-//! A share gets no more than a part of what is free, and a party no more than all that is: so there
-//! is always something left for who comes next, nobody waits for somebody else to give anything
-//! back, and a client that sits on what it has slows down nobody but itself and, somewhat, the other
-//! clients of its own disk.
+//! Each share has a **reserve** that it need not ask for, so that whoever else takes what, its
+//! small requests go on; and large ones do, piece by piece. What it holds beyond that comes from
+//! the pool. A share gets no more than a part of what is free, and a party no more than all that
+//! is: so there is always something left for the next one to come, nobody waits for somebody else
+//! to give anything back, and a client that sits on what it has slows down nobody but itself and,
+//! somewhat, the other clients of its own disk.
 //!
 //! What all of it may come to: [`POOL_BYTES`], and the reserves of all shares that may exist, whose
 //! numbers are bounded where they are made.

@@ -26,7 +26,7 @@ fn clients_that_never_finish_their_payload_take_little_memory_and_keep_nobody_wa
         let len = u32::try_from(32 * MIB).expect("fits");
         let head = request(CMD_WRITE, 0, cookie, 0, len);
         peer.stream.write_all(&head).expect("is read");
-        peer.stream.write_all(&vec![7; 8 * MIB - 1]).expect("is read");
+        peer.stream.write_all(&vec![7; MIB]).expect("is read");
         peers.push(peer);
     }
 

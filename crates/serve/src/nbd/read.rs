@@ -52,8 +52,9 @@ enum Assembly {
     Stream,
 }
 
-/// Serves `read`, for which the session holds at most `charge`. `plan` is the plan of its whole range, if that was made already. Each piece is in
-/// flight from its plan to its data, and not while the client takes its time.
+/// Serves `read`, for which the session holds at most `charge`. `plan` is the plan of its whole
+/// range, if that was made already. Each piece is in flight from its plan to its data, and not
+/// while the client takes its time.
 pub(super) async fn read_long<'a>(
     shared: Rc<Shared<'a>>,
     read: Read,

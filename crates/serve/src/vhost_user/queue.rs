@@ -14,8 +14,8 @@
 //! - I5 One turn is bounded: a driver that always has more lets the other queues of the executor
 //!   run in between.
 //! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
-//!   process's budget covers. A request that is larger runs alone, in smaller windows; one for which
-//!   there is no room waits for others of its queue, and for nobody else.
+//!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
+//!   which there is no room waits for others of its queue, and for nobody else.
 
 mod begin;
 mod end;

@@ -1,10 +1,10 @@
 //! Reads and writes between a disk and pieces of guest memory, in place where that can be.
 //!
 //! A transfer goes in windows, so that what it holds is bounded: by its window, and by what the
-//! queue may hold for it ([`Cost`]). Others have their turn between two windows. Within a window each part that is
-//! one extent and one piece is one operation on the guest's own memory. Where a driver divides its
-//! memory so that pieces are no whole sectors, or so finely that an operation each would cost more
-//! than a copy, the window goes through a buffer of ours.
+//! queue may hold for it ([`Cost`]). Others have their turn between two windows. Within a window
+//! each part that is one extent and one piece is one operation on the guest's own memory. Where a
+//! driver divides its memory so that pieces are no whole sectors, or so finely that an operation
+//! each would cost more than a copy, the window goes through a buffer of ours.
 
 use super::chain::{DESCRIPTORS_MAX, Piece};
 use super::memory::Memory;

@@ -100,12 +100,7 @@ impl<'a> Running<'a> {
         let window_bytes = cost.window_within(covered);
         let status_at = request.status_at;
         let mut written = Vec::new();
-        let kind = match request.action {
-            Action::Read(_) => Kind::Read,
-            Action::Write(_) => Kind::Write,
-            Action::Flush => Kind::Flush,
-            _ => Kind::Other,
-        };
+        let kind = kind_of(&request.action);
         let work = match request.action {
             Action::Refuse(status) => {
                 self.stats.refused.add(1);
@@ -227,6 +222,15 @@ impl<'a> Running<'a> {
             written.push(Piece { len: u32::try_from(count).unwrap_or(ID_BYTES), ..piece });
         }
         Status::Ok
+    }
+}
+
+fn kind_of(action: &Action) -> Kind {
+    match action {
+        Action::Read(_) => Kind::Read,
+        Action::Write(_) => Kind::Write,
+        Action::Flush => Kind::Flush,
+        _ => Kind::Other,
     }
 }
 
