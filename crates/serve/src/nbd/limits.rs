@@ -37,7 +37,8 @@ pub(super) const SLOTS_MAX: usize = 256;
 /// sent.
 pub(super) const BUDGET_BYTES: usize = 8 << 20;
 /// As much of it as a connection has for itself, whatever others do: two windows of a read.
-pub(super) const RESERVE_BYTES: usize = 2 * WINDOW_BYTES as usize;
+pub(super) const RESERVE_BYTES: usize = 512 << 10;
+const _: () = assert!(RESERVE_BYTES as u64 >= 2 * WINDOW_BYTES, "one is sent, one is read");
 /// A write is done in pieces of at most this size, as they arrive.
 pub(super) const PIECE_BYTES: usize = 4 << 20;
 /// Pieces end at multiples of this on the disk.
