@@ -163,9 +163,17 @@ fn status(answer: &Value) -> String {
         ]
     });
     let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
+    let problems = disks(answer).filter(|disk| !disk["device_error"].is_null()).map(|disk| {
+        format!(
+            "\n{}: its device is broken: {}\n",
+            text(&disk["name"]),
+            text(&disk["device_error"])
+        )
+    });
     format!(
-        "mica {version}, process {pid}, up {uptime}\n\n{}",
-        table(&head, &[2, 4], rows.collect())
+        "mica {version}, process {pid}, up {uptime}\n\n{}{}",
+        table(&head, &[2, 4], rows.collect()),
+        problems.collect::<String>()
     )
 }
 
@@ -228,7 +236,8 @@ mod tests {
             "disks": [
                 {"name": "web1", "state": "serving", "length": 1 << 30, "layers": 12,
                  "indexed_layers": 11, "clients": 2, "image": "/a\u{1b}[31m", "format": "qcow2",
-                 "writable": true, "nbd": ["/run/a"], "vhost_user": "/run/b", "fuse": null},
+                 "writable": true, "nbd": ["/run/a"], "vhost_user": "/run/b", "fuse": null,
+                 "device_error": "gone"},
                 {"name": "d", "state": "drained", "length": 512, "layers": 1,
                  "indexed_layers": null, "clients": 0, "image": "b", "format": "raw",
                  "writable": false, "nbd": [], "vhost_user": null, "fuse": null},
@@ -240,7 +249,9 @@ mod tests {
              DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               SERVED AT\n\
              web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     \
              /run/a /run/b\n\
-             d     drained  512 B  1                      0  b (raw, read-only)\n"
+             d     drained  512 B  1                      0  b (raw, read-only)\n\
+             \n\
+             web1: its device is broken: gone\n"
         );
     }
 

@@ -37,7 +37,7 @@ const ACTS_MAX: usize = 64;
 
 /// A process that serves disks.
 pub struct Daemon {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
     signals: Signals,

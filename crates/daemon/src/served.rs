@@ -342,6 +342,15 @@ impl Served {
         }
     }
 
+    /// What keeps its device from serving, if anything does.
+    pub(crate) fn device_error(&self) -> Option<&'static str> {
+        let State::Serving(servers) = &*self.lock() else { return None };
+        let is_broken = servers.device.as_ref().is_some_and(vhost_user::Running::is_broken);
+        is_broken.then_some(
+            "its front end took away memory that it had shared: it is served when it connects anew",
+        )
+    }
+
     /// What was done so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
@@ -373,7 +382,8 @@ impl Served {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn act(&self) -> MutexGuard<'_, ()> {
+    /// Who has this is the only one that acts.
+    pub(crate) fn act(&self) -> MutexGuard<'_, ()> {
         self.acts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -15,7 +15,7 @@ use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, InFlight, IoFuture,
     LocalFuture, MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
 use std::ops::Deref;
 use std::path::Path;
@@ -27,6 +27,9 @@ use std::time::Duration;
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
+
+/// Extents of a plan after which others have their turn.
+pub(crate) const EXTENTS_PER_TURN: u64 = 1024;
 
 /// How often who waits for an idle disk looks again.
 const IDLE_PAUSE: Duration = Duration::from_millis(1);
@@ -241,9 +244,18 @@ impl Chain {
         mut done: u64,
         (extents, from): (&mut Vec<Extent>, usize),
     ) -> Result<()> {
+        let mut pace = Pace::new(EXTENTS_PER_TURN);
         while done < range.len() {
             let at = GuestOffset::new(range.start().bytes() + done);
             let (number, base) = slice_of(at);
+            let before = extents.len();
+            let in_slice = left_in_slice(base, at).min(range.len() - done);
+            let cached = GuestRange::new(at, in_slice).expect("a part of the range");
+            if self.plan_cached(cached, extents) == in_slice {
+                done += in_slice;
+                pace.steps((extents.len() - before) as u64 + 1).await;
+                continue;
+            }
             count(&self.index.counters.misses, 1);
             if let Some(len) = self.skip_unowned(at, range.end()).await? {
                 let (start, kind, layer) = (at, ExtentKind::Hole, LayerNumber::BASE);
@@ -253,12 +265,8 @@ impl Chain {
                 continue;
             }
             let slice = self.slice(number).await?;
-            let len = left_in_slice(base, at).min(range.len() - done);
-            slice.append_extents(base, at, len, extents);
-            done += len;
-            let rest =
-                GuestRange::new(GuestOffset::new(range.start().bytes() + done), range.len() - done);
-            done += self.plan_cached(rest.expect("a part of the range"), extents);
+            slice.append_extents(base, at, in_slice, extents);
+            done += in_slice;
         }
         self.add_detail(detail, extents, from).await
     }
@@ -282,7 +290,8 @@ impl Disk for Chain {
             return Planned::Ready(Err(error));
         }
         let from = extents.len();
-        let done = self.plan_cached(range, extents);
+        // Who wants detail may ask for very much at once, and waits for it.
+        let done = if detail == Detail::Read { self.plan_cached(range, extents) } else { 0 };
         if done == range.len() && detail == Detail::Read {
             return Planned::Ready(Ok(()));
         }

@@ -1,14 +1,19 @@
 //! What a plan tells beyond what reading needs: which layer ends the search for a hole, which holes
 //! lie in clusters, and which parts of a raw image its file knows as holes.
 
-use crate::chain::Chain;
+use crate::chain::{Chain, EXTENTS_PER_TURN};
 use crate::layer::Layer;
 use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
+use mica_rt::Pace;
 use mica_units::{GuestOffset, HostOffset, LayerNumber};
 use std::sync::Arc;
 
 /// Runs of files that one plan asks for; beyond, the rest is told as data.
 const FILE_RUNS_MAX: usize = 4096;
+/// A question to a file system counts for so many extents.
+const STEPS_PER_FILE_RUN: u64 = 16;
+/// So many layers that are looked at count for one.
+const LAYERS_PER_STEP: u64 = 8;
 
 impl Chain {
     /// Adds the detail to the extents from `from` on.
@@ -22,19 +27,28 @@ impl Chain {
             return Ok(());
         }
         let mut file_runs = 0;
+        let mut pace = Pace::new(EXTENTS_PER_TURN);
+        // What an extent takes at most, where every layer is asked.
+        let of_layers = self.layers.len() as u64 / LAYERS_PER_STEP;
         let planned = extents.split_off(from);
         for extent in planned {
+            pace.steps(1).await;
             let layer = Arc::clone(&self.layers[extent.layer.index()]);
             match extent.kind {
-                ExtentKind::Hole => self.append_holes(extent, extents).await?,
+                ExtentKind::Hole => {
+                    self.append_holes(extent, extents).await?;
+                    pace.steps(of_layers).await;
+                }
                 ExtentKind::Data if layer.tables.is_none() => {
                     // Zeros by the file's word: it is this layer that owns them, in their place.
                     let hole = ExtentKind::ZeroAllocated;
-                    append_file_runs(&layer, (extent, hole), &mut file_runs, extents)?;
+                    let told = (&mut file_runs, &mut *extents);
+                    append_file_runs(&layer, (extent, hole), told, &mut pace).await?;
                 }
                 ExtentKind::Data if layer.is_preallocated().await => {
                     let hole = ExtentKind::DataInHole;
-                    append_file_runs(&layer, (extent, hole), &mut file_runs, extents)?;
+                    let told = (&mut file_runs, &mut *extents);
+                    append_file_runs(&layer, (extent, hole), told, &mut pace).await?;
                 }
                 _ => extents.push(extent),
             }
@@ -87,11 +101,11 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
 }
 
 /// Divides a data extent where its file has holes, which become extents of the kind `hole`.
-fn append_file_runs(
+async fn append_file_runs(
     layer: &Layer,
     (extent, hole): (Extent, ExtentKind),
-    runs: &mut usize,
-    extents: &mut Vec<Extent>,
+    (runs, extents): (&mut usize, &mut Vec<Extent>),
+    pace: &mut Pace,
 ) -> Result<()> {
     let mut done = 0;
     while done < extent.len {
@@ -101,6 +115,7 @@ fn append_file_runs(
             (ExtentKind::Data, left)
         } else {
             *runs += 1;
+            pace.steps(STEPS_PER_FILE_RUN).await;
             let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
             let kind = match run.kind {
                 RunKind::Data => ExtentKind::Data,

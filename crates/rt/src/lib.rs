@@ -17,6 +17,7 @@ mod join;
 mod lock;
 mod net;
 mod op;
+mod pace;
 mod remote;
 mod time;
 
@@ -28,6 +29,7 @@ pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
 pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};
 pub use net::{MemoryStream, Socket, Stream};
 pub use op::{Op, SimWork};
+pub use pace::Pace;
 pub use rustix::fs::FallocateFlags;
 pub use time::{Elapsed, Instant, Sleep, now, sleep, timeout};
 

@@ -1,5 +1,6 @@
 //! Servers: they know protocols and guest addresses, and no format. Internal crate.
 
+mod budget;
 mod counters;
 mod discard;
 mod edges;

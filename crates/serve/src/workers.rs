@@ -1,5 +1,6 @@
 //! Executors that servers share: a thread each.
 
+use crate::budget::{POOL_BYTES, Pool};
 use crate::signal::Signal;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Backend, Executor, Handle};
@@ -16,6 +17,8 @@ pub struct Workers {
     handles: Vec<Handle>,
     threads: Vec<JoinHandle<()>>,
     stop: Arc<Signal>,
+    /// Memory for all that their clients send and ask for.
+    pool: Arc<Pool>,
 }
 
 impl Workers {
@@ -28,7 +31,8 @@ impl Workers {
             let context = format!("a server has between 1 and {WORKERS_MAX} threads, not {count}");
             return Err(Error::new(ErrorKind::Invalid, context));
         }
-        let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop: Arc::default() };
+        let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));
+        let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop, pool };
         for index in 0..count {
             let stop = Arc::clone(&workers.stop);
             let until = move || async move { stop.raised().await };
@@ -55,6 +59,11 @@ impl Workers {
             let _ = sender.send(make().await);
         });
         receiver.recv().map_err(|_| Error::new(ErrorKind::Io, "a worker failed"))
+    }
+
+    /// What the clients of all servers on them share.
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     /// With which they are given work.

@@ -11,7 +11,7 @@ use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
     LocalFuture, Planned, Result, RunKind, Space, Store, WriteStats, Writing, Zeroes, check_longer,
 };
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,11 +43,13 @@ struct Writer {
 const PREFERRED_BYTES: u32 = 4096;
 
 /// Zeros that have to be written out are written in pieces of at most this size.
-const ZEROES_BYTES_MAX: u64 = 1 << 20;
+const ZEROES_BYTES_MAX: u64 = 512 << 10;
 
 /// Most runs that one plan asks the file system for; what lies beyond is called data, which is
 /// always true enough.
 const RUNS_MAX: usize = 1 << 14;
+/// Runs after which others have their turn: each takes two system calls.
+const RUNS_PER_TURN: u64 = 64;
 
 impl RawDisk {
     /// The disk in the raw image at `path`.
@@ -111,25 +113,25 @@ impl RawDisk {
         Ok(writer)
     }
 
-    fn plan_now(&self, range: GuestRange, detail: Detail, extents: &mut Vec<Extent>) -> Result<()> {
-        check_range(range, self.geometry())?;
+    /// Asks the file system for the runs of `range`.
+    async fn plan_runs(&self, range: GuestRange, extents: &mut Vec<Extent>) -> Result<()> {
+        let mut pace = Pace::new(RUNS_PER_TURN);
         let mut at = range.start();
         let mut runs = 0;
         while at < range.end() {
             let left = range.end().bytes() - at.bytes();
-            let (kind, len) = match detail {
-                Detail::Read => (ExtentKind::Data, left),
-                Detail::Allocation if runs == RUNS_MAX => (ExtentKind::Data, left),
-                Detail::Allocation => {
-                    let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
-                    let kind = match run.kind {
-                        RunKind::Data => ExtentKind::Data,
-                        // Zeros by the file's word, and they have a place in it.
-                        RunKind::Hole => ExtentKind::ZeroAllocated,
-                    };
-                    assert!(run.len > 0 && run.len <= left, "a store broke its contract");
-                    (kind, run.len)
-                }
+            let (kind, len) = if runs == RUNS_MAX {
+                (ExtentKind::Data, left)
+            } else {
+                let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
+                let kind = match run.kind {
+                    RunKind::Data => ExtentKind::Data,
+                    // Zeros by the file's word, and they have a place in it.
+                    RunKind::Hole => ExtentKind::ZeroAllocated,
+                };
+                assert!(run.len > 0 && run.len <= left, "a store broke its contract");
+                pace.steps(1).await;
+                (kind, run.len)
             };
             runs += 1;
             Extent::push_joined(extents, extent_at(at, len, kind));
@@ -150,7 +152,19 @@ impl Disk for RawDisk {
         detail: Detail,
         extents: &'a mut Vec<Extent>,
     ) -> Planned<'a> {
-        Planned::Ready(self.plan_now(range, detail, extents))
+        if let Err(error) = check_range(range, self.geometry()) {
+            return Planned::Ready(Err(error));
+        }
+        match detail {
+            Detail::Read => {
+                if !range.is_empty() {
+                    let all = extent_at(range.start(), range.len(), ExtentKind::Data);
+                    Extent::push_joined(extents, all);
+                }
+                Planned::Ready(Ok(()))
+            }
+            Detail::Allocation => Planned::Pending(Box::pin(self.plan_runs(range, extents))),
+        }
     }
 
     fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {

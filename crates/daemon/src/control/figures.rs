@@ -52,6 +52,7 @@ fn status_of(served: &Served) -> Map<String, Value> {
         ("writable", json!(served.opened().disk.is_writable())),
         ("nbd", json!(config.nbd)),
         ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
+        ("device_error", json!(served.device_error())),
         ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
     ]));
     status

@@ -27,6 +27,11 @@ pub(super) fn text(sources: &Sources) -> String {
         let disk = [("disk", name)];
         let is_served = u64::from(served.condition() == "serving");
         page.gauge("mica_disk_serving", "Whether a disk is served.", disk, is_served);
+        if served.counts().device.is_some() {
+            let help = "Whether a machine's device is broken, because its memory was taken away.";
+            let is_broken = u64::from(served.device_error().is_some());
+            page.gauge("mica_device_broken", help, disk, is_broken);
+        }
         let opened = served.opened();
         let len = opened.disk.geometry().len;
         page.gauge("mica_disk_length_bytes", "Length of a disk.", disk, len);

@@ -61,6 +61,9 @@ const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
 /// What is done for clients at one time.
 const ACTS_MAX: usize = 4;
+/// What is done or waits for that: who goes away leaves it there, so that connections do not bound
+/// it.
+const ACTS_ADMITTED_MAX: usize = 16;
 /// After an accept that failed for want of something (descriptors, memory).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long the last answers may take at the end.

@@ -14,7 +14,7 @@
 
 use super::log::{LogLevel, LogSwitch};
 use super::reply::{Refusal, body, json, text};
-use super::{figures, metrics};
+use super::{ACTS_ADMITTED_MAX, figures, metrics};
 use crate::daemon::Shared;
 use crate::images::Size;
 use crate::served::{NewLength, Served};
@@ -33,19 +33,23 @@ use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 
 /// What answers come from.
 #[derive(Clone)]
 pub(super) struct Sources {
     pub(super) shared: Arc<Shared>,
     log: Arc<dyn LogSwitch>,
+    /// Room for what is done for clients, or waits to be.
+    acts: Arc<Semaphore>,
     started: Instant,
 }
 
 impl Sources {
     #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
     pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Self {
-        Self { shared, log, started: Instant::now() }
+        let acts = Arc::new(Semaphore::new(ACTS_ADMITTED_MAX));
+        Self { shared, log, acts, started: Instant::now() }
     }
 
     pub(super) fn uptime(&self) -> Duration {
@@ -137,7 +141,8 @@ struct TakeOver {
 
 async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
     let TakeOver { socket } = body(sent).await?;
-    act(move || sources.shared.hand_over(&socket)).await??;
+    let acts = Arc::clone(&sources.acts);
+    act(&acts, move || sources.shared.hand_over(&socket)).await??;
     Ok(json(&value!({ "begun": true })))
 }
 
@@ -156,7 +161,8 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
     };
     let Size(bytes) = size.parse::<Size>()?;
     let to = if by { NewLength::Longer(bytes) } else { NewLength::Exactly(bytes) };
-    let resized = act(move || sources.shared.served[index].resize(to)).await??;
+    let acts = Arc::clone(&sources.acts);
+    let resized = act(&acts, move || sources.shared.served[index].resize(to)).await??;
     let notice = match resized.notice {
         None => "none".to_owned(),
         Some(Ok(Notice::Nobody)) => "nobody".to_owned(),
@@ -175,16 +181,17 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let index = find(&sources.shared, &name)?;
+    let acts = Arc::clone(&sources.acts);
     let drained = move || -> Result<(), Refusal> {
         let _alone = hold(&sources.shared)?;
         Ok(sources.shared.served[index].stop()?)
     };
-    act(drained).await??;
+    act(&acts, drained).await??;
     Ok(json(&value!({ "drained": [name] })))
 }
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {
-    let shared = Arc::clone(&sources.shared);
+    let (shared, acts) = (Arc::clone(&sources.shared), Arc::clone(&sources.acts));
     let drained = move || -> Result<(), Refusal> {
         // An end that waited for a takeover would be the end of the wrong process.
         drop(hold(&shared)?);
@@ -193,7 +200,7 @@ async fn drain_all(State(sources): State<Sources>) -> Answer {
         shared.ending.close();
         Ok(stopped?)
     };
-    act(drained).await??;
+    act(&acts, drained).await??;
     let name = |served: &Served| Value::from(&*served.config.name);
     let names: Vec<_> = sources.shared.served.iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))
@@ -235,9 +242,20 @@ fn find(shared: &Shared, name: &str) -> Result<usize, Refusal> {
 }
 
 /// Does what may take long, on a thread that nobody waits for. It is done to its end, whatever
-/// becomes of the client.
-async fn act<T: Send + 'static>(what: impl FnOnce() -> T + Send + 'static) -> Result<T, Refusal> {
-    tokio::task::spawn_blocking(what).await.map_err(|_| {
+/// becomes of the client: so only so much is taken on.
+async fn act<T: Send + 'static>(
+    acts: &Arc<Semaphore>,
+    what: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Refusal> {
+    let admitted = Arc::clone(acts).try_acquire_owned().map_err(|_| {
+        let what = "too much is being done already: ask again when some of it has ended";
+        Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
+    })?;
+    let act = move || {
+        let _admitted = admitted;
+        what()
+    };
+    tokio::task::spawn_blocking(act).await.map_err(|_| {
         Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the server failed in doing that")
     })
 }

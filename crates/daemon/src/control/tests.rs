@@ -1,6 +1,9 @@
 //! Routes, bounds and who is heard, over real sockets.
 
-use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX, routes};
+use super::{
+    ACTS_ADMITTED_MAX, HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX,
+    routes,
+};
 use crate::{Config, Daemon, DiskConfig, SandboxMode};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -8,7 +11,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use tempfile::TempDir;
 
 struct Log(Mutex<LogLevel>);
@@ -277,5 +280,33 @@ fn names_of_the_loopback_are_told_from_others() {
     }
     for host in ["", ":", "evil.example", "localhost.evil.example", "10.0.0.1", "[::2]:80", "["] {
         assert!(!routes::is_local(host), "{host}");
+    }
+}
+
+/// Who asks for something and goes away leaves it to be done: as often as it likes, but for this.
+#[test]
+fn what_waits_to_be_done_is_bounded() {
+    let world = world();
+    let disk = &world.daemon.shared.served[0];
+    let busy = disk.act();
+    let (sender, statuses) = mpsc::channel();
+    let clients = ACTS_ADMITTED_MAX + 4;
+    for _ in 0..clients {
+        let (control, sender) = (world.control(), sender.clone());
+        std::thread::spawn(move || {
+            let body = r#"{"size": "128M"}"#;
+            let reply = exchange(control, &request("POST", "/v1/disks/one/resize", "mica", body));
+            let error = reply.error();
+            sender.send((reply.status, error)).expect("somebody counts");
+        });
+    }
+    for _ in 0..4 {
+        let (status, error) = statuses.recv().expect("an answer");
+        assert_eq!(status, 503);
+        assert!(error.contains("ask again"), "{error}");
+    }
+    drop(busy);
+    for _ in 0..ACTS_ADMITTED_MAX {
+        assert_eq!(statuses.recv().expect("an answer").0, 501, "it is no disk that grows");
     }
 }

@@ -25,11 +25,14 @@ use super::Writer;
 use super::pages::{Dirty, Group};
 use crate::format::field;
 use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange, Store};
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::HostOffset;
 use std::cell::Cell;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+
+/// Freed clusters after which others have their turn: a group may have freed very many.
+const CLUSTERS_PER_TURN: u64 = 256;
 
 /// Host clusters that nothing durable names any more, but requests under way may.
 #[derive(Default)]
@@ -198,8 +201,10 @@ impl Writer {
     /// to the file system first, as they may be given out again right after.
     async fn release(&self, mut clusters: Vec<u64>) -> Result<()> {
         clusters.sort_unstable();
+        let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut last = Vec::new();
         for run in clusters.chunk_by(|one, next| one == next) {
+            pace.steps(1).await;
             if self.space.refcount(run[0]).await? == Some(run.len() as u64) {
                 last.push(run[0]);
             }
@@ -224,6 +229,7 @@ impl Writer {
             }
         }
         for cluster in clusters {
+            pace.steps(1).await;
             self.space.release(cluster).await?;
         }
         Ok(())

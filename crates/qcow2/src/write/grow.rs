@@ -26,7 +26,7 @@ use crate::resize::{l1_entries_for, refuse_unsafe};
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all,
 };
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
@@ -35,7 +35,9 @@ const GROWING: u64 = u64::MAX - 1;
 const MOVING: u64 = u64::MAX - 2;
 
 /// How much of the new part is looked at in one piece.
-const WINDOW_BYTES: u64 = 256 << 20;
+const WINDOW_BYTES: u64 = 32 << 20;
+/// Parts of it that are made zeros after which others have their turn.
+const PARTS_PER_TURN: u64 = 16;
 
 /// Clusters that may be passed over in the search for a run, for each that is wanted, and besides.
 const PASSED_PER_CLUSTER: u64 = 4;
@@ -81,8 +83,10 @@ impl Chain {
     async fn zero_new(&self, old: u64, new: u64) -> Result<()> {
         let cluster_bytes = self.writer()?.l2.cluster_bits.bytes();
         let end = GuestOffset::new(new);
+        let mut pace = Pace::new(PARTS_PER_TURN);
         let mut at = old;
         while at < new {
+            pace.steps(1).await;
             if let Some(unowned) = self.skip_unowned(GuestOffset::new(at), end).await? {
                 at += unowned;
                 continue;
@@ -102,6 +106,7 @@ impl Chain {
                 if let Some(part) = part.filter(|part| !part.is_empty()) {
                     self.zero_range(part, Zeroes { may_unmap: true, fast: false }).await?;
                     done = end;
+                    pace.steps(1).await;
                 }
             }
             at = stop;

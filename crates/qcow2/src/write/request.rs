@@ -9,7 +9,7 @@ use super::link::{Change, Entry};
 use crate::chain::Chain;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,6 +18,8 @@ use std::sync::atomic::Ordering;
 const CLUSTERS_MAX: u64 = 64;
 /// Bytes that one transaction writes at most, so that what it copies stays bounded.
 const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
+/// Clusters of a request after which others have their turn: a request may have millions.
+const CLUSTERS_PER_TURN: u64 = 512;
 /// Dirty pages of metadata at which writers flush by themselves.
 const DIRTY_PAGES_MAX: usize = 1024;
 
@@ -112,6 +114,7 @@ impl Chain {
         let writer = self.check_writable(range)?;
         writer.mark_in_use().await?;
         writer.wrote.store(true, Ordering::Release);
+        let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut at = range.start().bytes();
         let end = range.end().bytes();
         while at < end {
@@ -121,6 +124,8 @@ impl Chain {
                 return Err(writer.note_corruption(error).await);
             }
             writer.flush_if_much().await?;
+            // Nothing is claimed between two transactions.
+            pace.steps(((stop - at) >> writer.l2.cluster_bits.bits()) + 1).await;
             at = stop;
         }
         Ok(())

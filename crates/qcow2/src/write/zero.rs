@@ -10,7 +10,7 @@ use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
 /// Zeros that are written out at a time.
-const ZEROS_BYTES_MAX: u64 = 1 << 20;
+const ZEROS_BYTES_MAX: u64 = 512 << 10;
 
 /// What is asked of a range that reads as zeros afterwards.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -8,6 +8,8 @@
 //! - I2 What entered leaves when it is dropped, which is after its answer; so a gate that is
 //!   drained owes the kernel nothing.
 
+use super::file::REQUEST_BYTES;
+use crate::budget::{Party, Pool, Share};
 use mica_block::Disk;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,7 +17,10 @@ use std::time::Duration;
 /// Requests of one file under way.
 pub(super) const REQUESTS_MAX: usize = 256;
 /// Data of these requests.
-pub(super) const BUDGET_BYTES: usize = 32 << 20;
+pub(super) const BUDGET_BYTES: usize = 16 << 20;
+/// As much of it as a file has for itself, whatever others do; the rest is of the budget of the
+/// process.
+const RESERVE_BYTES: usize = 2 * REQUEST_BYTES as usize;
 
 /// The gate before one disk.
 pub(super) struct Gate {
@@ -28,6 +33,7 @@ struct State {
     disk: Option<Arc<dyn Disk>>,
     requests: usize,
     bytes: usize,
+    share: Share,
 }
 
 /// A request that is under way.
@@ -38,17 +44,20 @@ pub(super) struct Entered {
 }
 
 impl Gate {
-    pub(super) fn new(disk: Arc<dyn Disk>) -> Arc<Self> {
-        let state = State { disk: Some(disk), requests: 0, bytes: 0 };
+    pub(super) fn new(disk: Arc<dyn Disk>, pool: &Arc<Pool>) -> Arc<Self> {
+        let share = Share::new(&Party::new(pool), RESERVE_BYTES, BUDGET_BYTES);
+        let state = State { disk: Some(disk), requests: 0, bytes: 0, share };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
 
-    /// Waits until there is room for a request with `bytes` of data; `None` once closed.
+    /// Waits until there is room for a request with `bytes` of data; `None` once closed. It waits
+    /// for others of its file only: one that is alone gets in.
     pub(super) fn enter(self: &Arc<Self>, bytes: usize) -> Option<Entered> {
         let bytes = bytes.min(BUDGET_BYTES);
         let is_full = |state: &mut State| {
             state.disk.is_some()
-                && (state.requests == REQUESTS_MAX || state.bytes + bytes > BUDGET_BYTES)
+                && (state.requests == REQUESTS_MAX
+                    || state.bytes > 0 && !state.share.covers(state.bytes + bytes))
         };
         let state = self.changed.wait_while(self.lock(), is_full);
         let mut state = state.unwrap_or_else(PoisonError::into_inner);
@@ -99,6 +108,7 @@ impl Drop for Entered {
         let mut state = self.gate.lock();
         state.requests -= 1;
         state.bytes -= self.bytes;
+        state.share.trim(state.bytes);
         drop(state);
         self.gate.changed.notify_all();
     }
@@ -107,6 +117,7 @@ impl Drop for Entered {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::budget::POOL_BYTES;
     use crate::testing::memory::MemoryDisk;
     use std::sync::mpsc;
 
@@ -114,7 +125,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(30);
 
     fn gate() -> Arc<Gate> {
-        Gate::new(Arc::new(MemoryDisk::new(1 << 20)))
+        Gate::new(Arc::new(MemoryDisk::new(1 << 20)), &Pool::new(POOL_BYTES))
     }
 
     /// Enters on a thread of its own, and tells whether it got in.

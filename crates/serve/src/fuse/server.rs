@@ -89,7 +89,7 @@ impl Server {
         let export = |others, image| {
             let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
             Arc::new(Export {
-                gate: Gate::new(Arc::clone(&disk)),
+                gate: Gate::new(Arc::clone(&disk), workers.pool()),
                 attributes: Attributes::new(access, others, image),
                 discard,
                 edges: Edges::default(),

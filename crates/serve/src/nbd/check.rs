@@ -1,14 +1,17 @@
 //! From a request's bytes to what is to be done: every check that needs no I/O.
 
-use super::limits::{BUDGET_BYTES, PAYLOAD_BYTES_MAX, STATUS_CHARGE_BYTES, ZEROES_CHARGE_BYTES};
+use super::limits::{
+    BUDGET_BYTES, PAYLOAD_BYTES_MAX, PIECE_BYTES, STATUS_CHARGE_BYTES, ZEROES_CHARGE_BYTES,
+};
 use super::protocol::{ErrorCode, Request, command, command_flag};
 use super::read::{Fragments, Read};
 use super::reply::ReplyStyle;
 use super::server::Discard;
 use super::status::Status;
-use super::write::{Answer, Change, ChangeKind, Write, is_whole};
+use super::write::{Answer, Change, ChangeKind, Divided, Write, is_whole};
 use mica_block::Zeroes;
 use mica_units::{GuestOffset, GuestRange};
+use std::rc::Rc;
 
 /// A request after it was checked: what is to be done, with all it takes to do it.
 pub(super) enum Action {
@@ -16,6 +19,8 @@ pub(super) enum Action {
     Status(Status),
     /// Its payload follows.
     Write(Write),
+    /// The rest of a write whose first pieces are being written.
+    Rest(Rc<Divided>),
     Change(Change),
     Succeed {
         cookie: u64,
@@ -32,11 +37,8 @@ impl Action {
         match self {
             Self::Read(read) => usize::try_from(read.range.len()).expect("at most the payload"),
             Self::Status(_) => STATUS_CHARGE_BYTES,
-            Self::Write(write) => {
-                let len = usize::try_from(write.range.len()).expect("at most the payload");
-                // Parts of sectors are put into a buffer with the rest of theirs.
-                if is_whole(write.range) { len } else { 2 * len }
-            }
+            Self::Write(write) => charge_of(write.range),
+            Self::Rest(write) => charge_of(write.rest()),
             Self::Change(Change { kind: ChangeKind::Zeroes(range, _), .. }) => {
                 usize::try_from(range.len())
                     .map_or(ZEROES_CHARGE_BYTES, |len| len.min(ZEROES_CHARGE_BYTES))
@@ -45,6 +47,13 @@ impl Action {
             Self::Succeed { .. } | Self::Refuse { .. } => 0,
         }
     }
+}
+
+/// What the next piece of a write to `range` counts for.
+fn charge_of(range: GuestRange) -> usize {
+    let len = usize::try_from(range.len()).expect("at most the payload").min(PIECE_BYTES);
+    // Parts of sectors are put into a buffer with the rest of theirs.
+    if is_whole(range) { len } else { 2 * len }
 }
 
 /// What requests are checked against.

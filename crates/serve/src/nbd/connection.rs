@@ -2,11 +2,12 @@
 
 use super::channel::Channel;
 use super::edges::Edges;
-use super::limits::{Limits, TLS_HANDSHAKES};
+use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
 use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
 use super::server::{Export, QueueShared};
 use super::session::{Ended, Transmission, transmit};
 use super::stats::QueueStats;
+use crate::budget::{Party, Pool, Share};
 use crate::limit::Limiter;
 use crate::signal::Signal;
 use crate::tls::{Tls, TlsPolicy, TlsStream};
@@ -23,17 +24,24 @@ pub(super) struct Common {
     /// Of each export, in the same order.
     edges: Vec<Edges>,
     pub(super) limits: Limits,
+    /// What its clients have of the process's memory.
+    pub(super) party: Arc<Party>,
     /// How often strangers may make a queue do the arithmetic of a TLS handshake.
     tls_handshakes: Limiter,
     pub(super) stop: Arc<Signal>,
 }
 
 impl Common {
-    pub(super) fn new(exports: Vec<Export>, limits: Limits, stop: Arc<Signal>) -> Self {
+    pub(super) fn new(
+        exports: Vec<Export>,
+        limits: Limits,
+        stop: Arc<Signal>,
+        pool: &Arc<Pool>,
+    ) -> Self {
         let exports: Vec<_> = exports.into_iter().map(Arc::new).collect();
         let edges = exports.iter().map(|_| Edges::default()).collect();
         let tls_handshakes = Limiter::new(TLS_HANDSHAKES).expect("there is a limit");
-        Self { exports, edges, limits, tls_handshakes, stop }
+        Self { exports, edges, limits, party: Party::new(pool), tls_handshakes, stop }
     }
 
     /// What the changes of `disk` have in common. Exports of one disk have it from the first.
@@ -146,7 +154,8 @@ async fn run(
     stats.sessions.add(1);
     let edges = common.edges(&transmission.disk);
     let (limits, stop) = (common.limits, &common.stop);
-    let ended = transmit(channel, transmission, edges, limits, stop, stats).await;
+    let share = Share::new(&common.party, RESERVE_BYTES, BUDGET_BYTES);
+    let ended = transmit(channel, transmission, (edges, share), limits, stop, stats).await;
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),
         Ended::TooSlow => stats.deadlines_passed.add(1),

@@ -2,10 +2,14 @@
 //!
 //! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
 //! requests, and [`BUDGET_BYTES`] of data that arrives to be written, is being written or read, or
-//! waits to be sent. A read that is larger than that runs alone and keeps within the budget piece
-//! by piece; a write that is larger runs alone too, with all of its payload. A connection over TLS
+//! waits to be sent. Of these, [`RESERVE_BYTES`] are its own; the rest is what it may have of the
+//! budget of the process ([`crate::budget`]). What is larger than it may have now goes piece by
+//! piece: a read is sent as it comes, a write is done as its payload comes. A connection over TLS
 //! holds at most a mebibyte more: what it received and decrypted, and what it encrypted and sends
 //! (the head of `tls/stream.rs`).
+//!
+//! All connections of a process together hold at most the pool of that budget and, each, its
+//! reserve, a receive buffer, and what TLS takes.
 
 use crate::limit::Rates;
 use std::time::Duration;
@@ -32,12 +36,21 @@ pub(super) const SLOTS_MAX: usize = 256;
 /// Data of one connection that arrives to be written, is being written or read, or waits to be
 /// sent.
 pub(super) const BUDGET_BYTES: usize = 8 << 20;
+/// As much of it as a connection has for itself, whatever others do: two windows of a read.
+pub(super) const RESERVE_BYTES: usize = 512 << 10;
+const _: () = assert!(RESERVE_BYTES as u64 >= 2 * WINDOW_BYTES, "one is sent, one is read");
+/// A write is done in pieces of at most this size, as they arrive.
+pub(super) const PIECE_BYTES: usize = 4 << 20;
+/// Pieces end at multiples of this on the disk.
+pub(super) const PIECE_ALIGN: u64 = 64 << 10;
 /// Replies of one connection that wait to be sent before no further request is taken.
 pub(super) const REPLIES_QUEUED_MAX: usize = 1024;
 /// Bytes handed to one send; what the send deadline is about.
 pub(super) const BATCH_BYTES_MAX: usize = 1 << 20;
 /// A read is planned and read in pieces of at most this size.
 pub(super) const WINDOW_BYTES: u64 = 256 << 10;
+/// Pieces after which others have their turn, where none of them waits for anything.
+pub(super) const WINDOWS_PER_TURN: u64 = 16;
 /// Operations of one piece that run at once.
 pub(super) const WINDOW_OPS_MAX: usize = 32;
 /// Receive buffer of a connection: it starts small and grows for short payloads, of which one
@@ -49,11 +62,14 @@ pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
 pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
 /// What writing zeros counts for in the budget at most: a disk that has to write them out does so
 /// in pieces of about this size.
-pub(super) const ZEROES_CHARGE_BYTES: usize = 1 << 20;
+pub(super) const ZEROES_CHARGE_BYTES: usize = 512 << 10;
 /// Descriptors in one reply to a block status request.
 pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
-/// What a block status request counts for in the budget: the plan of its largest window.
-pub(super) const STATUS_CHARGE_BYTES: usize = 2 << 20;
+/// A block status request is planned in windows of this size, so that a plan is short also where
+/// every sector is an extent of its own.
+pub(super) const STATUS_WINDOW_BYTES: u64 = 4 << 20;
+/// What a block status request counts for in the budget: the plan of a window, and its answer.
+pub(super) const STATUS_CHARGE_BYTES: usize = 512 << 10;
 /// Payload bytes within which a client that sends a payload must make progress.
 pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
 /// TLS handshakes of all clients in a second: each takes about a millisecond of a queue that has

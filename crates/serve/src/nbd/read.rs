@@ -3,16 +3,17 @@
 //! A piece ("window") ends at a multiple of its size on the disk, so that its parts are aligned.
 //! With structured replies each piece goes out as chunks as soon as it is there. A simple reply
 //! promises all its data with its header, so the pieces are kept until the last one is there; only
-//! a read that is larger than the whole budget goes out as it comes, and where that fails midway
-//! the connection has to end ("NBD_CMD_READ", Simple replies).
+//! a read that is larger than what the session may hold goes out as it comes, and where that fails
+//! midway the connection has to end ("NBD_CMD_READ", Simple replies). So does a structured read
+//! that must not be divided.
 
-use super::limits::{BUDGET_BYTES, WINDOW_BYTES, WINDOW_OPS_MAX};
-use super::reply::{Content, ReplyStyle};
+use super::limits::{WINDOW_BYTES, WINDOW_OPS_MAX, WINDOWS_PER_TURN};
+use super::reply::{Content, Outgoing, ReplyStyle};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
 use crate::nbd::protocol::Done;
 use mica_block::{Detail, Disk, Extent, InFlight, IoFuture, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -51,8 +52,9 @@ enum Assembly {
     Stream,
 }
 
-/// Serves `read`. `plan` is the plan of its whole range, if that was made already. Each piece is in
-/// flight from its plan to its data, and not while the client takes its time.
+/// Serves `read`, for which the session holds at most `charge`. `plan` is the plan of its whole
+/// range, if that was made already. Each piece is in flight from its plan to its data, and not
+/// while the client takes its time.
 pub(super) async fn read_long<'a>(
     shared: Rc<Shared<'a>>,
     read: Read,
@@ -61,20 +63,29 @@ pub(super) async fn read_long<'a>(
 ) -> std::result::Result<Outcome, Failure> {
     let Read { cookie, range, fragments } = read;
     let style = shared.outgoing.borrow().style();
-    let oversize = range.len() > BUDGET_BYTES as u64;
+    let oversize = range.len() > charge.bytes() as u64;
     let assembly = match (style, fragments) {
         (ReplyStyle::Structured, Fragments::Any) => Assembly::Chunks,
-        (ReplyStyle::Simple, _) if oversize => Assembly::Stream,
+        _ if oversize => Assembly::Stream,
         _ => Assembly::Whole,
     };
+    let header = |outgoing: &mut Outgoing| match style {
+        ReplyStyle::Simple => outgoing.simple_header(cookie),
+        ReplyStyle::Structured => {
+            let len = u32::try_from(range.len()).expect("within a request");
+            outgoing.whole_chunk_header(cookie, range.start().bytes(), len);
+        }
+    };
+    let mut pace = Pace::new(WINDOWS_PER_TURN);
     let mut kept = Vec::new();
     let mut at = range.start();
     while at < range.end() {
         if oversize {
-            shared.room().await;
+            shared.room(charge.bytes() / 2).await;
         }
         // A plan that is there already is for all of the range, which is short then.
         let window = if plan.is_some() { range } else { next_window(at, range.end()) };
+        pace.steps(1).await;
         let contents = read_window(shared.disk, window, plan.take()).await;
         let contents = contents.map_err(|failure| Failure {
             // A header is out already that promised what cannot be kept.
@@ -86,12 +97,14 @@ pub(super) async fn read_long<'a>(
         match assembly {
             Assembly::Chunks => {
                 outgoing.chunks(cookie, contents, done);
-                charge.release(usize::try_from(window.len()).expect("within a window"));
+                if !oversize {
+                    charge.release(usize::try_from(window.len()).expect("within a window"));
+                }
             }
             Assembly::Whole => kept.extend(contents),
             Assembly::Stream => {
                 if at == range.start() {
-                    outgoing.simple_header(cookie);
+                    header(&mut outgoing);
                 }
                 outgoing.plain(contents);
             }
@@ -100,13 +113,7 @@ pub(super) async fn read_long<'a>(
     }
     if assembly == Assembly::Whole {
         let mut outgoing = shared.outgoing.borrow_mut();
-        match (style, &kept[..]) {
-            (ReplyStyle::Simple, _) => outgoing.simple_header(cookie),
-            (ReplyStyle::Structured, _) => {
-                let len = u32::try_from(range.len()).expect("within a request");
-                outgoing.whole_chunk_header(cookie, range.start().bytes(), len);
-            }
-        }
+        header(&mut outgoing);
         outgoing.plain(kept);
     }
     Ok(Outcome::Read(range.len()))

@@ -66,7 +66,7 @@ impl Server {
         config.listeners.iter().try_for_each(Listener::check_secured)?;
         let ServerConfig { listeners, exports, workers, limits } = config;
         let stop = Arc::new(Signal::default());
-        let common = Arc::new(Common::new(exports, limits, Arc::clone(&stop)));
+        let common = Arc::new(Common::new(exports, limits, Arc::clone(&stop), workers.pool()));
         let peer = |handle: &Handle| Peer { handle: handle.clone(), shared: Arc::default() };
         let dispatch = Arc::new(Dispatch {
             common,

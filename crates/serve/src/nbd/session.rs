@@ -20,8 +20,9 @@
 //! - I1 Every admitted request gets exactly one reply (a structured one may have many chunks, the
 //!   last of them marked), unless the connection ends first.
 //! - I2 Payloads that arrive, bytes being written or read and bytes waiting to be sent are together
-//!   at most `BUDGET_BYTES`; a read that is larger than that runs alone and keeps its own pieces
-//!   within the budget, a larger write runs alone. No payload is received before it has room.
+//!   at most what the session's share of the process's budget covers, which is never less than its
+//!   reserve. A request that is larger runs alone and keeps its own pieces within that. No payload
+//!   is received before it has room. Nobody waits for room that another session has.
 //! - I3 Nothing is received while a request is held back or input is left over: a client that does
 //!   not take its replies is not read from, and what it sent costs one receive buffer.
 //! - I4 One receive and one send are under way at most; replies leave in the order in which they
@@ -42,6 +43,7 @@ use super::reply::{Outgoing, ReplyStyle};
 use super::server::Discard;
 use super::shared::Shared;
 use super::stats::QueueStats;
+use crate::budget::Share;
 use crate::signal::Signal;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
@@ -108,13 +110,13 @@ impl fmt::Display for Ended {
 pub(super) async fn transmit(
     channel: &impl Channel,
     transmission: Transmission,
-    edges: &Edges,
+    (edges, share): (&Edges, Share),
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
 ) -> Ended {
     let disk = Arc::clone(&transmission.disk);
-    let mut session = Session::new((&*disk, edges), &transmission, limits, stats);
+    let mut session = Session::new((&*disk, edges, share), &transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
@@ -212,7 +214,7 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(
-        (disk, edges): (&'a dyn Disk, &'a Edges),
+        (disk, edges, share): (&'a dyn Disk, &'a Edges, Share),
         transmission: &Transmission,
         limits: Limits,
         stats: &'a QueueStats,
@@ -228,7 +230,7 @@ impl<'a> Session<'a> {
         let disk_len = disk.geometry().len;
         let is_writable = disk.is_writable();
         Self {
-            shared: Shared::new(disk, edges, Outgoing::new(style)),
+            shared: Shared::new(disk, (edges, share), Outgoing::new(style)),
             rules: Rules { disk_len, is_writable, discard, style, status },
             limits,
             stats,
@@ -288,6 +290,7 @@ impl<'a> Session<'a> {
             }
             // What was sent made room, which a request that is held back may be waiting for.
             if !(sent && self.held_back.is_some()) {
+                self.shared.share.trim(self.shared.used_bytes());
                 return None;
             }
         }

@@ -1,9 +1,9 @@
 //! What a session shares with its requests: the disk, the replies, the budget.
 
 use super::edges::Edges;
-use super::limits::BUDGET_BYTES;
 use super::protocol::ErrorCode;
 use super::reply::Outgoing;
+use crate::budget::Share;
 use mica_block::{Disk, Error};
 use mica_units::GuestOffset;
 use std::cell::{Cell, RefCell};
@@ -38,6 +38,8 @@ pub(super) struct Shared<'a> {
     pub(super) disk: &'a dyn Disk,
     pub(super) edges: &'a Edges,
     pub(super) outgoing: RefCell<Outgoing>,
+    /// How much the session may hold.
+    pub(super) share: Share,
     /// Bytes that requests hold, or may still put into `outgoing`.
     charged_bytes: Cell<usize>,
     /// Requests that wait for `outgoing` to shrink.
@@ -45,20 +47,25 @@ pub(super) struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    pub(super) fn new(disk: &'a dyn Disk, edges: &'a Edges, outgoing: Outgoing) -> Rc<Self> {
+    pub(super) fn new(
+        disk: &'a dyn Disk,
+        (edges, share): (&'a Edges, Share),
+        outgoing: Outgoing,
+    ) -> Rc<Self> {
         Rc::new(Self {
             disk,
             edges,
             outgoing: RefCell::new(outgoing),
+            share,
             charged_bytes: Cell::new(0),
             room_wakers: RefCell::default(),
         })
     }
 
-    /// Waits until half of the budget is free in `outgoing`.
-    pub(super) async fn room(&self) {
+    /// Waits until `outgoing` holds at most `bytes`.
+    pub(super) async fn room(&self, bytes: usize) {
         poll_fn(|context| {
-            if self.outgoing.borrow().held_bytes() <= BUDGET_BYTES / 2 {
+            if self.outgoing.borrow().held_bytes() <= bytes {
                 return Poll::Ready(());
             }
             self.room_wakers.borrow_mut().push(context.waker().clone());
@@ -74,8 +81,9 @@ impl<'a> Shared<'a> {
         waiting.into_iter().for_each(Waker::wake);
     }
 
-    pub(super) fn charged_bytes(&self) -> usize {
-        self.charged_bytes.get()
+    /// Bytes that the session holds, or may still come to hold for what it has admitted.
+    pub(super) fn used_bytes(&self) -> usize {
+        self.charged_bytes.get() + self.outgoing.borrow().held_bytes()
     }
 
     /// Counts `bytes` until what it gives is dropped.
@@ -92,6 +100,10 @@ pub(super) struct Charge<'a> {
 }
 
 impl Charge<'_> {
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// Gives `bytes` of it back.
     pub(super) fn release(&mut self, bytes: usize) {
         assert!(bytes <= self.bytes, "more was released than charged");

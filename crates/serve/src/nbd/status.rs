@@ -1,10 +1,10 @@
 //! Block status: which parts of the disk are holes or zeros ("Metadata querying").
 
-use super::limits::STATUS_EXTENTS_MAX;
+use super::limits::{STATUS_EXTENTS_MAX, STATUS_WINDOW_BYTES};
 use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
-use mica_block::{Detail, Extent, ExtentKind, REQUEST_BYTES_MAX};
+use mica_block::{Detail, Extent, ExtentKind};
 use mica_rt::yield_now;
 use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
@@ -58,7 +58,7 @@ pub(super) async fn block_status<'a>(
 }
 
 fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
-    let boundary = (at.bytes() / REQUEST_BYTES_MAX + 1).checked_mul(REQUEST_BYTES_MAX);
+    let boundary = (at.bytes() / STATUS_WINDOW_BYTES + 1).checked_mul(STATUS_WINDOW_BYTES);
     let boundary = boundary.map_or(end, GuestOffset::new);
     GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
 }

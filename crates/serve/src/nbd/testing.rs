@@ -15,6 +15,7 @@ use super::connection::{Common, Secured, serve};
 use super::limits::Limits;
 use super::server::{Discard, Export, QueueShared};
 use super::stats::Counters;
+use crate::budget::{POOL_BYTES, Pool};
 use crate::testing::gauge::Gauge;
 use disks::BrokenDisk;
 use mica_block::Disk;
@@ -29,6 +30,8 @@ pub(super) const MIB: u64 = 1 << 20;
 
 /// A server without sockets: connections are streams in memory.
 pub(super) struct World {
+    /// What its clients have together.
+    pub(super) pool: Arc<Pool>,
     common: Arc<Common>,
     queue: Arc<QueueShared>,
     open: Rc<Cell<usize>>,
@@ -84,8 +87,10 @@ impl World {
     fn new(disk: Arc<dyn Disk>, discard: Discard, reading: Arc<Gauge>) -> Self {
         let export =
             Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
-        let common = Common::new(vec![export], Limits::default(), Arc::default());
+        let pool = Pool::new(POOL_BYTES);
+        let common = Common::new(vec![export], Limits::default(), Arc::default(), &pool);
         Self {
+            pool,
             common: Arc::new(common),
             queue: Arc::default(),
             open: Rc::default(),

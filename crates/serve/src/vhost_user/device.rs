@@ -12,11 +12,13 @@ use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{Control, Ending, Told};
 use super::inflight::Inflight;
 use super::log::DirtyLog;
+use super::lost::Lost;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use super::vring::{self, Vring};
+use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::Limiter;
 use mica_block::Disk;
@@ -24,6 +26,7 @@ use mica_rt::Handle;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
@@ -48,13 +51,41 @@ pub(super) struct Common {
     pub(super) back_channel: BackChannel,
     /// What the driver is told as the disk's serial number.
     pub(super) id: [u8; ID_BYTES as usize],
+    pub(super) losses: Losses,
+    /// What its queues have of the process's memory.
+    pub(super) party: Arc<Party>,
+}
+
+/// Sessions that lost memory of theirs.
+#[derive(Default)]
+pub(super) struct Losses {
+    /// Whether the one that is, or was last, did.
+    is_broken: AtomicBool,
+    count: AtomicU64,
 }
 
 impl Common {
     pub(super) fn counters(&self) -> Counters {
         let mut sum = Counters::default();
         self.stats.iter().for_each(|queue| queue.add_to(&mut sum));
+        sum.memory_losses = self.losses.count.load(Ordering::Relaxed);
         sum
+    }
+
+    /// Memory of the session is gone: the device is broken until there is another session.
+    pub(super) fn note_lost(&self) {
+        if !self.losses.is_broken.swap(true, Ordering::Relaxed) {
+            self.losses.count.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(
+                "a front end has taken away memory that it shared (it truncated the file, or the \
+                 memory behind it ran out): its device is broken until it connects again"
+            );
+        }
+    }
+
+    /// Whether the device is broken.
+    pub(super) fn is_broken(&self) -> bool {
+        self.losses.is_broken.load(Ordering::Relaxed)
     }
 }
 
@@ -72,6 +103,8 @@ pub(super) struct Device {
     vrings: Vec<Vring>,
     inflight: Option<Inflight>,
     log: Option<Arc<DirtyLog>>,
+    /// Whether any memory of this session is gone.
+    lost: Arc<Lost>,
 }
 
 fn invalid(error: &mica_block::Error) -> Error {
@@ -81,6 +114,7 @@ fn invalid(error: &mica_block::Error) -> Error {
 
 impl Device {
     pub(super) fn new(common: Arc<Common>, workers: Vec<Handle>) -> Self {
+        common.losses.is_broken.store(false, Ordering::Relaxed);
         let vrings = common.stats.iter().map(|_| Vring::default()).collect();
         Self {
             common,
@@ -93,7 +127,17 @@ impl Device {
             vrings,
             inflight: None,
             log: None,
+            lost: Arc::default(),
         }
+    }
+
+    /// Refuses to go on with memory that is gone.
+    fn check_lost(&self) -> Result<()> {
+        if self.lost.is_lost() {
+            self.common.note_lost();
+            return Err(Error::InvalidParam);
+        }
+        Ok(())
     }
 
     /// Stops all queues; nothing of them is in flight when it returns.
@@ -140,7 +184,7 @@ impl Device {
     /// started by its first kick, and does nothing while it is not enabled).
     fn start(&mut self, index: usize) -> Result<()> {
         let number = u16::try_from(index).map_err(|_| Error::InvalidParam)?;
-        let vring = &mut self.vrings[index];
+        let vring = &self.vrings[index];
         let (Some(memory), Some(kick), Some(addresses)) =
             (&self.memory, &vring.kick, vring.addresses)
         else {
@@ -162,8 +206,10 @@ impl Device {
             return Err(Error::InvalidParam);
         }
         queue.set_next_avail(vring.base);
-        let used_idx = queue.used_idx(&memory.guest, std::sync::atomic::Ordering::Acquire);
+        let used_idx = queue.used_idx(&memory.guest, Ordering::Acquire);
         queue.set_next_used(used_idx.map_err(|_| Error::InvalidParam)?.0);
+        // That was the first look at the rings.
+        self.check_lost()?;
         let mut told = Told::new(Arc::clone(memory));
         told.enabled = vring.enabled || !has(self.features, F_PROTOCOL_FEATURES);
         told.log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
@@ -174,13 +220,14 @@ impl Device {
         let setup = Setup {
             common: Arc::clone(&self.common),
             index,
+            lost: Arc::clone(&self.lost),
             ending: Ending(Arc::clone(&control)),
             queue,
             features: self.features,
             kick: Arc::clone(kick),
             inflight: self.inflight.as_ref().and_then(|all| all.queue(number, vring.size)),
         };
-        vring.running = Some(control);
+        self.vrings[index].running = Some(control);
         self.workers[index % self.workers.len()].spawn_with(move || queue::serve(setup));
         Ok(())
     }
@@ -213,7 +260,8 @@ impl Device {
         if regions.len() > REGIONS_MAX {
             return Err(Error::InvalidParam);
         }
-        let memory = Arc::new(Memory::new(regions.clone()).map_err(|error| invalid(&error))?);
+        let memory =
+            Arc::new(Memory::new(regions.clone(), &self.lost).map_err(|error| invalid(&error))?);
         self.while_all_stopped(|device| {
             device.regions = regions;
             device.memory = Some(memory);
@@ -267,7 +315,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         if told.len() != files.len() {
             return Err(Error::IncorrectFds);
         }
-        let regions = told.iter().zip(files).map(|(told, file)| Region::map(*told, file));
+        let regions =
+            told.iter().zip(files).map(|(told, file)| Region::map(*told, file, &self.lost));
         let regions: mica_block::Result<Vec<_>> = regions.collect();
         self.set_regions(regions.map_err(|error| invalid(&error))?)?;
         Ok(None)
@@ -435,7 +484,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             return Err(Error::InvalidParam);
         }
         let place = (told.mmap_offset, told.mmap_size);
-        let inflight = Inflight::map(file, place, queues, queue_size);
+        let inflight = Inflight::map(file, place, (queues, queue_size), &self.lost);
         self.inflight = Some(inflight.map_err(|error| invalid(&error))?);
         Ok(())
     }
@@ -450,7 +499,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
-        let region = Region::map(**told, file).map_err(|error| invalid(&error))?;
+        let region = Region::map(**told, file, &self.lost).map_err(|error| invalid(&error))?;
         let mut regions = self.regions.clone();
         regions.push(region);
         self.set_regions(regions)?;
@@ -487,7 +536,8 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_log_base(&mut self, told: &VhostUserLog, file: File) -> Result<()> {
         let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
-        let log = DirtyLog::map(file, told.mmap_offset, told.mmap_size, memory);
+        let place = (told.mmap_offset, told.mmap_size);
+        let log = DirtyLog::map(file, place, memory, &self.lost);
         let log = Arc::new(log.map_err(|error| invalid(&error))?);
         // Whatever ends after the reply is in this log, so that none is lost between two.
         self.while_all_stopped(|device| device.log = Some(log))

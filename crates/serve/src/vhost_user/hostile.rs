@@ -6,6 +6,7 @@ use super::device::Common;
 use super::request::{ID_BYTES, Request, Rules};
 use super::server::session;
 use super::stats::Counters;
+use crate::budget::Party;
 use crate::testing::clock::pause;
 use crate::testing::memory::MemoryDisk;
 use crate::workers::Workers;
@@ -51,6 +52,8 @@ pub fn survive(input: &[u8]) -> Counters {
         discard: Default::default(),
         limiter: None,
         back_channel: Default::default(),
+        losses: Default::default(),
+        party: Party::new(workers.pool()),
         id,
     };
     let common = Arc::new(common);

@@ -16,6 +16,7 @@
 //! - I2 `used_idx` is what the used ring's index was when the marks were last cleared. If a crash
 //!   came between the two, they differ, and the one head that `last_batch_head` names is done.
 
+use super::lost::{Lost, Pages, Watched};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::fs::File;
@@ -45,7 +46,7 @@ fn queue_bytes(queue_size: u16) -> usize {
 /// The regions of all queues of a device.
 #[derive(Clone)]
 pub(super) struct Inflight {
-    map: Arc<MmapRegion>,
+    map: Arc<Watched<MmapRegion>>,
     queues: u16,
     queue_size: u16,
 }
@@ -66,15 +67,15 @@ impl Inflight {
         Ok((len, file.into()))
     }
 
-    /// Maps what a front end hands over.
+    /// Maps what a front end hands over; `lost` is told if it goes away.
     ///
     /// # Errors
     /// `Invalid` if it is too short; else what the system says.
     pub(super) fn map(
         file: File,
         (offset, len): (u64, u64),
-        queues: u16,
-        queue_size: u16,
+        (queues, queue_size): (u16, u16),
+        lost: &Arc<Lost>,
     ) -> Result<Self> {
         let invalid = |what| Error::new(ErrorKind::Invalid, format!("in-flight requests: {what}"));
         let explain = |error| Error::from_io("in-flight requests", error);
@@ -85,8 +86,11 @@ impl Inflight {
             return Err(invalid("a region that is too short"));
         }
         let size = usize::try_from(needed).expect("some MiB at most");
+        let pages = Pages::of(&file, lost);
         let map = MmapRegion::from_file(FileOffset::new(file, offset), size)
             .map_err(|error| Error::new(ErrorKind::Io, format!("in-flight requests: {error}")))?;
+        let place = (map.as_ptr().cast_const(), size);
+        let map = Watched::new(map, place, &pages);
         Ok(Self { map: Arc::new(map), queues, queue_size })
     }
 
@@ -105,7 +109,7 @@ impl Inflight {
 
 /// The region of one queue.
 pub(super) struct InflightQueue {
-    map: Arc<MmapRegion>,
+    map: Arc<Watched<MmapRegion>>,
     base: usize,
     size: u16,
     /// The number of the request that was taken last.
@@ -177,7 +181,7 @@ mod tests {
 
     fn queue(file: &File, len: u64) -> InflightQueue {
         let file = file.try_clone().expect("a file");
-        let inflight = Inflight::map(file, (0, len), 2, 8).expect("long enough");
+        let inflight = Inflight::map(file, (0, len), (2, 8), &Arc::default()).expect("long enough");
         inflight.queue(1, 8).expect("there are two")
     }
 
@@ -215,13 +219,15 @@ mod tests {
     fn region_that_is_too_short_is_refused() {
         let (len, file) = Inflight::create(2, 8).expect("memory");
         let map = |offset, len| {
-            Inflight::map(file.try_clone().expect("a file"), (offset, len), 2, 8).is_ok()
+            let file = file.try_clone().expect("a file");
+            Inflight::map(file, (offset, len), (2, 8), &Arc::default()).is_ok()
         };
         assert!(map(0, len));
         assert!(!map(0, len - 1));
         assert!(!map(64, len));
         assert!(!map(u64::MAX, len));
-        let inflight = Inflight::map(file.try_clone().expect("a file"), (0, len), 2, 8);
+        let file = file.try_clone().expect("a file");
+        let inflight = Inflight::map(file, (0, len), (2, 8), &Arc::default());
         let inflight = inflight.expect("long enough");
         assert!(inflight.queue(2, 8).is_none() && inflight.queue(0, 9).is_none());
     }

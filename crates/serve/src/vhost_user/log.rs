@@ -4,9 +4,11 @@
 //! A bit per page of 4 KiB, in a file that the front end shares. It is set after the bytes are
 //! written: the front end that finds it copies the page then.
 
+use super::lost::{Lost, Pages, Watched};
 use super::memory::Memory;
 use mica_block::{Error, ErrorKind, Result};
 use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use vm_memory::{FileOffset, GuestAddress, MmapRegion, VolatileMemory};
 
@@ -14,7 +16,7 @@ const PAGE_BITS: u32 = 12;
 
 /// A mapped log.
 pub(super) struct DirtyLog {
-    map: MmapRegion,
+    map: Watched<MmapRegion>,
 }
 
 impl DirtyLog {
@@ -22,7 +24,12 @@ impl DirtyLog {
     ///
     /// # Errors
     /// `Invalid` if they do not; else what the system says.
-    pub(super) fn map(file: File, offset: u64, len: u64, memory: &Memory) -> Result<Self> {
+    pub(super) fn map(
+        file: File,
+        (offset, len): (u64, u64),
+        memory: &Memory,
+        lost: &Arc<Lost>,
+    ) -> Result<Self> {
         let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("the dirty log: {what}"));
         let metadata = file.metadata().map_err(|error| Error::from_io("the dirty log", error))?;
         let end = offset.checked_add(len).ok_or_else(|| invalid("an offset beyond 64 bits"))?;
@@ -33,9 +40,11 @@ impl DirtyLog {
             return Err(invalid("it is too short for the guest's memory"));
         }
         let size = usize::try_from(len).map_err(|_| invalid("it is too long"))?;
+        let pages = Pages::of(&file, lost);
         let map = MmapRegion::from_file(FileOffset::new(file, offset), size)
             .map_err(|error| Error::new(ErrorKind::Io, format!("the dirty log: {error}")))?;
-        Ok(Self { map })
+        let place = (map.as_ptr().cast_const(), size);
+        Ok(Self { map: Watched::new(map, place, &pages) })
     }
 
     /// Marks the pages of `len` bytes at `at`.
@@ -65,12 +74,15 @@ mod tests {
     #[test]
     fn pages_that_are_touched_are_marked_and_no_others() {
         let told = VhostUserMemoryRegion::new(0, 1 << 20, 0, 0);
-        let memory = Memory::new(vec![Region::map(told, file(1 << 20)).expect("maps")]);
+        let lost = Arc::default();
+        let region = Region::map(told, file(1 << 20), &lost).expect("maps");
+        let memory = Memory::new(vec![region], &lost);
         let memory = memory.expect("one region");
         let shared = file(64);
-        assert!(DirtyLog::map(file(64), 0, 31, &memory).is_err(), "a bit is missing");
-        assert!(DirtyLog::map(file(63), 0, 64, &memory).is_err(), "longer than its file");
-        let log = DirtyLog::map(shared.try_clone().expect("a file"), 0, 64, &memory);
+        let map = |file, len| DirtyLog::map(file, (0, len), &memory, &lost);
+        assert!(map(file(64), 31).is_err(), "a bit is missing");
+        assert!(map(file(63), 64).is_err(), "longer than its file");
+        let log = map(shared.try_clone().expect("a file"), 64);
         let log = log.expect("long enough");
         log.mark(GuestAddress(4095), 2);
         log.mark(GuestAddress(9 << 12), 1 << 12);

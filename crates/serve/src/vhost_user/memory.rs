@@ -1,13 +1,12 @@
 //! A guest's memory, as its front end shares it.
 //!
 //! The front end hands over files and says which guest addresses they are. What it says is checked
-//! against the files before anything is mapped: memory beyond the end of a file kills whoever
-//! touches it (SIGBUS). A file that may be sealed is sealed, so that it cannot shrink afterwards
-//! either. One that cannot be (a file system's, a memfd without seals) is believed: its front end
-//! can end this process by truncating it, and nothing else. Who does not trust a front end that
-//! far gives it a process of its own.
+//! against the files before anything is mapped. A file that may be sealed is sealed, so that it
+//! cannot shrink afterwards either. One that cannot be (a file system's, a memfd without seals) may
+//! be truncated at any time: then its device is broken, and no other ([`super::lost`]).
 
 use super::chain::Piece;
+use super::lost::{Lost, Pages, Watched};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Buf, SharedMemory};
 use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals};
@@ -27,16 +26,16 @@ const PAGE_BYTES: u64 = 4096;
 #[derive(Clone)]
 pub(super) struct Region {
     pub(super) told: VhostUserMemoryRegion,
-    mapped: Arc<GuestRegionMmap>,
+    mapped: Arc<Watched<Arc<GuestRegionMmap>>>,
     shared: SharedMemory,
 }
 
 impl Region {
-    /// Maps the region that `told` describes.
+    /// Maps the region that `told` describes; `lost` is told if it goes away.
     ///
     /// # Errors
     /// `Invalid` if the file does not have it; else what the system says.
-    pub(super) fn map(told: VhostUserMemoryRegion, file: File) -> Result<Self> {
+    pub(super) fn map(told: VhostUserMemoryRegion, file: File, lost: &Arc<Lost>) -> Result<Self> {
         let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("guest memory: {what}"));
         let (start, len, offset) = (told.guest_phys_addr, told.memory_size, told.mmap_offset);
         let metadata = file.metadata().map_err(|error| Error::from_io("guest memory", error))?;
@@ -56,11 +55,13 @@ impl Region {
         }
         let size = usize::try_from(len).map_err(|_| invalid("a region that is too long"))?;
         keep_long(&file);
+        let pages = Pages::of(&file, lost);
         let file = Some(FileOffset::new(file, offset));
         let mapped = GuestRegionMmap::from_range(GuestAddress(start), size, file)
             .map_err(|error| Error::new(ErrorKind::Io, format!("guest memory: {error}")))?;
-        let mapped = Arc::new(mapped);
         let memory = NonNull::new(mapped.as_ptr()).ok_or_else(|| invalid("an empty mapping"))?;
+        let place = (memory.as_ptr().cast_const(), size);
+        let mapped = Arc::new(Watched::new(Arc::new(mapped), place, &pages));
         // SAFETY: `mapped` owns the mapping of `size` bytes; all other accesses of this process
         // are those of `vm_memory`, which are volatile.
         let shared = unsafe { SharedMemory::new(memory, size, Box::new(Arc::clone(&mapped))) };
@@ -78,18 +79,20 @@ fn keep_long(file: &File) {
 
 /// All of a guest's memory.
 pub(super) struct Memory {
+    /// Dropped first: the regions watch over it.
     pub(super) guest: GuestMemoryMmap,
     regions: Vec<Region>,
+    lost: Arc<Lost>,
 }
 
 impl Memory {
-    /// The memory in `regions`.
+    /// The memory in `regions`, which all tell `lost` if they go away.
     ///
     /// # Errors
     /// `Invalid` if they overlap.
-    pub(super) fn new(mut regions: Vec<Region>) -> Result<Self> {
+    pub(super) fn new(mut regions: Vec<Region>, lost: &Arc<Lost>) -> Result<Self> {
         regions.sort_by_key(|region| region.told.guest_phys_addr);
-        let mapped = regions.iter().map(|region| Arc::clone(&region.mapped)).collect();
+        let mapped = regions.iter().map(|region| Arc::clone(&**region.mapped)).collect();
         // `vm_memory` makes no memory of no regions that way; a guest may lose its last one.
         let guest = match regions.is_empty() {
             true => Ok(GuestMemoryMmap::new()),
@@ -97,7 +100,13 @@ impl Memory {
         };
         let guest = guest
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("guest memory: {error}")))?;
-        Ok(Self { guest, regions })
+        Ok(Self { guest, regions, lost: Arc::clone(lost) })
+    }
+
+    /// Whether some of it is gone: what was read of it may be zeros that were never there.
+    #[inline]
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.is_lost()
     }
 
     /// The guest address of what the front end has at `user` in its own address space.

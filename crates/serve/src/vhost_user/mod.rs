@@ -18,6 +18,7 @@ mod control;
 mod device;
 mod inflight;
 mod log;
+mod lost;
 mod memory;
 mod queue;
 mod request;

@@ -13,6 +13,9 @@
 //!   that no request lies there unseen.
 //! - I5 One turn is bounded: a driver that always has more lets the other queues of the executor
 //!   run in between.
+//! - I6 What the requests in flight take of our own memory is at most what the queue's share of the
+//!   process's budget covers. A request that is larger runs alone, in smaller windows; one for
+//!   which there is no room waits for others of its queue, and for nobody else.
 
 mod begin;
 mod end;
@@ -23,8 +26,11 @@ use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, Told};
 use super::device::Common;
 use super::inflight::InflightQueue;
+use super::lost::Lost;
 use super::memory::Memory;
 use super::stats::QueueStats;
+use super::transfer;
+use crate::budget::Share;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
 use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
@@ -46,6 +52,8 @@ pub(super) struct Setup {
     pub(super) common: Arc<Common>,
     /// The queue's number.
     pub(super) index: usize,
+    /// Whether memory of the session is gone.
+    pub(super) lost: Arc<Lost>,
     /// The queue's control; dropped last.
     pub(super) ending: Ending,
     pub(super) queue: Queue,
@@ -56,7 +64,7 @@ pub(super) struct Setup {
 
 /// Serves a queue until it is told to stop.
 pub(super) async fn serve(setup: Setup) {
-    let Setup { common, index, ending, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
@@ -68,6 +76,7 @@ pub(super) async fn serve(setup: Setup) {
         disk,
         stats: &common.stats[index],
         common: &common,
+        lost,
         is_writable: disk.is_writable(),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
@@ -77,6 +86,9 @@ pub(super) async fn serve(setup: Setup) {
         free: (0..size).rev().collect(),
         chain: Chain::default(),
         extents: Vec::new(),
+        share: Share::new(&common.party, RESERVE_BYTES, BUDGET_BYTES),
+        used_bytes: 0,
+        is_full: false,
         waiting: Vec::new(),
         recovered: 0,
         attention: Attention::default(),
@@ -120,6 +132,10 @@ const PARTS: usize = 2;
 const ROUNDS_MAX: usize = 32;
 /// Looks between two turns of the executor: a microsecond or so.
 const LOOKS_IN_PLACE: usize = 24;
+/// Memory that the requests of a queue take at most, where they are not done in place.
+const BUDGET_BYTES: usize = 32 << 20;
+/// As much of it as a queue has for itself, whatever others do.
+const RESERVE_BYTES: usize = transfer::COST_MIN;
 /// Kicks that one look takes at most.
 const KICKS_MAX: usize = 4;
 
@@ -132,6 +148,8 @@ struct Slot<'a> {
     memory: Arc<Memory>,
     kind: Kind,
     began: Instant,
+    /// Memory that is used for it.
+    cost: usize,
     work: Work<'a>,
 }
 
@@ -163,6 +181,7 @@ impl Work<'_> {
 struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
+    lost: Arc<Lost>,
     stats: &'a QueueStats,
     is_writable: bool,
     queue: Queue,
@@ -170,6 +189,11 @@ struct Running<'a> {
     kick: Arc<Socket>,
     inflight: Option<InflightQueue>,
     told: Told,
+    /// Memory for requests that are not done in place (I6): what it may have, and what is used.
+    share: Share,
+    used_bytes: usize,
+    /// A request waits until there is room.
+    is_full: bool,
     wake_set: Arc<WakeSet>,
     wakers: Vec<Waker>,
     part_wakers: Parts,
@@ -218,6 +242,12 @@ impl<'a> Running<'a> {
 
     /// Ready with the index of the next request when the queue has stopped.
     fn poll(&mut self, control: &Control) -> Poll<u16> {
+        let polled = self.poll_rounds(control);
+        self.check_lost();
+        polled
+    }
+
+    fn poll_rounds(&mut self, control: &Control) -> Poll<u16> {
         for _ in 0..ROUNDS_MAX {
             self.told.refresh(control);
             self.turn_at = mica_rt::now();
@@ -233,6 +263,8 @@ impl<'a> Running<'a> {
             }
             self.poll_kick();
             let taken_before = self.queue.next_avail();
+            // Whatever it was that found it gone.
+            self.check_lost();
             let ended_at_once = match self.told.enabled && !self.is_broken {
                 true => self.take_requests(),
                 false => false,
@@ -294,7 +326,7 @@ impl<'a> Running<'a> {
     }
 
     fn may_take(&self) -> bool {
-        self.timer.is_none() && !self.free.is_empty()
+        self.timer.is_none() && !self.is_full && !self.free.is_empty()
     }
 
     /// Asks to be notified, and whether there is something already.
@@ -319,6 +351,14 @@ impl<'a> Running<'a> {
             self.stats.broken_queues.add(1);
             tracing::warn!(%why, "a queue is broken and is not served until it is set up anew");
             self.told.tell_error();
+        }
+    }
+
+    /// A queue whose memory is gone is served no more: what its rings say was never said.
+    fn check_lost(&mut self) {
+        if self.lost.is_lost() && !self.is_broken {
+            self.common.note_lost();
+            self.break_off(&"its guest's memory is gone");
         }
     }
 
@@ -359,7 +399,14 @@ impl<'a> Running<'a> {
         while self.recovered > 0
             && let Some(head) = self.waiting.pop()
         {
-            ended |= matches!(self.begin(head), Begun::Ended);
+            match self.begin(head) {
+                Begun::InFlight => {}
+                Begun::Ended => ended = true,
+                Begun::Later => {
+                    self.waiting.push(head);
+                    break;
+                }
+            }
         }
         ended
     }
@@ -372,7 +419,8 @@ impl<'a> Running<'a> {
             self.break_off(&error);
         }
         let mut ended = false;
-        while self.may_take() {
+        // The heads may be zeros that were never there.
+        while self.may_take() && !self.lost.is_lost() {
             let Some(head) = self.waiting.pop() else { break };
             match self.begin(head) {
                 Begun::InFlight => {}
@@ -413,6 +461,7 @@ impl<'a> Running<'a> {
                 ended = true;
             }
         }
+        self.share.trim(self.used_bytes);
         // The bits of the other parts share the last words, and say nothing by themselves.
         for word in self.slots.len().div_ceil(64)..(self.slots.len() + PARTS).div_ceil(64) {
             self.wake_set.take(word);

@@ -6,6 +6,7 @@ use super::config::CONFIG_BYTES;
 use super::device::{Common, Device, QUEUES_MAX};
 use super::request::ID_BYTES;
 use super::stats::Counters;
+use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
@@ -64,6 +65,8 @@ impl Server {
             discard,
             limiter: Limiter::new(rates),
             back_channel: BackChannel::default(),
+            losses: Default::default(),
+            party: Party::new(workers.pool()),
             id,
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -112,6 +115,12 @@ impl Running {
     /// Whether a front end is connected.
     pub fn is_connected(&self) -> bool {
         self.stop.session.lock().unwrap_or_else(PoisonError::into_inner).0.is_some()
+    }
+
+    /// Whether the device serves no more, because its front end took memory away that it had
+    /// shared. A front end that connects anew is served.
+    pub fn is_broken(&self) -> bool {
+        self.common.is_broken()
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were

@@ -27,6 +27,8 @@ counters! {
     delayed,
     /// Queues that contradicted themselves.
     broken_queues,
+    /// Times that a front end's memory went away while it was served.
+    memory_losses,
     /// Failures in the server that ended a queue.
     panics,
 }

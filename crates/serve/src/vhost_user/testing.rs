@@ -34,17 +34,31 @@ pub(super) struct Guest {
 
 impl Guest {
     pub(super) fn new(lens: &[u64]) -> Arc<Self> {
+        Self::of(lens, memfd)
+    }
+
+    /// Whose memory its front end may truncate.
+    pub(super) fn unsealed(lens: &[u64]) -> Arc<Self> {
+        Self::of(lens, |len| {
+            let file = tempfile::tempfile().expect("a file");
+            file.set_len(len).expect("a length");
+            file
+        })
+    }
+
+    fn of(lens: &[u64], file: impl Fn(u64) -> File) -> Arc<Self> {
         let mut start = 0;
         let mut files = Vec::new();
         for len in lens {
             let told = VhostUserMemoryRegion::new(start, *len, USER + start, 0);
-            files.push((told, memfd(*len)));
+            files.push((told, file(*len)));
             start += len;
         }
+        let lost = Arc::default();
         let map = |(told, file): &(VhostUserMemoryRegion, File)| {
-            Region::map(*told, file.try_clone().expect("a file")).expect("maps")
+            Region::map(*told, file.try_clone().expect("a file"), &lost).expect("maps")
         };
-        let memory = Memory::new(files.iter().map(map).collect()).expect("in order");
+        let memory = Memory::new(files.iter().map(map).collect(), &lost).expect("in order");
         Arc::new(Self { files, memory })
     }
 
@@ -70,7 +84,7 @@ pub(super) fn memfd(len: u64) -> File {
 /// A server with its disk.
 pub(super) struct World {
     directory: tempfile::TempDir,
-    workers: Arc<Workers>,
+    pub(super) workers: Arc<Workers>,
     pub(super) disk: Arc<TestDisk>,
     pub(super) server: Option<Running>,
     pub(super) discard: Discard,

@@ -3,5 +3,7 @@
 mod data;
 mod in_flight;
 mod life;
+mod lost_memory;
 mod resize;
+mod scarce;
 mod strangers;

@@ -1,32 +1,74 @@
 //! Reads and writes between a disk and pieces of guest memory, in place where that can be.
 //!
-//! A transfer goes in windows, so that what it holds is bounded. Within a window each part that is
-//! one extent and one piece is one operation on the guest's own memory. Where a driver divides its
-//! memory so that pieces are no whole sectors, or so finely that an operation each would cost more
-//! than a copy, the window goes through a buffer of ours.
+//! A transfer goes in windows, so that what it holds is bounded: by its window, and by what the
+//! queue may hold for it ([`Cost`]). Others have their turn between two windows. Within a window
+//! each part that is one extent and one piece is one operation on the guest's own memory. Where a
+//! driver divides its memory so that pieces are no whole sectors, or so finely that an operation
+//! each would cost more than a copy, the window goes through a buffer of ours.
 
-use super::chain::Piece;
+use super::chain::{DESCRIPTORS_MAX, Piece};
 use super::memory::Memory;
 use crate::parts::{read_parts, too_short};
 use mica_block::{Detail, Disk, Error, ErrorKind, Result};
-use mica_rt::Buf;
+use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
 
 /// Bytes that are under way for one request at most.
-const WINDOW_BYTES: u64 = 1 << 20;
+const WINDOW_BYTES: usize = 1 << 20;
+/// Bytes that are under way where there is little room.
+const WINDOW_BYTES_MIN: usize = 128 << 10;
 /// Pieces of a window that are operations of their own at most.
 const PIECES_MAX: usize = 8;
 
-/// Reads `range` into `pieces`, which are as long.
+/// Memory of ours that one request takes.
+#[derive(Clone, Copy)]
+pub(super) struct Cost {
+    /// For the list of its pieces, as it came and divided.
+    pieces: usize,
+    /// For a window that goes through a buffer.
+    window: usize,
+}
+
+impl Cost {
+    /// Of a transfer of `len` bytes between the disk and `pieces`.
+    pub(super) fn of(len: u64, pieces: &[Piece]) -> Self {
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let window = if is_direct(pieces) { 0 } else { len.min(WINDOW_BYTES) };
+        Self { pieces: pieces.len() * PIECE_COST, window }
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        self.pieces + self.window
+    }
+
+    /// How long a window may be where there are `bytes` for all of it.
+    pub(super) fn window_within(self, bytes: usize) -> u64 {
+        let window = bytes.saturating_sub(self.pieces).clamp(WINDOW_BYTES_MIN, WINDOW_BYTES);
+        // Whole pages: a window ends with a sector.
+        (window / 4096 * 4096) as u64
+    }
+}
+
+/// What a queue needs for the largest request, window by window.
+pub(super) const COST_MIN: usize = DESCRIPTORS_MAX as usize * PIECE_COST + WINDOW_BYTES_MIN;
+
+/// A piece is in the chain, in the request, and in what that is divided into.
+const PIECE_COST: usize = 3 * size_of::<Piece>();
+
+/// Reads `range` into `pieces`, which are as long, in windows of `window_bytes`.
 pub(super) async fn read(
     disk: &dyn Disk,
     memory: &Memory,
-    range: GuestRange,
-    pieces: Vec<Piece>,
+    (range, pieces): (GuestRange, Vec<Piece>),
+    window_bytes: u64,
 ) -> Result<()> {
-    let mut windows = Windows::new(memory, range, pieces);
+    let first = range.start();
+    let mut windows = Windows::new(memory, (range, pieces), window_bytes);
     while let Some((range, pieces)) = windows.next()? {
+        if range.start() > first {
+            yield_now().await;
+        }
         let _in_flight = disk.enter();
         let mut extents = Vec::new();
         disk.plan(range, Detail::Read, &mut extents).finish().await?;
@@ -55,15 +97,19 @@ pub(super) async fn read(
     Ok(())
 }
 
-/// Writes `pieces` to `range`, which is as long.
+/// Writes `pieces` to `range`, which is as long, in windows of `window_bytes`.
 pub(super) async fn write(
     disk: &dyn Disk,
     memory: &Memory,
-    range: GuestRange,
-    pieces: Vec<Piece>,
+    (range, pieces): (GuestRange, Vec<Piece>),
+    window_bytes: u64,
 ) -> Result<()> {
-    let mut windows = Windows::new(memory, range, pieces);
+    let first = range.start();
+    let mut windows = Windows::new(memory, (range, pieces), window_bytes);
     while let Some((range, pieces)) = windows.next()? {
+        if range.start() > first {
+            yield_now().await;
+        }
         let _in_flight = disk.enter();
         let bufs = bufs_of(memory, &pieces)?;
         let bufs = match is_direct(&pieces) {
@@ -74,6 +120,10 @@ pub(super) async fn write(
                 for buf in bufs {
                     whole[done..done + buf.len()].copy_from_slice(&buf);
                     done += buf.len();
+                }
+                if memory.is_lost() {
+                    let what = "the guest's memory is gone";
+                    return Err(Error::new(ErrorKind::Io, what));
                 }
                 vec![whole]
             }
@@ -110,6 +160,7 @@ fn bufs_of(memory: &Memory, pieces: &[Piece]) -> Result<Vec<Buf>> {
 
 /// Divides a transfer.
 struct Windows {
+    window_bytes: u64,
     at: GuestOffset,
     end: GuestOffset,
     pieces: std::vec::IntoIter<Piece>,
@@ -117,16 +168,16 @@ struct Windows {
 }
 
 impl Windows {
-    fn new(memory: &Memory, range: GuestRange, pieces: Vec<Piece>) -> Self {
+    fn new(memory: &Memory, (range, pieces): (GuestRange, Vec<Piece>), window_bytes: u64) -> Self {
         let pieces = memory.divide(pieces).into_iter();
-        Self { at: range.start(), end: range.end(), pieces, rest: None }
+        Self { window_bytes, at: range.start(), end: range.end(), pieces, rest: None }
     }
 
     fn next(&mut self) -> Result<Option<(GuestRange, Vec<Piece>)>> {
         if self.at >= self.end {
             return Ok(None);
         }
-        let len = (self.end.bytes() - self.at.bytes()).min(WINDOW_BYTES);
+        let len = (self.end.bytes() - self.at.bytes()).min(self.window_bytes);
         let mut left = len;
         let mut pieces = Vec::new();
         while left > 0 {

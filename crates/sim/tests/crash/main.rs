@@ -20,3 +20,4 @@ mod random;
 mod resize;
 mod scattered;
 mod steps;
+mod turns;

@@ -3,26 +3,32 @@
 use super::super::check::Action;
 use super::super::input::Next;
 use super::super::limits::{
-    BUDGET_BYTES, FAILURES_LOGGED_MAX, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES,
+    FAILURES_LOGGED_MAX, PIECE_BYTES, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES,
 };
 use super::super::protocol::{ErrorCode, command};
 use super::super::read::{Planned as ReadPlan, Read, read_long};
 use super::super::shared::{Charge, Failure};
 use super::super::status::block_status;
-use super::super::write::{Answer, Outcome, Write, change, is_whole, write_long};
+use super::super::write::{
+    Answer, Divided, Outcome, Write, change, is_whole, write_long, write_piece,
+};
 use super::slots::{Finished, Timed, Work};
 use super::{Ended, Session};
 use mica_block::{Detail, Extent, InFlight, LocalFuture, Planned};
 use mica_rt::{Buf, Instant, now};
-use mica_units::GuestOffset;
+use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
 
 /// A request whose payload is arriving.
 pub(super) enum Awaited<'a> {
     /// It has its room already.
     Write(Write, Charge<'a>),
+    /// A piece of a write, and its room.
+    Piece(Rc<Divided>, GuestRange, Charge<'a>),
     /// The payload is skipped.
     Refused(Action),
+    /// The rest of a write that has failed is skipped.
+    Failed(Rc<Divided>),
 }
 
 impl<'a> Session<'a> {
@@ -55,6 +61,17 @@ impl<'a> Session<'a> {
                 Next::Payload(payload) => match (self.awaited.take(), payload) {
                     (Some(Awaited::Write(write, charge)), Some(payload)) => {
                         self.write(write, payload, charge);
+                        continue;
+                    }
+                    (Some(Awaited::Piece(write, piece, charge)), Some(payload)) => {
+                        self.start_piece(&write, Some((piece, payload, charge)));
+                        match write.rest().is_empty() {
+                            true => continue,
+                            false => return Ok(Some(Action::Rest(write))),
+                        }
+                    }
+                    (Some(Awaited::Failed(write)), None) => {
+                        self.start_piece(&write, None);
                         continue;
                     }
                     (Some(Awaited::Refused(action)), None) => return Ok(Some(action)),
@@ -90,18 +107,19 @@ impl<'a> Session<'a> {
     }
 
     fn has_room(&self, action: &Action) -> bool {
-        let outgoing = self.shared.outgoing.borrow();
-        let charged = self.shared.charged_bytes();
         let slots_used = self.slots.used();
-        let held = outgoing.held_bytes();
-        let is_alone = slots_used == 0 && held == 0;
+        let used = self.shared.used_bytes();
+        let is_alone = slots_used == 0 && used == 0;
         slots_used < SLOTS_MAX
-            && outgoing.queued_parts() < REPLIES_QUEUED_MAX
-            && (is_alone || charged + held + action.charge_bytes() <= BUDGET_BYTES)
+            && self.shared.outgoing.borrow().queued_parts() < REPLIES_QUEUED_MAX
+            && (is_alone || self.shared.share.covers(used + action.charge_bytes()))
     }
 
     fn admit(&mut self, action: Action) {
-        let charge = self.shared.charge(action.charge_bytes());
+        // What runs alone may have less than it counts for, and keeps within that.
+        let used = self.shared.used_bytes();
+        let covered = self.shared.share.up_to(used + action.charge_bytes()) - used;
+        let charge = self.shared.charge(covered);
         match action {
             Action::Read(read) => self.read(read, charge),
             Action::Status(status) => {
@@ -109,9 +127,20 @@ impl<'a> Session<'a> {
                 self.start_long(status.cookie, false, Box::pin(future));
             }
             Action::Write(write) => {
-                self.input.fill(usize::try_from(write.range.len()).expect("within a payload"));
-                self.awaited = Some(Awaited::Write(write, charge));
+                let len = usize::try_from(write.range.len()).expect("within a payload");
+                let needed = if is_whole(write.range) { len } else { 2 * len };
+                if needed <= charge.bytes() && len <= PIECE_BYTES {
+                    self.input.fill(len);
+                    self.awaited = Some(Awaited::Write(write, charge));
+                } else {
+                    self.await_piece(Divided::new(write), charge);
+                }
             }
+            Action::Rest(write) if write.has_failed() => {
+                self.input.skip(write.skip_rest());
+                self.awaited = Some(Awaited::Failed(write));
+            }
+            Action::Rest(write) => self.await_piece(write, charge),
             Action::Change(what) => {
                 let future = change(Rc::clone(&self.shared), what, charge);
                 self.start_long(what.cookie, true, Box::pin(future));
@@ -119,6 +148,17 @@ impl<'a> Session<'a> {
             Action::Succeed { cookie } => self.shared.outgoing.borrow_mut().success(cookie),
             Action::Refuse { cookie, error } => self.refuse(cookie, error, None),
         }
+    }
+
+    fn await_piece(&mut self, write: Rc<Divided>, charge: Charge<'a>) {
+        let piece = write.next_piece(charge.bytes());
+        self.input.fill(usize::try_from(piece.len()).expect("within a payload"));
+        self.awaited = Some(Awaited::Piece(write, piece, charge));
+    }
+
+    fn start_piece(&mut self, write: &Rc<Divided>, piece: Option<(GuestRange, Buf, Charge<'a>)>) {
+        let future = write_piece(Rc::clone(&self.shared), Rc::clone(write), piece);
+        self.start_long(write.cookie(), true, Box::pin(future));
     }
 
     fn refuse(&mut self, cookie: u64, error: ErrorCode, offset: Option<GuestOffset>) {
@@ -232,7 +272,7 @@ impl<'a> Session<'a> {
             }
             Finished::Long { cookie, result: Ok(outcome) } => match outcome {
                 Outcome::Read(bytes) => self.note_read(bytes, began),
-                Outcome::Told => {}
+                Outcome::Told | Outcome::Piece => {}
                 outcome => self.note_changed(cookie, outcome, began),
             },
             Finished::Long { cookie, result: Err(failure) } => self.fail(cookie, failure),
@@ -260,7 +300,9 @@ impl<'a> Session<'a> {
             }
             Outcome::Zeroed => self.stats.zeroes.add(1),
             Outcome::Discarded => self.stats.discards.add(1),
-            Outcome::Read(_) | Outcome::Told => unreachable!("that changes nothing"),
+            Outcome::Read(_) | Outcome::Told | Outcome::Piece => {
+                unreachable!("that changes nothing")
+            }
         }
         self.shared.outgoing.borrow_mut().success(cookie);
     }

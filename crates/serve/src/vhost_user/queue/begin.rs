@@ -6,7 +6,7 @@ use crate::discard::Discard;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Rules, Status};
-use crate::vhost_user::transfer;
+use crate::vhost_user::transfer::{self, Cost};
 use mica_block::{Detail, Disk, Planned, Result, Zeroes};
 use mica_units::GuestRange;
 use std::future::Future;
@@ -22,7 +22,7 @@ const DIRECT_BYTES_MAX: u64 = 1 << 20;
 pub(super) enum Begun {
     InFlight,
     Ended,
-    /// The rate does not let it through yet.
+    /// The rate does not let it through yet, or there is no room.
     Later,
 }
 
@@ -38,13 +38,29 @@ impl<'a> Running<'a> {
             .read(&memory.guest, self.table, head)
             .and_then(|()| Request::parse(&memory.guest, &mut self.chain, rules));
         let request = match request {
-            Ok(request) => request,
+            Ok(request) if !self.lost.is_lost() => request,
+            // Nothing is done of what may be zeros that were never there.
+            Ok(_) => {
+                self.mark_taken(head);
+                self.give_back(head, 0);
+                return Begun::Ended;
+            }
             Err(why) => {
                 self.mark_taken(head);
                 self.refuse_malformed(head, why);
                 return Begun::Ended;
             }
         };
+        let cost = match &request.action {
+            Action::Read(range) => Cost::of(range.len(), &self.chain.writable),
+            Action::Write(range) => Cost::of(range.len(), &self.chain.readable),
+            _ => Cost::of(0, &[]),
+        };
+        // What runs alone gets by with less (I6).
+        if self.used_bytes > 0 && !self.share.covers(self.used_bytes + cost.bytes()) {
+            self.is_full = true;
+            return Begun::Later;
+        }
         // A stop waits for what a server before this one took, and not for its rates.
         if let Some(limiter) = &self.common.limiter
             && !self.told.stop
@@ -64,7 +80,7 @@ impl<'a> Running<'a> {
             }
         }
         self.mark_taken(head);
-        self.start(head, request, memory)
+        self.start(head, request, (cost, memory))
     }
 
     /// Marks `head` as in flight, unless the server before this one did.
@@ -78,15 +94,13 @@ impl<'a> Running<'a> {
         self.recovered = self.recovered.saturating_sub(1);
     }
 
-    fn start(&mut self, head: u16, request: Request, memory: Arc<Memory>) -> Begun {
+    fn start(&mut self, head: u16, request: Request, (cost, memory): (Cost, Arc<Memory>)) -> Begun {
+        let used = self.used_bytes;
+        let covered = self.share.up_to(used + cost.bytes()).saturating_sub(used);
+        let window_bytes = cost.window_within(covered);
         let status_at = request.status_at;
         let mut written = Vec::new();
-        let kind = match request.action {
-            Action::Read(_) => Kind::Read,
-            Action::Write(_) => Kind::Write,
-            Action::Flush => Kind::Flush,
-            _ => Kind::Other,
-        };
+        let kind = kind_of(&request.action);
         let work = match request.action {
             Action::Refuse(status) => {
                 self.stats.refused.add(1);
@@ -102,13 +116,13 @@ impl<'a> Running<'a> {
                 self.stats.reads.add(1);
                 self.stats.read_bytes.add(range.len());
                 written = std::mem::take(&mut self.chain.writable);
-                self.read(range, &memory, &written)
+                self.read(range, (&memory, &written), window_bytes)
             }
             Action::Write(range) => {
                 self.stats.writes.add(1);
                 self.stats.written_bytes.add(range.len());
                 let pieces = std::mem::take(&mut self.chain.readable);
-                self.write(range, &memory, pieces)
+                self.write(range, (&memory, pieces), window_bytes)
             }
             Action::Flush => {
                 self.stats.flushes.add(1);
@@ -131,7 +145,9 @@ impl<'a> Running<'a> {
         };
         let index = self.free.pop().expect("looked before it was taken");
         let began = self.turn_at;
-        let mut slot = Slot { head, status_at, written, memory, kind, began, work };
+        self.used_bytes += covered;
+        let cost = covered;
+        let mut slot = Slot { head, status_at, written, memory, kind, began, cost, work };
         let mut context = Context::from_waker(&self.wakers[index]);
         match slot.work.poll(&mut context) {
             Poll::Pending => {
@@ -147,7 +163,12 @@ impl<'a> Running<'a> {
     }
 
     /// A read of one extent into one piece is one operation; all else takes longer.
-    fn read(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: &[Piece]) -> Work<'a> {
+    fn read(
+        &mut self,
+        range: GuestRange,
+        (memory, pieces): (&Arc<Memory>, &[Piece]),
+        window_bytes: u64,
+    ) -> Work<'a> {
         let in_flight = self.disk.enter();
         if let [piece] = pieces
             && range.len() <= DIRECT_BYTES_MAX
@@ -164,10 +185,17 @@ impl<'a> Running<'a> {
             }
         }
         let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());
-        Work::Long(Box::pin(async move { transfer::read(disk, &memory, range, pieces).await }))
+        Work::Long(Box::pin(async move {
+            transfer::read(disk, &memory, (range, pieces), window_bytes).await
+        }))
     }
 
-    fn write(&mut self, range: GuestRange, memory: &Arc<Memory>, pieces: Vec<Piece>) -> Work<'a> {
+    fn write(
+        &mut self,
+        range: GuestRange,
+        (memory, pieces): (&Arc<Memory>, Vec<Piece>),
+        window_bytes: u64,
+    ) -> Work<'a> {
         let in_flight = self.disk.enter();
         if let [piece] = pieces[..]
             && range.len() <= DIRECT_BYTES_MAX
@@ -177,7 +205,9 @@ impl<'a> Running<'a> {
             return Work::Write { io, _in_flight: in_flight };
         }
         let (disk, memory) = (self.disk, Arc::clone(memory));
-        Work::Long(Box::pin(async move { transfer::write(disk, &memory, range, pieces).await }))
+        Work::Long(Box::pin(async move {
+            transfer::write(disk, &memory, (range, pieces), window_bytes).await
+        }))
     }
 
     fn give_id(&mut self, memory: &Memory, written: &mut Vec<Piece>) -> Status {
@@ -192,6 +222,15 @@ impl<'a> Running<'a> {
             written.push(Piece { len: u32::try_from(count).unwrap_or(ID_BYTES), ..piece });
         }
         Status::Ok
+    }
+}
+
+fn kind_of(action: &Action) -> Kind {
+    match action {
+        Action::Read(_) => Kind::Read,
+        Action::Write(_) => Kind::Write,
+        Action::Flush => Kind::Flush,
+        _ => Kind::Other,
     }
 }
 

@@ -21,8 +21,10 @@ pub(super) struct Ended {
 
 impl<'a> Running<'a> {
     pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
-        let Slot { head, status_at, written, memory, kind, began, work } = slot;
+        let Slot { head, status_at, written, memory, kind, began, cost, work } = slot;
         drop(work);
+        self.used_bytes -= cost;
+        self.is_full = false;
         let latencies = &self.stats.latencies;
         match kind {
             Kind::Read => latencies.read.add(began, self.turn_at),
@@ -34,6 +36,10 @@ impl<'a> Running<'a> {
             Ok(()) => Status::Ok,
             Err(error) => {
                 self.stats.failed.add(1);
+                // Memory that the kernel found gone, not the disk.
+                if error.raw_os_error() == Some(libc::EFAULT) {
+                    self.lost.set();
+                }
                 tracing::warn!(%error, "a request failed");
                 if error.kind() == ErrorKind::Unsupported {
                     Status::Unsupported
@@ -65,7 +71,7 @@ impl<'a> Running<'a> {
         self.give_back(head, 0);
     }
 
-    fn give_back(&mut self, head: u16, len: u32) {
+    pub(super) fn give_back(&mut self, head: u16, len: u32) {
         let memory = Arc::clone(&self.told.memory);
         let is_head = head < self.queue.size();
         if is_head && let Some(inflight) = &self.inflight {

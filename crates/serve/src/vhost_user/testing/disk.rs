@@ -31,12 +31,15 @@ pub(in crate::vhost_user) struct TestDisk {
 struct Gate {
     closed: AtomicBool,
     waiting: AtomicUsize,
+    /// The most that waited at one time.
+    most: AtomicUsize,
 }
 
 impl Gate {
     async fn pass(&self) {
         if self.closed.load(Ordering::Acquire) {
-            self.waiting.fetch_add(1, Ordering::AcqRel);
+            let before = self.waiting.fetch_add(1, Ordering::AcqRel);
+            self.most.fetch_max(before + 1, Ordering::AcqRel);
             while self.closed.load(Ordering::Acquire) {
                 sleep(Duration::from_millis(1)).await;
             }
@@ -72,6 +75,11 @@ impl TestDisk {
     /// How many requests wait.
     pub(in crate::vhost_user) fn waiting(&self) -> usize {
         self.gate.waiting.load(Ordering::Acquire)
+    }
+
+    /// The most that waited at one time.
+    pub(in crate::vhost_user) fn most_waiting(&self) -> usize {
+        self.gate.most.load(Ordering::Acquire)
     }
 
     fn pause(&self, at: u64) -> Duration {

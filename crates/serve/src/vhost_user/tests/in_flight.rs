@@ -8,6 +8,7 @@ use crate::vhost_user::testing::{
 };
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 fn region(front_end: &FrontEnd) -> (u64, File) {
     let (answer, file) = front_end.ask(code::GET_INFLIGHT_FD, &inflight_message(0, 2, 64));
@@ -47,7 +48,8 @@ fn what_was_in_flight_is_done_again_in_order_and_given_back_once() {
         // The server that was killed took five and gave the second and the fourth back.
         let heads: Vec<u16> =
             (0..8).map(|sector| ring.request(1, 100 + sector, &[(MIB, 512, false)])).collect();
-        let map = Inflight::map(file.try_clone().expect("a file"), (0, len), 2, 64);
+        let map =
+            Inflight::map(file.try_clone().expect("a file"), (0, len), (2, 64), &Arc::default());
         let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
         let used = ring.used_idx();
         assert!(killed.recover(used).is_empty());
@@ -125,7 +127,7 @@ fn requests_of_the_server_before_are_not_left_in_the_ring() {
     let heads: Vec<u16> =
         (0..6).map(|sector| ring.request(1, sector, &[(MIB, 512, false)])).collect();
     let (len, file) = Inflight::create(2, 64).expect("memory");
-    let map = Inflight::map(file.try_clone().expect("a file"), (0, len), 2, 64);
+    let map = Inflight::map(file.try_clone().expect("a file"), (0, len), (2, 64), &Arc::default());
     let mut killed = map.expect("a region").queue(0, 64).expect("there are two");
     killed.recover(0);
     heads[..4].iter().for_each(|head| killed.taken(*head));

@@ -1,0 +1,54 @@
+//! Loops that wait for nothing let others have their turn.
+
+use crate::executor::yield_now;
+
+/// Counts the steps of a loop whose length somebody else decides (who asks, or what an image says),
+/// and lets the other tasks of the executor run after every so many. It counts and looks at no
+/// clock: a step is work that is bounded by itself.
+#[derive(Debug)]
+pub struct Pace {
+    every: u64,
+    done: u64,
+}
+
+impl Pace {
+    /// Others have their turn after `every` steps.
+    ///
+    /// # Panics
+    /// If `every` is zero.
+    pub fn new(every: u64) -> Self {
+        assert!(every > 0, "others would have every turn");
+        Self { every, done: 0 }
+    }
+
+    /// So many steps were done.
+    pub async fn steps(&mut self, count: u64) {
+        self.done = self.done.saturating_add(count);
+        if self.done >= self.every {
+            self.done = 0;
+            yield_now().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    #[test]
+    fn others_have_their_turn_after_every_so_many_steps() {
+        let mut work = pin!(async {
+            let mut pace = Pace::new(4);
+            for _ in 0..40 {
+                pace.steps(1).await;
+            }
+            // One step may count for many.
+            pace.steps(100).await;
+        });
+        let mut context = Context::from_waker(Waker::noop());
+        let turns = (0..100).take_while(|_| work.as_mut().poll(&mut context).is_pending()).count();
+        assert_eq!(turns, 11);
+    }
+}
