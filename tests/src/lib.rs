@@ -13,6 +13,7 @@ pub mod mounts;
 pub mod nbd;
 pub mod qemu;
 pub mod server;
+pub mod storm;
 pub mod takeover;
 pub mod tools;
 pub mod write_log;

@@ -8,6 +8,7 @@ mod demo;
 mod load;
 mod setup;
 mod shell;
+mod storm;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -37,6 +38,9 @@ enum Verb {
     },
     /// Make a disk with files, let it live through snapshots, and read it all back through mica.
     Demo(demo::Options),
+    /// Let random chains live through kills, take-overs, QEMU's own writes and much else, and judge
+    /// every sector.
+    Storm(storm::Options),
 }
 
 fn main() -> ExitCode {
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
         Verb::Setup => setup::run(),
         Verb::Bench { what } => what.run(),
         Verb::Demo(options) => demo::run(&options),
+        Verb::Storm(options) => storm::run(&options),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
