@@ -83,6 +83,9 @@ kinds! {
     Touch = "touch", Event;
     /// QEMU repairs leaks
     Repair = "repair", Event;
+    /// The same where there are internal snapshots: QEMU forgets all of them if an autoclear bit is
+    /// set that it does not know
+    RepairSnapshots = "repair-snapshots", Event;
     /// The images' file system runs out of space
     Space = "space", Event;
     /// The log's file system runs out of space
@@ -141,12 +144,20 @@ impl Kinds {
 
     /// Options that make another run keep to them.
     pub(super) fn as_options(&self) -> String {
-        let missing: Vec<_> =
-            Kind::ALL.iter().filter(|kind| !self.has(**kind)).map(|kind| kind.name()).collect();
-        match missing.is_empty() {
-            true => String::new(),
-            false => format!(" --without {}", missing.join(",")),
+        let names = |group, has| {
+            let kinds = Kind::ALL.iter().filter(|kind| kind.group() == group);
+            let names = kinds.filter(|kind| self.has(**kind) == has).map(|kind| kind.name());
+            names.collect::<Vec<_>>()
+        };
+        let mut options = [(" --only ", Vec::new()), (" --without ", Vec::new())];
+        for group in [Group::Shape, Group::Event] {
+            let (there, missing) = (names(group, true), names(group, false));
+            let is_short = !there.is_empty() && there.len() < missing.len();
+            let at = usize::from(!is_short);
+            options[at].1.extend(if is_short { there } else { missing });
         }
+        let options = options.into_iter().filter(|(_, names)| !names.is_empty());
+        options.map(|(option, names)| option.to_owned() + &names.join(",")).collect()
     }
 }
 
@@ -175,5 +186,7 @@ mod tests {
         assert_eq!(Kinds::default().as_options(), "");
         let kinds = parse(&[], &["v2", "lazy"]).expect("they are kinds");
         assert_eq!(kinds.as_options(), " --without v2,lazy");
+        let kinds = parse(&["kill", "commit"], &["v2"]).expect("they are kinds");
+        assert_eq!(kinds.as_options(), " --only kill,commit --without v2");
     }
 }

@@ -2,7 +2,7 @@
 
 use super::chain::{Chain, text};
 use super::kinds::Kind;
-use super::load::{Load, Phase, Stage};
+use super::load::{Load, Mood, Phase, Stage};
 use super::model::Model;
 use super::place::{Filler, Ground, mount_of};
 use super::served::{LogAt, Manner, Served, is_served};
@@ -12,7 +12,7 @@ use super::{SECTOR, takeover};
 use crate::clock;
 use crate::command;
 use mica_gen::Rng;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// How long `mica ctl` may take.
@@ -90,7 +90,8 @@ fn kill_while_it_starts(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -
 fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> {
     let clients = 1 + rng.below(chain.world.clients.max(1));
     let requests = 10 + rng.below(90);
-    let load = Load { clients, requests, seed: rng.next_u64(), aim: chain.aim() };
+    let (seed, mood) = (rng.next_u64(), Mood::random(rng));
+    let load = Load { clients, requests, seed, aim: chain.aim(), mood };
     let all = clients * requests;
     let model = std::mem::replace(&mut chain.state.model, Model::new(0, 0));
     let stage = Stage::new(model, chain.stamper.clone());
@@ -99,7 +100,9 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> 
     let left = stage.run(&socket, &load, counts, || {
         let moment = rng.below(all * 3 / 4);
         let event = event(chain, rng, &served);
-        chain.tell(format_args!("  {clients} clients, {all} requests; at {moment}: {event:?}"));
+        chain.tell(format_args!(
+            "  {clients} clients, {all} requests, {mood:?}; at {moment}: {event:?}"
+        ));
         stage.wait_for(moment);
         match event {
             None => Ok(Left::Serving(served)),
@@ -173,7 +176,7 @@ fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
     }
     stage.board().phase = Phase::Ending;
     let mut ctl = Command::new(chain.world.binary);
-    let mut ctl = ctl.args(args).stdout(std::process::Stdio::null()).spawn()?;
+    let mut ctl = ctl.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     clock::sleep(Duration::from_micros(rng.below(12_000)));
     served.kill()?;
     let status = command::wait(&mut ctl, CTL_LIMIT).ok_or_else(|| trouble("ctl does not end"))?;

@@ -76,6 +76,55 @@ pub(super) struct Load {
     pub(super) requests: u64,
     pub(super) seed: u64,
     pub(super) aim: Aim,
+    pub(super) mood: Mood,
+}
+
+/// How often clients ask for what, in a hundred.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Mood {
+    flushes: u64,
+    /// Of writes.
+    fuas: u64,
+    reads: u64,
+    zeroes: u64,
+    trims: u64,
+}
+
+impl Mood {
+    pub(super) fn random(rng: &mut Rng) -> Self {
+        Self {
+            flushes: rng.choose(&[0, 0, 1, 3, 8, 20]),
+            fuas: rng.choose(&[0, 0, 6]),
+            reads: rng.choose(&[3, 15]),
+            zeroes: rng.choose(&[0, 8, 12]),
+            trims: rng.choose(&[0, 8, 12]),
+        }
+    }
+
+    fn choose(&self, rng: &mut Rng) -> What {
+        let dice = rng.below(100);
+        let mut bound = 0;
+        let shares = [
+            (self.flushes, What::Flush),
+            (self.reads, What::Read),
+            (self.zeroes, What::Zero),
+            (self.trims, What::Trim),
+        ];
+        let found = shares.into_iter().find(|(share, _)| {
+            bound += share;
+            dice < bound
+        });
+        found.map_or(What::Write, |(_, what)| what)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    Flush,
+    Read,
+    Zero,
+    Trim,
+    Write,
 }
 
 impl Stage {
@@ -257,11 +306,11 @@ impl<'a> Client<'a> {
     fn aim(&mut self) -> Option<(Doing, Request)> {
         let mut board = self.stage.board();
         let board = &mut *board;
-        let what = self.rng.below(100);
-        if what >= 92 {
+        let what = self.load.mood.choose(&mut self.rng);
+        if what == What::Flush {
             return Some((Doing::Flush { mark: board.model.mark() }, Request::Flush));
         }
-        let is_wide = what >= 72;
+        let is_wide = matches!(what, What::Zero | What::Trim);
         let free = (0..AIMS).find_map(|_| {
             let aim = &self.load.aim;
             let range = if is_wide { aim.wide(&mut self.rng) } else { aim.narrow(&mut self.rng) };
@@ -273,24 +322,24 @@ impl<'a> Client<'a> {
         let (offset, count) = (range.start * SECTOR as u64, range.end - range.start);
         let len = u32::try_from(count * SECTOR as u64).expect("disks are small");
         Some(match what {
-            0..57 => {
-                let seq = board.stamper.next(Writer::Guest);
-                board.model.send(&range, seq);
-                let bytes = stamp::bytes(board.stamper.disk(), range.start, count, seq);
-                let fua = self.rng.percent(6);
-                let request = Request::Write { offset, bytes, fua };
-                (Doing::Write { range, seq, fua }, request)
-            }
-            57..72 => (Doing::Read(range), Request::Read { offset, len }),
-            72..84 => {
+            What::Read => (Doing::Read(range), Request::Read { offset, len }),
+            What::Zero => {
                 board.model.send(&range, 0);
                 let no_hole = self.rng.percent(50);
                 let request = Request::Zero { offset, len, no_hole };
                 (Doing::Write { range, seq: 0, fua: false }, request)
             }
-            _ => {
+            What::Trim => {
                 board.model.trim(&range);
                 (Doing::Trim(range), Request::Trim { offset, len })
+            }
+            What::Write | What::Flush => {
+                let seq = board.stamper.next(Writer::Guest);
+                board.model.send(&range, seq);
+                let bytes = stamp::bytes(board.stamper.disk(), range.start, count, seq);
+                let fua = self.rng.percent(self.load.mood.fuas);
+                let request = Request::Write { offset, bytes, fua };
+                (Doing::Write { range, seq, fua }, request)
             }
         })
     }

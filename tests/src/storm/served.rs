@@ -227,7 +227,7 @@ impl Served {
             counts.lost.add();
             let log = self.process.log();
             let is_told = log.lines().any(|line| line.contains("WARN") && line.contains("lost"));
-            if !is_told {
+            if !is_told && !self.is_weak(chain) {
                 counts.silent.add();
             }
             chain.world.story.tell(format_args!("  unflushed writes are lost; told: {is_told}"));

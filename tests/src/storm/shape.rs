@@ -34,7 +34,8 @@ impl Shape {
             (_, true) => rng.choose(&[16 << 10, 64 << 10, 128 << 10, 512 << 10]),
             _ => rng.choose(&[4096, 4096, 8192, 16 << 10, 64 << 10, 64 << 10, 256 << 10, 2 << 20]),
         };
-        let refcount_bits = rng.choose(&[1, 2, 4, 8, 32, 64, 64]);
+        // Wide counts make tables of refcounts grow soonest.
+        let refcount_bits = rng.choose(&[1, 2, 4, 8, 32, 64, 64, 64]);
         Self {
             cluster,
             is_extended,
