@@ -30,6 +30,14 @@ impl Aim {
         self.place(rng, count)
     }
 
+    /// A range for a write of much.
+    pub(super) fn long(&self, rng: &mut Rng) -> Range<u64> {
+        let count = 64 + rng.below(960);
+        let room = self.sectors.saturating_sub(count) + 1;
+        let at = rng.below(room);
+        at..(at + count).min(self.sectors)
+    }
+
     /// A range of any length.
     pub(super) fn wide(&self, rng: &mut Rng) -> Range<u64> {
         let count = match rng.below(10) {

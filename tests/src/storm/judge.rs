@@ -51,14 +51,14 @@ fn wrong(bad: &Bad) -> Wrong {
     if bad.lossy.contains(&seq) {
         return Wrong::LostAcknowledged;
     }
-    let base = bad.lossy.first().copied().unwrap_or(0);
-    if seq != 0 && stamp::order(seq) > stamp::order(base) {
-        // It was written after what has to be there, and is not among what may be there any more.
-        return Wrong::CameBack;
-    }
-    match stamp::writer(base) {
+    match bad.writer {
         Writer::Foreign => Wrong::Undone,
-        Writer::Guest => Wrong::LostFlushed,
+        // Its place in time tells whether it is too old, or was gone already.
+        Writer::Guest => {
+            let base = bad.lossy.first().copied().unwrap_or(0);
+            let is_older = seq == 0 || stamp::order(seq) < stamp::order(base);
+            if is_older { Wrong::LostFlushed } else { Wrong::CameBack }
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The life of a server: clients work, and something happens to it.
 
 use super::chain::{Chain, text};
+use super::cue::Moment;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
 use super::model::Model;
@@ -142,8 +143,10 @@ fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
 }
 
 fn kill(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served) -> Outcome<Left> {
+    let moment = Moment::random(rng);
+    chain.tell(format_args!("  killed at {moment:?}"));
+    moment.wait(&chain.path(&chain.active().name), stage)?;
     stage.board().phase = Phase::Ending;
-    clock::sleep(Duration::from_micros(rng.below(1500)));
     served.kill()?;
     served.was_killed(chain);
     chain.world.counts.kills.add();

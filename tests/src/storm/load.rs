@@ -88,6 +88,8 @@ pub(super) struct Mood {
     reads: u64,
     zeroes: u64,
     trims: u64,
+    /// Of writes, those that are long.
+    long: u64,
 }
 
 impl Mood {
@@ -98,6 +100,7 @@ impl Mood {
             reads: rng.choose(&[3, 15]),
             zeroes: rng.choose(&[0, 8, 12]),
             trims: rng.choose(&[0, 8, 12]),
+            long: rng.choose(&[0, 0, 10, 60]),
         }
     }
 
@@ -311,9 +314,14 @@ impl<'a> Client<'a> {
             return Some((Doing::Flush { mark: board.model.mark() }, Request::Flush));
         }
         let is_wide = matches!(what, What::Zero | What::Trim);
+        let is_long = what == What::Write && self.rng.percent(self.load.mood.long);
         let free = (0..AIMS).find_map(|_| {
             let aim = &self.load.aim;
-            let range = if is_wide { aim.wide(&mut self.rng) } else { aim.narrow(&mut self.rng) };
+            let range = match (is_wide, is_long) {
+                (true, _) => aim.wide(&mut self.rng),
+                (_, true) => aim.long(&mut self.rng),
+                _ => aim.narrow(&mut self.rng),
+            };
             let is_busy = board.busy.iter().any(|busy| overlap(busy, &range));
             (!is_busy).then_some(range)
         });

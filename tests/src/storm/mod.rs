@@ -15,6 +15,7 @@
 mod aim;
 mod chain;
 mod copies;
+mod cue;
 mod foreign;
 mod judge;
 mod kinds;

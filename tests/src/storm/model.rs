@@ -15,7 +15,7 @@
 //! - R6 A trim is zeros or nothing, and a read decides that.
 
 use super::SECTOR;
-use super::stamp::{self, Seen, Seq};
+use super::stamp::{self, Seen, Seq, Writer};
 use std::ops::Range;
 
 /// Which contents are right.
@@ -39,6 +39,8 @@ struct Version {
 #[derive(Clone, Default, Debug)]
 struct Sector {
     base: Seq,
+    /// The base is another program's.
+    is_foreign: bool,
     later: Vec<Version>,
 }
 
@@ -50,6 +52,13 @@ impl Sector {
         let base = from.is_none().then_some(self.base);
         let later = self.later[from.unwrap_or(0)..].iter().map(|version| version.seq);
         base.into_iter().chain(later)
+    }
+
+    /// The write at `at` cannot be lost any more.
+    fn make_base(&mut self, at: usize) {
+        self.base = self.later[at].seq;
+        self.is_foreign = false;
+        self.later.drain(..=at);
     }
 }
 
@@ -66,6 +75,8 @@ pub(super) struct Bad {
     pub(super) allowed: Vec<Seq>,
     /// What it might hold if unflushed writes could be lost.
     pub(super) lossy: Vec<Seq>,
+    /// Who wrote what no loss may take away.
+    pub(super) writer: Writer,
 }
 
 /// What a disk may hold.
@@ -133,8 +144,7 @@ impl Model {
             };
             sector.later[at].acked = acks;
             if durable {
-                sector.base = seq;
-                sector.later.drain(..=at);
+                sector.make_base(at);
             }
         }
     }
@@ -151,8 +161,7 @@ impl Model {
             let sector = &mut sectors[*sector as usize];
             let is_flushed = |version: &Version| (1..=mark).contains(&version.acked);
             if let Some(at) = sector.later.iter().rposition(is_flushed) {
-                sector.base = sector.later[at].seq;
-                sector.later.drain(..=at);
+                sector.make_base(at);
             }
             !sector.later.is_empty()
         });
@@ -166,8 +175,7 @@ impl Model {
     /// Another program wrote this, and it is durable (R4).
     pub(super) fn foreign(&mut self, range: &Range<u64>, seq: Seq) {
         for sector in self.range(range) {
-            sector.base = seq;
-            sector.later.clear();
+            *sector = Sector { base: seq, is_foreign: true, later: Vec::new() };
         }
     }
 
@@ -176,7 +184,8 @@ impl Model {
         self.resize(content.len() as u64);
         self.dirty.clear();
         for (sector, seq) in self.sectors.iter_mut().zip(content) {
-            *sector = Sector { base: *seq, later: Vec::new() };
+            let is_foreign = stamp::writer(*seq) == Writer::Foreign;
+            *sector = Sector { base: *seq, is_foreign, later: Vec::new() };
         }
     }
 
@@ -206,7 +215,8 @@ impl Model {
                 }
                 _ => {
                     let lossy = sector.allowed(View::Lossy).collect();
-                    bad.push(Bad { sector: number, count: 1, seen, allowed, lossy });
+                    let writer = if sector.is_foreign { Writer::Foreign } else { Writer::Guest };
+                    bad.push(Bad { sector: number, count: 1, seen, allowed, lossy, writer });
                 }
             }
         }

@@ -47,9 +47,9 @@ impl Manner {
         } else {
             LogAt::Usual
         };
-        let slow = world.does(rng, Kind::Slow, 15).then(|| {
-            let operations = rng.choose(&["read", "write", "sync", "read+write+sync", "all"]);
-            format!("delay={}us,op={operations}", 50 + rng.below(2000))
+        let slow = world.does(rng, Kind::Slow, 25).then(|| {
+            let operations = rng.choose(&["read", "write", "sync", "sync", "write+sync", "all"]);
+            format!("delay={}us,op={operations}", 50 + rng.below(4000))
         });
         let mut more = Vec::new();
         if rng.percent(10) {

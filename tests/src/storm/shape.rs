@@ -24,7 +24,7 @@ impl Shape {
         let is_old = likely(Kind::Old, 12);
         let is_tiny = likely(Kind::Tiny, 40);
         let is_extended = likely(Kind::Extended, 30) && !is_old && !is_tiny;
-        let has_other_refcounts = likely(Kind::Refcounts, 45) && !is_old;
+        let has_other_refcounts = likely(Kind::Refcounts, if is_tiny { 70 } else { 40 }) && !is_old;
         let is_lazy = likely(Kind::Lazy, 12) && !is_old;
         let has_data_file = likely(Kind::DataFile, 12) && !is_old;
         let has_compressed = likely(Kind::Compressed, 35) && !has_data_file;
@@ -35,7 +35,10 @@ impl Shape {
             _ => rng.choose(&[4096, 4096, 8192, 16 << 10, 64 << 10, 64 << 10, 256 << 10, 2 << 20]),
         };
         // Wide counts make tables of refcounts grow soonest.
-        let refcount_bits = rng.choose(&[1, 2, 4, 8, 32, 64, 64, 64]);
+        let refcount_bits = match is_tiny {
+            true => rng.choose(&[1, 2, 4, 8, 32, 64, 64, 64, 64, 64]),
+            false => rng.choose(&[1, 2, 4, 8, 32, 64, 64]),
+        };
         Self {
             cluster,
             is_extended,
