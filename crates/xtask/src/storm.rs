@@ -10,12 +10,16 @@ use mica_tests::tools;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::mpsc;
 use std::time::{Duration, SystemTime};
 
 /// How often it is told how far it is.
 const PAUSE: Duration = Duration::from_millis(500);
+/// Set where mounts are the program's own.
+const ENTERED: &str = "MICA_STORM_NAMESPACE";
 /// Lines of a fault that are shown.
 const LINES_MAX: usize = 12;
 
@@ -48,7 +52,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 1)]
     repeat: u64,
     /// Where the files of chains that went wrong are kept.
-    #[arg(long, default_value = "storm", value_name = "DIR")]
+    #[arg(long, default_value = "target/storm", value_name = "DIR")]
     keep: PathBuf,
     /// How the result is printed.
     #[arg(long, default_value = "human")]
@@ -72,6 +76,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if !tools::missing(&storm::TOOLS).is_empty() {
         setup::run()?;
     }
+    enter_own_namespace();
     let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
     let storm = storm::Options {
         binary: binary()?,
@@ -94,6 +99,19 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let faults = summary.findings().len();
     ensure!(faults == 0, "{faults} chains went wrong");
     Ok(())
+}
+
+/// Starts this program again where its mounts are its own, so that none of them stays, however it
+/// ends. Where that is not allowed they are unmounted at its end.
+fn enter_own_namespace() {
+    if !rustix::process::geteuid().is_root() || std::env::var_os(ENTERED).is_some() {
+        return;
+    }
+    let Ok(program) = std::env::current_exe() else { return };
+    let mut again = Command::new("unshare");
+    again.args(["--mount", "--propagation", "private", "--"]).arg(program);
+    let error = again.args(std::env::args_os().skip(1)).env(ENTERED, "1").exec();
+    eprintln!("mounts are seen by others: unshare: {error}");
 }
 
 /// What `MICA_BIN` names, else the release build, made now.

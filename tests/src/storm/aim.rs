@@ -1,7 +1,7 @@
 //! Where on a disk something happens: anywhere, or where much happens already, at borders of
 //! clusters and across them.
 
-use super::SECTOR;
+use super::stamp::SECTOR;
 use mica_gen::Rng;
 use std::ops::Range;
 

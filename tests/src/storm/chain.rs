@@ -6,13 +6,16 @@ use super::kinds::{Kind, Kinds};
 use super::model::{Model, View};
 use super::place::{Ground, Places};
 use super::shape::{self, Shape};
+use super::stamp::SECTOR;
 use super::stamp::{Seq, Stamper, Writer};
+use super::state::{Layer, State};
 use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
-use super::{SECTOR, foreign, stamp};
+use super::{foreign, stamp};
 use mica_gen::Rng;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// What a chain's steps need to know of the run.
 #[derive(Debug)]
@@ -31,6 +34,8 @@ pub(super) struct World<'a> {
     pub(super) log: PathBuf,
     pub(super) images: PathBuf,
     pub(super) ground: Ground,
+    /// What is wrong so far.
+    pub(super) noted: &'a Mutex<Vec<Fault>>,
 }
 
 impl World<'_> {
@@ -54,45 +59,6 @@ impl World<'_> {
     }
 }
 
-/// A layer, from the base up.
-#[derive(Clone, Debug)]
-pub(super) struct Layer {
-    pub(super) name: String,
-    /// `None` for a raw file.
-    pub(super) shape: Option<Shape>,
-}
-
-impl Layer {
-    pub(super) fn format(&self) -> &'static str {
-        if self.shape.is_some() { "qcow2" } else { "raw" }
-    }
-}
-
-/// An internal snapshot of the active layer.
-#[derive(Clone, Debug)]
-pub(super) struct Snapshot {
-    pub(super) name: String,
-    pub(super) content: Vec<Seq>,
-}
-
-/// All that belongs to what the files are now; a copy of the files has one of its own.
-#[derive(Clone, Debug)]
-pub(super) struct State {
-    pub(super) layers: Vec<Layer>,
-    pub(super) model: Model,
-    pub(super) snapshots: Vec<Snapshot>,
-    /// A server was killed, and none has opened the image since.
-    pub(super) is_pending: bool,
-    /// What was not flushed may be lost by now.
-    pub(super) is_lossy: bool,
-    /// Another program wrote to the image since the server was killed.
-    pub(super) is_contested: bool,
-    /// The length that the disk has perhaps, beside the model's: somebody was killed over it.
-    pub(super) other_len: Option<u64>,
-    /// Clusters that leak at most; unknown after a kill.
-    pub(super) leaks: Option<u64>,
-}
-
 /// A chain and its storm.
 #[derive(Debug)]
 pub(super) struct Chain<'a> {
@@ -109,6 +75,18 @@ pub(super) struct Chain<'a> {
 impl Chain<'_> {
     pub(super) fn tell(&self, step: impl std::fmt::Display) {
         self.world.story.tell(step);
+    }
+
+    /// Something was refused, as it may be; QEMU may leave clusters behind then.
+    pub(super) fn refused(&mut self, said: &crate::command::Finished) {
+        self.tell(format_args!("  refused: {}", said.stderr.trim()));
+        self.state.leaks = None;
+    }
+
+    /// Notes what is wrong and does not keep the chain from going on.
+    pub(super) fn note(&self, fault: Fault) {
+        self.tell(format_args!("  {}: {}", fault.wrong.name(), fault.what));
+        self.world.noted.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
     }
 
     pub(super) fn active(&self) -> &Layer {

@@ -1,7 +1,7 @@
 //! QEMU's tools on images that nobody serves. They wait for the locks of a server that was killed
 //! a moment ago, and no error of theirs is a panic here.
 
-use super::SECTOR;
+use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
 use crate::clock;
 use crate::command::{self, Finished};

@@ -1,9 +1,9 @@
 //! The verdict on what was read, in words that lead to what is wrong.
 
-use super::SECTOR;
-use super::chain::State;
 use super::model::{Bad, View};
+use super::stamp::SECTOR;
 use super::stamp::{self, Seen, Seq, Writer};
+use super::state::State;
 use super::story::{Fault, Outcome, Wrong};
 
 /// Runs of wrong sectors that are told.

@@ -1,9 +1,10 @@
 //! What QEMU does to the layers of a chain: commits, rebases, overlays, internal snapshots.
 
-use super::chain::{Chain, Layer, Snapshot};
+use super::chain::Chain;
 use super::foreign;
 use super::model::View;
 use super::shape::{self, Shape, data_file_of};
+use super::state::{Layer, Snapshot};
 use super::story::{Outcome, trouble};
 use mica_gen::Rng;
 use std::fs;
@@ -40,7 +41,7 @@ pub(super) fn commit_down(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     let said = foreign::run("qemu-img", &chain.world.images, &args)?;
     if !said.status.success() {
         // A short layer of version 2 on a longer one cannot get longer.
-        chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+        chain.refused(&said);
     }
     Ok(())
 }
@@ -65,7 +66,7 @@ pub(super) fn rebase(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     chain.tell(format_args!("  {args:?}"));
     let said = foreign::run("qemu-img", &chain.world.images, &args)?;
     if !said.status.success() {
-        chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+        chain.refused(&said);
         return Ok(());
     }
     let layers = &mut chain.state.layers;
@@ -106,7 +107,7 @@ pub(super) fn snapshot(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
         let args = ["snapshot", "-q", flag, &snapshot.name, &name];
         let said = foreign::run("qemu-img", images, &args)?;
         if !said.status.success() {
-            chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+            chain.refused(&said);
             return Ok(());
         }
         if verb == 1 {
@@ -127,7 +128,7 @@ pub(super) fn snapshot(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     let args = ["snapshot", "-q", "-c", &snapshot, &name];
     let said = foreign::run("qemu-img", &chain.world.images, &args)?;
     if !said.status.success() {
-        chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+        chain.refused(&said);
         return Ok(());
     }
     let view = if chain.state.is_pending { View::Lossy } else { View::Kept };

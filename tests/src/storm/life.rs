@@ -4,12 +4,13 @@ use super::chain::{Chain, text};
 use super::cue::Moment;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
-use super::model::Model;
+use super::model::{Model, View};
 use super::place::{Filler, Ground, mount_of};
-use super::served::{LogAt, Manner, Served, is_served};
+use super::served::{Left, LogAt, Manner, Served};
 use super::shape;
+use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
-use super::{SECTOR, takeover};
+use super::takeover;
 use crate::clock;
 use crate::command;
 use mica_gen::Rng;
@@ -19,14 +20,6 @@ use std::time::Duration;
 /// How long `mica ctl` may take.
 const CTL_LIMIT: Duration = Duration::from_secs(30);
 
-/// What is left of the server after something happened to it.
-pub(super) enum Left {
-    /// It serves.
-    Serving(Served),
-    /// It was killed, and no other one serves.
-    Killed,
-}
-
 /// Serves the chain, with clients, until the server is closed or killed.
 pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     chain.world.counts.lives.add();
@@ -34,8 +27,7 @@ pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     if chain.world.does(rng, Kind::KillStart, 12) {
         kill_while_it_starts(chain, rng, &manner)?;
     }
-    let mut served = Served::start(chain, rng, &manner)?;
-    served.judge(chain)?;
+    let mut served = start(chain, rng, &manner)?;
     for _ in 0..1 + rng.below(3) {
         match round(chain, rng, served)? {
             Left::Serving(still) => served = still,
@@ -56,9 +48,20 @@ pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
 pub(super) fn live_in_peace(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     let mut manner = Manner::random(chain, rng);
     manner.log = LogAt::Usual;
-    let served = Served::start(chain, rng, &manner)?;
-    served.judge(chain)?;
+    let served = start(chain, rng, &manner)?;
     close(chain, served)
+}
+
+/// Starts a server and judges what it shows.
+fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Served> {
+    let is_lossy = chain.state.is_pending && chain.state.is_lossy;
+    let before = match is_lossy {
+        true => Some(chain.judge_by_qemu(View::Lossy, "before a start")?),
+        false => None,
+    };
+    let served = Served::start(chain, rng, manner)?;
+    served.judge(chain, before.as_deref())?;
+    Ok(served)
 }
 
 fn close(chain: &mut Chain<'_>, mut served: Served) -> Outcome {
@@ -237,11 +240,6 @@ fn fill_log(
         true => kill(chain, rng, stage, served),
         false => Ok(Left::Serving(served)),
     }
-}
-
-/// Whether `served` serves at its socket and lives on.
-pub(super) fn is_well(served: &mut Served) -> bool {
-    is_served(&served.socket) && served.is_running()
 }
 
 /// A disk's length for a resize by a verb, in sectors.

@@ -1,10 +1,10 @@
 //! Clients of a served disk: several threads, each with requests in flight, none of which touch
 //! sectors that another one is about to change.
 
-use super::SECTOR;
 use super::aim::Aim;
 use super::judge;
 use super::model::{Model, View};
+use super::stamp::SECTOR;
 use super::stamp::{self, Seq, Stamper, Writer};
 use super::story::{Counts, Fault, Outcome, Wrong};
 use crate::clock;

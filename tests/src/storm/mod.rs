@@ -1,4 +1,4 @@
-//! A storm: chains of random shape live through random lives of servers, under clients, with kills,
+//! A storm: random chains live through random lives of servers, under clients, with kills,
 //! take-overs, QEMU's own writes, and much else; a judge knows what every sector may hold.
 //!
 //! A chain follows from its seed, so that the same steps can be had again; what happens within a
@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! run ─▶ threads, each with its places ─▶ chain: build, then a few times
-//!          live: start, judge, clients ∥ an event, kill or close       life, load, takeover, served
+//!          live: start, judge, clients ∥ event, end              life, load, takeover, served
 //!          rest: QEMU, copies, timestamps, mica's verbs; judge         rest, layers, copies
 //! ```
 //!
@@ -28,6 +28,7 @@ mod rest;
 mod served;
 mod shape;
 mod stamp;
+mod state;
 mod story;
 mod takeover;
 
@@ -47,8 +48,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use story::{Fault, Outcome, Story};
 
-/// Bytes of a sector.
-const SECTOR: usize = 512;
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 
@@ -86,6 +85,14 @@ pub struct Finding {
     pub replay: String,
     /// Where its files and the log of its steps are.
     pub kept: PathBuf,
+}
+
+impl std::fmt::Display for Finding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { wrong, what, replay, kept, .. } = self;
+        let steps = kept.join("run").join(story::STORY);
+        write!(f, "{}: {what}\n  steps: {}\n  again: {replay}", wrong.name(), steps.display())
+    }
 }
 
 /// What came of a run.
@@ -159,6 +166,7 @@ fn one(
     places.clear().map_err(|fault| anyhow::anyhow!(fault.what))?;
     let mut rng = Rng::new(seed);
     let ground = rng.choose(&places.grounds());
+    let noted = Mutex::new(Vec::new());
     let world = World {
         binary: &options.binary,
         log_option,
@@ -172,6 +180,7 @@ fn one(
         log: places.log(),
         images: places.images(ground),
         ground,
+        noted: &noted,
     };
     let images = world.images.clone();
     let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| storm(world, &mut rng)));
@@ -181,7 +190,8 @@ fn one(
         Err(story::trouble(text.unwrap_or_default()))
     });
     summary.counts.chains.add();
-    let Err(fault) = outcome else { return Ok(()) };
+    // What ended the chain tells most.
+    let Some(fault) = outcome.err().or_else(|| lock(&noted).pop()) else { return Ok(()) };
     let kept = keep(options, places, &images, seed, &fault)?;
     let replay =
         format!("cargo xtask storm --chains 1 --seed {seed}{}", options.kinds.as_options());

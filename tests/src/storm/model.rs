@@ -7,14 +7,14 @@
 //! - R1 While a server lives, and after one that was killed and had a log, when nobody else wrote
 //!   meanwhile: the newest acknowledged write, or one that was sent after it and has no answer.
 //! - R2 Where unflushed writes may be lost: the base, or any write since.
-//! - R3 An acknowledged flush makes the newest write that was acknowledged before the flush was sent
-//!   the base; what is older can never be seen again.
+//! - R3 An acknowledged flush makes the newest write that was acknowledged before it was sent the
+//!   base; what is older can never be seen again.
 //! - R4 What QEMU wrote is the base at once.
 //! - R5 What a server shows when it starts is decided: later writes that it does not show are gone
 //!   for good.
 //! - R6 A trim is zeros or nothing, and a read decides that.
 
-use super::SECTOR;
+use super::stamp::SECTOR;
 use super::stamp::{self, Seen, Seq, Writer};
 use std::ops::Range;
 

@@ -1,14 +1,15 @@
 //! What happens to a chain that nobody serves, and the judge's look at it.
 
 use super::chain::Chain;
+use super::copies;
 use super::foreign;
 use super::judge;
 use super::kinds::Kind;
 use super::layers;
 use super::life::other_len;
 use super::model::View;
+use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong};
-use super::{SECTOR, copies};
 use mica_gen::Rng;
 use std::fs;
 
@@ -191,7 +192,7 @@ fn resize(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
         chain.contest();
         let said = foreign::run("qemu-img", &chain.world.images, &args)?;
         if !said.status.success() {
-            chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+            chain.refused(&said);
             return Ok(());
         }
         chain.state.model.resize(after);
@@ -200,7 +201,7 @@ fn resize(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     let view = chain.view();
     let said = chain.world.mica(&args)?;
     if !said.status.success() {
-        chain.tell(format_args!("  refused: {}", said.stderr.trim()));
+        chain.refused(&said);
         return Ok(());
     }
     // mica opened the image and closed it: whatever a killed server left is decided.

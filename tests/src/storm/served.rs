@@ -4,6 +4,7 @@ use super::chain::{Chain, text};
 use super::judge;
 use super::kinds::Kind;
 use super::model::View;
+use super::stamp::Seq;
 use super::story::{Fault, Outcome, Wrong, trouble};
 use crate::clock;
 use crate::nbd::{Connection, Wish};
@@ -116,7 +117,7 @@ impl Served {
     /// Starts one and waits until it serves; with patience while a killed one holds the image, but
     /// where that is not to be needed.
     pub(super) fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Self> {
-        let is_instant = chain.world.does(rng, Kind::Instant, 30);
+        let mut is_instant = chain.state.is_pending && chain.world.does(rng, Kind::Instant, 30);
         let start = clock::now();
         loop {
             let mut served = Self::begin(chain, manner, &[])?;
@@ -130,8 +131,8 @@ impl Served {
             if !is_held || start.elapsed() > HELD_LIMIT {
                 return Err(Fault::new(Wrong::NotServed, log));
             }
-            if is_instant && chain.state.is_pending {
-                return Err(Fault::new(Wrong::Refused, log));
+            if std::mem::take(&mut is_instant) {
+                chain.note(Fault::new(Wrong::Refused, log));
             }
             chain.world.counts.refused.add();
             clock::sleep(PAUSE * 10);
@@ -147,6 +148,11 @@ impl Served {
             (is_served || !is_running).then_some(is_served)
         });
         served.ok_or_else(|| Fault::new(Wrong::Hang, format!("no start: {}", self.process.log())))
+    }
+
+    /// Whether it serves, and lives on.
+    pub(super) fn is_well(&mut self) -> bool {
+        is_served(&self.socket) && self.is_running()
     }
 
     pub(super) fn is_running(&mut self) -> bool {
@@ -206,15 +212,25 @@ impl Served {
     }
 
     /// Reads the whole disk of a server that just started, judges it, and takes it as decided.
-    pub(super) fn judge(&self, chain: &mut Chain<'_>) -> Outcome {
+    /// Where unflushed writes may be lost it is as QEMU saw it `before`, or has all of them.
+    pub(super) fn judge(&self, chain: &mut Chain<'_>, before: Option<&[Seq]>) -> Outcome {
         // What another place holds is not looked for.
         let is_usual = self.manner.log == LogAt::Usual;
         chain.state.is_lossy |= chain.state.is_pending && !is_usual;
         let view = chain.view();
-        let content = read_all(&self.socket).map_err(|error| self.explain(&error))?;
+        let bytes = read_all(&self.socket).map_err(|error| self.explain(&error))?;
         chain.world.counts.reads.add();
         let what = format!("a server that starts ({view:?})");
-        let content = judge::disk(&chain.state, &content, view, &what)?;
+        let content = judge::disk(&chain.state, &bytes, view, &what)?;
+        if let Some(before) = before
+            && before.len() == content.len()
+            && content != before
+            && self.manner.log != LogAt::Small
+        {
+            let what = "neither what QEMU read before the start, nor all that was acknowledged";
+            let judged = judge::disk(&chain.state, &bytes, View::Kept, what);
+            judged.map_err(|fault| Fault::new(Wrong::Mixed, fault.what))?;
+        }
         let state = &mut chain.state;
         state.model.resize(content.len() as u64);
         state.other_len = None;
@@ -242,8 +258,16 @@ impl Served {
     }
 }
 
+/// What is left of the server after something happened to it.
+pub(super) enum Left {
+    /// It serves.
+    Serving(Served),
+    /// It was killed, and no other one serves.
+    Killed,
+}
+
 /// Whether somebody serves NBD at `socket`.
-pub(super) fn is_served(socket: &Path) -> bool {
+fn is_served(socket: &Path) -> bool {
     socket.exists() && Connection::open(socket, "", &Wish::default()).is_ok()
 }
 

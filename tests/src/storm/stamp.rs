@@ -5,8 +5,8 @@
 //! it, then a number that no other write of this disk has. A number tells who wrote it, and later
 //! writes have greater ones. A sector of zeros has the number 0.
 
-use super::SECTOR;
-
+/// Bytes of a sector.
+pub(super) const SECTOR: usize = 512;
 /// The number of a write; 0 is zeros.
 pub(super) type Seq = u64;
 

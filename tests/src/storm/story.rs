@@ -20,6 +20,8 @@ pub enum Wrong {
     LostAcknowledged,
     /// Old or lost content came back.
     CameBack,
+    /// Where unflushed writes may be lost, some are and some are not.
+    Mixed,
     /// `qemu-img check` finds corruption.
     Corrupt,
     /// Clusters leak after a clean close.
@@ -57,6 +59,7 @@ impl Wrong {
             Self::LostFlushed => "flushed write lost",
             Self::LostAcknowledged => "acknowledged write lost",
             Self::CameBack => "lost write came back",
+            Self::Mixed => "mixture of two states",
             Self::Corrupt => "corruption",
             Self::Leak => "leak after a clean close",
             Self::Snapshot => "internal snapshot changed",

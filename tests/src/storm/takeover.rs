@@ -1,9 +1,8 @@
 //! A server takes over from another one under its clients; either may be killed over it.
 
 use super::chain::Chain;
-use super::life::{Left, is_well};
 use super::load::{Phase, Stage};
-use super::served::Served;
+use super::served::{Left, Served};
 use super::story::{Fault, Outcome, Wrong};
 use crate::clock;
 use mica_gen::Rng;
@@ -105,7 +104,7 @@ fn goes_on(stage: &Stage, mut served: Served) -> Outcome<Option<Served>> {
         let board = stage.board();
         let (is_idle, done) = (board.is_idle(), board.requests_done());
         drop(board);
-        (done >= before + PROGRESS || is_idle && is_well(&mut served)).then_some(true)
+        (done >= before + PROGRESS || is_idle && served.is_well()).then_some(true)
     });
     served.look_for_panic()?;
     match state {
