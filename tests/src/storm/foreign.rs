@@ -14,19 +14,27 @@ use std::time::Duration;
 /// How long an image may stay locked when its writer was killed.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LIMIT: Duration = Duration::from_secs(120);
+/// How programs say that another one holds an image or a socket.
+const HELD: [&str; 4] =
+    ["Failed to get", "Is another process using", "holds the image", "another server listens"];
 
 /// Runs `program` in `dir` to its end, again while a killed server still holds the image.
 pub(super) fn run<S: AsRef<OsStr>>(program: &str, dir: &Path, args: &[S]) -> Outcome<Finished> {
-    let held = ["Failed to get", "holds the image", "Is another process using"];
     let mut last = None;
     clock::poll(LOCK_LIMIT, Duration::from_millis(4), || {
         let mut command = Command::new(program);
         let said = command::finish_within(command.current_dir(dir).args(args), LIMIT);
-        let is_held = !said.status.success() && held.iter().any(|text| said.stderr.contains(text));
+        let is_held = !said.status.success() && is_held(&said.stderr);
         last = Some(said);
         (!is_held).then_some(())
     });
     last.ok_or_else(|| trouble("nothing was run"))
+}
+
+/// Whether a program says that it cannot begin since another one, which may be dying, holds what it
+/// needs.
+pub(super) fn is_held(said: &str) -> bool {
+    HELD.iter().any(|text| said.contains(text))
 }
 
 /// Runs `qemu-img`, which has to succeed.

@@ -1,11 +1,11 @@
 //! A server of the chain: started with or without patience, taken over from, killed, closed.
 
 use super::chain::{Chain, text};
-use super::judge;
 use super::kinds::Kind;
 use super::model::View;
 use super::stamp::Seq;
 use super::story::{Fault, Outcome, Wrong, trouble};
+use super::{foreign, judge};
 use crate::clock;
 use crate::nbd::{Connection, Wish};
 use crate::takeover::Process;
@@ -126,9 +126,7 @@ impl Served {
             }
             let log = served.process.log();
             served.look_for_panic()?;
-            let held = ["holds the image", "another server listens there"];
-            let is_held = held.iter().any(|text| log.contains(text));
-            if !is_held || start.elapsed() > HELD_LIMIT {
+            if !foreign::is_held(&log) || start.elapsed() > HELD_LIMIT {
                 return Err(Fault::new(Wrong::NotServed, log));
             }
             if std::mem::take(&mut is_instant) {
