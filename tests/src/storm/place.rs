@@ -153,6 +153,9 @@ impl Filler {
 
 impl Drop for Filler {
     fn drop(&mut self) {
+        // A process that is started at this moment may hold the file a little longer, so that
+        // removing it alone would give back nothing yet.
+        let _ = File::options().write(true).truncate(true).open(&self.0);
         let _ = fs::remove_file(&self.0);
     }
 }
