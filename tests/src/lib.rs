@@ -14,6 +14,7 @@ pub mod nbd;
 pub mod qemu;
 pub mod server;
 pub mod shell;
+pub mod storm;
 pub mod takeover;
 pub mod tools;
 pub mod write_log;

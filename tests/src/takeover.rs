@@ -38,9 +38,18 @@ impl Process {
     /// If the system does not let it.
     #[track_caller]
     pub fn start(dir: &Path, name: &str, options: &[&str]) -> Self {
+        Self::start_binary(mica::binary(), dir, name, options)
+    }
+
+    /// The same, of a `binary` of one's own.
+    ///
+    /// # Panics
+    /// If the system does not let it.
+    #[track_caller]
+    pub fn start_binary(binary: &Path, dir: &Path, name: &str, options: &[&str]) -> Self {
         let log = dir.join(format!("{name}.log"));
         let said = File::create(&log).expect("made");
-        let mut serve = Command::new(mica::binary());
+        let mut serve = Command::new(binary);
         serve.args(["--log-level", "info", "serve", "--control", "control"]).args(options);
         serve.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
         Self { child: serve.spawn().expect("started"), log }

@@ -7,6 +7,7 @@ mod bench;
 mod ci;
 mod setup;
 mod soak;
+mod storm;
 mod tidy;
 
 use clap::{Parser, Subcommand};
@@ -38,6 +39,9 @@ enum Verb {
     /// Make a disk with files, let it live through snapshots, and read it all back through mica.
     #[command(disable_help_flag = true)]
     Demo(Words),
+    /// Let random chains live through kills, take-overs, QEMU's own writes and much else, and judge
+    /// every sector.
+    Storm(storm::Options),
 }
 
 /// What another program makes sense of.
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         Verb::Soak(options) => soak::run(&options),
         Verb::Bench(Words { words }) => bench::bench(&words),
         Verb::Demo(Words { words }) => bench::demo(&words),
+        Verb::Storm(options) => storm::run(&options),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,0 +1,321 @@
+//! The chain that a storm goes over, and what the storm knows of it.
+
+use super::aim::Aim;
+use super::judge;
+use super::kinds::{Kind, Kinds};
+use super::model::{Model, View};
+use super::place::{Ground, Places};
+use super::shape::{self, Shape};
+use super::stamp::SECTOR;
+use super::stamp::{Seq, Stamper, Writer};
+use super::state::{Layer, State};
+use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
+use super::{foreign, stamp};
+use mica_gen::Rng;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// What a chain's steps need to know of the run.
+#[derive(Debug)]
+pub(super) struct World<'a> {
+    pub(super) binary: &'a Path,
+    /// The option of `mica` that says where a writer's log is kept.
+    pub(super) log_option: &'a str,
+    pub(super) kinds: &'a Kinds,
+    pub(super) counts: &'a Counts,
+    pub(super) places: &'a Places,
+    pub(super) story: Story,
+    pub(super) seed: u64,
+    /// Clients at most.
+    pub(super) clients: u64,
+    pub(super) run: PathBuf,
+    pub(super) log: PathBuf,
+    pub(super) images: PathBuf,
+    pub(super) ground: Ground,
+    /// What is wrong so far.
+    pub(super) noted: &'a Mutex<Vec<Fault>>,
+}
+
+impl World<'_> {
+    /// Whether the run does this, and the dice say so.
+    pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
+        rng.percent(percent) && self.kinds.has(kind)
+    }
+
+    /// Runs `mica` among the images; it has to end by itself, and not by a panic.
+    pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
+        let binary = self.binary.display().to_string();
+        let log = self.log.display().to_string();
+        let more = [self.log_option, &log];
+        // `ctl` has no images, and so no log.
+        let more = if args.first() == Some(&"ctl") { &[][..] } else { &more[..] };
+        let said = foreign::run(&binary, &self.images, &[args, more].concat())?;
+        if said.code().is_none() || said.stderr.contains("panicked") {
+            return Err(Fault::new(Wrong::Panicked, said.to_string()));
+        }
+        Ok(said)
+    }
+}
+
+/// A chain and its storm.
+#[derive(Debug)]
+pub(super) struct Chain<'a> {
+    pub(super) world: World<'a>,
+    pub(super) state: State,
+    pub(super) stamper: Stamper,
+    pub(super) hot: u64,
+    /// Files made so far, for names.
+    pub(super) made: u64,
+    /// Copies of all files, by folder.
+    pub(super) copies: Vec<(PathBuf, State)>,
+}
+
+impl Chain<'_> {
+    pub(super) fn tell(&self, step: impl std::fmt::Display) {
+        self.world.story.tell(step);
+    }
+
+    /// Something was refused, as it may be; QEMU may leave clusters behind then.
+    pub(super) fn refused(&mut self, said: &crate::command::Finished) {
+        self.tell(format_args!("  refused: {}", said.stderr.trim()));
+        self.state.leaks = None;
+    }
+
+    /// Notes what is wrong and does not keep the chain from going on.
+    pub(super) fn note(&self, fault: Fault) {
+        self.tell(format_args!("  {}: {}", fault.wrong.name(), fault.what));
+        self.world.noted.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
+    }
+
+    pub(super) fn active(&self) -> &Layer {
+        self.state.layers.last().expect("a chain has a layer")
+    }
+
+    /// The shape of the active layer, which is never raw.
+    pub(super) fn shape(&self) -> Shape {
+        self.active().shape.expect("the active layer is qcow2")
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.world.images.join(name)
+    }
+
+    pub(super) fn aim(&self) -> Aim {
+        Aim::new(self.state.model.len(), self.shape().cluster, self.hot)
+    }
+
+    pub(super) fn new_name(&mut self, what: &str) -> String {
+        self.made += 1;
+        format!("{what}{}", self.made)
+    }
+
+    /// The longest disk that this chain may get.
+    pub(super) fn sectors_max(&self) -> u64 {
+        let shapes = self.state.layers.iter().filter_map(|layer| layer.shape);
+        let most = shapes.map(|shape| shape.sectors_max()).min().unwrap_or(u64::MAX);
+        if self.world.ground == Ground::Folder { most } else { most.min(12 << 11) }
+    }
+
+    /// Another program is about to write to the image.
+    pub(super) fn contest(&mut self) {
+        self.world.counts.foreign.add();
+        if self.state.is_pending {
+            self.state.is_lossy = true;
+            self.state.is_contested = true;
+        }
+    }
+
+    /// What must be there now, for who has what killed servers left.
+    pub(super) fn view(&self) -> View {
+        if self.state.is_lossy { View::Lossy } else { View::Kept }
+    }
+
+    /// Makes image `name` of `shape`, by QEMU or mica, and counts nothing.
+    pub(super) fn create(
+        &self,
+        rng: &mut Rng,
+        name: &str,
+        shape: &Shape,
+        backing: Option<&Layer>,
+        sectors: u64,
+    ) -> Outcome {
+        let len = (sectors * SECTOR as u64).to_string();
+        let mut options = shape.options(name);
+        // mica takes a data file where it takes all names; QEMU takes it from where it runs.
+        let mut args = vec!["create", "-q", "-f", "qcow2"];
+        if let Some(backing) = backing {
+            args.extend(["-b", &backing.name, "-F", backing.format()]);
+        } else if shape.has_data_file && rng.percent(30) {
+            options.push_str(",data_file_raw=on");
+        }
+        args.extend(["-o", &options, name, &len]);
+        self.tell(format_args!("  create {args:?}"));
+        if rng.percent(40) {
+            foreign::succeeded(self.world.mica(&args)?)?;
+        } else {
+            foreign::img(&self.world.images, &args)?;
+        }
+        Ok(())
+    }
+
+    /// QEMU writes to image `name`, `count` times; the model learns of it.
+    pub(super) fn qemu_writes(
+        &mut self,
+        rng: &mut Rng,
+        name: &str,
+        aim: &Aim,
+        count: u64,
+    ) -> Outcome {
+        let mut commands = Vec::new();
+        for number in 0..count {
+            let command = match rng.below(20) {
+                0..13 => {
+                    let range = aim.narrow(rng);
+                    self.stamp_command(&range, number, "")?
+                }
+                13..15 => {
+                    let range = aim.wide(rng);
+                    self.state.model.foreign(&range, 0);
+                    let unmap = if rng.percent(50) { "-u " } else { "" };
+                    format!("write -z {unmap}{}", in_bytes(&range))
+                }
+                15..17 => {
+                    let range = aim.wide(rng);
+                    self.state.model.trim(&range);
+                    format!("discard {}", in_bytes(&range))
+                }
+                17 => "flush".to_owned(),
+                _ => format!("read {}", in_bytes(&aim.narrow(rng))),
+            };
+            commands.push(command);
+        }
+        self.tell(format_args!("  qemu-io {name} {commands:?}"));
+        foreign::io(&self.world.images, name, &commands)
+    }
+
+    /// A `qemu-io` command that writes new stamps to `range`, with `flags`.
+    fn stamp_command(&mut self, range: &Range<u64>, number: u64, flags: &str) -> Outcome<String> {
+        let seq = self.stamper.next(Writer::Foreign);
+        let pattern = self.world.run.join(format!("pattern{number}"));
+        let count = range.end - range.start;
+        fs::write(&pattern, stamp::bytes(self.stamper.disk(), range.start, count, seq))?;
+        self.state.model.foreign(range, seq);
+        Ok(format!("write -q {flags}-s {} {}", pattern.display(), in_bytes(range)))
+    }
+
+    /// QEMU writes compressed clusters to image `name`, which has nothing yet.
+    pub(super) fn compressed_writes(&mut self, rng: &mut Rng, name: &str, aim: &Aim) -> Outcome {
+        let (mut commands, mut from) = (Vec::new(), rng.below(2048));
+        for number in 0..1 + rng.below(6) {
+            let Some(range) = aim.clusters(rng, from) else { break };
+            from = range.end;
+            commands.push(self.stamp_command(&range, number, "-c ")?);
+        }
+        self.tell(format_args!("  qemu-io {name} {commands:?}"));
+        foreign::io(&self.world.images, name, &commands)
+    }
+
+    /// The disk as QEMU reads it now, which has to be right.
+    pub(super) fn judge_by_qemu(&self, view: View, what: &str) -> Outcome<Vec<Seq>> {
+        let raw = self.world.run.join("flat.raw");
+        let bytes = foreign::flatten(&self.world.images, &self.active().name, &[], &raw)?;
+        self.world.counts.reads.add();
+        judge::disk(&self.state, &bytes, view, &format!("{what}, read by QEMU"))
+    }
+
+    /// Adds a layer of its own `shape` and length, and writes to it.
+    pub(super) fn add_layer(&mut self, rng: &mut Rng, shape: Shape, sectors: u64) -> Outcome {
+        let name = format!("{}.qcow2", self.new_name("layer"));
+        let backing = self.state.layers.last().cloned();
+        self.create(rng, &name, &shape, backing.as_ref(), sectors)?;
+        // What is beyond the end of a shorter layer is zeros, whatever is below.
+        self.state.model.resize(sectors);
+        self.state.layers.push(Layer { name: name.clone(), shape: Some(shape) });
+        let aim = self.aim();
+        if shape.has_compressed {
+            self.compressed_writes(rng, &name, &aim)?;
+        }
+        let count = rng.below(7);
+        if count > 0 {
+            self.qemu_writes(rng, &name, &aim, count)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the active layer bitmaps, if its shape has some.
+    pub(super) fn add_bitmaps(&mut self) -> Outcome {
+        let name = self.active().name.clone();
+        for number in 0..self.shape().bitmaps {
+            let bitmap = format!("bitmap{number}");
+            foreign::img(&self.world.images, &["bitmap", "--add", &name, &bitmap])?;
+        }
+        Ok(())
+    }
+}
+
+/// A new chain of random shape.
+pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
+    let model = Model::new(world.seed, 0);
+    let state = State {
+        layers: Vec::new(),
+        model,
+        snapshots: Vec::new(),
+        is_pending: false,
+        is_lossy: false,
+        is_contested: false,
+        other_len: None,
+        leaks: Some(0),
+    };
+    let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
+    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new() };
+    let shapes: Vec<_> = (0..rng.choose(&[1, 1, 2, 2, 3, 4, 6]))
+        .map(|_| Shape::random(rng, chain.world.kinds))
+        .collect();
+    let most = shapes.iter().map(Shape::sectors_max).min().unwrap_or(0);
+    let is_small = chain.world.ground != Ground::Folder;
+    let most = if is_small { most.min(12 << 11) } else { most };
+    let len = shape::sectors(rng, most);
+    chain.tell(format_args!("{shapes:#?}"));
+    if rng.percent(15) {
+        raw_base(&mut chain, rng, len)?;
+    }
+    for shape in shapes {
+        let is_other = chain.world.does(rng, Kind::Lengths, 30);
+        let len = if is_other { shape::sectors(rng, most) } else { len };
+        chain.add_layer(rng, shape, len)?;
+    }
+    chain.add_bitmaps()?;
+    let content = chain.judge_by_qemu(View::Kept, "a new chain")?;
+    chain.state.model.set_content(&content);
+    Ok(chain)
+}
+
+fn raw_base(chain: &mut Chain<'_>, rng: &mut Rng, len: u64) -> Outcome {
+    use std::os::unix::fs::FileExt;
+    chain.state.model.resize(len);
+    let file = fs::File::create_new(chain.path("base.raw"))?;
+    file.set_len(len * SECTOR as u64)?;
+    let aim = Aim::new(len, 64 << 10, chain.hot);
+    for _ in 0..rng.below(8) {
+        let range = aim.wide(rng);
+        let seq = chain.stamper.next(Writer::Foreign);
+        let bytes = stamp::bytes(chain.stamper.disk(), range.start, range.end - range.start, seq);
+        file.write_all_at(&bytes, range.start * SECTOR as u64)?;
+        chain.state.model.foreign(&range, seq);
+    }
+    chain.state.layers.push(Layer { name: "base.raw".to_owned(), shape: None });
+    Ok(())
+}
+
+/// Offset and length of a range of sectors.
+pub(super) fn in_bytes(range: &Range<u64>) -> String {
+    let sector = SECTOR as u64;
+    format!("{} {}", range.start * sector, (range.end - range.start) * sector)
+}
+
+/// A path as an argument.
+pub(super) fn text(path: &Path) -> Outcome<&str> {
+    path.to_str().ok_or_else(|| trouble("a folder has no plain name"))
+}

@@ -1,0 +1,94 @@
+//! QEMU's tools on images that nobody serves. They wait for the locks of a server that was killed
+//! a moment ago, and no error of theirs is a panic here.
+
+use super::stamp::SECTOR;
+use super::story::{Fault, Outcome, Wrong, trouble};
+use crate::clock;
+use crate::command::{self, Finished};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// How long an image may stay locked when its writer was killed.
+const LOCK_LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(120);
+/// How programs say that another one holds an image or a socket.
+const HELD: [&str; 4] =
+    ["Failed to get", "Is another process using", "holds the image", "another server listens"];
+
+/// Runs `program` in `dir` to its end, again while a killed server still holds the image.
+pub(super) fn run<S: AsRef<OsStr>>(program: &str, dir: &Path, args: &[S]) -> Outcome<Finished> {
+    let mut last = None;
+    clock::poll(LOCK_LIMIT, Duration::from_millis(4), || {
+        let mut command = Command::new(program);
+        let said = command::finish_within(command.current_dir(dir).args(args), LIMIT);
+        let is_held = !said.status.success() && is_held(&said.stderr);
+        last = Some(said);
+        (!is_held).then_some(())
+    });
+    last.ok_or_else(|| trouble("nothing was run"))
+}
+
+/// Whether a program says that it cannot begin since another one, which may be dying, holds what it
+/// needs.
+pub(super) fn is_held(said: &str) -> bool {
+    HELD.iter().any(|text| said.contains(text))
+}
+
+/// Runs `qemu-img`, which has to succeed.
+pub(super) fn img<S: AsRef<OsStr>>(dir: &Path, args: &[S]) -> Outcome<String> {
+    succeeded(run("qemu-img", dir, args)?)
+}
+
+/// What a program said, which has to have succeeded.
+pub(super) fn succeeded(said: Finished) -> Outcome<String> {
+    match said.status.success() {
+        true => Ok(said.stdout),
+        false => Err(Fault::new(Wrong::Unusable, said.to_string())),
+    }
+}
+
+/// Runs `qemu-io` commands on a qcow2 image, which all have to succeed.
+pub(super) fn io(dir: &Path, image: &str, commands: &[String]) -> Outcome {
+    let mut args = vec!["-f", "qcow2"];
+    for command in commands {
+        args.extend(["-c", command]);
+    }
+    args.push(image);
+    let said = run("qemu-io", dir, &args)?;
+    let failed = ["error", "failed", "rror:"];
+    let is_wrong = failed.iter().any(|word| said.stdout.contains(word));
+    if is_wrong || !said.status.success() {
+        return Err(Fault::new(Wrong::Unusable, said.to_string()));
+    }
+    Ok(())
+}
+
+/// The disk of `image` as QEMU reads it.
+pub(super) fn flatten(dir: &Path, image: &str, more: &[&str], raw: &Path) -> Outcome<Vec<u8>> {
+    let raw_name = raw.display().to_string();
+    let mut args = vec!["convert", "-f", "qcow2", "-O", "raw"];
+    args.extend_from_slice(more);
+    args.extend([image, &raw_name]);
+    img(dir, &args)?;
+    let bytes = fs::read(raw)?;
+    fs::remove_file(raw)?;
+    if !bytes.len().is_multiple_of(SECTOR) {
+        return Err(trouble(format!("a disk of {} bytes", bytes.len())));
+    }
+    Ok(bytes)
+}
+
+/// What `qemu-img check` finds: corruptions and leaks.
+pub(super) fn check(dir: &Path, image: &str) -> Outcome<(u64, u64)> {
+    let said = run("qemu-img", dir, &["check", "-f", "qcow2", "--output", "json", image])?;
+    let told: serde_json::Value = serde_json::from_str(&said.stdout)
+        .map_err(|_| Fault::new(Wrong::Unusable, said.to_string()))?;
+    let count = |name: &str| told[name].as_u64().unwrap_or(0);
+    if count("check-errors") > 0 {
+        return Err(Fault::new(Wrong::Corrupt, said.to_string()));
+    }
+    Ok((count("corruptions"), count("leaks")))
+}

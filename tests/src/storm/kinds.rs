@@ -1,0 +1,192 @@
+//! What a storm is made of, by name: shapes of images, and what happens to them. A run can be told
+//! to keep to some of it.
+
+macro_rules! kinds {
+    ($($(#[doc = $doc:literal])+ $name:ident = $text:literal, $group:ident;)+) => {
+        /// One thing that a storm does.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        pub enum Kind { $($(#[doc = $doc])+ $name),+ }
+
+        impl Kind {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// What it is called.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$name => $text),+ }
+            }
+
+            /// What it does, in words.
+            pub fn about(self) -> &'static str {
+                match self { $(Self::$name => concat!($($doc),+).trim_ascii()),+ }
+            }
+
+            fn group(self) -> Group {
+                match self { $(Self::$name => Group::$group),+ }
+            }
+        }
+    };
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Group {
+    Shape,
+    Event,
+}
+
+kinds! {
+    /// Clusters below 4 KiB, whose tables are tiny
+    Tiny = "tiny", Shape;
+    /// Subclusters
+    Extended = "extended", Shape;
+    /// Refcounts of other than 16 bits
+    Refcounts = "refcounts", Shape;
+    /// Version 2
+    Old = "v2", Shape;
+    /// Lazy refcounts
+    Lazy = "lazy", Shape;
+    /// Compressed clusters
+    Compressed = "compressed", Shape;
+    /// External data files
+    DataFile = "datafile", Shape;
+    /// Persistent bitmaps
+    Bitmaps = "bitmaps", Shape;
+    /// Layers that are longer and shorter than others
+    Lengths = "lengths", Shape;
+    /// SIGKILL of a server
+    Kill = "kill", Event;
+    /// SIGKILL of a server that just starts
+    KillStart = "kill-start", Event;
+    /// A plain start right after a kill, which has to succeed
+    Instant = "instant", Event;
+    /// Live take-over
+    Takeover = "takeover", Event;
+    /// SIGKILL of either server, or of both, in a take-over
+    KillTakeover = "kill-takeover", Event;
+    /// A disk gets another length, while it is served and while it is not
+    Resize = "resize", Event;
+    /// QEMU writes to the image
+    Write = "qemu-write", Event;
+    /// QEMU commits an overlay into the image
+    Commit = "commit", Event;
+    /// QEMU commits the image into the layer below
+    CommitDown = "commit-down", Event;
+    /// QEMU gives the image another backing file
+    Rebase = "rebase", Event;
+    /// The image gets an overlay, which is served from then on
+    Overlay = "overlay", Event;
+    /// Internal snapshots are made, gone back to, and deleted
+    Snapshot = "snapshot", Event;
+    /// Copies of the images are put back
+    Copy = "copy", Event;
+    /// Timestamps of files are moved
+    Touch = "touch", Event;
+    /// QEMU repairs leaks
+    Repair = "repair", Event;
+    /// The same where there are internal snapshots: QEMU forgets all of them if an autoclear bit is
+    /// set that it does not know
+    RepairSnapshots = "repair-snapshots", Event;
+    /// The images' file system runs out of space
+    Space = "space", Event;
+    /// The log's file system runs out of space
+    LogSpace = "log-space", Event;
+    /// The log is kept elsewhere, or nowhere
+    LogPlace = "log-place", Event;
+    /// Reads and writes of the image are slow
+    Slow = "slow", Event;
+    /// mica reads the image while nobody serves it
+    Read = "read", Event;
+}
+
+/// The kinds that a run keeps to.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Kinds(Vec<Kind>);
+
+impl Default for Kinds {
+    fn default() -> Self {
+        Self(Kind::ALL.to_vec())
+    }
+}
+
+impl Kinds {
+    /// Those that `only` names, and of the events or the shapes all where it names none of them;
+    /// without those that `without` names.
+    ///
+    /// # Errors
+    /// The name that is none.
+    pub fn parse(only: &[String], without: &[String]) -> Result<Self, String> {
+        let [only, without] = [only, without].map(|names| {
+            let names = names.iter().map(|name| {
+                let kind = Kind::ALL.iter().copied().find(|kind| kind.name() == name);
+                kind.ok_or_else(|| name.clone())
+            });
+            names.collect::<Result<Vec<_>, _>>()
+        });
+        let (only, without) = (only?, without?);
+        let has = |group| only.iter().any(|kind| kind.group() == group);
+        let groups = [Group::Shape, Group::Event].map(|group| (group, has(group)));
+        let kept = Kind::ALL.iter().copied().filter(|kind| {
+            let is_named = groups.iter().any(|(group, has)| *group == kind.group() && *has);
+            (!is_named || only.contains(kind)) && !without.contains(kind)
+        });
+        Ok(Self(kept.collect()))
+    }
+
+    /// Whether the run may do this.
+    pub fn has(&self, kind: Kind) -> bool {
+        self.0.contains(&kind)
+    }
+
+    /// Those of `kinds` that the run may do.
+    pub(super) fn of(&self, kinds: &[Kind]) -> Vec<Kind> {
+        kinds.iter().copied().filter(|kind| self.has(*kind)).collect()
+    }
+
+    /// Options that make another run keep to them.
+    pub(super) fn as_options(&self) -> String {
+        let names = |group, has| {
+            let kinds = Kind::ALL.iter().filter(|kind| kind.group() == group);
+            let names = kinds.filter(|kind| self.has(**kind) == has).map(|kind| kind.name());
+            names.collect::<Vec<_>>()
+        };
+        let mut options = [(" --only ", Vec::new()), (" --without ", Vec::new())];
+        for group in [Group::Shape, Group::Event] {
+            let (there, missing) = (names(group, true), names(group, false));
+            let is_short = !there.is_empty() && there.len() < missing.len();
+            let at = usize::from(!is_short);
+            options[at].1.extend(if is_short { there } else { missing });
+        }
+        let options = options.into_iter().filter(|(_, names)| !names.is_empty());
+        options.map(|(option, names)| option.to_owned() + &names.join(",")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(only: &[&str], without: &[&str]) -> Result<Kinds, String> {
+        let [only, without] =
+            [only, without].map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+        let (only, without): (Vec<String>, Vec<String>) = (only, without);
+        Kinds::parse(&only, &without)
+    }
+
+    #[test]
+    fn names_keep_a_run_to_some_events_and_leave_the_shapes() {
+        let kinds = parse(&["kill", "commit"], &["v2"]).expect("they are kinds");
+        assert!(kinds.has(Kind::Kill) && kinds.has(Kind::Commit) && kinds.has(Kind::Lazy));
+        assert!(!kinds.has(Kind::Rebase) && !kinds.has(Kind::Old));
+        assert_eq!(parse(&["kil"], &[]), Err("kil".to_owned()));
+        assert_eq!(parse(&[], &[]), Ok(Kinds::default()));
+    }
+
+    #[test]
+    fn what_a_run_leaves_out_is_told_as_an_option() {
+        assert_eq!(Kinds::default().as_options(), "");
+        let kinds = parse(&[], &["v2", "lazy"]).expect("they are kinds");
+        assert_eq!(kinds.as_options(), " --without v2,lazy");
+        let kinds = parse(&["kill", "commit"], &["v2"]).expect("they are kinds");
+        assert_eq!(kinds.as_options(), " --only kill,commit --without v2");
+    }
+}

@@ -1,0 +1,248 @@
+//! The life of a server: clients work, and something happens to it.
+
+use super::chain::{Chain, text};
+use super::cue::Moment;
+use super::kinds::Kind;
+use super::load::{Load, Mood, Phase, Stage};
+use super::model::{Model, View};
+use super::place::{Filler, Ground, mount_of};
+use super::served::{Left, LogAt, Manner, Served};
+use super::shape;
+use super::stamp::SECTOR;
+use super::story::{Fault, Outcome, Wrong, trouble};
+use super::takeover;
+use crate::clock;
+use crate::command;
+use mica_gen::Rng;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// How long `mica ctl` may take.
+const CTL_LIMIT: Duration = Duration::from_secs(30);
+
+/// Serves the chain, with clients, until the server is closed or killed.
+pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
+    chain.world.counts.lives.add();
+    let manner = Manner::random(chain, rng);
+    if chain.world.does(rng, Kind::KillStart, 12) {
+        kill_while_it_starts(chain, rng, &manner)?;
+    }
+    let mut served = start(chain, rng, &manner)?;
+    for _ in 0..1 + rng.below(3) {
+        match round(chain, rng, served)? {
+            Left::Serving(still) => served = still,
+            Left::Killed => return Ok(()),
+        }
+    }
+    if chain.world.does(rng, Kind::Kill, 30) {
+        chain.tell("  killed while nobody asks for anything");
+        served.kill()?;
+        served.was_killed(chain);
+        chain.world.counts.kills.add();
+        return Ok(());
+    }
+    close(chain, served)
+}
+
+/// Serves the chain once more, without anything happening to it, and closes it.
+pub(super) fn live_in_peace(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
+    let mut manner = Manner::random(chain, rng);
+    manner.log = LogAt::Usual;
+    let served = start(chain, rng, &manner)?;
+    close(chain, served)
+}
+
+/// Starts a server and judges what it shows.
+fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Served> {
+    let is_lossy = chain.state.is_pending && chain.state.is_lossy;
+    let before = match is_lossy {
+        true => Some(chain.judge_by_qemu(View::Lossy, "before a start")?),
+        false => None,
+    };
+    let served = Served::start(chain, rng, manner)?;
+    served.judge(chain, before.as_deref())?;
+    Ok(served)
+}
+
+fn close(chain: &mut Chain<'_>, mut served: Served) -> Outcome {
+    chain.tell("  closed");
+    let code = served.close()?;
+    if code != Some(0) {
+        let what = format!("it ends with {code:?}: {}", served.log());
+        return Err(Fault::new(Wrong::Died, what));
+    }
+    chain.state.model.closed();
+    chain.world.counts.closes.add();
+    Ok(())
+}
+
+fn kill_while_it_starts(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome {
+    // What this one may have lost is lost for the next one too.
+    let elsewhere = manner.log != LogAt::Usual;
+    chain.state.is_lossy |= chain.state.is_pending && elsewhere;
+    let mut served = Served::begin(chain, manner, &[])?;
+    let pause = Duration::from_micros(rng.below(30_000));
+    chain.tell(format_args!("  killed {pause:?} after its start"));
+    clock::sleep(pause);
+    served.kill()?;
+    served.was_killed(chain);
+    chain.world.counts.kills.add();
+    Ok(())
+}
+
+/// Clients work for a while, and something may happen meanwhile.
+fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> {
+    let clients = 1 + rng.below(chain.world.clients.max(1));
+    let requests = 10 + rng.below(90);
+    let (seed, mood) = (rng.next_u64(), Mood::random(rng));
+    let load = Load { clients, requests, seed, aim: chain.aim(), mood };
+    let all = clients * requests;
+    let model = std::mem::replace(&mut chain.state.model, Model::new(0, 0));
+    let stage = Stage::new(model, chain.stamper.clone());
+    let socket = served.socket.clone();
+    let counts = chain.world.counts;
+    let left = stage.run(&socket, &load, counts, || {
+        let moment = rng.below(all * 3 / 4);
+        let event = event(chain, rng, &served);
+        chain.tell(format_args!(
+            "  {clients} clients, {all} requests, {mood:?}; at {moment}: {event:?}"
+        ));
+        stage.wait_for(moment);
+        match event {
+            None => Ok(Left::Serving(served)),
+            Some(Kind::Kill) => kill(chain, rng, &stage, served),
+            Some(Kind::Takeover) => takeover::go(chain, &stage, served),
+            Some(Kind::KillTakeover) => takeover::go_wrong(chain, rng, &stage, served),
+            Some(Kind::Resize) => grow(chain, rng, &stage, served),
+            Some(Kind::LogSpace) => fill_log(chain, rng, &stage, served, moment),
+            Some(_) => fill_images(chain, rng, &stage, served, moment),
+        }
+    })?;
+    (chain.state.model, chain.stamper) = stage.end();
+    if let Left::Serving(served) = &left {
+        served.look_for_panic()?;
+    }
+    Ok(left)
+}
+
+fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
+    let world = &chain.world;
+    let mut events = world.kinds.of(&[
+        Kind::Kill,
+        Kind::Kill,
+        Kind::Kill,
+        Kind::Takeover,
+        Kind::KillTakeover,
+        Kind::Resize,
+    ]);
+    if world.ground != Ground::Folder {
+        events.extend(world.kinds.of(&[Kind::Space]));
+    }
+    if served.manner.log == LogAt::Small {
+        events.extend(world.kinds.of(&[Kind::LogSpace, Kind::LogSpace, Kind::LogSpace]));
+    }
+    let is_quiet = events.is_empty() || rng.percent(30);
+    (!is_quiet).then(|| rng.choose(&events))
+}
+
+fn kill(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served) -> Outcome<Left> {
+    let moment = Moment::random(rng);
+    chain.tell(format_args!("  killed at {moment:?}"));
+    moment.wait(&chain.path(&chain.active().name), stage)?;
+    stage.board().phase = Phase::Ending;
+    served.kill()?;
+    served.was_killed(chain);
+    chain.world.counts.kills.add();
+    Ok(Left::Killed)
+}
+
+/// The disk gets longer under its clients; the server may be killed over it.
+fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served) -> Outcome<Left> {
+    let len = stage.board().model.len();
+    let most = chain.sectors_max();
+    let longer = len + 1 + rng.below(len + 4096);
+    if longer > most {
+        return Ok(Left::Serving(served));
+    }
+    let name = chain.active().name.clone();
+    let name = name.strip_suffix(".qcow2").unwrap_or(&name);
+    let control = chain.world.run.join("control");
+    let size = (longer * SECTOR as u64).to_string();
+    let args = ["ctl", "--control", text(&control)?, "resize", name, &size];
+    let is_killed = chain.world.does(rng, Kind::Kill, 30);
+    chain.tell(format_args!("  {args:?}; killed: {is_killed}"));
+    if !is_killed {
+        let said = chain.world.mica(&args)?;
+        match said.status.success() {
+            true => stage.board().model.resize(longer),
+            false => chain.tell(format_args!("  refused: {}", said.stderr.trim())),
+        }
+        chain.world.counts.resizes.add();
+        return Ok(Left::Serving(served));
+    }
+    stage.board().phase = Phase::Ending;
+    let mut ctl = Command::new(chain.world.binary);
+    let mut ctl = ctl.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    clock::sleep(Duration::from_micros(rng.below(12_000)));
+    served.kill()?;
+    let status = command::wait(&mut ctl, CTL_LIMIT).ok_or_else(|| trouble("ctl does not end"))?;
+    match status.success() {
+        true => stage.board().model.resize(longer),
+        false => chain.state.other_len = Some(longer),
+    }
+    served.was_killed(chain);
+    chain.world.counts.kills.add();
+    Ok(Left::Killed)
+}
+
+/// The images' file system is full for a while.
+fn fill_images(
+    chain: &mut Chain<'_>,
+    rng: &mut Rng,
+    stage: &Stage,
+    mut served: Served,
+    moment: u64,
+) -> Outcome<Left> {
+    stage.board().may_fail = true;
+    let mount = mount_of(&chain.world.images).to_owned();
+    let left = rng.below(1 << 20);
+    chain.tell(format_args!("  {left} bytes are left for images"));
+    let filler = Filler::new(&mount, left)?;
+    chain.world.counts.full.add();
+    stage.wait_for(moment + 5 + rng.below(60));
+    if chain.world.does(rng, Kind::Kill, 40) {
+        let left = kill(chain, rng, stage, served);
+        drop(filler);
+        return left;
+    }
+    if chain.world.does(rng, Kind::Takeover, 10) && !served.is_running() {
+        return Err(Fault::new(Wrong::Died, served.log()));
+    }
+    drop(filler);
+    Ok(Left::Serving(served))
+}
+
+/// The log's file system is full for a while.
+fn fill_log(
+    chain: &mut Chain<'_>,
+    rng: &mut Rng,
+    stage: &Stage,
+    served: Served,
+    moment: u64,
+) -> Outcome<Left> {
+    let mount = chain.world.places.small_log().ok_or_else(|| trouble("no small log"))?;
+    let left = rng.below(128 << 10);
+    chain.tell(format_args!("  {left} bytes are left for the log"));
+    let _filler = Filler::new(&mount, left)?;
+    chain.world.counts.full.add();
+    stage.wait_for(moment + 5 + rng.below(60));
+    match chain.world.does(rng, Kind::Kill, 50) {
+        true => kill(chain, rng, stage, served),
+        false => Ok(Left::Serving(served)),
+    }
+}
+
+/// A disk's length for a resize by a verb, in sectors.
+pub(super) fn other_len(chain: &Chain<'_>, rng: &mut Rng) -> u64 {
+    shape::sectors(rng, chain.sectors_max())
+}

@@ -1,0 +1,263 @@
+//! A storm: random chains live through random lives of servers, under clients, with kills,
+//! take-overs, QEMU's own writes, and much else; a judge knows what every sector may hold.
+//!
+//! A chain follows from its seed, so that the same steps can be had again; what happens within a
+//! step is up to the kernel's scheduling, so that a fault may need several runs to come back.
+//!
+//! ```text
+//! run ─▶ threads, each with its places ─▶ chain: build, then a few times
+//!          live: start, judge, clients ∥ event, end              life, load, takeover, served
+//!          rest: QEMU, copies, timestamps, mica's verbs; judge         rest, layers, copies
+//! ```
+//!
+//! Nothing here knows more of mica than its command line and NBD.
+
+mod aim;
+mod chain;
+mod copies;
+mod cue;
+mod foreign;
+mod judge;
+mod kinds;
+mod layers;
+mod life;
+mod load;
+mod model;
+mod place;
+mod rest;
+mod served;
+mod shape;
+mod stamp;
+mod state;
+mod story;
+mod takeover;
+
+pub use kinds::{Kind, Kinds};
+pub use story::{Count, Counts, Wrong};
+
+use crate::{clock, command, tools};
+use anyhow::{Context, Result, ensure};
+use chain::World;
+use mica_gen::Rng;
+use place::Places;
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use story::{Fault, Outcome, Story};
+
+/// How often a chain is served.
+const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
+
+/// What a run is to be like.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The program under test.
+    pub binary: PathBuf,
+    /// How many chains; each has a seed of its own, from `seed` on.
+    pub chains: u64,
+    /// Times that each chain lives through it all.
+    pub repeat: u64,
+    /// The seed of the first chain.
+    pub seed: u64,
+    /// No chain is begun after this.
+    pub limit: Option<Duration>,
+    /// What may happen.
+    pub kinds: Kinds,
+    /// Chains at the same time.
+    pub threads: u64,
+    /// Where the files of chains that went wrong are kept.
+    pub keep: PathBuf,
+}
+
+/// A chain that went wrong.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// Its seed.
+    pub seed: u64,
+    /// What is wrong, in a word.
+    pub wrong: Wrong,
+    /// What is wrong, in full.
+    pub what: String,
+    /// How to have it again.
+    pub replay: String,
+    /// Where its files and the log of its steps are.
+    pub kept: PathBuf,
+}
+
+impl std::fmt::Display for Finding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { wrong, what, replay, kept, .. } = self;
+        let steps = kept.join("run").join(story::STORY);
+        write!(f, "{}: {what}\n  steps: {}\n  again: {replay}", wrong.name(), steps.display())
+    }
+}
+
+/// What came of a run.
+#[derive(Default, Debug)]
+pub struct Summary {
+    /// What was done.
+    pub counts: Counts,
+    /// What went wrong, by seed.
+    pub findings: Mutex<Vec<Finding>>,
+    /// What could not be done here.
+    pub left_out: Mutex<Vec<String>>,
+}
+
+impl Summary {
+    /// What went wrong so far, by seed.
+    pub fn findings(&self) -> Vec<Finding> {
+        let mut findings = lock(&self.findings).clone();
+        findings.sort_by_key(|finding| finding.seed);
+        findings
+    }
+}
+
+/// The foreign programs that a storm needs.
+pub const TOOLS: [tools::Tool; 3] = [tools::QEMU_IMG, tools::QEMU_IO, tools::MKE2FS];
+
+/// Lets the storm go over as many chains as `options` say; `summary` can be looked at meanwhile.
+///
+/// # Errors
+/// If it cannot begin. What goes wrong with a chain is in the summary.
+pub fn run(options: &Options, summary: &Summary) -> Result<()> {
+    let log_option = log_option(&options.binary)?;
+    let (start, next) = (clock::now(), AtomicU64::new(0));
+    let all = options.chains * options.repeat.max(1);
+    std::thread::scope(|scope| {
+        let work = || -> Result<()> {
+            let places = Places::new().map_err(|fault| anyhow::anyhow!(fault.what))?;
+            tell_left_out(&places, summary);
+            loop {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                let is_late = options.limit.is_some_and(|limit| start.elapsed() >= limit);
+                if number >= all || is_late {
+                    return Ok(());
+                }
+                let seed = options.seed.wrapping_add(number % options.chains);
+                one(options, summary, &places, log_option, seed)?;
+            }
+        };
+        let threads: Vec<_> = (0..options.threads.max(1)).map(|_| scope.spawn(work)).collect();
+        for thread in threads {
+            thread.join().map_err(|_| anyhow::anyhow!("a thread of the storm panicked"))??;
+        }
+        Ok(())
+    })
+}
+
+fn tell_left_out(places: &Places, summary: &Summary) {
+    let mut left_out = lock(&summary.left_out);
+    if left_out.is_empty() && (places.grounds().len() < 3 || places.small_log().is_none()) {
+        left_out.push("no small file systems can be mounted here: nothing runs full".to_owned());
+    }
+}
+
+/// One chain; what goes wrong is noted, and its files are kept.
+fn one(
+    options: &Options,
+    summary: &Summary,
+    places: &Places,
+    log_option: &str,
+    seed: u64,
+) -> Result<()> {
+    places.clear().map_err(|fault| anyhow::anyhow!(fault.what))?;
+    let mut rng = Rng::new(seed);
+    let ground = rng.choose(&places.grounds());
+    let noted = Mutex::new(Vec::new());
+    let world = World {
+        binary: &options.binary,
+        log_option,
+        kinds: &options.kinds,
+        counts: &summary.counts,
+        places,
+        story: Story::begin(&places.run())?,
+        seed,
+        clients: 4,
+        run: places.run(),
+        log: places.log(),
+        images: places.images(ground),
+        ground,
+        noted: &noted,
+    };
+    let images = world.images.clone();
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| storm(world, &mut rng)));
+    let outcome = outcome.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        Err(story::trouble(text.unwrap_or_default()))
+    });
+    summary.counts.chains.add();
+    // What ended the chain tells most.
+    let Some(fault) = outcome.err().or_else(|| lock(&noted).pop()) else { return Ok(()) };
+    let kept = keep(options, places, &images, seed, &fault)?;
+    let replay =
+        format!("cargo xtask storm --chains 1 --seed {seed}{}", options.kinds.as_options());
+    lock(&summary.findings).push(Finding {
+        seed,
+        wrong: fault.wrong,
+        what: fault.what,
+        replay,
+        kept,
+    });
+    Ok(())
+}
+
+fn storm(world: World<'_>, rng: &mut Rng) -> Outcome {
+    let seed = world.seed;
+    world.story.tell(format_args!("seed {seed}, on {:?}", world.ground));
+    let mut chain = chain::build(world, rng)?;
+    for number in 0..rng.choose(&LIVES) {
+        chain.tell(format_args!("life {number}"));
+        // A step's dice do not depend on what came of the steps before.
+        let mut dice = Rng::for_part(seed, 2 * number + 1);
+        life::live(&mut chain, &mut dice)?;
+        let mut dice = Rng::for_part(seed, 2 * number + 2);
+        rest::rest(&mut chain, &mut dice)?;
+    }
+    chain.tell("the end");
+    life::live_in_peace(&mut chain, rng)?;
+    rest::look(&mut chain, rng, "the end")
+}
+
+/// Keeps what belongs to a chain that went wrong.
+fn keep(
+    options: &Options,
+    places: &Places,
+    images: &Path,
+    seed: u64,
+    fault: &Fault,
+) -> Result<PathBuf> {
+    std::fs::create_dir_all(&options.keep)?;
+    let (mut number, mut kept) = (1, options.keep.join(format!("seed-{seed}")));
+    while kept.exists() {
+        number += 1;
+        kept = options.keep.join(format!("seed-{seed}-{number}"));
+    }
+    std::fs::create_dir(&kept)?;
+    for folder in [images, &places.run(), &places.log()] {
+        // Sockets cannot be copied.
+        let _ = Command::new("cp")
+            .args(["-a", "--sparse=always", "--"])
+            .args([folder, &kept])
+            .stderr(std::process::Stdio::null())
+            .status();
+    }
+    std::fs::write(kept.join("fault"), format!("{}: {}\n", fault.wrong.name(), fault.what))?;
+    Ok(kept)
+}
+
+/// The option of `binary` that says where logs of writers are kept.
+fn log_option(binary: &Path) -> Result<&'static str> {
+    let said = command::finish(Command::new(binary).args(["help", "serve"]));
+    ensure!(said.status.success(), "{said}");
+    let options = ["--redo-dir", "--handover-dir"];
+    let option = options.into_iter().find(|option| said.stdout.contains(option));
+    option.context("mica has no option that says where its logs are kept")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

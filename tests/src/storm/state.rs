@@ -1,0 +1,44 @@
+//! What the storm knows of the files of a chain as they are now. A copy of the files has its own.
+
+use super::model::Model;
+use super::shape::Shape;
+use super::stamp::Seq;
+
+/// A layer, from the base up.
+#[derive(Clone, Debug)]
+pub(super) struct Layer {
+    pub(super) name: String,
+    /// `None` for a raw file.
+    pub(super) shape: Option<Shape>,
+}
+
+impl Layer {
+    pub(super) fn format(&self) -> &'static str {
+        if self.shape.is_some() { "qcow2" } else { "raw" }
+    }
+}
+
+/// An internal snapshot of the active layer.
+#[derive(Clone, Debug)]
+pub(super) struct Snapshot {
+    pub(super) name: String,
+    pub(super) content: Vec<Seq>,
+}
+
+/// All that belongs to what the files are now; a copy of the files has one of its own.
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    pub(super) layers: Vec<Layer>,
+    pub(super) model: Model,
+    pub(super) snapshots: Vec<Snapshot>,
+    /// A server was killed, and none has opened the image since.
+    pub(super) is_pending: bool,
+    /// What was not flushed may be lost by now.
+    pub(super) is_lossy: bool,
+    /// Another program wrote to the image since the server was killed.
+    pub(super) is_contested: bool,
+    /// The length that the disk has perhaps, beside the model's: somebody was killed over it.
+    pub(super) other_len: Option<u64>,
+    /// Clusters that leak at most; unknown after a kill.
+    pub(super) leaks: Option<u64>,
+}

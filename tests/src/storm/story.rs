@@ -1,0 +1,207 @@
+//! What happened in a storm: the steps of a chain, the counts of a run, and what was wrong.
+
+use std::fmt::Display;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What is wrong, in a word.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Wrong {
+    /// Something is in a sector that nobody wrote there.
+    Foreign,
+    /// What another program wrote durably is gone.
+    Undone,
+    /// What a flush promised is gone.
+    LostFlushed,
+    /// What was acknowledged is gone where it had to be kept.
+    LostAcknowledged,
+    /// Old or lost content came back.
+    CameBack,
+    /// Where unflushed writes may be lost, some are and some are not.
+    Mixed,
+    /// `qemu-img check` finds corruption.
+    Corrupt,
+    /// Clusters leak after a clean close.
+    Leak,
+    /// An internal snapshot does not hold what it held.
+    Snapshot,
+    /// The disk has another length than it may have.
+    Length,
+    /// A server that should serve does not start.
+    NotServed,
+    /// A plain start after a kill is refused.
+    Refused,
+    /// A server ended, or did not go on, by itself.
+    Died,
+    /// A server panicked.
+    Panicked,
+    /// A request failed that had no reason to.
+    Failed,
+    /// A take-over failed.
+    Takeover,
+    /// Something did not end in time.
+    Hang,
+    /// Another program cannot use the image.
+    Unusable,
+    /// The storm's own trouble.
+    Trouble,
+}
+
+impl Wrong {
+    /// In words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Foreign => "foreign content",
+            Self::Undone => "another program's write undone",
+            Self::LostFlushed => "flushed write lost",
+            Self::LostAcknowledged => "acknowledged write lost",
+            Self::CameBack => "lost write came back",
+            Self::Mixed => "mixture of two states",
+            Self::Corrupt => "corruption",
+            Self::Leak => "leak after a clean close",
+            Self::Snapshot => "internal snapshot changed",
+            Self::Length => "wrong length",
+            Self::NotServed => "not served",
+            Self::Refused => "refused start",
+            Self::Died => "server died",
+            Self::Panicked => "panic",
+            Self::Failed => "request failed",
+            Self::Takeover => "take-over failed",
+            Self::Hang => "hang",
+            Self::Unusable => "unusable by QEMU",
+            Self::Trouble => "trouble of the storm",
+        }
+    }
+}
+
+/// Something is wrong.
+#[derive(Clone, Debug)]
+pub(super) struct Fault {
+    pub(super) wrong: Wrong,
+    pub(super) what: String,
+}
+
+pub(super) type Outcome<T = ()> = Result<T, Fault>;
+
+impl Fault {
+    pub(super) fn new(wrong: Wrong, what: impl Into<String>) -> Self {
+        Self { wrong, what: what.into() }
+    }
+}
+
+impl From<std::io::Error> for Fault {
+    #[track_caller]
+    fn from(error: std::io::Error) -> Self {
+        trouble(error)
+    }
+}
+
+impl From<anyhow::Error> for Fault {
+    #[track_caller]
+    fn from(error: anyhow::Error) -> Self {
+        trouble(format!("{error:#}"))
+    }
+}
+
+/// What keeps the storm itself from going on.
+#[track_caller]
+pub(super) fn trouble(error: impl Display) -> Fault {
+    let at = std::panic::Location::caller();
+    Fault::new(Wrong::Trouble, format!("{error} ({}:{})", at.file(), at.line()))
+}
+
+macro_rules! counts {
+    ($($(#[doc = $doc:literal])+ $name:ident = $text:literal;)+) => {
+        /// What was counted in a run; all threads count together.
+        #[derive(Default, Debug)]
+        pub struct Counts { $($(#[doc = $doc])+ pub $name: Count),+ }
+
+        impl Counts {
+            /// All of them, with what they are called.
+            pub fn all(&self) -> Vec<(&'static str, u64)> {
+                vec![$(($text, self.$name.get())),+]
+            }
+        }
+    };
+}
+
+counts! {
+    /// Chains.
+    chains = "chains";
+    /// Lives of servers.
+    lives = "lives";
+    /// Requests of clients that were answered.
+    requests = "requests";
+    /// Flushes that were acknowledged.
+    flushes = "flushes";
+    /// Kills of a server that serves or starts.
+    kills = "kills";
+    /// Kills in a take-over.
+    takeover_kills = "kills in take-overs";
+    /// Live take-overs that succeeded.
+    takeovers = "take-overs";
+    /// Clean closes.
+    closes = "clean closes";
+    /// Disks that got another length.
+    resizes = "resizes";
+    /// Times that QEMU wrote to an image.
+    foreign = "foreign writes";
+    /// Of those, commits.
+    commits = "commits";
+    /// Internal snapshots made, gone back to, or deleted.
+    snapshots = "internal snapshots";
+    /// Copies put back.
+    copies = "copies put back";
+    /// Times that space ran out for a server.
+    full = "full file systems";
+    /// Starts after a kill of images that another program wrote meanwhile.
+    contested = "starts after a foreign write";
+    /// Starts at which unflushed writes were lost, as they may be.
+    lost = "lost, as allowed";
+    /// Of those, the ones of which the server said nothing.
+    silent = "lost without a word";
+    /// Plain starts that had to be tried again since the killed server still held the image.
+    refused = "starts tried again";
+    /// Checks by QEMU.
+    checks = "checks";
+    /// Full reads that were judged.
+    reads = "full reads judged";
+}
+
+/// A number that goes up.
+#[derive(Default, Debug)]
+pub struct Count(AtomicU64);
+
+impl Count {
+    /// One more.
+    pub(super) fn add(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How many.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The steps of one chain, in a file that is kept with its images when something is wrong.
+#[derive(Debug)]
+pub(super) struct Story(Mutex<File>);
+
+/// The file's name.
+pub(super) const STORY: &str = "steps.log";
+
+impl Story {
+    pub(super) fn begin(dir: &Path) -> std::io::Result<Self> {
+        File::create(dir.join(STORY)).map(|file| Self(Mutex::new(file)))
+    }
+
+    pub(super) fn tell(&self, step: impl Display) {
+        let mut file = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // A story that cannot be told fails no chain.
+        let _ = writeln!(file, "{step}");
+    }
+}
