@@ -15,7 +15,7 @@ use crate::{stats, systemd};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
 use mica_serve::nbd::{Export, Limits};
-use mica_serve::{Workers, fuse, nbd, vhost_user};
+use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
 use mica_stack::{Format, OpenDisk};
 use mica_store::Handles;
 use serde_json::{Map, Value};
@@ -129,7 +129,7 @@ impl Served {
         let mut held = self.held();
         let device = device_name(&config.name);
         match &config.vhost_user {
-            Some(path) => held.push(came.unix(device, path)?),
+            Some(path) => held.push(came.unix(device, path, SocketUsers::AsUmask)?),
             None => held.extend(came.named(&device).pop()),
         }
         held.extend(config.security().listen(&config.name, &config.nbd, came)?);

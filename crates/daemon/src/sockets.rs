@@ -7,7 +7,7 @@
 use crate::config::Config;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::Listener;
+use mica_serve::{Listener, SocketUsers};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -131,11 +131,11 @@ impl Sockets {
     /// The unix socket at `path`: one that came along, or a new one.
     ///
     /// # Errors
-    /// As [`Listener::unix`].
-    pub(crate) fn unix(&mut self, name: String, path: &Path) -> Result<Held> {
+    /// As [`Listener::unix_for`].
+    pub(crate) fn unix(&mut self, name: String, path: &Path, users: SocketUsers) -> Result<Held> {
         match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
             Some(held) => Ok(Held { name, ..held }),
-            None => Ok(Held::new(name, Origin::Here, Listener::unix(path)?)),
+            None => Ok(Held::new(name, Origin::Here, Listener::unix_for(path, users)?)),
         }
     }
 
