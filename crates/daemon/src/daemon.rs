@@ -16,7 +16,6 @@ use crate::takeover::Taking;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
 use mica_serve::fuse::Unmounter;
-use mica_store::HolderSearch;
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -94,8 +93,6 @@ impl Daemon {
             }
         };
         let came = Sockets::assign(came, &config)?;
-        // As long as images are opened.
-        let _searching = HolderSearch::start();
         sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
         let workers = Workers::start(threads, config.aio.backend())?;
         if config.disks.len() == 1 {
