@@ -189,6 +189,12 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
     Ok(ExitCode::SUCCESS)
 }
 
+/// What a server has another process of this program do.
+pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
+    mica_daemon::run_helper()?;
+    Ok(ExitCode::SUCCESS)
+}
+
 fn config(args: ServeArgs) -> Result<Config, Failure> {
     let mut config = match (&args.config, args.disk.image.clone()) {
         (Some(file), _) => Config::read(file)?,
@@ -200,6 +206,8 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
     config.metrics = args.metrics.or(config.metrics);
     config.metrics_public |= args.metrics_public;
     config.takeover = args.takeover;
+    // This very program, also where another has its name by now.
+    config.helper = Some(PathBuf::from("/proc/self/exe"));
     config.sandbox = args.sandbox.unwrap_or(config.sandbox);
     Ok(config)
 }

@@ -115,6 +115,10 @@ pub struct Config {
     /// Whether the process behind the control socket is taken over.
     #[serde(skip)]
     pub takeover: bool,
+    /// The program that calls [`crate::run_helper`] when it is started with
+    /// [`crate::HELPER_VERB`]: what a sandbox refuses is done by a process of it.
+    #[serde(skip)]
+    pub helper: Option<PathBuf>,
 }
 
 /// One disk, and where it is served.
@@ -240,6 +244,13 @@ impl Config {
         Ok(config)
     }
 
+    /// Bells of machines that may have to be rung at the same time.
+    pub(crate) fn doorbells(&self) -> usize {
+        let devices = self.disks.iter().filter(|disk| disk.vhost_user.is_some());
+        let queues = devices.map(|disk| usize::from(disk.num_queues.unwrap_or(QUEUES_DEFAULT)));
+        queues.sum::<usize>().min(DOORBELLS_MAX)
+    }
+
     fn resolve(&mut self, folder: &Path) {
         let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
         self.stats_file.iter_mut().for_each(resolve);
@@ -296,6 +307,8 @@ impl Config {
     }
 }
 
+/// Bells of which each has a ring of its own, that is a descriptor and some memory.
+const DOORBELLS_MAX: usize = 1024;
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
 

@@ -47,8 +47,8 @@ pub(crate) struct Served {
 pub(crate) struct Common {
     pub(crate) handles: Arc<Handles>,
     pub(crate) workers: Arc<Workers>,
-    /// Where a disk is served as a file.
-    pub(crate) unmounter: Option<Arc<fuse::Unmounter>>,
+    /// Who mounts files that disks are served as.
+    pub(crate) mounts: Arc<dyn fuse::Mounts>,
 }
 
 enum State {
@@ -179,7 +179,7 @@ impl Served {
                 },
             })?);
         }
-        if let (Some(file), Some(unmounter)) = (&config.fuse, &self.common.unmounter) {
+        if let Some(file) = &config.fuse {
             let is_file = !matches!(config.images().format()?, Format::Null);
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
@@ -188,7 +188,7 @@ impl Served {
                 discard: config.discard.into(),
                 allow_other: config.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(&self.common.workers),
-                unmounter: Arc::clone(unmounter),
+                mounts: Arc::clone(&self.common.mounts),
             })?);
         }
         if let (Some(chain), IndexMode::Auto) = (&self.opened().chain, config.index) {
