@@ -65,8 +65,11 @@ enum Reply {
     /// With that of a mount.
     Mounted {
         is_for_others: bool,
+        cleared: usize,
     },
     Unmounted,
+    /// After an answer with a descriptor: the helper has closed its own.
+    LetGo,
     Refused {
         kind: Kind,
         what: String,
@@ -178,22 +181,17 @@ impl Helper {
         };
         let socket = link.as_ref().ok_or_else(silent)?;
         send(socket, request, &[]).map_err(failed)?;
-        let mut fds = [PollFd::new(socket, PollFlags::IN)];
-        let answered = loop {
-            match poll(&mut fds, Some(&ANSWER_LIMIT)) {
-                Err(rustix::io::Errno::INTR) => {}
-                outcome => break outcome.is_ok_and(|count| count > 0),
+        let heard = hear(socket).and_then(|(reply, fds)| {
+            // The helper has a descriptor no more once it says so: what is mounted ends with us.
+            if !fds.is_empty() && !matches!(hear(socket), Some((Reply::LetGo, _))) {
+                return None;
             }
-        };
-        let received = receive_with_fds(socket, MESSAGE_BYTES_MAX);
-        let Ok((bytes, fds)) = received.and_then(|received| match answered {
-            true => Ok(received),
-            false => Err(rustix::io::Errno::TIMEDOUT),
-        }) else {
+            Some((reply, fds))
+        });
+        let Some((reply, fds)) = heard else {
             *link = None;
             return Err(silent());
         };
-        let reply: Reply = serde_json::from_slice(&bytes).map_err(|_| silent())?;
         match reply {
             Reply::Refused { kind, what } => {
                 let kind = match kind {
@@ -226,8 +224,8 @@ impl Mounts for Helper {
             image: request.image,
         };
         match self.ask(&request)? {
-            (Reply::Mounted { is_for_others }, Some(device)) => {
-                Ok(Mounted { device, is_for_others })
+            (Reply::Mounted { is_for_others, cleared }, Some(device)) => {
+                Ok(Mounted { device, is_for_others, cleared })
             }
             _ => Err(nonsense()),
         }
@@ -239,6 +237,22 @@ impl Mounts for Helper {
             _ => Err(nonsense()),
         }
     }
+}
+
+/// The next answer, if it comes in time.
+fn hear(socket: &OwnedFd) -> Option<(Reply, Vec<OwnedFd>)> {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    let count = loop {
+        match poll(&mut fds, Some(&ANSWER_LIMIT)) {
+            Err(rustix::io::Errno::INTR) => {}
+            outcome => break outcome.ok()?,
+        }
+    };
+    if count == 0 {
+        return None;
+    }
+    let (bytes, fds) = receive_with_fds(socket, MESSAGE_BYTES_MAX).ok()?;
+    Some((serde_json::from_slice(&bytes).ok()?, fds))
 }
 
 fn nonsense() -> Error {

@@ -7,7 +7,7 @@ use crate::messages::receive_with_fds;
 use crate::sandbox;
 use crate::takeover::{MEETING_FOLDER, MEETING_SOCKET};
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::fuse::{AllowOther, MountRequest, Mounts, MountsHere};
+use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::os::fd::{AsFd, OwnedFd};
@@ -47,7 +47,13 @@ pub fn run_helper() -> Result<()> {
             };
             (Reply::Refused { kind, what: in_one_line(&error) }, None)
         });
-        if send(&link, &reply, fd.as_slice()).is_err() {
+        let has_fd = fd.is_some();
+        let mut sent = send(&link, &reply, fd.as_slice());
+        drop(fd);
+        if has_fd {
+            sent = sent.and_then(|()| send(&link, &Reply::LetGo, &[]));
+        }
+        if sent.is_err() {
             return Ok(());
         }
     }
@@ -100,8 +106,8 @@ fn answer(
                 Others::Auto => AllowOther::Auto,
             };
             let request = MountRequest { file: file(number)?, is_writable, allow_other, image };
-            let mounted = mounts.mount(&request)?;
-            (Reply::Mounted { is_for_others: mounted.is_for_others }, Some(mounted.device))
+            let Mounted { device, is_for_others, cleared } = mounts.mount(&request)?;
+            (Reply::Mounted { is_for_others, cleared }, Some(device))
         }
         Request::Unmount { file: number } => {
             mounts.unmount(&file(number)?)?;

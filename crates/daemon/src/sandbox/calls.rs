@@ -156,7 +156,7 @@ fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
         | libc::CLONE_NEWCGROUP;
     let thread = all([has(0, spaces | libc::CLONE_THREAD, libc::CLONE_THREAD)])?;
     rules.insert(libc::SYS_clone, vec![thread]);
-    rules.insert(libc::SYS_prctl, any(0, &[libc::PR_SET_NAME, libc::PR_GET_NAME, PR_SET_VMA])?);
+    rules.insert(libc::SYS_prctl, any(0, PRCTLS)?);
     // Ending itself, as an abort does.
     let own = libc::c_int::try_from(std::process::id()).unwrap_or_default();
     rules.insert(libc::SYS_tgkill, vec![all([is(0, own)])?]);
@@ -218,8 +218,6 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
 
 /// The bits of a socket's type that are no flags.
 const SOCKET_KIND: libc::c_int = 0xf;
-/// Of Linux: an area of memory gets a name, as the library's allocator has it.
-const PR_SET_VMA: libc::c_int = 0x5356_4d41;
 /// IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD of Linux.
 const RING_REGISTERS: &[libc::c_int] = &[4, 5];
 
@@ -235,6 +233,10 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_ADD_SEALS,
     libc::F_GET_SEALS,
 ];
+
+/// Names of threads; PR_SET_VMA of Linux, by which an allocator names its memory, and PR_GET_AUXV,
+/// by which a library learns what the kernel said at the start.
+const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, 0x5356_4d41, 0x4155_5856];
 
 /// FIONBIO, BLKSSZGET, BLKGETSIZE64 and TCGETS of Linux.
 const IOCTLS: &[libc::c_int] = &[0x5421, 0x1268, 0x8008_1272_u32.cast_signed(), 0x5401];

@@ -47,12 +47,13 @@ const LIVING_LIMIT: Duration = Duration::from_secs(5);
 /// Symbolic links that lead from one to the next.
 const LINKS_MAX: usize = 40;
 
-/// Finds the file that `file` names and clears dead mounts from it.
+/// Finds the file that `file` names and clears dead mounts from it: how many.
 ///
 /// # Errors
 /// `Denied` if a server serves there; `Invalid` if it is no regular file.
-pub(super) fn prepare(file: &Path) -> Result<PathBuf> {
+pub(super) fn prepare(file: &Path) -> Result<(PathBuf, usize)> {
     let path = resolve(file).map_err(|error| looking_at(file, error))?;
+    let mut cleared = 0;
     for _ in 0..DEAD_MAX {
         let Some(entry) = top(&path)? else { break };
         match probe(&path) {
@@ -63,14 +64,14 @@ pub(super) fn prepare(file: &Path) -> Result<PathBuf> {
             }
         }
         MountPoint { path: path.clone(), id: Some(entry.id) }.unmount()?;
-        tracing::info!(file = %path.display(), "the mount of a server that is gone was cleared");
+        cleared += 1;
     }
     let found = path.metadata().map_err(|error| looking_at(&path, error))?;
     if !found.is_file() {
         let context = format!("{} is not a regular file to be mounted over", path.display());
         return Err(Error::new(ErrorKind::Invalid, context));
     }
-    Ok(path)
+    Ok((path, cleared))
 }
 
 fn looking_at(path: &Path, error: io::Error) -> Error {
@@ -369,7 +370,7 @@ mod tests {
         std::os::unix::fs::symlink("file", at("link")).expect("linked");
         std::os::unix::fs::symlink("circle", at("circle")).expect("linked");
 
-        let found = prepare(&at("link")).expect("a file");
+        let (found, _) = prepare(&at("link")).expect("a file");
         assert_eq!(found, at("file").canonicalize().expect("there"));
         assert!(prepare(&at("circle")).is_err());
     }

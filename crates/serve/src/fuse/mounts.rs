@@ -32,6 +32,8 @@ pub struct Mounted {
     pub device: OwnedFd,
     /// Whether others than this user may use it.
     pub is_for_others: bool,
+    /// Mounts of servers that are gone, which were taken away before.
+    pub cleared: usize,
 }
 
 /// Who mounts.
@@ -63,7 +65,7 @@ impl Mounts for MountsHere {
         mount::check_name(file)?;
         // Two servers that find no other must not both mount.
         let _alone = lock_directory(file).map_err(failed)?;
-        let path = mount::prepare(file)?;
+        let (path, cleared) = mount::prepare(file)?;
         if request.image.is_some() && request.image == mount::identity(&path).ok() {
             let context =
                 format!("{}: an image cannot be mounted over by its disk", path.display());
@@ -71,7 +73,7 @@ impl Mounts for MountsHere {
         }
         let attempt = |is_for_others| {
             let device = mount::mount_over(&path, request.is_writable, is_for_others)?;
-            Ok(Mounted { device, is_for_others })
+            Ok(Mounted { device, is_for_others, cleared })
         };
         let mounted = match request.allow_other {
             AllowOther::On => attempt(true),

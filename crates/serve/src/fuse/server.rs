@@ -80,6 +80,10 @@ impl Server {
             allow_other,
             image: identity,
         })?;
+        if mounted.cleared > 0 {
+            let file = file.display();
+            tracing::info!(%file, "the mount of a server that is gone was cleared");
+        }
         let others = if mounted.is_for_others { Others::Allowed } else { Others::Denied };
         let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
         let export = Arc::new(Export {
