@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 /// What is said of one disk, and has a key of its own in a configuration.
-const OF_ONE_DISK: [&str; 33] = [
+const OF_ONE_DISK: [&str; 34] = [
     "nbd",
     "tls",
     "tls_certificates",
@@ -42,6 +42,7 @@ const OF_ONE_DISK: [&str; 33] = [
     "stats_file",
     "image",
     "format",
+    "names",
     "allow_path",
     "cache",
     "force_share",

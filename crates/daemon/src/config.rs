@@ -14,7 +14,7 @@
 
 mod idle;
 
-use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
+use crate::images::{Aio, Cache, ImageConfig, Size, is_word, shared_memory};
 use crate::sandbox::SandboxMode;
 use crate::systemd::sockets_come_along;
 use crate::tls::{Security, TlsMode, VerifyPeer};
@@ -23,7 +23,7 @@ use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::AllowOther;
 use mica_serve::{Discard, Rates};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -187,7 +187,10 @@ pub struct DiskConfig {
     /// Format of the image.
     #[serde(default = "qcow2")]
     pub format: String,
-    /// Directories whose files images may name, besides their own.
+    /// Which files images may name: `none`, `beside`, or directories.
+    #[serde(default, deserialize_with = "one_or_many")]
+    pub names: Vec<PathBuf>,
+    /// Directories whose files they may name besides.
     #[serde(default)]
     pub allow_path: Vec<PathBuf>,
     /// How images are read.
@@ -216,6 +219,22 @@ pub(crate) const CLIENTS_DEFAULT: usize = 256;
 
 fn qcow2() -> String {
     "qcow2".to_owned()
+}
+
+/// A list, or the only thing on it.
+fn one_or_many<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Vec<PathBuf>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Said {
+        One(PathBuf),
+        Many(Vec<PathBuf>),
+    }
+    Ok(match Said::deserialize(deserializer)? {
+        Said::One(one) => vec![one],
+        Said::Many(many) => many,
+    })
 }
 
 fn cache_size() -> Size {
@@ -351,6 +370,7 @@ impl DiskConfig {
             bps: Size(0),
             bps_burst: Size(0),
             format: qcow2(),
+            names: Vec::new(),
             allow_path: Vec::new(),
             cache: Cache::default(),
             force_share: false,
@@ -366,6 +386,7 @@ impl DiskConfig {
     pub fn with_images(self, images: ImageConfig) -> Self {
         let ImageConfig {
             format,
+            names,
             allow_path,
             cache,
             force_share,
@@ -376,6 +397,7 @@ impl DiskConfig {
         } = images;
         Self {
             format,
+            names,
             allow_path,
             cache,
             force_share,
@@ -400,6 +422,7 @@ impl DiskConfig {
         self.tls_certificates.iter_mut().for_each(resolve);
         self.vhost_user.iter_mut().for_each(resolve);
         self.fuse.iter_mut().for_each(resolve);
+        self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
         self.index_dir.iter_mut().for_each(resolve);
         if self.handover_dir.as_os_str() != "off" {
@@ -416,6 +439,7 @@ impl DiskConfig {
     pub(crate) fn images(&self) -> ImageConfig {
         ImageConfig {
             format: self.format.clone(),
+            names: self.names.clone(),
             allow_path: self.allow_path.clone(),
             cache: self.cache,
             force_share: self.force_share,

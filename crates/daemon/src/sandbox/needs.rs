@@ -80,7 +80,8 @@ impl Needs {
             folders |= REPLACE;
         }
         // An image that is not there is told by who opens it.
-        let allowed = mica_stack::allowed_places(&disk.image, &disk.allow_path);
+        let (names, given) = disk.images().named_files()?;
+        let allowed = mica_stack::allowed_places(&disk.image, names, &given);
         for folder in allowed.unwrap_or_default() {
             self.allow(&folder, folders);
         }
