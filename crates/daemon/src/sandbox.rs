@@ -13,9 +13,9 @@
 //!
 //! Invariants
 //! - I1 It is entered after the configuration is read, and closed before an image is.
-//! - I2 No thread of the process is outside: those that serve are started by one that is inside, and
-//!   the filters of system calls come to all that there are. What has to be done outside is done by
-//!   another process ([`crate::helper`]).
+//! - I2 No thread of the process is outside: those that serve are started by one that is inside,
+//!   and the filters of system calls come to all that there are. What has to be done outside is
+//!   done by another process ([`crate::helper`]).
 //! - I3 A system call that is refused returns an error and does not end a server that people use: a
 //!   library that tries something that is not needed must not cost a guest its disk.
 //! - I4 What io_uring does is not seen by seccomp. So there are only rings that were made before,

@@ -1,8 +1,8 @@
 //! Where clients connect: sockets that are bound and listening.
 //!
 //! A unix socket's file is there from `bind` on, and refuses who connects until `listen`: whoever
-//! waits for the file would be turned away. So a socket is bound to another name in the same folder,
-//! listens, and only then gets its own name. The kernel goes on calling it by the first one
+//! waits for the file would be turned away. So a socket is bound to another name in the same
+//! folder, listens, and only then gets its own name. The kernel goes on calling it by the first one
 //! ([`bound_name`]), which is how a process that inherits it comes to know where it is.
 //!
 //! Invariants

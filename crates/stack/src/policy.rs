@@ -28,8 +28,8 @@ pub enum Names {
     Beside,
     /// No others.
     Given,
-    /// None at all, whatever else is given: in a directory that holds images of several owners, the
-    /// image of one could name that of another.
+    /// None at all, whatever else is given: in a directory that holds images of several owners,
+    /// the image of one could name that of another.
     None,
 }
 
@@ -43,8 +43,8 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    /// The policy for the image that the user `named`, whose layers may name these, and what lies in
-    /// `allow_paths`.
+    /// The policy for the image that the user `named`, whose layers may name these, and what lies
+    /// in `allow_paths`.
     pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
         let mut policy = Self { named: absolute(named)?, names, allowed: Vec::new() };
         if names == Names::None {
@@ -93,8 +93,8 @@ impl Policy {
         if self.names == Names::None {
             // Before anything is looked at, so that an image cannot ask what there is.
             let what = format!(
-                "{} names the file {name:?}, and --names none lets images name no files: if it may, \
-                 give --names beside, or --names DIRECTORY",
+                "{} names the file {name:?}, and --names none lets images name no files: if it \
+                 may, give --names beside, or --names DIRECTORY",
                 referrer.display()
             );
             return Err(Error::new(ErrorKind::Denied, what));

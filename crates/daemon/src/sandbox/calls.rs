@@ -1,8 +1,8 @@
 //! The system calls that are left to a server, and to its helper. There is no other.
 //!
-//! Two filters, of which the kernel takes the stricter word. One lets the listed calls through, some
+//! Filters of which the kernel takes the stricter word. One lets the listed calls through, some
 //! with certain arguments only; what it does not know does not exist (ENOSYS), so that a library
-//! takes the older way. The other says EPERM to calls that are known and are not for a server.
+//! takes the older way. Another says EPERM to calls that are known and are not for a server.
 //!
 //! In a build with assertions a call that neither filter knows ends the process: a call that mica
 //! makes itself must not go unnoticed in tests.
