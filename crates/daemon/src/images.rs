@@ -114,8 +114,7 @@ pub(crate) fn is_word(name: &Path) -> bool {
 pub struct ImageConfig {
     /// Format of the image.
     pub format: String,
-    /// Which files images may name: [`NAMES_NONE`], [`NAMES_BESIDE`], directories; nothing is the
-    /// latter of the words.
+    /// Which files images may name: `none`, `beside`, directories; of nothing it is `beside`.
     pub names: Vec<PathBuf>,
     /// Directories whose files they may name besides.
     pub allow_path: Vec<PathBuf>,
