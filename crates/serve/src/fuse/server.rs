@@ -153,11 +153,11 @@ fn take_requests(
 }
 
 /// The kernel's end of a mount, to be asked whether that is still there.
-struct Device(Mutex<Option<OwnedFd>>);
+pub(super) struct Device(Mutex<Option<OwnedFd>>);
 
 impl Device {
     /// Whether nothing is mounted any more. Then the kernel gives the mount's numbers to others.
-    fn is_unmounted(&self) -> bool {
+    pub(super) fn is_unmounted(&self) -> bool {
         let device = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(device) = &*device else { return false };
         let mut fds = [PollFd::new(device, PollFlags::empty())];
@@ -176,7 +176,7 @@ pub struct Running {
     /// `None` once stopped.
     file: Option<PathBuf>,
     mounts: Arc<dyn Mounts>,
-    device: Arc<Device>,
+    pub(super) device: Arc<Device>,
     ended: mpsc::Receiver<()>,
     /// They live as long as there is work for them.
     _workers: Arc<Workers>,
