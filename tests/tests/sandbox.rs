@@ -85,6 +85,9 @@ fn what_is_outside_is_another_process_with_few_calls_of_its_own() {
     let options = ["--fuse", &name, "--sandbox", "require"];
     let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
     let server = server.expect("served");
+    // NBD is served first.
+    let is_disk = || fs::metadata(&file).is_ok_and(|found| found.len() == 8 << 20).then_some(());
+    clock::poll(NAMED_MAX, Duration::from_millis(1), is_disk).expect("mounted");
     let mut head = [0; 4096];
     std::os::unix::fs::FileExt::read_exact_at(&fs::File::open(&file).expect("there"), &mut head, 0)
         .expect("read");
