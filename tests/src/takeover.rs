@@ -149,13 +149,15 @@ impl Channel {
     /// # Errors
     /// What it says if it refuses.
     pub fn take(dir: &Path) -> Result<(Self, Vec<OwnedFd>)> {
-        let path = dir.join(format!("meeting-{}", std::process::id()));
+        let folder = dir.join(format!("mica-takeover-{}-test", std::process::id()));
+        fs::create_dir(&folder)?;
+        let path = folder.join("socket");
         let listener = seqpacket()?;
         rustix::net::bind(&listener, &SocketAddrUnix::new(&path)?)?;
         rustix::net::listen(&listener, 1)?;
         let (status, body) =
             post(&dir.join("control"), "/v1/takeover", &json!({ "socket": path }).to_string())?;
-        fs::remove_file(&path)?;
+        fs::remove_dir_all(&folder)?;
         ensure!(status == 200, "{status}: {body}");
         let channel = Self(rustix::net::accept_with(&listener, SocketFlags::CLOEXEC)?);
         let mut sockets = Vec::new();

@@ -11,7 +11,7 @@ use crate::resize::ResizeArgs;
 use crate::serve::ServeArgs;
 use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use mica_daemon::LogLevel;
+use mica_daemon::{HELPER_VERB, LogLevel};
 use std::path::PathBuf;
 
 /// Virtual disks whose speed, memory and snapshot cost do not depend on how many snapshots lie
@@ -53,6 +53,9 @@ pub(crate) enum Verb {
     Index(IndexArgs),
     /// Make chains for tests and measurements.
     Gen(GenArgs),
+    /// Do for a server what its sandbox refuses it. Started by servers alone.
+    #[command(hide = true, name = HELPER_VERB)]
+    Helper,
 }
 
 /// How results are printed.

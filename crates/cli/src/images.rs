@@ -13,7 +13,14 @@ pub(crate) struct ImageArgs {
     /// Format of the image: qcow2, raw, or null (a disk of zeros; IMAGE is its size).
     #[arg(short = 'f', long, default_value = "qcow2", value_name = "FORMAT")]
     pub(crate) format: String,
-    /// Let images name files in this directory and below, besides their own. Can be repeated.
+    /// Which files images may name, as their backing or data file: those beside them, that is in
+    /// the image's own directory and below, which is the default; none; or those in this directory
+    /// and below, and no others. Can be repeated. In a directory that holds images of several
+    /// owners "none" is the only safe choice: an image could name that of another owner.
+    #[arg(long, value_name = "none|beside|DIRECTORY")]
+    names: Vec<PathBuf>,
+    /// Let images name files in this directory and below, besides those of --names. Can be
+    /// repeated.
     #[arg(long, value_name = "DIRECTORY")]
     allow_path: Vec<PathBuf>,
     /// How images are read: through the page cache, or past it (O_DIRECT).
@@ -47,6 +54,7 @@ impl ImageArgs {
     pub(crate) fn config(&self) -> ImageConfig {
         ImageConfig {
             format: self.format.clone(),
+            names: self.names.clone(),
             allow_path: self.allow_path.clone(),
             cache: self.cache,
             force_share: self.force_share,

@@ -60,6 +60,7 @@ fn main() -> ExitCode {
         Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args.verb),
         Verb::Gen(args) => generate::run(&args.verb),
+        Verb::Helper => serve::run_helper(),
     };
     outcome.unwrap_or_else(|failure: Failure| failure.report())
 }

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 /// What is said of one disk, and has a key of its own in a configuration.
-const OF_ONE_DISK: [&str; 33] = [
+const OF_ONE_DISK: [&str; 34] = [
     "nbd",
     "tls",
     "tls_certificates",
@@ -42,6 +42,7 @@ const OF_ONE_DISK: [&str; 33] = [
     "stats_file",
     "image",
     "format",
+    "names",
     "allow_path",
     "cache",
     "force_share",
@@ -189,6 +190,12 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
     Ok(ExitCode::SUCCESS)
 }
 
+/// What a server has another process of this program do.
+pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
+    mica_daemon::run_helper()?;
+    Ok(ExitCode::SUCCESS)
+}
+
 fn config(args: ServeArgs) -> Result<Config, Failure> {
     let mut config = match (&args.config, args.disk.image.clone()) {
         (Some(file), _) => Config::read(file)?,
@@ -200,6 +207,8 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
     config.metrics = args.metrics.or(config.metrics);
     config.metrics_public |= args.metrics_public;
     config.takeover = args.takeover;
+    // This very program, also where another has its name by now.
+    config.helper = Some(PathBuf::from("/proc/self/exe"));
     config.sandbox = args.sandbox.unwrap_or(config.sandbox);
     Ok(config)
 }

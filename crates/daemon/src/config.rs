@@ -14,7 +14,7 @@
 
 mod idle;
 
-use crate::images::{Aio, Cache, ImageConfig, Size, shared_memory};
+use crate::images::{Aio, Cache, ImageConfig, Size, is_word, shared_memory};
 use crate::sandbox::SandboxMode;
 use crate::systemd::sockets_come_along;
 use crate::tls::{Security, TlsMode, VerifyPeer};
@@ -23,7 +23,7 @@ use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::AllowOther;
 use mica_serve::{Discard, Rates};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -115,6 +115,10 @@ pub struct Config {
     /// Whether the process behind the control socket is taken over.
     #[serde(skip)]
     pub takeover: bool,
+    /// The program that calls [`crate::run_helper`] when it is started with
+    /// [`crate::HELPER_VERB`]: what a sandbox refuses is done by a process of it.
+    #[serde(skip)]
+    pub helper: Option<PathBuf>,
 }
 
 /// One disk, and where it is served.
@@ -183,7 +187,10 @@ pub struct DiskConfig {
     /// Format of the image.
     #[serde(default = "qcow2")]
     pub format: String,
-    /// Directories whose files images may name, besides their own.
+    /// Which files images may name: `none`, `beside`, or directories.
+    #[serde(default, deserialize_with = "one_or_many")]
+    pub names: Vec<PathBuf>,
+    /// Directories whose files they may name besides.
     #[serde(default)]
     pub allow_path: Vec<PathBuf>,
     /// How images are read.
@@ -214,6 +221,22 @@ fn qcow2() -> String {
     "qcow2".to_owned()
 }
 
+/// A list, or the only thing on it.
+fn one_or_many<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Vec<PathBuf>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Said {
+        One(PathBuf),
+        Many(Vec<PathBuf>),
+    }
+    Ok(match Said::deserialize(deserializer)? {
+        Said::One(one) => vec![one],
+        Said::Many(many) => many,
+    })
+}
+
 fn cache_size() -> Size {
     Size(32 << 20)
 }
@@ -238,6 +261,13 @@ impl Config {
         config.resolve(folder.parent().unwrap_or(Path::new("/")));
         config.check().map_err(|error| error.wrap(named()))?;
         Ok(config)
+    }
+
+    /// Bells of machines that may have to be rung at the same time.
+    pub(crate) fn doorbells(&self) -> usize {
+        let devices = self.disks.iter().filter(|disk| disk.vhost_user.is_some());
+        let queues = devices.map(|disk| usize::from(disk.num_queues.unwrap_or(QUEUES_DEFAULT)));
+        queues.sum::<usize>().min(DOORBELLS_MAX)
     }
 
     fn resolve(&mut self, folder: &Path) {
@@ -296,6 +326,8 @@ impl Config {
     }
 }
 
+/// Bells of which each has a ring of its own, that is a descriptor and some memory.
+const DOORBELLS_MAX: usize = 1024;
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
 
@@ -338,6 +370,7 @@ impl DiskConfig {
             bps: Size(0),
             bps_burst: Size(0),
             format: qcow2(),
+            names: Vec::new(),
             allow_path: Vec::new(),
             cache: Cache::default(),
             force_share: false,
@@ -353,6 +386,7 @@ impl DiskConfig {
     pub fn with_images(self, images: ImageConfig) -> Self {
         let ImageConfig {
             format,
+            names,
             allow_path,
             cache,
             force_share,
@@ -363,6 +397,7 @@ impl DiskConfig {
         } = images;
         Self {
             format,
+            names,
             allow_path,
             cache,
             force_share,
@@ -387,6 +422,7 @@ impl DiskConfig {
         self.tls_certificates.iter_mut().for_each(resolve);
         self.vhost_user.iter_mut().for_each(resolve);
         self.fuse.iter_mut().for_each(resolve);
+        self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
         self.index_dir.iter_mut().for_each(resolve);
         if self.handover_dir.as_os_str() != "off" {
@@ -403,6 +439,7 @@ impl DiskConfig {
     pub(crate) fn images(&self) -> ImageConfig {
         ImageConfig {
             format: self.format.clone(),
+            names: self.names.clone(),
             allow_path: self.allow_path.clone(),
             cache: self.cache,
             force_share: self.force_share,

@@ -7,16 +7,16 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch, Places};
+use crate::helper::{Helper, Outside};
 use crate::images::ImageConfig;
-use crate::sandbox::{self, Needs};
+use crate::sandbox::{Needs, Sandbox, SandboxMode};
 use crate::served::{Common, Served};
 use crate::sockets::{Held, Origin, Sockets};
 use crate::systemd::{self, Watchdog};
 use crate::takeover::Taking;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
-use mica_serve::fuse::Unmounter;
-use mica_store::HolderSearch;
+use mica_store::{Holder, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -55,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) served: Vec<Served>,
     /// Closing it ends the process, as a signal does.
     pub(crate) ending: Handle,
+    /// Who does what it may not do.
+    pub(crate) outside: Outside,
     /// Held by who hands all of it over to another process, and by who stops it: one at a time.
     pub(crate) handing_over: Mutex<()>,
     /// Whether somebody wants it stopped.
@@ -80,8 +82,7 @@ impl Daemon {
         let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
         let handles = ImageConfig::handles();
         let stats_file = config.stats_file.as_deref().map(StatsFile::open).transpose()?;
-        let has_files = config.disks.iter().any(|disk| disk.fuse.is_some());
-        let unmounter = has_files.then(Unmounter::start).transpose()?;
+        systemd::connect()?;
         let (taking, came) = match (config.takeover, &config.control) {
             (false, _) => (None, systemd::sockets()?),
             (true, Some(control)) => {
@@ -94,10 +95,14 @@ impl Daemon {
             }
         };
         let came = Sockets::assign(came, &config)?;
-        // As long as images are opened.
-        let _searching = HolderSearch::start();
-        sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
+        came.clear_places(&config)?;
+        let outside = outside(&config)?;
+        let sandbox = Sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
         let workers = Workers::start(threads, config.aio.backend())?;
+        if config.sandbox != SandboxMode::Off {
+            mica_rt::prepare_doorbells(config.doorbells());
+        }
+        sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
             for worker in workers.handles() {
@@ -110,8 +115,9 @@ impl Daemon {
         let mut is_called_off = || signals.pending().next().is_some();
         let closed = taking.as_ref().map(|taking| taking.wait_until_closed(&mut is_called_off));
         let patience = closed.transpose()?.unwrap_or_default();
-        let mut shared = Shared::new(signals.handle(), watch_period);
-        let common = Common { handles, workers, unmounter };
+        let mounts = outside.mounts();
+        let mut shared = Shared::new(signals.handle(), watch_period, outside);
+        let common = Common { handles, workers, mounts };
         let served = shared.serve(config, &common, came, patience);
         let shared = Arc::new(shared);
         let begun = served.and_then(|came| {
@@ -165,6 +171,21 @@ impl Daemon {
     }
 }
 
+/// Who does what this process may not do once it is in its sandbox.
+fn outside(config: &Config) -> Result<Outside> {
+    let (SandboxMode::On | SandboxMode::Require, Some(program)) = (config.sandbox, &config.helper)
+    else {
+        return Ok(Outside::Here(Arc::default()));
+    };
+    let files = config.disks.iter().filter_map(|disk| disk.fuse.clone());
+    let helper = Helper::start(program, files.collect())?;
+    let asked = Arc::downgrade(&helper);
+    search_holders_with(move |question| {
+        asked.upgrade().map_or(Holder::Unknown, |helper| helper.holder(question))
+    });
+    Ok(Outside::Helper(helper))
+}
+
 impl StatsFile {
     /// Finds out that it cannot be written before there is anything to write.
     fn open(path: &Path) -> Result<Self> {
@@ -186,10 +207,11 @@ fn writing(path: &Path, error: std::io::Error) -> Error {
 }
 
 impl Shared {
-    fn new(ending: Handle, watch_period: Option<Duration>) -> Self {
+    fn new(ending: Handle, watch_period: Option<Duration>, outside: Outside) -> Self {
         Self {
             served: Vec::new(),
             ending,
+            outside,
             handing_over: Mutex::default(),
             is_stopping: AtomicBool::new(false),
             is_handed_over: AtomicBool::new(false),

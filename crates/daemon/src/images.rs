@@ -4,11 +4,12 @@ use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
 use mica_rt::Backend;
-use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, SidecarPlace, parse_size};
+use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, Names, SidecarPlace, parse_size};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
 use serde::{Deserialize, Deserializer};
+use std::ffi::OsStr;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -98,12 +99,24 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
+/// Images name no files.
+pub(crate) const NAMES_NONE: &str = "none";
+/// They name what lies in their own directory and below.
+pub(crate) const NAMES_BESIDE: &str = "beside";
+
+/// Whether a part of `names` is a word and not a directory.
+pub(crate) fn is_word(name: &Path) -> bool {
+    [NAMES_NONE, NAMES_BESIDE].map(OsStr::new).contains(&name.as_os_str())
+}
+
 /// How images are opened. The words are those of the command line.
 #[derive(Clone, Debug)]
 pub struct ImageConfig {
     /// Format of the image.
     pub format: String,
-    /// Directories whose files images may name, besides their own.
+    /// Which files images may name: `none`, `beside`, directories; of nothing it is `beside`.
+    pub names: Vec<PathBuf>,
+    /// Directories whose files they may name besides.
     pub allow_path: Vec<PathBuf>,
     /// How images are read.
     pub cache: Cache,
@@ -134,7 +147,7 @@ impl ImageConfig {
     /// `Invalid` if a fault is not understood.
     pub fn image_options(&self, handles: Arc<Handles>) -> Result<ImageOptions> {
         let mut options = ImageOptions::new(handles);
-        options.allow_paths.clone_from(&self.allow_path);
+        (options.names, options.allow_paths) = self.named_files()?;
         options.cache = match self.cache {
             Cache::Writeback => CacheMode::Writeback,
             Cache::None => CacheMode::None,
@@ -161,6 +174,25 @@ impl ImageConfig {
             options.faults.push(fault.parse::<Fault>()?);
         }
         Ok(options)
+    }
+
+    /// Which files images may name, and in which directories besides.
+    ///
+    /// # Errors
+    /// `Invalid` if what was said contradicts itself.
+    pub(crate) fn named_files(&self) -> Result<(Names, Vec<PathBuf>)> {
+        let has = |word: &str| self.names.iter().any(|name| name.as_os_str() == word);
+        if has(NAMES_NONE) {
+            if self.names.len() > 1 || !self.allow_path.is_empty() {
+                let what = "--names none lets images name no files: leave out what allows some";
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            return Ok((Names::None, Vec::new()));
+        }
+        let is_beside = self.names.is_empty() || has(NAMES_BESIDE);
+        let names = if is_beside { Names::Beside } else { Names::Given };
+        let given = self.names.iter().filter(|name| !is_word(name));
+        Ok((names, given.chain(&self.allow_path).cloned().collect()))
     }
 
     /// How a chain is opened.

@@ -6,6 +6,7 @@
 //!   └ daemon     all of it, from start to end    signals, control
 //!       ├ control    status, figures, and what can be told       a thread of its own
 //!       ├ sandbox    what the process may still do
+//!       ├ helper     a process that does what this one may not do any more
 //!       ├ systemd    readiness, watchdog, sockets that come along and are stored
 //!       ├ takeover   sockets and disks go from one process to the next
 //!       └ served     one disk: image, servers, index
@@ -14,8 +15,10 @@
 mod config;
 mod control;
 mod daemon;
+mod helper;
 mod images;
 mod indexer;
+mod messages;
 mod remains;
 mod sandbox;
 mod served;
@@ -29,6 +32,7 @@ mod ublk;
 pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
+pub use helper::{HELPER_VERB, run_helper};
 pub use images::{Aio, Cache, ImageConfig, Size};
 pub use sandbox::SandboxMode;
 pub use systemd::sockets_come_along;

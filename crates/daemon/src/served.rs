@@ -15,7 +15,7 @@ use crate::{stats, systemd};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::IndexUse;
 use mica_serve::nbd::{Export, Limits};
-use mica_serve::{Workers, fuse, nbd, vhost_user};
+use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
 use mica_stack::{Format, OpenDisk};
 use mica_store::Handles;
 use serde_json::{Map, Value};
@@ -47,8 +47,8 @@ pub(crate) struct Served {
 pub(crate) struct Common {
     pub(crate) handles: Arc<Handles>,
     pub(crate) workers: Arc<Workers>,
-    /// Where a disk is served as a file.
-    pub(crate) unmounter: Option<Arc<fuse::Unmounter>>,
+    /// Who mounts files that disks are served as.
+    pub(crate) mounts: Arc<dyn fuse::Mounts>,
 }
 
 enum State {
@@ -129,7 +129,7 @@ impl Served {
         let mut held = self.held();
         let device = device_name(&config.name);
         match &config.vhost_user {
-            Some(path) => held.push(came.unix(device, path)?),
+            Some(path) => held.push(came.unix(device, path, SocketUsers::AsUmask)?),
             None => held.extend(came.named(&device).pop()),
         }
         held.extend(config.security().listen(&config.name, &config.nbd, came)?);
@@ -179,7 +179,7 @@ impl Served {
                 },
             })?);
         }
-        if let (Some(file), Some(unmounter)) = (&config.fuse, &self.common.unmounter) {
+        if let Some(file) = &config.fuse {
             let is_file = !matches!(config.images().format()?, Format::Null);
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
@@ -188,7 +188,7 @@ impl Served {
                 discard: config.discard.into(),
                 allow_other: config.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(&self.common.workers),
-                unmounter: Arc::clone(unmounter),
+                mounts: Arc::clone(&self.common.mounts),
             })?);
         }
         if let (Some(chain), IndexMode::Auto) = (&self.opened().chain, config.index) {

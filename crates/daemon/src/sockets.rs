@@ -4,12 +4,14 @@
 //! A socket finds its place by its address. One of a socket unit else finds it by its name: a
 //! disk's own name serves the disk by NBD, `NAME.vhost-user` is its device.
 
-use crate::config::Config;
+use crate::config::{Config, DiskConfig};
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::Listener;
+use mica_serve::{Listener, SocketUsers};
 use std::collections::BTreeMap;
+use std::fs::Permissions;
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Where a socket comes from.
@@ -128,14 +130,40 @@ impl Sockets {
         Ok(sockets)
     }
 
+    /// Makes sure that the sockets of `config` that did not come along can be made: a process in a
+    /// sandbox cannot tell that of a living server from one that was left behind.
+    ///
+    /// # Errors
+    /// As [`Listener::clear_place`].
+    pub(crate) fn clear_places(&self, config: &Config) -> Result<()> {
+        let of_disk = |disk: &DiskConfig| {
+            let nbd = disk.nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
+            nbd.chain(disk.vhost_user.clone()).collect::<Vec<_>>()
+        };
+        let all = config.disks.iter().flat_map(of_disk).chain(config.control.clone());
+        for path in all {
+            let came = Place::unix(&path).is_some_and(|place| self.by_place.contains_key(&place));
+            if !came {
+                Listener::clear_place(&path)?;
+            }
+        }
+        let Some(control) = &config.control else { return Ok(()) };
+        match Place::unix(control).and_then(|place| self.by_place.get(&place)) {
+            None => Ok(()),
+            // One that somebody else made is this user's alone all the same.
+            Some(_) => std::fs::set_permissions(control, Permissions::from_mode(0o600))
+                .map_err(|error| Error::from_io("starting the control socket", error)),
+        }
+    }
+
     /// The unix socket at `path`: one that came along, or a new one.
     ///
     /// # Errors
-    /// As [`Listener::unix`].
-    pub(crate) fn unix(&mut self, name: String, path: &Path) -> Result<Held> {
+    /// As [`Listener::unix_for`].
+    pub(crate) fn unix(&mut self, name: String, path: &Path, users: SocketUsers) -> Result<Held> {
         match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
             Some(held) => Ok(Held { name, ..held }),
-            None => Ok(Held::new(name, Origin::Here, Listener::unix(path)?)),
+            None => Ok(Held::new(name, Origin::Here, Listener::unix_for(path, users)?)),
         }
     }
 
@@ -181,7 +209,6 @@ impl Sockets {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DiskConfig;
     use std::os::unix::net::UnixListener;
 
     fn config() -> Config {

@@ -10,20 +10,21 @@
 //!   one: the end of the main process would be the end of the service.
 //! - I3 The new process is watched as the old one was, though systemd told only that one of it.
 
+use crate::messages::send_with_fds;
 use crate::sockets::{Held, Origin};
-use crate::takeover::send_with_fds;
 use listenfd::ListenFd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Handle;
 use mica_serve::Listener;
+use rustix::io::FdFlags;
 use sd_notify::NotifyState;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -74,6 +75,9 @@ pub(crate) fn sockets() -> Result<Vec<Held>> {
             None => (name, Origin::Unit),
         };
         let listener = Listener::inherited(fd).map_err(|error| error.wrap(format!("{name:?}")))?;
+        // They are not for programs that this one starts.
+        rustix::io::fcntl_setfd(&listener, FdFlags::CLOEXEC)
+            .map_err(|error| Error::from_io("taking over a listening socket", error.into()))?;
         sockets.push(Held::new(name.to_owned(), origin, listener));
     }
     Ok(sockets)
@@ -113,15 +117,39 @@ pub(crate) fn close(sockets: impl IntoIterator<Item = Held>) {
     }
 }
 
-/// Sends to systemd, if it listens.
-fn send(message: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let Some(socket) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
+/// Where systemd listens, if it does. A process in a sandbox cannot connect to it any more.
+static NOTIFIED: OnceLock<Option<UnixDatagram>> = OnceLock::new();
+
+/// Connects to systemd, if it listens.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn connect() -> Result<()> {
+    if NOTIFIED.get().is_none() {
+        let failed = |error| Error::from_io("connecting to systemd (NOTIFY_SOCKET)", error);
+        let socket = connected().map_err(failed)?;
+        // Another thread may have been first.
+        let _ = NOTIFIED.set(socket);
+    }
+    Ok(())
+}
+
+fn connected() -> io::Result<Option<UnixDatagram>> {
+    let Some(socket) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
     let datagram = UnixDatagram::unbound()?;
     match socket.as_encoded_bytes().strip_prefix(b"@") {
         Some(name) => datagram.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
         None => datagram.connect(&socket)?,
     }
-    send_with_fds(&datagram, message.as_bytes(), fds)
+    Ok(Some(datagram))
+}
+
+/// Sends to systemd, if it listens.
+fn send(message: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    match NOTIFIED.get() {
+        Some(Some(socket)) => send_with_fds(socket, message.as_bytes(), fds),
+        Some(None) | None => Ok(()),
+    }
 }
 
 /// How often systemd wants to hear from this process, if it watches it. What `before` was told is

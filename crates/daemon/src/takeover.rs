@@ -27,13 +27,14 @@
 mod channel;
 mod meeting;
 
-pub(crate) use channel::send_with_fds;
+pub(crate) use meeting::{FOLDER as MEETING_FOLDER, SOCKET as MEETING_SOCKET};
 
 use crate::daemon::{Shared, each_of};
+use crate::messages::FDS_MAX;
 use crate::served::Served;
 use crate::sockets::{Held, Origin};
 use crate::systemd;
-use channel::{Channel, FDS_MAX, Message, Silence, Told};
+use channel::{Channel, Message, Silence, Told};
 use meeting::Meeting;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
@@ -164,7 +165,7 @@ impl Shared {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        let channel = Channel::connect(path)?;
+        let channel = Channel::new(self.outside.meet(path)?)?;
         let shared = Arc::clone(self);
         let (sender, begun) = mpsc::channel();
         let body = move || {

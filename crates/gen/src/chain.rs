@@ -5,9 +5,9 @@ use crate::image::{self, Image};
 use crate::manifest::{LayerEntry, Manifest};
 use crate::owner::OwnerMap;
 use crate::plan::{self, ChainPlan};
-use crate::rng::Rng;
 use crate::spec::{ChainSpec, Feature};
 use mica_block::{Error, ErrorKind, Result};
+use mica_units::Rng;
 use std::fs;
 use std::path::Path;
 

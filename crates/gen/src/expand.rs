@@ -8,10 +8,10 @@
 
 use crate::owner::{Owner, OwnerMap};
 use crate::plan::{DataFile, LayerKind, LayerShape, Qcow2Shape};
-use crate::rng::Rng;
 use crate::spec::{Feature, Features};
 use mica_qcow2::format::{SUBCLUSTER_COUNT, Version};
 use mica_units::ClusterBits;
+use mica_units::Rng;
 
 /// A cluster of a layer that the layer says something about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -14,11 +14,11 @@ use crate::content;
 use crate::expand::Entry;
 use crate::manifest::LayerEntry;
 use crate::plan::{LayerKind, LayerShape};
-use crate::rng::Rng;
 use crate::sink::Sink;
 use crate::spec::DataMode;
 use mica_block::Result;
 use mica_units::ClusterBits;
+use mica_units::Rng;
 use std::path::Path;
 
 /// All that one needs to write a layer.

@@ -22,11 +22,11 @@ mod image;
 mod manifest;
 pub mod owner;
 mod plan;
-mod rng;
+
 mod sink;
 mod spec;
 
 pub use chain::generate;
 pub use manifest::{LayerEntry, Manifest};
-pub use rng::Rng;
+pub use mica_units::Rng;
 pub use spec::{ChainSpec, DataMode, Distribution, Feature, Features};

@@ -5,13 +5,20 @@
 //! ring of its own, in which an operation that does nothing completes, and for a completion the
 //! kernel adds to the counter without waiting. Where the system refuses io_uring it is written,
 //! after a look whether there is room: there, who fills it in between holds up the writer.
+//!
+//! A process that gives up making rings makes them before ([`prepare_doorbells`]).
+//!
+//! Invariants
+//! - I1 A ring of these does nothing but to do nothing and to have an event descriptor.
+//! - I2 A prepared ring goes back when its bell is gone, and has no descriptor then.
 
+use crate::restrict::enable;
 use io_uring::{IoUring, opcode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// An event descriptor that is rung.
 pub struct Doorbell {
@@ -21,7 +28,11 @@ pub struct Doorbell {
 }
 
 enum Way {
-    Ring(Box<Mutex<IoUring>>),
+    Ring {
+        /// `None` once it was given back.
+        ring: Box<Mutex<Option<IoUring>>>,
+        is_prepared: bool,
+    },
     Write,
     /// It is no eventfd.
     Never,
@@ -36,8 +47,9 @@ impl Doorbell {
     /// Adds one to the counter, unless it is full.
     pub fn ring(&self) {
         match self.way.get_or_init(|| Way::to(&self.fd)) {
-            Way::Ring(ring) => {
-                complete_one(&mut ring.lock().unwrap_or_else(PoisonError::into_inner));
+            Way::Ring { ring, .. } => {
+                let mut ring = ring.lock().unwrap_or_else(PoisonError::into_inner);
+                ring.as_mut().into_iter().for_each(complete_one);
             }
             Way::Write => write_if_room(&self.fd),
             Way::Never => {}
@@ -51,13 +63,62 @@ impl fmt::Debug for Doorbell {
     }
 }
 
+/// Rings that were made beforehand; `None` where each bell makes its own.
+static PREPARED: Mutex<Option<Vec<IoUring>>> = Mutex::new(None);
+
+/// IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD of Linux.
+const REGISTERS: [u8; 2] = [4, 5];
+
+/// Makes the rings of `count` bells; bells that live at the same time beyond that are written.
+/// From now on no bell makes one.
+pub fn prepare_doorbells(count: usize) {
+    let made: Vec<_> = (0..count).map_while(|_| make().ok()).collect();
+    prepared().get_or_insert_default().extend(made);
+}
+
+fn prepared() -> MutexGuard<'static, Option<Vec<IoUring>>> {
+    PREPARED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn make() -> io::Result<IoUring> {
+    let ring = IoUring::builder().setup_r_disabled().build(1)?;
+    enable(&ring, &[opcode::Nop::CODE], &REGISTERS)?;
+    Ok(ring)
+}
+
 impl Way {
     fn to(fd: &OwnedFd) -> Self {
-        let Ok(ring) = IoUring::new(1) else { return Self::Write };
+        let (ring, is_prepared) = match &mut *prepared() {
+            Some(rings) => (rings.pop(), true),
+            None => (make().ok(), false),
+        };
+        let Some(ring) = ring else { return Self::Write };
         match ring.submitter().register_eventfd(fd.as_raw_fd()) {
-            Ok(()) => Self::Ring(Box::new(Mutex::new(ring))),
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => Self::Never,
-            Err(_) => Self::Write,
+            Ok(()) => Self::Ring { ring: Box::new(Mutex::new(Some(ring))), is_prepared },
+            Err(error) => {
+                if is_prepared {
+                    give_back(ring);
+                }
+                match error.kind() {
+                    io::ErrorKind::InvalidInput => Self::Never,
+                    _ => Self::Write,
+                }
+            }
+        }
+    }
+}
+
+fn give_back(ring: IoUring) {
+    prepared().get_or_insert_default().push(ring);
+}
+
+impl Drop for Doorbell {
+    fn drop(&mut self) {
+        if let Some(Way::Ring { ring, is_prepared: true }) = self.way.get_mut()
+            && let Some(ring) = ring.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+            && ring.submitter().unregister_eventfd().is_ok()
+        {
+            give_back(ring);
         }
     }
 }

@@ -19,11 +19,12 @@ mod net;
 mod op;
 mod pace;
 mod remote;
+mod restrict;
 mod time;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
-pub use doorbell::Doorbell;
+pub use doorbell::{Doorbell, prepare_doorbells};
 pub use executor::{Executor, Handle, spawn, yield_now};
 pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
 pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};

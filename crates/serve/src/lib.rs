@@ -23,6 +23,6 @@ mod workers;
 pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::Rates;
-pub use listener::Listener;
+pub use listener::{Listener, SocketUsers};
 pub use tls::{Clients, Tls, TlsPolicy};
 pub use workers::Workers;

@@ -1,10 +1,20 @@
 //! Where clients connect: sockets that are bound and listening.
+//!
+//! A unix socket's file is there from `bind` on, and refuses who connects until `listen`: whoever
+//! waits for the file would be turned away. So a socket is bound to another name in the same
+//! folder, listens, and only then gets its own name. The kernel goes on calling it by the first one
+//! ([`bound_name`]), which is how a process that inherits it comes to know where it is.
+//!
+//! Invariants
+//! - I1 What has the socket's own name listens, from the first moment on.
+//! - I2 Nothing is replaced but the socket of a server that is gone.
 
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Socket;
-use rustix::fs::{FlockOperation, Mode, OFlags};
-use rustix::net::{SocketAddrUnix, sockopt};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::ffi::OsStr;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -68,15 +78,32 @@ impl Listener {
     /// # Errors
     /// `Denied` if a living server listens there, or if there is something that is no socket.
     pub fn unix(path: &Path) -> Result<Self> {
-        let context = || format!("listening on {}", path.display());
+        Self::unix_for(path, SocketUsers::AsUmask)
+    }
+
+    /// The same, with who may connect.
+    ///
+    /// # Errors
+    /// As [`Listener::unix`].
+    pub fn unix_for(path: &Path, users: SocketUsers) -> Result<Self> {
+        let failed = |error| Error::from_io(listening_on(path), error);
         // Two servers that find the same leftover must not both replace it.
-        let _alone = lock_directory(path).map_err(|error| Error::from_io(context(), error))?;
+        let _alone = lock_directory(path).map_err(failed)?;
         remove_leftover(path)?;
-        let listener =
-            UnixListener::bind(path).map_err(|error| Error::from_io(context(), error))?;
-        let file =
-            SocketFile::find(path, true).map_err(|error| Error::from_io(context(), error))?;
-        Self::wrap(listener.into(), Family::Unix, Some(file))
+        let (socket, file) = listen_unseen(path, users)?;
+        Self::wrap(socket, Family::Unix, Some(file))
+    }
+
+    /// Makes sure that a socket at `path` would be new: that of a server that is gone is removed.
+    /// [`Listener::unix`] does the same where it may connect to what it finds; a process in a
+    /// sandbox may not.
+    ///
+    /// # Errors
+    /// As [`Listener::unix`].
+    pub fn clear_place(path: &Path) -> Result<()> {
+        let failed = |error| Error::from_io(listening_on(path), error);
+        let _alone = lock_directory(path).map_err(failed)?;
+        remove_leftover(path)
     }
 
     /// Listens on a TCP address. Beyond the loopback an NBD server refuses to use it until it is
@@ -108,18 +135,20 @@ impl Listener {
                 "the socket that was handed over does not listen",
             ));
         }
-        let name = rustix::net::getsockname(&fd);
-        let name = name.map_err(|error| Error::from_io(context(), error.into()))?;
-        if let Ok(address) = SocketAddr::try_from(name.clone()) {
-            return Self::wrap(fd, Family::Tcp(address), None);
+        let domain = sockopt::socket_domain(&fd);
+        let domain = domain.map_err(|error| Error::from_io(context(), error.into()))?;
+        if domain != AddressFamily::UNIX {
+            let listener = TcpListener::from(fd);
+            let address = listener.local_addr();
+            let address = address.map_err(|error| Error::from_io(context(), error))?;
+            return Self::wrap(listener.into(), Family::Tcp(address), None);
         }
-        let path = SocketAddrUnix::try_from(name).ok().and_then(|name| {
-            let path = name.path_bytes()?;
-            Some(PathBuf::from(OsStr::from_bytes(path)))
-        });
+        let listener = UnixListener::from(fd);
+        let name = listener.local_addr().map_err(|error| Error::from_io(context(), error))?;
+        let path = name.as_pathname().map(|bound| name_of_bound(bound.to_owned()));
         // One that is gone is nobody's to remove.
         let file = path.and_then(|path| SocketFile::find(&path, false).ok());
-        Self::wrap(fd, Family::Unix, file)
+        Self::wrap(listener.into(), Family::Unix, file)
     }
 
     /// The file of a unix socket.
@@ -249,20 +278,113 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
 }
 
-fn remove_leftover(path: &Path) -> Result<()> {
-    let denied = |what: &str| {
-        Err(Error::new(ErrorKind::Denied, format!("listening on {}: {what}", path.display())))
+/// Who may connect to a unix socket, besides root.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SocketUsers {
+    /// Whom the process lets use its files.
+    AsUmask,
+    /// Its own user alone.
+    Own,
+}
+
+/// What a socket is called until it listens has this at its end, and the kernel calls it so for
+/// ever. One byte, because the names of sockets are short.
+const UNSEEN: &str = "~";
+
+fn bound_name(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(UNSEEN);
+    name.into()
+}
+
+/// Where the socket is that was bound to `bound`, by [`bound_name`] or, if there is something of
+/// that name, by somebody else.
+fn name_of_bound(bound: PathBuf) -> PathBuf {
+    if bound.symlink_metadata().is_ok() {
+        return bound;
+    }
+    let bytes = bound.as_os_str().as_bytes();
+    match bytes.strip_suffix(UNSEEN.as_bytes()) {
+        Some(path) => PathBuf::from(OsStr::from_bytes(path)),
+        None => bound,
+    }
+}
+
+/// A socket that listens, and its file at `path`, where there is nothing. The caller holds the lock
+/// of the folder.
+fn listen_unseen(path: &Path, users: SocketUsers) -> Result<(OwnedFd, SocketFile)> {
+    let failed = |error: io::Error| Error::from_io(listening_on(path), error);
+    let unseen = bound_name(path);
+    let unseen_address = match unseen.as_os_str().len() {
+        ..=NAME_BYTES_MAX => SocketAddrUnix::new(&unseen).ok(),
+        _ => None,
     };
+    let Some(unseen_address) = unseen_address else {
+        if path.as_os_str().len() > NAME_BYTES_MAX {
+            return Err(failed(Errno::NAMETOOLONG.into()));
+        }
+        // One byte too long for a second name: it has to be seen a moment too early.
+        let address = SocketAddrUnix::new(path).map_err(|error| failed(error.into()))?;
+        let socket = listen_at(&address, users).map_err(failed)?;
+        return Ok((socket, SocketFile::find(path, true).map_err(failed)?));
+    };
+    // Of a process that was killed at just this.
+    remove_leftover(&unseen)?;
+    let socket = listen_at(&unseen_address, users).map_err(failed)?;
+    let mut file = SocketFile::find(&unseen, true).map_err(failed)?;
+    match rustix::fs::renameat_with(CWD, &unseen, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => {}
+        Err(Errno::EXIST) => return Err(is_taken(path)),
+        // The file system has no such flag; there was nothing a moment ago.
+        Err(Errno::INVAL | Errno::NOSYS) => std::fs::rename(&unseen, path).map_err(failed)?,
+        Err(error) => return Err(failed(error.into())),
+    }
+    file.path = std::path::absolute(path).map_err(failed)?;
+    Ok((socket, file))
+}
+
+fn listen_at(address: &SocketAddrUnix, users: SocketUsers) -> io::Result<OwnedFd> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+    let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+    if users == SocketUsers::Own {
+        // The file gets the mode that the socket has when it is bound.
+        rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    }
+    rustix::net::bind(&socket, address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Longest name of a socket, without the zero byte at its end.
+const NAME_BYTES_MAX: usize = 107;
+/// Clients that wait to be accepted; the system has a limit of its own.
+const BACKLOG: i32 = 4096;
+
+fn listening_on(path: &Path) -> String {
+    format!("listening on {}", path.display())
+}
+
+fn is_taken(path: &Path) -> Error {
+    let what = format!("{}: another server listens there", listening_on(path));
+    Error::new(ErrorKind::Denied, what)
+}
+
+fn remove_leftover(path: &Path) -> Result<()> {
     let Ok(found) = path.symlink_metadata() else { return Ok(()) };
     if !found.file_type().is_socket() {
-        return denied("there is something that is not a socket");
+        let what = format!("{}: there is something that is not a socket", listening_on(path));
+        return Err(Error::new(ErrorKind::Denied, what));
     }
     match UnixStream::connect(path) {
-        Ok(_) => denied("another server listens there"),
+        Ok(_) => Err(is_taken(path)),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| {
                 Error::from_io(format!("removing the leftover socket {}", path.display()), error)
             })
+        }
+        // A sandbox lets nobody connect; before it was entered there was nothing.
+        Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
+            Err(is_taken(path))
         }
         Err(error) => Err(Error::from_io(format!("looking at {}", path.display()), error)),
     }
@@ -271,6 +393,97 @@ fn remove_leftover(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::inotify;
+    use std::os::unix::fs::PermissionsExt;
+    use std::sync::mpsc;
+
+    /// The story: a script that waited for the file and connected then was refused.
+    #[test]
+    fn socket_that_is_seen_accepts() {
+        const ROUNDS: usize = 5000;
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let (go, asked) = mpsc::channel();
+        let (sender, listeners) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let path = &path;
+            scope.spawn(move || {
+                for () in asked {
+                    sender.send(Listener::unix(path)).expect("awaited");
+                }
+            });
+            for _ in 0..ROUNDS {
+                go.send(()).expect("it waits");
+                loop {
+                    match UnixStream::connect(path) {
+                        Ok(_) => break,
+                        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                        Err(error) => panic!("what is seen does not listen: {error}"),
+                    }
+                }
+                drop(listeners.recv().expect("made").expect("listens"));
+                assert!(!path.exists());
+            }
+            drop(go);
+        });
+    }
+
+    #[test]
+    fn name_of_a_socket_is_not_what_it_is_bound_to() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let flags = inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC;
+        let watch = inotify::init(flags).expect("a watch");
+        let wanted = inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO;
+        inotify::add_watch(&watch, directory.path(), wanted).expect("watched");
+
+        let listener = Listener::unix(&directory.path().join("socket")).expect("listens");
+
+        let mut space = [std::mem::MaybeUninit::uninit(); 4096];
+        let mut reader = inotify::Reader::new(&watch, &mut space);
+        let mut seen = Vec::new();
+        while let Ok(event) = reader.next() {
+            let name = event.file_name().expect("of a file").to_string_lossy().into_owned();
+            seen.push((name, event.events().contains(inotify::ReadFlags::MOVED_TO)));
+        }
+        assert_eq!(seen, [("socket~".to_owned(), false), ("socket".to_owned(), true)]);
+        drop(listener);
+    }
+
+    #[test]
+    fn socket_of_a_process_that_was_killed_before_it_listened_is_replaced() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        drop(UnixListener::bind(directory.path().join("socket~")).expect("bind"));
+
+        let listener = Listener::unix(&path).expect("listens");
+
+        UnixStream::connect(&path).expect("it listens");
+        drop(listener);
+        assert_eq!(directory.path().read_dir().expect("listed").count(), 0);
+    }
+
+    #[test]
+    fn socket_of_its_own_user_is_nobody_elses_from_the_first_moment_on() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        let _listener = Listener::unix_for(&path, SocketUsers::Own).expect("listens");
+        let mode = path.metadata().expect("there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn socket_whose_name_is_as_long_as_can_be_is_found_by_its_heir() {
+        let directory = tempfile::tempdir().expect("a directory");
+        for longest in [106, 107] {
+            let rest = longest - directory.path().as_os_str().len() - 1;
+            let path = directory.path().join("s".repeat(rest));
+            let listener = Listener::unix(&path).expect("listens");
+            UnixStream::connect(&path).expect("it listens");
+            let fd = listener.as_fd().try_clone_to_owned().expect("a descriptor");
+            let heir = Listener::inherited(fd).expect("it listens");
+            assert_eq!(heir.path(), Some(&*path), "{longest}");
+        }
+    }
 
     #[test]
     fn socket_of_a_dead_server_is_replaced() {

@@ -2,7 +2,7 @@
 
 use crate::handover::{HandoverFile, HandoverPlace};
 use crate::inject::Fault;
-use crate::policy::Policy;
+use crate::policy::{Names, Policy};
 use crate::sidecars::{SidecarPlace, Sidecars};
 use mica_block::{Error, Handover, Identity, Images, OpenImage, ProofSlot, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
@@ -13,7 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 /// How image files are opened.
 #[derive(Clone)]
 pub struct ImageOptions {
-    /// Directories whose files images may name, besides those of the image that the user named.
+    /// Which files images may name.
+    pub names: Names,
+    /// Directories whose files they may name besides.
     pub allow_paths: Vec<PathBuf>,
     /// Whether reads and writes go through the host's page cache.
     pub cache: CacheMode,
@@ -33,6 +35,7 @@ impl ImageOptions {
     /// The options that nobody asked anything of, with this bound on open descriptors.
     pub fn new(handles: Arc<Handles>) -> Self {
         Self {
+            names: Names::default(),
             allow_paths: Vec::new(),
             cache: CacheMode::default(),
             handles,
@@ -69,9 +72,17 @@ impl FileImages {
     /// # Errors
     /// If there is no such image, or an option names a directory that is not there.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
-        let ImageOptions { allow_paths, cache, handles, sidecars, handover, faults, locking } =
-            options;
-        let policy = Policy::new(named, &allow_paths)?;
+        let ImageOptions {
+            names,
+            allow_paths,
+            cache,
+            handles,
+            sidecars,
+            handover,
+            faults,
+            locking,
+        } = options;
+        let policy = Policy::new(named, names, &allow_paths)?;
         let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
         let written = Mutex::default();
         Ok(Self { policy, sidecars, handover, cache, handles, faults, locking, written })

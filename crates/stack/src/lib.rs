@@ -20,6 +20,6 @@ pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
 pub use open::{Format, OpenDisk, open, open_writable, parse_size};
-pub use policy::allowed_places;
+pub use policy::{Names, allowed_places};
 pub use raw::RawDisk;
 pub use sidecars::SidecarPlace;

@@ -3,9 +3,11 @@
 use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
 use mica_block::{Disk, Error, ErrorKind, Images, Result};
 use mica_qcow2::{Chain, ChainOptions};
+use mica_store::lock_patience;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The format of an image, which is always stated: nothing is probed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -89,7 +91,40 @@ pub async fn open_writable(
     open_for(Purpose::Write, named, format, images, chain).await
 }
 
+/// How often an image is tried that a dead process still holds: at first, and at most.
+const HELD_TURNS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
+
+/// Opens it, and waits for a while where what keeps it from being opened is a process that is dead:
+/// the system lets go of what it held a moment later.
 async fn open_for(
+    purpose: Purpose,
+    named: &Path,
+    format: Format,
+    images: ImageOptions,
+    chain: &ChainOptions,
+) -> Result<OpenDisk> {
+    let [mut turn, turn_max] = HELD_TURNS;
+    let mut waited = Duration::ZERO;
+    loop {
+        let error = match open_now(purpose, named, format, images.clone(), chain).await {
+            Err(error) => error,
+            opened => return opened,
+        };
+        match lock_patience(&error) {
+            Some(patience) if waited < patience => {
+                if waited.is_zero() {
+                    tracing::warn!("{error}: waiting until the system lets go of it");
+                }
+            }
+            _ => return Err(error),
+        }
+        mica_rt::sleep(turn).await;
+        waited += turn;
+        turn = (turn * 2).min(turn_max);
+    }
+}
+
+async fn open_now(
     purpose: Purpose,
     named: &Path,
     format: Format,

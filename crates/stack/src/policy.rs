@@ -7,8 +7,9 @@
 //! - I2 Any other file is opened only if it lies in an allowed directory or below it. Where it lies
 //!   is asked of the inode that was found, after all symbolic links, and that same inode is opened:
 //!   no name is looked up twice.
-//! - I3 A directory is allowed because the user gave it (`--allow-path`), or because the user named
-//!   an image in it. The latter never allows `/`, nor anything of /dev, /proc or /sys.
+//! - I3 A directory is allowed because the user gave it (`--names`, `--allow-path`), or because the
+//!   user named an image in it and did not say otherwise. The latter never allows `/`, nor anything
+//!   of /dev, /proc or /sys.
 //! - I4 A name is a path, never a protocol. One that looks like a protocol is refused, lest someone
 //!   expects it to be followed.
 //! - I5 What cannot be judged is refused: without /proc, all but the image that the user named.
@@ -19,23 +20,44 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+/// Which files images may name, besides those that an option gives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Names {
+    /// Those in the directory of the image that the user named, and below.
+    #[default]
+    Beside,
+    /// No others.
+    Given,
+    /// None at all, whatever else is given: in a directory that holds images of several owners,
+    /// the image of one could name that of another.
+    None,
+}
+
 /// What may be opened.
 pub(crate) struct Policy {
     /// The image that the user named, made absolute.
     named: PathBuf,
+    names: Names,
     /// Directories, and files of their own, without symbolic links.
     allowed: Vec<PathBuf>,
 }
 
 impl Policy {
-    /// The policy for the image that the user `named`, who also allows what lies in `allow_paths`.
-    pub(crate) fn new(named: &Path, allow_paths: &[PathBuf]) -> Result<Self> {
-        let mut policy = Self { named: absolute(named)?, allowed: Vec::new() };
+    /// The policy for the image that the user `named`, whose layers may name these, and what lies
+    /// in `allow_paths`.
+    pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
+        let mut policy = Self { named: absolute(named)?, names, allowed: Vec::new() };
+        if names == Names::None {
+            return Ok(policy);
+        }
         for path in allow_paths {
             let real = path.canonicalize().map_err(|error| {
                 Error::from_io(format!("--allow-path {}", path.display()), error)
             })?;
             policy.allowed.push(real);
+        }
+        if names == Names::Given {
+            return Ok(policy);
         }
         let located = Located::find(&policy.named)?;
         // Where the user sees it and, behind a symbolic link, where it is: relative names of its
@@ -67,6 +89,15 @@ impl Policy {
                 referrer.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        if self.names == Names::None {
+            // Before anything is looked at, so that an image cannot ask what there is.
+            let what = format!(
+                "{} names the file {name:?}, and --names none lets images name no files: if it \
+                 may, give --names beside, or --names DIRECTORY",
+                referrer.display()
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
         }
         // As QEMU does: relative to the directory of the referrer's name.
         let path = referrer.parent().unwrap_or(Path::new("")).join(name);
@@ -112,8 +143,8 @@ impl Policy {
 ///
 /// # Errors
 /// If there is no such image, or an option names a directory that is not there.
-pub fn allowed_places(named: &Path, allow_paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    Ok(Policy::new(named, allow_paths)?.allowed)
+pub fn allowed_places(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    Ok(Policy::new(named, names, allow_paths)?.allowed)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

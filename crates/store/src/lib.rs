@@ -27,6 +27,6 @@ mod writable;
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, raise_open_files_limit};
 pub use located::{FileKind, Located};
-pub use lock::{HolderSearch, Locking};
+pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
 pub use memory::MemoryStore;
 pub use writable::WritableFile;

@@ -21,7 +21,7 @@
 
 mod holder;
 
-pub use holder::HolderSearch;
+pub use holder::{Holder, LockQuestion, find_holder, lock_patience, search_holders_with};
 
 use holder::holder;
 use mica_block::{Error, ErrorKind, Result};
@@ -131,7 +131,10 @@ fn warn_once(path: &Path, error: &io::Error) {
 }
 
 fn conflict(file: &File, path: &Path, byte: u64, how: &str) -> Error {
-    let who = holder(file, byte).unwrap_or_else(|| "perhaps a running QEMU".to_owned());
-    let what = format!("{}: another process {how} ({who})", path.display());
-    Error::new(ErrorKind::Denied, what)
+    let holder = holder(file, byte);
+    let what = format!("{}: another process {how} ({holder})", path.display());
+    match holder.cause(file) {
+        Some(cause) => Error::from_io(what, cause),
+        None => Error::new(ErrorKind::Denied, what),
+    }
 }

@@ -7,8 +7,10 @@
 //! All arithmetic is checked: a sum that leaves 64 bits is `None`, never a wrapped address.
 
 mod random;
+mod rng;
 
 pub use random::{next_random, random_at};
+pub use rng::Rng;
 use std::fmt;
 
 /// Bytes in a sector, the smallest unit in which any format of mica maps a disk.

@@ -2,7 +2,7 @@
 //! clusters and across them.
 
 use super::stamp::SECTOR;
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::ops::Range;
 
 /// Sectors of the part where much happens.

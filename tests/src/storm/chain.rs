@@ -11,7 +11,7 @@ use super::stamp::{Seq, Stamper, Writer};
 use super::state::{Layer, State};
 use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
 use super::{foreign, stamp};
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -5,7 +5,7 @@ use super::layers::files;
 use super::place::Ground;
 use super::story::{Outcome, trouble};
 use crate::command;
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::fs::{self, File, FileTimes};
 use std::path::Path;
 use std::time::{Duration, SystemTime};

@@ -3,7 +3,7 @@
 
 use super::load::Stage;
 use super::story::Outcome;
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;

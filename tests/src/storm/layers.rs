@@ -6,7 +6,7 @@ use super::model::View;
 use super::shape::{self, Shape, data_file_of};
 use super::state::{Layer, Snapshot};
 use super::story::{Outcome, trouble};
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::fs;
 
 /// QEMU writes to an overlay and commits it into the image.

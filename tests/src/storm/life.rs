@@ -13,7 +13,7 @@ use super::story::{Fault, Outcome, Wrong, trouble};
 use super::takeover;
 use crate::clock;
 use crate::command;
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 

@@ -10,7 +10,7 @@ use super::story::{Counts, Fault, Outcome, Wrong};
 use crate::clock;
 use crate::guest::{Answer, Guest, Request};
 use crate::nbd::{Connection, Wish};
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;

@@ -38,7 +38,7 @@ pub use story::{Count, Counts, Wrong};
 use crate::{clock, command, tools};
 use anyhow::{Context, Result, ensure};
 use chain::World;
-use mica_gen::Rng;
+use mica_units::Rng;
 use place::Places;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};

@@ -10,7 +10,7 @@ use super::life::other_len;
 use super::model::View;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong};
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::fs;
 
 /// A few of the things that may happen now; the judge looks after some of them.

@@ -9,7 +9,7 @@ use super::{foreign, judge};
 use crate::clock;
 use crate::nbd::{Connection, Wish};
 use crate::takeover::Process;
-use mica_gen::Rng;
+use mica_units::Rng;
 use rustix::process::Signal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! What images look like: all that qcow2 knows, at random.
 
 use super::kinds::{Kind, Kinds};
-use mica_gen::Rng;
+use mica_units::Rng;
 
 /// How a qcow2 image is made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

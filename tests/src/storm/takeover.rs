@@ -5,7 +5,7 @@ use super::load::{Phase, Stage};
 use super::served::{Left, Served};
 use super::story::{Fault, Outcome, Wrong};
 use crate::clock;
-use mica_gen::Rng;
+use mica_units::Rng;
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(40);

@@ -11,8 +11,6 @@ use std::path::Path;
 use std::time::Duration;
 
 const RESTARTS_DEFAULT: u64 = 4;
-/// How long an image may stay locked when its writer was killed.
-const LOCK_LIMIT: Duration = Duration::from_secs(60);
 const SLOTS: usize = 16;
 const IMAGE: &str = "disk";
 const DISK_SIZE: &str = "48M";
@@ -102,12 +100,9 @@ fn restart(server: Server, dir: &Path, format: &str, end: End, away: Duration) -
         }
     }
     clock::sleep(away);
-    // The kernel ends what a ring had under way after the process, and frees the file's locks then.
-    let mut refusal = None;
-    let server = clock::poll(LOCK_LIMIT, Duration::from_millis(10), || {
-        host::try_serve(dir, IMAGE, format, &[]).map_err(|error| refusal = Some(error)).ok()
-    });
-    server.unwrap_or_else(|| panic!("mica does not come back: {refusal:?}"))
+    // What the kernel still holds for a dead process, this one waits for.
+    host::try_serve(dir, IMAGE, format, &[])
+        .unwrap_or_else(|refusal| panic!("mica does not come back: {refusal:?}"))
 }
 
 fn control(dir: &Path) -> String {

@@ -1,7 +1,7 @@
 //! Images that name files which nobody gave to whoever wrote the image.
 
 use super::harm::Victim;
-use mica_tests::qemu;
+use mica_tests::{mica, qemu};
 use std::fs;
 use std::os::unix::fs::symlink;
 
@@ -86,4 +86,37 @@ fn a_backing_name_outside_the_first_cluster_is_refused() {
         println!("{len} bytes at {offset}");
         victim.refused();
     }
+}
+
+/// The story: in a folder with images of two owners the image of one named that of the other, and
+/// who served it read that.
+#[test]
+fn an_image_that_may_name_no_files_is_served_alone_or_not_at_all() {
+    let Some(victim) = Victim::new("cluster_size=64k") else { return };
+    let dir = victim.dir();
+    fs::write(dir.join("theirs.raw"), vec![7; 1 << 20]).expect("written");
+    qemu::create(dir, "ours.qcow2", &["-u", "-b", "theirs.raw", "-F", "raw"], "1M");
+    qemu::create(dir, "data.qcow2", &["-o", "data_file=ours.data"], "1M");
+    let path = |name: &str| dir.join(name).display().to_string();
+    for image in ["ours.qcow2", "data.qcow2"] {
+        for verb in [&["serve", "--nbd", &path("socket")][..], &["map"], &["read"]] {
+            let names = ["--names".to_owned(), "none".to_owned(), path(image)];
+            let verb = verb.iter().map(|word| (*word).to_owned());
+            let mut words: Vec<_> = verb.chain(names).collect();
+            if words[0] == "read" {
+                words.extend(["0".to_owned(), "512".to_owned()]);
+            }
+            let line = mica::run(&words).refusal();
+            assert!(line.contains("--names none"), "{words:?}: {line}");
+        }
+        assert!(!dir.join("socket").exists());
+    }
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let elsewhere = elsewhere.path().display().to_string();
+    let said = mica::run(["map", "--names", &elsewhere, &path("ours.qcow2")]).refusal();
+    assert!(said.contains("--allow-path"), "{said}");
+    mica::run(["map", "--names", &elsewhere, "--names", "beside", &path("ours.qcow2")]).ok();
+    mica::run(["map", "--names", "none", &path("disk.qcow2")]).ok();
+    let none = ["map", "--names", "none", "--allow-path", &elsewhere, &path("disk.qcow2")];
+    assert!(mica::run(none).refusal().contains("--names none"));
 }

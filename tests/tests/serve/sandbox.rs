@@ -25,10 +25,10 @@ fn chain() -> Option<TempDir> {
     Some(dir)
 }
 
-/// What the kernel says of the threads of `server`: name, no new privileges, mode of seccomp. One
+/// What the kernel says of the threads of a process: name, no new privileges, mode of seccomp. One
 /// that the kernel is ending is left out: after it was joined it is still seen for a moment.
-fn threads(server: &Server) -> Vec<(String, String, String)> {
-    let tasks = fs::read_dir(format!("/proc/{}/task", server.pid())).expect("it runs");
+fn threads(process: u32) -> Vec<(String, String, String)> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
     let status = |task: &Path| {
         // Fields of proc_pid_stat(5), from the third on: the name may have spaces in it.
         let stat = fs::read_to_string(task.join("stat")).ok()?;
@@ -58,10 +58,10 @@ fn every_thread_that_serves_is_in_it() {
     // A thread has its name only once it runs.
     let names = ["mica", "mica-worker-0", "mica-vhost", "mica-control"];
     let named = clock::poll(NAMED_MAX, Duration::from_millis(10), || {
-        let seen = threads(&server);
+        let seen = threads(server.pid());
         names.iter().all(|name| seen.iter().any(|thread| thread.0 == *name)).then_some(())
     });
-    let threads = threads(&server);
+    let threads = threads(server.pid());
     assert!(named.is_some(), "{names:?}: {threads:?}");
     // Threads of the kernel that io_uring starts make no system calls, but have the rules.
     let outside = threads.iter().filter(|(_, privileges, calls)| privileges != "1" || calls != "2");
@@ -69,12 +69,55 @@ fn every_thread_that_serves_is_in_it() {
     server.stop().expect("it stops");
 }
 
+/// The story: three threads of a server of a file were outside of the sandbox, in the same address
+/// space, and took the kernel's requests there.
+#[test]
+fn what_is_outside_is_another_process_with_few_calls_of_its_own() {
+    let Some(dir) = chain() else { return };
+    let is_mounted = rustix::process::geteuid().is_root()
+        && fs::File::options().read(true).write(true).open("/dev/fuse").is_ok();
+    if !is_mounted {
+        return tools::skip("needs root and /dev/fuse");
+    }
+    let file = dir.path().join("file");
+    fs::write(&file, b"underneath").expect("written");
+    let name = file.display().to_string();
+    let options = ["--fuse", &name, "--sandbox", "require"];
+    let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
+    let server = server.expect("served");
+    // NBD is served first.
+    let is_disk = || fs::metadata(&file).is_ok_and(|found| found.len() == 8 << 20).then_some(());
+    clock::poll(NAMED_MAX, Duration::from_millis(1), is_disk).expect("mounted");
+    let mut head = [0; 4096];
+    std::os::unix::fs::FileExt::read_exact_at(&fs::File::open(&file).expect("there"), &mut head, 0)
+        .expect("read");
+    assert_eq!(head, [1; 4096]);
+
+    let children = format!("/proc/{0}/task/{0}/children", server.pid());
+    let children = fs::read_to_string(children).expect("it runs");
+    let [helper] = children.split_whitespace().collect::<Vec<_>>()[..] else {
+        panic!("one child: {children:?}")
+    };
+    let helper = helper.parse().expect("a number");
+    let is_outside =
+        |(_, privileges, calls): &(String, String, String)| privileges != "1" || calls != "2";
+    for process in [server.pid(), helper] {
+        let threads = threads(process);
+        assert_eq!(threads.iter().filter(|thread| is_outside(thread)).count(), 0, "{threads:?}");
+    }
+    assert!(threads(helper).iter().any(|thread| thread.0 == "mica-helper"));
+    server.stop().expect("it stops");
+    assert_eq!(fs::read(&file).expect("unmounted"), b"underneath");
+    let gone = || (!Path::new(&format!("/proc/{helper}/fdinfo/0")).exists()).then_some(());
+    assert!(clock::poll(NAMED_MAX, Duration::from_millis(5), gone).is_some(), "it ends with it");
+}
+
 #[test]
 fn off_leaves_it_out() {
     let Some(dir) = chain() else { return };
     let server = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &["--sandbox", "off"]);
     let server = server.expect("served");
-    let threads = threads(&server);
+    let threads = threads(server.pid());
     assert!(threads.iter().all(|(_, privileges, _)| privileges == "0"), "{threads:?}");
     server.stop().expect("it stops");
 }

@@ -1,4 +1,5 @@
 use super::*;
+use mica_stack::Names;
 
 fn read(text: &str) -> Result<Config> {
     let folder = tempfile::tempdir().expect("a folder");
@@ -165,4 +166,27 @@ fn what_makes_no_sense_is_refused() {
     }
     let ports = "nbd = ['tcp:127.0.0.1:0', 'tcp:127.0.0.1:0']";
     read(&disk("a", ports)).expect("the system chooses two ports");
+}
+
+#[test]
+fn files_that_images_may_name_are_none_beside_or_given() {
+    let disk = |names: &str| format!("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['s']\n{names}");
+    let named = |names: &str| {
+        let config = read(&disk(names)).expect("understood");
+        config.disks[0].images().named_files()
+    };
+    assert_eq!(named("").expect("sound"), (Names::Beside, Vec::new()));
+    assert_eq!(named("names = 'beside'").expect("sound"), (Names::Beside, Vec::new()));
+    assert_eq!(named("names = 'none'").expect("sound"), (Names::None, Vec::new()));
+    let bases = vec![PathBuf::from("/bases")];
+    assert_eq!(named("names = '/bases'").expect("sound"), (Names::Given, bases.clone()));
+    assert_eq!(named("names = ['beside', '/bases']").expect("sound"), (Names::Beside, bases));
+    let (names, given) = named("names = ['bases']").expect("sound");
+    assert_eq!((names, given[0].is_absolute()), (Names::Given, true), "from the folder");
+    let more = "names = ['/bases']\nallow-path = ['/more']";
+    assert_eq!(named(more).expect("sound").1, ["/bases", "/more"].map(PathBuf::from));
+    for contradiction in ["names = ['none', '/x']", "names = 'none'\nallow-path = ['/x']"] {
+        let error = named(contradiction).expect_err("it contradicts itself");
+        assert!(error.to_string().contains("--names none"), "{error}");
+    }
 }

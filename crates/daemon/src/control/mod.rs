@@ -33,11 +33,9 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::Listener;
-use std::fs::Permissions;
+use mica_serve::{Listener, SocketUsers};
 use std::net::{SocketAddr, TcpListener as StdTcpListener};
 use std::os::fd::AsFd;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -91,9 +89,7 @@ impl Places {
     ) -> Result<Self> {
         let mut places = Self::default();
         if let Some(path) = control {
-            places.control = Some(came.unix(CONTROL.to_owned(), path)?);
-            std::fs::set_permissions(path, Permissions::from_mode(0o600))
-                .map_err(|error| Error::from_io("starting the control socket", error))?;
+            places.control = Some(came.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
         }
         if let Some(address) = metrics {
             check_metrics(address, metrics_public)?;

@@ -1,64 +1,152 @@
-//! System calls that a server never needs, which is what somebody needs who has got into it.
+//! The system calls that are left to a server, and to its helper. There is no other.
+//!
+//! Filters of which the kernel takes the stricter word. One lets the listed calls through, some
+//! with certain arguments only; what it does not know does not exist (ENOSYS), so that a library
+//! takes the older way. Another says EPERM to calls that are known and are not for a server.
+//!
+//! In a build with assertions a call that neither filter knows ends the process: a call that mica
+//! makes itself must not go unnoticed in tests.
 
+mod lists;
+
+use lists::{FOR_MOUNTS, OF_BOTH, OF_SERVERS, REFUSED};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
-use seccompiler::SeccompCmpOp::{Eq, MaskedEq, Ne};
+use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule, apply_filter,
+    BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
+    apply_filter, apply_filter_all_threads,
 };
 use std::collections::BTreeMap;
 use std::io;
 
-/// Refuses them to this thread and all that it starts from now on.
+/// To whom it applies, besides what they start.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Threads {
+    /// Who calls.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests are threads among others"))]
+    This,
+    /// All of this process.
+    All,
+}
+
+/// What becomes of who makes a call that is on no list.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Surprise {
+    Error,
+    Death,
+}
+
+impl Surprise {
+    pub(super) const OF_THIS_BUILD: Self =
+        if cfg!(debug_assertions) { Self::Death } else { Self::Error };
+}
+
+/// Leaves to threads of a server what a server needs.
 ///
 /// # Errors
 /// Where the kernel or the processor knows no filters.
-pub(super) fn restrict() -> io::Result<()> {
-    apply(rules().map_err(io::Error::other)?, libc::EPERM)?;
-    // Its flags are in memory, where no filter sees them. Who is told that there is no such call
-    // takes the older one.
-    apply(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)
+pub(super) fn restrict_server(
+    has_tcp: bool,
+    threads: Threads,
+    surprise: Surprise,
+) -> io::Result<()> {
+    let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
+    server_rules(&mut rules, has_tcp).map_err(io::Error::other)?;
+    apply(rules, threads, surprise)
 }
 
-fn apply(rules: Rules, errno: libc::c_int) -> io::Result<()> {
-    let architecture = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
-    let refused = SeccompAction::Errno(errno.unsigned_abs());
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, architecture);
-    let program = filter.and_then(BpfProgram::try_from).map_err(io::Error::other)?;
-    apply_filter(&program).map_err(io::Error::other)
+/// Leaves to this process, which is a helper, what a helper needs.
+///
+/// # Errors
+/// As [`restrict_server`].
+pub(super) fn restrict_helper(mounts: bool, surprise: Surprise) -> io::Result<()> {
+    let mut rules = listed(&[OF_BOTH, if mounts { FOR_MOUNTS } else { &[] }]);
+    helper_rules(&mut rules, mounts).map_err(io::Error::other)?;
+    apply(rules, Threads::All, surprise)
+}
+
+/// Whether a server may make this call, perhaps with certain arguments only.
+#[cfg(test)]
+pub(super) fn knows(call: i64) -> bool {
+    let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
+    server_rules(&mut rules, true).expect("rules");
+    rules.contains_key(&call)
 }
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-fn rules() -> Result<Rules, seccompiler::BackendError> {
-    // A call without a rule is refused whatever its arguments are.
-    let mut rules: Rules = REFUSED.iter().map(|call| (*call, Vec::new())).collect();
-    let all = |conditions| SeccompRule::new(conditions);
-    let is = |argument, value| SeccompCondition::new(argument, Dword, Eq, value);
-    let is_not = |argument, value| SeccompCondition::new(argument, Dword, Ne, value);
-    let has = |argument, bits| SeccompCondition::new(argument, Qword, MaskedEq(bits), bits);
-    let number = |constant: libc::c_int| u64::from(constant.unsigned_abs());
+fn listed(lists: &[&[i64]]) -> Rules {
+    // A call without a rule is let through whatever its arguments are.
+    lists.iter().flat_map(|list| list.iter()).map(|call| (*call, Vec::new())).collect()
+}
 
-    // Stream sockets of this machine and of TCP, and the datagrams of this machine.
-    let [unix, inet, inet6] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6].map(number);
-    let mut sockets = vec![all(vec![is_not(0, unix)?, is_not(0, inet)?, is_not(0, inet6)?])?];
-    for family in [inet, inet6] {
-        for kind in [libc::SOCK_DGRAM, libc::SOCK_RAW, libc::SOCK_SEQPACKET].map(number) {
-            let kind = SeccompCondition::new(1, Dword, MaskedEq(SOCKET_KIND), kind)?;
-            sockets.push(all(vec![is(0, family)?, kind])?);
+fn apply(mut allowed: Rules, threads: Threads, surprise: Surprise) -> io::Result<()> {
+    let is_allowed = |call: &&i64| allowed.contains_key(*call);
+    let refused: Rules =
+        REFUSED.iter().filter(|call| !is_allowed(call)).map(|call| (*call, Vec::new())).collect();
+    let older = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    // What the other filters answer, this one lets through.
+    allowed.extend(refused.clone());
+    allowed.extend(older.clone());
+    let surprised = match surprise {
+        Surprise::Error => SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
+        Surprise::Death => SeccompAction::KillProcess,
+    };
+    let errno = |errno: libc::c_int| SeccompAction::Errno(errno.unsigned_abs());
+    // The list comes last: it has no call to install another.
+    for (rules, matched, other) in [
+        (refused, errno(libc::EPERM), SeccompAction::Allow),
+        // Its flags are in memory, where no filter sees them: there is an older call.
+        (older, errno(libc::ENOSYS), SeccompAction::Allow),
+        (allowed, SeccompAction::Allow, surprised),
+    ] {
+        let architecture = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
+        let filter = SeccompFilter::new(rules, other, matched, architecture);
+        let program = filter.and_then(BpfProgram::try_from).map_err(io::Error::other)?;
+        match threads {
+            Threads::This => apply_filter(&program),
+            Threads::All => apply_filter_all_threads(&program),
         }
-        let (any, tcp) = (number(libc::IPPROTO_IP), number(libc::IPPROTO_TCP));
-        sockets.push(all(vec![is(0, family)?, is_not(2, any)?, is_not(2, tcp)?])?);
+        .map_err(io::Error::other)?;
     }
-    rules.insert(libc::SYS_socket, sockets);
+    Ok(())
+}
+
+type Condition = Result<SeccompCondition, BackendError>;
+
+fn is(argument: u8, value: libc::c_int) -> Condition {
+    SeccompCondition::new(argument, Dword, Eq, number(value))
+}
+
+/// Of the bits of `mask` just those of `value` are set.
+fn has(argument: u8, mask: libc::c_int, value: libc::c_int) -> Condition {
+    SeccompCondition::new(argument, Dword, MaskedEq(number(mask)), number(value))
+}
+
+fn is_null(argument: u8) -> Condition {
+    SeccompCondition::new(argument, Qword, Eq, 0)
+}
+
+fn all<const N: usize>(conditions: [Condition; N]) -> Result<SeccompRule, BackendError> {
+    SeccompRule::new(conditions.into_iter().collect::<Result<_, _>>()?)
+}
+
+/// The bits of a constant, which is an argument of 32 bits.
+fn number(constant: libc::c_int) -> u64 {
+    constant.cast_unsigned().into()
+}
+
+/// One rule for each value that an argument may have.
+fn any(argument: u8, values: &[libc::c_int]) -> Result<Vec<SeccompRule>, BackendError> {
+    values.iter().map(|value| all([is(argument, *value)])).collect()
+}
+
+fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
     // No code but the program's.
-    let executable = number(libc::PROT_EXEC);
-    for call in [libc::SYS_mmap, libc::SYS_mprotect, libc::SYS_pkey_mprotect] {
-        rules.insert(call, vec![all(vec![has(2, executable)?])?]);
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![all([has(2, libc::PROT_EXEC, 0)])?]);
     }
-    // Typing into the terminal that the server was started from.
-    let typing = [libc::TIOCSTI, libc::TIOCLINUX].map(|what| all(vec![is(1, what)?]));
-    rules.insert(libc::SYS_ioctl, typing.into_iter().collect::<Result<_, _>>()?);
-    // New threads are started, new name spaces are not.
+    // New threads are started; new processes and name spaces are not.
     let spaces = libc::CLONE_NEWUSER
         | libc::CLONE_NEWNS
         | libc::CLONE_NEWPID
@@ -66,58 +154,104 @@ fn rules() -> Result<Rules, seccompiler::BackendError> {
         | libc::CLONE_NEWIPC
         | libc::CLONE_NEWUTS
         | libc::CLONE_NEWCGROUP;
-    let each = (0..u64::BITS).map(|bit| 1 << bit).filter(|bit| number(spaces) & bit != 0);
-    let clones = each.map(|bit| all(vec![has(0, bit)?])).collect::<Result<_, _>>()?;
-    rules.insert(libc::SYS_clone, clones);
-    if cfg!(target_arch = "x86_64") {
-        // The same calls by their other numbers.
-        let twins: Vec<_> = rules.iter().map(|(call, rules)| (call | X32, rules.clone())).collect();
-        rules.extend(twins);
+    let thread = all([has(0, spaces | libc::CLONE_THREAD, libc::CLONE_THREAD)])?;
+    rules.insert(libc::SYS_clone, vec![thread]);
+    rules.insert(libc::SYS_prctl, any(0, PRCTLS)?);
+    // Ending itself, as an abort does.
+    let own = libc::c_int::try_from(std::process::id()).unwrap_or_default();
+    rules.insert(libc::SYS_tgkill, vec![all([is(0, own)])?]);
+    rules.insert(libc::SYS_fcntl, any(1, FCNTLS)?);
+    Ok(())
+}
+
+fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
+    common_rules(rules)?;
+    // Stream sockets, to listen on: what is not connected to anything reaches nobody, and
+    // connecting is refused.
+    let kind = |kind| has(1, SOCKET_KIND, kind);
+    let mut sockets = vec![all([is(0, libc::AF_UNIX), kind(libc::SOCK_STREAM)])?];
+    if has_tcp {
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            for protocol in [libc::IPPROTO_IP, libc::IPPROTO_TCP] {
+                let kind = kind(libc::SOCK_STREAM);
+                sockets.push(all([is(0, family), kind, is(2, protocol)])?);
+            }
+        }
     }
-    Ok(rules)
+    rules.insert(libc::SYS_socket, sockets);
+    // No address, and no connecting by the way.
+    let no_open = |argument| has(argument, libc::MSG_FASTOPEN, 0);
+    rules.insert(libc::SYS_sendto, vec![all([is_null(4), no_open(3)])?]);
+    if has_tcp {
+        rules.insert(libc::SYS_sendmsg, vec![all([no_open(2)])?]);
+    } else {
+        rules.insert(libc::SYS_sendmsg, Vec::new());
+    }
+    let option = |level, option| all([is(1, level), is(2, option)]);
+    let of_sockets = SOCKET_OPTIONS.iter().map(|name| option(libc::SOL_SOCKET, *name));
+    let of_tcp = TCP_OPTIONS.iter().map(|name| option(libc::IPPROTO_TCP, *name));
+    let options = of_sockets.chain(of_tcp).collect::<Result<_, _>>()?;
+    rules.insert(libc::SYS_setsockopt, options);
+    // The request of a device has 32 bits, whatever the type of the constant.
+    rules.insert(libc::SYS_ioctl, any(1, IOCTLS)?);
+    // Nobody else may use a file: what others may is not widened.
+    rules.insert(libc::SYS_fchmod, vec![all([is(1, 0o600)])?]);
+    // Limits are read.
+    rules.insert(libc::SYS_prlimit64, vec![all([is_null(2)])?]);
+    rules.insert(libc::SYS_io_uring_register, any(1, RING_REGISTERS)?);
+    Ok(())
+}
+
+fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
+    common_rules(rules)?;
+    let sockets = all([is(0, libc::AF_UNIX), has(1, SOCKET_KIND, libc::SOCK_SEQPACKET)])?;
+    rules.insert(libc::SYS_socket, vec![sockets]);
+    rules.insert(libc::SYS_connect, Vec::new());
+    rules.insert(libc::SYS_sendmsg, Vec::new());
+    if !mounts {
+        // What is read of other processes changes nothing.
+        let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
+        rules.insert(libc::SYS_openat, vec![all([has(2, changing, 0)])?]);
+    }
+    Ok(())
 }
 
 /// The bits of a socket's type that are no flags.
-const SOCKET_KIND: u64 = 0xf;
-/// What the numbers of calls of 64 bits with pointers of 32 have more.
-const X32: i64 = 0x4000_0000;
+const SOCKET_KIND: libc::c_int = 0xf;
+/// IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD of Linux.
+const RING_REGISTERS: &[libc::c_int] = &[4, 5];
 
-#[rustfmt::skip]
-const REFUSED: &[i64] = &[
-    // Other programs.
-    libc::SYS_execve, libc::SYS_execveat,
-    libc::SYS_ptrace, libc::SYS_process_vm_readv, libc::SYS_process_vm_writev, libc::SYS_kcmp,
-    libc::SYS_pidfd_getfd, libc::SYS_process_madvise, libc::SYS_process_mrelease,
-    libc::SYS_personality,
-    // Other users, and what only the system's administrator may do.
-    libc::SYS_setuid, libc::SYS_setgid, libc::SYS_setreuid, libc::SYS_setregid,
-    libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setfsuid, libc::SYS_setfsgid,
-    libc::SYS_setgroups, libc::SYS_capset, libc::SYS_setns, libc::SYS_unshare,
-    libc::SYS_chroot, libc::SYS_pivot_root, libc::SYS_setsid, libc::SYS_setpgid,
-    libc::SYS_mknodat, libc::SYS_fchownat, libc::SYS_fchown,
-    libc::SYS_linkat, libc::SYS_symlinkat,
-    libc::SYS_open_by_handle_at, libc::SYS_name_to_handle_at,
-    // Mounts.
-    libc::SYS_mount, libc::SYS_umount2, libc::SYS_move_mount, libc::SYS_open_tree,
-    libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount, libc::SYS_fspick,
-    libc::SYS_mount_setattr, libc::SYS_swapon, libc::SYS_swapoff,
-    libc::SYS_quotactl, libc::SYS_quotactl_fd, libc::SYS_fanotify_init,
-    // The kernel itself.
-    libc::SYS_bpf, libc::SYS_perf_event_open, libc::SYS_userfaultfd, libc::SYS_syslog,
-    libc::SYS_init_module, libc::SYS_finit_module, libc::SYS_delete_module,
-    libc::SYS_kexec_load, libc::SYS_kexec_file_load, libc::SYS_reboot, libc::SYS_acct,
-    libc::SYS_add_key, libc::SYS_request_key, libc::SYS_keyctl,
-    libc::SYS_settimeofday, libc::SYS_clock_settime, libc::SYS_adjtimex, libc::SYS_clock_adjtime,
-    libc::SYS_sethostname, libc::SYS_setdomainname, libc::SYS_vhangup,
-    #[cfg(target_arch = "x86_64")] libc::SYS_fork,
-    #[cfg(target_arch = "x86_64")] libc::SYS_vfork,
-    #[cfg(target_arch = "x86_64")] libc::SYS_mknod,
-    #[cfg(target_arch = "x86_64")] libc::SYS_chown,
-    #[cfg(target_arch = "x86_64")] libc::SYS_lchown,
-    #[cfg(target_arch = "x86_64")] libc::SYS_link,
-    #[cfg(target_arch = "x86_64")] libc::SYS_symlink,
-    #[cfg(target_arch = "x86_64")] libc::SYS_iopl,
-    #[cfg(target_arch = "x86_64")] libc::SYS_ioperm,
-    #[cfg(target_arch = "x86_64")] libc::SYS_modify_ldt,
-    #[cfg(target_arch = "x86_64")] libc::SYS_uselib,
+const FCNTLS: &[libc::c_int] = &[
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_OFD_GETLK,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_SETLKW,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
 ];
+
+/// Names of threads; PR_SET_VMA of Linux, by which an allocator names its memory, and PR_GET_AUXV,
+/// by which a library learns what the kernel said at the start.
+const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, 0x5356_4d41, 0x4155_5856];
+
+/// FIONBIO, BLKSSZGET, BLKGETSIZE64 and TCGETS of Linux.
+const IOCTLS: &[libc::c_int] = &[0x5421, 0x1268, 0x8008_1272_u32.cast_signed(), 0x5401];
+
+const SOCKET_OPTIONS: &[libc::c_int] = &[
+    libc::SO_REUSEADDR,
+    libc::SO_SNDBUF,
+    libc::SO_RCVBUF,
+    libc::SO_KEEPALIVE,
+    libc::SO_RCVTIMEO,
+    libc::SO_SNDTIMEO,
+    // With 64 bits of time everywhere.
+    66,
+    67,
+];
+
+const TCP_OPTIONS: &[libc::c_int] =
+    &[libc::TCP_NODELAY, libc::TCP_KEEPIDLE, libc::TCP_KEEPINTVL, libc::TCP_KEEPCNT];

@@ -15,8 +15,6 @@ pub(crate) struct Needs {
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
     /// Ports of TCP that are listened on.
     pub(super) ports: BTreeSet<u16>,
-    /// Whether sockets without a file are connected to.
-    pub(super) abstract_sockets: bool,
 }
 
 /// To read images. A layer may be a block device.
@@ -39,10 +37,6 @@ impl Needs {
     /// If a folder that is to be made cannot be.
     pub(crate) fn of(config: &Config, came: &Sockets) -> Result<Self> {
         let mut needs = Self::default();
-        // As systemd gives it to services of containers.
-        let notified = std::env::var_os("NOTIFY_SOCKET");
-        needs.abstract_sockets =
-            notified.is_some_and(|socket| socket.as_encoded_bytes().starts_with(b"@"));
         needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
         for disk in &config.disks {
             needs.add_disk(disk)?;
@@ -86,7 +80,8 @@ impl Needs {
             folders |= REPLACE;
         }
         // An image that is not there is told by who opens it.
-        let allowed = mica_stack::allowed_places(&disk.image, &disk.allow_path);
+        let (names, given) = disk.images().named_files()?;
+        let allowed = mica_stack::allowed_places(&disk.image, names, &given);
         for folder in allowed.unwrap_or_default() {
             self.allow(&folder, folders);
         }

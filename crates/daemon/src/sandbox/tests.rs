@@ -1,17 +1,17 @@
 use super::*;
 use crate::config::DiskConfig;
-use io_uring::{IoUring, opcode, types};
+use io_uring::IoUring;
+use mica_rt::{Backend, Executor};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking};
-use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{OpenOptionsExt, symlink};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, symlink};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
@@ -43,12 +43,23 @@ impl Place {
     /// Runs `test` on a thread that is in the sandbox; not where the kernel has none.
     #[track_caller]
     fn inside(&self, test: impl FnOnce() + Send) {
+        self.inside_with(|| (), |()| test());
+    }
+
+    /// The same, with what `before` makes while it is entered, as threads make their rings.
+    #[track_caller]
+    fn inside_with<T>(&self, before: impl FnOnce() -> T + Send, test: impl FnOnce(T) + Send) {
         std::thread::scope(|scope| {
-            let thread = scope.spawn(|| match enter(SandboxMode::Require, &self.needs) {
-                Ok(()) => test(),
-                Err(error) => {
-                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error:?}");
-                    eprintln!("SKIPPED: {error}");
+            let thread = scope.spawn(|| {
+                let sandbox = Sandbox::enter(SandboxMode::Require, &self.needs).expect("entered");
+                let made = before();
+                // A test goes on when it was refused something.
+                match sandbox.close_for(Threads::This, Surprise::Error) {
+                    Ok(()) => test(made),
+                    Err(error) => {
+                        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error:?}");
+                        eprintln!("SKIPPED: {error}");
+                    }
                 }
             });
             thread.join().expect("the test ended");
@@ -57,8 +68,20 @@ impl Place {
 }
 
 fn is_refused<T>(result: io::Result<T>) -> bool {
-    let refusals = [libc::EACCES, libc::EPERM].map(Some);
+    let refusals = [libc::EACCES, libc::EPERM, libc::ENOSYS].map(Some);
     result.is_err_and(|error| refusals.contains(&error.raw_os_error()))
+}
+
+fn is_errno_of_refusal<T>(result: rustix::io::Result<T>) -> bool {
+    is_refused(result.map_err(io::Error::from))
+}
+
+/// Makes a system call by its number, all arguments zero.
+fn call(number: i64) -> Option<i32> {
+    // SAFETY: a call that is refused does nothing; what is not refused fails the test, and with
+    // these arguments names no memory.
+    let returned = unsafe { libc::syscall(number, 0, 0, 0, 0, 0, 0) };
+    (returned == -1).then(|| io::Error::last_os_error().raw_os_error()).flatten()
 }
 
 #[test]
@@ -137,26 +160,111 @@ fn name_that_changes_what_it_means_opens_nothing_elsewhere() {
     });
 }
 
+/// The story: sockets were made and connected through rings, where no filter sees it.
 #[test]
-fn ring_opens_nothing_that_the_thread_may_not() {
+fn rings_are_those_that_there_were_and_do_what_they_are_for() {
     let place = Place::new();
-    if let Err(error) = IoUring::new(2) {
-        return eprintln!("SKIPPED: no io_uring ({error})");
-    }
+    let executor = || match Executor::new(Backend::Uring) {
+        Ok(executor) => Some(executor),
+        Err(error) => {
+            eprintln!("SKIPPED: no io_uring ({error})");
+            None
+        }
+    };
+    let file = File::open(place.at("in/layer")).expect("there");
+    place.inside_with(executor, |executor| {
+        assert!(is_refused(IoUring::new(2)), "io_uring_setup");
+        assert!(is_refused(Executor::new(Backend::Uring)), "io_uring_setup");
+        assert_eq!(call(libc::SYS_io_uring_setup), Some(libc::EPERM));
+        let Some(executor) = executor else { return };
+        let file = Arc::new(mica_rt::File::new(file.into(), mica_rt::Access::Buffered));
+        executor.block_on(async {
+            let (read, bytes) = mica_rt::read_at(&file, mica_rt::Buf::new(5), 0).await;
+            assert_eq!((read.expect("read"), &bytes[..]), (5, &b"layer"[..]));
+        });
+    });
+}
+
+/// The story: `connect()` to the socket of any other program succeeded.
+#[test]
+fn socket_of_another_program_is_out_of_reach() {
+    let mut place = Place::new();
+    let socket = place.at("in/theirs");
+    place.needs.add_socket(&socket);
+    let _theirs = UnixListener::bind(&socket).expect("bound");
+    let datagrams = UnixDatagram::bind(place.at("in/datagrams")).expect("bound");
     place.inside(|| {
-        let mut ring = IoUring::new(2).expect("allowed");
-        let mut open = |name: &str| {
-            let path = place.at(name);
-            let path = CString::new(path.as_os_str().as_bytes()).expect("no zero in it");
-            let at = types::Fd(libc::AT_FDCWD);
-            let entry = opcode::OpenAt::new(at, path.as_ptr()).flags(libc::O_RDONLY).build();
-            // SAFETY: the path lives until the operation has completed, below.
-            unsafe { ring.submission().push(&entry) }.expect("there is room");
-            ring.submit_and_wait(1).expect("submitted");
-            ring.completion().next().expect("completed").result()
+        assert!(is_refused(UnixStream::connect(&socket)));
+        assert!(is_refused(UnixDatagram::unbound()), "what sends without connecting");
+        assert!(is_refused(UnixDatagram::pair()));
+        let listener = UnixListener::bind(place.at("in/ours")).expect("to listen is allowed");
+        let address = rustix::net::SocketAddrUnix::new(&socket).expect("short");
+        assert!(is_errno_of_refusal(rustix::net::connect(&listener, &address)));
+        let flags = rustix::net::SendFlags::empty();
+        assert!(is_errno_of_refusal(rustix::net::sendto(&listener, b"x", flags, &address)));
+        for number in [libc::SYS_connect, libc::SYS_sendmmsg, libc::SYS_socketpair] {
+            assert_eq!(call(number), Some(libc::EPERM), "{number}");
+        }
+    });
+    drop(datagrams);
+}
+
+/// The story: all of this succeeded, on files of the image's folder and on any other.
+#[test]
+fn modes_owners_times_and_attributes_stay_whatever_file_it_is() {
+    use rustix::fs::{AtFlags, CWD, Mode, Timestamps, XattrFlags};
+    let place = Place::new();
+    let now = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 1 };
+    let times = Timestamps { last_access: now, last_modification: now };
+    for name in ["in/layer", "out/secret"] {
+        let path = place.at(name);
+        let open = File::options().write(true).open(&path).expect("there");
+        let before = fs::metadata(&path).expect("there");
+        place.inside(|| {
+            let mode = Mode::from_raw_mode(0o4777);
+            assert!(is_errno_of_refusal(rustix::fs::chmod(&path, mode)));
+            assert!(is_errno_of_refusal(rustix::fs::fchmod(&open, mode)));
+            assert!(is_errno_of_refusal(rustix::fs::chmodat(CWD, &path, mode, AtFlags::empty())));
+            assert!(is_refused(std::os::unix::fs::chown(&path, Some(1), Some(1))));
+            assert!(is_refused(std::os::unix::fs::lchown(&path, Some(1), Some(1))));
+            assert!(is_refused(std::os::unix::fs::fchown(&open, Some(1), Some(1))));
+            let none = AtFlags::empty();
+            assert!(is_errno_of_refusal(rustix::fs::utimensat(CWD, &path, &times, none)));
+            assert!(is_errno_of_refusal(rustix::fs::futimens(&open, &times)));
+            for attribute in ["security.capability", "user.x"] {
+                let flags = XattrFlags::empty();
+                let set = rustix::fs::setxattr(&path, attribute, b"x", flags);
+                assert!(is_errno_of_refusal(set), "{attribute}");
+                let set = rustix::fs::fsetxattr(&open, attribute, b"x", flags);
+                assert!(is_errno_of_refusal(set), "{attribute}");
+                assert!(is_errno_of_refusal(rustix::fs::removexattr(&path, attribute)));
+            }
+            assert!(is_refused(fs::hard_link(&path, place.at("in/hard"))));
+        });
+        let after = fs::metadata(&path).expect("there");
+        let seen = |found: &fs::Metadata| (found.mode(), found.uid(), found.mtime(), found.ctime());
+        assert_eq!(seen(&before), seen(&after), "{name}");
+    }
+}
+
+#[test]
+fn code_is_the_programs_own() {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+    const BYTES: usize = 4096;
+    let place = Place::new();
+    place.inside(|| {
+        let map = |access| {
+            // SAFETY: a new mapping, at a place that the kernel chooses.
+            unsafe { mmap_anonymous(std::ptr::null_mut(), BYTES, access, MapFlags::PRIVATE) }
         };
-        assert!(open("in/layer") >= 0);
-        assert_eq!(open("out/secret"), -libc::EACCES);
+        assert!(is_errno_of_refusal(map(ProtFlags::READ | ProtFlags::EXEC)));
+        let mapped = map(ProtFlags::READ | ProtFlags::WRITE).expect("memory is allowed");
+        // SAFETY: it is the mapping above.
+        unsafe {
+            let access = MprotectFlags::READ | MprotectFlags::EXEC;
+            assert!(is_errno_of_refusal(mprotect(mapped, BYTES, access)));
+            munmap(mapped, BYTES).expect("unmapped");
+        }
     });
 }
 
@@ -167,6 +275,7 @@ fn other_programs_users_and_hosts_are_refused_with_an_error() {
     let elsewhere = elsewhere.local_addr().expect("an address");
     let mut child = Command::new("sleep").arg("60").spawn().expect("started");
     let pid = rustix::process::Pid::from_child(&child);
+    let terminal = File::open("/dev/null").expect("there");
     place.inside(|| {
         assert!(is_refused(Command::new("/bin/true").status()), "execve");
         assert!(is_refused(symlink("layer", place.at("in/link"))), "symlink");
@@ -175,15 +284,43 @@ fn other_programs_users_and_hosts_are_refused_with_an_error() {
         assert!(is_refused(TcpStream::connect(elsewhere)), "connect");
         assert!(is_refused(TcpListener::bind("127.0.0.1:0")), "bind");
         let killed = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        assert_eq!(killed, Err(rustix::io::Errno::PERM));
-        // What is needed works: threads, and sockets of this machine.
+        assert!(is_errno_of_refusal(killed));
+        let descriptor = terminal.as_raw_fd();
+        // SAFETY: none of these names memory.
+        unsafe {
+            assert_eq!(libc::ioctl(descriptor, libc::TIOCSTI, 0), -1);
+            assert_eq!(libc::fcntl(descriptor, libc::F_SETOWN, 1), -1);
+            assert_eq!(libc::fcntl(descriptor, libc::F_SETLEASE, 0), -1);
+            assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 0), -1);
+            assert_eq!(libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0), -1, "a process");
+        }
+        // What is needed works: threads.
         assert_eq!(std::thread::spawn(|| 7).join().expect("started"), 7);
-        let (mut left, mut right) = UnixStream::pair().expect("made");
-        io::Write::write_all(&mut left, b"x").expect("sent");
-        io::Read::read_exact(&mut right, &mut [0]).expect("received");
     });
     child.kill().expect("it still runs");
     child.wait().expect("ended");
+}
+
+/// Whatever the kernel has, or will have one day.
+#[test]
+fn call_that_is_on_no_list_is_refused() {
+    const NUMBERS: i64 = 1024;
+    /// What the numbers of calls of 64 bits with pointers of 32 have more.
+    const X32: i64 = 0x4000_0000;
+    /// The kernel's own probes return by these, which it lets no filter refuse, and ends whoever
+    /// else makes them.
+    const PROBES: [i64; 2] = [335, 336];
+    let place = Place::new();
+    place.inside(|| {
+        let is_probe = |number: &i64| cfg!(target_arch = "x86_64") && PROBES.contains(number);
+        let unlisted = (0..NUMBERS).filter(|number| !calls::knows(*number) && !is_probe(number));
+        let twins =
+            (0..NUMBERS).map(|number| number | X32).filter(|_| cfg!(target_arch = "x86_64"));
+        let answered = unlisted
+            .chain(twins)
+            .filter(|number| !matches!(call(*number), Some(libc::EPERM | libc::ENOSYS)));
+        assert_eq!(answered.collect::<Vec<_>>(), Vec::<i64>::new());
+    });
 }
 
 #[test]
@@ -196,10 +333,11 @@ fn port_and_socket_of_the_configuration_are_left() {
         TcpListener::bind("127.0.0.1:0").expect("the port that was asked for");
         drop(mica_serve::Listener::unix(&socket).expect("listens"));
         assert!(!socket.exists(), "removed");
-        let listening = UnixListener::bind(&socket).expect("bound");
-        UnixStream::connect(&socket).expect("connected");
-        drop(listening);
-        mica_serve::Listener::unix(&socket).expect("takes the place of one that is gone");
+        let own = mica_serve::SocketUsers::Own;
+        let _listening = mica_serve::Listener::unix_for(&socket, own).expect("listens");
+        // It cannot be told from that of a living server any more.
+        let error = mica_serve::Listener::unix(&socket).expect_err("there is one");
+        assert_eq!(error.kind(), ErrorKind::Denied, "{error:?}");
     });
 }
 
@@ -231,7 +369,8 @@ fn without_a_sandbox_nothing_changes() {
     let place = Place::new();
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            enter(SandboxMode::Off, &place.needs).expect("nothing to do");
+            let sandbox = Sandbox::enter(SandboxMode::Off, &place.needs).expect("nothing to do");
+            sandbox.close_for(Threads::This, Surprise::Error).expect("nothing to do");
             fs::read(place.at("out/secret")).expect("not refused")
         });
         assert_eq!(thread.join().expect("ended"), SECRET);

@@ -1,21 +1,15 @@
 //! Messages with descriptors between two processes of ours.
 
+use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
-};
+use rustix::net::{Shutdown, sockopt};
 use rustix::process::{Pid, PidfdFlags, Uid, pidfd_open};
 use serde::{Deserialize, Serialize};
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Descriptors that go with one message.
-pub(super) const FDS_MAX: usize = 32;
 /// Bytes of a message.
 const MESSAGE_BYTES_MAX: usize = 32 << 10;
 
@@ -117,18 +111,6 @@ impl Channel {
         poll(&mut fds, Some(&DEATH_LIMIT)).is_ok_and(|count| count > 0)
     }
 
-    pub(super) fn connect(path: &Path) -> Result<Self> {
-        let connected = || {
-            let socket = socket()?;
-            rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-            Ok(socket)
-        };
-        let socket = connected().map_err(|error: rustix::io::Errno| {
-            Error::from_io(format!("connecting to {}", path.display()), error.into())
-        })?;
-        Self::new(socket)
-    }
-
     pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let bytes = serde_json::to_vec(message).map_err(|error| broken(io::Error::from(error)))?;
         if bytes.len() > MESSAGE_BYTES_MAX || fds.len() > FDS_MAX {
@@ -164,29 +146,15 @@ impl Channel {
 
     /// Takes what has come.
     fn take(&self) -> Heard {
-        let mut bytes = vec![0; MESSAGE_BYTES_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = loop {
-            let mut into = [IoSliceMut::new(&mut bytes)];
-            let flags = RecvFlags::CMSG_CLOEXEC;
-            match rustix::net::recvmsg(&self.socket, &mut into, &mut control, flags) {
-                Err(rustix::io::Errno::INTR) => {}
-                // It was closed with something of ours in it.
-                Err(rustix::io::Errno::CONNRESET) => return Err(Silence::Gone),
-                result => break result.map_err(|error| Silence::Broken(broken(error)))?,
-            }
+        let (bytes, fds) = match receive_with_fds(&self.socket, MESSAGE_BYTES_MAX) {
+            // It was closed with something of ours in it.
+            Err(rustix::io::Errno::CONNRESET) => return Err(Silence::Gone),
+            received => received.map_err(|error| Silence::Broken(broken(error)))?,
         };
-        let mut fds = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(came) = message {
-                fds.extend(came);
-            }
-        }
-        if received.bytes == 0 {
+        if bytes.is_empty() {
             return Err(Silence::Gone);
         }
-        let message = serde_json::from_slice(&bytes[..received.bytes]);
+        let message = serde_json::from_slice(&bytes);
         let message = message.map_err(|error| Silence::Broken(broken(io::Error::from(error))))?;
         Ok((message, fds))
     }
@@ -205,36 +173,6 @@ fn check_user(user: Uid) -> Result<()> {
     }
     let user = user.as_raw();
     Err(Error::new(ErrorKind::Denied, format!("the other process is of another user, {user}")))
-}
-
-/// A socket that keeps messages apart.
-pub(super) fn socket() -> rustix::io::Result<OwnedFd> {
-    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
-    rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)
-}
-
-/// Sends one message with descriptors.
-///
-/// # Errors
-/// What the system says.
-pub(crate) fn send_with_fds(
-    socket: impl AsFd,
-    bytes: &[u8],
-    fds: &[BorrowedFd<'_>],
-) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::from(io::ErrorKind::InvalidInput));
-    }
-    let from = [IoSlice::new(bytes)];
-    loop {
-        match rustix::net::sendmsg(&socket, &from, &mut control, SendFlags::NOSIGNAL) {
-            Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
 }
 
 fn broken(error: impl Into<io::Error>) -> Error {

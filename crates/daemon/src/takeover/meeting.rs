@@ -1,7 +1,8 @@
 //! Where two processes of a takeover meet, and how the new one asks the old one to come.
 
 use super::ANSWER_LIMIT;
-use super::channel::{self, Channel};
+use super::channel::Channel;
+use crate::messages;
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -15,9 +16,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 /// What the folder's name begins with; the process follows.
-const FOLDER: &str = "mica-takeover-";
+pub(crate) const FOLDER: &str = "mica-takeover-";
 /// The socket in it.
-const SOCKET: &str = "socket";
+pub(crate) const SOCKET: &str = "socket";
 /// Bytes of an answer over HTTP.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
@@ -56,7 +57,7 @@ impl Meeting {
                 Err(_) => attempt += 1,
             }
         };
-        let socket = channel::socket().map_err(|error| failed(error.into()))?;
+        let socket = messages::socket().map_err(|error| failed(error.into()))?;
         let meeting = Self { folder, socket };
         let bound = || -> std::io::Result<()> {
             rustix::net::bind(&meeting.socket, &SocketAddrUnix::new(meeting.path())?)?;

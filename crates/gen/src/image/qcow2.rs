@@ -5,7 +5,6 @@ use super::refcounts::Refcounts;
 use crate::content::{self, POISON};
 use crate::expand::{Content, Entry};
 use crate::plan::{DataFile, Qcow2Shape};
-use crate::rng::Rng;
 use crate::sink::Sink;
 use crate::spec::DataMode;
 use mica_block::{Error, ErrorKind, Result};
@@ -13,6 +12,7 @@ use mica_qcow2::format::{
     Autoclear, BackingName, CompressedCluster, Header, L1Entry, L2Entry, SUBCLUSTER_COUNT,
 };
 use mica_qcow2::writer::{CompressionLevel, Compressor, refcount_area};
+use mica_units::Rng;
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
 
 /// Most clusters that one compressed cluster takes, with what is left free before it.

@@ -5,11 +5,14 @@
 //!   arrives ([`crate::op`] I1), so every pointer in a submission outlives it.
 //! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
+//! - I4 A ring does nothing else, whoever has got hold of it: no filter of system calls sees what
+//!   goes through a ring, so the kernel is told the list, which nobody can change any more.
 
 use super::in_place::{self, InPlace};
 use crate::net::SEND_BUFS_MAX;
 use crate::op::{OpKey, OpKind, SendParts, resume_at};
 use crate::remote::Remote;
+use crate::restrict::enable;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
@@ -28,6 +31,19 @@ const LOOK_MAX: Duration = Duration::from_micros(15);
 const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
 /// Largest single read, write or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
+
+/// The operations of a ring.
+const NEEDED: [u8; 9] = [
+    opcode::Read::CODE,
+    opcode::Write::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::Recv::CODE,
+    opcode::Send::CODE,
+    opcode::SendMsg::CODE,
+    opcode::PollAdd::CODE,
+    opcode::AsyncCancel::CODE,
+];
 
 const BELL: u64 = u64::MAX;
 const CANCELLED: u64 = u64::MAX - 1;
@@ -54,20 +70,10 @@ impl Uring {
         let ring = build_ring()?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
-        let needed = [
-            opcode::Read::CODE,
-            opcode::Write::CODE,
-            opcode::Fsync::CODE,
-            opcode::Fallocate::CODE,
-            opcode::Recv::CODE,
-            opcode::Send::CODE,
-            opcode::SendMsg::CODE,
-            opcode::PollAdd::CODE,
-            opcode::AsyncCancel::CODE,
-        ];
-        if needed.iter().any(|code| !probe.is_supported(*code)) {
+        if NEEDED.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        enable(&ring, &NEEDED, &[])?;
         let in_place = InPlace::new(Arc::clone(&remote));
         Ok(Self {
             ring,
@@ -239,7 +245,7 @@ fn build_ring() -> io::Result<IoUring> {
     let mut last = io::Error::from(io::ErrorKind::Unsupported);
     for configure in attempts {
         let mut builder = IoUring::builder();
-        builder.setup_cqsize(COMPLETIONS_MAX);
+        builder.setup_cqsize(COMPLETIONS_MAX).setup_r_disabled();
         configure(&mut builder);
         match builder.build(SUBMISSIONS_MAX) {
             Ok(ring) => {

@@ -5,7 +5,8 @@
 //!   └ file       kernel ⇄ requests                      a thread of its own
 //!       └ gate       how much may be under way
 //!           └ request    request ─▶ disk ─▶ answer      a task on one of the executors
-//! mount      what is mounted where; who unmounts it
+//! mounts     who mounts and unmounts, which may be another process
+//!   └ mount      what is mounted where
 //! ```
 //!
 //! The file has to exist: it is mounted over, as QEMU's FUSE export does it, and shows again when
@@ -17,15 +18,15 @@ mod attributes;
 mod file;
 mod gate;
 mod mount;
+mod mounts;
 mod request;
 mod server;
 mod stats;
-mod unmounter;
 
 #[cfg(test)]
 mod tests;
 
 pub use attributes::AllowOther;
+pub use mounts::{MountRequest, Mounted, Mounts, MountsHere};
 pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;
-pub use unmounter::Unmounter;

@@ -7,11 +7,18 @@
 //! caller with it.
 
 use mica_block::{Error, ErrorKind, Result};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
-use std::ffi::OsString;
-use std::io;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::process::{getgid, getuid};
+use std::ffi::{CString, OsString};
+use std::io::{self, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -40,12 +47,13 @@ const LIVING_LIMIT: Duration = Duration::from_secs(5);
 /// Symbolic links that lead from one to the next.
 const LINKS_MAX: usize = 40;
 
-/// Finds the file that `file` names and clears dead mounts from it.
+/// Finds the file that `file` names and clears dead mounts from it: how many.
 ///
 /// # Errors
 /// `Denied` if a server serves there; `Invalid` if it is no regular file.
-pub(super) fn prepare(file: &Path) -> Result<PathBuf> {
+pub(super) fn prepare(file: &Path) -> Result<(PathBuf, usize)> {
     let path = resolve(file).map_err(|error| looking_at(file, error))?;
+    let mut cleared = 0;
     for _ in 0..DEAD_MAX {
         let Some(entry) = top(&path)? else { break };
         match probe(&path) {
@@ -56,14 +64,14 @@ pub(super) fn prepare(file: &Path) -> Result<PathBuf> {
             }
         }
         MountPoint { path: path.clone(), id: Some(entry.id) }.unmount()?;
-        tracing::info!(file = %path.display(), "the mount of a server that is gone was cleared");
+        cleared += 1;
     }
     let found = path.metadata().map_err(|error| looking_at(&path, error))?;
     if !found.is_file() {
         let context = format!("{} is not a regular file to be mounted over", path.display());
         return Err(Error::new(ErrorKind::Invalid, context));
     }
-    Ok(path)
+    Ok((path, cleared))
 }
 
 fn looking_at(path: &Path, error: io::Error) -> Error {
@@ -115,10 +123,6 @@ impl MountPoint {
         Self { path, id }
     }
 
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Takes it away, whoever still uses it: what is under way, and what they ask later, fails.
     /// That it is gone already is no error.
     pub(super) fn unmount(&self) -> Result<()> {
@@ -139,6 +143,98 @@ impl MountPoint {
     }
 }
 
+/// Device and inode of what `path` shows.
+pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    path.metadata().map(|found| (found.dev(), found.ino()))
+}
+
+/// Mounts something over the file at `path`; gives where the kernel's requests come from.
+pub(super) fn mount_over(
+    path: &Path,
+    is_writable: bool,
+    is_for_others: bool,
+) -> io::Result<OwnedFd> {
+    let others = if is_for_others { ",allow_other" } else { "" };
+    let mode = path.metadata()?.mode();
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    let device = rustix::fs::open(DEVICE, flags, Mode::empty())?;
+    let (user, group) = (getuid().as_raw(), getgid().as_raw());
+    let options = format!(
+        "fd={},rootmode={mode:o},user_id={user},group_id={group},default_permissions{others}",
+        device.as_raw_fd()
+    );
+    let options = CString::new(options)?;
+    let mut flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOATIME;
+    flags.set(MountFlags::RDONLY, !is_writable);
+    match mount(SOURCE, path, "fuse", flags, Some(&*options)) {
+        Ok(()) => Ok(device),
+        // Users who may not mount have a program that does it for them.
+        Err(Errno::PERM) => mount_as_user(path, is_writable, others),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Where the kernel's side of FUSE is.
+const DEVICE: &str = "/dev/fuse";
+/// What mounts of ours come from.
+const SOURCE: &str = "mica";
+const MOUNT_PROGRAMS: [&str; 2] = ["fusermount3", "fusermount"];
+
+/// The program opens the device, mounts, and passes the descriptor on: over a socket whose number
+/// a variable says, and which is its standard input here.
+fn mount_as_user(path: &Path, is_writable: bool, others: &str) -> io::Result<OwnedFd> {
+    let access = if is_writable { "rw" } else { "ro" };
+    let options = format!("fsname={SOURCE},noatime,default_permissions,{access}{others}");
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for program in MOUNT_PROGRAMS {
+        let (ours, theirs) = UnixStream::pair()?;
+        let mut command = Command::new(program);
+        command.args(["-o", &options, "--"]).arg(path).env("_FUSE_COMMFD", "0");
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                last = error;
+                continue;
+            }
+        };
+        // Its own end of the socket goes with the command.
+        drop(command);
+        let device = receive_one(&ours);
+        let mut said = String::new();
+        let told = child.stderr.take().map(|mut told| told.read_to_string(&mut said));
+        child.wait()?;
+        told.transpose()?;
+        return device.map_err(|error| match said.trim() {
+            "" => error,
+            said => io::Error::new(io::ErrorKind::PermissionDenied, said.replace('\n', "; ")),
+        });
+    }
+    Err(io::Error::new(last.kind(), format!("{}: {last}", MOUNT_PROGRAMS[0])))
+}
+
+fn receive_one(socket: &UnixStream) -> io::Result<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut into = [IoSliceMut::new(&mut byte)];
+    loop {
+        match recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+            Ok(_) => break,
+        }
+    }
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut came) = message
+            && let Some(device) = came.next()
+        {
+            return Ok(device);
+        }
+    }
+    Err(io::ErrorKind::UnexpectedEof.into())
+}
+
 fn detach(path: &Path) -> Result<()> {
     let flags = UnmountFlags::FORCE | UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
     match unmount(path, flags) {
@@ -153,7 +249,7 @@ fn detach(path: &Path) -> Result<()> {
 }
 
 fn unmount_as_user(path: &Path) -> bool {
-    ["fusermount3", "fusermount"].into_iter().any(|program| {
+    MOUNT_PROGRAMS.into_iter().any(|program| {
         let mut command = Command::new(program);
         command.args(["-u", "-z", "-q", "--"]).arg(path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -274,7 +370,7 @@ mod tests {
         std::os::unix::fs::symlink("file", at("link")).expect("linked");
         std::os::unix::fs::symlink("circle", at("circle")).expect("linked");
 
-        let found = prepare(&at("link")).expect("a file");
+        let (found, _) = prepare(&at("link")).expect("a file");
         assert_eq!(found, at("file").canonicalize().expect("there"));
         assert!(prepare(&at("circle")).is_err());
     }

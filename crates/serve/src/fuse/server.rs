@@ -7,21 +7,21 @@
 use super::attributes::{Access, AllowOther, Attributes, Others};
 use super::file::DiskFile;
 use super::gate::Gate;
-use super::mount::{self, MountPoint};
+use super::mounts::{MountRequest, Mounts};
 use super::stats::{Counters, QueueStats};
-use super::unmounter::Unmounter;
 use crate::discard::Discard;
 use crate::edges::Edges;
-use crate::listener::lock_directory;
 use crate::workers::Workers;
-use fuser::{Config, MountOption, Session, SessionACL};
-use mica_block::{Disk, Error, ErrorKind, Result};
+use fuser::{Config, Session, SessionACL};
+use mica_block::{Disk, Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::fs::{File, OpenOptions};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicUsize};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 /// A disk, and the file that it is served as.
@@ -39,8 +39,8 @@ pub struct ServerConfig {
     pub allow_other: AllowOther,
     /// The executors.
     pub workers: Arc<Workers>,
-    /// Who unmounts the file in the end.
-    pub unmounter: Arc<Unmounter>,
+    /// Who mounts it over the file, and unmounts that in the end.
+    pub mounts: Arc<dyn Mounts>,
 }
 
 /// What the kernel's requests are about.
@@ -65,119 +65,118 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 pub struct Server;
 
 impl Server {
-    /// Mounts the disk over the file and serves it. The mount that a killed server left there is
-    /// cleared. What mounts it is the [`Unmounter`], as is the thread that takes requests: they are
-    /// in no sandbox that the caller is in.
+    /// Mounts the disk over the file and serves it.
     ///
     /// # Errors
-    /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if
-    /// the file is no regular file, or the image itself; else what the system says.
+    /// As [`Mounts::mount`]; else what the system says.
     pub fn start(config: ServerConfig) -> Result<Running> {
-        let outside = Arc::clone(&config.unmounter);
-        outside.mount(move || Self::start_here(config))
-    }
-
-    fn start_here(config: ServerConfig) -> Result<Running> {
-        let ServerConfig { file, disk, image, discard, allow_other, workers, unmounter } = config;
-        let context = || format!("serving a disk as {}", file.display());
-        mount::check_name(&file)?;
-        // Two servers that find no other must not both mount.
-        let _alone = lock_directory(&file).map_err(|error| Error::from_io(context(), error))?;
-        let path = mount::prepare(&file)?;
-        let image = image.map(|image| open_image(&image, &path)).transpose()?;
+        let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
+        let image = image.as_deref().map(open_image).transpose()?;
+        let (image, identity) = image.unzip();
         let access = if disk.is_writable() { Access::ReadWrite } else { Access::Read };
-        let export = |others, image| {
-            let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
-            Arc::new(Export {
-                gate: Gate::new(Arc::clone(&disk), workers.pool()),
-                attributes: Attributes::new(access, others, image),
-                discard,
-                edges: Edges::default(),
-                stats,
-                failures_logged: AtomicU32::new(0),
-            })
-        };
-        let attempt = |others| -> std::io::Result<_> {
-            let image = image.as_ref().map(File::try_clone).transpose()?;
-            let export = export(others, image);
-            mount_over(&path, &export, access, others, &workers).map(|session| (session, export))
-        };
-        let mounted = match allow_other {
-            AllowOther::On => attempt(Others::Allowed),
-            AllowOther::Off => attempt(Others::Denied),
-            AllowOther::Auto => attempt(Others::Allowed).or_else(|_| attempt(Others::Denied)),
-        };
-        let (session, export) = mounted.map_err(|error| Error::from_io(context(), error))?;
-        let mount = MountPoint::just_mounted(path);
-        let (sender, ended) = mpsc::channel();
-        let file = mount.path().to_owned();
-        let taking = move || {
-            let result = session.run();
-            if let Err(error) = result {
-                tracing::error!(file = %file.display(), %error, "a FUSE file is served no more");
-            }
-            // Nobody waits any more where the server has ended before.
-            let _ = sender.send(());
-        };
-        let thread = std::thread::Builder::new().name("mica-fuse".to_owned()).spawn(taking);
-        if let Err(error) = thread {
-            // Not by dropping a `Running`: this may be the thread that it would wait for.
-            mount.unmount()?;
-            return Err(Error::from_io(context(), error));
+        let mounted = mounts.mount(&MountRequest {
+            file: file.clone(),
+            is_writable: access == Access::ReadWrite,
+            allow_other,
+            image: identity,
+        })?;
+        if mounted.cleared > 0 {
+            let file = file.display();
+            tracing::info!(%file, "the mount of a server that is gone was cleared");
         }
-        Ok(Running { export, mount: Some(mount), unmounter, ended, _workers: workers })
+        let others = if mounted.is_for_others { Others::Allowed } else { Others::Denied };
+        let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
+        let export = Arc::new(Export {
+            gate: Gate::new(disk, workers.pool()),
+            attributes: Attributes::new(access, others, image),
+            discard,
+            edges: Edges::default(),
+            stats,
+            failures_logged: AtomicU32::new(0),
+        });
+        match take_requests(mounted.device, &file, &export, others, &workers) {
+            Ok((device, ended)) => {
+                Ok(Running { export, file: Some(file), mounts, device, ended, _workers: workers })
+            }
+            Err(error) => {
+                let error = Error::from_io(format!("serving a disk as {}", file.display()), error);
+                // What failed first is told.
+                let _ = mounts.unmount(&file);
+                Err(error)
+            }
+        }
     }
 }
 
-/// Opens `image` for nothing but to ask what it is. It must not be the file that is mounted over:
-/// an image under its own disk could not be opened again.
-fn open_image(image: &Path, over: &Path) -> Result<File> {
+/// Opens `image` for nothing but to ask what it is. Gives its device and inode too.
+fn open_image(image: &Path) -> Result<(File, (u64, u64))> {
     let failed = |error| Error::from_io(format!("looking at {}", image.display()), error);
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(image);
     let opened = opened.map_err(failed)?;
-    let (found, over) = (opened.metadata().map_err(failed)?, over.metadata().map_err(failed)?);
-    if (found.dev(), found.ino()) == (over.dev(), over.ino()) {
-        let context = format!("{}: an image cannot be mounted over by its disk", image.display());
-        return Err(Error::new(ErrorKind::Invalid, context));
-    }
-    Ok(opened)
+    let found = opened.metadata().map_err(failed)?;
+    Ok((opened, (found.dev(), found.ino())))
 }
 
-fn mount_over(
-    path: &Path,
+/// Starts the thread that takes the kernel's requests from `device`. Gives a descriptor of that
+/// which is there as long as the thread takes requests, and where it says that it takes no more.
+fn take_requests(
+    device: OwnedFd,
+    file: &Path,
     export: &Arc<Export>,
-    access: Access,
     others: Others,
     workers: &Workers,
-) -> std::io::Result<Session<DiskFile>> {
-    let mut config = Config::default();
-    config.mount_options = vec![
-        MountOption::FSName("mica".to_owned()),
-        MountOption::DefaultPermissions,
-        MountOption::NoAtime,
-        match access {
-            Access::Read => MountOption::RO,
-            Access::ReadWrite => MountOption::RW,
-        },
-    ];
-    config.acl = match others {
-        Others::Allowed => SessionACL::All,
-        Others::Denied => SessionACL::Owner,
-    };
-    let file = DiskFile {
+) -> std::io::Result<(Arc<Device>, mpsc::Receiver<()>)> {
+    let watched = Arc::new(Device(Mutex::new(Some(device.try_clone()?))));
+    let disk = DiskFile {
         export: Arc::clone(export),
         workers: workers.handles().to_vec(),
         next: AtomicUsize::new(0),
     };
-    Session::new(file, path, &config)
+    let acl = match others {
+        Others::Allowed => SessionACL::All,
+        Others::Denied => SessionACL::Owner,
+    };
+    let session = Session::from_fd(disk, device, acl, Config::default())?;
+    let (sender, ended) = mpsc::channel();
+    let (name, taken_from) = (file.to_owned(), Arc::clone(&watched));
+    let taking = move || {
+        if let Err(error) = session.run() {
+            let file = name.display();
+            tracing::error!(%file, %error, "a FUSE file is served no more");
+        }
+        taken_from.close();
+        // Nobody waits any more where the server has ended before.
+        let _ = sender.send(());
+    };
+    std::thread::Builder::new().name("mica-fuse".to_owned()).spawn(taking)?;
+    Ok((watched, ended))
+}
+
+/// The kernel's end of a mount, to be asked whether that is still there.
+pub(super) struct Device(Mutex<Option<OwnedFd>>);
+
+impl Device {
+    /// Whether nothing is mounted any more. Then the kernel gives the mount's numbers to others.
+    pub(super) fn is_unmounted(&self) -> bool {
+        let device = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(device) = &*device else { return false };
+        let mut fds = [PollFd::new(device, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::ERR)
+    }
+
+    fn close(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
 }
 
 /// A disk that is served as a file. Dropping it ends that.
 pub struct Running {
     export: Arc<Export>,
     /// `None` once stopped.
-    mount: Option<MountPoint>,
-    unmounter: Arc<Unmounter>,
+    file: Option<PathBuf>,
+    mounts: Arc<dyn Mounts>,
+    pub(super) device: Arc<Device>,
     ended: mpsc::Receiver<()>,
     /// They live as long as there is work for them.
     _workers: Arc<Workers>,
@@ -198,23 +197,27 @@ impl Running {
     }
 
     fn stop(&mut self) {
-        let Some(mount) = self.mount.take() else { return };
-        let file = mount.path().display().to_string();
+        let Some(path) = self.file.take() else { return };
+        let file = path.display().to_string();
         self.export.gate.close();
         let left = self.export.gate.drain(DRAIN_LIMIT);
         if left > 0 {
             tracing::warn!(file, left, "requests of a FUSE file did not end in time");
         }
+        // If somebody has unmounted it, what is mounted there now is not ours. The thread may not
+        // have heard of it yet.
         if self.ended.try_recv().is_ok() {
-            // Somebody has unmounted it. What is mounted there now is not ours.
             return;
         }
-        if let Err(error) = self.unmounter.unmount(mount) {
+        if !self.device.is_unmounted()
+            && let Err(error) = self.mounts.unmount(&path)
+        {
             tracing::error!(file, ?error, "a FUSE file stays mounted");
         }
         if self.ended.recv_timeout(RELEASE_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
             tracing::info!(file, "somebody has a FUSE file still open; what they ask fails");
         }
+        self.device.close();
     }
 }
 
@@ -226,6 +229,6 @@ impl Drop for Running {
 
 impl fmt::Debug for Running {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Running({:?})", self.mount.as_ref().map(MountPoint::path))
+        write!(f, "Running({:?})", self.file)
     }
 }

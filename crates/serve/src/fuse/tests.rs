@@ -1,6 +1,6 @@
 //! Real mounts of disks in memory. They need the right to mount, and say so where it is missing.
 
-use super::{AllowOther, Running, Server, ServerConfig, Unmounter};
+use super::{AllowOther, MountsHere, Running, Server, ServerConfig};
 use crate::discard::Discard;
 use crate::testing::memory::{Event, MemoryDisk};
 use crate::testing::random::Random;
@@ -65,7 +65,7 @@ impl Place {
             discard,
             allow_other: AllowOther::Auto,
             workers: Workers::start(2, Backend::Pool).expect("executors"),
-            unmounter: Unmounter::start().expect("a thread"),
+            mounts: Arc::new(MountsHere::default()),
         }
     }
 

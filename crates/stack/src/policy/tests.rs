@@ -30,7 +30,7 @@ impl Folder {
 
     fn policy(&self, named: &str, allow: &[&str]) -> Policy {
         let allow: Vec<PathBuf> = allow.iter().map(|name| self.path(name)).collect();
-        Policy::new(&self.path(named), &allow).expect("a policy")
+        Policy::new(&self.path(named), Names::Beside, &allow).expect("a policy")
     }
 
     /// What the top image of `policy` gets for `name`.
@@ -171,10 +171,10 @@ fn devices_and_the_root_are_never_allowed_by_what_lies_in_them() {
 #[test]
 fn named_image_that_is_not_there_is_told() {
     let folder = Folder::new();
-    let error = Policy::new(&folder.path("chain/missing"), &[]).err().unwrap();
+    let error = Policy::new(&folder.path("chain/missing"), Names::Beside, &[]).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::NotFound);
     let allow = [folder.path("missing")];
-    let error = Policy::new(&folder.path("chain/top"), &allow).err().unwrap();
+    let error = Policy::new(&folder.path("chain/top"), Names::Beside, &allow).err().unwrap();
     assert!(error.to_string().contains("--allow-path"), "{error}");
 }
 
@@ -187,4 +187,31 @@ fn hostile_bytes_of_a_name_do_not_reach_the_terminal() {
     assert!(!text.contains('\u{1b}') && !text.contains('\n'), "{text:?}");
     assert_eq!(shell_word(Path::new("/a b")), "'/a b'");
     assert_eq!(shell_word(Path::new("/it's")), r"'/it'\''s'");
+}
+
+#[test]
+fn image_that_may_name_no_files_names_none_and_learns_nothing() {
+    let folder = Folder::new();
+    let policy = Policy::new(&folder.path("chain/top"), Names::None, &[]).expect("a policy");
+    policy.find(&folder.path("chain/top")).expect("the user's own word");
+    let mut told = Vec::new();
+    for name in ["base", "missing", "../outside/secret"] {
+        let error = folder.get(&policy, name).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Denied, "{name}: {error}");
+        told.push(error.to_string().replace(name, "NAME"));
+    }
+    assert!(told[0].contains("--names none") && told.iter().all(|line| *line == told[0]));
+    assert!(policy.find(&folder.path("chain/base")).is_err());
+}
+
+#[test]
+fn directories_that_are_given_take_the_place_of_the_images_own() {
+    let folder = Folder::new();
+    let given = [folder.path("pool")];
+    let policy = Policy::new(&folder.path("chain/top"), Names::Given, &given).expect("a policy");
+    assert_eq!(folder.get(&policy, "../pool/real").expect("allowed"), folder.path("pool/real"));
+    for name in ["base", "below/deep"] {
+        let error = folder.get(&policy, name).expect_err("refused");
+        assert_eq!(error.kind(), ErrorKind::Denied, "{name}: {error}");
+    }
 }

@@ -1,107 +1,228 @@
 //! Who holds a lock: a search through what the system tells of processes.
+//!
+//! A lock outlives its process for a moment: what the process had under way in its rings holds the
+//! file until it is cancelled. Whoever comes then waits instead of being refused, but only where
+//! the holder is known to be dead, or nothing tells that it lives.
 
 use mica_rt::File;
+use rustix::event::{Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd};
-use rustix::fs::fstat;
+use rustix::fs::{fstat, fstatfs};
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Lets a thread of its own search for who holds a lock, as long as it lives: for threads in a
-/// sandbox, to which the system tells nothing of other processes. It is made before they are.
-pub struct HolderSearch(Option<JoinHandle<()>>);
-
-struct Question {
-    inode: u64,
-    /// The descriptor of who asks.
-    own: String,
-    byte: u64,
+/// What is to be found out: who, besides the process that asks, locks a byte of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LockQuestion {
+    /// The file.
+    pub inode: u64,
+    /// The byte.
+    pub byte: u64,
+    /// The process that asks.
+    pub process: u32,
+    /// Its own descriptor of the file, which holds locks too.
+    pub descriptor: i32,
 }
 
-type Asked = (Question, mpsc::Sender<Option<String>>);
-
-/// The thread that searches, if not the one that asks.
-static SEARCHER: Mutex<Option<mpsc::Sender<Asked>>> = Mutex::new(None);
-/// How long an error waits for the name of a culprit.
-const SEARCH_LIMIT: Duration = Duration::from_secs(5);
-
-fn searcher() -> MutexGuard<'static, Option<mpsc::Sender<Asked>>> {
-    SEARCHER.lock().unwrap_or_else(PoisonError::into_inner)
+/// Who holds a lock.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Holder {
+    /// A process that lives, by name and number.
+    Living(String),
+    /// A process that is about to die.
+    Dying(String),
+    /// No process of this system.
+    Nobody,
+    /// Not everything could be seen.
+    Unknown,
 }
 
-impl HolderSearch {
-    /// Starts the thread. Where it cannot be, whoever asks searches.
-    pub fn start() -> Self {
-        let (sender, asked) = mpsc::channel::<Asked>();
-        let answer = move || {
-            for (question, answer) in asked {
-                // Who does not wait any more does not want to know.
-                let _ = answer.send(search(&question));
-            }
-        };
-        let thread = std::thread::Builder::new().name("mica-holder".to_owned()).spawn(answer);
-        *searcher() = thread.is_ok().then_some(sender);
-        Self(thread.ok())
-    }
-}
-
-impl Drop for HolderSearch {
-    fn drop(&mut self) {
-        *searcher() = None;
-        // Nothing is outside of the sandbox any more once this is gone.
-        if let Some(thread) = self.0.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl fmt::Debug for HolderSearch {
+impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("HolderSearch")
+        match self {
+            Self::Living(name) => f.write_str(name),
+            Self::Dying(name) => write!(f, "{name}, which is dying"),
+            Self::Nobody => f.write_str("a process that has died"),
+            Self::Unknown => f.write_str("perhaps a running QEMU"),
+        }
     }
 }
 
-/// Program and number of a process that locks `byte` of `file`, if it can be found out.
-pub(super) fn holder(file: &File, byte: u64) -> Option<String> {
-    let inode = fstat(file).ok()?.st_ino;
-    let own = format!("/proc/{}/fdinfo/{}", std::process::id(), file.as_fd().as_raw_fd());
-    let question = Question { inode, own, byte };
-    let Some(searcher) = searcher().clone() else { return search(&question) };
-    let (sender, answer) = mpsc::channel();
-    searcher.send((question, sender)).ok()?;
-    answer.recv_timeout(SEARCH_LIMIT).ok()?
+/// The cause of an error: a lock is held, and nothing tells that its holder lives.
+#[derive(Debug)]
+struct NotSeenAlive(Duration);
+
+impl fmt::Display for NotSeenAlive {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not released within {:?}", self.0)
+    }
 }
 
-/// Most descriptors of other processes that are looked at to name who holds a lock.
-const DESCRIPTORS_MAX: usize = 1 << 16;
+impl std::error::Error for NotSeenAlive {}
 
-/// Program and number of a process that locks `byte`. A lock of an open file description names no
-/// process, but each process tells the locks behind its descriptors.
-fn search(question: &Question) -> Option<String> {
-    let Question { inode, own, byte } = question;
-    let is_process = |name: &str| name.bytes().all(|digit| digit.is_ascii_digit());
-    let names = |folder: &Path| {
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().into_string().ok())
-    };
-    let processes = names(Path::new("/proc")).filter(|name| is_process(name));
-    let descriptors = processes.flat_map(|process| {
-        let folder = format!("/proc/{process}/fdinfo");
-        let numbers = names(Path::new(&folder)).collect::<Vec<_>>();
-        numbers.into_iter().map(move |number| (process.clone(), format!("{folder}/{number}")))
-    });
-    for (process, descriptor) in descriptors.take(DESCRIPTORS_MAX) {
-        let Ok(told) = fs::read_to_string(&descriptor) else { continue };
-        if descriptor != *own && told.lines().any(|line| locks_byte(line, *inode, *byte)) {
-            let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
-            let name: String = name.chars().filter(|letter| !letter.is_control()).collect();
-            return Some(format!("{name}, process {process}"));
+/// For the system to release what a dead process held: its rings end after it.
+const DEAD_LIMIT: Duration = Duration::from_secs(10);
+/// The same for a holder that may live where nobody sees it.
+const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
+
+impl Holder {
+    /// What the lock of `file` being held is caused by, if that may end by itself.
+    pub(super) fn cause(&self, file: &File) -> Option<io::Error> {
+        let limit = match self {
+            Self::Living(_) => return None,
+            Self::Dying(_) => DEAD_LIMIT,
+            Self::Nobody if !is_shared_by_hosts(file) => DEAD_LIMIT,
+            Self::Nobody | Self::Unknown => UNSEEN_LIMIT,
+        };
+        Some(io::Error::new(io::ErrorKind::PermissionDenied, NotSeenAlive(limit)))
+    }
+}
+
+/// For how long it is worth trying again what failed with `error`: a lock was held by a process
+/// that is dead, or may be.
+pub fn lock_patience(error: &mica_block::Error) -> Option<Duration> {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        if let Some(NotSeenAlive(limit)) = inner.and_then(|inner| inner.downcast_ref()) {
+            return Some(*limit);
         }
+        cause = error.source();
     }
     None
+}
+
+/// Whether other hosts may hold locks of it.
+fn is_shared_by_hosts(file: &File) -> bool {
+    /// NFS, SMB (three numbers), Ceph, GFS2, OCFS2, 9P, FUSE.
+    const KINDS: [u64; 9] = [
+        0x6969,
+        0x517b,
+        0xff53_4d42,
+        0xfe53_4d42,
+        0x00c3_6400,
+        0x0116_1970,
+        0x7461_636f,
+        0x0102_1997,
+        0x6573_5546,
+    ];
+    fstatfs(file).map_or(true, |found| {
+        // All these numbers have 32 bits, whatever the field has.
+        KINDS.contains(&(u64::from_ne_bytes(found.f_type.to_ne_bytes()) & 0xffff_ffff))
+    })
+}
+
+type Search = dyn Fn(&LockQuestion) -> Holder + Send + Sync;
+
+/// What searches, if not the thread that asks.
+static SEARCH: Mutex<Option<Arc<Search>>> = Mutex::new(None);
+
+/// Lets `search` find out who holds locks from now on: for a process in a sandbox, to which the
+/// system tells nothing of other processes.
+pub fn search_holders_with(search: impl Fn(&LockQuestion) -> Holder + Send + Sync + 'static) {
+    *SEARCH.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(search));
+}
+
+/// Who locks `byte` of `file`, besides this descriptor.
+pub(super) fn holder(file: &File, byte: u64) -> Holder {
+    let Ok(found) = fstat(file) else { return Holder::Unknown };
+    let question = LockQuestion {
+        inode: found.st_ino,
+        byte,
+        process: std::process::id(),
+        descriptor: file.as_fd().as_raw_fd(),
+    };
+    let search = SEARCH.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match search {
+        Some(search) => search(&question),
+        None => find_holder(&question),
+    }
+}
+
+/// Most descriptors of other processes that are looked at.
+const DESCRIPTORS_MAX: usize = 1 << 16;
+
+/// Answers `question` from `/proc`. A lock of an open file description names no process, but each
+/// process tells the locks behind its descriptors.
+pub fn find_holder(question: &LockQuestion) -> Holder {
+    let own = format!("/proc/{}/fdinfo/{}", question.process, question.descriptor);
+    let is_process = |name: &String| name.bytes().all(|digit| digit.is_ascii_digit());
+    let Ok(processes) = names(Path::new("/proc")) else { return Holder::Unknown };
+    let mut is_complete = sees_all_processes();
+    let mut left = DESCRIPTORS_MAX;
+    for process in processes.into_iter().filter(is_process) {
+        let folder = format!("/proc/{process}/fdinfo");
+        let descriptors = match names(Path::new(&folder)) {
+            Ok(descriptors) => descriptors,
+            // It has ended meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(_) => {
+                is_complete = false;
+                continue;
+            }
+        };
+        if descriptors.len() > left {
+            return Holder::Unknown;
+        }
+        left -= descriptors.len();
+        for number in descriptors {
+            let descriptor = format!("{folder}/{number}");
+            let Ok(told) = fs::read_to_string(&descriptor) else { continue };
+            let LockQuestion { inode, byte, .. } = *question;
+            if descriptor != own && told.lines().any(|line| locks_byte(line, inode, byte)) {
+                return named(&process);
+            }
+        }
+    }
+    if is_complete { Holder::Nobody } else { Holder::Unknown }
+}
+
+fn names(folder: &Path) -> io::Result<Vec<String>> {
+    let entries = fs::read_dir(folder)?.flatten();
+    Ok(entries.filter_map(|entry| entry.file_name().into_string().ok()).collect())
+}
+
+/// Whether `/proc` shows all processes of this system.
+fn sees_all_processes() -> bool {
+    /// The number that the kernel gives the name space that it begins with.
+    const FIRST: &str = "pid:[4026531836]";
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|space| space.as_os_str() == FIRST)
+}
+
+fn named(process: &str) -> Holder {
+    let told = |what: &str| fs::read_to_string(format!("/proc/{process}/{what}"));
+    let name: String = told("comm").unwrap_or_default();
+    let name: String = name.chars().filter(|letter| !letter.is_control()).collect();
+    let name = format!("{name}, process {process}");
+    let lives = || match (told("stat"), told("status")) {
+        (Ok(stat), Ok(status)) => !is_dying(&stat, &status),
+        _ => false,
+    };
+    // From taking the signal to beginning to exit a process shows neither.
+    let lives = lives() && {
+        let _ = poll(&mut [], Some(&Timespec { tv_sec: 0, tv_nsec: 2_000_000 }));
+        lives()
+    };
+    if lives { Holder::Living(name) } else { Holder::Dying(name) }
+}
+
+/// Whether a process has been killed, or has begun to exit, by its files in `/proc` (proc(5)).
+fn is_dying(stat: &str, status: &str) -> bool {
+    /// PF_EXITING of Linux.
+    const EXITING: u64 = 4;
+    const KILL: u64 = 1 << 8;
+    // From the third field on: the name before may have spaces in it.
+    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse().ok());
+    let is_exiting = flags.is_some_and(|flags: u64| flags & EXITING != 0);
+    let pending = |line: &str| {
+        let mask = line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:"))?;
+        u64::from_str_radix(mask.trim(), 16).ok()
+    };
+    is_exiting || status.lines().filter_map(pending).any(|mask| mask & KILL != 0)
 }
 
 /// Whether a line of a descriptor's information tells a lock of `byte` of this inode:
@@ -121,7 +242,54 @@ fn locks_byte(line: &str, inode: u64, byte: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::locks_byte;
+    use super::*;
+    use mica_rt::Access;
+    use rustix::process::{Signal, kill_process};
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn process_is_dying_from_the_signal_on() {
+        let stat = |flags: u64| format!("7 (a ) name) S 1 7 7 0 -1 {flags} 0 0");
+        let status = |mask: &str| format!("Name:\tx\nSigPnd:\t{mask}\nShdPnd:\t0000\n");
+        assert!(!is_dying(&stat(0x40_0040), &status("0000000000000000")));
+        assert!(is_dying(&stat(0x40_0044), &status("0000000000000000")));
+        assert!(is_dying(&stat(0x40_0040), &status("0000000000000100")));
+        assert!(!is_dying(&stat(0x40_0040), &status("0000000000004000")), "SIGTERM");
+        assert!(!is_dying("", ""));
+    }
+
+    /// A process that locks a byte of `path`.
+    fn locking(path: &Path) -> std::process::Child {
+        // Python's lockf takes locks of a process, which are told in the same way.
+        let script = "import fcntl,sys\nf=open(sys.argv[1],'r+')\n\
+                      fcntl.lockf(f,fcntl.LOCK_EX,1,201)\nprint('x',flush=True)\n\
+                      sys.stdin.read()";
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).arg(path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = python.spawn().expect("python");
+        let said = child.stdout.as_mut().expect("piped");
+        said.read_exact(&mut [0]).expect("it has the lock");
+        child
+    }
+
+    #[test]
+    fn holder_is_living_dying_or_nobody() {
+        if Command::new("python3").arg("--version").output().is_err() {
+            assert!(std::env::var_os("CI").is_none(), "needs python3");
+            return eprintln!("SKIPPED: needs python3");
+        }
+        let made = tempfile::NamedTempFile::new().expect("a file");
+        let file = File::new(made.reopen().expect("opened").into(), Access::Buffered);
+        assert!(matches!(holder(&file, 201), Holder::Nobody | Holder::Unknown));
+        let mut child = locking(made.path());
+        let number = child.id();
+        assert_eq!(holder(&file, 201), Holder::Living(format!("python3, process {number}")));
+        kill_process(rustix::process::Pid::from_child(&child), Signal::KILL).expect("it runs");
+        assert!(!matches!(holder(&file, 201), Holder::Living(_)));
+        child.wait().expect("ended");
+        assert!(matches!(holder(&file, 201), Holder::Nobody | Holder::Unknown));
+    }
 
     #[test]
     fn locks_are_read_as_the_kernel_tells_them() {

@@ -85,11 +85,16 @@ fn image_is_not_hidden_under_its_own_disk() {
     assert_eq!(std::fs::read(place.file()).expect("not mounted"), UNDERNEATH);
 }
 
+/// The story: the thread that takes requests had not heard of it yet, the kernel had given the
+/// numbers of the first mount to the second, and the end of the first server took that away.
 #[test]
 fn mount_that_the_user_took_away_is_no_error_and_what_came_after_stays() {
     let Some(place) = Place::new() else { return };
     let first = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
+    assert!(!first.device.is_unmounted());
     rustix::mount::unmount(place.file(), rustix::mount::UnmountFlags::empty()).expect("unmounted");
+    // At once, whatever the thread has heard.
+    assert!(first.device.is_unmounted());
     let second = place.start(Arc::new(MemoryDisk::new(2 * LEN)), Discard::Unmap).expect("served");
 
     first.shutdown();

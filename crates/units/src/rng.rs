@@ -1,7 +1,7 @@
 //! Random numbers of a seed, and what is made of them. The same seed gives the same numbers on
 //! every machine and in every version of mica.
 
-use mica_units::next_random;
+use crate::next_random;
 
 /// A stream of random numbers that follows from its seed alone.
 #[derive(Clone, Debug)]

@@ -1,0 +1,165 @@
+//! The helper itself.
+
+use super::{
+    Held, Kind, MESSAGE_BYTES_MAX, Others, Reply, Request, Setup, find_holder, meet, path_of, send,
+};
+use crate::messages::receive_with_fds;
+use crate::sandbox;
+use crate::takeover::{MEETING_FOLDER, MEETING_SOCKET};
+use mica_block::{Error, ErrorKind, Result};
+use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
+use mica_store::{Holder, LockQuestion};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Answers the server at the other end of standard input until that is gone.
+///
+/// # Errors
+/// If there is no server, or no sandbox.
+pub fn run_helper() -> Result<()> {
+    let failed = |error| Error::from_io("the helper of the sandbox", error);
+    let link = std::io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
+    // What ends the server, or asks it to end, is the server's to hear: it may still need this one.
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::default()).map_err(failed)?;
+    }
+    // For people; that it has no name is no harm.
+    let _ = rustix::thread::set_name(c"mica-helper");
+    let mut files = Vec::new();
+    loop {
+        match receive(&link)? {
+            Some(Setup::File(path)) => files.push(path_of(path)),
+            Some(Setup::Begin) => break,
+            None => return Ok(()),
+        }
+    }
+    sandbox::restrict_helper(!files.is_empty())?;
+    let mounts = MountsHere::default();
+    while let Some(request) = receive(&link)? {
+        let (reply, fd) = answer(request, &files, &mounts).unwrap_or_else(|error| {
+            let kind = match error.kind() {
+                ErrorKind::Denied => Kind::Denied,
+                ErrorKind::Invalid => Kind::Invalid,
+                ErrorKind::NotFound => Kind::NotFound,
+                _ => Kind::Io,
+            };
+            (Reply::Refused { kind, what: in_one_line(&error) }, None)
+        });
+        let has_fd = fd.is_some();
+        let mut sent = send(&link, &reply, fd.as_slice());
+        drop(fd);
+        if has_fd {
+            sent = sent.and_then(|()| send(&link, &Reply::LetGo, &[]));
+        }
+        if sent.is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// The next message; `None` at the end.
+fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> {
+    let nonsense = |_| Error::new(ErrorKind::Invalid, "nonsense");
+    match receive_with_fds(link, MESSAGE_BYTES_MAX) {
+        Ok((bytes, _)) if !bytes.is_empty() => {
+            serde_json::from_slice(&bytes).map(Some).map_err(nonsense)
+        }
+        _ => Ok(None),
+    }
+}
+
+fn answer(
+    request: Request,
+    files: &[PathBuf],
+    mounts: &MountsHere,
+) -> Result<(Reply, Option<OwnedFd>)> {
+    let file = |number: usize| {
+        let unknown = || Error::new(ErrorKind::Invalid, "no such file");
+        files.get(number).cloned().ok_or_else(unknown)
+    };
+    Ok(match request {
+        Request::Holder { inode, byte, process, descriptor } => {
+            let question = LockQuestion { inode, byte, process, descriptor };
+            let held = match find_holder(&question) {
+                Holder::Living(name) => Held::Living(name),
+                Holder::Dying(name) => Held::Dying(name),
+                Holder::Nobody => Held::Nobody,
+                Holder::Unknown => Held::Unknown,
+            };
+            (Reply::Holder(held), None)
+        }
+        Request::Meet { path } => {
+            let path = path_of(path);
+            if !is_meeting(&path) {
+                let what = format!("{} is no place of a takeover", path.display());
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
+            (Reply::Met, Some(meet(&path)?))
+        }
+        Request::Mount { file: number, is_writable, others, image } => {
+            let allow_other = match others {
+                Others::On => AllowOther::On,
+                Others::Off => AllowOther::Off,
+                Others::Auto => AllowOther::Auto,
+            };
+            let request = MountRequest { file: file(number)?, is_writable, allow_other, image };
+            let Mounted { device, is_for_others, cleared } = mounts.mount(&request)?;
+            (Reply::Mounted { is_for_others, cleared }, Some(device))
+        }
+        Request::Unmount { file: number } => {
+            mounts.unmount(&file(number)?)?;
+            (Reply::Unmounted, None)
+        }
+    })
+}
+
+/// Whether a process that takes over waits at places of this name.
+fn is_meeting(path: &Path) -> bool {
+    let folder = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+    path.file_name().is_some_and(|name| name == MEETING_SOCKET)
+        && folder.is_some_and(|folder| folder.starts_with(MEETING_FOLDER))
+}
+
+fn in_one_line(error: &Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        line = format!("{line}: {error}");
+        cause = error.source();
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_places_of_takeovers_are_met() {
+        assert!(is_meeting(Path::new("/run/mica/mica-takeover-12-0/socket")));
+        for elsewhere in [
+            "/run/udev/control",
+            "/run/mica/mica-takeover-12-0/../../udev/control",
+            "/run/mica/mica-takeover-12-0/..",
+            "/run/mica-takeover-1/other",
+            "mica-takeover-",
+            "",
+        ] {
+            assert!(!is_meeting(Path::new(elsewhere)), "{elsewhere}");
+        }
+    }
+
+    #[test]
+    fn file_that_the_configuration_does_not_have_is_not_mounted_over() {
+        let mounts = MountsHere::default();
+        let files = [PathBuf::from("/nowhere/disk")];
+        let request = Request::Unmount { file: 1 };
+        assert_eq!(
+            answer(request, &files, &mounts).err().map(|e| e.kind()),
+            Some(ErrorKind::Invalid)
+        );
+    }
+}

@@ -1,0 +1,71 @@
+//! Messages with descriptors, over unix sockets that keep messages apart.
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Descriptors that go with one message.
+pub(crate) const FDS_MAX: usize = 32;
+
+/// A socket that keeps messages apart.
+pub(crate) fn socket() -> rustix::io::Result<OwnedFd> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)
+}
+
+/// Sends one message with descriptors.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn send_with_fds(
+    socket: impl AsFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    }
+    let from = [IoSlice::new(bytes)];
+    loop {
+        match rustix::net::sendmsg(&socket, &from, &mut control, SendFlags::NOSIGNAL) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Waits for one message of at most `bytes_max`, and what came with it. An empty one is the end.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn receive_with_fds(
+    socket: impl AsFd,
+    bytes_max: usize,
+) -> rustix::io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut bytes = vec![0; bytes_max];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let mut into = [IoSliceMut::new(&mut bytes)];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        match rustix::net::recvmsg(&socket, &mut into, &mut control, flags) {
+            Err(rustix::io::Errno::INTR) => {}
+            result => break result?,
+        }
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(came) = message {
+            fds.extend(came);
+        }
+    }
+    bytes.truncate(received.bytes);
+    Ok((bytes, fds))
+}

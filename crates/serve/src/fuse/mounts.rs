@@ -1,0 +1,95 @@
+//! Who mounts files for a server, and unmounts them.
+//!
+//! A server that puts itself into a sandbox may do neither. So another process may do it, which
+//! gives it the descriptor of the mount; the server takes the kernel's requests from there.
+
+use super::attributes::AllowOther;
+use super::mount::{self, MountPoint};
+use crate::listener::lock_directory;
+use mica_block::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// What is to be mounted over a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct MountRequest {
+    /// The regular file.
+    pub file: PathBuf,
+    /// Whether the disk is written.
+    pub is_writable: bool,
+    /// Whether others than this user may use it.
+    pub allow_other: AllowOther,
+    /// Device and inode of the image, which must not be that file.
+    pub image: Option<(u64, u64)>,
+}
+
+/// A mount.
+#[derive(Debug)]
+pub struct Mounted {
+    /// Where the kernel's requests come from.
+    pub device: OwnedFd,
+    /// Whether others than this user may use it.
+    pub is_for_others: bool,
+    /// Mounts of servers that are gone, which were taken away before.
+    pub cleared: usize,
+}
+
+/// Who mounts.
+pub trait Mounts: Send + Sync {
+    /// Mounts something over a file. The mount that a killed server left there is cleared.
+    ///
+    /// # Errors
+    /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if
+    /// the file is no regular file, or the image itself; else what the system says.
+    fn mount(&self, request: &MountRequest) -> Result<Mounted>;
+
+    /// Takes away what was mounted over `file`, whoever still uses it: what is under way, and what
+    /// they ask later, fails. That it is gone already is no error. The connection must not have
+    /// ended: what is mounted is known by numbers that are given to others after that.
+    ///
+    /// # Errors
+    /// `Denied` if something else is mounted over it; else what the system says.
+    fn unmount(&self, file: &Path) -> Result<()>;
+}
+
+/// This process mounts.
+#[derive(Default, Debug)]
+pub struct MountsHere(Mutex<BTreeMap<PathBuf, MountPoint>>);
+
+impl Mounts for MountsHere {
+    fn mount(&self, request: &MountRequest) -> Result<Mounted> {
+        let file = &request.file;
+        let failed = |error| Error::from_io(format!("serving a disk as {}", file.display()), error);
+        mount::check_name(file)?;
+        // Two servers that find no other must not both mount.
+        let _alone = lock_directory(file).map_err(failed)?;
+        let (path, cleared) = mount::prepare(file)?;
+        if request.image.is_some() && request.image == mount::identity(&path).ok() {
+            let context =
+                format!("{}: an image cannot be mounted over by its disk", path.display());
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        let attempt = |is_for_others| {
+            let device = mount::mount_over(&path, request.is_writable, is_for_others)?;
+            Ok(Mounted { device, is_for_others, cleared })
+        };
+        let mounted = match request.allow_other {
+            AllowOther::On => attempt(true),
+            AllowOther::Off => attempt(false),
+            AllowOther::Auto => attempt(true).or_else(|_| attempt(false)),
+        };
+        let mounted = mounted.map_err(failed)?;
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(file.clone(), MountPoint::just_mounted(path));
+        Ok(mounted)
+    }
+
+    fn unmount(&self, file: &Path) -> Result<()> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(point) = all.remove(file) else { return Ok(()) };
+        drop(all);
+        point.unmount()
+    }
+}
