@@ -1,10 +1,13 @@
 //! Installs the foreign programs that tests, benches and the demonstration need.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use mica_tests::machine::parts;
 use mica_tests::shell;
 use mica_tests::tools::{self, Tool};
 use std::process::Command;
+
+/// Where apt is told of backports.
+const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/mica-backports.sources";
 
 /// Installs what is missing; does nothing, and needs no rights, if nothing is.
 pub(crate) fn run() -> Result<()> {
@@ -43,11 +46,13 @@ fn install(tool: Tool) -> Result<()> {
         if tool.is_there() {
             return Ok(());
         }
-        // A package of this name need not exist in this release: then the next one may. Where
-        // QEMU comes from elsewhere, Debian's own must not push it out.
-        let options = ["install", "--yes", "--no-install-recommends", "--no-remove", package];
-        let install = shell::run(apt().args(options));
-        if let Err(error) = install {
+        // A package of this name need not exist in this release: then the next one may.
+        let installed = shell::run(install_command().arg(package)).or_else(|error| {
+            // Where a part of QEMU is a backport, the rest has to be one, too.
+            let Some(suite) = backports(package)? else { return Err(error) };
+            shell::run(install_command().args(["--target-release", &suite, package]))
+        });
+        if let Err(error) = installed {
             println!("{package}: {error}");
         }
     }
@@ -55,6 +60,51 @@ fn install(tool: Tool) -> Result<()> {
         true => Ok(()),
         false => bail!("no package has {}: tried {}", tool.program, tool.packages.join(", ")),
     }
+}
+
+/// What is there already must not be pushed out.
+fn install_command() -> Command {
+    let mut command = apt();
+    command.args(["install", "--yes", "--no-install-recommends", "--no-remove"]);
+    command
+}
+
+/// The suite of backports, which apt knows from now on, if QEMU's programs here are from there and
+/// `package` is one of QEMU's.
+fn backports(package: &str) -> Result<Option<String>> {
+    let version = output(Command::new("dpkg-query").args(["-W", "-f=${Version}", "qemu-utils"]));
+    if !package.starts_with("qemu-") || !version.is_ok_and(|version| version.contains("~bpo")) {
+        return Ok(None);
+    }
+    let release = std::fs::read_to_string("/etc/os-release")?;
+    let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    let codename = codename.context("/etc/os-release names no release")?;
+    let suite = format!("{codename}-backports");
+    if output(Command::new("apt-cache").arg("policy"))?.contains(&suite) {
+        return Ok(Some(suite));
+    }
+    let format = "$(CODENAME) $(REPO_URI)";
+    let sources = output(Command::new("apt-get").args([
+        "indextargets",
+        "--format",
+        format,
+        "Created-By: Packages",
+    ]))?;
+    let mut of_release =
+        sources.lines().filter_map(|line| line.strip_prefix(codename)?.strip_prefix(' '));
+    let Some(uri) = of_release.next() else { return Ok(None) };
+    let entry = format!("Types: deb\nURIs: {uri}\nSuites: {suite}\nComponents: main\n");
+    println!("QEMU here is a backport: apt gets to know {suite} ({BACKPORTS_FILE})");
+    std::fs::write(BACKPORTS_FILE, entry)?;
+    shell::run(apt().arg("update"))?;
+    Ok(Some(suite))
+}
+
+/// What `command` prints.
+fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 fn apt() -> Command {

@@ -166,6 +166,7 @@ fn what_another_program_made_durable_outranks_a_log() {
                 let bytes = read_all(&world, &subject, mode).await;
                 let sectors = bytes.chunks(SECTOR).zip(foreign.bytes.chunks(SECTOR));
                 let mut is_applied = false;
+                let mut its_model = model.borrow().clone();
                 for ((number, (shown, theirs)), changed) in (0..).zip(sectors).zip(&foreign.changed)
                 {
                     if *changed {
@@ -173,7 +174,7 @@ fn what_another_program_made_durable_outranks_a_log() {
                         continue;
                     }
                     is_applied |= shown != theirs;
-                    model.borrow().clone().settle(number, shown).unwrap();
+                    its_model.settle(number, shown).unwrap();
                 }
                 applied.borrow_mut()[usize::from(is_applied)] += 1;
             }
