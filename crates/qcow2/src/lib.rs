@@ -9,6 +9,7 @@
 mod chain;
 pub mod check;
 mod claims;
+mod crc32c;
 pub mod create;
 mod decoded;
 mod detail;

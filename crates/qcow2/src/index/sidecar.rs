@@ -22,6 +22,7 @@
 use super::Root;
 use super::node_ref::NodeRef;
 use super::tables::TablesDigest;
+use crate::crc32c::crc32c;
 use mica_block::Identity;
 use mica_map::HEIGHT_MAX;
 use zerocopy::little_endian::{I64, U16, U32, U64};
@@ -192,12 +193,6 @@ impl Header {
 fn ns_field(ns: i128) -> I64 {
     // Years 1678 to 2262; a time beyond compares as changed, which is slower and right.
     i64::try_from(ns).unwrap_or(i64::MIN).into()
-}
-
-/// CRC-32C of `bytes`.
-pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
-    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
-    u32::try_from(sum).expect("a 32-bit sum")
 }
 
 #[cfg(test)]

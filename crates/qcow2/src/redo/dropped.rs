@@ -8,8 +8,8 @@
 //! zeros still, nobody wrote there, and if they are not, somebody did, and has the right of way.
 //!
 //! Invariants
-//! - I1 The writer asks [`dropped_units`] what it has to make zeros, and whoever replays its log asks
-//!   the same function what has to be zeros still ([`super::evidence`]).
+//! - I1 The writer asks [`dropped_units`] what it has to make zeros, and whoever replays its log
+//!   asks the same function what has to be zeros still ([`super::evidence`]).
 
 use crate::format::{L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};

@@ -4,7 +4,7 @@
 //! off may have left some of them as they were.
 
 use super::format::append_head;
-use crate::index::sidecar::crc32c;
+use crate::crc32c::crc32c;
 
 /// Kind of a record: the page at `at`, and those behind it, may be in the file like this. Content:
 /// how many pages u32, the sum of each sector of one u32.

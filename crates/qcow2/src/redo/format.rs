@@ -1,6 +1,6 @@
 //! The bytes of a log: header, groups, records.
 
-use crate::index::sidecar::crc32c;
+use crate::crc32c::crc32c;
 use mica_block::{Handover, Result, Store, Witness};
 use std::sync::Arc;
 

@@ -62,8 +62,6 @@ mod over;
 mod recover;
 mod replay;
 
-#[cfg(doc)]
-use crate::write::pages::PageState;
 pub(crate) use baseline::{HeaderFields, HeaderState, LogBaseline, SpaceState};
 pub(crate) use dropped::{DroppedUnits, dropped_units, ranges_of};
 pub(crate) use format::LOG_NAME_SHIFT;

@@ -174,8 +174,8 @@ impl Space {
         Some(taken)
     }
 
-    /// What a log says of the clusters. Who calls has the pages locked: so nothing that is linked in
-    /// them is called unused, and the counts of all that is are in them, or durable.
+    /// What a log says of the clusters. Who calls has the pages locked: so nothing that is linked
+    /// in them is called unused, and the counts of all that is are in them, or durable.
     pub(crate) fn state(&self) -> SpaceState {
         let state = self.lock();
         SpaceState {

@@ -12,31 +12,20 @@
 //! Invariants
 //! - I1 While a log says that bytes are dropped, and the file's tables name them still, they are
 //!   zeros: no write of this process goes there. What came before is waited for; what comes later
-//!   finds another entry; and a write into a place that is kept ([`PageState::is_zeroed`]) waits for
-//!   a flush first.
+//!   finds another entry; and a write into a place that is kept ([`PageState::is_zeroed`]) waits
+//!   for a flush first.
 //! - I2 Where bytes cannot be made zeros (the file system cannot, or something else names the
 //!   cluster, too), the change does not go into the log: it is acknowledged after a flush.
 
 use super::Writer;
 use super::held::Held;
-use super::link::{Change, Entry};
+use super::link::{Change, Drops, Entry};
 #[cfg(doc)]
 use super::pages::PageState;
 use crate::chain::Chain;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
 use mica_block::{ErrorKind, Result, Space};
 use mica_units::{GuestOffset, HostOffset};
-
-/// What a change does to bytes that are the image's own.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Drops {
-    /// It drops none.
-    Nothing,
-    /// What it drops is zeros in the file.
-    Zeros,
-    /// What it drops is there still: the change must be durable before it is acknowledged.
-    Data,
-}
 
 impl Chain {
     /// Makes zeros of what `changes`, which nobody knows of yet, drop. Until the result is dropped

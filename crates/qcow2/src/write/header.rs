@@ -4,8 +4,8 @@
 use super::Writer;
 use super::allocate::Space;
 use super::pages::Metadata;
+use crate::crc32c::crc32c;
 use crate::format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
-use crate::index::sidecar::crc32c;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Result, Store, read_exact};
 use mica_units::HostOffset;

@@ -2,7 +2,6 @@
 
 use super::Writer;
 use super::clusters::Beneath;
-use super::drops::Drops;
 use super::pages::PageState;
 use super::ranges::TableKind;
 use crate::chain::Chain;
@@ -21,6 +20,17 @@ pub(super) struct Entry {
     pub(super) table: HostOffset,
     pub(super) at: HostOffset,
     pub(super) raw: RawL2Entry,
+}
+
+/// What a change does to bytes that are the image's own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Drops {
+    /// It drops none.
+    Nothing,
+    /// What it drops is zeros in the file.
+    Zeros,
+    /// What it drops is there still: the change must be durable before it is acknowledged.
+    Data,
 }
 
 /// An entry that is to say something else.

@@ -2,10 +2,9 @@
 
 use super::Writer;
 use super::allocate::Reserved;
-use super::drops::Drops;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
-use super::link::{Change, Entry};
+use super::link::{Change, Drops, Entry};
 use crate::chain::Chain;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};

@@ -1,8 +1,7 @@
 //! Zeros and discards: changes of entries where whole units are covered, writes of zeros elsewhere.
 
 use super::Writer;
-use super::drops::Drops;
-use super::link::{Change, Entry};
+use super::link::{Change, Drops, Entry};
 use crate::chain::Chain;
 use crate::format::{L2Entry, Version};
 use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
