@@ -1,4 +1,4 @@
-//! When a writer has a log ([`super::handover`]): from the first write on, as long as it can be
+//! When a writer has a log: from the first write on, as long as it can be
 //! written. One that is lost, because the memory for it is full, begins anew with a later group:
 //! what the image lacked before is in the file by the time that the image names the new log.
 //!

@@ -1,23 +1,5 @@
-//! Taking an image over from a writer that died while the machine went on: what its log says
-//! ([`super`]) is put into the image before anybody looks at it; where the image
-//! is only read, over it.
-//!
-//! Invariants
-//! - I1 A log is believed only if it is of this start of the machine, the image names it, no
-//!   witness tells of a loss, and the header and each page that the log changes are in the file as
-//!   the writer may have left them. The name alone does not tell that nobody wrote since: QEMU
-//!   clears it where it opens an image for writing, but not where it opens it for reading and
-//!   reopens it later, as a commit into it does. What is not noticed is another program's write to
-//!   data alone, and what [`mica_block::Witness`] says: the log goes over that, and the image stays
-//!   sound. Otherwise the log is not used: nobody could put both together, and what the image has
-//!   is whole by itself. Who writes lets the image forget it, says so, and keeps it aside.
-//! - I2 A power cut during this leaves an image as a power cut under the writer does: data, then
-//!   counts and tables that nothing names yet, then tables that got links, then links; each durable
-//!   before the next begins.
-//! - I3 The log is forgotten after the image stops naming it, and that after all of it is durable:
-//!   if this is killed too, the next one begins anew.
-//! - I4 Who only reads puts nothing into the image and leaves the log as it is. It is applied only
-//!   while nobody can write the image.
+//! The next process to open an image whose writer died: what the log says is put into the image
+//! before anybody looks at it; where the image is only read, over it. [`super`] has the rules.
 
 use super::LOG_NAME_SHIFT;
 use super::baseline::Run;
