@@ -178,6 +178,12 @@ pub trait Disk: Send + Sync {
         self.flush()
     }
 
+    /// What is weaker now than this disk promises, and why, if anything is: said for as long as it
+    /// is so.
+    fn weakness(&self) -> Option<&'static str> {
+        None
+    }
+
     /// What writing has cost.
     fn write_stats(&self) -> WriteStats {
         WriteStats::default()

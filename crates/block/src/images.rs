@@ -147,6 +147,16 @@ pub trait Images: Send + Sync {
         Ok(Vec::new())
     }
 
+    /// Where this user's last writer of the image at `path` left something, if that is not where
+    /// [`Images::handover`] looks.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn handover_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let _ = path;
+        Ok(None)
+    }
+
     /// Where another user keeps what a writer of the image at `path` left.
     ///
     /// # Errors

@@ -163,12 +163,11 @@ fn status(answer: &Value) -> String {
         ]
     });
     let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
-    let problems = disks(answer).filter(|disk| !disk["device_error"].is_null()).map(|disk| {
-        format!(
-            "\n{}: its device is broken: {}\n",
-            text(&disk["name"]),
-            text(&disk["device_error"])
-        )
+    let problems = disks(answer).flat_map(|disk| {
+        let said = [("device_error", "its device is broken: "), ("weakness", "")];
+        said.into_iter()
+            .filter(|(key, _)| !disk[*key].is_null())
+            .map(|(key, what)| format!("\n{}: {what}{}\n", text(&disk["name"]), text(&disk[key])))
     });
     format!(
         "mica {version}, process {pid}, up {uptime}\n\n{}{}",

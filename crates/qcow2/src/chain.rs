@@ -385,6 +385,10 @@ impl Disk for Chain {
         })
     }
 
+    fn weakness(&self) -> Option<&'static str> {
+        self.writer.as_ref()?.weakness()
+    }
+
     fn write_stats(&self) -> WriteStats {
         self.writer.as_ref().map(Writer::stats).unwrap_or_default()
     }

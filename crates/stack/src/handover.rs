@@ -17,6 +17,9 @@
 //!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
 //!   removes the file of a writer that lives.
 
+//! - I4 Where a file is not in the usual directory, a note in this user's usual folder says where it
+//!   is: for telling who looks in the wrong place, and nothing else.
+
 pub(crate) mod folder;
 
 use mica_block::{Error, ErrorKind, Handover, Identity, Result};
@@ -26,9 +29,12 @@ use rustix::fs::{
     unlinkat,
 };
 use rustix::io::Errno;
-use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Where such files are kept.
@@ -42,13 +48,21 @@ pub enum HandoverPlace {
 
 impl Default for HandoverPlace {
     fn default() -> Self {
-        Self::Directory(PathBuf::from("/dev/shm"))
+        Self::Directory(usual_directory())
     }
+}
+
+/// Memory that every Linux has.
+fn usual_directory() -> PathBuf {
+    PathBuf::from("/dev/shm")
 }
 
 /// Bytes of such a file at most. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// The end of a name that says where a file is.
+const ELSEWHERE: &str = ".elsewhere";
+const NOTE_BYTES_MAX: u64 = 4096;
 /// How often a file that lost its name while it was locked is opened anew.
 const TRIES_MAX: u32 = 8;
 
@@ -58,6 +72,8 @@ pub(crate) struct HandoverFile {
     /// Whose it is.
     user: u32,
     name: String,
+    /// The folder that says where this one is, if that is not the usual place (I4).
+    usual: Option<PathBuf>,
     boot: u128,
     /// How the file is locked while it is open (I3).
     lock: FlockOperation,
@@ -78,7 +94,59 @@ impl HandoverFile {
         let folder = folder::path_of(directory, user);
         let name = name_of(identity);
         let lock = FlockOperation::NonBlockingLockExclusive;
-        Some(Self { folder, user, name, boot, lock, file: Mutex::default() })
+        let usual =
+            (*directory != usual_directory()).then(|| folder::path_of(&usual_directory(), user));
+        Some(Self { folder, user, name, usual, boot, lock, file: Mutex::default() })
+    }
+
+    /// Where this user has a file for the image, if `place` is not where it is.
+    pub(crate) fn elsewhere(place: &HandoverPlace, identity: Identity) -> Option<PathBuf> {
+        let usual = folder::path_of(&usual_directory(), own_user());
+        Self::elsewhere_than(place, &usual, identity)
+    }
+
+    fn elsewhere_than(place: &HandoverPlace, usual: &Path, identity: Identity) -> Option<PathBuf> {
+        let own = match place {
+            HandoverPlace::Directory(directory) => Some(folder::path_of(directory, own_user())),
+            HandoverPlace::Nowhere => None,
+        };
+        // It is this user's, and nobody else's.
+        folder::find_of(usual, own_user()).ok().flatten()?;
+        let told = read_note(&usual.join(note_of(identity)));
+        let files = [Some(usual.join(name_of(identity))), told];
+        files.into_iter().flatten().find(|file| {
+            let found = file.symlink_metadata();
+            let is_own = own.as_deref().is_some_and(|own| file.starts_with(own));
+            !is_own && found.is_ok_and(|found| found.is_file() && found.uid() == own_user())
+        })
+    }
+
+    /// Says in the usual folder where this file is. That it cannot is no harm but that nobody is
+    /// told.
+    fn tell(&self) {
+        let Some(usual) = &self.usual else { return };
+        let told = folder::make(usual).and_then(|folder| {
+            let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+            let flags = flags | OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
+            let note = openat(&folder, self.note(), flags, Mode::RUSR | Mode::WUSR);
+            let note = File::from(note.map_err(|error| self.explain(error))?);
+            let place = self.path();
+            note.write_all_at(place.as_os_str().as_bytes(), 0).map_err(|error| self.explain(error))
+        });
+        if let Err(error) = told {
+            tracing::debug!(%error, "nobody is told where a log is");
+        }
+    }
+
+    fn tell_no_more(&self) {
+        let Some(usual) = &self.usual else { return };
+        if let Ok(Some(folder)) = folder::find_of(usual, self.user) {
+            let _ = unlinkat(&folder, self.note(), AtFlags::empty());
+        }
+    }
+
+    fn note(&self) -> String {
+        format!("{}{ELSEWHERE}", self.name)
     }
 
     /// The same, to read what a writer left that died; nothing where a writer lives. Root has what
@@ -245,6 +313,20 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+/// What the note at `path` says, in a folder that is this user's alone.
+fn read_note(path: &Path) -> Option<PathBuf> {
+    let mut note = OpenOptions::new();
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let note = note.read(true).custom_flags(i32::try_from(flags.bits()).ok()?).open(path).ok()?;
+    let mut told = Vec::new();
+    note.take(NOTE_BYTES_MAX).read_to_end(&mut told).ok()?;
+    Some(PathBuf::from(OsString::from_vec(told))).filter(|told| told.is_absolute())
+}
+
+fn note_of(identity: Identity) -> String {
+    format!("{}{ELSEWHERE}", name_of(identity))
+}
+
 fn name_of(identity: Identity) -> String {
     let Identity { device, inode, .. } = identity;
     format!("{device:x}-{inode:x}.handover")
@@ -283,6 +365,7 @@ impl Handover for HandoverFile {
         let mut file = self.lock();
         if file.is_none() {
             *file = self.open(true)?;
+            self.tell();
         }
         let there = file.as_ref().expect("it was made");
         // The head is written with every group. A file that lost its name meanwhile (a session
@@ -297,6 +380,7 @@ impl Handover for HandoverFile {
 
     fn remove(&self) {
         let Some((there, folder)) = self.take() else { return };
+        self.tell_no_more();
         // Where its name cannot be taken away, there is nothing in it.
         if let Err(error) = there.set_len(0) {
             tracing::warn!(path = %self.path().display(), %error, "a log keeps what is in it");
@@ -321,6 +405,7 @@ impl Handover for HandoverFile {
             self.remove();
             return None;
         }
+        self.tell_no_more();
         Some(self.folder.join(name))
     }
 }
@@ -360,6 +445,28 @@ mod tests {
         again.remove();
         assert_eq!(count(), 0);
         assert!(HandoverFile::new(&HandoverPlace::Nowhere, identity(1)).is_none());
+    }
+
+    #[test]
+    fn who_looks_in_another_place_is_told_where_the_file_is() {
+        let folder = || tempfile::tempdir().expect("a folder");
+        let (usual, other) = (folder(), folder());
+        let place = |folder: &tempfile::TempDir| HandoverPlace::Directory(folder.path().into());
+        let usual_folder = folder::path_of(usual.path(), own_user());
+        let elsewhere = |place| HandoverFile::elsewhere_than(&place, &usual_folder, identity(1));
+        let mut file = HandoverFile::new(&place(&other), identity(1)).expect("there is a place");
+        file.usual = Some(usual_folder.clone());
+        assert_eq!(elsewhere(place(&usual)), None);
+        file.write_at(0, b"a").expect("writes");
+        assert_eq!(elsewhere(place(&usual)), Some(file.path()));
+        assert_eq!(elsewhere(HandoverPlace::Nowhere), Some(file.path()));
+        assert_eq!(elsewhere(place(&other)), None, "it is there");
+        file.remove();
+        assert_eq!(elsewhere(place(&usual)), None);
+        let there = HandoverFile::new(&place(&usual), identity(1)).expect("there is a place");
+        there.write_at(0, b"a").expect("writes");
+        assert_eq!(elsewhere(place(&other)), Some(there.path()));
+        assert_eq!(elsewhere(HandoverPlace::Nowhere), Some(there.path()));
     }
 
     #[test]

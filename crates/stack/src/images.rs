@@ -177,6 +177,11 @@ impl Images for FileImages {
         Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn Handover>).collect())
     }
 
+    fn handover_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let identity = self.policy.find(path)?.identity(0);
+        Ok(HandoverFile::elsewhere(&self.handover, identity))
+    }
+
     fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
         Ok(HandoverFile::of_another(&self.handover, identity, owner_of(path)?))

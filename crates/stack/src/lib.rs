@@ -15,7 +15,7 @@ mod raw;
 mod sidecars;
 
 pub use handover::HandoverPlace;
-pub use handover::folder::{handover_folder, handover_folder_of_owner};
+pub use handover::folder::{handover_folder, handover_folder_of_owner, usual_handover_folder};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;

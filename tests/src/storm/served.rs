@@ -199,7 +199,7 @@ impl Served {
 
     /// Whether it said that it promises less than usual.
     pub(super) fn is_weak(&self, chain: &Chain<'_>) -> bool {
-        chain.shape().is_old || self.manner.log != LogAt::Usual
+        chain.shape().is_old || !chain.state.snapshots.is_empty() || self.manner.log != LogAt::Usual
     }
 
     /// What becomes of the chain's state when this server is killed.

@@ -53,6 +53,7 @@ fn status_of(served: &Served) -> Map<String, Value> {
         ("nbd", json!(config.nbd)),
         ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
         ("device_error", json!(served.device_error())),
+        ("weakness", json!(served.opened().disk.weakness())),
         ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
     ]));
     status

@@ -33,6 +33,9 @@ pub(super) fn text(sources: &Sources) -> String {
             page.gauge("mica_device_broken", help, disk, is_broken);
         }
         let opened = served.opened();
+        let help = "Whether a disk promises less than it should: `mica ctl status` says what.";
+        let is_weak = u64::from(opened.disk.weakness().is_some());
+        page.gauge("mica_disk_weakened", help, disk, is_weak);
         let len = opened.disk.geometry().len;
         page.gauge("mica_disk_length_bytes", "Length of a disk.", disk, len);
         let clients = served.clients() as u64;

@@ -93,19 +93,29 @@ impl Needs {
             })?;
             self.allow(folder, REPLACE);
         }
-        // Where there is no folder for logs, who looks for one, or writes, says what that costs.
-        if disk.format == "qcow2"
-            && disk.handover_dir.as_os_str() != "off"
-            && let Ok(folder) = mica_stack::handover_folder(&disk.handover_dir)
-        {
-            let all = REPLACE | AccessFs::Truncate;
+        if disk.format == "qcow2" {
+            self.add_logs(disk, writes);
+        }
+        Ok(())
+    }
+
+    /// Where there is no folder for logs, who looks for one, or writes, says what that costs.
+    fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
+        let all = REPLACE | AccessFs::Truncate;
+        // There a note says where the logs are, if they are elsewhere.
+        if writes && let Ok(usual) = mica_stack::usual_handover_folder() {
+            self.allow(&usual, all);
+        }
+        let directory = &disk.handover_dir;
+        if directory.as_os_str() == "off" {
+            return;
+        }
+        if let Ok(folder) = mica_stack::handover_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
-            let directory = &disk.handover_dir;
             if let Some(folder) = mica_stack::handover_folder_of_owner(directory, &disk.image) {
                 self.allow(&folder, AccessFs::ReadFile.into());
             }
         }
-        Ok(())
     }
 
     fn add_sockets(&mut self, disk: &DiskConfig) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// clears them, as it must with bits that it does not know.
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
-const MAGIC: [u8; 8] = *b"micalog\x05";
+pub(super) const MAGIC: [u8; 8] = *b"micalog\x05";
 pub(super) const HEADER_BYTES: usize = 64;
 /// A log has two headers, written in turn: whoever is killed while one is written leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];

@@ -72,6 +72,8 @@ mod found;
 mod log;
 mod logging;
 mod over;
+#[cfg(test)]
+mod page;
 mod recover;
 mod replay;
 

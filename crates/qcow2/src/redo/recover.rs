@@ -50,6 +50,16 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
+        if let Some(place) = images.handover_elsewhere(path)? {
+            let directory = place.ancestors().nth(2).unwrap_or(&place);
+            let context = format!(
+                "what its last writer left is in {}: name {} by --handover-dir, or remove that file \
+                 and lose what was not flushed",
+                place.display(),
+                directory.display()
+            );
+            return Err(Error::new(ErrorKind::Denied, context));
+        }
         return set_aside(path, store, handover.as_deref(), NOTHING_FITS).await;
     };
     let header = read_header(store).await?;

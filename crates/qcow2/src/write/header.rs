@@ -19,11 +19,22 @@ const CORRUPT: u64 = 2;
 const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
 
+const VERSION_2: &str = "writes that are not flushed are lost if this process is killed: images of \
+                         version 2 have no redo log";
+const SNAPSHOTS: &str = "writes that are not flushed are lost if this process is killed: an image \
+                         with internal snapshots has no redo log, because QEMU's repair would forget \
+                         the snapshots of an image that names one";
+const NO_PLACE: &str = "writes that are not flushed are lost if this process is killed: there is no \
+                        directory for the redo log";
+const NO_MEMORY: &str = "writes that are not flushed are lost if this process is killed: the redo log \
+                         could not be written, as its file system is full";
+
 /// What has to be said in the header before the first write.
 pub(crate) struct InUse {
     is_v3: bool,
     lazy_refcounts: bool,
     bitmaps: Option<BitmapsExtension>,
+    has_snapshots: bool,
     marked: AtomicBool,
 }
 
@@ -33,6 +44,7 @@ impl InUse {
             is_v3: header.version == Version::V3,
             lazy_refcounts: header.compatible.lazy_refcounts,
             bitmaps: header.bitmaps.filter(|_| header.autoclear.bitmaps_consistent),
+            has_snapshots: header.snapshot_count > 0,
             marked: AtomicBool::new(false),
         }
     }
@@ -90,9 +102,24 @@ impl Writer {
         Ok(true)
     }
 
+    /// Why what was acknowledged and not flushed is lost if this process is killed now.
+    pub(crate) fn weakness(&self) -> Option<&'static str> {
+        let is_lost = !self.metadata.lock().logging.is_on();
+        match &self.header {
+            header if !header.is_v3 => Some(VERSION_2),
+            header if header.has_snapshots => Some(SNAPSHOTS),
+            _ if self.handover.is_none() => Some(NO_PLACE),
+            header if header.is_marked() && is_lost => Some(NO_MEMORY),
+            _ => None,
+        }
+    }
+
     /// Begins the log; the autoclear bits with its name, if there is one, besides those `kept`.
     fn begin_log(&self, kept: u64) -> u64 {
-        let Some(handover) = self.handover.clone() else { return kept };
+        // QEMU forgets all internal snapshots of an image with an autoclear bit that it does not
+        // know, when it repairs it (`qemu-img check -r`, seen with 7.2 and 10.0).
+        let handover = self.handover.clone().filter(|_| !self.header.has_snapshots);
+        let Some(handover) = handover else { return kept };
         let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
         let name = crc32c(&seed.to_le_bytes());
         let mut stores = vec![Arc::clone(&self.metadata.store) as Arc<dyn Store>];

@@ -68,6 +68,7 @@ impl Plain {
             top: Self::top(),
             cluster_bytes: plan.l2.cluster_bits.bytes(),
             version: if plan.l2.version == mica_qcow2::format::Version::V2 { 2 } else { 3 },
+            has_snapshot: false,
             initial: Vec::new(),
             about: format!("{plan:?}"),
         };

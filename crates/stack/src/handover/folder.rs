@@ -30,6 +30,14 @@ pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
     make(&path).map(|_| path)
 }
 
+/// The folder of this user's logs where they usually are, which is made if it is not there.
+///
+/// # Errors
+/// As [`handover_folder`].
+pub fn usual_handover_folder() -> Result<PathBuf> {
+    handover_folder(&super::usual_directory())
+}
+
 /// The folder of the logs of who owns `image`, if that is another user whose logs this process, as
 /// root, reads, and it is there.
 pub fn handover_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {

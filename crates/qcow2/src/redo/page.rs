@@ -1,0 +1,86 @@
+//! That docs/formats/redo-log.md says what the code does.
+
+use super::Stage;
+use super::baseline::{HeaderFields, HeaderState, SpaceState};
+use super::expected::EXPECTED;
+use super::format::{
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, HEADER_BYTES, HEADERS_AT, LATE, LATE_ZEROS,
+    LogHeader, MAGIC, RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, ZERO_PAGES_MAX,
+};
+
+const PAGE: &str = include_str!("../../../../docs/formats/redo-log.md");
+
+/// What the page's table of constants says of `name`.
+fn constant(name: &str) -> &'static str {
+    let row = format!("| `{name}` | ");
+    let said = PAGE.lines().find_map(|line| line.strip_prefix(&row)).expect("the page has it");
+    said.split_once(" |").expect("a table").0
+}
+
+#[test]
+fn page_has_the_constants_of_the_code() {
+    let (version, letters) = MAGIC.split_last().expect("bytes");
+    let letters = std::str::from_utf8(letters).expect("letters");
+    assert_eq!(constant("MAGIC"), format!("`{letters}\\x{version:02x}`"));
+    assert!(PAGE.contains(&format!("\n| {version} | ")), "the version is in the table of versions");
+    let constants: [(&str, u64); 5] = [
+        ("HEADER_BYTES", HEADER_BYTES as u64),
+        ("RECORDS_AT", RECORDS_AT),
+        ("GROUP_HEAD_BYTES", GROUP_HEAD_BYTES as u64),
+        ("RECORD_HEAD_BYTES", RECORD_HEAD_BYTES as u64),
+        ("ZERO_PAGES_MAX", ZERO_PAGES_MAX),
+    ];
+    for (name, value) in constants {
+        assert_eq!(constant(name), value.to_string(), "{name}");
+    }
+    let [first, second] = HEADERS_AT;
+    assert!(PAGE.contains(&format!("Two headers, at {first} and at {second}")));
+}
+
+#[test]
+fn page_has_the_kinds_of_records() {
+    for kinds in [
+        format!("{EARLY}, {LATE}"),
+        format!("{EARLY_ZEROS}, {LATE_ZEROS}"),
+        EXPECTED.to_string(),
+        SPACE.to_string(),
+        HEADER.to_string(),
+        WITNESSES.to_string(),
+    ] {
+        assert!(PAGE.contains(&format!("\n| {kinds} | ")), "kind {kinds}");
+    }
+    assert_ne!(Stage::Early, Stage::Late);
+}
+
+#[test]
+fn header_is_laid_out_as_the_page_says() {
+    let header = LogHeader {
+        salt: 0x1111_1111,
+        names: [0x2222_2222, 0x3333_3333],
+        boot: 4,
+        start: 5,
+        number: 6,
+        sequence: 7,
+    };
+    let bytes = header.encode();
+    assert_eq!(LogHeader::decode(&bytes), Some(header));
+    for (at, byte) in [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7)] {
+        assert_eq!(bytes[at], byte, "at {at}");
+    }
+    for at in 0..bytes.len() {
+        let mut damaged = bytes;
+        damaged[at] ^= 1;
+        assert_eq!(LogHeader::decode(&damaged), None, "byte {at} is summed");
+    }
+}
+
+#[test]
+fn records_of_what_a_log_goes_on_from_are_as_long_as_the_page_says() {
+    let mut bytes = Vec::new();
+    let now = HeaderFields::default();
+    HeaderState { now, next: None }.append_to(&mut bytes);
+    assert_eq!(bytes.len(), RECORD_HEAD_BYTES + 8 * 8);
+    bytes.clear();
+    SpaceState { min_file_len: 1, unused: vec![(2, 3)] }.append_to(&mut bytes);
+    assert_eq!(bytes.len(), RECORD_HEAD_BYTES + 16);
+}
