@@ -202,7 +202,13 @@ fn fio_verifies_what_four_connections_write_at_depth_32() {
             fio.args(["--name=w", "--ioengine=nbd", "--rw=randwrite", "--bsrange=4k-64k"]);
             fio.args(["--numjobs=4", "--iodepth=32", "--size=32M", "--offset_increment=32M"]);
             fio.args(["--verify=crc32c", "--verify_fatal=1", "--fsync=64", "--output-format=json"]);
-            let said = command::finish(fio.arg(&uri)).ok();
+            let finished = command::finish(fio.arg(&uri));
+            assert!(
+                finished.status.success(),
+                "{finished:?}\nthe server said:\n{}",
+                served.server.log()
+            );
+            let said = finished.ok();
             // A remark may come before the document.
             let (_, document) = said.split_at(said.find('{').expect("a document"));
             let said: Value = serde_json::from_str(document).expect("JSON");

@@ -180,7 +180,9 @@ fn stores_of_a_machine_that_lost_power_change_nothing() {
         world.kill();
         assert_eq!(late.await.0.unwrap_err().raw_os_error(), Some(5));
         assert!(write(&*store, 0, 2, 512).await.is_err() && store.sync().await.is_err());
-        assert_eq!(content(&world), [1; 1024]);
+        // What was in flight is done, or half done, or not; what comes later is not.
+        let now = content(&world);
+        assert!(now[..512].iter().all(|byte| *byte < 2) && now[512..] == [1; 512]);
         // Nor do they keep others from writing.
         assert!(world.open_writable(Path::new("/a")).is_ok());
     });

@@ -265,7 +265,10 @@ fn zeroes_change_the_space_and_are_written_out_only_where_they_must() {
     assert_eq!(store.calls(), ["punch", "punch"]);
     assert_eq!(store.bytes(), vec![7; 3 << 20]);
     run(disk.write_zeroes(range(512, (5 << 19) - 512), unmap)).expect("zeroed");
-    assert_eq!(store.calls(), ["punch", "write", "write", "write"]);
+    let calls = store.calls();
+    let (punch, writes) = calls.split_first().expect("something was done");
+    assert_eq!(*punch, "punch");
+    assert!(writes.len() > 1 && writes.iter().all(|call| *call == "write"), "in pieces");
     let bytes = store.bytes();
     assert_eq!((bytes[511], bytes[5 << 19]), (7, 7));
     assert!(bytes[512..5 << 19].iter().all(|byte| *byte == 0));
