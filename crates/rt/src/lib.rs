@@ -18,6 +18,7 @@ mod lock;
 mod net;
 mod op;
 mod pace;
+mod process;
 mod remote;
 mod restrict;
 mod time;
@@ -31,6 +32,7 @@ pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};
 pub use net::{MemoryStream, Socket, Stream};
 pub use op::{Op, SimWork};
 pub use pace::Pace;
+pub use process::is_dying;
 pub use rustix::fs::FallocateFlags;
 pub use time::{Elapsed, Instant, Sleep, now, sleep, timeout};
 

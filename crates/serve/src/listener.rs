@@ -369,14 +369,45 @@ fn is_taken(path: &Path) -> Error {
     Error::new(ErrorKind::Denied, what)
 }
 
+/// How often is looked again at a server that is dying, and at one that is not there any more,
+/// whose socket others may have; with a pause of two milliseconds.
+const DYING_LOOKS_MAX: u32 = 5000;
+const GONE_LOOKS_MAX: u32 = 500;
+
+/// Connects to who listens on `path`. A process that was killed listens for a moment still: that is
+/// waited for.
+fn connect_to_the_living(path: &Path) -> io::Result<()> {
+    let mut looks = 0;
+    loop {
+        let stream = UnixStream::connect(path)?;
+        // Who called listen(): another process may have the socket by now.
+        let process = rustix::net::sockopt::socket_peercred(&stream)?.pid;
+        let number = u32::try_from(process.as_raw_nonzero().get()).unwrap_or(0);
+        let is_there = rustix::process::test_kill_process(process) != Err(Errno::SRCH);
+        let looks_max = if is_there { DYING_LOOKS_MAX } else { GONE_LOOKS_MAX };
+        if !mica_rt::is_dying(number) || looks >= looks_max {
+            return Ok(());
+        }
+        looks += 1;
+        if looks == 1 {
+            tracing::warn!(
+                socket = %path.display(),
+                "waits for the process that listened there, {number}, to be gone"
+            );
+        }
+        let pause = rustix::event::Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+        rustix::event::poll(&mut [], Some(&pause))?;
+    }
+}
+
 fn remove_leftover(path: &Path) -> Result<()> {
     let Ok(found) = path.symlink_metadata() else { return Ok(()) };
     if !found.file_type().is_socket() {
         let what = format!("{}: there is something that is not a socket", listening_on(path));
         return Err(Error::new(ErrorKind::Denied, what));
     }
-    match UnixStream::connect(path) {
-        Ok(_) => Err(is_taken(path)),
+    match connect_to_the_living(path) {
+        Ok(()) => Err(is_taken(path)),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| {
                 Error::from_io(format!("removing the leftover socket {}", path.display()), error)

@@ -16,9 +16,8 @@
 //! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own
 //!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
 //!   removes the file of a writer that lives.
-
-//! - I4 Where a file is not in the usual directory, a note in this user's usual folder says where it
-//!   is: for telling who looks in the wrong place, and nothing else.
+//! - I4 Where a file is not in the usual directory, a note in this user's usual folder says where
+//!   it is: for telling who looks in the wrong place, and nothing else.
 
 pub(crate) mod folder;
 

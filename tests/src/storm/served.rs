@@ -11,6 +11,7 @@ use crate::nbd::{Connection, Wish};
 use crate::takeover::Process;
 use mica_units::Rng;
 use rustix::process::Signal;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -101,6 +102,13 @@ pub(super) struct Served {
     pub(super) manner: Manner,
 }
 
+/// Where a server that is refused a start says that a log is, in another place than it was told.
+fn left_elsewhere(log: &str) -> Option<PathBuf> {
+    let (_, rest) = log.split_once("what its last writer left is in ")?;
+    let (place, advice) = rest.split_once(": ")?;
+    advice.starts_with("name ").then(|| PathBuf::from(place))
+}
+
 impl Served {
     /// Starts one and goes on before it serves.
     pub(super) fn begin(chain: &mut Chain<'_>, manner: &Manner, more: &[&str]) -> Outcome<Self> {
@@ -126,6 +134,13 @@ impl Served {
             }
             let log = served.process.log();
             served.look_for_panic()?;
+            if let Some(left) = left_elsewhere(&log) {
+                // What a person does who wants to go on without it.
+                chain.tell(format_args!("  {} is removed", left.display()));
+                fs::remove_file(&left)?;
+                chain.state.is_lossy |= chain.state.is_pending;
+                continue;
+            }
             if !foreign::is_held(&log) || start.elapsed() > HELD_LIMIT {
                 return Err(Fault::new(Wrong::NotServed, log));
             }

@@ -5,7 +5,6 @@
 //! the holder is known to be dead, or nothing tells that it lives.
 
 use mica_rt::File;
-use rustix::event::{Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd};
 use rustix::fs::{fstat, fstatfs};
 use std::fmt;
@@ -198,31 +197,10 @@ fn named(process: &str) -> Holder {
     let name: String = told("comm").unwrap_or_default();
     let name: String = name.chars().filter(|letter| !letter.is_control()).collect();
     let name = format!("{name}, process {process}");
-    let lives = || match (told("stat"), told("status")) {
-        (Ok(stat), Ok(status)) => !is_dying(&stat, &status),
-        _ => false,
-    };
-    // From taking the signal to beginning to exit a process shows neither.
-    let lives = lives() && {
-        let _ = poll(&mut [], Some(&Timespec { tv_sec: 0, tv_nsec: 2_000_000 }));
-        lives()
-    };
-    if lives { Holder::Living(name) } else { Holder::Dying(name) }
-}
-
-/// Whether a process has been killed, or has begun to exit, by its files in `/proc` (proc(5)).
-fn is_dying(stat: &str, status: &str) -> bool {
-    /// PF_EXITING of Linux.
-    const EXITING: u64 = 4;
-    const KILL: u64 = 1 << 8;
-    // From the third field on: the name before may have spaces in it.
-    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse().ok());
-    let is_exiting = flags.is_some_and(|flags: u64| flags & EXITING != 0);
-    let pending = |line: &str| {
-        let mask = line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:"))?;
-        u64::from_str_radix(mask.trim(), 16).ok()
-    };
-    is_exiting || status.lines().filter_map(pending).any(|mask| mask & KILL != 0)
+    match process.parse().is_ok_and(mica_rt::is_dying) {
+        true => Holder::Dying(name),
+        false => Holder::Living(name),
+    }
 }
 
 /// Whether a line of a descriptor's information tells a lock of `byte` of this inode:
@@ -247,17 +225,6 @@ mod tests {
     use rustix::process::{Signal, kill_process};
     use std::io::Read;
     use std::process::{Command, Stdio};
-
-    #[test]
-    fn process_is_dying_from_the_signal_on() {
-        let stat = |flags: u64| format!("7 (a ) name) S 1 7 7 0 -1 {flags} 0 0");
-        let status = |mask: &str| format!("Name:\tx\nSigPnd:\t{mask}\nShdPnd:\t0000\n");
-        assert!(!is_dying(&stat(0x40_0040), &status("0000000000000000")));
-        assert!(is_dying(&stat(0x40_0044), &status("0000000000000000")));
-        assert!(is_dying(&stat(0x40_0040), &status("0000000000000100")));
-        assert!(!is_dying(&stat(0x40_0040), &status("0000000000004000")), "SIGTERM");
-        assert!(!is_dying("", ""));
-    }
 
     /// A process that locks a byte of `path`.
     fn locking(path: &Path) -> std::process::Child {
