@@ -158,6 +158,8 @@ impl Writer {
             None => Beneath::Blank,
         };
         let link = |pages: &mut PageState, at: HostOffset| {
+            // Whoever found one that is not known would take the image for corrupt.
+            assert!(self.metadata.ranges.check_table(table).is_ok(), "known before it is linked");
             // First the entry: a dirty page stays when others come.
             let entry = L1Entry::encode(table, true).0.to_be_bytes();
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
@@ -168,14 +170,15 @@ impl Writer {
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
             group.freed.extend(shared.map(|shared| shared.bytes() >> bits.bits()));
         };
+        self.metadata.ranges.add_table(table, TableKind::L2);
         if let Err(error) = self.change_l1(index, link).await {
+            self.metadata.ranges.remove(table);
             self.space.give_back(reserved);
             return Err(error);
         }
         if let Some(shared) = shared {
             self.metadata.ranges.remove(shared);
         }
-        self.metadata.ranges.add_table(table, TableKind::L2);
         Ok(table)
     }
 

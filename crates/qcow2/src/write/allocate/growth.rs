@@ -46,6 +46,7 @@ impl Space {
             state.table_offset
         };
         let at = HostOffset::new(table_offset.bytes() + region * 8);
+        self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         self.metadata
             .change(at, |pages| {
                 let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
@@ -54,7 +55,6 @@ impl Space {
                 pages.log_cluster(host, self.bits.bytes());
             })
             .await?;
-        self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         self.lock().table[usize::try_from(region).expect("within the table")] = entry;
         Ok(())
     }
