@@ -93,6 +93,8 @@ impl Requests {
             return;
         }
         let waited = self.graces.run(async || {
+            // A grace that was given up half-way has turned, and nobody has waited (I2).
+            self.drained(self.phase.load(Ordering::SeqCst) + 1).await;
             let ended = self.turn();
             self.drained(ended).await;
             Ok(())
@@ -210,6 +212,22 @@ mod tests {
                 waiting.await;
             }
             assert_eq!(ended.load(Ordering::SeqCst), 3);
+            requests.grace().await;
+        });
+    }
+
+    #[test]
+    fn grace_waits_for_what_one_that_was_given_up_waited_for() {
+        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).expect("starts");
+        executor.block_on(async {
+            let pause = std::time::Duration::from_millis(1);
+            let requests = Arc::new(Requests::default());
+            let early = requests.enter_owned();
+            assert!(mica_rt::timeout(pause, requests.grace()).await.is_err(), "it is given up");
+            let late = requests.enter_owned();
+            drop(late);
+            assert!(mica_rt::timeout(pause, requests.grace()).await.is_err(), "one is under way");
+            drop(early);
             requests.grace().await;
         });
     }
