@@ -104,13 +104,14 @@ fn resolve(file: &Path) -> io::Result<PathBuf> {
     Err(Errno::LOOP.into())
 }
 
-/// Asks who serves `path` for its attributes; `None` if there is no answer.
+/// Asks who serves `path` a question that the kernel cannot answer; `None` if there is no answer.
 fn probe(path: &Path) -> Option<std::result::Result<(), Errno>> {
     let (sender, receiver) = mpsc::channel();
     let path = path.to_owned();
     let asking = std::thread::Builder::new().name("mica-fuse-probe".to_owned());
+    // Of its file system: attributes would be answered from memory for a server just killed.
     // The thread of a question that is never answered ends with the process.
-    let asked = asking.spawn(move || sender.send(rustix::fs::stat(&path).map(drop)));
+    let asked = asking.spawn(move || sender.send(rustix::fs::statfs(&path).map(drop)));
     asked.ok()?;
     receiver.recv_timeout(LIVING_LIMIT).ok()
 }

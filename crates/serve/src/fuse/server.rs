@@ -156,16 +156,17 @@ fn take_requests(
 pub(super) struct Device(Mutex<Option<OwnedFd>>);
 
 impl Device {
-    /// Whether nothing is mounted any more. Then the kernel gives the mount's numbers to others.
-    pub(super) fn is_unmounted(&self) -> bool {
+    /// Whether the mount is gone, or its connection has ended. Then the kernel may have given the
+    /// mount's numbers to another.
+    pub(super) fn is_gone(&self) -> bool {
         let device = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(device) = &*device else { return false };
+        let Some(device) = &*device else { return true };
         let mut fds = [PollFd::new(device, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::ERR)
     }
 
-    fn close(&self) {
+    pub(super) fn close(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 }
@@ -209,7 +210,7 @@ impl Running {
         if self.ended.try_recv().is_ok() {
             return;
         }
-        if !self.device.is_unmounted()
+        if !self.device.is_gone()
             && let Err(error) = self.mounts.unmount(&path)
         {
             tracing::error!(file, ?error, "a FUSE file stays mounted");
