@@ -131,7 +131,7 @@ pub trait Images: Send + Sync {
     ///
     /// # Errors
     /// What the system says.
-    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
         let _ = path;
         Ok(None)
     }
@@ -142,17 +142,17 @@ pub trait Images: Send + Sync {
     ///
     /// # Errors
     /// What the system says.
-    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
+    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let _ = path;
         Ok(Vec::new())
     }
 
     /// Where this user's last writer of the image at `path` left something, if that is not where
-    /// [`Images::handover`] looks.
+    /// [`Images::redo_log`] looks.
     ///
     /// # Errors
     /// What the system says.
-    fn handover_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
+    fn redo_log_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
         let _ = path;
         Ok(None)
     }
@@ -161,7 +161,7 @@ pub trait Images: Send + Sync {
     ///
     /// # Errors
     /// What the system says.
-    fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
+    fn redo_log_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
         let _ = path;
         Ok(None)
     }
@@ -172,7 +172,7 @@ pub trait Images: Send + Sync {
 
 /// Memory that outlives the process, but not the machine's next start: a file that is never made
 /// durable. Calls do not wait for a device.
-pub trait Handover: Send + Sync {
+pub trait RedoMemory: Send + Sync {
     /// The start of the machine: another number after each.
     fn boot(&self) -> u128;
 

@@ -27,7 +27,7 @@ pub use disk::{
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use group::GroupSync;
-pub use images::{ContentProof, Handover, Identity, Images, OpenImage, ProofSlot};
+pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, RedoMemory};
 pub use in_flight::{InFlight, OwnedInFlight, Requests};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,

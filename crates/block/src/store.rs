@@ -48,7 +48,7 @@ pub enum Witness {
     /// Nothing tells.
     None,
     /// A number that is another one after each loss.
-    Life(u64),
+    MountGeneration(u64),
     /// When the file last changed, in nanoseconds since the epoch. A file that lost its last
     /// changes often has an earlier time again, but not where times become durable before data.
     /// That is all that some file systems tell.
@@ -59,7 +59,7 @@ impl Witness {
     /// Whether something was lost if `self` was told earlier than `now`.
     pub fn tells_loss(self, now: Self) -> bool {
         match (self, now) {
-            (Self::Life(before), Self::Life(now)) => now != before,
+            (Self::MountGeneration(before), Self::MountGeneration(now)) => now != before,
             (Self::Changed(before), Self::Changed(now)) => now < before,
             _ => false,
         }

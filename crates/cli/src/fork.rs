@@ -11,7 +11,7 @@
 //! a process is, and standard output, which a server has no use for, is the way of the word.
 
 use crate::failure::Failure;
-use mica_daemon::sockets_come_along;
+use mica_daemon::has_inherited_sockets;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -49,7 +49,7 @@ impl Fork {
     /// # Errors
     /// What the system says; and if sockets came along, which are this process's alone.
     pub(crate) fn here() -> Result<Self, Failure> {
-        if sockets_come_along() {
+        if has_inherited_sockets() {
             return Err(Failure::new("--fork: the sockets that came along would be lost"));
         }
         match std::env::var(ROLE).as_deref() {

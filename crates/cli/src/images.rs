@@ -43,7 +43,7 @@ pub(crate) struct ImageArgs {
     /// flushed, in a folder of this user's (mica-UID): if mica is killed, the next one goes on with
     /// it. "off" does without.
     #[arg(long, default_value = "/dev/shm", value_name = "DIRECTORY")]
-    handover_dir: PathBuf,
+    redo_dir: PathBuf,
     /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<String>,
@@ -60,7 +60,7 @@ impl ImageArgs {
             force_share: self.force_share,
             index_cache: self.index_cache,
             index_dir: self.index_dir.clone(),
-            handover_dir: self.handover_dir.clone(),
+            redo_dir: self.redo_dir.clone(),
             inject: self.inject.clone(),
         }
     }

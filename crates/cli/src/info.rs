@@ -40,7 +40,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
 }
 
 /// One image, as it is told.
-struct Told {
+struct Described {
     file: (u64, u64),
     json: Value,
     text: String,
@@ -51,7 +51,7 @@ async fn tell(
     path: &Path,
     format: Format,
     follow: bool,
-) -> Result<(Told, Option<(PathBuf, Format)>), Failure> {
+) -> Result<(Described, Option<(PathBuf, Format)>), Failure> {
     let disk_bytes = std::fs::metadata(path).map_or(0, |data| data.blocks() * 512);
     if format == Format::Raw {
         let image = images.open(path)?;
@@ -81,7 +81,7 @@ async fn tell(
     Ok((told.finish(file), below))
 }
 
-fn show(args: &InfoArgs, told: Vec<Told>) -> Result<(), Failure> {
+fn show(args: &InfoArgs, told: Vec<Described>) -> Result<(), Failure> {
     match args.subject.output.output {
         OutputFormat::Human => {
             let texts: Vec<String> = told.into_iter().map(|one| one.text).collect();
@@ -260,14 +260,14 @@ impl<'a> Teller<'a> {
         self.set("format-specific", json!({ "type": "qcow2", "data": data }));
     }
 
-    fn finish(mut self, file: (u64, u64)) -> Told {
+    fn finish(mut self, file: (u64, u64)) -> Described {
         self.line("Child node '/file':");
         self.line(&format!("    filename: {}", self.path.display()));
         self.line("    protocol type: file");
         let size = human_size(self.file_bytes);
         self.line(&format!("    file length: {size} ({} bytes)", self.file_bytes));
         self.line(&format!("    disk size: {}", human_size(self.disk_bytes)));
-        Told { file, json: Value::Object(self.json), text: plain(&self.text) }
+        Described { file, json: Value::Object(self.json), text: plain(&self.text) }
     }
 }
 

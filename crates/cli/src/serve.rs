@@ -8,7 +8,7 @@ use crate::images::ImageArgs;
 use clap::Args;
 use mica_daemon::{
     Config, Daemon, Discards, DiskConfig, IndexMode, LogSwitch, OtherUsers, SandboxMode, Size,
-    TlsMode, VerifyPeer, sockets_come_along,
+    TlsMode, VerifyPeer, has_inherited_sockets,
 };
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ const OF_ONE_DISK: [&str; 34] = [
     "aio",
     "index_cache",
     "index_dir",
-    "handover_dir",
+    "redo_dir",
     "inject",
 ];
 
@@ -220,7 +220,7 @@ impl DiskArgs {
             || self.vhost_user.is_some()
             || self.fuse.is_some()
             || self.ublk
-            || sockets_come_along();
+            || has_inherited_sockets();
         if !is_placed {
             return Err(Failure::new(
                 "nothing says where the disk is served: add --nbd SOCKET, --vhost-user SOCKET or \

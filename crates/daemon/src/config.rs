@@ -16,7 +16,7 @@ mod idle;
 
 use crate::images::{Aio, Cache, ImageConfig, Size, is_word, shared_memory};
 use crate::sandbox::SandboxMode;
-use crate::systemd::sockets_come_along;
+use crate::systemd::has_inherited_sockets;
 use crate::tls::{Security, TlsMode, VerifyPeer};
 use crate::ublk;
 use clap::ValueEnum;
@@ -206,7 +206,7 @@ pub struct DiskConfig {
     pub index_dir: Option<PathBuf>,
     /// Where writers leave what was not flushed; `off` for nowhere.
     #[serde(default = "shared_memory")]
-    pub handover_dir: PathBuf,
+    pub redo_dir: PathBuf,
     /// What shall go wrong.
     #[serde(default)]
     pub inject: Vec<String>,
@@ -307,11 +307,11 @@ impl Config {
             if disk.ublk {
                 return Err(ublk::refusal(name));
             }
-            if let Some(what) = disk.idle_option(sockets_come_along()) {
+            if let Some(what) = disk.ineffective_option(has_inherited_sockets()) {
                 return invalid(format!("disk {name:?}: {what}"));
             }
             let places = disk.places();
-            if places.is_empty() && !sockets_come_along() {
+            if places.is_empty() && !has_inherited_sockets() {
                 return invalid(format!(
                     "disk {name:?}: nothing says where it is served: add nbd, vhost-user or fuse"
                 ));
@@ -376,7 +376,7 @@ impl DiskConfig {
             force_share: false,
             index_cache: cache_size(),
             index_dir: None,
-            handover_dir: shared_memory(),
+            redo_dir: shared_memory(),
             inject: Vec::new(),
         }
     }
@@ -392,7 +392,7 @@ impl DiskConfig {
             force_share,
             index_cache,
             index_dir,
-            handover_dir,
+            redo_dir,
             inject,
         } = images;
         Self {
@@ -403,7 +403,7 @@ impl DiskConfig {
             force_share,
             index_cache,
             index_dir,
-            handover_dir,
+            redo_dir,
             inject,
             ..self
         }
@@ -425,8 +425,8 @@ impl DiskConfig {
         self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
         self.allow_path.iter_mut().for_each(resolve);
         self.index_dir.iter_mut().for_each(resolve);
-        if self.handover_dir.as_os_str() != "off" {
-            resolve(&mut self.handover_dir);
+        if self.redo_dir.as_os_str() != "off" {
+            resolve(&mut self.redo_dir);
         }
         for socket in &mut self.nbd {
             if !socket.starts_with("tcp:") {
@@ -445,7 +445,7 @@ impl DiskConfig {
             force_share: self.force_share,
             index_cache: self.index_cache,
             index_dir: self.index_dir.clone(),
-            handover_dir: self.handover_dir.clone(),
+            redo_dir: self.redo_dir.clone(),
             inject: self.inject.clone(),
         }
     }

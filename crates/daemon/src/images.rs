@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
 use mica_rt::Backend;
-use mica_stack::{Fault, Format, HandoverPlace, ImageOptions, Names, SidecarPlace, parse_size};
+use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, parse_size};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
 use serde::{Deserialize, Deserializer};
 use std::ffi::OsStr;
@@ -127,7 +127,7 @@ pub struct ImageConfig {
     /// Where the index is, if not beside the layers.
     pub index_dir: Option<PathBuf>,
     /// Where writers leave what was not flushed; `off` for nowhere.
-    pub handover_dir: PathBuf,
+    pub redo_dir: PathBuf,
     /// What shall go wrong.
     pub inject: Vec<String>,
 }
@@ -158,16 +158,16 @@ impl ImageConfig {
         if let Some(directory) = &self.index_dir {
             options.sidecars = SidecarPlace::Directory(directory.clone());
         }
-        options.handover = match &self.handover_dir {
-            off if off.as_os_str() == "off" => HandoverPlace::Nowhere,
+        options.redo = match &self.redo_dir {
+            off if off.as_os_str() == "off" => RedoPlace::Nowhere,
             directory => {
                 let named = directory.display();
                 // A place that nobody chose may be missing: that costs what is not flushed, once.
                 if *directory != shared_memory() && !directory.is_dir() {
-                    let context = format!("--handover-dir {named}: there is no such directory");
+                    let context = format!("--redo-dir {named}: there is no such directory");
                     return Err(Error::new(ErrorKind::NotFound, context));
                 }
-                HandoverPlace::Directory(directory.clone())
+                RedoPlace::Directory(directory.clone())
             }
         };
         for fault in &self.inject {

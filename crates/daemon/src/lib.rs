@@ -35,5 +35,5 @@ pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
 pub use images::{Aio, Cache, ImageConfig, Size};
 pub use sandbox::SandboxMode;
-pub use systemd::sockets_come_along;
+pub use systemd::has_inherited_sockets;
 pub use tls::{TlsMode, VerifyPeer};

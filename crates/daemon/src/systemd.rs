@@ -34,7 +34,7 @@ const STORED: &str = "stored@";
 const SOCKETS_MAX: usize = 4096;
 
 /// Whether sockets come along with this process.
-pub fn sockets_come_along() -> bool {
+pub fn has_inherited_sockets() -> bool {
     let process = std::env::var("LISTEN_PID").ok().and_then(|process| process.parse().ok());
     process == Some(std::process::id())
 }
@@ -44,7 +44,7 @@ pub fn sockets_come_along() -> bool {
 /// # Errors
 /// `Invalid` if one is no listening stream socket.
 pub(crate) fn sockets() -> Result<Vec<Held>> {
-    if !sockets_come_along() {
+    if !has_inherited_sockets() {
         return Ok(Vec::new());
     }
     let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));

@@ -34,7 +34,7 @@ use crate::messages::FDS_MAX;
 use crate::served::Served;
 use crate::sockets::{Held, Origin};
 use crate::systemd;
-use channel::{Channel, Message, Silence, Told};
+use channel::{Channel, Message, Passed, Silence};
 use meeting::Meeting;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
@@ -87,7 +87,7 @@ impl Taking {
             if told.len() != fds.len() || sockets.len() > SOCKETS_MAX {
                 return Err(Error::new(ErrorKind::Invalid, "the other process's list is wrong"));
             }
-            for (Told { name, is_of_unit }, fd) in told.into_iter().zip(fds) {
+            for (Passed { name, is_of_unit }, fd) in told.into_iter().zip(fds) {
                 let origin = if is_of_unit { Origin::Unit } else { Origin::Takeover };
                 sockets.push(Held::new(name, origin, Listener::inherited(fd)?));
             }
@@ -275,7 +275,7 @@ impl Shared {
     fn send_sockets(&self, channel: &Channel) -> Result<()> {
         let mut all = Vec::new();
         let mut add = |held: &Held| {
-            let told = Told { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
+            let told = Passed { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
             all.push((told, held.listener.clone()));
         };
         self.places().iter().for_each(&mut add);
@@ -286,7 +286,7 @@ impl Shared {
             let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
             rest = after;
             let fds: Vec<_> = batch.iter().map(|(_, listener)| listener.as_fd()).collect();
-            let told = |told: &Told| Told { name: told.name.clone(), ..*told };
+            let told = |told: &Passed| Passed { name: told.name.clone(), ..*told };
             let sockets = batch.iter().map(|(socket, _)| told(socket)).collect();
             let more = !rest.is_empty();
             channel.send(&Message::Sockets { sockets, more, watchdog_us }, &fds)?;

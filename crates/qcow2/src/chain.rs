@@ -91,7 +91,7 @@ pub struct ChainState {
     /// Bytes of the disk, and as many as are told: while it is being made longer, the new part is
     /// there for this process before it is for anybody else.
     len: AtomicU64,
-    told_len: AtomicU64,
+    published_len: AtomicU64,
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     pub(crate) decoded: Arc<DecodedClusters>,
@@ -125,8 +125,8 @@ impl ChainState {
     }
 
     /// Tells everybody the length.
-    pub(crate) fn tell_len(&self, len: u64) {
-        self.told_len.store(len, Ordering::Release);
+    pub(crate) fn publish_len(&self, len: u64) {
+        self.published_len.store(len, Ordering::Release);
     }
 
     fn active(&self) -> &Layer {
@@ -157,7 +157,7 @@ impl Chain {
             images,
             layers,
             len: AtomicU64::new(len),
-            told_len: AtomicU64::new(len),
+            published_len: AtomicU64::new(len),
             index: Index::new(options.cache_bytes.max(CACHE_BYTES_MIN)),
             index_call: Notify::default(),
             decoded: Arc::default(),
@@ -276,7 +276,7 @@ impl Disk for Chain {
     fn geometry(&self) -> Geometry {
         let preferred = self.active().tables.as_ref().map(|tables| tables.l2.subcluster_bits());
         let preferred_bytes = 1 << preferred.unwrap_or(12).max(12);
-        Geometry { len: self.told_len.load(Ordering::Acquire), preferred_bytes }
+        Geometry { len: self.published_len.load(Ordering::Acquire), preferred_bytes }
     }
 
     #[inline]
@@ -342,28 +342,28 @@ impl Disk for Chain {
         match self.write_in_place(at, buf) {
             Ok(writing) => Writing::Direct(writing),
             Err(buf) => Writing::Boxed(
-                self.to_its_end(async move |chain| chain.write_slowly(at, buf).await),
+                self.run_to_completion(async move |chain| chain.write_allocating(at, buf).await),
             ),
         }
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.to_its_end(async move |chain| chain.zero_range(range, how).await)
+        self.run_to_completion(async move |chain| chain.zero_range(range, how).await)
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        self.to_its_end(async move |chain| chain.discard_range(range).await)
+        self.run_to_completion(async move |chain| chain.discard_range(range).await)
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.to_its_end(async move |chain| match &chain.writer {
+        self.run_to_completion(async move |chain| match &chain.writer {
             Some(writer) => writer.flush().await,
             None => Ok(()),
         })
     }
 
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.to_its_end(async move |chain| chain.grow(len).await)
+        self.run_to_completion(async move |chain| chain.grow(len).await)
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {
@@ -424,8 +424,8 @@ async fn open_writer(images: &dyn Images, layers: &[Arc<Layer>]) -> Result<Optio
             }
             false => header,
         };
-        let handover = (images.handover(&active.path)?, images.now_ns());
-        Writer::open(active, &header, Arc::clone(metadata), handover).await
+        let redo_memory = (images.redo_log(&active.path)?, images.now_ns());
+        Writer::open(active, &header, Arc::clone(metadata), redo_memory).await
     };
     opened.await.map(Some).map_err(|error| active.explain(error))
 }

@@ -10,7 +10,7 @@ use crate::format::{Header, ImageName, SnapshotEntry, parse_image_name};
 use crate::header_io::{open_data_file, read_header};
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
-use crate::redo::{read_over, take_over, warn_of_log};
+use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
@@ -67,7 +67,7 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
         };
         let image = match image {
             Ok(image) if writable && opened.is_empty() => {
-                take_over(images, &path, &*image.store).await.map(|()| image)
+                replay_redo_log(images, &path, &*image.store).await.map(|()| image)
             }
             Ok(image) if opened.is_empty() => read_over(images, &path, image).await,
             image => image,

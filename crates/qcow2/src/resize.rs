@@ -20,7 +20,7 @@ use crate::chain::{Chain, ChainOptions, IndexUse};
 use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version, field};
 use crate::header_io::read_header;
 use crate::recover::repair_dirty;
-use crate::redo::take_over;
+use crate::redo::replay_redo_log;
 use data::DataFile;
 use future::FutureImages;
 use mica_block::{
@@ -52,7 +52,7 @@ impl Resizer {
     pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
         let step = async {
             let image = images.open_writable(path)?;
-            take_over(&*images, path, &*image.store).await?;
+            replay_redo_log(&*images, path, &*image.store).await?;
             let mut header = read_header(&*image.store).await?;
             if header.incompatible.dirty || header.incompatible.corrupt {
                 header = repair_dirty(Arc::clone(&image.store), &header).await?;

@@ -20,8 +20,8 @@ pub struct File {
     access: Access,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
-    /// See [`File::waits_untold`].
-    waits_untold: OnceLock<bool>,
+    /// See [`File::lacks_nowait_writes`].
+    lacks_nowait_writes: OnceLock<bool>,
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
@@ -37,7 +37,7 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        Self { fd, access, has_locks: AtomicBool::new(false), waits_untold: OnceLock::new() }
+        Self { fd, access, has_locks: AtomicBool::new(false), lacks_nowait_writes: OnceLock::new() }
     }
 
     /// How it was opened.
@@ -51,9 +51,9 @@ impl File {
 
     /// Whether its file system (ext2 to ext4) cannot tell beforehand that a write would wait, so
     /// that the ring hands each to a thread of the kernel.
-    pub(crate) fn waits_untold(&self) -> bool {
+    pub(crate) fn lacks_nowait_writes(&self) -> bool {
         let is_ext = || fstatfs(&self.fd).is_ok_and(|system| system.f_type == EXT_MAGIC);
-        *self.waits_untold.get_or_init(is_ext)
+        *self.lacks_nowait_writes.get_or_init(is_ext)
     }
 }
 

@@ -10,17 +10,17 @@
 
 mod fault;
 mod file;
-mod handover;
+mod redo;
 mod store;
 
 pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
-use handover::SimHandover;
 use mica_block::{
-    Error, ErrorKind, Handover, Identity, Images, OpenImage, ProofSlot, Result, Store,
+    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, RedoMemory, Result, Store,
 };
+use redo::SimRedoMemory;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -64,7 +64,7 @@ struct State {
     files: BTreeMap<PathBuf, SharedFile>,
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
-    handovers: BTreeMap<PathBuf, Vec<u8>>,
+    redo_memories: BTreeMap<PathBuf, Vec<u8>>,
     memory_is_full: bool,
     /// Whether file systems tell that they were mounted anew.
     tells_life: bool,
@@ -91,7 +91,7 @@ impl World {
             files: BTreeMap::new(),
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
-            handovers: BTreeMap::new(),
+            redo_memories: BTreeMap::new(),
             memory_is_full: false,
             tells_life: true,
             changes: Changes::default(),
@@ -346,14 +346,14 @@ impl Images for World {
         Ok(())
     }
 
-    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
-        Ok(Some(Arc::new(SimHandover::new(self, normal(path)))))
+    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(Some(Arc::new(SimRedoMemory::new(self, normal(path)))))
     }
 
-    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
+    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let file = self.file(path)?;
         let is_written = lock(&file).writer.upgrade().is_some();
-        if is_written { Ok(Vec::new()) } else { Ok(self.handover(path)?.into_iter().collect()) }
+        if is_written { Ok(Vec::new()) } else { Ok(self.redo_log(path)?.into_iter().collect()) }
     }
 
     fn now_ns(&self) -> i128 {

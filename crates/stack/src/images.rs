@@ -1,10 +1,10 @@
 //! Image files of the host, opened under the policy.
 
-use crate::handover::{HandoverFile, HandoverPlace};
 use crate::inject::Fault;
 use crate::policy::{Names, Policy};
+use crate::redo::{RedoFile, RedoPlace};
 use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Error, Handover, Identity, Images, OpenImage, ProofSlot, Result, Store};
+use mica_block::{Error, Identity, Images, OpenImage, ProofSlot, RedoMemory, Result, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ pub struct ImageOptions {
     /// Where the indexes of layers are kept.
     pub sidecars: SidecarPlace,
     /// Where writers leave what they acknowledged and did not flush.
-    pub handover: HandoverPlace,
+    pub redo: RedoPlace,
     /// What shall go wrong with what is done to images, the first next to the file.
     pub faults: Vec<Fault>,
     /// Whether QEMU's locks of images are taken and honoured.
@@ -40,7 +40,7 @@ impl ImageOptions {
             cache: CacheMode::default(),
             handles,
             sidecars: SidecarPlace::default(),
-            handover: HandoverPlace::default(),
+            redo: RedoPlace::default(),
             faults: Vec::new(),
             locking: Locking::default(),
         }
@@ -51,7 +51,7 @@ impl ImageOptions {
 pub struct FileImages {
     policy: Policy,
     sidecars: Sidecars,
-    handover: HandoverPlace,
+    redo: RedoPlace,
     cache: CacheMode,
     handles: Arc<Handles>,
     faults: Vec<Fault>,
@@ -72,20 +72,12 @@ impl FileImages {
     /// # Errors
     /// If there is no such image, or an option names a directory that is not there.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
-        let ImageOptions {
-            names,
-            allow_paths,
-            cache,
-            handles,
-            sidecars,
-            handover,
-            faults,
-            locking,
-        } = options;
+        let ImageOptions { names, allow_paths, cache, handles, sidecars, redo, faults, locking } =
+            options;
         let policy = Policy::new(named, names, &allow_paths)?;
         let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
         let written = Mutex::default();
-        Ok(Self { policy, sidecars, handover, cache, handles, faults, locking, written })
+        Ok(Self { policy, sidecars, redo, cache, handles, faults, locking, written })
     }
 
     /// The image in `store`, which is what was `located`.
@@ -159,13 +151,13 @@ impl Images for FileImages {
         self.sidecars.remove(&self.policy.find(path)?)
     }
 
-    fn handover(&self, path: &Path) -> Result<Option<Arc<dyn Handover>>> {
+    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
         let identity = self.policy.find(path)?.identity(0);
-        let file = HandoverFile::new(&self.handover, identity);
-        Ok(file.map(|file| Arc::new(file) as Arc<dyn Handover>))
+        let file = RedoFile::new(&self.redo, identity);
+        Ok(file.map(|file| Arc::new(file) as Arc<dyn RedoMemory>))
     }
 
-    fn handovers_of_the_dead(&self, path: &Path) -> Result<Vec<Arc<dyn Handover>>> {
+    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let located = self.policy.find(path)?;
         // The image's lock, which we hold, keeps later writers away. That there is none now is said
         // by the log's own: a writer may have taken none of the image.
@@ -173,18 +165,18 @@ impl Images for FileImages {
             return Ok(Vec::new());
         }
         let owner = owner_of(path)?;
-        let files = HandoverFile::of_the_dead(&self.handover, located.identity(0), owner)?;
-        Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn Handover>).collect())
+        let files = RedoFile::orphaned(&self.redo, located.identity(0), owner)?;
+        Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn RedoMemory>).collect())
     }
 
-    fn handover_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
+    fn redo_log_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
-        Ok(HandoverFile::elsewhere(&self.handover, identity))
+        Ok(RedoFile::elsewhere(&self.redo, identity))
     }
 
-    fn handover_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
+    fn redo_log_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
-        Ok(HandoverFile::of_another(&self.handover, identity, owner_of(path)?))
+        Ok(RedoFile::of_another(&self.redo, identity, owner_of(path)?))
     }
 
     fn now_ns(&self) -> i128 {

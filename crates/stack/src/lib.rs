@@ -5,21 +5,21 @@
 //! - [`RawDisk`] and [`NullDisk`] are the formats that need no crate of their own.
 //! - [`Fault`] is what the user asked to go wrong.
 
-mod handover;
 mod images;
 mod inject;
 mod null;
 mod open;
 mod policy;
 mod raw;
+mod redo;
 mod sidecars;
 
-pub use handover::HandoverPlace;
-pub use handover::folder::{handover_folder, handover_folder_of_owner, usual_handover_folder};
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
 pub use open::{Format, OpenDisk, open, open_writable, parse_size};
 pub use policy::{Names, allowed_places};
 pub use raw::RawDisk;
+pub use redo::RedoPlace;
+pub use redo::folder::{redo_folder, redo_folder_of_owner, usual_redo_folder};
 pub use sidecars::SidecarPlace;

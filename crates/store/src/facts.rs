@@ -64,7 +64,7 @@ impl Facts<'_> {
     pub(crate) fn witness(self, life: Option<u64>) -> Witness {
         let ask = |flags| statx(self.file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::CTIME);
         match (life, self.kind) {
-            (Some(life), _) => Witness::Life(life),
+            (Some(life), _) => Witness::MountGeneration(life),
             // A network file system would write everything out first to be exact.
             (None, FileKind::Regular) => {
                 ask(AtFlags::STATX_DONT_SYNC).map_or(Witness::None, |told| {

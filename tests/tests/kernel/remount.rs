@@ -54,7 +54,7 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
     let Some(mount) = mounted(&file, &folder) else { return };
     let logs = dir.path().join("logs");
     fs::create_dir(&logs).expect("made");
-    let place = ["--handover-dir", logs.to_str().expect("a plain name")];
+    let place = ["--redo-dir", logs.to_str().expect("a plain name")];
     written_and_killed(&folder, &place);
     // The journal takes the file's length and times with it, and not its data.
     let other = File::create(folder.join("other")).expect("made");

@@ -250,7 +250,7 @@ fn what_cannot_be_secured_is_refused_in_one_line() {
     qemu::create(dir.path(), "disk.qcow2", &[], "8M");
     let image = dir.path().join("disk.qcow2").display().to_string();
     let refusal = |options: &[&str]| {
-        let serve = ["serve", "-r", "--handover-dir", "off"];
+        let serve = ["serve", "-r", "--redo-dir", "off"];
         let said = mica::run(serve.iter().chain(options).chain(&[image.as_str()]));
         said.refusal()
     };

@@ -38,7 +38,7 @@ fn survives_a_commit(options: &str) {
     let image = dir.join("disk.qcow2");
     let logs = dir.join("logs");
     fs::create_dir(&logs).expect("made");
-    let place = ["--handover-dir", logs.to_str().expect("a plain name")];
+    let place = ["--redo-dir", logs.to_str().expect("a plain name")];
     qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
     qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
     let server = Server::mica_writable(&image, "qcow2", &place).expect("served");

@@ -414,7 +414,7 @@ assert h.pread(4096, 0) == b'x' * 4096
 ";
     for kind in KINDS {
         // Without a log, whose name in the image would be the first thing to be synced.
-        let options = ["--log-level", "off", "--handover-dir", "off"];
+        let options = ["--log-level", "off", "--redo-dir", "off"];
         let fault = ["--inject", "error=nth:1,op=sync"];
         let served = kind.serve("4M", &[options.as_slice(), &fault].concat());
         command::finish(&mut nbdsh(&["-u", &served.uri(), "-c", script])).ok();

@@ -5,10 +5,11 @@ use super::DiskConfig;
 impl DiskConfig {
     /// What is wrong with an option that is given without what it belongs to, if one is. Where
     /// sockets come along, any of them may be for NBD or for a machine.
-    pub(super) fn idle_option(&self, sockets_come_along: bool) -> Option<String> {
-        let has_nbd = !self.nbd.is_empty() || sockets_come_along;
-        let has_tcp = self.nbd.iter().any(|place| place.starts_with("tcp:")) || sockets_come_along;
-        let has_device = self.vhost_user.is_some() || sockets_come_along;
+    pub(super) fn ineffective_option(&self, has_inherited_sockets: bool) -> Option<String> {
+        let has_nbd = !self.nbd.is_empty() || has_inherited_sockets;
+        let has_tcp =
+            self.nbd.iter().any(|place| place.starts_with("tcp:")) || has_inherited_sockets;
+        let has_device = self.vhost_user.is_some() || has_inherited_sockets;
         let device = "a machine's device, which it has none of: add vhost-user";
         let clients = "NBD clients, which cannot connect: add nbd";
         let all = [

@@ -57,7 +57,7 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
         bps = "1M"
         bps-burst = 4096
         allow-path = ["bases"]
-        handover-dir = "off"
+        redo-dir = "off"
         [[disk]]
         name = "zeros"
         image = "8G"
@@ -79,7 +79,7 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
     let rates = Rates { iops: 100, bps: 1 << 20, iops_burst: 0, bps_burst: 4096 };
     assert_eq!(web1.rates(), rates);
     assert_eq!(web1.allow_path, [Path::new("/vm/bases")]);
-    assert_eq!(web1.handover_dir, Path::new("off"));
+    assert_eq!(web1.redo_dir, Path::new("off"));
     assert_eq!(config.disks[1].image, Path::new("8G"), "no path");
 }
 

@@ -103,16 +103,16 @@ impl Needs {
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
         // There a note says where the logs are, if they are elsewhere.
-        if writes && let Ok(usual) = mica_stack::usual_handover_folder() {
+        if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
             self.allow(&usual, all);
         }
-        let directory = &disk.handover_dir;
+        let directory = &disk.redo_dir;
         if directory.as_os_str() == "off" {
             return;
         }
-        if let Ok(folder) = mica_stack::handover_folder(directory) {
+        if let Ok(folder) = mica_stack::redo_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
-            if let Some(folder) = mica_stack::handover_folder_of_owner(directory, &disk.image) {
+            if let Some(folder) = mica_stack::redo_folder_of_owner(directory, &disk.image) {
                 self.allow(&folder, AccessFs::ReadFile.into());
             }
         }

@@ -346,12 +346,12 @@ fn port_and_socket_of_the_configuration_are_left() {
 fn logs_of_this_user_are_left_and_nothing_beside_them() {
     let mut place = Place::new();
     let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
-    disk.handover_dir = place.at("out");
+    disk.redo_dir = place.at("out");
     let read_only = DiskConfig { read_only: true, ..disk.clone() };
     for (disk, is_written) in [(read_only, false), (disk, true)] {
         place.needs = Needs::default();
         place.needs.add_disk(&disk).expect("found");
-        let folder = mica_stack::handover_folder(&place.at("out")).expect("made");
+        let folder = mica_stack::redo_folder(&place.at("out")).expect("made");
         let [left, made] = ["left", "made"].map(|name| folder.join(name));
         fs::write(&left, b"log").expect("written");
         place.inside(|| {

@@ -19,7 +19,7 @@ const MESSAGE_BYTES_MAX: usize = 32 << 10;
 pub(super) enum Message {
     /// Old: these are my listening sockets, each with a descriptor.
     Sockets {
-        sockets: Vec<Told>,
+        sockets: Vec<Passed>,
         more: bool,
         /// How often systemd wants to hear from the main process, if it does. Older ones do not
         /// say it.
@@ -42,7 +42,7 @@ pub(super) enum Message {
 
 /// A socket that is handed over.
 #[derive(Serialize, Deserialize, Debug)]
-pub(super) struct Told {
+pub(super) struct Passed {
     pub(super) name: String,
     /// Whether a unit of systemd keeps it, and its file.
     pub(super) is_of_unit: bool,

@@ -32,7 +32,7 @@ mod watch;
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
 use crate::format::Header;
 use crate::header_io::read_header_as;
-use crate::redo::take_over;
+use crate::redo::replay_redo_log;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
 use std::path::Path;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ pub struct Repair {
 pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
         let image = images.open_writable(path)?;
-        take_over(images, path, &*image.store).await?;
+        replay_redo_log(images, path, &*image.store).await?;
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };

@@ -1,7 +1,7 @@
 //! The bytes of a log: header, groups, records.
 
 use crate::crc32c::crc32c;
-use mica_block::{Handover, Result, Store, Witness};
+use mica_block::{RedoMemory, Result, Store, Witness};
 use std::sync::Arc;
 
 /// The autoclear bits that name the log of a writer: whoever else opens the image for writing
@@ -56,7 +56,7 @@ pub(super) fn append_witnesses(witnesses: &[Witness], bytes: &mut Vec<u8>) {
     for witness in witnesses {
         let (kind, value) = match *witness {
             Witness::None => (0, 0),
-            Witness::Life(number) => (1, i128::from(number)),
+            Witness::MountGeneration(number) => (1, i128::from(number)),
             Witness::Changed(time_ns) => (2, time_ns),
         };
         bytes.extend_from_slice(&u64::to_le_bytes(kind));
@@ -71,7 +71,7 @@ pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
         let value = i128::from_le_bytes(*told[8..].first_chunk()?);
         match u64::from_le_bytes(*told.first_chunk()?) {
             0 => Some(Witness::None),
-            1 => u64::try_from(value).ok().map(Witness::Life),
+            1 => u64::try_from(value).ok().map(Witness::MountGeneration),
             2 => Some(Witness::Changed(value)),
             _ => None,
         }
@@ -131,7 +131,7 @@ impl LogHeader {
 }
 
 /// The header of the log in `out` that goes by `name`.
-pub(super) fn read_header(out: &dyn Handover, name: u32) -> Result<Option<LogHeader>> {
+pub(super) fn read_header(out: &dyn RedoMemory, name: u32) -> Result<Option<LogHeader>> {
     let mut found: Option<LogHeader> = None;
     for at in HEADERS_AT {
         let mut bytes = [0; HEADER_BYTES];

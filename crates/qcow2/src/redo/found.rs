@@ -7,7 +7,7 @@ use super::format::{
     RECORDS_AT, SPACE, WITNESSES, decode_witnesses, group_sum, other_half, read_header,
 };
 use crate::format::Header;
-use mica_block::{Handover, Result, Store, Witness};
+use mica_block::{RedoMemory, Result, Store, Witness};
 
 /// What a log says.
 pub(super) struct Found {
@@ -47,16 +47,16 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 
 impl Found {
     /// What the log says, if it goes by `name`.
-    pub(super) fn read(handover: &dyn Handover, name: u32) -> Result<Option<Self>> {
-        let Some(header) = read_header(handover, name)? else { return Ok(None) };
+    pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
+        let Some(header) = read_header(memory, name)? else { return Ok(None) };
         let LogHeader { salt, boot, start, mut number, .. } = header;
-        if boot != handover.boot() || start < RECORDS_AT {
+        if boot != memory.boot() || start < RECORDS_AT {
             return Ok(None);
         }
         let mut groups = Vec::new();
-        for half in [start, other_half(start, handover.capacity())] {
+        for half in [start, other_half(start, memory.capacity())] {
             let mut at = half;
-            while let Some(records) = read_group(handover, (salt, number), at)? {
+            while let Some(records) = read_group(memory, (salt, number), at)? {
                 at += (GROUP_HEAD_BYTES + records.len()) as u64;
                 number += 1;
                 groups.push(records);
@@ -120,17 +120,17 @@ impl Found {
 
 /// The records of the group of this salt and number at `at`, if it is there.
 fn read_group(
-    handover: &dyn Handover,
+    memory: &dyn RedoMemory,
     (salt, number): (u32, u64),
     at: u64,
 ) -> Result<Option<Vec<u8>>> {
-    let end = handover.capacity();
+    let end = memory.capacity();
     let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
     if records_at > end {
         return Ok(None);
     }
     let mut head = [0; GROUP_HEAD_BYTES];
-    handover.read_at(at, &mut head)?;
+    memory.read_at(at, &mut head)?;
     let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
     let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
     let len = u64::from(word(8));
@@ -138,6 +138,6 @@ fn read_group(
         return Ok(None);
     }
     let mut records = vec![0; usize::try_from(len).expect("within the log")];
-    handover.read_at(records_at, &mut records)?;
+    memory.read_at(records_at, &mut records)?;
     Ok((group_sum(salt, number, &records) == word(12)).then_some(records))
 }

@@ -8,7 +8,7 @@ use super::format::{
     ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, group_sum, name_after,
     other_half, witnesses_of,
 };
-use mica_block::{Error, ErrorKind, Handover, Result, Store, Witness};
+use mica_block::{Error, ErrorKind, RedoMemory, Result, Store, Witness};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub(crate) struct Mark {
 
 /// The log of one writer.
 pub(crate) struct Log {
-    out: Arc<dyn Handover>,
+    out: Arc<dyn RedoMemory>,
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     salt: u32,
@@ -106,7 +106,7 @@ impl Ranges<'_> {
 impl Log {
     /// Begins an empty log of this `name`, for an image in these `stores`.
     pub(crate) fn begin(
-        out: Arc<dyn Handover>,
+        out: Arc<dyn RedoMemory>,
         stores: Vec<Arc<dyn Store>>,
         name: u32,
     ) -> Result<Self> {

@@ -11,7 +11,7 @@ use super::Stage;
 use super::baseline::LogBaseline;
 use super::format::{LOG_NAME_SHIFT, name_after, names_log};
 use super::log::{Log, Mark};
-use mica_block::{Handover, Result, Store};
+use mica_block::{RedoMemory, Result, Store};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(crate) struct HeaderLogged {
 #[derive(Default)]
 pub(crate) struct Logging {
     /// Where it goes; none before the first write.
-    out: Option<Arc<dyn Handover>>,
+    out: Option<Arc<dyn RedoMemory>>,
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     log: Option<Log>,
@@ -48,7 +48,7 @@ impl Logging {
     /// there is a log.
     pub(crate) fn begin(
         &mut self,
-        out: Arc<dyn Handover>,
+        out: Arc<dyn RedoMemory>,
         stores: Vec<Arc<dyn Store>>,
         (name, low_bits): (u32, u64),
     ) -> u64 {

@@ -82,7 +82,7 @@ pub(crate) use dropped::{DroppedUnits, dropped_units, ranges_of};
 pub(crate) use format::LOG_NAME_SHIFT;
 pub(crate) use log::Mark;
 pub(crate) use logging::{HeaderLogged, Logging};
-pub(crate) use recover::{read_over, take_over, warn_of_log};
+pub(crate) use recover::{read_over, replay_redo_log, warn_of_log};
 
 /// When a dirty page is written, within its group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

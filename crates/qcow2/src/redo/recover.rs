@@ -11,7 +11,7 @@ use super::replay::{Replay, Step};
 use crate::format::{Header, field};
 use crate::header_io::{open_data_file, read_header};
 use mica_block::{
-    Error, ErrorKind, Handover, Images, OpenImage, Result, Store, read_exact, write_all,
+    Error, ErrorKind, Images, OpenImage, RedoMemory, Result, Store, read_exact, write_all,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -34,15 +34,19 @@ const WRITTEN_SINCE: &str = "another program wrote the image since, over what it
 ///
 /// # Errors
 /// What a write or a sync says.
-pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
+pub(crate) async fn replay_redo_log(
+    images: &dyn Images,
+    path: &Path,
+    store: &dyn Store,
+) -> Result<()> {
     let Some(name) = named_log(store).await? else { return Ok(()) };
-    let handover = images.handover(path)?;
-    let found = match &handover {
-        Some(handover) => find_of_the_dead(&**handover, name).await?,
+    let memory = images.redo_log(path)?;
+    let found = match &memory {
+        Some(memory) => find_orphaned(&**memory, name).await?,
         None => None,
     };
     let Some(found) = found else {
-        if let Some(place) = images.handover_of_another(path)? {
+        if let Some(place) = images.redo_log_of_another(path)? {
             let context = format!(
                 "what its last writer left is in {}, which is of another user: open it once as \
                  that user, or remove that file and lose what was not flushed",
@@ -50,17 +54,17 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
-        if let Some(place) = images.handover_elsewhere(path)? {
+        if let Some(place) = images.redo_log_elsewhere(path)? {
             let directory = place.ancestors().nth(2).unwrap_or(&place);
             let context = format!(
-                "what its last writer left is in {}: name {} by --handover-dir, or remove that file \
+                "what its last writer left is in {}: name {} by --redo-dir, or remove that file \
                  and lose what was not flushed",
                 place.display(),
                 directory.display()
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
-        return set_aside(path, store, handover.as_deref(), NOTHING_FITS).await;
+        return set_aside(path, store, memory.as_deref(), NOTHING_FITS).await;
     };
     let header = read_header(store).await?;
     let mut unused: &[Run] = &[];
@@ -70,10 +74,10 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
         match usable(&found, &header, store, data.as_deref()).await? {
             Ok(replay) => {
                 let synced = sync_both(store, data.as_deref()).await;
-                if let (Err(_), Some(handover)) = (&synced, &handover) {
+                if let (Err(_), Some(memory)) = (&synced, &memory) {
                     // The kernel tells once that data was lost: who tries again would hear of
                     // nothing, and believe the log.
-                    handover.remove();
+                    memory.remove();
                 }
                 synced?;
                 write_down(store, &replay).await?;
@@ -81,15 +85,15 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
                 tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
             }
             Err(why) if found.has_links() => {
-                return set_aside(path, store, handover.as_deref(), why).await;
+                return set_aside(path, store, memory.as_deref(), why).await;
             }
             // Nothing is lost with it but what was counted ahead, which leaks.
             Err(why) => tracing::debug!(why, "a log that links nothing is not used"),
         }
     }
     clear_name(store).await?;
-    if let Some(handover) = handover {
-        handover.remove();
+    if let Some(memory) = memory {
+        memory.remove();
     }
     // Only now: while the image names the log, somebody else may be given what is free, and the log
     // would free it again.
@@ -102,11 +106,11 @@ pub(crate) async fn take_over(images: &dyn Images, path: &Path, store: &dyn Stor
 async fn set_aside(
     path: &Path,
     store: &dyn Store,
-    handover: Option<&dyn Handover>,
+    memory: Option<&dyn RedoMemory>,
     why: &str,
 ) -> Result<()> {
     clear_name(store).await?;
-    let kept = handover.and_then(Handover::set_aside).map(|place| place.display().to_string());
+    let kept = memory.and_then(RedoMemory::set_aside).map(|place| place.display().to_string());
     warn_of_loss(path, why, kept);
     Ok(())
 }
@@ -129,9 +133,9 @@ pub(crate) async fn read_over(
     image: OpenImage,
 ) -> Result<OpenImage> {
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
-    let handovers = images.handovers_of_the_dead(path)?;
-    for handover in &handovers {
-        let Some(found) = Found::read(&**handover, name)? else { continue };
+    let memories = images.orphaned_redo_logs(path)?;
+    for memory in &memories {
+        let Some(found) = Found::read(&**memory, name)? else { continue };
         let header = read_header(&*image.store).await?;
         if found.is_empty() || header.incompatible.corrupt {
             return Ok(image);
@@ -158,10 +162,10 @@ pub(crate) async fn read_over(
         let store = Arc::new(Over::new(image.store, replay));
         return Ok(OpenImage { store, identity: image.identity, content: image.content });
     }
-    match images.handover_of_another(path)? {
+    match images.redo_log_of_another(path)? {
         Some(place) => warn_of_another(path, &place),
         // Where somebody may be writing nothing is known.
-        None if handovers.is_empty() => {}
+        None if memories.is_empty() => {}
         None => warn_of_loss(path, NOTHING_FITS, None),
     }
     Ok(image)
@@ -176,13 +180,13 @@ fn warn_of_another(path: &Path, place: &Path) {
     );
 }
 
-/// The log in `handover` that the image calls `name`, for who has the image open for writing. A
+/// The log in `memory` that the image calls `name`, for who has the image open for writing. A
 /// process that was killed just now lets go of its files one after the other, so that the log may
 /// be its own for a moment still.
-async fn find_of_the_dead(handover: &dyn Handover, name: u32) -> Result<Option<Found>> {
+async fn find_orphaned(memory: &dyn RedoMemory, name: u32) -> Result<Option<Found>> {
     let mut tries = 1;
     loop {
-        match Found::read(handover, name) {
+        match Found::read(memory, name) {
             Err(error) if error.kind() == ErrorKind::Denied && tries < TRIES_MAX => {
                 mica_rt::sleep(PAUSE).await;
                 tries += 1;
@@ -197,9 +201,9 @@ async fn find_of_the_dead(handover: &dyn Handover, name: u32) -> Result<Option<F
 /// laid over it.
 pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Some(name) = names_log(header.autoclear.unknown) else { return };
-    let Ok(handovers) = images.handovers_of_the_dead(path) else { return };
-    for handover in &handovers {
-        let Ok(Some(found)) = Found::read(&**handover, name) else { continue };
+    let Ok(memories) = images.orphaned_redo_logs(path) else { return };
+    for memory in &memories {
+        let Ok(Some(found)) = Found::read(&**memory, name) else { continue };
         if found.has_links() {
             tracing::warn!(
                 image = %path.display(),
@@ -209,7 +213,7 @@ pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
         }
         return;
     }
-    if let Ok(Some(place)) = images.handover_of_another(path) {
+    if let Ok(Some(place)) = images.redo_log_of_another(path) {
         warn_of_another(path, &place);
     }
 }

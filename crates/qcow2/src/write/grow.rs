@@ -75,7 +75,7 @@ impl Chain {
             self.set_len(old);
             return Err(error);
         }
-        self.tell_len(len);
+        self.publish_len(len);
         Ok(())
     }
 

@@ -108,7 +108,7 @@ impl Writer {
         match &self.header {
             header if !header.is_v3 => Some(VERSION_2),
             header if header.has_snapshots => Some(SNAPSHOTS),
-            _ if self.handover.is_none() => Some(NO_PLACE),
+            _ if self.redo_memory.is_none() => Some(NO_PLACE),
             header if header.is_marked() && is_lost => Some(NO_MEMORY),
             _ => None,
         }
@@ -118,15 +118,15 @@ impl Writer {
     fn begin_log(&self, kept: u64) -> u64 {
         // QEMU forgets all internal snapshots of an image with an autoclear bit that it does not
         // know, when it repairs it (`qemu-img check -r leaks`, seen with 10.0.2).
-        let handover = self.handover.clone().filter(|_| !self.header.has_snapshots);
-        let Some(handover) = handover else { return kept };
+        let redo_memory = self.redo_memory.clone().filter(|_| !self.header.has_snapshots);
+        let Some(redo_memory) = redo_memory else { return kept };
         let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
         let name = crc32c(&seed.to_le_bytes());
         let mut stores = vec![Arc::clone(&self.metadata.store) as Arc<dyn Store>];
         if self.l2.data_file {
             stores.push(Arc::clone(&self.data));
         }
-        self.metadata.lock().logging.begin(handover, stores, (name, kept))
+        self.metadata.lock().logging.begin(redo_memory, stores, (name, kept))
     }
 
     /// The image is as if nobody had it open: refcounts are right.

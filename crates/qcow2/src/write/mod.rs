@@ -43,8 +43,8 @@ use crate::redo::{HeaderFields, HeaderState};
 use allocate::Space;
 use commit::Limbo;
 use mica_block::{
-    Error, ErrorKind, GroupSync, Handover, IoFuture, LocalFuture, OwnedInFlight, Requests, Result,
-    Store, WriteStats, read_exact,
+    Error, ErrorKind, GroupSync, IoFuture, LocalFuture, OwnedInFlight, RedoMemory, Requests,
+    Result, Store, WriteStats, read_exact,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -85,7 +85,7 @@ pub(crate) struct Writer {
     flushes: GroupSync,
     header: header::InUse,
     /// Where the log goes for who comes after this process, and when the image was opened.
-    handover: Option<Arc<dyn Handover>>,
+    redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
     limbo: Mutex<Limbo>,
@@ -98,7 +98,7 @@ impl Writer {
         layer: &Layer,
         header: &Header,
         metadata: Arc<Metadata>,
-        (handover, now_ns): (Option<Arc<dyn Handover>>, i128),
+        (redo_memory, now_ns): (Option<Arc<dyn RedoMemory>>, i128),
     ) -> Result<Self> {
         let ranges = &metadata.ranges;
         let bits = header.cluster_bits;
@@ -139,7 +139,7 @@ impl Writer {
             in_place: Arc::default(),
             flushes: GroupSync::new(),
             header: header::InUse::new(header),
-            handover,
+            redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
             limbo: Mutex::default(),
@@ -200,13 +200,13 @@ impl Writer {
 
 /// Work that must not be left half-way. If it is, because the executor ended under it, nobody knows
 /// what it has done: nothing is acknowledged any more.
-struct MustEnd {
+struct CompletionGuard {
     chain: Chain,
     ended: bool,
     _under_way: Option<OwnedInFlight>,
 }
 
-impl Drop for MustEnd {
+impl Drop for CompletionGuard {
     fn drop(&mut self) {
         if let (false, Some(writer)) = (self.ended, &self.chain.writer) {
             writer.fail(&Error::new(ErrorKind::Io, "a request was given up half-way"));
@@ -216,17 +216,17 @@ impl Drop for MustEnd {
 
 impl Chain {
     /// Does `work` in a task of its own: a client that goes away does not leave it half-way.
-    pub(crate) fn to_its_end<T: 'static>(
+    pub(crate) fn run_to_completion<T: 'static>(
         &self,
         work: impl AsyncFnOnce(Chain) -> T + 'static,
     ) -> LocalFuture<'static, T> {
         let under_way = self.writer.as_ref().map(|writer| writer.requests.enter_owned());
-        let must_end = MustEnd { chain: self.clone(), ended: false, _under_way: under_way };
+        let guard = CompletionGuard { chain: self.clone(), ended: false, _under_way: under_way };
         Box::pin(mica_rt::spawn_joined(async move {
             // All of it: a capture of its parts would not be what is dropped at the end.
-            let mut must_end = must_end;
-            let output = work(must_end.chain.clone()).await;
-            must_end.ended = true;
+            let mut guard = guard;
+            let output = work(guard.chain.clone()).await;
+            guard.ended = true;
             output
         }))
     }

@@ -83,7 +83,11 @@ impl Drop for Taken {
 
 impl Chain {
     /// Writes `buf` at `at`, which changes metadata or cannot be told to leave it.
-    pub(crate) async fn write_slowly(&self, at: GuestOffset, mut buf: Buf) -> (Result<()>, Buf) {
+    pub(crate) async fn write_allocating(
+        &self,
+        at: GuestOffset,
+        mut buf: Buf,
+    ) -> (Result<()>, Buf) {
         let range = GuestRange::new(at, buf.len() as u64);
         let result = match range {
             Some(range) => self.write_range(range, &mut buf).await,
@@ -122,7 +126,7 @@ impl Chain {
             if let Err(error) = transact(writer, part.expect("it goes on")).await {
                 return Err(writer.note_corruption(error).await);
             }
-            writer.flush_if_much().await?;
+            writer.flush_if_over_limit().await?;
             // Nothing is claimed between two transactions.
             pace.steps(((stop - at) >> writer.l2.cluster_bits.bits()) + 1).await;
             at = stop;
@@ -230,7 +234,7 @@ impl Writer {
     }
 
     /// Only after what changed is published: a flush may find no space, and the disk goes on.
-    async fn flush_if_much(&self) -> Result<()> {
+    async fn flush_if_over_limit(&self) -> Result<()> {
         let is_much = {
             let pages = self.metadata.lock();
             pages.dirty_count() > DIRTY_PAGES_MAX || pages.logging.is_long()

@@ -36,7 +36,7 @@ impl Chain {
             let context = "zeros would have to be written out here";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
-        self.empty_range(range, Wish::Zeroes(how)).await
+        self.zero_or_discard(range, Wish::Zeroes(how)).await
     }
 
     /// Gives back the space of the whole clusters in `range`.
@@ -54,12 +54,12 @@ impl Chain {
             end => end - bits.offset_within(end),
         };
         match GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start))) {
-            Some(whole) if !whole.is_empty() => self.empty_range(whole, Wish::Discard).await,
+            Some(whole) if !whole.is_empty() => self.zero_or_discard(whole, Wish::Discard).await,
             _ => Ok(()),
         }
     }
 
-    async fn empty_range(&self, range: GuestRange, wish: Wish) -> Result<()> {
+    async fn zero_or_discard(&self, range: GuestRange, wish: Wish) -> Result<()> {
         let empty = async |writer: &Writer, part| self.empty_part(writer, part, wish).await;
         self.in_transactions(range, empty).await
     }
@@ -114,10 +114,10 @@ impl Chain {
             if extents.iter().filter_map(|extent| extent.within(cluster)).all(|e| is_settled(&e)) {
                 continue;
             }
-            match writer.emptied(entry, writer.touched(entry.cluster, cluster), wish).await? {
-                Emptied::Same => {}
-                Emptied::Changed(change) => changes.push(change),
-                Emptied::NotByEntry => rest.push(cluster),
+            match writer.zeroed(entry, writer.touched(entry.cluster, cluster), wish).await? {
+                Zeroed::Same => {}
+                Zeroed::Changed(change) => changes.push(change),
+                Zeroed::NotByEntry => rest.push(cluster),
             }
         }
         let held = self.zero_what_drops(writer, &mut changes).await?;
@@ -147,7 +147,7 @@ impl Chain {
             while at < end {
                 let len = (end - at).min(ZEROS_BYTES_MAX);
                 let zeros = Buf::zeroed(usize::try_from(len).expect("1 MiB"));
-                self.write_slowly(GuestOffset::new(at), zeros).await.0?;
+                self.write_allocating(GuestOffset::new(at), zeros).await.0?;
                 at += len;
             }
         }
@@ -155,8 +155,8 @@ impl Chain {
     }
 }
 
-/// What becomes of an entry whose units are emptied.
-enum Emptied {
+/// What becomes of an entry whose units are zeroed.
+enum Zeroed {
     Same,
     Changed(Change),
     NotByEntry,
@@ -187,11 +187,11 @@ impl Writer {
         self.l2.version != Version::V2 && matches!(divided, Some((None, Some(_), None)))
     }
 
-    async fn emptied(&self, entry: Entry, units: u32, wish: Wish) -> Result<Emptied> {
+    async fn zeroed(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {
         let bits = self.l2.cluster_bits;
         let guest = GuestOffset::new(entry.cluster << bits.bits());
         if self.l2.data_file {
-            return self.emptied_in_data_file(entry, units, wish).await;
+            return self.zeroed_in_data_file(entry, units, wish).await;
         }
         let all = u32::MAX >> (32 - self.units());
         let (host, allocated, zero) = match self.l2.interpret_at(entry.raw, guest)? {
@@ -202,7 +202,7 @@ impl Writer {
             L2Entry::Subclusters { host, allocated, zero } => (host, allocated, zero),
             L2Entry::Compressed(compressed) => {
                 if units != all {
-                    return Ok(Emptied::NotByEntry);
+                    return Ok(Zeroed::NotByEntry);
                 }
                 let freed = self.compressed_clusters(&compressed)?;
                 return Ok(changed(entry, self.zero_entry(), self.units(), freed));
@@ -239,7 +239,7 @@ impl Writer {
 
     /// With a data file the place of a cluster is fixed: its bytes there become zeros, and the
     /// entry says so only where something beneath would show.
-    async fn emptied_in_data_file(&self, entry: Entry, units: u32, wish: Wish) -> Result<Emptied> {
+    async fn zeroed_in_data_file(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {
         let unit = 1_u64 << self.l2.subcluster_bits();
         let start = entry.cluster << self.l2.cluster_bits.bits();
         let guest = GuestOffset::new(start);
@@ -267,7 +267,7 @@ impl Writer {
             }
         }
         if units & !(allocated | zero) == 0 {
-            return Ok(Emptied::Same);
+            return Ok(Zeroed::Same);
         }
         let zero = zero | units & !allocated;
         let says = match allocated {
@@ -295,11 +295,11 @@ fn changed(
     new: crate::format::RawL2Entry,
     all_units: u32,
     freed: Vec<u64>,
-) -> Emptied {
+) -> Zeroed {
     if new == entry.raw {
-        return Emptied::Same;
+        return Zeroed::Same;
     }
     let drops = Drops::Nothing;
     let units = 0..all_units;
-    Emptied::Changed(Change { entry, new, group: 0, after_data: false, units, freed, drops })
+    Zeroed::Changed(Change { entry, new, group: 0, after_data: false, units, freed, drops })
 }

@@ -43,7 +43,7 @@ impl InPlace {
             && buf.len().is_multiple_of(BUF_ALIGN)
             && offset.is_multiple_of(BUF_ALIGN as u64)
             && file.access() == Access::Buffered;
-        if !is_fit || !self.remote.writes_in_place() || !file.waits_untold() {
+        if !is_fit || !self.remote.writes_in_place() || !file.lacks_nowait_writes() {
             return None;
         }
         let start = now();
@@ -82,7 +82,7 @@ mod tests {
     fn made() -> Option<(tempfile::NamedTempFile, File)> {
         let made = tempfile::NamedTempFile::new().unwrap();
         let file = File::new(made.reopen().unwrap().into(), Access::Buffered);
-        if !file.waits_untold() {
+        if !file.lacks_nowait_writes() {
             println!("SKIPPED: the temporary folder is not on ext4");
             return None;
         }

@@ -54,7 +54,7 @@ pub(super) async fn block_status<'a>(
     assert!(!descriptors.list.is_empty(), "a status tells about at least one byte");
     shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
     drop(charge);
-    Ok(Outcome::Told)
+    Ok(Outcome::Answered)
 }
 
 fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {

@@ -62,8 +62,8 @@ pub(super) enum ChangeKind {
 pub(super) enum Outcome {
     /// Read so many bytes; its reply is put.
     Read(u64),
-    /// Told something; its reply is put.
-    Told,
+    /// Answered something; its reply is put.
+    Answered,
     /// Wrote a piece; another one answers for all.
     Piece,
     /// Wrote so many bytes.

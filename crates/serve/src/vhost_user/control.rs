@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// What a queue has to know.
 #[derive(Clone)]
-pub(super) struct Told {
+pub(super) struct QueueSettings {
     /// The version of this copy.
     seen: u64,
     pub(super) enabled: bool,
@@ -31,7 +31,7 @@ pub(super) struct Told {
     error: Option<Arc<Doorbell>>,
 }
 
-impl Told {
+impl QueueSettings {
     pub(super) fn new(memory: Arc<Memory>) -> Self {
         Self {
             seen: 0,
@@ -92,14 +92,14 @@ pub(super) struct Control {
 }
 
 struct State {
-    told: Told,
+    told: QueueSettings,
     waker: Option<Waker>,
     ended: bool,
     base: Option<u16>,
 }
 
 impl Control {
-    pub(super) fn new(told: Told) -> Arc<Self> {
+    pub(super) fn new(told: QueueSettings) -> Arc<Self> {
         let state = State { told, waker: None, ended: false, base: None };
         Arc::new(Self {
             version: AtomicU64::new(0),
@@ -113,7 +113,7 @@ impl Control {
     }
 
     /// Changes what the queue is told (I1).
-    pub(super) fn tell(&self, change: impl FnOnce(&mut Told)) {
+    pub(super) fn tell(&self, change: impl FnOnce(&mut QueueSettings)) {
         let waker = {
             let mut state = self.lock();
             change(&mut state.told);
@@ -126,7 +126,7 @@ impl Control {
         }
     }
 
-    pub(super) fn told(&self) -> Told {
+    pub(super) fn told(&self) -> QueueSettings {
         self.lock().told.clone()
     }
 

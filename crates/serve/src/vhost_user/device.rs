@@ -9,7 +9,7 @@
 
 use super::back_channel::BackChannel;
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
-use super::control::{Control, Ending, Told};
+use super::control::{Control, Ending, QueueSettings};
 use super::inflight::Inflight;
 use super::log::DirtyLog;
 use super::lost::Lost;
@@ -210,7 +210,7 @@ impl Device {
         queue.set_next_used(used_idx.map_err(|_| Error::InvalidParam)?.0);
         // That was the first look at the rings.
         self.check_lost()?;
-        let mut told = Told::new(Arc::clone(memory));
+        let mut told = QueueSettings::new(Arc::clone(memory));
         told.enabled = vring.enabled || !has(self.features, F_PROTOCOL_FEATURES);
         told.log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
         told.used_log_at = vring.used_log_at;
@@ -233,7 +233,7 @@ impl Device {
     }
 
     /// Tells a running queue something that needs no stop.
-    fn tell(&mut self, index: u32, change: impl FnOnce(&mut Told)) -> Result<()> {
+    fn tell(&mut self, index: u32, change: impl FnOnce(&mut QueueSettings)) -> Result<()> {
         if let Some(control) = &self.vring(index)?.running {
             control.tell(change);
         }

@@ -23,7 +23,7 @@ mod end;
 use super::attention::{Attention, Pause};
 use super::chain::{Chain, Piece, Table};
 use super::config::{F_RING_EVENT_IDX, has};
-use super::control::{Control, Ending, Told};
+use super::control::{Control, Ending, QueueSettings};
 use super::device::Common;
 use super::inflight::InflightQueue;
 use super::lost::Lost;
@@ -188,7 +188,7 @@ struct Running<'a> {
     table: Table,
     kick: Arc<Socket>,
     inflight: Option<InflightQueue>,
-    told: Told,
+    told: QueueSettings,
     /// Memory for requests that are not done in place (I6): what it may have, and what is used.
     share: Share,
     used_bytes: usize,

@@ -44,7 +44,7 @@ pub(super) struct Rules {
 
 /// A range of a discard or a write of zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Emptied {
+pub(super) struct ZeroRange {
     pub(super) range: GuestRange,
     pub(super) may_unmap: bool,
 }
@@ -59,8 +59,8 @@ pub(super) enum Action {
     Flush,
     /// Into the writable pieces.
     GetId,
-    Discard(Vec<Emptied>),
-    WriteZeroes(Vec<Emptied>),
+    Discard(Vec<ZeroRange>),
+    WriteZeroes(Vec<ZeroRange>),
     /// Answered at once.
     Refuse(Status),
 }
@@ -126,7 +126,7 @@ impl Rules {
         guest: &GuestMemoryMmap,
         chain: &mut Chain,
         are_zeros: bool,
-    ) -> Result<Result<Vec<Emptied>, Status>, Malformed> {
+    ) -> Result<Result<Vec<ZeroRange>, Status>, Malformed> {
         let len = bytes_of(&chain.readable);
         let count = len / RANGE_BYTES as u64;
         if !self.is_writable
@@ -151,7 +151,7 @@ impl Rules {
         self,
         bytes: [u8; RANGE_BYTES],
         are_zeros: bool,
-    ) -> Result<Option<Emptied>, Status> {
+    ) -> Result<Option<ZeroRange>, Status> {
         let number = |at: usize| u32::from_le_bytes(*bytes[at..].first_chunk().expect("4 bytes"));
         let sector = u64::from_le_bytes(*bytes.first_chunk().expect("8 bytes"));
         let (sectors, flags) = (number(8), number(12));
@@ -164,7 +164,7 @@ impl Rules {
             return Err(Status::IoError);
         }
         let range = self.range(sector, u64::from(sectors) * SECTOR_BYTES)?;
-        Ok((!range.is_empty()).then_some(Emptied { range, may_unmap: flags & MAY_UNMAP != 0 }))
+        Ok((!range.is_empty()).then_some(ZeroRange { range, may_unmap: flags & MAY_UNMAP != 0 }))
     }
 }
 

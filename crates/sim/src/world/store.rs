@@ -170,7 +170,7 @@ impl Store for SimStore {
             (state.tells_life, state.changes.lives)
         };
         match tells_life {
-            true => Witness::Life(life),
+            true => Witness::MountGeneration(life),
             false => Witness::Changed(lock(&self.file).ctime_ns),
         }
     }

@@ -5,7 +5,7 @@ use mica_units::HostOffset;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use tempfile::TempDir;
 
-mod handover;
+mod redo;
 
 fn folder_with_image() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");

@@ -272,7 +272,7 @@ impl<'a> Session<'a> {
             }
             Finished::Long { cookie, result: Ok(outcome) } => match outcome {
                 Outcome::Read(bytes) => self.note_read(bytes, began),
-                Outcome::Told | Outcome::Piece => {}
+                Outcome::Answered | Outcome::Piece => {}
                 outcome => self.note_changed(cookie, outcome, began),
             },
             Finished::Long { cookie, result: Err(failure) } => self.fail(cookie, failure),
@@ -300,7 +300,7 @@ impl<'a> Session<'a> {
             }
             Outcome::Zeroed => self.stats.zeroes.add(1),
             Outcome::Discarded => self.stats.discards.add(1),
-            Outcome::Read(_) | Outcome::Told | Outcome::Piece => {
+            Outcome::Read(_) | Outcome::Answered | Outcome::Piece => {
                 unreachable!("that changes nothing")
             }
         }

@@ -5,7 +5,7 @@ use super::{Kind, Running, Slot, Work};
 use crate::discard::Discard;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::memory::Memory;
-use crate::vhost_user::request::{Action, Emptied, ID_BYTES, Request, Rules, Status};
+use crate::vhost_user::request::{Action, ID_BYTES, Request, Rules, Status, ZeroRange};
 use crate::vhost_user::transfer::{self, Cost};
 use mica_block::{Detail, Disk, Planned, Result, Zeroes};
 use mica_units::GuestRange;
@@ -234,16 +234,16 @@ fn kind_of(action: &Action) -> Kind {
     }
 }
 
-async fn discard(disk: &dyn Disk, ranges: Vec<Emptied>) -> Result<()> {
-    for Emptied { range, .. } in ranges {
+async fn discard(disk: &dyn Disk, ranges: Vec<ZeroRange>) -> Result<()> {
+    for ZeroRange { range, .. } in ranges {
         let _in_flight = disk.enter();
         disk.discard(range).await?;
     }
     Ok(())
 }
 
-async fn write_zeroes(disk: &dyn Disk, ranges: Vec<Emptied>, discard: Discard) -> Result<()> {
-    for Emptied { range, may_unmap } in ranges {
+async fn write_zeroes(disk: &dyn Disk, ranges: Vec<ZeroRange>, discard: Discard) -> Result<()> {
+    for ZeroRange { range, may_unmap } in ranges {
         let may_unmap = may_unmap && discard == Discard::Unmap;
         let _in_flight = disk.enter();
         disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;

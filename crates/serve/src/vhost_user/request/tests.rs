@@ -86,7 +86,7 @@ fn emptied(kind: u32, ranges: &[Vec<u8>]) -> Action {
 /// Virtio 1.3, section 5.2.6.2.
 #[test]
 fn flags_of_emptied_ranges_are_those_of_the_specification() {
-    let one = |may_unmap| vec![Emptied { range: range(512, 1024), may_unmap }];
+    let one = |may_unmap| vec![ZeroRange { range: range(512, 1024), may_unmap }];
     assert_eq!(emptied(DISCARD, &[told(1, 2, 0)]), Action::Discard(one(false)));
     assert_eq!(emptied(DISCARD, &[told(1, 2, 1)]), UNSUPPORTED);
     assert_eq!(emptied(WRITE_ZEROES, &[told(1, 2, 0)]), Action::WriteZeroes(one(false)));

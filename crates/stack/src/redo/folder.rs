@@ -7,7 +7,7 @@
 //!   else may write to it. Where others may make files they must not be able to rename it, as the
 //!   sticky bit of `/dev/shm` has it.
 //! - I2 Others may look a name up in it, and list none: who opens an image is told that another
-//!   user left something ([`super::HandoverFile::of_another`]).
+//!   user left something ([`super::RedoFile::of_another`]).
 
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -25,7 +25,7 @@ pub(super) fn path_of(directory: &Path, user: u32) -> PathBuf {
 ///
 /// # Errors
 /// What the system says; `Denied` if it is not this user's alone.
-pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
+pub fn redo_folder(directory: &Path) -> Result<PathBuf> {
     let path = path_of(directory, rustix::process::geteuid().as_raw());
     make(&path).map(|_| path)
 }
@@ -33,14 +33,14 @@ pub fn handover_folder(directory: &Path) -> Result<PathBuf> {
 /// The folder of this user's logs where they usually are, which is made if it is not there.
 ///
 /// # Errors
-/// As [`handover_folder`].
-pub fn usual_handover_folder() -> Result<PathBuf> {
-    handover_folder(&super::usual_directory())
+/// As [`redo_folder`].
+pub fn usual_redo_folder() -> Result<PathBuf> {
+    redo_folder(&super::usual_directory())
 }
 
 /// The folder of the logs of who owns `image`, if that is another user whose logs this process, as
 /// root, reads, and it is there.
-pub fn handover_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
+pub fn redo_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
     let owner = std::fs::metadata(image).ok()?.uid();
     let path = path_of(directory, owner);
     let is_read = rustix::process::geteuid().is_root() && owner != 0;
@@ -87,7 +87,7 @@ pub(super) fn find_of(path: &Path, user: u32) -> Result<Option<OwnedFd>> {
 }
 
 fn not_ours(path: &Path) -> Error {
-    let what = "is not a folder of this user alone: remove it, or name another --handover-dir";
+    let what = "is not a folder of this user alone: remove it, or name another --redo-dir";
     Error::new(ErrorKind::Denied, format!("{} {what}", path.display()))
 }
 
@@ -100,15 +100,15 @@ mod tests {
     #[test]
     fn folder_is_made_once_and_others_list_nothing_in_it() {
         let place = tempfile::tempdir().expect("a folder");
-        let folder = handover_folder(place.path()).expect("made");
+        let folder = redo_folder(place.path()).expect("made");
         let mode = fs::metadata(&folder).expect("there").permissions().mode();
         assert_eq!(mode & 0o777, 0o711, "{mode:o}");
         fs::write(folder.join("log"), b"x").expect("ours");
-        assert_eq!(handover_folder(place.path()).expect("there"), folder);
+        assert_eq!(redo_folder(place.path()).expect("there"), folder);
         assert!(folder.join("log").exists());
         let nowhere = place.path().join("none");
         assert_eq!(
-            handover_folder(&nowhere).err().map(|error| error.kind()),
+            redo_folder(&nowhere).err().map(|error| error.kind()),
             Some(ErrorKind::NotFound)
         );
     }
@@ -120,7 +120,7 @@ mod tests {
         let elsewhere = place.path().join("elsewhere");
         fs::create_dir(&elsewhere).expect("made");
         let refused = |what: &str| {
-            let error = handover_folder(place.path()).expect_err(what);
+            let error = redo_folder(place.path()).expect_err(what);
             assert_eq!(error.kind(), ErrorKind::Denied, "{what}: {error}");
             assert_eq!(find(&folder).err().map(|error| error.kind()), Some(ErrorKind::Denied));
         };
@@ -134,7 +134,7 @@ mod tests {
         fs::set_permissions(&folder, Permissions::from_mode(0o770)).expect("ours");
         refused("a folder that a group may write");
         fs::set_permissions(&folder, Permissions::from_mode(0o700)).expect("ours");
-        handover_folder(place.path()).expect("ours alone");
+        redo_folder(place.path()).expect("ours alone");
         if std::os::unix::fs::chown(&folder, Some(12_345), None).is_ok() {
             refused("another user's");
         }

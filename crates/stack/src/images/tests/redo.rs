@@ -2,8 +2,8 @@
 
 use super::{folder_with_image, images, names_in, options};
 use crate::{
-    Format, HandoverPlace, ImageOptions, OpenDisk, handover_folder, handover_folder_of_owner, open,
-    open_writable,
+    Format, ImageOptions, OpenDisk, RedoPlace, open, open_writable, redo_folder,
+    redo_folder_of_owner,
 };
 use mica_block::{Detail, ErrorKind, Images as _, Result};
 use mica_qcow2::ChainOptions;
@@ -38,8 +38,8 @@ impl Place {
     }
 
     fn options(&self, locking: Locking) -> ImageOptions {
-        let handover = HandoverPlace::Directory(self.memory.clone());
-        ImageOptions { handover, locking, ..options() }
+        let redo = RedoPlace::Directory(self.memory.clone());
+        ImageOptions { redo, locking, ..options() }
     }
 
     fn open_writable(&self, locking: Locking) -> Result<OpenDisk> {
@@ -76,7 +76,7 @@ impl Place {
     }
 
     fn logs(&self) -> usize {
-        names_in(&handover_folder(&self.memory).unwrap()).len()
+        names_in(&redo_folder(&self.memory).unwrap()).len()
     }
 }
 
@@ -127,14 +127,14 @@ fn root_reads_what_the_owner_of_an_image_left() {
     let written = place.open_writable(Locking::On).unwrap();
     place.write(&written, 7);
     drop(written);
-    let folder = handover_folder(&place.memory).unwrap();
+    let folder = redo_folder(&place.memory).unwrap();
     let theirs = place.memory.join(format!("mica-{OWNER}"));
     std::fs::rename(&folder, &theirs).unwrap();
     let log = theirs.join(names_in(&theirs).first().unwrap());
     for path in [&log, &theirs, &place.image] {
         chown(path, Some(OWNER), None).unwrap();
     }
-    assert_eq!(handover_folder_of_owner(&place.memory, &place.image), Some(theirs.clone()));
+    assert_eq!(redo_folder_of_owner(&place.memory, &place.image), Some(theirs.clone()));
     assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
     let refused = place.open_writable(Locking::On).err().expect("it is another user's");
     assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");

@@ -1,21 +1,21 @@
 //! Memory that outlives a process of the world, and not a power cut.
 
 use super::{World, lock};
-use mica_block::{Error, ErrorKind, Handover, Result};
+use mica_block::{Error, ErrorKind, RedoMemory, Result};
 use std::path::PathBuf;
 
 /// Small, so that it fills up.
 const CAPACITY: u64 = 256 << 10;
 
 /// What one process has of the memory for the image at `path`.
-pub(super) struct SimHandover {
+pub(super) struct SimRedoMemory {
     world: World,
     path: PathBuf,
     /// The process dies with the next cut.
     cuts: u64,
 }
 
-impl SimHandover {
+impl SimRedoMemory {
     pub(super) fn new(world: &World, path: PathBuf) -> Self {
         Self { world: world.clone(), path, cuts: world.cuts() }
     }
@@ -25,7 +25,7 @@ impl SimHandover {
     }
 }
 
-impl Handover for SimHandover {
+impl RedoMemory for SimRedoMemory {
     fn boot(&self) -> u128 {
         lock(&self.world.state).changes.boots.into()
     }
@@ -36,7 +36,7 @@ impl Handover for SimHandover {
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
         let state = lock(&self.world.state);
-        let bytes = state.handovers.get(&self.path).map_or(&[][..], |bytes| bytes);
+        let bytes = state.redo_memories.get(&self.path).map_or(&[][..], |bytes| bytes);
         let start = usize::try_from(at).expect("small").min(bytes.len());
         let there = &bytes[start..(start + buf.len()).min(bytes.len())];
         buf.fill(0);
@@ -61,7 +61,7 @@ impl Handover for SimHandover {
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
         }
-        let memory = state.handovers.entry(self.path.clone()).or_default();
+        let memory = state.redo_memories.entry(self.path.clone()).or_default();
         memory.resize(memory.len().max(start + bytes.len()), 0);
         memory[start..start + bytes.len()].copy_from_slice(bytes);
         drop(state);
@@ -74,7 +74,7 @@ impl Handover for SimHandover {
 
     fn remove(&self) {
         if !self.is_dead() {
-            lock(&self.world.state).handovers.remove(&self.path);
+            lock(&self.world.state).redo_memories.remove(&self.path);
             self.world.complete_memory_change();
         }
     }

@@ -21,7 +21,7 @@
 
 pub(crate) mod folder;
 
-use mica_block::{Error, ErrorKind, Handover, Identity, Result};
+use mica_block::{Error, ErrorKind, Identity, RedoMemory, Result};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, renameat, statat,
@@ -38,14 +38,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Where such files are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum HandoverPlace {
+pub enum RedoPlace {
     /// Nowhere: a writer that is killed loses what was not flushed.
     Nowhere,
     /// In a folder of this user, which is made in this directory.
     Directory(PathBuf),
 }
 
-impl Default for HandoverPlace {
+impl Default for RedoPlace {
     fn default() -> Self {
         Self::Directory(usual_directory())
     }
@@ -66,7 +66,7 @@ const NOTE_BYTES_MAX: u64 = 4096;
 const TRIES_MAX: u32 = 8;
 
 /// The file of one image.
-pub(crate) struct HandoverFile {
+pub(crate) struct RedoFile {
     folder: PathBuf,
     /// Whose it is.
     user: u32,
@@ -79,14 +79,14 @@ pub(crate) struct HandoverFile {
     file: Mutex<Option<File>>,
 }
 
-impl HandoverFile {
+impl RedoFile {
     /// For the image that `identity` is of; nothing where there is no place for it.
-    pub(crate) fn new(place: &HandoverPlace, identity: Identity) -> Option<Self> {
+    pub(crate) fn new(place: &RedoPlace, identity: Identity) -> Option<Self> {
         Self::of_user(place, identity, own_user())
     }
 
-    fn of_user(place: &HandoverPlace, identity: Identity, user: u32) -> Option<Self> {
-        let HandoverPlace::Directory(directory) = place else { return None };
+    fn of_user(place: &RedoPlace, identity: Identity, user: u32) -> Option<Self> {
+        let RedoPlace::Directory(directory) = place else { return None };
         let told = std::fs::read_to_string(BOOT_ID).ok()?;
         let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
@@ -99,15 +99,15 @@ impl HandoverFile {
     }
 
     /// Where this user has a file for the image, if `place` is not where it is.
-    pub(crate) fn elsewhere(place: &HandoverPlace, identity: Identity) -> Option<PathBuf> {
+    pub(crate) fn elsewhere(place: &RedoPlace, identity: Identity) -> Option<PathBuf> {
         let usual = folder::path_of(&usual_directory(), own_user());
         Self::elsewhere_than(place, &usual, identity)
     }
 
-    fn elsewhere_than(place: &HandoverPlace, usual: &Path, identity: Identity) -> Option<PathBuf> {
+    fn elsewhere_than(place: &RedoPlace, usual: &Path, identity: Identity) -> Option<PathBuf> {
         let own = match place {
-            HandoverPlace::Directory(directory) => Some(folder::path_of(directory, own_user())),
-            HandoverPlace::Nowhere => None,
+            RedoPlace::Directory(directory) => Some(folder::path_of(directory, own_user())),
+            RedoPlace::Nowhere => None,
         };
         // It is this user's, and nobody else's.
         folder::find_of(usual, own_user()).ok().flatten()?;
@@ -153,11 +153,7 @@ impl HandoverFile {
     ///
     /// # Errors
     /// What the system says.
-    pub(crate) fn of_the_dead(
-        place: &HandoverPlace,
-        identity: Identity,
-        owner: u32,
-    ) -> Result<Vec<Self>> {
+    pub(crate) fn orphaned(place: &RedoPlace, identity: Identity, owner: u32) -> Result<Vec<Self>> {
         let own = own_user();
         let other = Some(owner).filter(|owner| own == 0 && *owner != 0);
         let mut found = Vec::new();
@@ -181,12 +177,8 @@ impl HandoverFile {
 
     /// The file that another user has for the image, which `owner` owns. Only root and the owner
     /// are asked for: anybody else could put a file there and keep the image from being opened.
-    pub(crate) fn of_another(
-        place: &HandoverPlace,
-        identity: Identity,
-        owner: u32,
-    ) -> Option<PathBuf> {
-        let HandoverPlace::Directory(directory) = place else { return None };
+    pub(crate) fn of_another(place: &RedoPlace, identity: Identity, owner: u32) -> Option<PathBuf> {
+        let RedoPlace::Directory(directory) = place else { return None };
         let own = own_user();
         let others = [0, owner].into_iter().filter(|user| *user != own);
         others.map(|user| (user, folder::path_of(directory, user))).find_map(|(user, folder)| {
@@ -300,7 +292,7 @@ impl HandoverFile {
             return Ok(None);
         }
         if !is_ours {
-            let what = "is not this user's alone: remove it, or name another --handover-dir";
+            let what = "is not this user's alone: remove it, or name another --redo-dir";
             let context = format!("{} {what}", self.path().display());
             return Err(Error::new(ErrorKind::Denied, context));
         }
@@ -328,10 +320,10 @@ fn note_of(identity: Identity) -> String {
 
 fn name_of(identity: Identity) -> String {
     let Identity { device, inode, .. } = identity;
-    format!("{device:x}-{inode:x}.handover")
+    format!("{device:x}-{inode:x}.redo")
 }
 
-impl Handover for HandoverFile {
+impl RedoMemory for RedoFile {
     fn boot(&self) -> u128 {
         self.boot
     }
@@ -420,7 +412,7 @@ mod tests {
     #[test]
     fn file_is_there_from_the_first_write_on_and_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let place = RedoPlace::Directory(folder.path().to_owned());
         let count = || {
             let folders = std::fs::read_dir(folder.path()).expect("it is there");
             let folders = folders.map(|folder| folder.expect("read").path());
@@ -428,53 +420,53 @@ mod tests {
                 .map(|folder| std::fs::read_dir(folder).expect("a folder").count())
                 .sum::<usize>()
         };
-        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         let mut bytes = [1; 4];
         one.read_at(10, &mut bytes).expect("reads");
         assert_eq!((bytes, count()), ([0; 4], 0));
         one.write_at(12, b"ab").expect("writes");
-        let again = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let again = RedoFile::new(&place, identity(1)).expect("there is a place");
         assert_eq!(again.boot(), one.boot());
         drop(one);
         again.read_at(10, &mut bytes).expect("reads");
         assert_eq!(bytes, *b"\0\0ab");
-        let other = HandoverFile::new(&place, identity(2)).expect("there is a place");
+        let other = RedoFile::new(&place, identity(2)).expect("there is a place");
         other.read_at(10, &mut bytes).expect("reads");
         assert_eq!(bytes, [0; 4]);
         again.remove();
         assert_eq!(count(), 0);
-        assert!(HandoverFile::new(&HandoverPlace::Nowhere, identity(1)).is_none());
+        assert!(RedoFile::new(&RedoPlace::Nowhere, identity(1)).is_none());
     }
 
     #[test]
     fn who_looks_in_another_place_is_told_where_the_file_is() {
         let folder = || tempfile::tempdir().expect("a folder");
         let (usual, other) = (folder(), folder());
-        let place = |folder: &tempfile::TempDir| HandoverPlace::Directory(folder.path().into());
+        let place = |folder: &tempfile::TempDir| RedoPlace::Directory(folder.path().into());
         let usual_folder = folder::path_of(usual.path(), own_user());
-        let elsewhere = |place| HandoverFile::elsewhere_than(&place, &usual_folder, identity(1));
-        let mut file = HandoverFile::new(&place(&other), identity(1)).expect("there is a place");
+        let elsewhere = |place| RedoFile::elsewhere_than(&place, &usual_folder, identity(1));
+        let mut file = RedoFile::new(&place(&other), identity(1)).expect("there is a place");
         file.usual = Some(usual_folder.clone());
         assert_eq!(elsewhere(place(&usual)), None);
         file.write_at(0, b"a").expect("writes");
         assert_eq!(elsewhere(place(&usual)), Some(file.path()));
-        assert_eq!(elsewhere(HandoverPlace::Nowhere), Some(file.path()));
+        assert_eq!(elsewhere(RedoPlace::Nowhere), Some(file.path()));
         assert_eq!(elsewhere(place(&other)), None, "it is there");
         file.remove();
         assert_eq!(elsewhere(place(&usual)), None);
-        let there = HandoverFile::new(&place(&usual), identity(1)).expect("there is a place");
+        let there = RedoFile::new(&place(&usual), identity(1)).expect("there is a place");
         there.write_at(0, b"a").expect("writes");
         assert_eq!(elsewhere(place(&other)), Some(there.path()));
-        assert_eq!(elsewhere(HandoverPlace::Nowhere), Some(there.path()));
+        assert_eq!(elsewhere(RedoPlace::Nowhere), Some(there.path()));
     }
 
     #[test]
     fn file_of_another_is_not_believed() {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
-        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
-        folder::handover_folder(folder.path()).expect("made");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
+        folder::redo_folder(folder.path()).expect("made");
         std::fs::write(one.path(), b"mine").expect("writes");
         let open_to_all = std::fs::Permissions::from_mode(0o666);
         std::fs::set_permissions(one.path(), open_to_all).expect("ours");
@@ -492,8 +484,8 @@ mod tests {
     #[test]
     fn file_that_lost_its_name_is_noticed_and_made_again() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
-        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         one.write_at(0, b"head").expect("writes");
         std::fs::remove_file(one.path()).expect("it is there");
         one.write_at(0, b"head").expect_err("nobody would find it");
@@ -504,11 +496,11 @@ mod tests {
     #[test]
     fn only_the_file_that_is_locked_is_taken_away() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
-        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         one.write_at(0, b"first").expect("writes");
         std::fs::remove_file(one.path()).expect("it is there");
-        let other = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let other = RedoFile::new(&place, identity(1)).expect("there is a place");
         other.write_at(0, b"second").expect("writes");
         one.remove();
         assert_eq!(std::fs::read(one.path()).expect("it is there"), b"second");
@@ -522,8 +514,8 @@ mod tests {
     #[test]
     fn log_that_is_set_aside_is_kept_once() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
-        let one = HandoverFile::new(&place, identity(1)).expect("there is a place");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         assert_eq!(one.set_aside(), None, "there is none");
         for content in [b"first", b"other"] {
             one.write_at(0, content).expect("writes");
@@ -541,20 +533,20 @@ mod tests {
     #[test]
     fn file_of_another_user_is_told_if_the_image_is_theirs() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = HandoverPlace::Directory(folder.path().to_owned());
+        let place = RedoPlace::Directory(folder.path().to_owned());
         let user = rustix::process::geteuid().as_raw();
         let their_folder = folder::path_of(folder.path(), user.wrapping_add(1));
         let theirs = their_folder.join(name_of(identity(1)));
         std::fs::create_dir(&their_folder).expect("made");
         std::fs::write(&theirs, b"log").expect("writes");
         // It says that it is another's, and is not: somebody put it there.
-        assert_eq!(HandoverFile::of_another(&place, identity(1), user.wrapping_add(1)), None);
+        assert_eq!(RedoFile::of_another(&place, identity(1), user.wrapping_add(1)), None);
         if user == 0 {
             std::os::unix::fs::chown(&theirs, Some(1), None).expect("root may");
-            assert_eq!(HandoverFile::of_another(&place, identity(1), 1), None, "not their folder");
+            assert_eq!(RedoFile::of_another(&place, identity(1), 1), None, "not their folder");
             std::os::unix::fs::chown(&their_folder, Some(1), None).expect("root may");
-            assert_eq!(HandoverFile::of_another(&place, identity(1), 1), Some(theirs));
-            assert_eq!(HandoverFile::of_another(&place, identity(1), 2), None);
+            assert_eq!(RedoFile::of_another(&place, identity(1), 1), Some(theirs));
+            assert_eq!(RedoFile::of_another(&place, identity(1), 2), None);
         }
     }
 }
