@@ -19,6 +19,7 @@ mod index;
 mod inspect;
 mod l1_place;
 mod layer;
+mod live;
 pub mod measure;
 mod notify;
 mod open;

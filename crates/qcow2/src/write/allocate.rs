@@ -19,9 +19,9 @@
 mod growth;
 
 use super::pages::{Metadata, PageState};
-use super::ranges::TableKind;
 use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
+use crate::live::TableKind;
 use crate::redo::{SpaceState, Stage};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_units::{ClusterBits, HostOffset};

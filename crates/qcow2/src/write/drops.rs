@@ -18,11 +18,11 @@
 //!   cluster, too), the change does not go into the log: it is acknowledged after a flush.
 
 use super::Writer;
-use super::held::Held;
 use super::link::{Change, Drops, Entry};
 #[cfg(doc)]
 use super::pages::PageState;
 use crate::chain::Chain;
+use crate::live::Held;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
 use mica_block::{ErrorKind, Result, Space};
 use mica_units::{GuestOffset, HostOffset};

@@ -25,12 +25,10 @@ mod fill;
 mod gather;
 mod grow;
 pub(crate) mod header;
-mod held;
 mod link;
 mod logged;
 pub(crate) mod overlay;
 pub(crate) mod pages;
-pub(crate) mod ranges;
 mod request;
 mod zero;
 
@@ -39,6 +37,7 @@ use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
 use crate::l1_place::L1Place;
 use crate::layer::Layer;
+use crate::live::TableKind;
 use crate::redo::{HeaderFields, HeaderState};
 use allocate::Space;
 use commit::Limbo;
@@ -49,7 +48,6 @@ use mica_block::{
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
-use ranges::TableKind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 

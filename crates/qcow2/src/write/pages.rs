@@ -13,9 +13,9 @@
 //!   before any page of the group that is late.
 
 use super::file::ImageFile;
-use super::held::HeldClusters;
-use super::ranges::MetadataRanges;
 use crate::claims::Claims;
+use crate::live::HeldClusters;
+use crate::live::MetadataRanges;
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;

@@ -2,9 +2,9 @@
 
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
-use super::super::ranges::TableKind;
 use super::Space;
 use crate::format::RefcountTableEntry;
+use crate::live::TableKind;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
 use mica_rt::Buf;

@@ -15,7 +15,7 @@ pub(crate) struct HeldClusters {
 impl HeldClusters {
     /// Nobody writes to `clusters` in place from now on, but for writes that have found their place
     /// already, until what this gives is dropped.
-    pub(super) fn hold(&self, clusters: Vec<u64>) -> Held<'_> {
+    pub(crate) fn hold(&self, clusters: Vec<u64>) -> Held<'_> {
         let mut held = self.lock();
         for cluster in &clusters {
             *held.entry(*cluster).or_default() += 1;
@@ -37,7 +37,7 @@ impl HeldClusters {
 
 /// Clusters that are held until this is dropped.
 #[must_use = "they are held as long as this lives"]
-pub(super) struct Held<'a> {
+pub(crate) struct Held<'a> {
     of: &'a HeldClusters,
     clusters: Vec<u64>,
 }
