@@ -1,8 +1,8 @@
 //! What a plan tells beyond what reading needs: which layer ends the search for a hole, which holes
 //! lie in clusters, and which parts of a raw image its file knows as holes.
 
-use crate::chain::{Chain, EXTENTS_PER_TURN};
 use crate::layer::Layer;
+use crate::map::{EXTENTS_PER_TURN, Map};
 use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
 use mica_rt::Pace;
 use mica_units::{GuestOffset, HostOffset, LayerNumber};
@@ -15,7 +15,7 @@ const STEPS_PER_FILE_RUN: u64 = 16;
 /// So many layers that are looked at count for one.
 const LAYERS_PER_STEP: u64 = 8;
 
-impl Chain {
+impl Map {
     /// Adds the detail to the extents from `from` on.
     pub(crate) async fn add_detail(
         &self,

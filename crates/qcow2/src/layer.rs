@@ -11,7 +11,7 @@ use crate::decoded::DecodedClusters;
 use crate::format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
 use crate::l1_place::L1Place;
-use crate::write::pages::Metadata;
+use crate::live::Live;
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, Store, read_exact};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -39,8 +39,8 @@ pub(crate) struct Layer {
     /// made longer while it is written.
     pub(crate) len: AtomicU64,
     pub(crate) tables: Option<Tables>,
-    /// What is written and not yet in the file, of an active layer that is open for writing.
-    pub(crate) metadata: Option<Arc<Metadata>>,
+    /// What its writer says, while it has one.
+    pub(crate) live: Option<Live>,
 }
 
 /// The tables of a qcow2 image. A raw image has none.
@@ -50,7 +50,7 @@ pub(crate) struct Tables {
     pub(crate) l1_place: Arc<L1Place>,
     pub(crate) compression: Compression,
     /// Whether they are being written: then nothing of them is kept here.
-    pub(crate) live: bool,
+    pub(crate) is_live: bool,
     l1: OnceLock<Box<[L1Entry]>>,
     /// Whether more clusters are in use than its file takes space for; see
     /// [`Layer::is_preallocated`].
@@ -66,7 +66,7 @@ impl Tables {
     ) -> Self {
         let (l1, preallocated) = (OnceLock::new(), OnceLock::new());
         let l1_place = Arc::new(L1Place::new(l1_offset, l1_entries));
-        Self { l2, l1_place, compression, live: false, l1, preallocated }
+        Self { l2, l1_place, compression, is_live: false, l1, preallocated }
     }
 
     /// L1 entries `first..first + count`; those beyond the table name nothing.
@@ -76,7 +76,7 @@ impl Tables {
         let table_bytes = l1_entries as usize * L1Entry::BYTES;
         let within = usize::try_from(table_len.saturating_sub(first)).unwrap_or(usize::MAX);
         let present = count.min(within);
-        let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX && !self.live {
+        let mut entries = if table_bytes <= L1_KEPT_BYTES_MAX && !self.is_live {
             let table = match self.l1.get() {
                 Some(table) => table,
                 None => {
@@ -308,15 +308,14 @@ impl Layer {
     /// Whether a cluster of an active layer that is written must not be written in place: something
     /// else names it too, or the image claims that it lies over metadata.
     fn is_shared(&self, tables: &Tables, raw: RawL2Entry) -> bool {
-        let Some(metadata) = &self.metadata else { return false };
-        if metadata.held.has(raw.offset().bytes() >> tables.l2.cluster_bits.bits()) {
+        let Some(live) = &self.live else { return false };
+        if live.held.has(raw.offset().bytes() >> tables.l2.cluster_bits.bits()) {
             return true;
         }
         if tables.l2.data_file {
             return false;
         }
-        !raw.copied()
-            || metadata.ranges.check(raw.offset(), tables.l2.cluster_bits.bytes()).is_err()
+        !raw.copied() || live.ranges.check(raw.offset(), tables.l2.cluster_bits.bytes()).is_err()
     }
 
     fn append_subclusters(

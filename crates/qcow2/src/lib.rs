@@ -20,6 +20,7 @@ mod inspect;
 mod l1_place;
 mod layer;
 mod live;
+mod map;
 pub mod measure;
 mod notify;
 mod open;
@@ -31,8 +32,6 @@ pub mod snapshots;
 mod write;
 pub mod writer;
 
-pub use chain::{
-    CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexProgress, IndexUse,
-};
-pub use index::build::SealState;
+pub use chain::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
+pub use index::build::{IndexProgress, SealState};
 pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error, open_for_check};

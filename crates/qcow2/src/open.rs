@@ -33,24 +33,27 @@ enum OpenedKind {
 }
 
 /// The layers of the chain whose active layer is at `path`, from the base; of the active layer the
-/// internal snapshot, if one is named.
+/// internal snapshot, if one is named. With the metadata of the active layer, if that is written.
 pub(crate) async fn open_layers(
     images: &dyn Images,
     path: &Path,
     (snapshot, writable): (Option<&str>, bool),
-) -> Result<Vec<Arc<Layer>>> {
+) -> Result<(Vec<Arc<Layer>>, Option<Arc<Metadata>>)> {
     let opened = open_all(images, path, writable).await?;
     let count = opened.len();
     let mut layers = Vec::with_capacity(count);
+    let mut metadata = None;
     for (number, opened) in opened.into_iter().rev().enumerate() {
         let number = LayerNumber::new(number).expect("bounded by open_all");
         let is_active = number.index() + 1 == count;
         let snapshot = snapshot.filter(|_| is_active);
         let context = opened.path.display().to_string();
         let layer = build_layer(images, opened, number, (snapshot, writable && is_active)).await;
-        layers.push(Arc::new(layer.map_err(|error| error.wrap(context))?));
+        let (layer, written) = layer.map_err(|error| error.wrap(context))?;
+        layers.push(Arc::new(layer));
+        metadata = written;
     }
-    Ok(layers)
+    Ok((layers, metadata))
 }
 
 /// Opens all images of a chain, from the active layer down.
@@ -171,7 +174,7 @@ async fn build_layer(
     opened: Opened,
     number: LayerNumber,
     (snapshot, writable): (Option<&str>, bool),
-) -> Result<Layer> {
+) -> Result<(Layer, Option<Arc<Metadata>>)> {
     let Opened { path, image, kind } = opened;
     let OpenImage { store, identity, content } = image;
     let mut layer = Layer {
@@ -183,8 +186,9 @@ async fn build_layer(
         content,
         len: AtomicU64::new(0),
         tables: None,
-        metadata: None,
+        live: None,
     };
+    let mut written = None;
     match kind {
         OpenedKind::Raw => layer.set_len(layer.store.len()?.next_multiple_of(SECTOR_BYTES)),
         OpenedKind::Qcow2(header) => {
@@ -201,16 +205,17 @@ async fn build_layer(
             let mut tables =
                 Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
             if writable {
-                tables.live = true;
+                tables.is_live = true;
                 let metadata = Metadata::new(Arc::clone(&layer.store), header.cluster_bits);
                 layer.store = Arc::new(MetadataStore(Arc::clone(&metadata)));
-                layer.metadata = Some(metadata);
+                layer.live = Some(metadata.live());
+                written = Some(metadata);
             }
             layer.tables = Some(tables);
             layer.set_len(disk_bytes);
         }
     }
-    Ok(layer)
+    Ok((layer, written))
 }
 
 /// Where the L1 table of a snapshot is, and the length of its disk.

@@ -5,12 +5,12 @@
 //! - I1 A sidecar is written only for a layer whose file was the same before and after it was read.
 //! - I2 Whoever reads meanwhile is undisturbed: a longer tree is published in one step.
 
-use crate::chain::{Chain, IndexProgress};
 use crate::index::scan::{Builder, Scan, Stop, append_node};
 use crate::index::sidecar::{HEADER_BYTES, Header, SidecarId};
 use crate::index::tables::{SealedTables, TableSource};
 use crate::index::{Root, Tree};
 use crate::layer::Layer;
+use crate::map::Map;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
@@ -25,6 +25,15 @@ const ROUNDS_MAX: usize = 16;
 /// Largest sidecar that is read whole to be sealed again; a larger one is made anew.
 const RESEALED_BYTES_MAX: u64 = 1 << 30;
 
+/// How far the building of an index has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IndexProgress {
+    /// Layers done.
+    pub layer: usize,
+    /// Layers in all.
+    pub layers: usize,
+}
+
 /// What a look at the seals found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SealState {
@@ -38,7 +47,7 @@ pub enum SealState {
     Unproven,
 }
 
-impl Chain {
+impl Map {
     /// Reads the seals from the base up and takes the tree as far as they hold without reading a
     /// layer. Costs one small read for each layer.
     pub(crate) async fn adopt_sidecars(&self) {
@@ -62,7 +71,7 @@ impl Chain {
     ///
     /// # Errors
     /// None: what cannot be read counts as missing.
-    pub async fn seal_states(&self) -> Vec<(SealState, u64)> {
+    pub(crate) async fn seal_states(&self) -> Vec<(SealState, u64)> {
         let mut states = Vec::new();
         let mut parent = None;
         for layer in self.frozen() {
@@ -116,13 +125,27 @@ impl Chain {
         }
     }
 
+    /// Removes the sidecars of all frozen layers.
+    ///
+    /// # Errors
+    /// What the system says; the others are removed all the same.
+    pub(crate) fn drop_index(&self) -> Result<()> {
+        self.index.publish(Tree::default());
+        let mut outcome = Ok(());
+        for layer in self.frozen() {
+            let removed = self.images.remove_sidecar(&layer.path);
+            outcome = outcome.and(removed);
+        }
+        outcome
+    }
+
     /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
     /// layers when `progress` breaks.
     ///
     /// # Errors
     /// If a layer cannot be read or a sidecar cannot be written. What was written before stays
     /// good.
-    pub async fn build_index(
+    pub(crate) async fn build_index(
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {

@@ -1,11 +1,11 @@
 //! Loading slices into the cache: the tree's leaf, with the layers above the tree laid over it.
 
-use crate::chain::Chain;
 use crate::index::node_ref::NodeRef;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
 };
 use crate::index::{BadNodeReason, Directory, Tree, count, raw_base_limit};
+use crate::map::Map;
 use mica_block::{Result, read_exact};
 use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
@@ -26,7 +26,7 @@ const NODE_READ_BYTES: usize = 1024;
 /// Largest slice in a sidecar: one run for each sector.
 const NODE_BYTES_MAX: usize = NODE_HEADER_BYTES + 10 * SLICE_SECTORS as usize;
 
-impl Chain {
+impl Map {
     /// The slice `number`, from the cache or loaded into it.
     pub(crate) async fn slice(&self, number: u64) -> Result<Arc<Slice>> {
         let window = number / WINDOW_SLICES;

@@ -6,7 +6,6 @@
 //!   gets none: a small file could ask for a sidecar of any size.
 //! - I2 Each slice is written once: what is written cannot be read before the sidecar is in place.
 
-use crate::chain::Chain;
 use crate::index::load::{BadNode, base_slice, sectors_of};
 use crate::index::node_ref::NodeRef;
 use crate::index::sidecar::HEADER_BYTES;
@@ -14,6 +13,7 @@ use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
 use crate::index::tables::{TableSource, TablesDigest, slices_of};
 use crate::index::{Root, Tree, raw_base_limit};
 use crate::layer::{Layer, Tables, l2_part};
+use crate::map::Map;
 use mica_block::Error;
 use mica_map::{Editor, encode_node};
 use mica_units::{GuestOffset, GuestRange};
@@ -61,20 +61,20 @@ impl Builder {
     /// Slice `number` of the tree so far.
     async fn slice(
         &mut self,
-        chain: &Chain,
+        map: &Map,
         tree: &Tree,
         number: u64,
     ) -> std::result::Result<Arc<Slice>, Stop> {
-        self.load_path(chain, tree, number).await?;
+        self.load_path(map, tree, number).await?;
         let at = self.editor.leaf(number);
         if let Some((kept_at, slice)) = self.slices.get(&number)
             && *kept_at == at
         {
             return Ok(Arc::clone(slice));
         }
-        let covered = &chain.layers[..tree.covered()];
+        let covered = &map.layers[..tree.covered()];
         let slice = match at {
-            Some(at) => chain.leaf(tree, at).await.map_err(|bad| useless(chain, bad))?,
+            Some(at) => map.leaf(tree, at).await.map_err(|bad| useless(map, bad))?,
             None => base_slice(raw_base_limit(covered), number),
         };
         let slice = Arc::new(slice);
@@ -85,12 +85,12 @@ impl Builder {
     /// Feeds the editor the directories on the way to slice `number`.
     async fn load_path(
         &mut self,
-        chain: &Chain,
+        map: &Map,
         tree: &Tree,
         number: u64,
     ) -> std::result::Result<(), Stop> {
         while let Some((slot, at)) = self.editor.missing(number) {
-            let directory = chain.directory(tree, at).await.map_err(|bad| useless(chain, bad))?;
+            let directory = map.directory(tree, at).await.map_err(|bad| useless(map, bad))?;
             self.editor.feed(slot, (*directory).clone());
         }
         Ok(())
@@ -106,8 +106,8 @@ impl Builder {
     }
 }
 
-fn useless(chain: &Chain, bad: BadNode) -> Stop {
-    chain.forget_sidecar(bad);
+fn useless(map: &Map, bad: BadNode) -> Stop {
+    map.forget_sidecar(bad);
     Stop::Useless
 }
 
@@ -122,29 +122,29 @@ impl Scan {
     /// Reads the layer's tables, writes the slices that the layer changes and enters them in the
     /// builder's tree.
     pub(super) async fn read(
-        chain: &Chain,
+        map: &Map,
         layer: &Layer,
         builder: &mut Builder,
         tree: &Tree,
         (source, tables): (&TableSource, &Tables),
     ) -> std::result::Result<Self, Stop> {
         let mut content = SidecarContent { bytes: vec![0; HEADER_BYTES] };
-        content.cut_beyond(chain, layer, builder, tree).await?;
+        content.cut_beyond(map, layer, builder, tree).await?;
         let mut pending = PendingSlice::default();
         let visit = async |part: GuestRange, table: Option<&[u8]>| {
             for number in slices_of(part) {
                 let end = pending.gather((layer, tables), part, table, number);
                 while let Some((number, own)) = pending.take_complete(end) {
-                    content.add(chain, builder, tree, (layer, number, own)).await?;
+                    content.add(map, builder, tree, (layer, number, own)).await?;
                 }
             }
             Ok::<(), Stop>(())
         };
         let digest = source.read(&*layer.store, visit).await?;
         while let Some((number, own)) = pending.take_complete(GuestOffset::new(u64::MAX)) {
-            content.add(chain, builder, tree, (layer, number, own)).await?;
+            content.add(map, builder, tree, (layer, number, own)).await?;
         }
-        content.cut_within(chain, layer, builder, tree).await?;
+        content.cut_within(map, layer, builder, tree).await?;
         Ok(Self { content: content.bytes, digest })
     }
 }
@@ -167,16 +167,16 @@ impl SidecarContent {
     /// that lie there whole.
     async fn cut_beyond(
         &mut self,
-        chain: &Chain,
+        map: &Map,
         layer: &Layer,
         builder: &mut Builder,
         tree: &Tree,
     ) -> std::result::Result<(), Stop> {
-        if !cuts(chain, layer) {
+        if !cuts(map, layer) {
             return Ok(());
         }
         let first_beyond = layer.len().div_ceil(SLICE_BYTES);
-        builder.load_path(chain, tree, first_beyond).await?;
+        builder.load_path(map, tree, first_beyond).await?;
         builder.editor.truncate(first_beyond);
         builder.slices.retain(|number, _| *number < first_beyond);
         Ok(())
@@ -186,26 +186,26 @@ impl SidecarContent {
     /// it already the builder still keeps it: a sidecar that is not in its place cannot be read.
     async fn cut_within(
         &mut self,
-        chain: &Chain,
+        map: &Map,
         layer: &Layer,
         builder: &mut Builder,
         tree: &Tree,
     ) -> std::result::Result<(), Stop> {
-        if !cuts(chain, layer) || layer.len().is_multiple_of(SLICE_BYTES) {
+        if !cuts(map, layer) || layer.len().is_multiple_of(SLICE_BYTES) {
             return Ok(());
         }
-        self.add(chain, builder, tree, (layer, layer.len() >> SLICE_BITS, Runs::default())).await
+        self.add(map, builder, tree, (layer, layer.len() >> SLICE_BITS, Runs::default())).await
     }
 
     /// Writes slice `number` with the layer's `own` runs laid over it, if that changes it.
     async fn add(
         &mut self,
-        chain: &Chain,
+        map: &Map,
         builder: &mut Builder,
         tree: &Tree,
         (layer, number, own): (&Layer, u64, Runs),
     ) -> std::result::Result<(), Stop> {
-        let old = builder.slice(chain, tree, number).await?;
+        let old = builder.slice(map, tree, number).await?;
         let mut below = Runs::default();
         old.append_runs(0, &mut below);
         below.truncate(sectors_of(layer.len().saturating_sub(number << SLICE_BITS)));
@@ -215,7 +215,7 @@ impl SidecarContent {
         }
         let at = append_node(&mut self.bytes, layer.number.as_u16(), &new.encode());
         builder.editor.grow_for(number);
-        builder.load_path(chain, tree, number).await?;
+        builder.load_path(map, tree, number).await?;
         builder.editor.set(number, Some(at));
         builder.keep(number, Some(at), new);
         Ok(())
@@ -223,9 +223,9 @@ impl SidecarContent {
 }
 
 /// Whether the layer ends before the one beneath.
-fn cuts(chain: &Chain, layer: &Layer) -> bool {
+fn cuts(map: &Map, layer: &Layer) -> bool {
     let number = layer.number.index();
-    number > 0 && layer.len() < chain.layers[number - 1].len()
+    number > 0 && layer.len() < map.layers[number - 1].len()
 }
 
 /// Slices whose runs are being gathered: small tables speak for parts of one.

@@ -4,5 +4,16 @@
 mod held;
 mod ranges;
 
+use std::sync::Arc;
+
 pub(crate) use held::{Held, HeldClusters};
 pub(crate) use ranges::{MetadataRanges, TableKind};
+
+/// What the writer of a layer says to those who read it.
+#[derive(Clone)]
+pub(crate) struct Live {
+    /// Clusters of the guest that are not written in place for now.
+    pub(crate) held: Arc<HeldClusters>,
+    /// Where the image's metadata is.
+    pub(crate) ranges: Arc<MetadataRanges>,
+}

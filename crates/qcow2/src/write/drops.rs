@@ -21,46 +21,41 @@ use super::Writer;
 use super::link::{Change, Drops, Entry};
 #[cfg(doc)]
 use super::pages::PageState;
-use crate::chain::Chain;
 use crate::live::Held;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
 use mica_block::{ErrorKind, Result, Space};
 use mica_units::{GuestOffset, HostOffset};
 
-impl Chain {
+impl Writer {
     /// Makes zeros of what `changes`, which nobody knows of yet, drop. Until the result is dropped
     /// nobody writes there in place. The caller has the claims of the clusters.
-    pub(super) async fn zero_what_drops<'a>(
-        &self,
-        writer: &'a Writer,
-        changes: &mut [Change],
-    ) -> Result<Option<Held<'a>>> {
+    pub(super) async fn zero_what_drops(&self, changes: &mut [Change]) -> Result<Option<Held<'_>>> {
         let dropping: Vec<_> = changes
             .iter()
             .enumerate()
             .filter(|(_, change)| change.drops == Drops::Nothing)
-            .filter_map(|(index, change)| Some((index, writer.drops_of(change)?)))
+            .filter_map(|(index, change)| Some((index, self.drops_of(change)?)))
             .collect();
         if dropping.is_empty() {
             return Ok(None);
         }
         let entries = dropping.iter().map(|(index, _)| changes[*index].entry).collect();
-        let held = self.hold(writer, entries).await;
+        let held = self.hold(entries).await;
         let mut ranges: Vec<(HostOffset, u64, bool)> = Vec::new();
         for (index, dropped) in &dropping {
             let change = &mut changes[*index];
-            change.drops = match writer.is_only_link(dropped.host).await? {
+            change.drops = match self.is_only_link(dropped.host).await? {
                 true => Drops::Zeros,
                 false => Drops::Data,
             };
             if change.drops == Drops::Zeros {
-                let stays = writer.keeps_place(change);
+                let stays = self.keeps_place(change);
                 ranges.extend(
-                    ranges_of(writer.l2, *dropped).iter().map(|(at, len)| (*at, *len, stays)),
+                    ranges_of(self.l2, *dropped).iter().map(|(at, len)| (*at, *len, stays)),
                 );
             }
         }
-        if let Err(error) = writer.make_zeros(ranges).await {
+        if let Err(error) = self.make_zeros(ranges).await {
             if error.kind() != ErrorKind::Unsupported {
                 return Err(error);
             }
@@ -71,13 +66,13 @@ impl Chain {
     }
 
     /// Holds the places of `entries`, and waits for the writes in place that began before.
-    pub(super) async fn hold<'a>(&self, writer: &'a Writer, entries: Vec<Entry>) -> Held<'a> {
-        let bits = writer.l2.cluster_bits;
-        let clusters = entries.iter().map(|entry| writer.place_of(entry).bytes() >> bits.bits());
-        let held = writer.metadata.held.hold(clusters.collect());
+    pub(super) async fn hold(&self, entries: Vec<Entry>) -> Held<'_> {
+        let bits = self.l2.cluster_bits;
+        let clusters = entries.iter().map(|entry| self.place_of(entry).bytes() >> bits.bits());
+        let held = self.metadata.held.hold(clusters.collect());
         // As it is, but that nobody finds a place to write to.
-        self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..writer.units())));
-        writer.in_place.grace().await;
+        self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..self.units())));
+        self.in_place.grace().await;
         held
     }
 }

@@ -7,21 +7,14 @@
 use super::Writer;
 use super::gather::Guest;
 use super::request::ClusterPlan;
-use crate::chain::Chain;
-use crate::layer::Layer;
-use mica_block::{Detail, Disk, Extent, ExtentKind, Result};
+use mica_block::{Extent, Result};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 /// What of the guest is written without a copy, if it is at least this long. Less is copied
 /// together with what is filled beside it, which saves a write.
 const GUEST_ALONE_BYTES: u64 = 64 << 10;
-
-/// How often, and for how long each time, a reader waits until a link is published.
-const PUBLISH_WAITS_MAX: u32 = 10_000;
-const PUBLISH_WAIT: Duration = Duration::from_millis(1);
 
 /// Where bytes come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -150,14 +143,9 @@ impl Parts {
     }
 }
 
-impl Chain {
+impl Writer {
     /// Writes the parts.
-    pub(super) async fn write_parts(
-        &self,
-        writer: &Writer,
-        parts: Parts,
-        mut guest: Guest,
-    ) -> Result<()> {
+    pub(super) async fn write_parts(&self, parts: Parts, mut guest: Guest) -> Result<()> {
         let reads = parts.parts.iter().filter_map(|part| match part.source {
             Source::Visible(start) => Some(self.read_visible(start, part.len)),
             Source::Guest | Source::Zeros => None,
@@ -169,90 +157,24 @@ impl Chain {
             let host = batch[0].host;
             let bytes = match batch {
                 [Part { source: Source::Guest, len, .. }] => guest.take(bytes_len(*len)),
-                batch => assemble(writer, batch, &mut guest, &mut visible),
+                batch => assemble(self, batch, &mut guest, &mut visible),
             };
             ready.push((host, bytes));
         }
         // Nothing that may fail lies between the first write and the wait for all: clusters go
         // back only when no write to them is under way.
         let writes: Vec<_> =
-            ready.into_iter().map(|(host, bytes)| writer.data.write_at(bytes, host)).collect();
+            ready.into_iter().map(|(host, bytes)| self.data.write_at(bytes, host)).collect();
         for (result, _) in mica_rt::join_all(writes).await {
-            result.map_err(|error| error.wrap(writer.data.name()))?;
+            result.map_err(|error| error.wrap(self.data.name()))?;
         }
         Ok(())
     }
 
     /// Reads what shows at `start`.
     async fn read_visible(&self, start: GuestOffset, len: u64) -> Result<Buf> {
-        self.read_extents(self.extents_at(start, len).await?).await
-    }
-
-    /// Reads what was planned as encoded in `layer`, which is written, and failed to be read so:
-    /// some of its clusters were overwritten or discarded since.
-    pub(crate) async fn read_again(
-        &self,
-        layer: &Layer,
-        start: GuestOffset,
-        mut buf: Buf,
-    ) -> (Result<()>, Buf) {
-        let cluster_bytes =
-            layer.tables.as_ref().map_or(SECTOR_BYTES, |tables| tables.l2.cluster_bits.bytes());
-        let mut done = 0;
-        while done < buf.len() {
-            let at = GuestOffset::new(start.bytes() + done as u64);
-            let left = cluster_bytes - at.bytes() % cluster_bytes;
-            let count = bytes_len(left).min(buf.len() - done);
-            let part = GuestRange::new(at, count as u64).expect("a part of the disk");
-            match self.read_cluster_again(layer, part).await {
-                Ok(visible) => buf[done..done + count].copy_from_slice(&visible),
-                Err(error) => return (Err(error), buf),
-            }
-            done += count;
-        }
-        (Ok(()), buf)
-    }
-
-    /// The same for a part of one cluster. Between a link and its publication the plan is older
-    /// than the entry; then both are asked again until they agree.
-    async fn read_cluster_again(&self, layer: &Layer, part: GuestRange) -> Result<Buf> {
-        let mut waits = 0;
-        loop {
-            let extents = self.extents_at(part.start(), part.len()).await?;
-            if extents.iter().all(|extent| extent.kind != ExtentKind::Encoded) {
-                return self.read_extents(extents).await;
-            }
-            let buf = Buf::new(bytes_len(part.len()));
-            let (result, buf) = layer.read_deferred(part.start(), buf, &self.decoded).await;
-            let Err(error) = result else { return Ok(buf) };
-            let is_planned_so = layer.own_runs(part).await?.any_deferred();
-            if is_planned_so || waits == PUBLISH_WAITS_MAX {
-                return Err(error);
-            }
-            mica_rt::sleep(PUBLISH_WAIT).await;
-            waits += 1;
-        }
-    }
-
-    async fn extents_at(&self, start: GuestOffset, len: u64) -> Result<Vec<Extent>> {
-        let range = GuestRange::new(start, len).expect("a part of the disk");
-        let mut extents = Vec::new();
-        self.plan(range, Detail::Read, &mut extents).finish().await?;
-        Ok(extents)
-    }
-
-    async fn read_extents(&self, extents: Vec<Extent>) -> Result<Buf> {
-        let len = extents.iter().map(|extent| extent.len).sum();
-        let mut whole = Buf::new(bytes_len(len));
-        let mut at = 0;
-        for extent in extents {
-            let piece_len = bytes_len(extent.len);
-            let (result, piece) = self.read(&extent, Buf::new(piece_len)).await;
-            result?;
-            whole[at..at + piece_len].copy_from_slice(&piece);
-            at += piece_len;
-        }
-        Ok(whole)
+        let extents = self.map.extents_at(start, len).await?;
+        self.map.read_extents(extents).await
     }
 }
 

@@ -18,14 +18,11 @@ use super::Writer;
 use super::allocate::Reserved;
 use super::header::HeaderChange;
 use super::pages::Metadata;
-use crate::chain::Chain;
 use crate::format::L1Entry;
 use crate::header_io::read_header;
 use crate::redo::Stage;
 use crate::resize::{l1_entries_for, refuse_unsafe};
-use mica_block::{
-    Detail, Disk, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all,
-};
+use mica_block::{Detail, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
@@ -43,51 +40,49 @@ const PARTS_PER_TURN: u64 = 16;
 const PASSED_PER_CLUSTER: u64 = 4;
 const PASSED_MIN: u64 = 4096;
 
-impl Chain {
+impl Writer {
     /// Makes the disk `len` bytes long.
     pub(crate) async fn grow(&self, len: u64) -> Result<()> {
-        let writer = self.writer()?;
-        writer.check_usable()?;
-        let _growing = writer.tables.claim(GROWING).await;
-        let old = self.len();
+        self.check_usable()?;
+        let _growing = self.tables.claim(GROWING).await;
+        let old = self.map.len();
         check_longer(old, len)?;
         if old == len {
             return Ok(());
         }
-        let active = self.layers.last().expect("a chain has a layer");
-        let header = read_header(&*active.store).await?;
+        let header = read_header(&*self.map.active().store).await?;
         refuse_unsafe(&header)?;
         if header.incompatible.external_data_file {
             let what = "an image with a data file is made longer while nobody uses it";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let entries = l1_entries_for(&header, len)?;
-        writer.mark_in_use().await?;
-        writer.wrote.store(true, Ordering::Release);
-        writer.grow_l1(entries).await?;
-        self.set_len(len);
+        self.mark_in_use().await?;
+        self.wrote.store(true, Ordering::Release);
+        self.grow_l1(entries).await?;
+        self.map.set_len(len);
         let grown = async {
             self.zero_new(old, len).await?;
-            writer.flush().await?;
-            writer.metadata.change_header(&writer.space, HeaderChange::Size(len)).await
+            self.flush().await?;
+            self.metadata.change_header(&self.space, HeaderChange::Size(len)).await
         };
         if let Err(error) = grown.await {
-            self.set_len(old);
+            self.map.set_len(old);
             return Err(error);
         }
-        self.publish_len(len);
+        self.map.publish_len(len);
         Ok(())
     }
 
     /// Makes what would show from `old` to `new` zeros (I2).
     async fn zero_new(&self, old: u64, new: u64) -> Result<()> {
-        let cluster_bytes = self.writer()?.l2.cluster_bits.bytes();
+        let cluster_bytes = self.l2.cluster_bits.bytes();
         let end = GuestOffset::new(new);
         let mut pace = Pace::new(PARTS_PER_TURN);
         let mut at = old;
         while at < new {
             pace.steps(1).await;
-            if let Some(unowned) = self.skip_unowned(GuestOffset::new(at), end).await? {
+            if let Some(unowned) = self.map.skip_unowned(GuestOffset::new(at), end).await? {
                 at += unowned;
                 continue;
             }
@@ -95,7 +90,7 @@ impl Chain {
             let window = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
             let window = window.expect("it goes on");
             let mut extents = Vec::new();
-            self.plan(window, Detail::Read, &mut extents).finish().await?;
+            self.map.plan(window, Detail::Read, &mut extents).finish().await?;
             let mut done = at;
             for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
                 // In whole clusters, as these are zeros by their entry; what is around is zeros.

@@ -3,7 +3,6 @@
 use super::Writer;
 use super::clusters::Beneath;
 use super::pages::PageState;
-use crate::chain::Chain;
 use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
 use crate::live::TableKind;
@@ -239,19 +238,16 @@ impl Writer {
     }
 }
 
-impl Chain {
+impl Writer {
     /// Makes what `changes` linked visible to readers.
     pub(super) fn publish(&self, changes: &[Change]) {
         let shown =
             changes.iter().map(|change| (change.entry.cluster, change.new, change.units.clone()));
         self.show(shown);
-        if let Some(writer) = &self.writer {
-            let linked = changes.len() as u64;
-            writer.counters.linked_clusters.fetch_add(linked, Ordering::Relaxed);
-        }
+        self.counters.linked_clusters.fetch_add(changes.len() as u64, Ordering::Relaxed);
     }
 
-    /// Has the slices say what entries of guest clusters, in rising order, say of some of their
+    /// Makes the slices say what entries of guest clusters, in rising order, say of some of their
     /// units.
     pub(super) fn show(
         &self,
@@ -261,13 +257,13 @@ impl Chain {
         else {
             return;
         };
-        let active = self.layers.last().expect("a chain has a layer");
-        let Some(tables) = &active.tables else { return };
+        let layer = self.map.active();
+        let Some(tables) = &layer.tables else { return };
         let bits = tables.l2.cluster_bits;
         let slice_clusters_bits = SLICE_BITS - bits.bits();
         for number in first.0 >> slice_clusters_bits..=last.0 >> slice_clusters_bits {
             let base = GuestOffset::new(number << SLICE_BITS);
-            let end = base.bytes() + SLICE_BYTES.min(self.len().saturating_sub(base.bytes()));
+            let end = base.bytes() + SLICE_BYTES.min(self.map.len().saturating_sub(base.bytes()));
             let of_slice =
                 entries.clone().filter(|(cluster, ..)| cluster >> slice_clusters_bits == number);
             let mut runs = Runs::default();
@@ -284,9 +280,9 @@ impl Chain {
                 let bytes = &bytes[..tables.l2.entry_bytes()];
                 // What no longer has an owner here shows what is beneath: that is not known here.
                 is_whole &= raw != RawL2Entry::default();
-                active.append_l2_runs(tables, bytes, part, base, &mut runs);
+                layer.append_l2_runs(tables, bytes, part, base, &mut runs);
             }
-            self.index.cache.change(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
+            self.map.index.cache.change(number, |slice| is_whole.then(|| slice.overlaid(&runs)));
         }
     }
 }

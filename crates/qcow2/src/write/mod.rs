@@ -32,12 +32,11 @@ pub(crate) mod pages;
 mod request;
 mod zero;
 
-use crate::chain::Chain;
 use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
 use crate::l1_place::L1Place;
-use crate::layer::Layer;
 use crate::live::TableKind;
+use crate::map::{Map, slice_of};
 use crate::redo::{HeaderFields, HeaderState};
 use allocate::Space;
 use commit::Limbo;
@@ -65,8 +64,10 @@ pub(crate) struct WriteCounters {
     pub(crate) linked_clusters: AtomicU64,
 }
 
-/// The active layer, open for writing.
+/// The uppermost layer of a map, open for writing.
 pub(crate) struct Writer {
+    /// The layer that is written is the uppermost one.
+    map: Arc<Map>,
     metadata: Arc<Metadata>,
     data: Arc<dyn Store>,
     l2: L2Format,
@@ -91,9 +92,9 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// For the active `layer` with this `header`, whose metadata is `metadata`.
+    /// For the uppermost layer of `map`, which has this `header` and this `metadata`.
     pub(crate) async fn open(
-        layer: &Layer,
+        map: Arc<Map>,
         header: &Header,
         metadata: Arc<Metadata>,
         (redo_memory, now_ns): (Option<Arc<dyn RedoMemory>>, i128),
@@ -124,11 +125,13 @@ impl Writer {
         l2_tables.finish();
         let space = Space::open(&metadata, header).await?;
         metadata.lock().header = HeaderState { now: HeaderFields::of(header, 1), next: None };
+        let layer = map.active();
         let tables = layer.tables.as_ref().expect("an image that is written has tables");
         Ok(Self {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
             l1_place: Arc::clone(&tables.l1_place),
+            map,
             space,
             clusters: Claims::default(),
             gather: gather::Gather::default(),
@@ -199,41 +202,35 @@ impl Writer {
 /// Work that must not be left half-way. If it is, because the executor ended under it, nobody knows
 /// what it has done: nothing is acknowledged any more.
 struct CompletionGuard {
-    chain: Chain,
+    writer: Arc<Writer>,
     ended: bool,
-    _under_way: Option<OwnedInFlight>,
+    _under_way: OwnedInFlight,
 }
 
 impl Drop for CompletionGuard {
     fn drop(&mut self) {
-        if let (false, Some(writer)) = (self.ended, &self.chain.writer) {
-            writer.fail(&Error::new(ErrorKind::Io, "a request was given up half-way"));
+        if !self.ended {
+            self.writer.fail(&Error::new(ErrorKind::Io, "a request was given up half-way"));
         }
     }
 }
 
-impl Chain {
+impl Writer {
     /// Does `work` in a task of its own: a client that goes away does not leave it half-way.
     pub(crate) fn run_to_completion<T: 'static>(
-        &self,
-        work: impl AsyncFnOnce(Chain) -> T + 'static,
+        self: &Arc<Self>,
+        work: impl AsyncFnOnce(Arc<Self>) -> T + 'static,
     ) -> LocalFuture<'static, T> {
-        let under_way = self.writer.as_ref().map(|writer| writer.requests.enter_owned());
-        let guard = CompletionGuard { chain: self.clone(), ended: false, _under_way: under_way };
+        let under_way = self.requests.enter_owned();
+        let writer = Arc::clone(self);
+        let guard = CompletionGuard { writer, ended: false, _under_way: under_way };
         Box::pin(mica_rt::spawn_joined(async move {
             // All of it: a capture of its parts would not be what is dropped at the end.
             let mut guard = guard;
-            let output = work(guard.chain.clone()).await;
+            let output = work(Arc::clone(&guard.writer)).await;
             guard.ended = true;
             output
         }))
-    }
-
-    /// The state of writing.
-    fn writer(&self) -> Result<&Writer> {
-        self.writer
-            .as_ref()
-            .ok_or_else(|| Error::new(ErrorKind::Denied, "the disk was opened for reading only"))
     }
 
     /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise.
@@ -243,29 +240,26 @@ impl Chain {
         at: GuestOffset,
         buf: Buf,
     ) -> std::result::Result<IoFuture, Buf> {
-        let Some(writer) = self.writer.as_ref() else { return Err(buf) };
-        if !writer.header.is_marked() || writer.metadata.failure().is_some() {
+        if !self.header.is_marked() || self.metadata.failure().is_some() {
             return Err(buf);
         }
         // Before the look: who takes the place away waits for all who may have seen it.
-        let under_way = writer.in_place.enter_owned();
+        let under_way = self.in_place.enter_owned();
         let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
-        writer.wrote.store(true, Ordering::Relaxed);
+        self.wrote.store(true, Ordering::Relaxed);
         // Whatever becomes of who asked: what is there now gives way to nothing else before.
-        Ok(writer.data.write_at(buf, host).hold(under_way))
+        Ok(self.data.write_at(buf, host).hold(under_way))
     }
 
     /// Where `len` bytes at `at` can be written without any change of metadata.
     #[inline]
     fn own_place(&self, at: GuestOffset, len: u64) -> Option<HostOffset> {
-        let active = self.layers.last()?.number;
-        self.index.cache.get(crate::chain::slice_of(at).0)?.own_place(at, len, active)
+        let number = self.map.active().number;
+        self.map.index.cache.get(slice_of(at).0)?.own_place(at, len, number)
     }
 
-    pub(crate) fn check_writable(&self, range: GuestRange) -> Result<&Writer> {
-        let writer = self.writer()?;
-        writer.check_usable()?;
-        self.check_range(range)?;
-        Ok(writer)
+    pub(crate) fn check_writable(&self, range: GuestRange) -> Result<()> {
+        self.check_usable()?;
+        self.map.check_range(range)
     }
 }

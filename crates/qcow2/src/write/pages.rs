@@ -14,8 +14,7 @@
 
 use super::file::ImageFile;
 use crate::claims::Claims;
-use crate::live::HeldClusters;
-use crate::live::MetadataRanges;
+use crate::live::{HeldClusters, Live, MetadataRanges};
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
@@ -86,9 +85,9 @@ pub(crate) struct Group {
 /// The metadata of one image.
 pub(crate) struct Metadata {
     pub(crate) store: Arc<ImageFile>,
-    pub(crate) ranges: MetadataRanges,
+    pub(crate) ranges: Arc<MetadataRanges>,
     /// Clusters of the guest that are not written in place for now.
-    pub(crate) held: HeldClusters,
+    pub(crate) held: Arc<HeldClusters>,
     /// Who changes the header, one at a time.
     pub(super) header_changes: Claims,
     failed: OnceLock<Error>,
@@ -110,11 +109,16 @@ impl Metadata {
             zeroed: HashMap::new(),
             logging: Logging::default(),
         };
-        let (ranges, failed) = (MetadataRanges::new(cluster_bits), OnceLock::new());
+        let (ranges, failed) = (Arc::new(MetadataRanges::new(cluster_bits)), OnceLock::new());
         let store = Arc::new(ImageFile::new(store, cluster_bits));
         let header_changes = Claims::default();
-        let held = HeldClusters::default();
+        let held = Arc::default();
         Arc::new(Self { store, ranges, held, header_changes, failed, state: Mutex::new(state) })
+    }
+
+    /// What readers of the layer have to know.
+    pub(crate) fn live(&self) -> Live {
+        Live { held: Arc::clone(&self.held), ranges: Arc::clone(&self.ranges) }
     }
 
     /// Why nothing is written any more, if that is so.

@@ -5,9 +5,8 @@ use super::allocate::Reserved;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::link::{Change, Drops, Entry};
-use crate::chain::Chain;
 use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result};
+use mica_block::{Detail, Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::Arc;
@@ -81,7 +80,7 @@ impl Drop for Taken {
     }
 }
 
-impl Chain {
+impl Writer {
     /// Writes `buf` at `at`, which changes metadata or cannot be told to leave it.
     pub(crate) async fn write_allocating(
         &self,
@@ -91,7 +90,7 @@ impl Chain {
         let range = GuestRange::new(at, buf.len() as u64);
         let result = match range {
             Some(range) => self.write_range(range, &mut buf).await,
-            None => Err(crate::chain::beyond_end(self.len(), at)),
+            None => Err(crate::map::beyond_end(self.map.len(), at)),
         };
         (result, buf)
     }
@@ -101,50 +100,50 @@ impl Chain {
             (range.start().bytes() | range.len()).is_multiple_of(SECTOR_BYTES),
             "a write of whole sectors"
         );
-        self.in_transactions(range, async |writer, part| {
+        self.in_transactions(range, async |part| {
             let piece = buf.split_to(usize::try_from(part.len()).expect("a part of the buffer"));
-            self.write_part(writer, part, piece).await
+            self.write_part(part, piece).await
         })
         .await
     }
 
-    /// Has `transact` do a request to `range` in parts, a transaction each.
+    /// Does a request to `range` in parts by `transact`, a transaction each.
     pub(super) async fn in_transactions(
         &self,
         range: GuestRange,
-        mut transact: impl AsyncFnMut(&Writer, GuestRange) -> Result<()>,
+        mut transact: impl AsyncFnMut(GuestRange) -> Result<()>,
     ) -> Result<()> {
-        let writer = self.check_writable(range)?;
-        writer.mark_in_use().await?;
-        writer.wrote.store(true, Ordering::Release);
+        self.check_writable(range)?;
+        self.mark_in_use().await?;
+        self.wrote.store(true, Ordering::Release);
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut at = range.start().bytes();
         let end = range.end().bytes();
         while at < end {
-            let stop = writer.transaction_end(at).min(end);
+            let stop = self.transaction_end(at).min(end);
             let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
-            if let Err(error) = transact(writer, part.expect("it goes on")).await {
-                return Err(writer.note_corruption(error).await);
+            if let Err(error) = transact(part.expect("it goes on")).await {
+                return Err(self.note_corruption(error).await);
             }
-            writer.flush_if_over_limit().await?;
+            self.flush_if_over_limit().await?;
             // Nothing is claimed between two transactions.
-            pace.steps(((stop - at) >> writer.l2.cluster_bits.bits()) + 1).await;
+            pace.steps(((stop - at) >> self.l2.cluster_bits.bits()) + 1).await;
             at = stop;
         }
         Ok(())
     }
 
     /// Writes a part of a request, together with what others write to the same cluster meanwhile.
-    async fn write_part(&self, writer: &Writer, range: GuestRange, mut buf: Buf) -> Result<()> {
-        let bits = writer.l2.cluster_bits;
+    async fn write_part(&self, range: GuestRange, mut buf: Buf) -> Result<()> {
+        let bits = self.l2.cluster_bits;
         let first = bits.cluster_of(range.start().bytes());
         let last = bits.cluster_of(range.end().bytes() - 1);
         if first != last {
-            let _claimed = writer.claim_clusters(first, last).await;
-            return self.write_transaction(writer, Guest::new(vec![(range, buf)])).await;
+            let _claimed = self.claim_clusters(first, last).await;
+            return self.write_transaction(Guest::new(vec![(range, buf)])).await;
         }
         let claimed = loop {
-            match writer.gather.join(&writer.clusters, first, range, buf) {
+            match self.gather.join(&self.clusters, first, range, buf) {
                 Role::Leads(claimed, back) => {
                     buf = back;
                     break claimed;
@@ -159,62 +158,55 @@ impl Chain {
         mica_rt::yield_now().await;
         let mut pieces = vec![(range, buf)];
         let mut offers = Vec::new();
-        for (range, buf, offer) in writer.gather.take(first, range) {
+        for (range, buf, offer) in self.gather.take(first, range) {
             pieces.push((range, buf));
             offers.push(offer);
         }
         let taken = Taken(offers);
-        let result = self.write_transaction(writer, Guest::new(pieces)).await;
+        let result = self.write_transaction(Guest::new(pieces)).await;
         taken.finish(&result);
         drop(claimed);
         result
     }
 
     /// One transaction. The caller has the claims of the clusters.
-    async fn write_transaction(&self, writer: &Writer, guest: Guest) -> Result<()> {
-        let bits = writer.l2.cluster_bits;
+    async fn write_transaction(&self, guest: Guest) -> Result<()> {
+        let bits = self.l2.cluster_bits;
         let ranges: Vec<_> = guest.ranges().collect();
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
         let first = bits.cluster_of(lowest.start().bytes());
         let last = bits.cluster_of(highest.end().bytes() - 1);
-        let entries = writer.entries(first, last).await?;
-        writer.settle_zeroed(&entries).await?;
+        let entries = self.entries(first, last).await?;
+        self.settle_zeroed(&entries).await?;
         let mut plans = Vec::with_capacity(entries.len());
-        let mut reservations = Reservations { writer, reserved: Vec::new() };
-        writer.place(&ranges, entries, &mut plans, &mut reservations).await?;
+        let mut reservations = Reservations { writer: self, reserved: Vec::new() };
+        self.place(&ranges, entries, &mut plans, &mut reservations).await?;
         // Once: the disk may become longer meanwhile.
-        let disk_len = self.len();
-        let visible = self.visible(writer, disk_len, &plans).await?;
-        let parts = Parts::plan(writer, disk_len, &ranges, &plans, &visible);
-        self.write_parts(writer, parts, guest).await?;
-        let changes: Vec<_> = plans
-            .into_iter()
-            .filter_map(|plan| writer.change_of(&ranges, plan, &visible))
-            .collect();
+        let disk_len = self.map.len();
+        let visible = self.visible(disk_len, &plans).await?;
+        let parts = Parts::plan(self, disk_len, &ranges, &plans, &visible);
+        self.write_parts(parts, guest).await?;
+        let changes: Vec<_> =
+            plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
         // From here on the clusters are not given back: some may be linked when the rest fails.
         reservations.reserved.clear();
-        writer.link_or_fail(&changes).await?;
+        self.link_or_fail(&changes).await?;
         self.publish(&changes);
         Ok(())
     }
 
     /// What shows now where units of `plans` are written whole; empty if none are.
-    async fn visible(
-        &self,
-        writer: &Writer,
-        disk_len: u64,
-        plans: &[ClusterPlan],
-    ) -> Result<Vec<Extent>> {
+    async fn visible(&self, disk_len: u64, plans: &[ClusterPlan]) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let filled = || plans.iter().filter(|plan| plan.must != 0);
         let (Some(first), Some(last)) = (filled().next(), filled().next_back()) else {
             return Ok(extents);
         };
-        let bits = writer.l2.cluster_bits.bits();
+        let bits = self.l2.cluster_bits.bits();
         let start = GuestOffset::new(first.entry.cluster << bits);
         let end = ((last.entry.cluster + 1) << bits).min(disk_len);
         if let Some(range) = GuestRange::between(start, GuestOffset::new(end)) {
-            self.plan(range, Detail::Read, &mut extents).finish().await?;
+            self.map.plan(range, Detail::Read, &mut extents).finish().await?;
         }
         Ok(extents)
     }

@@ -2,9 +2,8 @@
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
-use crate::chain::Chain;
 use crate::format::{L2Entry, Version};
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
+use mica_block::{Detail, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
@@ -28,11 +27,11 @@ impl Wish {
     }
 }
 
-impl Chain {
+impl Writer {
     /// Makes `range` read as zeros.
     pub(crate) async fn zero_range(&self, range: GuestRange, how: Zeroes) -> Result<()> {
-        let writer = self.check_writable(range)?;
-        if how.fast && !writer.zeroes_fast(range, self.len()) {
+        self.check_writable(range)?;
+        if how.fast && !self.zeroes_fast(range, self.map.len()) {
             let context = "zeros would have to be written out here";
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
@@ -41,16 +40,16 @@ impl Chain {
 
     /// Gives back the space of the whole clusters in `range`.
     pub(crate) async fn discard_range(&self, range: GuestRange) -> Result<()> {
-        let writer = self.check_writable(range)?;
+        self.check_writable(range)?;
         // Without a zero flag, what is beneath would show again.
-        if writer.l2.version == Version::V2 && self.layers.len() > 1 {
+        if self.l2.version == Version::V2 && self.map.layers.len() > 1 {
             return Ok(());
         }
-        let bits = writer.l2.cluster_bits;
+        let bits = self.l2.cluster_bits;
         let start = range.start().bytes().next_multiple_of(bits.bytes());
         // The last cluster is whole where the disk ends in it.
         let end = match range.end().bytes() {
-            end if end == self.len() => end,
+            end if end == self.map.len() => end,
             end => end - bits.offset_within(end),
         };
         match GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start))) {
@@ -60,17 +59,16 @@ impl Chain {
     }
 
     async fn zero_or_discard(&self, range: GuestRange, wish: Wish) -> Result<()> {
-        let empty = async |writer: &Writer, part| self.empty_part(writer, part, wish).await;
-        self.in_transactions(range, empty).await
+        self.in_transactions(range, async |part| self.empty_part(part, wish).await).await
     }
 
-    async fn empty_part(&self, writer: &Writer, part: GuestRange, wish: Wish) -> Result<()> {
-        let (before, whole, after) = match writer.whole_units(part, self.len()) {
+    async fn empty_part(&self, part: GuestRange, wish: Wish) -> Result<()> {
+        let (before, whole, after) = match self.whole_units(part, self.map.len()) {
             Some(divided) => divided,
             None => (Some(part), None, None),
         };
         if let Some(whole) = whole {
-            for rest in self.empty_units(writer, whole, wish).await? {
+            for rest in self.empty_units(whole, wish).await? {
                 self.write_zeros_out(rest).await?;
             }
         }
@@ -81,18 +79,13 @@ impl Chain {
     }
 
     /// Empties whole units by their entries; gives the ranges in which that cannot be.
-    async fn empty_units(
-        &self,
-        writer: &Writer,
-        whole: GuestRange,
-        wish: Wish,
-    ) -> Result<Vec<GuestRange>> {
-        let bits = writer.l2.cluster_bits;
+    async fn empty_units(&self, whole: GuestRange, wish: Wish) -> Result<Vec<GuestRange>> {
+        let bits = self.l2.cluster_bits;
         let first = bits.cluster_of(whole.start().bytes());
         let last = bits.cluster_of(whole.end().bytes() - 1);
-        let _claims = writer.claim_clusters(first, last).await;
+        let _claims = self.claim_clusters(first, last).await;
         let extents = self.extents_of(whole).await?;
-        let active = self.layers.last().expect("a chain has a layer").number;
+        let active = self.map.active().number;
         // What reads as zeros by a frozen layer, or by none, does so for good.
         let is_settled = |extent: &Extent| match extent.kind {
             ExtentKind::ZeroAllocated => extent.layer != active || !wish.may_unmap(),
@@ -101,38 +94,38 @@ impl Chain {
         if extents.iter().all(is_settled) {
             return Ok(Vec::new());
         }
-        if writer.l2.version == Version::V2 && wish != Wish::Discard {
+        if self.l2.version == Version::V2 && wish != Wish::Discard {
             let shows = extents.iter().filter(|extent| !extent.kind.reads_as_zero());
             return Ok(shows.map(Extent::range).collect());
         }
         let mut rest = Vec::new();
         let mut changes = Vec::new();
-        for entry in writer.entries(first, last).await? {
+        for entry in self.entries(first, last).await? {
             let start = GuestOffset::new(entry.cluster << bits.bits());
             let cluster = GuestRange::new(start, bits.bytes()).and_then(|all| all.intersect(whole));
             let Some(cluster) = cluster else { continue };
             if extents.iter().filter_map(|extent| extent.within(cluster)).all(|e| is_settled(&e)) {
                 continue;
             }
-            match writer.zeroed(entry, writer.touched(entry.cluster, cluster), wish).await? {
+            match self.zeroed(entry, self.touched(entry.cluster, cluster), wish).await? {
                 Zeroed::Same => {}
                 Zeroed::Changed(change) => changes.push(change),
                 Zeroed::NotByEntry => rest.push(cluster),
             }
         }
-        let held = self.zero_what_drops(writer, &mut changes).await?;
-        let must_flush = writer.link_or_fail(&changes).await?;
+        let held = self.zero_what_drops(&mut changes).await?;
+        let must_flush = self.link_or_fail(&changes).await?;
         self.publish(&changes);
         drop(held);
         if must_flush {
-            writer.flush().await?;
+            self.flush().await?;
         }
         Ok(rest)
     }
 
     async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
-        self.plan(range, Detail::Read, &mut extents).finish().await?;
+        self.map.plan(range, Detail::Read, &mut extents).finish().await?;
         Ok(extents)
     }
 

@@ -1,0 +1,224 @@
+//! The map of a chain: which layer owns which bytes of the disk, and where they are.
+//!
+//! It plans and reads, and knows no writer: whoever writes a layer says through the index what has
+//! changed.
+
+mod read;
+
+use crate::decoded::DecodedClusters;
+use crate::index::{Index, count};
+use crate::layer::Layer;
+use crate::notify::Notify;
+use mica_block::{
+    Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Planned, Result,
+};
+use mica_rt::{Buf, Pace};
+use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Extents of a plan after which others have their turn.
+pub(crate) const EXTENTS_PER_TURN: u64 = 1024;
+
+/// The layers of a chain as one.
+pub(crate) struct Map {
+    pub(crate) images: Arc<dyn Images>,
+    /// From the base.
+    pub(crate) layers: Vec<Arc<Layer>>,
+    /// Bytes of the disk, and as many as are published: while it is being made longer, the new part
+    /// is there for this process before it is for anybody else.
+    len: AtomicU64,
+    published_len: AtomicU64,
+    pub(crate) index: Index,
+    pub(crate) index_call: Notify,
+    pub(crate) decoded: Arc<DecodedClusters>,
+}
+
+impl Map {
+    /// The map of `layers`, from the base, with at most `cache_bytes` of slices in memory.
+    pub(crate) fn new(
+        images: Arc<dyn Images>,
+        layers: Vec<Arc<Layer>>,
+        cache_bytes: u64,
+    ) -> Arc<Self> {
+        let len = layers.last().map_or(0, |layer| layer.len());
+        Arc::new(Self {
+            images,
+            layers,
+            len: AtomicU64::new(len),
+            published_len: AtomicU64::new(len),
+            index: Index::new(cache_bytes),
+            index_call: Notify::default(),
+            decoded: Arc::default(),
+        })
+    }
+
+    /// Bytes of the disk. Whoever asks twice may get two answers.
+    pub(crate) fn len(&self) -> u64 {
+        self.len.load(Ordering::Acquire)
+    }
+
+    /// Makes reads and writes up to `len` possible. Slices that end at the old or the new end are
+    /// loaded again.
+    pub(crate) fn set_len(&self, len: u64) {
+        let before = self.len();
+        self.active().set_len(len);
+        self.len.store(len, Ordering::Release);
+        for end in [before, len] {
+            self.index.cache.change(slice_of(GuestOffset::new(end)).0, |_| None);
+        }
+    }
+
+    /// Bytes of the disk for everybody.
+    pub(crate) fn published_len(&self) -> u64 {
+        self.published_len.load(Ordering::Acquire)
+    }
+
+    /// Makes the length visible to everybody.
+    pub(crate) fn publish_len(&self, len: u64) {
+        self.published_len.store(len, Ordering::Release);
+    }
+
+    /// The uppermost layer.
+    pub(crate) fn active(&self) -> &Arc<Layer> {
+        self.layers.last().expect("a chain has a layer")
+    }
+
+    pub(crate) fn frozen(&self) -> &[Arc<Layer>] {
+        &self.layers[..self.layers.len() - 1]
+    }
+
+    pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
+        if range.end().bytes() <= self.len() {
+            return Ok(());
+        }
+        Err(beyond_end(self.len(), range.end()))
+    }
+
+    /// As [`Disk::plan`](mica_block::Disk::plan).
+    #[inline]
+    pub(crate) fn plan<'a>(
+        &'a self,
+        range: GuestRange,
+        detail: Detail,
+        extents: &'a mut Vec<Extent>,
+    ) -> Planned<'a> {
+        if let Err(error) = self.check_range(range) {
+            return Planned::Ready(Err(error));
+        }
+        let from = extents.len();
+        // Who wants detail may ask for very much at once, and waits for it.
+        let done = if detail == Detail::Read { self.plan_cached(range, extents) } else { 0 };
+        if done == range.len() && detail == Detail::Read {
+            return Planned::Ready(Ok(()));
+        }
+        Planned::Pending(Box::pin(self.plan_rest(range, detail, done, (extents, from))))
+    }
+
+    /// Plans from cached slices; how much of `range` was planned before one was missing.
+    #[inline]
+    fn plan_cached(&self, range: GuestRange, extents: &mut Vec<Extent>) -> u64 {
+        let mut done = 0;
+        while done < range.len() {
+            let at = GuestOffset::new(range.start().bytes() + done);
+            let (number, base) = slice_of(at);
+            let Some(slice) = self.index.cache.get(number) else { break };
+            let len = left_in_slice(base, at).min(range.len() - done);
+            slice.append_extents(base, at, len, extents);
+            done += len;
+            count(&self.index.counters.hits, 1);
+        }
+        done
+    }
+
+    async fn plan_rest(
+        &self,
+        range: GuestRange,
+        detail: Detail,
+        mut done: u64,
+        (extents, from): (&mut Vec<Extent>, usize),
+    ) -> Result<()> {
+        let mut pace = Pace::new(EXTENTS_PER_TURN);
+        while done < range.len() {
+            let at = GuestOffset::new(range.start().bytes() + done);
+            let (number, base) = slice_of(at);
+            let before = extents.len();
+            let in_slice = left_in_slice(base, at).min(range.len() - done);
+            let cached = GuestRange::new(at, in_slice).expect("a part of the range");
+            if self.plan_cached(cached, extents) == in_slice {
+                done += in_slice;
+                pace.steps((extents.len() - before) as u64 + 1).await;
+                continue;
+            }
+            count(&self.index.counters.misses, 1);
+            if let Some(len) = self.skip_unowned(at, range.end()).await? {
+                let (start, kind, layer) = (at, ExtentKind::Hole, LayerNumber::BASE);
+                let host = HostOffset::ZERO;
+                Extent::push_joined(extents, Extent { start, len, kind, layer, host });
+                done += len;
+                continue;
+            }
+            let slice = self.slice(number).await?;
+            slice.append_extents(base, at, in_slice, extents);
+            done += in_slice;
+        }
+        self.add_detail(detail, extents, from).await
+    }
+
+    /// As [`Disk::read`](mica_block::Disk::read).
+    #[inline]
+    pub(crate) fn read(self: &Arc<Self>, extent: &Extent, mut buf: Buf) -> IoFuture {
+        assert_eq!(extent.len, buf.len() as u64, "a buffer as long as the extent");
+        match extent.kind {
+            ExtentKind::Data => self.layers[extent.layer.index()].data.read_at(buf, extent.host),
+            ExtentKind::Encoded => {
+                let layer = Arc::clone(&self.layers[extent.layer.index()]);
+                let decoded = Arc::clone(&self.decoded);
+                let (start, map) = (extent.start, Arc::clone(self));
+                IoFuture::boxed(async move {
+                    let (result, buf) = layer.read_deferred(start, buf, &decoded).await;
+                    match result {
+                        Err(_) if layer.live.is_some() => {
+                            Box::pin(map.read_again(&layer, start, buf)).await
+                        }
+                        result => (result, buf),
+                    }
+                })
+            }
+            zero => {
+                debug_assert!(zero.reads_as_zero());
+                buf.fill(0);
+                mica_block::ready(Ok(()), buf)
+            }
+        }
+    }
+
+    pub(crate) fn stats(&self) -> MapStats {
+        let counters = &self.index.counters;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        MapStats {
+            hits: get(&counters.hits),
+            misses: get(&counters.misses),
+            index_loads: get(&counters.index_loads),
+            walks: get(&counters.walks),
+            layers_walked: get(&counters.layers_walked),
+            cached_bytes: self.index.cache.held_bytes(),
+            budget_bytes: self.index.cache.budget_bytes(),
+        }
+    }
+}
+
+pub(crate) fn beyond_end(len: u64, end: GuestOffset) -> Error {
+    let context = format!("the disk ends at {len:#x}, before {end}");
+    Error::new(ErrorKind::Invalid, context)
+}
+
+pub(crate) fn slice_of(at: GuestOffset) -> (u64, GuestOffset) {
+    use crate::index::slice::SLICE_BITS;
+    let number = at.bytes() >> SLICE_BITS;
+    (number, GuestOffset::new(number << SLICE_BITS))
+}
+
+fn left_in_slice(base: GuestOffset, at: GuestOffset) -> u64 {
+    crate::index::slice::SLICE_BYTES - (at.bytes() - base.bytes())
+}
