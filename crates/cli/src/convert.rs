@@ -108,7 +108,8 @@ async fn open_source(args: &ConvertArgs) -> Result<OpenDisk, Failure> {
 fn refuse_target_in_source(args: &ConvertArgs, opened: &OpenDisk) -> Result<(), Failure> {
     let Ok(target) = args.target.canonicalize() else { return Ok(()) };
     let is_target = |path: &Path| path.canonicalize().is_ok_and(|path| path == target);
-    let in_chain = opened.chain.as_ref().is_some_and(|chain| chain.paths().any(is_target));
+    let in_chain =
+        opened.chain.as_ref().is_some_and(|chain| chain.paths().any(|path| is_target(&path)));
     if in_chain || is_target(&args.source) {
         let what = format!("{} is a part of what is copied", args.target.display());
         return Err(Failure::new(what));

@@ -15,10 +15,10 @@ use mica_block::{
     MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange};
+use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::future::ready;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -100,7 +100,7 @@ impl Chain {
 
     /// Number of layers.
     pub fn layer_count(&self) -> usize {
-        self.map.layers.len()
+        self.map.layers().all().len()
     }
 
     /// How many layers, from the base, the index speaks for.
@@ -109,8 +109,15 @@ impl Chain {
     }
 
     /// The paths of the layers, from the base.
-    pub fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.map.layers.iter().map(|layer| &*layer.path)
+    pub fn paths(&self) -> impl ExactSizeIterator<Item = PathBuf> + use<> {
+        let paths: Vec<_> =
+            self.map.layers().all().iter().map(|layer| layer.path.to_path_buf()).collect();
+        paths.into_iter()
+    }
+
+    /// How many layers are beneath the one that an extent names.
+    pub fn position(&self, layer: LayerNumber) -> usize {
+        self.map.layers().position(layer)
     }
 
     /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be
@@ -175,7 +182,8 @@ impl Chain {
 
 impl Disk for Chain {
     fn geometry(&self) -> Geometry {
-        let preferred = self.map.active().tables.as_ref().map(|tables| tables.l2.subcluster_bits());
+        let preferred =
+            self.map.layers().active().tables.as_ref().map(|tables| tables.l2.subcluster_bits());
         let preferred_bytes = 1 << preferred.unwrap_or(12).max(12);
         Geometry { len: self.map.published_len(), preferred_bytes }
     }
@@ -275,6 +283,7 @@ impl Disk for Chain {
 
 /// The writer of the active layer, whose metadata is `metadata`.
 async fn open_writer(map: &Arc<Map>, metadata: Arc<Metadata>) -> Result<Writer> {
+    let active = Arc::clone(map.layers().active());
     let opened = async {
         let header = read_header(&*metadata.store).await?;
         if header.incompatible.corrupt {
@@ -287,8 +296,8 @@ async fn open_writer(map: &Arc<Map>, metadata: Arc<Metadata>) -> Result<Writer> 
             }
             false => header,
         };
-        let redo_memory = (map.images.redo_log(&map.active().path)?, map.images.now_ns());
-        Writer::open(Arc::clone(map), &header, metadata, redo_memory).await
+        let redo_memory = (map.images.redo_log(&active.path)?, map.images.now_ns());
+        Writer::open(Arc::clone(map), Arc::clone(&active), &header, metadata, redo_memory).await
     };
-    opened.await.map_err(|error| map.active().explain(error))
+    opened.await.map_err(|error| active.explain(error))
 }

@@ -2,11 +2,11 @@
 //! lie in clusters, and which parts of a raw image its file knows as holes.
 
 use crate::layer::Layer;
+use crate::layers::Layers;
 use crate::map::{EXTENTS_PER_TURN, Map};
 use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
 use mica_rt::Pace;
-use mica_units::{GuestOffset, HostOffset, LayerNumber};
-use std::sync::Arc;
+use mica_units::{GuestOffset, HostOffset};
 
 /// Runs of files that one plan asks for; beyond, the rest is told as data.
 const FILE_RUNS_MAX: usize = 4096;
@@ -29,67 +29,65 @@ impl Map {
         let mut file_runs = 0;
         let mut pace = Pace::new(EXTENTS_PER_TURN);
         // What an extent takes at most, where every layer is asked.
-        let of_layers = self.layers.len() as u64 / LAYERS_PER_STEP;
+        let layers = self.layers();
+        let of_layers = layers.all().len() as u64 / LAYERS_PER_STEP;
         let planned = extents.split_off(from);
         for extent in planned {
             pace.steps(1).await;
-            let layer = Arc::clone(&self.layers[extent.layer.index()]);
+            let layer = layers.get(extent.layer);
             match extent.kind {
                 ExtentKind::Hole => {
-                    self.append_holes(extent, extents).await?;
+                    append_holes(&layers, extent, extents).await?;
                     pace.steps(of_layers).await;
                 }
                 ExtentKind::Data if layer.tables.is_none() => {
                     // Zeros by the file's word: it is this layer that owns them, in their place.
                     let hole = ExtentKind::ZeroAllocated;
                     let told = (&mut file_runs, &mut *extents);
-                    append_file_runs(&layer, (extent, hole), told, &mut pace).await?;
+                    append_file_runs(layer, (extent, hole), told, &mut pace).await?;
                 }
                 ExtentKind::Data if layer.is_preallocated().await => {
                     let hole = ExtentKind::DataInHole;
                     let told = (&mut file_runs, &mut *extents);
-                    append_file_runs(&layer, (extent, hole), told, &mut pace).await?;
+                    append_file_runs(layer, (extent, hole), told, &mut pace).await?;
                 }
                 _ => extents.push(extent),
             }
         }
         Ok(())
     }
+}
 
-    /// A hole ends at the layer above the uppermost one that is too short to reach it.
-    async fn append_holes(&self, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
-        let mut at = hole.start.bytes();
-        let end = at + hole.len;
-        while at < end {
-            let too_short = |layer: &&Arc<Layer>| layer.len() <= at;
-            let above = self.frozen().iter().rev().find(too_short);
-            let number = above.map_or(0, |layer| layer.number.index() + 1);
-            // That holds up to where the next layer above this one ends.
-            let next =
-                self.layers[number..].iter().map(|layer| layer.len()).filter(|len| *len > at);
-            let stop = next.min().unwrap_or(end).min(end);
-            let layer = LayerNumber::new(number).expect("a layer of the chain");
-            let start = GuestOffset::new(at);
-            self.append_hole_of(Extent { start, len: stop - at, layer, ..hole }, extents).await?;
-            at = stop;
-        }
-        Ok(())
+/// A hole ends at the layer above the uppermost one that is too short to reach it.
+async fn append_holes(layers: &Layers, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
+    let mut at = hole.start.bytes();
+    let end = at + hole.len;
+    while at < end {
+        let above = layers.frozen().iter().rposition(|layer| layer.len() <= at);
+        let upper = &layers.all()[above.map_or(0, |position| position + 1)..];
+        // That holds up to where the next layer above this one ends.
+        let next = upper.iter().map(|layer| layer.len()).filter(|len| *len > at);
+        let stop = next.min().unwrap_or(end).min(end);
+        let start = GuestOffset::new(at);
+        let part = Extent { start, len: stop - at, layer: upper[0].number, ..hole };
+        append_hole_of(&upper[0], part, extents).await?;
+        at = stop;
     }
+    Ok(())
+}
 
-    /// Tells which parts of a hole lie in clusters of the layer that ends the search.
-    async fn append_hole_of(&self, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
-        let layer = &self.layers[hole.layer.index()];
-        let mut at = hole.start;
-        for (range, host) in layer.holes_in_clusters(hole.range()).await? {
-            push_hole(Extent { start: at, ..hole }, range.start(), extents);
-            let kind = ExtentKind::HoleInCluster;
-            let (start, len) = (range.start(), range.len());
-            Extent::push_joined(extents, Extent { start, len, kind, host, ..hole });
-            at = range.end();
-        }
-        push_hole(Extent { start: at, ..hole }, hole.range().end(), extents);
-        Ok(())
+/// Tells which parts of a hole lie in clusters of `layer`, which ends the search.
+async fn append_hole_of(layer: &Layer, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
+    let mut at = hole.start;
+    for (range, host) in layer.holes_in_clusters(hole.range()).await? {
+        push_hole(Extent { start: at, ..hole }, range.start(), extents);
+        let kind = ExtentKind::HoleInCluster;
+        let (start, len) = (range.start(), range.len());
+        Extent::push_joined(extents, Extent { start, len, kind, host, ..hole });
+        at = range.end();
     }
+    push_hole(Extent { start: at, ..hole }, hole.range().end(), extents);
+    Ok(())
 }
 
 /// Pushes the hole that starts where `hole` does and ends at `end`, if it is not empty.

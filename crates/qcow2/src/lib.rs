@@ -19,6 +19,7 @@ mod index;
 mod inspect;
 mod l1_place;
 mod layer;
+mod layers;
 mod live;
 mod map;
 pub mod measure;

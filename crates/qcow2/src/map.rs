@@ -8,12 +8,14 @@ mod read;
 use crate::decoded::DecodedClusters;
 use crate::index::{Index, count};
 use crate::layer::Layer;
+use crate::layers::Layers;
 use crate::notify::Notify;
+use arc_swap::ArcSwap;
 use mica_block::{
     Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Planned, Result,
 };
 use mica_rt::{Buf, Pace};
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,8 +25,8 @@ pub(crate) const EXTENTS_PER_TURN: u64 = 1024;
 /// The layers of a chain as one.
 pub(crate) struct Map {
     pub(crate) images: Arc<dyn Images>,
-    /// From the base.
-    pub(crate) layers: Vec<Arc<Layer>>,
+    /// As they are now. Who needs them to stay the same for a while takes [`Self::layers`].
+    layers: ArcSwap<Layers>,
     /// Bytes of the disk, and as many as are published: while it is being made longer, the new part
     /// is there for this process before it is for anybody else.
     len: AtomicU64,
@@ -41,10 +43,11 @@ impl Map {
         layers: Vec<Arc<Layer>>,
         cache_bytes: u64,
     ) -> Arc<Self> {
-        let len = layers.last().map_or(0, |layer| layer.len());
+        let layers = Layers::new(layers);
+        let len = layers.active().len();
         Arc::new(Self {
             images,
-            layers,
+            layers: ArcSwap::from_pointee(layers),
             len: AtomicU64::new(len),
             published_len: AtomicU64::new(len),
             index: Index::new(cache_bytes),
@@ -62,7 +65,7 @@ impl Map {
     /// loaded again.
     pub(crate) fn set_len(&self, len: u64) {
         let before = self.len();
-        self.active().set_len(len);
+        self.layers().active().set_len(len);
         self.len.store(len, Ordering::Release);
         for end in [before, len] {
             self.index.cache.change(slice_of(GuestOffset::new(end)).0, |_| None);
@@ -79,13 +82,9 @@ impl Map {
         self.published_len.store(len, Ordering::Release);
     }
 
-    /// The uppermost layer.
-    pub(crate) fn active(&self) -> &Arc<Layer> {
-        self.layers.last().expect("a chain has a layer")
-    }
-
-    pub(crate) fn frozen(&self) -> &[Arc<Layer>] {
-        &self.layers[..self.layers.len() - 1]
+    /// The layers as they are now.
+    pub(crate) fn layers(&self) -> Arc<Layers> {
+        self.layers.load_full()
     }
 
     pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
@@ -152,7 +151,7 @@ impl Map {
             }
             count(&self.index.counters.misses, 1);
             if let Some(len) = self.skip_unowned(at, range.end()).await? {
-                let (start, kind, layer) = (at, ExtentKind::Hole, LayerNumber::BASE);
+                let (start, kind, layer) = (at, ExtentKind::Hole, self.layers().base().number);
                 let host = HostOffset::ZERO;
                 Extent::push_joined(extents, Extent { start, len, kind, layer, host });
                 done += len;
@@ -170,9 +169,9 @@ impl Map {
     pub(crate) fn read(self: &Arc<Self>, extent: &Extent, mut buf: Buf) -> IoFuture {
         assert_eq!(extent.len, buf.len() as u64, "a buffer as long as the extent");
         match extent.kind {
-            ExtentKind::Data => self.layers[extent.layer.index()].data.read_at(buf, extent.host),
+            ExtentKind::Data => self.layers.load().get(extent.layer).data.read_at(buf, extent.host),
             ExtentKind::Encoded => {
-                let layer = Arc::clone(&self.layers[extent.layer.index()]);
+                let layer = Arc::clone(self.layers.load().get(extent.layer));
                 let decoded = Arc::clone(&self.decoded);
                 let (start, map) = (extent.start, Arc::clone(self));
                 IoFuture::boxed(async move {

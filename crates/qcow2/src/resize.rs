@@ -177,7 +177,7 @@ impl Resizer {
         let options =
             ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
         let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
-        let beneath = chain.map().frozen().last().map_or(0, |layer| layer.len()).min(size);
+        let beneath = chain.map().layers().frozen().last().map_or(0, |layer| layer.len()).min(size);
         let end = GuestOffset::new(kept.max(beneath));
         let zeroed = match GuestRange::between(GuestOffset::new(old), end) {
             Some(range) if !range.is_empty() => {

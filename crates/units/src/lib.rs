@@ -137,10 +137,10 @@ impl GuestRange {
     }
 }
 
-/// The number of a layer in its chain, counted from the base, which is 0.
+/// By which an open chain knows a layer.
 ///
-/// Counted from the base so that the number of a layer is the same in every chain that shares it
-/// and does not change when a snapshot puts a new active layer on top.
+/// Layers that are opened together are numbered from the base, which is 0. A layer keeps its number
+/// for as long as it is open, wherever others come and go.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct LayerNumber(u16);
 

@@ -53,7 +53,7 @@ impl Map {
     pub(crate) async fn adopt_sidecars(&self) {
         let generation = self.index.next_generation();
         let mut tree = Tree { generation, ..Tree::default() };
-        for layer in self.frozen() {
+        for layer in self.layers().frozen() {
             if layer.tables.is_none() {
                 tree.push_raw_base(layer);
                 continue;
@@ -74,7 +74,7 @@ impl Map {
     pub(crate) async fn seal_states(&self) -> Vec<(SealState, u64)> {
         let mut states = Vec::new();
         let mut parent = None;
-        for layer in self.frozen() {
+        for layer in self.layers().frozen() {
             if layer.tables.is_none() {
                 parent = Some(raw_base_id(layer));
                 states.push((SealState::Sealed, 0));
@@ -96,9 +96,15 @@ impl Map {
         states
     }
 
+    /// What sidecars call `layer`.
+    pub(crate) fn position_of(&self, layer: &Layer) -> u16 {
+        let position = self.layers().position(layer.number);
+        u16::try_from(position).expect("bounded by the chain's length")
+    }
+
     /// The seal of a layer's sidecar; `None` too where a node of it was found to be bad.
     async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
-        if self.index.is_distrusted(layer.number.as_u16()) {
+        if self.index.is_distrusted(self.position_of(layer)) {
             return None;
         }
         let store = self.images.open_sidecar(&layer.path).ok().flatten()?;
@@ -109,11 +115,11 @@ impl Map {
     }
 
     fn seal_state(&self, layer: &Layer, header: &Header, parent: Option<SidecarId>) -> SealState {
-        let is_base = layer.number.index() == 0;
-        let fits = header.layer == layer.number.as_u16()
+        let position = self.position_of(layer);
+        let fits = header.layer == position
             && header.layer_len == layer.len()
             && header.parent == parent
-            && (is_base || parent.is_some());
+            && (position == 0 || parent.is_some());
         if !fits {
             SealState::Stale
         } else if header.fits_unread(&layer.identity) {
@@ -132,7 +138,7 @@ impl Map {
     pub(crate) fn drop_index(&self) -> Result<()> {
         self.index.publish(Tree::default());
         let mut outcome = Ok(());
-        for layer in self.frozen() {
+        for layer in self.layers().frozen() {
             let removed = self.images.remove_sidecar(&layer.path);
             outcome = outcome.and(removed);
         }
@@ -180,11 +186,12 @@ impl Map {
         // What is written anew below must not be taken for what lay in its place before.
         tree.generation = self.index.next_generation();
         let mut builder = Builder::new(tree.root());
-        let layers = self.frozen().len();
+        let all = self.layers();
+        let layers = all.frozen().len();
         let first = tree.covered();
         let mut outcome = Ok(());
-        for (number, layer) in self.frozen().iter().enumerate().skip(first) {
-            if progress(IndexProgress { layer: number, layers }).is_break() {
+        for (position, layer) in all.frozen().iter().enumerate().skip(first) {
+            if progress(IndexProgress { layer: position, layers }).is_break() {
                 break;
             }
             outcome = self.extend_tree(&mut builder, &mut tree, layer).await;
@@ -250,13 +257,13 @@ impl Map {
         scan: Scan,
     ) -> std::result::Result<(), Stop> {
         let mut content = scan.content;
-        let number = layer.number.as_u16();
+        let position = self.position_of(layer);
         let root = builder
             .editor
-            .write(|directory| append_node(&mut content, number, &directory.encode()));
+            .write(|directory| append_node(&mut content, position, &directory.encode()));
         let nodes = &content[HEADER_BYTES..];
         let header = Header {
-            layer: number,
+            layer: position,
             layer_len: layer.len(),
             identity: layer.identity,
             sealed_ns: self.images.now_ns(),
@@ -278,7 +285,7 @@ impl Map {
         tree: &mut Tree,
         written: &Header,
     ) -> std::result::Result<(), Stop> {
-        self.index.trust(layer.number.as_u16());
+        self.index.trust(self.position_of(layer));
         // Another process that serves the same layers may have put its own there meanwhile.
         let seal = self.read_seal(layer).await.filter(|(header, _)| header.id == written.id);
         let (header, store) = seal.ok_or(Stop::Changed)?;

@@ -9,7 +9,7 @@ use crate::map::Map;
 use mica_block::{Result, read_exact};
 use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -47,7 +47,7 @@ impl Map {
 
     async fn load(&self, number: u64) -> Result<Arc<Slice>> {
         let tree = self.index.tree();
-        let above = self.layers.len() - tree.covered();
+        let above = self.layers().all().len() - tree.covered();
         let last = self.index.last_loaded.load(Ordering::Relaxed);
         let reads_on = number == last.wrapping_add(1);
         let slices = self.len().div_ceil(SLICE_BYTES);
@@ -85,7 +85,7 @@ impl Map {
             return Ok(None);
         }
         let mut unowned_end = end;
-        for layer in &self.layers {
+        for layer in self.layers().all() {
             unowned_end = layer.unowned_until(at, unowned_end).await?;
             // Whole slices only, so that a slice in the cache is always a whole one's truth.
             let len = (unowned_end.bytes() >> SLICE_BITS << SLICE_BITS).saturating_sub(at.bytes());
@@ -106,7 +106,8 @@ impl Map {
         // I2: what lies beyond the end of a layer that was passed belongs to nobody.
         let mut limit = sectors;
         let mut runs = Runs::default();
-        let upper = &self.layers[tree.covered()..];
+        let layers = self.layers();
+        let upper = &layers.all()[tree.covered()..];
         if upper.len() > FEW_LAYERS {
             count(&self.index.counters.walks, 1);
         }
@@ -149,8 +150,7 @@ impl Map {
             match leaf {
                 Ok(Some(slice)) => slice.append_runs(sector, &mut runs),
                 Ok(None) => {
-                    let covered = &self.layers[..tree.covered()];
-                    base_slice(raw_base_limit(covered), number).append_runs(sector, &mut runs);
+                    self.base_slice(tree, number).append_runs(sector, &mut runs);
                 }
                 Err(bad) => {
                     // A sidecar that lies is forgotten: the chain itself has the truth.
@@ -192,8 +192,15 @@ impl Map {
         let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
         // A sidecar speaks for its layer and those below: whoever owns a layer below has no word on
         // what is read of one above.
-        let layers = usize::from(at.file()) + 1;
-        Slice::decode(payload, layers).ok_or(BadNode::damaged(at))
+        let positions = usize::from(at.file()) + 1;
+        let slice = Slice::decode(payload, positions).ok_or(BadNode::damaged(at))?;
+        let layers = self.layers();
+        match layers.are_positions_numbers() {
+            true => Ok(slice),
+            false => slice
+                .renamed(|position| layers.number_at(position.index()))
+                .ok_or(BadNode::damaged(at)),
+        }
     }
 
     /// The directory of `tree` in the node at `at`.
@@ -214,9 +221,23 @@ impl Map {
         Ok(directory)
     }
 
+    /// Slice `number` where `tree` has no leaf for it: a raw base shows through, as far as no layer
+    /// that the tree speaks for is shorter, and nothing else is there.
+    pub(crate) fn base_slice(&self, tree: &Tree, number: u64) -> Slice {
+        let layers = self.layers();
+        let limit = raw_base_limit(&layers.all()[..tree.covered()]);
+        let start = number << SLICE_BITS;
+        let end = limit.clamp(start, start + SLICE_BYTES);
+        let mut runs = Runs::default();
+        let host = HostOffset::new(start);
+        let entry = Entry::at_host(EntryKind::Data, layers.base().number, host);
+        runs.push(Run { start: 0, end: sectors_of(end - start), entry });
+        runs.slice_at(0)
+    }
+
     pub(crate) fn forget_sidecar(&self, bad: BadNode) {
         let BadNode { file, reason } = bad;
-        if let Some(layer) = self.layers.get(usize::from(file)) {
+        if let Some(layer) = self.layers().all().get(usize::from(file)) {
             let path = layer.path.display();
             tracing::warn!(layer = %path, ?reason, "the index of this layer is of no use");
         }
@@ -252,16 +273,6 @@ impl BadNode {
     fn unreadable(at: NodeRef) -> Self {
         Self { file: at.file(), reason: BadNodeReason::Unreadable }
     }
-}
-
-/// Slice `number` where a raw base shows through up to `limit` and nothing else is.
-pub(crate) fn base_slice(limit: u64, number: u64) -> Slice {
-    let start = number << SLICE_BITS;
-    let end = limit.clamp(start, start + SLICE_BYTES);
-    let mut runs = Runs::default();
-    let entry = Entry::at_host(EntryKind::Data, LayerNumber::BASE, HostOffset::new(start));
-    runs.push(Run { start: 0, end: sectors_of(end - start), entry });
-    runs.slice_at(0)
 }
 
 pub(crate) fn sectors_of(bytes: u64) -> u32 {

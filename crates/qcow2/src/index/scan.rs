@@ -6,17 +6,17 @@
 //!   gets none: a small file could ask for a sidecar of any size.
 //! - I2 Each slice is written once: what is written cannot be read before the sidecar is in place.
 
-use crate::index::load::{BadNode, base_slice, sectors_of};
+use crate::index::load::{BadNode, sectors_of};
 use crate::index::node_ref::NodeRef;
 use crate::index::sidecar::HEADER_BYTES;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES, Slice};
 use crate::index::tables::{TableSource, TablesDigest, slices_of};
-use crate::index::{Root, Tree, raw_base_limit};
+use crate::index::{Root, Tree};
 use crate::layer::{Layer, Tables, l2_part};
 use crate::map::Map;
 use mica_block::Error;
 use mica_map::{Editor, encode_node};
-use mica_units::{GuestOffset, GuestRange};
+use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -72,10 +72,9 @@ impl Builder {
         {
             return Ok(Arc::clone(slice));
         }
-        let covered = &map.layers[..tree.covered()];
         let slice = match at {
             Some(at) => map.leaf(tree, at).await.map_err(|bad| useless(map, bad))?,
-            None => base_slice(raw_base_limit(covered), number),
+            None => map.base_slice(tree, number),
         };
         let slice = Arc::new(slice);
         self.keep(number, at, Arc::clone(&slice));
@@ -213,7 +212,15 @@ impl SidecarContent {
         if *new == *old {
             return Ok(());
         }
-        let at = append_node(&mut self.bytes, layer.number.as_u16(), &new.encode());
+        let layers = map.layers();
+        let named = match layers.are_positions_numbers() {
+            true => new.encode(),
+            false => new
+                .renamed(|number| LayerNumber::new(layers.position(number)))
+                .expect("there are as many positions as layers")
+                .encode(),
+        };
+        let at = append_node(&mut self.bytes, map.position_of(layer), &named);
         builder.editor.grow_for(number);
         builder.load_path(map, tree, number).await?;
         builder.editor.set(number, Some(at));
@@ -224,8 +231,9 @@ impl SidecarContent {
 
 /// Whether the layer ends before the one beneath.
 fn cuts(map: &Map, layer: &Layer) -> bool {
-    let number = layer.number.index();
-    number > 0 && layer.len() < map.layers[number - 1].len()
+    let layers = map.layers();
+    let position = layers.position(layer.number);
+    position > 0 && layer.len() < layers.all()[position - 1].len()
 }
 
 /// Slices whose runs are being gathered: small tables speak for parts of one.

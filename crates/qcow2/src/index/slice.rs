@@ -26,7 +26,7 @@ const _: () = assert!(SLICE_SECTORS as u64 * SECTOR_BYTES == SLICE_BYTES);
 /// Bytes that one run takes, in memory and in a sidecar.
 pub(crate) const RUN_BYTES: usize = 10;
 
-/// Who owns a sector, and where it is: 16 bits of layer, 3 of kind, 45 of host sector.
+/// Who owns a sector, and where it is: 16 bits of layer (its number, in a sidecar its position), 3 of kind, 45 of host sector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Entry(u64);
 
@@ -98,6 +98,14 @@ impl Entry {
 
     pub(crate) fn layer(self) -> LayerNumber {
         LayerNumber::from_u16((self.0 >> LAYER_SHIFT).try_into().expect("16 bits are left"))
+    }
+
+    fn renamed(self, mut name: impl FnMut(LayerNumber) -> Option<LayerNumber>) -> Option<Self> {
+        if self.kind() == EntryKind::Hole {
+            return Some(self);
+        }
+        let layer = u64::from(name(self.layer())?.as_u16());
+        Some(Self(layer << LAYER_SHIFT | self.0 & ((1 << LAYER_SHIFT) - 1)))
     }
 
     pub(crate) fn host(self) -> HostOffset {
@@ -401,6 +409,16 @@ impl Slice {
             let start = sector + u32::from(self.starts[index]);
             runs.push(Run { start, end: sector + self.run_end(index), entry: *entry });
         }
+    }
+
+    /// The same with other names for the layers; `None` where a layer has none.
+    pub(crate) fn renamed(
+        &self,
+        mut name: impl FnMut(LayerNumber) -> Option<LayerNumber>,
+    ) -> Option<Self> {
+        let entries: Option<_> =
+            self.entries.iter().map(|entry| entry.renamed(&mut name)).collect();
+        Some(Self { starts: self.starts.clone(), entries: entries? })
     }
 
     /// As it stands in a sidecar: the starts, then the entries, little-endian.

@@ -50,7 +50,7 @@ impl Writer {
         if old == len {
             return Ok(());
         }
-        let header = read_header(&*self.map.active().store).await?;
+        let header = read_header(&*self.layer.store).await?;
         refuse_unsafe(&header)?;
         if header.incompatible.external_data_file {
             let what = "an image with a data file is made longer while nobody uses it";

@@ -257,7 +257,7 @@ impl Writer {
         else {
             return;
         };
-        let layer = self.map.active();
+        let layer = &self.layer;
         let Some(tables) = &layer.tables else { return };
         let bits = tables.l2.cluster_bits;
         let slice_clusters_bits = SLICE_BITS - bits.bits();

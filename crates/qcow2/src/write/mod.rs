@@ -35,6 +35,7 @@ mod zero;
 use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
 use crate::l1_place::L1Place;
+use crate::layer::Layer;
 use crate::live::TableKind;
 use crate::map::{Map, slice_of};
 use crate::redo::{HeaderFields, HeaderState};
@@ -66,8 +67,8 @@ pub(crate) struct WriteCounters {
 
 /// The uppermost layer of a map, open for writing.
 pub(crate) struct Writer {
-    /// The layer that is written is the uppermost one.
     map: Arc<Map>,
+    layer: Arc<Layer>,
     metadata: Arc<Metadata>,
     data: Arc<dyn Store>,
     l2: L2Format,
@@ -92,9 +93,10 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// For the uppermost layer of `map`, which has this `header` and this `metadata`.
+    /// For `layer`, the uppermost of `map`, which has this `header` and this `metadata`.
     pub(crate) async fn open(
         map: Arc<Map>,
+        layer: Arc<Layer>,
         header: &Header,
         metadata: Arc<Metadata>,
         (redo_memory, now_ns): (Option<Arc<dyn RedoMemory>>, i128),
@@ -125,13 +127,13 @@ impl Writer {
         l2_tables.finish();
         let space = Space::open(&metadata, header).await?;
         metadata.lock().header = HeaderState { now: HeaderFields::of(header, 1), next: None };
-        let layer = map.active();
         let tables = layer.tables.as_ref().expect("an image that is written has tables");
         Ok(Self {
             data: Arc::clone(&layer.data),
             l2: header.l2_format(),
             l1_place: Arc::clone(&tables.l1_place),
             map,
+            layer,
             space,
             clusters: Claims::default(),
             gather: gather::Gather::default(),
@@ -163,6 +165,11 @@ impl Writer {
 
     pub(crate) fn requests(&self) -> &Requests {
         &self.requests
+    }
+
+    /// Whether another layer lies beneath the one that is written.
+    fn has_backing(&self) -> bool {
+        self.map.layers().position(self.layer.number) > 0
     }
 
     /// Whether no request is under way, nor a write in place of one that was given up.
@@ -254,8 +261,7 @@ impl Writer {
     /// Where `len` bytes at `at` can be written without any change of metadata.
     #[inline]
     fn own_place(&self, at: GuestOffset, len: u64) -> Option<HostOffset> {
-        let number = self.map.active().number;
-        self.map.index.cache.get(slice_of(at).0)?.own_place(at, len, number)
+        self.map.index.cache.get(slice_of(at).0)?.own_place(at, len, self.layer.number)
     }
 
     pub(crate) fn check_writable(&self, range: GuestRange) -> Result<()> {

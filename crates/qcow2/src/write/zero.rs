@@ -42,7 +42,7 @@ impl Writer {
     pub(crate) async fn discard_range(&self, range: GuestRange) -> Result<()> {
         self.check_writable(range)?;
         // Without a zero flag, what is beneath would show again.
-        if self.l2.version == Version::V2 && self.map.layers.len() > 1 {
+        if self.l2.version == Version::V2 && self.has_backing() {
             return Ok(());
         }
         let bits = self.l2.cluster_bits;
@@ -85,10 +85,10 @@ impl Writer {
         let last = bits.cluster_of(whole.end().bytes() - 1);
         let _claims = self.claim_clusters(first, last).await;
         let extents = self.extents_of(whole).await?;
-        let active = self.map.active().number;
+        let own = self.layer.number;
         // What reads as zeros by a frozen layer, or by none, does so for good.
         let is_settled = |extent: &Extent| match extent.kind {
-            ExtentKind::ZeroAllocated => extent.layer != active || !wish.may_unmap(),
+            ExtentKind::ZeroAllocated => extent.layer != own || !wish.may_unmap(),
             kind => kind.reads_as_zero(),
         };
         if extents.iter().all(is_settled) {

@@ -1,0 +1,96 @@
+//! The layers of a chain at one time, from the base.
+//!
+//! A layer has a number, by which all that is kept in memory names it, and a position, which is
+//! what the sidecars name it by. A number is a layer's for as long as the layer is open; a position
+//! changes when a layer beneath comes or goes. Layers that were opened together are numbered from
+//! the base.
+//!
+//! Invariants
+//! - I1 No two layers have one number.
+//! - I2 There is at least one layer.
+
+use crate::layer::Layer;
+use mica_units::LayerNumber;
+use std::sync::Arc;
+
+/// The layers of a chain.
+pub(crate) struct Layers {
+    /// From the base.
+    order: Vec<Arc<Layer>>,
+    /// Positions by number.
+    positions: Vec<Option<u16>>,
+    /// Whether each number is the layer's position, too.
+    are_positions_numbers: bool,
+}
+
+impl Layers {
+    /// The layers in `order`, from the base.
+    ///
+    /// # Panics
+    /// If there is none, if two have one number, or if there are more than
+    /// [`LayerNumber::COUNT_MAX`].
+    pub(crate) fn new(order: Vec<Arc<Layer>>) -> Self {
+        let count = order.iter().map(|layer| layer.number.index() + 1).max();
+        let mut positions = vec![None; count.expect("a chain has a layer")];
+        for (position, layer) in order.iter().enumerate() {
+            let position = u16::try_from(position).expect("bounded by the chain's length");
+            let before = positions[layer.number.index()].replace(position);
+            assert!(before.is_none(), "a number is one layer's");
+        }
+        let are_positions_numbers =
+            order.iter().enumerate().all(|(position, layer)| layer.number.index() == position);
+        Self { order, positions, are_positions_numbers }
+    }
+
+    /// All of them, from the base.
+    pub(crate) fn all(&self) -> &[Arc<Layer>] {
+        &self.order
+    }
+
+    /// All but the uppermost.
+    pub(crate) fn frozen(&self) -> &[Arc<Layer>] {
+        &self.order[..self.order.len() - 1]
+    }
+
+    /// The lowest one.
+    pub(crate) fn base(&self) -> &Arc<Layer> {
+        &self.order[0]
+    }
+
+    /// The uppermost one.
+    pub(crate) fn active(&self) -> &Arc<Layer> {
+        &self.order[self.order.len() - 1]
+    }
+
+    /// The layer with this number.
+    ///
+    /// # Panics
+    /// If there is none: whoever has a number from a plan holds the layer's chain.
+    #[inline]
+    pub(crate) fn get(&self, number: LayerNumber) -> &Arc<Layer> {
+        match self.are_positions_numbers {
+            true => &self.order[number.index()],
+            false => &self.order[self.position(number)],
+        }
+    }
+
+    /// How many layers are beneath the one with this number.
+    ///
+    /// # Panics
+    /// As [`Self::get`].
+    #[inline]
+    pub(crate) fn position(&self, number: LayerNumber) -> usize {
+        let position = self.positions.get(number.index()).copied().flatten();
+        usize::from(position.expect("a layer of the chain"))
+    }
+
+    /// The number of the layer at `position`, if there is one.
+    pub(crate) fn number_at(&self, position: usize) -> Option<LayerNumber> {
+        self.order.get(position).map(|layer| layer.number)
+    }
+
+    /// Whether each layer's number is its position, as in a chain in which nothing has changed.
+    pub(crate) fn are_positions_numbers(&self) -> bool {
+        self.are_positions_numbers
+    }
+}
