@@ -16,9 +16,7 @@
 mod disk;
 mod error;
 mod extent;
-mod group;
 mod images;
-mod in_flight;
 mod store;
 
 pub use disk::{
@@ -26,9 +24,8 @@ pub use disk::{
 };
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
-pub use group::GroupSync;
 pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, RedoMemory};
-pub use in_flight::{InFlight, OwnedInFlight, Requests};
+pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
 };
@@ -38,6 +35,9 @@ use std::pin::Pin;
 
 /// A future that stays on its thread, as all futures of mica's data path do.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// Flushes that share one sync, and its outcome.
+pub type GroupSync = mica_rt::sync::GroupSync<Result<()>>;
 
 /// Largest request that a server hands to a [`Disk`], in bytes. Servers divide what is larger.
 pub const REQUEST_BYTES_MAX: u64 = 32 << 20;

@@ -3,7 +3,6 @@
 mod content;
 mod cursor;
 mod engine;
-mod turns;
 
 use crate::create::{NewFile, beside, fill_raw, new_data_file, parse_options};
 use crate::failure::Failure;

@@ -8,7 +8,6 @@
 
 mod chain;
 pub mod check;
-mod claims;
 mod crc32c;
 pub mod create;
 mod decoded;
@@ -23,7 +22,6 @@ mod layers;
 mod live;
 mod map;
 pub mod measure;
-mod notify;
 mod open;
 mod preallocated;
 pub mod recover;

@@ -9,11 +9,11 @@ use crate::decoded::DecodedClusters;
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
-use crate::notify::Notify;
 use arc_swap::ArcSwap;
 use mica_block::{
     Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Planned, Result,
 };
+use mica_rt::sync::Notify;
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::Arc;

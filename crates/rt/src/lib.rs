@@ -21,6 +21,7 @@ mod pace;
 mod process;
 mod remote;
 mod restrict;
+pub mod sync;
 mod time;
 
 pub use backend::Backend;

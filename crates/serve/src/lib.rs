@@ -3,7 +3,6 @@
 mod budget;
 mod counters;
 mod discard;
-mod edges;
 pub mod fuse;
 mod latency;
 mod limit;
@@ -11,7 +10,6 @@ mod listener;
 pub mod nbd;
 mod parts;
 mod sectors;
-mod signal;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
 mod testing;

@@ -4,9 +4,9 @@
 //! neighbours in one sector do not lose each other's bytes. Zeros and discards of any length are
 //! divided into pieces that need no memory of their own.
 
-use crate::edges::Edges;
 use mica_block::{Detail, Disk, REQUEST_BYTES_MAX, Result, Zeroes};
 use mica_rt::Buf;
+use mica_rt::sync::Edges;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// Zeros are written and space is freed in pieces that end at multiples of this.

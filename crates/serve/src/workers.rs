@@ -1,8 +1,8 @@
 //! Executors that servers share: a thread each.
 
 use crate::budget::{POOL_BYTES, Pool};
-use crate::signal::Signal;
 use mica_block::{Error, ErrorKind, Result};
+use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
 use std::fmt;
 use std::sync::{Arc, mpsc};

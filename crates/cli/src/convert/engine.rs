@@ -6,10 +6,10 @@
 
 use super::content::{Look, contents};
 use super::cursor::{Cursor, Piece};
-use super::turns::Turns;
 use crate::dd::read_extents;
 use mica_block::{Disk, Error, ErrorKind, Result, Store, write_all};
 use mica_qcow2::writer::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
+use mica_rt::sync::Turns;
 use mica_rt::{Backend, Buf, Executor, join_all};
 use mica_units::{GuestOffset, HostOffset};
 use std::sync::atomic::{AtomicU64, Ordering};

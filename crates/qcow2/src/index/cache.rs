@@ -7,8 +7,8 @@
 //! - I3 What a loader read before a writer changed owners never replaces what the writer made of
 //!   the slice: each change counts, and a loader whose count is old keeps its slice to itself.
 
-use crate::claims::{Claim, Claims};
 use crate::index::slice::Slice;
+use mica_rt::sync::{Claim, Claims};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

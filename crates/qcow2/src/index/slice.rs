@@ -26,7 +26,8 @@ const _: () = assert!(SLICE_SECTORS as u64 * SECTOR_BYTES == SLICE_BYTES);
 /// Bytes that one run takes, in memory and in a sidecar.
 pub(crate) const RUN_BYTES: usize = 10;
 
-/// Who owns a sector, and where it is: 16 bits of layer (its number, in a sidecar its position), 3 of kind, 45 of host sector.
+/// Who owns a sector, and where it is: 16 bits of layer (its number, in a sidecar its position), 3
+/// of kind, 45 of host sector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Entry(u64);
 

@@ -19,11 +19,11 @@
 mod growth;
 
 use super::pages::{Metadata, PageState};
-use crate::claims::Claims;
 use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use crate::live::TableKind;
 use crate::redo::{SpaceState, Stage};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostOffset};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -11,9 +11,9 @@
 //! - I2 When the claim of a cluster ends, everyone whose offer was not taken is woken.
 //! - I3 What is taken together does not overlap: each sector has one writer.
 
-use crate::claims::{Claim, Claims};
 use mica_block::Result;
 use mica_rt::Buf;
+use mica_rt::sync::{Claim, Claims};
 use mica_units::GuestRange;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -32,7 +32,6 @@ pub(crate) mod pages;
 mod request;
 mod zero;
 
-use crate::claims::Claims;
 use crate::format::{Header, L1Entry, L2Format};
 use crate::l1_place::L1Place;
 use crate::layer::Layer;
@@ -46,6 +45,7 @@ use mica_block::{
     Result, Store, WriteStats, read_exact,
 };
 use mica_rt::Buf;
+use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use pages::Metadata;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -13,11 +13,11 @@
 //!   before any page of the group that is late.
 
 use super::file::ImageFile;
-use crate::claims::Claims;
 use crate::live::{HeldClusters, Live, MetadataRanges};
 use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
+use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostOffset};
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, VecDeque};

@@ -1,7 +1,6 @@
 //! One connection from accept to close: handshake, session, and what is said about its end.
 
 use super::channel::Channel;
-use super::edges::Edges;
 use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
 use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
 use super::server::{Export, QueueShared};
@@ -9,9 +8,10 @@ use super::session::{Ended, Transmission, transmit};
 use super::stats::QueueStats;
 use crate::budget::{Party, Pool, Share};
 use crate::limit::Limiter;
-use crate::signal::Signal;
 use crate::tls::{Tls, TlsPolicy, TlsStream};
 use mica_block::Disk;
+use mica_rt::sync::Edges;
+use mica_rt::sync::Signal;
 use mica_rt::{Elapsed, Stream, now, sleep, timeout};
 use std::future::{Future, poll_fn};
 use std::pin::pin;

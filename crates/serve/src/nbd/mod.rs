@@ -25,8 +25,6 @@ mod stats;
 mod status;
 mod write;
 
-use crate::edges;
-
 #[cfg(any(test, feature = "fuzzing"))]
 mod hostile;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -36,7 +36,6 @@
 
 use super::channel::Channel;
 use super::check::{Action, Rules};
-use super::edges::Edges;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
@@ -44,10 +43,11 @@ use super::server::Discard;
 use super::shared::Shared;
 use super::stats::QueueStats;
 use crate::budget::Share;
-use crate::signal::Signal;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
 use mica_block::{Disk, Extent};
+use mica_rt::sync::Edges;
+use mica_rt::sync::Signal;
 use mica_rt::{Buf, Instant, Sleep, now, sleep};
 use slots::Slots;
 use std::collections::VecDeque;

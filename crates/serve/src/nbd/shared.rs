@@ -1,10 +1,10 @@
 //! What a session shares with its requests: the disk, the replies, the budget.
 
-use super::edges::Edges;
 use super::protocol::ErrorCode;
 use super::reply::Outgoing;
 use crate::budget::Share;
 use mica_block::{Disk, Error};
+use mica_rt::sync::Edges;
 use mica_units::GuestOffset;
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

@@ -1,11 +1,11 @@
 //! The requests of a session that are in flight.
 
-use super::super::edges::Sharing;
 use super::super::limits::SLOTS_MAX;
 use super::super::shared::{Charge, Failure};
 use super::super::write::Outcome;
 use crate::wake::WakeSet;
 use mica_block::{InFlight, IoFuture, LocalFuture, Result, Writing};
+use mica_rt::sync::Sharing;
 use mica_rt::{Buf, Instant};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::Future;

@@ -19,7 +19,7 @@ use std::task::{Context, Poll, Waker};
 
 /// The changes under way on one disk.
 #[derive(Default)]
-pub(crate) struct Edges {
+pub struct Edges {
     /// How many share, and [`ALONE`] if somebody is alone or waits until it is.
     state: AtomicUsize,
     waiting: Mutex<Vec<Waker>>,
@@ -28,27 +28,27 @@ pub(crate) struct Edges {
 const ALONE: usize = 1 << (usize::BITS - 1);
 
 /// Whole sectors are being changed.
-pub(crate) struct Sharing<'a>(&'a Edges);
+pub struct Sharing<'a>(&'a Edges);
 
 /// A part of a sector is being changed, or will be when those who share are done.
-pub(crate) struct Alone<'a>(&'a Edges);
+pub struct Alone<'a>(&'a Edges);
 
 impl Edges {
     /// Shares, unless somebody is alone.
     #[inline]
-    pub(crate) fn try_share(&self) -> Option<Sharing<'_>> {
+    pub fn try_share(&self) -> Option<Sharing<'_>> {
         let sharing = Sharing(self);
         // Dropping it takes the count back where it may not stay.
         (self.state.fetch_add(1, Ordering::SeqCst) & ALONE == 0).then_some(sharing)
     }
 
     /// Shares as soon as nobody is alone.
-    pub(crate) async fn share(&self) -> Sharing<'_> {
+    pub async fn share(&self) -> Sharing<'_> {
         poll_fn(|context| self.poll(context, || self.try_share())).await
     }
 
     /// Waits until everybody else is done.
-    pub(crate) async fn alone(&self) -> Alone<'_> {
+    pub async fn alone(&self) -> Alone<'_> {
         let claim = || {
             let before = self.state.fetch_or(ALONE, Ordering::SeqCst);
             (before & ALONE == 0).then(|| Alone(self))
@@ -96,7 +96,7 @@ impl Drop for Alone<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mica_rt::{Backend, Executor, join_all, yield_now};
+    use crate::{Backend, Executor, join_all, yield_now};
     use std::cell::Cell;
     use std::pin::Pin;
 

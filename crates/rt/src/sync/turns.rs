@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 /// Whose turn it is.
 #[derive(Default)]
-pub(super) struct Turns {
+pub struct Turns {
     state: Mutex<State>,
 }
 
@@ -22,7 +22,7 @@ struct State {
 
 impl Turns {
     /// Waits for the turn of `ticket`; false if it never comes.
-    pub(super) async fn wait(&self, ticket: u64) -> bool {
+    pub async fn wait(&self, ticket: u64) -> bool {
         poll_fn(|context| {
             let mut state = self.lock();
             if state.ended {
@@ -38,7 +38,7 @@ impl Turns {
     }
 
     /// Ends the turn that is on.
-    pub(super) fn advance(&self) {
+    pub fn advance(&self) {
         let mut state = self.lock();
         state.now += 1;
         let now = state.now;
@@ -50,7 +50,7 @@ impl Turns {
     }
 
     /// Ends all turns: who waits goes on with the news.
-    pub(super) fn end(&self) {
+    pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
         let waiting = std::mem::take(&mut state.waiting);

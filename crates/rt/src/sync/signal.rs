@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 
 /// The flag.
 #[derive(Default)]
-pub(crate) struct Signal {
+pub struct Signal {
     state: Mutex<State>,
 }
 
@@ -20,7 +20,7 @@ struct State {
 
 impl Signal {
     /// Raises the flag and wakes everybody who subscribed.
-    pub(crate) fn raise(&self) {
+    pub fn raise(&self) {
         let wakers = {
             let mut state = self.lock();
             state.raised = true;
@@ -29,12 +29,13 @@ impl Signal {
         wakers.into_values().for_each(Waker::wake);
     }
 
-    pub(crate) fn is_raised(&self) -> bool {
+    /// Whether the flag is raised.
+    pub fn is_raised(&self) -> bool {
         self.lock().raised
     }
 
     /// Has `waker` woken when the flag is raised: at once if it is.
-    pub(crate) fn subscribe(self: &Arc<Self>, waker: &Waker) -> Subscription {
+    pub fn subscribe(self: &Arc<Self>, waker: &Waker) -> Subscription {
         let mut state = self.lock();
         if state.raised {
             drop(state);
@@ -48,7 +49,7 @@ impl Signal {
     }
 
     /// Waits for the flag.
-    pub(crate) async fn raised(self: &Arc<Self>) {
+    pub async fn raised(self: &Arc<Self>) {
         let mut subscription = None;
         poll_fn(|context| {
             if self.is_raised() {
@@ -66,7 +67,7 @@ impl Signal {
 }
 
 /// Ends when dropped.
-pub(crate) struct Subscription {
+pub struct Subscription {
     signal: Arc<Signal>,
     key: u64,
 }

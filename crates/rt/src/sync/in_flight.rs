@@ -12,7 +12,7 @@
 //!   turns by himself, or waits by [`Requests::grace`], which many may do at once.
 //! - I3 Who waits for a phase is woken by the last request of it that counted as owned.
 
-use crate::GroupSync;
+use super::GroupSync;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
@@ -32,7 +32,7 @@ struct Shard {
 pub struct Requests {
     shards: [Shard; SHARDS],
     phase: AtomicUsize,
-    graces: GroupSync,
+    graces: GroupSync<()>,
     /// Whether somebody waits for a phase to be drained, and who.
     is_awaited: AtomicBool,
     waiter: Mutex<Option<Waker>>,
@@ -92,14 +92,13 @@ impl Requests {
         if self.is_idle() {
             return;
         }
-        let waited = self.graces.run(async || {
+        let drain = async || {
             // A grace that was given up half-way has turned, and nobody has waited (I2).
             self.drained(self.phase.load(Ordering::SeqCst) + 1).await;
             let ended = self.turn();
             self.drained(ended).await;
-            Ok(())
-        });
-        waited.await.expect("waiting does not fail");
+        };
+        self.graces.run(drain).await;
     }
 
     async fn drained(&self, ended: usize) {
@@ -122,7 +121,7 @@ impl Requests {
     }
 }
 
-/// A request that is under way; see [`Disk::enter`](crate::Disk::enter).
+/// A request that is under way; see [`Requests::enter`].
 #[must_use = "the request counts as done when this is dropped"]
 pub struct InFlight<'a> {
     counter: Option<&'a AtomicU64>,
@@ -185,7 +184,7 @@ mod tests {
 
     #[test]
     fn grace_ends_when_those_who_entered_before_are_done() {
-        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).expect("starts");
+        let executor = crate::Executor::new(crate::Backend::Sim { seed: 1 }).expect("starts");
         executor.block_on(async {
             let requests = Arc::new(Requests::default());
             let early = [requests.enter_owned(), requests.enter_owned()];
@@ -193,17 +192,17 @@ mod tests {
             let waiting: Vec<_> = (0..3)
                 .map(|_| {
                     let (requests, ended) = (Arc::clone(&requests), Arc::clone(&ended));
-                    mica_rt::spawn_joined(async move {
+                    crate::spawn_joined(async move {
                         requests.grace().await;
                         ended.fetch_add(1, Ordering::SeqCst);
                     })
                 })
                 .collect();
-            mica_rt::yield_now().await;
+            crate::yield_now().await;
             let late = requests.enter_owned();
             for early in early {
                 assert_eq!(ended.load(Ordering::SeqCst), 0, "somebody is under way still");
-                mica_rt::yield_now().await;
+                crate::yield_now().await;
                 drop(early);
             }
             // Who joined late is led in a grace of his own, which waits for nobody that is late.
@@ -218,15 +217,15 @@ mod tests {
 
     #[test]
     fn grace_waits_for_what_one_that_was_given_up_waited_for() {
-        let executor = mica_rt::Executor::new(mica_rt::Backend::Sim { seed: 1 }).expect("starts");
+        let executor = crate::Executor::new(crate::Backend::Sim { seed: 1 }).expect("starts");
         executor.block_on(async {
             let pause = std::time::Duration::from_millis(1);
             let requests = Arc::new(Requests::default());
             let early = requests.enter_owned();
-            assert!(mica_rt::timeout(pause, requests.grace()).await.is_err(), "it is given up");
+            assert!(crate::timeout(pause, requests.grace()).await.is_err(), "it is given up");
             let late = requests.enter_owned();
             drop(late);
-            assert!(mica_rt::timeout(pause, requests.grace()).await.is_err(), "one is under way");
+            assert!(crate::timeout(pause, requests.grace()).await.is_err(), "one is under way");
             drop(early);
             requests.grace().await;
         });

@@ -22,40 +22,37 @@
 //!
 //! Callers may be on any thread; the run is on the executor of who leads it.
 
-use crate::Result;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Runs that are shared by all who wait for one.
-#[derive(Default)]
-pub struct GroupSync {
-    state: Mutex<State>,
+/// Runs that are shared by all who wait for one, each with an outcome of type `T`.
+pub struct GroupSync<T> {
+    state: Mutex<State<T>>,
 }
 
-#[derive(Default)]
-struct State {
+struct State<T> {
     is_running: bool,
     /// Runs begun; the number of the last one.
     begun: u64,
-    waiting: BTreeMap<u64, Waiter>,
+    waiting: BTreeMap<u64, Waiter<T>>,
     next_key: u64,
 }
 
 /// A call that waits.
-struct Waiter {
+struct Waiter<T> {
     /// The run that it needs.
     needs: u64,
     waker: Waker,
-    outcome: Option<Result<()>>,
+    outcome: Option<T>,
 }
 
-impl State {
+impl<T> State<T> {
     /// Somebody who may lead the next run.
     fn successor(&self) -> Option<Waker> {
-        let unserved = |waiter: &&Waiter| waiter.outcome.is_none();
+        let unserved = |waiter: &&Waiter<T>| waiter.outcome.is_none();
         if self.is_running {
             return None;
         }
@@ -63,7 +60,14 @@ impl State {
     }
 }
 
-impl GroupSync {
+impl<T> Default for GroupSync<T> {
+    fn default() -> Self {
+        let (waiting, is_running) = (BTreeMap::new(), false);
+        Self { state: Mutex::new(State { is_running, begun: 0, waiting, next_key: 0 }) }
+    }
+}
+
+impl<T: Clone> GroupSync<T> {
     /// Nobody waits, nothing runs.
     pub fn new() -> Self {
         Self::default()
@@ -71,11 +75,8 @@ impl GroupSync {
 
     /// Gives the result of a run that began after this call: of `lead`, or of another caller's.
     /// `lead` is called at most once, and what it makes durable must be gathered when it is called,
-    /// not before.
-    ///
-    /// # Errors
-    /// What the run said, the same to all who waited for it.
-    pub async fn run(&self, lead: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+    /// not before. All who waited for a run get the same.
+    pub async fn run(&self, lead: impl AsyncFnOnce() -> T) -> T {
         match (Turn { group: self, key: None }).await {
             Role::Served(outcome) => outcome,
             Role::Leads(run) => {
@@ -85,30 +86,32 @@ impl GroupSync {
             }
         }
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl<T> GroupSync<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
         // No code that may panic runs while the state is half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What a call comes to be.
-enum Role<'a> {
-    Leads(RunUnderWay<'a>),
-    Served(Result<()>),
+enum Role<'a, T> {
+    Leads(RunUnderWay<'a, T>),
+    Served(T),
 }
 
 /// A call that waits for its role.
-struct Turn<'a> {
-    group: &'a GroupSync,
+struct Turn<'a, T> {
+    group: &'a GroupSync<T>,
     /// Its place in `waiting`, once it has one.
     key: Option<u64>,
 }
 
-impl<'a> Future for Turn<'a> {
-    type Output = Role<'a>;
+impl<'a, T> Future for Turn<'a, T> {
+    type Output = Role<'a, T>;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Role<'a>> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Role<'a, T>> {
         let group = self.group;
         let mut state = group.lock();
         if let Some(key) = self.key
@@ -143,7 +146,7 @@ impl<'a> Future for Turn<'a> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl<T> Drop for Turn<'_, T> {
     fn drop(&mut self) {
         let Some(key) = self.key else { return };
         let mut state = self.group.lock();
@@ -159,14 +162,14 @@ impl Drop for Turn<'_> {
 }
 
 /// The run that is under way. Dropped without [`RunUnderWay::end`], it is given up (I3).
-struct RunUnderWay<'a> {
-    group: &'a GroupSync,
+struct RunUnderWay<'a, T> {
+    group: &'a GroupSync<T>,
     number: u64,
 }
 
-impl RunUnderWay<'_> {
+impl<T: Clone> RunUnderWay<'_, T> {
     /// Gives `outcome` to all who needed this run; dropping `self` finds the next leader.
-    fn end(self, outcome: &Result<()>) {
+    fn end(self, outcome: &T) {
         let mut served = Vec::new();
         let mut state = self.group.lock();
         assert!(state.is_running && state.begun == self.number, "two runs at once");
@@ -181,7 +184,7 @@ impl RunUnderWay<'_> {
     }
 }
 
-impl Drop for RunUnderWay<'_> {
+impl<T> Drop for RunUnderWay<'_, T> {
     fn drop(&mut self) {
         let mut state = self.group.lock();
         state.is_running = false;

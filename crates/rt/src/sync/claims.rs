@@ -12,14 +12,14 @@ use std::task::{Poll, Waker};
 
 /// The claims that are held, and who waits for each.
 #[derive(Default)]
-pub(crate) struct Claims {
+pub struct Claims {
     held: Mutex<HashMap<u64, Vec<Waker>>>,
 }
 
 impl Claims {
     /// The right to work on `key`. Waits while another task has it; `None` then, as there may be
     /// nothing left to do.
-    pub(crate) async fn claim_or_wait(&self, key: u64) -> Option<Claim<'_>> {
+    pub async fn claim_or_wait(&self, key: u64) -> Option<Claim<'_>> {
         if let Some(claim) = self.try_claim(key) {
             return Some(claim);
         }
@@ -28,7 +28,7 @@ impl Claims {
     }
 
     /// The right to work on `key`, as soon as nobody else has it.
-    pub(crate) async fn claim(&self, key: u64) -> Claim<'_> {
+    pub async fn claim(&self, key: u64) -> Claim<'_> {
         loop {
             if let Some(claim) = self.claim_or_wait(key).await {
                 return claim;
@@ -37,7 +37,7 @@ impl Claims {
     }
 
     /// The right to work on `key`, if nobody has it now.
-    pub(crate) fn try_claim(&self, key: u64) -> Option<Claim<'_>> {
+    pub fn try_claim(&self, key: u64) -> Option<Claim<'_>> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         if held.contains_key(&key) {
             return None;
@@ -67,7 +67,7 @@ impl Claims {
 }
 
 /// A right; given back on drop.
-pub(crate) struct Claim<'a> {
+pub struct Claim<'a> {
     claims: &'a Claims,
     key: u64,
 }

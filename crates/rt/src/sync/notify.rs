@@ -5,7 +5,7 @@ use std::task::{Poll, Waker};
 
 /// Holds one notice, for one waiter.
 #[derive(Default)]
-pub(crate) struct Notify {
+pub struct Notify {
     state: Mutex<State>,
 }
 
@@ -16,7 +16,8 @@ struct State {
 }
 
 impl Notify {
-    pub(crate) fn set(&self) {
+    /// Leaves a notice, and wakes the waiter.
+    pub fn set(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.is_set = true;
         let waiter = state.waiter.take();
@@ -27,7 +28,7 @@ impl Notify {
     }
 
     /// Waits for the next notice, and takes it.
-    pub(crate) async fn wait(&self) {
+    pub async fn wait(&self) {
         std::future::poll_fn(|context| {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             if std::mem::take(&mut state.is_set) {

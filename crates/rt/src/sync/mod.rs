@@ -1,0 +1,20 @@
+//! What tasks wait for, on whatever thread they run: one kind of waiting in each file.
+//!
+//! Nothing here blocks a thread: a lock is held for a few steps in memory, and who has to wait
+//! leaves a waker.
+
+mod claims;
+mod edges;
+mod group;
+mod in_flight;
+mod notify;
+mod signal;
+mod turns;
+
+pub use claims::{Claim, Claims};
+pub use edges::{Alone, Edges, Sharing};
+pub use group::GroupSync;
+pub use in_flight::{InFlight, OwnedInFlight, Requests};
+pub use notify::Notify;
+pub use signal::{Signal, Subscription};
+pub use turns::Turns;
