@@ -1,12 +1,15 @@
 //! Changes of single bytes on disks that change whole sectors.
 //!
-//! What a request leaves of a sector is read and written back with it; [`Edges`] says how
-//! neighbours in one sector do not lose each other's bytes. Zeros and discards of any length are
-//! divided into pieces that need no memory of their own.
+//! Disks write whole sectors. A request for a part of one reads the sector, puts its bytes in and
+//! writes it back; whoever writes the sector in between would lose what it wrote. Such requests are
+//! rare (the end of a file that is copied in), so they simply run alone: no other change by the
+//! same server is under way meanwhile. Changes of whole sectors share the disk ([`SharedLock`]),
+//! which costs each an atomic addition. Zeros and discards of any length are divided into pieces
+//! that need no memory of their own.
 
 use mica_block::{Detail, Disk, REQUEST_BYTES_MAX, Result, Zeroes};
 use mica_rt::Buf;
-use mica_rt::sync::Edges;
+use mica_rt::sync::SharedLock;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// Zeros are written and space is freed in pieces that end at multiples of this.
@@ -23,7 +26,7 @@ pub(crate) fn is_whole(range: GuestRange) -> bool {
 /// Writes `payload`, which is as long, to `range`, which lies on the disk.
 pub(crate) async fn write(
     disk: &dyn Disk,
-    edges: &Edges,
+    edges: &SharedLock,
     range: GuestRange,
     payload: Buf,
 ) -> Result<()> {
@@ -39,7 +42,7 @@ pub(crate) async fn write(
 /// Makes `piece`, which [`next_piece`] gave, read as zeros. Parts of sectors are always written.
 pub(crate) async fn write_zeroes(
     disk: &dyn Disk,
-    edges: &Edges,
+    edges: &SharedLock,
     piece: GuestRange,
     how: Zeroes,
 ) -> Result<()> {

@@ -11,7 +11,6 @@
 //! so that a chain of a thousand layers needs no thousand descriptors. A [`WritableFile`] keeps its
 //! own. Both take QEMU's locks of images if that is asked for ([`Locking`]).
 
-mod claims;
 mod direct;
 mod facts;
 pub mod faulty;

@@ -11,7 +11,6 @@
 //! - I4 The file is never longer than what was asked of it: a write that had to fill a block up
 //!   cuts the file again, under a claim on all that lies behind.
 
-use crate::claims::{Claim, Claims, Kind};
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::file::{CacheMode, end_of};
@@ -21,6 +20,7 @@ use crate::own_task::in_own_task;
 use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
 };
+use mica_rt::sync::{Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
 use rustix::fs::ftruncate;
@@ -40,9 +40,11 @@ struct Inner {
     path: PathBuf,
     kind: FileKind,
     align: Alignment,
-    claims: Arc<Claims>,
+    /// Of the bytes of the file, where it is written past the page cache. Writes of whole blocks
+    /// share, since none of them keeps bytes of before; all else excludes others.
+    claims: Claims,
     /// Who syncs, and who comes next.
-    syncs: Arc<Claims>,
+    syncs: Claims,
     /// Whether a sync failed (I2).
     sync_failed: AtomicBool,
     /// Of its file system or device: while the file is open, that stays.
@@ -66,8 +68,8 @@ impl WritableFile {
             path: located.path().to_owned(),
             kind: located.kind(),
             align,
-            claims: Arc::default(),
-            syncs: Arc::default(),
+            claims: Claims::default(),
+            syncs: Claims::default(),
             sync_failed: AtomicBool::new(false),
             life: located.life(),
         };
@@ -104,7 +106,7 @@ impl Store for WritableFile {
         let inner = Arc::clone(&self.inner);
         if self.inner.align.fits_range(offset, buf.len() as u64) {
             return IoFuture::boxed(async move {
-                let claim = inner.claims.claim(offset.bytes()..end, Kind::Whole).await;
+                let claim = inner.claims.claim_range(offset.bytes()..=end - 1, Mode::Shared).await;
                 let written = inner.write_blocks(buf, offset).await;
                 drop(claim);
                 written
@@ -120,7 +122,7 @@ impl Store for WritableFile {
         let inner = Arc::clone(&self.inner);
         Box::pin(in_own_task(async move {
             // One at a time: of two at once the system tells only one that a write-back failed.
-            let _turn = inner.syncs.claim(0..1, Kind::Parts).await;
+            let _turn = inner.syncs.claim(0).await;
             inner.check_synced()?;
             mica_rt::sync_data(&inner.file).await.map_err(|error| {
                 inner.sync_failed.store(true, Ordering::SeqCst);
@@ -136,6 +138,9 @@ impl Store for WritableFile {
         }
         Box::pin(in_own_task(async move {
             let Some(end) = end_of(offset, len) else { return Err(inner.too_far(offset)) };
+            if len == 0 {
+                return Ok(());
+            }
             let (_claim, _) = inner.claim_parts(offset.bytes(), end).await?;
             inner.change_space(change, offset, len).await
         }))
@@ -150,7 +155,7 @@ impl Store for WritableFile {
             }
             let _claim = match inner.align {
                 Alignment::NONE => None,
-                _ => Some(inner.claims.claim(len.min(now)..u64::MAX, Kind::Parts).await),
+                _ => Some(inner.claims.claim_range(len.min(now)..=u64::MAX, Mode::Exclusive).await),
             };
             inner.cut(len)
         })
@@ -226,17 +231,17 @@ impl Inner {
 
     /// Claims the blocks around a range, with all that lies behind where they reach beyond the end
     /// of the file (I4). Gives the length of the file as well.
-    async fn claim_parts(&self, offset: u64, asked_end: u64) -> Result<(Claim, u64)> {
+    async fn claim_parts(&self, offset: u64, asked_end: u64) -> Result<(Claim<'_>, u64)> {
         let (start, end) = self.align.around(offset, asked_end - offset);
-        let mut claim_end = end;
+        let mut last = end - 1;
         loop {
             if end > self.len()? {
-                claim_end = u64::MAX;
+                last = u64::MAX;
             }
-            let claim = self.claims.claim(start..claim_end, Kind::Parts).await;
+            let claim = self.claims.claim_range(start..=last, Mode::Exclusive).await;
             let len = self.len()?;
             // Else it was cut meanwhile.
-            if end <= len || claim_end == u64::MAX {
+            if end <= len || last == u64::MAX {
                 return Ok((claim, len));
             }
         }

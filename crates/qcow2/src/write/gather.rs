@@ -13,7 +13,7 @@
 
 use mica_block::Result;
 use mica_rt::Buf;
-use mica_rt::sync::{Claim, Claims};
+use mica_rt::sync::{Claim, Claims, Mode};
 use mica_units::GuestRange;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -67,8 +67,7 @@ impl Gather {
         // Under the lock of the offers, so that a claim that ends now sees this one (I2).
         let mut offers = lock(&self.offers);
         if let Some(claim) = claims.try_claim(cluster) {
-            let claimed =
-                Claimed { gather: self, clusters: cluster..=cluster, claims: vec![claim] };
+            let claimed = Claimed { gather: self, clusters: cluster..=cluster, claim: Some(claim) };
             return Role::Leads(claimed, buf);
         }
         let offer = Arc::new(Offer { range, state: Mutex::new((State::Offered(buf), None)) });
@@ -76,18 +75,17 @@ impl Gather {
         Role::Offered(offer)
     }
 
-    /// The right to change the entries of guest clusters `first..=last`. In rising order, so that
-    /// two who want the same never wait for one another.
+    /// The right to change the entries of guest clusters `first..=last`.
     pub(super) async fn claim<'a>(
         &'a self,
         claims: &'a Claims,
         first: u64,
         last: u64,
     ) -> Claimed<'a> {
-        let mut claimed = Claimed { gather: self, clusters: first..=last, claims: Vec::new() };
-        for cluster in first..=last {
-            claimed.claims.push(claims.claim(cluster).await);
-        }
+        // Before the wait: others offer themselves during it, and have to be woken even if it is
+        // given up (I2).
+        let mut claimed = Claimed { gather: self, clusters: first..=last, claim: None };
+        claimed.claim = Some(claims.claim_range(first..=last, Mode::Exclusive).await);
         claimed
     }
 
@@ -181,12 +179,12 @@ impl Drop for Withdraw {
 pub(super) struct Claimed<'a> {
     gather: &'a Gather,
     clusters: std::ops::RangeInclusive<u64>,
-    claims: Vec<Claim<'a>>,
+    claim: Option<Claim<'a>>,
 }
 
 impl Drop for Claimed<'_> {
     fn drop(&mut self) {
-        self.claims.clear();
+        drop(self.claim.take());
         for cluster in self.clusters.clone() {
             self.gather.wake(cluster);
         }

@@ -1,82 +1,143 @@
-//! Rights to work on something that one task at a time may work on, named by number.
+//! Claims: the right to work on a range of something that is numbered (clusters, windows, the bytes
+//! of a file), or on one number of it.
 //!
 //! Invariants
-//! - I1 A number is claimed at most once; the claim ends when it is dropped, also when its future
-//!   is.
-//! - I2 Who waits for a claim is woken when it ends.
+//! - I1 A claim stands from when it is asked for until it is dropped, also if that is before it was
+//!   granted.
+//! - I2 Of two granted claims that overlap both are [`Mode::Shared`].
+//! - I3 A claim waits for earlier ones only: so none waits for ever, and no two for each other.
+//! - I4 Who waits listens to one that is in the way before the lock is let go; that one's end wakes
+//!   it, and it looks for the next.
 
-use std::collections::HashMap;
-use std::future::Future;
-use std::sync::{Mutex, PoisonError};
-use std::task::{Poll, Waker};
+use event_listener::{Event, IntoNotification};
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The claims that are held, and who waits for each.
+/// Whether claims may overlap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// With others that are shared.
+    Shared,
+    /// With none.
+    Exclusive,
+}
+
+/// The claims that stand.
 #[derive(Default)]
 pub struct Claims {
-    held: Mutex<HashMap<u64, Vec<Waker>>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By the first number of their range, and in the order in which they were asked for.
+    entries: BTreeMap<(u64, u64), Entry>,
+    next_order: u64,
+    /// No entry reaches further beyond its first number.
+    reach: u64,
+}
+
+struct Entry {
+    last: u64,
+    mode: Mode,
+    /// Of the claim.
+    end: Event,
 }
 
 impl Claims {
-    /// The right to work on `key`. Waits while another task has it; `None` then, as there may be
-    /// nothing left to do.
-    pub async fn claim_or_wait(&self, key: u64) -> Option<Claim<'_>> {
-        if let Some(claim) = self.try_claim(key) {
-            return Some(claim);
+    /// The right to work on `key` alone, as soon as nobody else has it.
+    pub async fn claim(&self, key: u64) -> Claim<'_> {
+        self.claim_range(key..=key, Mode::Exclusive).await
+    }
+
+    /// The right to work on all of `range`, as soon as everybody who asked earlier and is in the
+    /// way is done.
+    pub async fn claim_range(&self, range: RangeInclusive<u64>, mode: Mode) -> Claim<'_> {
+        let (claim, mut in_the_way) = {
+            let mut state = self.lock();
+            let in_the_way = state.latest(u64::MAX, &range, mode).map(|entry| entry.end.listen());
+            (self.add(&mut state, &range, mode), in_the_way)
+        };
+        while let Some(end) = in_the_way {
+            end.await;
+            let state = self.lock();
+            in_the_way = state.latest(claim.order, &range, mode).map(|entry| entry.end.listen());
         }
-        self.wait(key).await;
+        claim
+    }
+
+    /// The right to work on `key` alone. Waits while another task has it; `None` then, as there may
+    /// be nothing left to do.
+    pub async fn claim_or_wait(&self, key: u64) -> Option<Claim<'_>> {
+        let end = {
+            let mut state = self.lock();
+            match state.latest(u64::MAX, &(key..=key), Mode::Exclusive) {
+                Some(entry) => entry.end.listen(),
+                None => return Some(self.add(&mut state, &(key..=key), Mode::Exclusive)),
+            }
+        };
+        end.await;
         None
     }
 
-    /// The right to work on `key`, as soon as nobody else has it.
-    pub async fn claim(&self, key: u64) -> Claim<'_> {
-        loop {
-            if let Some(claim) = self.claim_or_wait(key).await {
-                return claim;
-            }
-        }
-    }
-
-    /// The right to work on `key`, if nobody has it now.
+    /// The right to work on `key` alone, if nobody has it now or waits for it.
     pub fn try_claim(&self, key: u64) -> Option<Claim<'_>> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        if held.contains_key(&key) {
+        let mut state = self.lock();
+        if state.latest(u64::MAX, &(key..=key), Mode::Exclusive).is_some() {
             return None;
         }
-        held.insert(key, Vec::new());
-        Some(Claim { claims: self, key })
+        Some(self.add(&mut state, &(key..=key), Mode::Exclusive))
     }
 
-    fn wait(&self, key: u64) -> impl Future<Output = ()> + use<'_> {
-        let mut waited = false;
-        std::future::poll_fn(move |context| {
-            let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-            match held.get_mut(&key) {
-                Some(waiters) if !waited => {
-                    waited = true;
-                    // Who was woken by something else and tries again is there already.
-                    if !waiters.iter().any(|waiter| waiter.will_wake(context.waker())) {
-                        waiters.push(context.waker().clone());
-                    }
-                    Poll::Pending
-                }
-                // Woken: the claim ended. Whoever still has something to do tries.
-                _ => Poll::Ready(()),
-            }
-        })
+    fn add<'a>(&'a self, state: &mut State, range: &RangeInclusive<u64>, mode: Mode) -> Claim<'a> {
+        let (first, last) = (*range.start(), *range.end());
+        assert!(first <= last, "a claim of nothing");
+        let order = state.next_order;
+        state.next_order += 1;
+        let others = if state.entries.is_empty() { 0 } else { state.reach };
+        state.reach = others.max(last - first);
+        state.entries.insert((first, order), Entry { last, mode, end: Event::new() });
+        Claim { claims: self, first, order }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that may panic runs while the state is half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Of those before `order` that a claim of `range` may not overlap the last: it is probably
+    /// done after the others.
+    fn latest(&self, order: u64, range: &RangeInclusive<u64>, mode: Mode) -> Option<&Entry> {
+        let (first, last) = (*range.start(), *range.end());
+        let lowest = (first.saturating_sub(self.reach), 0);
+        let near = self.entries.range(lowest..=(last, u64::MAX));
+        let in_the_way = near.filter(|((_, of_other), other)| {
+            let excludes = mode == Mode::Exclusive || other.mode == Mode::Exclusive;
+            excludes && *of_other < order && other.last >= first
+        });
+        in_the_way.max_by_key(|((_, of_other), _)| *of_other).map(|(_, entry)| entry)
     }
 }
 
 /// A right; given back on drop.
+#[must_use = "the right is given back when this is dropped"]
 pub struct Claim<'a> {
     claims: &'a Claims,
-    key: u64,
+    first: u64,
+    order: u64,
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let mut held = self.claims.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let waiters = held.remove(&self.key).unwrap_or_default();
-        drop(held);
-        waiters.into_iter().for_each(Waker::wake);
+        let entry = self.claims.lock().entries.remove(&(self.first, self.order));
+        let entry = entry.expect("a claim stands until it is dropped");
+        // Whoever listens began under the lock, so that no fence is needed.
+        entry.end.notify(usize::MAX.relaxed());
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,17 +4,19 @@
 //! leaves a waker.
 
 mod claims;
-mod edges;
 mod group;
 mod in_flight;
 mod notify;
+mod shared_lock;
 mod signal;
 mod turns;
+mod waiters;
 
-pub use claims::{Claim, Claims};
-pub use edges::{Alone, Edges, Sharing};
+pub use claims::{Claim, Claims, Mode};
 pub use group::GroupSync;
 pub use in_flight::{InFlight, OwnedInFlight, Requests};
 pub use notify::Notify;
+pub use shared_lock::{Alone, SharedLock, Sharing};
 pub use signal::{Signal, Subscription};
 pub use turns::Turns;
+pub use waiters::Waiters;

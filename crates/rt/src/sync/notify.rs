@@ -1,42 +1,62 @@
-//! A flag that a task can wait for, set from any thread.
+//! A notice that a task can wait for, left from any thread.
 
-use std::sync::{Mutex, PoisonError};
-use std::task::{Poll, Waker};
+use super::Waiters;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Holds one notice, for one waiter.
+/// Holds one notice, which one waiter takes.
 #[derive(Default)]
 pub struct Notify {
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    is_set: bool,
-    waiter: Option<Waker>,
+    is_set: AtomicBool,
+    waiters: Waiters,
 }
 
 impl Notify {
-    /// Leaves a notice, and wakes the waiter.
+    /// Leaves a notice, unless there is one that nobody has taken.
     pub fn set(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.is_set = true;
-        let waiter = state.waiter.take();
-        drop(state);
-        if let Some(waiter) = waiter {
-            waiter.wake();
-        }
+        self.is_set.store(true, Ordering::SeqCst);
+        self.waiters.wake_all();
     }
 
     /// Waits for the next notice, and takes it.
     pub async fn wait(&self) {
-        std::future::poll_fn(|context| {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            if std::mem::take(&mut state.is_set) {
-                return Poll::Ready(());
-            }
-            state.waiter = Some(context.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        self.waiters.until(|| self.is_set.swap(false, Ordering::SeqCst).then_some(())).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backend, Executor, timeout};
+    use std::time::Duration;
+
+    #[test]
+    fn notices_that_nobody_took_are_one() {
+        let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+        executor.block_on(async {
+            let (notify, pause) = (Notify::default(), Duration::from_millis(1));
+            notify.set();
+            notify.set();
+            notify.wait().await;
+            assert!(timeout(pause, notify.wait()).await.is_err(), "there was but one");
+        });
+    }
+
+    #[test]
+    fn every_notice_from_another_thread_arrives() {
+        let (asked, answered) = (Notify::default(), Notify::default());
+        let run = |first: &Notify, then: &Notify| {
+            let executor = Executor::new(Backend::Pool).expect("a backend");
+            executor.block_on(async {
+                for _ in 0..1000 {
+                    first.wait().await;
+                    then.set();
+                }
+            });
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| run(&asked, &answered));
+            asked.set();
+            scope.spawn(|| run(&answered, &asked));
+        });
     }
 }

@@ -1,39 +1,33 @@
-//! Who may write while a part of a sector is written.
-//!
-//! Disks write whole sectors. A request for a part of one reads the sector, puts its bytes in and
-//! writes it back; whoever writes the sector in between would lose what it wrote. Such requests are
-//! rare (the end of a file that is copied in), so they simply run **alone**: no other change by the
-//! same server is under way meanwhile. Changes of whole sectors **share**, which costs each an
-//! atomic addition.
+//! A lock that many share and that one has alone, for tasks on any thread; whoever wants to be
+//! alone goes before those who want to share. To share costs an atomic addition.
 //!
 //! Invariants
 //! - I1 While an [`Alone`] is complete there is no [`Sharing`], and never are there two [`Alone`].
-//! - I2 Who waits put its waker in place before it looked for the last time; whoever makes room
-//!   wakes all who wait. So no wake-up is lost.
+//! - I2 Who waits is registered before its last look; whoever makes room wakes all who wait.
 //! - I3 Once somebody wants to be alone nobody new shares: it waits for those only that were there.
 
-use std::future::poll_fn;
+use super::Waiters;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::task::{Context, Poll, Waker};
 
-/// The changes under way on one disk.
+/// The lock.
 #[derive(Default)]
-pub struct Edges {
+pub struct SharedLock {
     /// How many share, and [`ALONE`] if somebody is alone or waits until it is.
     state: AtomicUsize,
-    waiting: Mutex<Vec<Waker>>,
+    waiters: Waiters,
 }
 
 const ALONE: usize = 1 << (usize::BITS - 1);
 
-/// Whole sectors are being changed.
-pub struct Sharing<'a>(&'a Edges);
+/// One of those who share.
+#[must_use = "the lock is given back when this is dropped"]
+pub struct Sharing<'a>(&'a SharedLock);
 
-/// A part of a sector is being changed, or will be when those who share are done.
-pub struct Alone<'a>(&'a Edges);
+/// The one who is alone, or will be when those who share are done.
+#[must_use = "the lock is given back when this is dropped"]
+pub struct Alone<'a>(&'a SharedLock);
 
-impl Edges {
+impl SharedLock {
     /// Shares, unless somebody is alone.
     #[inline]
     pub fn try_share(&self) -> Option<Sharing<'_>> {
@@ -43,8 +37,19 @@ impl Edges {
     }
 
     /// Shares as soon as nobody is alone.
+    #[inline]
     pub async fn share(&self) -> Sharing<'_> {
-        poll_fn(|context| self.poll(context, || self.try_share())).await
+        match self.try_share() {
+            Some(sharing) => sharing,
+            None => self.share_later().await,
+        }
+    }
+
+    #[cold]
+    async fn share_later(&self) -> Sharing<'_> {
+        // An attempt that fails wakes those who wait, so it is made only where it may succeed.
+        let is_open = || self.state.load(Ordering::SeqCst) & ALONE == 0;
+        self.waiters.until(|| if is_open() { self.try_share() } else { None }).await
     }
 
     /// Waits until everybody else is done.
@@ -53,27 +58,10 @@ impl Edges {
             let before = self.state.fetch_or(ALONE, Ordering::SeqCst);
             (before & ALONE == 0).then(|| Alone(self))
         };
-        let alone = poll_fn(|context| self.poll(context, claim)).await;
+        let alone = self.waiters.until(claim).await;
         let is_empty = || (self.state.load(Ordering::SeqCst) == ALONE).then_some(());
-        poll_fn(|context| self.poll(context, is_empty)).await;
+        self.waiters.until(is_empty).await;
         alone
-    }
-
-    fn poll<T>(&self, context: &Context<'_>, attempt: impl Fn() -> Option<T>) -> Poll<T> {
-        if let Some(done) = attempt() {
-            return Poll::Ready(done);
-        }
-        self.lock_waiting().push(context.waker().clone());
-        attempt().map_or(Poll::Pending, Poll::Ready)
-    }
-
-    fn wake_all(&self) {
-        let waiting = std::mem::take(&mut *self.lock_waiting());
-        waiting.into_iter().for_each(Waker::wake);
-    }
-
-    fn lock_waiting(&self) -> std::sync::MutexGuard<'_, Vec<Waker>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -81,7 +69,7 @@ impl Drop for Sharing<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.0.state.fetch_sub(1, Ordering::SeqCst) == ALONE + 1 {
-            self.0.wake_all();
+            self.0.waiters.wake_all();
         }
     }
 }
@@ -89,7 +77,7 @@ impl Drop for Sharing<'_> {
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
         self.0.state.fetch_and(!ALONE, Ordering::SeqCst);
-        self.0.wake_all();
+        self.0.waiters.wake_all();
     }
 }
 
@@ -98,15 +86,45 @@ mod tests {
     use super::*;
     use crate::{Backend, Executor, join_all, yield_now};
     use std::cell::Cell;
-    use std::pin::Pin;
+    use std::future::Future;
+    use std::pin::{Pin, pin};
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Wake, Waker};
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn who_waits_to_share_sleeps_until_the_other_is_done() {
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut context = Context::from_waker(&waker);
+        let lock = SharedLock::default();
+        let mut alone = Box::pin(lock.alone());
+        let Poll::Ready(held) = alone.as_mut().poll(&mut context) else { panic!("it is free") };
+        let mut sharing = pin!(lock.share());
+        for _ in 0..10 {
+            assert!(sharing.as_mut().poll(&mut context).is_pending());
+        }
+        assert_eq!(woken.0.load(Ordering::SeqCst), 0, "nobody made room");
+        drop(held);
+        assert_eq!(woken.0.load(Ordering::SeqCst), 1);
+        assert!(sharing.as_mut().poll(&mut context).is_ready());
+    }
 
     #[test]
     fn who_is_alone_is_alone_whatever_the_order() {
         for seed in 0..50 {
-            let edges = Edges::default();
+            let lock = SharedLock::default();
             let (sharing, alone, done) = (Cell::new(0), Cell::new(0), Cell::new(0));
             let share = async || {
-                let _sharing = edges.share().await;
+                let _sharing = lock.share().await;
                 sharing.set(sharing.get() + 1);
                 yield_now().await;
                 assert_eq!(alone.get(), 0);
@@ -114,7 +132,7 @@ mod tests {
                 done.set(done.get() + 1);
             };
             let be_alone = async || {
-                let _alone = edges.alone().await;
+                let _alone = lock.alone().await;
                 alone.set(alone.get() + 1);
                 assert_eq!((sharing.get(), alone.get()), (0, 1));
                 yield_now().await;
@@ -131,29 +149,29 @@ mod tests {
                 future
             })));
             assert_eq!(done.get(), 40);
-            assert_eq!(edges.state.load(Ordering::SeqCst), 0);
+            assert_eq!(lock.state.load(Ordering::SeqCst), 0);
         }
     }
 
     #[test]
     fn threads_lose_no_wake_up_and_no_update() {
-        let edges = Edges::default();
+        let lock = SharedLock::default();
         // Read and written back in two steps: an update is lost if two do it at once.
         let sum = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for thread in 0..4 {
-                let (edges, sum) = (&edges, &sum);
+                let (lock, sum) = (&lock, &sum);
                 scope.spawn(move || {
                     let executor = Executor::new(Backend::Pool).expect("a backend");
                     executor.block_on(async {
                         for turn in 0..200 {
                             if (turn + thread) % 2 == 0 {
-                                let _alone = edges.alone().await;
+                                let _alone = lock.alone().await;
                                 let before = sum.load(Ordering::Relaxed);
                                 yield_now().await;
                                 sum.store(before + 1, Ordering::Relaxed);
                             } else {
-                                let _sharing = edges.share().await;
+                                let _sharing = lock.share().await;
                                 yield_now().await;
                             }
                         }
@@ -166,16 +184,16 @@ mod tests {
 
     #[test]
     fn who_gives_up_waiting_to_be_alone_lets_the_others_on() {
-        let edges = Edges::default();
-        let sharing = edges.try_share();
+        let lock = SharedLock::default();
+        let sharing = lock.try_share();
         {
-            let mut alone = std::pin::pin!(edges.alone());
+            let mut alone = pin!(lock.alone());
             let mut context = Context::from_waker(Waker::noop());
             assert!(alone.as_mut().poll(&mut context).is_pending());
-            assert!(edges.try_share().is_none());
+            assert!(lock.try_share().is_none());
         }
-        assert!(edges.try_share().is_some());
+        assert!(lock.try_share().is_some());
         drop(sharing);
-        assert_eq!(edges.state.load(Ordering::SeqCst), 0);
+        assert_eq!(lock.state.load(Ordering::SeqCst), 0);
     }
 }

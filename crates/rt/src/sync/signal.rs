@@ -1,79 +1,100 @@
 //! A flag that is raised once, for tasks on any thread to wait for.
 
-use std::collections::BTreeMap;
-use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use event_listener::{Event, EventListener};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Waker};
 
 /// The flag.
 #[derive(Default)]
 pub struct Signal {
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    raised: bool,
-    wakers: BTreeMap<u64, Waker>,
-    next_key: u64,
+    is_raised: AtomicBool,
+    event: Event,
 }
 
 impl Signal {
-    /// Raises the flag and wakes everybody who subscribed.
+    /// Raises the flag and wakes everybody who waits for it.
     pub fn raise(&self) {
-        let wakers = {
-            let mut state = self.lock();
-            state.raised = true;
-            std::mem::take(&mut state.wakers)
-        };
-        wakers.into_values().for_each(Waker::wake);
+        self.is_raised.store(true, Ordering::SeqCst);
+        self.event.notify(usize::MAX);
     }
 
     /// Whether the flag is raised.
+    #[inline]
     pub fn is_raised(&self) -> bool {
-        self.lock().raised
+        self.is_raised.load(Ordering::SeqCst)
     }
 
-    /// Has `waker` woken when the flag is raised: at once if it is.
-    pub fn subscribe(self: &Arc<Self>, waker: &Waker) -> Subscription {
-        let mut state = self.lock();
-        if state.raised {
-            drop(state);
+    /// Wakes `waker` when the flag is raised, at once if it is, until what it gives is dropped.
+    pub fn subscribe(&self, waker: &Waker) -> Subscription {
+        let mut listener = self.event.listen();
+        // Registered before the look, so that a flag that is raised now is noticed by one of both.
+        let registered = Pin::new(&mut listener).poll(&mut Context::from_waker(waker));
+        if registered.is_ready() || self.is_raised() {
             waker.wake_by_ref();
-            return Subscription { signal: Arc::clone(self), key: u64::MAX };
         }
-        let key = state.next_key;
-        state.next_key += 1;
-        state.wakers.insert(key, waker.clone());
-        Subscription { signal: Arc::clone(self), key }
+        Subscription { _listener: listener }
     }
 
     /// Waits for the flag.
-    pub async fn raised(self: &Arc<Self>) {
-        let mut subscription = None;
-        poll_fn(|context| {
-            if self.is_raised() {
-                return Poll::Ready(());
+    pub async fn raised(&self) {
+        while !self.is_raised() {
+            let listener = self.event.listen();
+            if !self.is_raised() {
+                listener.await;
             }
-            subscription = Some(self.subscribe(context.waker()));
-            Poll::Pending
-        })
-        .await;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        }
     }
 }
 
-/// Ends when dropped.
+/// A waker that waits for a [`Signal`]. Ends when dropped.
+#[must_use]
 pub struct Subscription {
-    signal: Arc<Signal>,
-    key: u64,
+    _listener: EventListener,
 }
 
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        self.signal.lock().wakers.remove(&self.key);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::pin::pin;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::task::Wake;
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn subscriber_is_woken_when_the_flag_is_raised_or_at_once() {
+        let woken = Arc::new(Woken::default());
+        let waker = Waker::from(Arc::clone(&woken));
+        let signal = Signal::default();
+        let early = signal.subscribe(&waker);
+        drop(signal.subscribe(&waker));
+        assert_eq!(woken.0.load(Ordering::SeqCst), 0);
+        signal.raise();
+        assert_eq!(woken.0.load(Ordering::SeqCst), 1, "one has ended, one was woken");
+        let _late = signal.subscribe(&waker);
+        assert_eq!(woken.0.load(Ordering::SeqCst), 2);
+        drop(early);
+    }
+
+    #[test]
+    fn everybody_who_waits_goes_on() {
+        let signal = Signal::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let (mut first, mut second) = (pin!(signal.raised()), pin!(signal.raised()));
+        assert!(first.as_mut().poll(&mut context).is_pending());
+        assert!(second.as_mut().poll(&mut context).is_pending());
+        signal.raise();
+        assert!(first.as_mut().poll(&mut context).is_ready());
+        assert!(second.as_mut().poll(&mut context).is_ready());
     }
 }

@@ -13,7 +13,7 @@ use crate::discard::Discard;
 use crate::workers::Workers;
 use fuser::{Config, Session, SessionACL};
 use mica_block::{Disk, Error, Result};
-use mica_rt::sync::Edges;
+use mica_rt::sync::SharedLock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -48,7 +48,7 @@ pub(super) struct Export {
     pub(super) gate: Arc<Gate>,
     pub(super) attributes: Attributes,
     pub(super) discard: Discard,
-    pub(super) edges: Edges,
+    pub(super) edges: SharedLock,
     /// For each executor, and last for the thread that takes requests.
     pub(super) stats: Box<[QueueStats]>,
     pub(super) failures_logged: AtomicU32,
@@ -90,7 +90,7 @@ impl Server {
             gate: Gate::new(disk, workers.pool()),
             attributes: Attributes::new(access, others, image),
             discard,
-            edges: Edges::default(),
+            edges: SharedLock::default(),
             stats,
             failures_logged: AtomicU32::new(0),
         });

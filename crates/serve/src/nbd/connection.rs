@@ -10,7 +10,7 @@ use crate::budget::{Party, Pool, Share};
 use crate::limit::Limiter;
 use crate::tls::{Tls, TlsPolicy, TlsStream};
 use mica_block::Disk;
-use mica_rt::sync::Edges;
+use mica_rt::sync::SharedLock;
 use mica_rt::sync::Signal;
 use mica_rt::{Elapsed, Stream, now, sleep, timeout};
 use std::future::{Future, poll_fn};
@@ -22,7 +22,7 @@ use std::task::Poll;
 pub(super) struct Common {
     pub(super) exports: Vec<Arc<Export>>,
     /// Of each export, in the same order.
-    edges: Vec<Edges>,
+    edges: Vec<SharedLock>,
     pub(super) limits: Limits,
     /// What its clients have of the process's memory.
     pub(super) party: Arc<Party>,
@@ -39,13 +39,13 @@ impl Common {
         pool: &Arc<Pool>,
     ) -> Self {
         let exports: Vec<_> = exports.into_iter().map(Arc::new).collect();
-        let edges = exports.iter().map(|_| Edges::default()).collect();
+        let edges = exports.iter().map(|_| SharedLock::default()).collect();
         let tls_handshakes = Limiter::new(TLS_HANDSHAKES).expect("there is a limit");
         Self { exports, edges, limits, party: Party::new(pool), tls_handshakes, stop }
     }
 
     /// What the changes of `disk` have in common. Exports of one disk have it from the first.
-    fn edges(&self, disk: &Arc<dyn Disk>) -> &Edges {
+    fn edges(&self, disk: &Arc<dyn Disk>) -> &SharedLock {
         let is_of = |export: &Arc<Export>| Arc::ptr_eq(&export.disk, disk);
         let index = self.exports.iter().position(is_of).expect("the disk of an export");
         &self.edges[index]

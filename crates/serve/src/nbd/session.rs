@@ -46,7 +46,7 @@ use crate::budget::Share;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
 use mica_block::{Disk, Extent};
-use mica_rt::sync::Edges;
+use mica_rt::sync::SharedLock;
 use mica_rt::sync::Signal;
 use mica_rt::{Buf, Instant, Sleep, now, sleep};
 use slots::Slots;
@@ -110,7 +110,7 @@ impl fmt::Display for Ended {
 pub(super) async fn transmit(
     channel: &impl Channel,
     transmission: Transmission,
-    (edges, share): (&Edges, Share),
+    (edges, share): (&SharedLock, Share),
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
@@ -214,7 +214,7 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     fn new(
-        (disk, edges, share): (&'a dyn Disk, &'a Edges, Share),
+        (disk, edges, share): (&'a dyn Disk, &'a SharedLock, Share),
         transmission: &Transmission,
         limits: Limits,
         stats: &'a QueueStats,

@@ -4,12 +4,10 @@ use super::protocol::ErrorCode;
 use super::reply::Outgoing;
 use crate::budget::Share;
 use mica_block::{Disk, Error};
-use mica_rt::sync::Edges;
+use mica_rt::sync::{SharedLock, Waiters};
 use mica_units::GuestOffset;
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
 
 /// Why a request failed, and at which byte of its range.
 pub(super) struct Failure {
@@ -36,20 +34,20 @@ impl Failure {
 /// What a session shares with its requests.
 pub(super) struct Shared<'a> {
     pub(super) disk: &'a dyn Disk,
-    pub(super) edges: &'a Edges,
+    pub(super) edges: &'a SharedLock,
     pub(super) outgoing: RefCell<Outgoing>,
     /// How much the session may hold.
     pub(super) share: Share,
     /// Bytes that requests hold, or may still put into `outgoing`.
     charged_bytes: Cell<usize>,
     /// Requests that wait for `outgoing` to shrink.
-    room_wakers: RefCell<Vec<Waker>>,
+    room: Waiters,
 }
 
 impl<'a> Shared<'a> {
     pub(super) fn new(
         disk: &'a dyn Disk,
-        (edges, share): (&'a Edges, Share),
+        (edges, share): (&'a SharedLock, Share),
         outgoing: Outgoing,
     ) -> Rc<Self> {
         Rc::new(Self {
@@ -58,27 +56,20 @@ impl<'a> Shared<'a> {
             outgoing: RefCell::new(outgoing),
             share,
             charged_bytes: Cell::new(0),
-            room_wakers: RefCell::default(),
+            room: Waiters::default(),
         })
     }
 
     /// Waits until `outgoing` holds at most `bytes`.
     pub(super) async fn room(&self, bytes: usize) {
-        poll_fn(|context| {
-            if self.outgoing.borrow().held_bytes() <= bytes {
-                return Poll::Ready(());
-            }
-            self.room_wakers.borrow_mut().push(context.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        let has_room = || self.outgoing.borrow().held_bytes() <= bytes;
+        self.room.until(|| has_room().then_some(())).await;
     }
 
     /// A batch is out: who waits for room looks again.
     pub(super) fn sent(&self) {
         self.outgoing.borrow_mut().sent();
-        let waiting = self.room_wakers.take();
-        waiting.into_iter().for_each(Waker::wake);
+        self.room.wake_all();
     }
 
     /// Bytes that the session holds, or may still come to hold for what it has admitted.

@@ -2,8 +2,8 @@
 //! does by itself.
 //!
 //! Clients may change single bytes: the export's minimum is 1, because there are clients that ask
-//! for it where they copy a file of odd length. The disk changes whole sectors; [`super::edges`]
-//! says how neighbours in one sector do not lose each other's bytes.
+//! for it where they copy a file of odd length. The disk changes whole sectors;
+//! [`crate::sectors`] says how neighbours in one sector do not lose each other's bytes.
 //!
 //! A write whose payload is more than the session may hold is **divided**: its pieces are written
 //! as they arrive, and it is answered once, when the last of them is done. A client that goes away

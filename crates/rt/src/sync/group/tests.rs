@@ -119,7 +119,7 @@ fn a_failure_goes_to_all_who_waited_and_to_nobody_else() {
 
     device.fails.set(true);
     let failed = |call: &mut Call<'_>| match call.poll() {
-        Poll::Ready(Err(error)) => error.to_string() == "the device is broken",
+        Poll::Ready(Err(error)) => error == "the device is broken",
         _ => false,
     };
     assert!(failed(&mut second) && failed(&mut third));
