@@ -4,31 +4,33 @@
 //! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header
 //! is read before a guest asks for it.
 
+mod push;
+
+use crate::gate::Gate;
 use crate::header_io::read_header;
 use crate::index::build::{IndexProgress, SealState};
+use crate::layer::Layer;
 use crate::map::Map;
 use crate::open::open_layers;
 use crate::write::Writer;
 use crate::write::pages::Metadata;
+use arc_swap::ArcSwapOption;
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IoFuture, LocalFuture,
     MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
+use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::future::ready;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
-
-/// How often who waits for an idle disk looks again.
-const IDLE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Whether the sidecars are used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,7 +69,12 @@ impl Default for ChainOptions {
 #[derive(Clone)]
 pub struct Chain {
     map: Arc<Map>,
-    writer: Option<Arc<Writer>>,
+    gate: Arc<Gate>,
+    /// Who writes the active layer. It is loaded by those only who are inside the gate, so that it
+    /// is another one only while the gate is held.
+    writer: Arc<ArcSwapOption<Writer>>,
+    /// Who puts a layer on top, one at a time.
+    pushing: Arc<Claims>,
 }
 
 impl Chain {
@@ -88,14 +95,19 @@ impl Chain {
         let wanted = (options.snapshot.as_deref(), options.writable);
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
         let map = Map::new(images, layers, options.cache_bytes.max(CACHE_BYTES_MIN));
+        let gate = Arc::default();
         let writer = match metadata {
-            Some(metadata) => Some(Arc::new(open_writer(&map, metadata).await?)),
+            Some(metadata) => {
+                let active = Arc::clone(map.layers().active());
+                Some(Arc::new(open_writer(&map, &active, metadata, &gate).await?))
+            }
             None => None,
         };
         if options.index == IndexUse::Read {
             map.adopt_sidecars().await;
         }
-        Ok(Self { map, writer })
+        let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
+        Ok(Self { map, gate, writer, pushing })
     }
 
     /// Number of layers.
@@ -162,22 +174,36 @@ impl Chain {
         &self.map
     }
 
-    fn writer(&self) -> Result<&Arc<Writer>> {
-        self.writer
-            .as_ref()
-            .ok_or_else(|| Error::new(ErrorKind::Denied, "the disk was opened for reading only"))
+    /// Does a change of the disk in a task of its own: a client that goes away does not leave it
+    /// half-way.
+    fn change<T: 'static>(
+        &self,
+        work: impl AsyncFnOnce(Arc<Writer>) -> T + 'static,
+    ) -> LocalFuture<'static, T> {
+        let (gate, writer) = (Arc::clone(&self.gate), Arc::clone(&self.writer));
+        let asked = gate.ask();
+        Box::pin(mica_rt::spawn_joined(async move {
+            let _asked = asked;
+            let _change = gate.enter_change().await;
+            let writer = writer.load_full().expect("a disk that is written stays so");
+            writer.complete(work).await
+        }))
     }
 
-    /// Does a change of the disk to its end, whatever becomes of who asked for it.
-    fn change(
+    /// The same, of a disk that may be opened for reading only.
+    fn change_if_writable(
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> Result<()> + 'static,
-    ) -> LocalFuture<'_, Result<()>> {
-        match self.writer() {
-            Ok(writer) => writer.run_to_completion(work),
-            Err(error) => Box::pin(ready(Err(error))),
+    ) -> LocalFuture<'static, Result<()>> {
+        match self.is_writable() {
+            true => self.change(work),
+            false => Box::pin(ready(Err(not_writable()))),
         }
     }
+}
+
+fn not_writable() -> Error {
+    Error::new(ErrorKind::Denied, "the disk was opened for reading only")
 }
 
 impl Disk for Chain {
@@ -204,64 +230,56 @@ impl Disk for Chain {
     }
 
     fn is_writable(&self) -> bool {
-        self.writer.is_some()
+        self.writer.load().is_some()
     }
 
     #[inline]
     fn enter(&self) -> InFlight<'_> {
-        match &self.writer {
-            Some(writer) => writer.requests().enter(),
-            None => InFlight::untracked(),
-        }
+        self.gate.enter()
     }
 
     #[inline]
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
-        let writer = match self.writer() {
-            Ok(writer) => writer,
-            Err(error) => return Writing::Direct(mica_block::ready(Err(error), buf)),
+        let buf = match self.gate.enter_in_place() {
+            None => buf,
+            Some(under_way) => match &*self.writer.load() {
+                None => return Writing::Direct(mica_block::ready(Err(not_writable()), buf)),
+                Some(writer) => match writer.write_in_place(at, buf, under_way) {
+                    Ok(writing) => return Writing::Direct(writing),
+                    Err(buf) => buf,
+                },
+            },
         };
-        match writer.write_in_place(at, buf) {
-            Ok(writing) => Writing::Direct(writing),
-            Err(buf) => Writing::Boxed(
-                writer
-                    .run_to_completion(async move |writer| writer.write_allocating(at, buf).await),
-            ),
-        }
+        let write = async move |writer: Arc<Writer>| writer.write_allocating(at, buf).await;
+        Writing::Boxed(self.change(write))
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.change(async move |writer| writer.zero_range(range, how).await)
+        self.change_if_writable(async move |writer| writer.zero_range(range, how).await)
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        self.change(async move |writer| writer.discard_range(range).await)
+        self.change_if_writable(async move |writer| writer.discard_range(range).await)
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        match &self.writer {
-            Some(writer) => writer.run_to_completion(async |writer| writer.flush().await),
-            None => Box::pin(ready(Ok(()))),
+        match self.is_writable() {
+            true => self.change(async |writer| writer.flush().await),
+            false => Box::pin(ready(Ok(()))),
         }
     }
 
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.change(async move |writer| writer.grow(len).await)
+        self.change_if_writable(async move |writer| writer.grow(len).await)
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(async {
-            if let Some(writer) = &self.writer {
-                while !writer.is_idle() {
-                    mica_rt::sleep(IDLE_PAUSE).await;
-                }
-            }
-        })
+        Box::pin(self.gate.idle())
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
-            match &self.writer {
+            match self.writer.load_full() {
                 Some(writer) => writer.close().await,
                 None => Ok(()),
             }
@@ -269,11 +287,11 @@ impl Disk for Chain {
     }
 
     fn weakness(&self) -> Option<&'static str> {
-        self.writer.as_ref()?.weakness()
+        self.writer.load().as_ref()?.weakness()
     }
 
     fn write_stats(&self) -> WriteStats {
-        self.writer.as_ref().map(|writer| writer.stats()).unwrap_or_default()
+        self.writer.load().as_ref().map(|writer| writer.stats()).unwrap_or_default()
     }
 
     fn map_stats(&self) -> MapStats {
@@ -281,9 +299,13 @@ impl Disk for Chain {
     }
 }
 
-/// The writer of the active layer, whose metadata is `metadata`.
-async fn open_writer(map: &Arc<Map>, metadata: Arc<Metadata>) -> Result<Writer> {
-    let active = Arc::clone(map.layers().active());
+/// The writer of `layer`, whose metadata is `metadata`.
+async fn open_writer(
+    map: &Arc<Map>,
+    layer: &Arc<Layer>,
+    metadata: Arc<Metadata>,
+    gate: &Arc<Gate>,
+) -> Result<Writer> {
     let opened = async {
         let header = read_header(&*metadata.store).await?;
         if header.incompatible.corrupt {
@@ -291,13 +313,12 @@ async fn open_writer(map: &Arc<Map>, metadata: Arc<Metadata>) -> Result<Writer> 
             return Err(Error::new(ErrorKind::Corrupt, context));
         }
         let header = match header.incompatible.dirty {
-            true => {
-                crate::recover::repair_dirty(metadata.store.before_any_write(), &header).await?
-            }
+            true => crate::recover::repair_dirty(metadata.store.raw_file(), &header).await?,
             false => header,
         };
-        let redo_memory = (map.images.redo_log(&active.path)?, map.images.now_ns());
-        Writer::open(Arc::clone(map), Arc::clone(&active), &header, metadata, redo_memory).await
+        let redo_memory = (map.images.redo_log(&layer.path)?, map.images.now_ns());
+        let (map, layer) = (Arc::clone(map), Arc::clone(layer));
+        Writer::open(map, layer, &header, metadata, Arc::clone(gate), redo_memory).await
     };
-    opened.await.map_err(|error| active.explain(error))
+    opened.await.map_err(|error| layer.explain(error))
 }

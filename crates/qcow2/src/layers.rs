@@ -93,4 +93,19 @@ impl Layers {
     pub(crate) fn are_positions_numbers(&self) -> bool {
         self.are_positions_numbers
     }
+
+    /// A number that no layer has; `None` if there are as many layers as there may be.
+    pub(crate) fn free_number(&self) -> Option<LayerNumber> {
+        let gap = self.positions.iter().position(Option::is_none);
+        LayerNumber::new(gap.unwrap_or(self.positions.len()))
+    }
+
+    /// These with `frozen` in the place of the uppermost one, whose number it has, and `active` on
+    /// top.
+    pub(crate) fn pushed(&self, frozen: Arc<Layer>, active: Arc<Layer>) -> Self {
+        let mut order = self.frozen().to_vec();
+        assert_eq!(frozen.number, self.active().number, "it is the same layer");
+        order.extend([frozen, active]);
+        Self::new(order)
+    }
 }

@@ -13,6 +13,7 @@ pub mod create;
 mod decoded;
 mod detail;
 pub mod format;
+mod gate;
 mod header_io;
 mod index;
 mod inspect;

@@ -94,6 +94,12 @@ impl Map {
         Err(beyond_end(self.len(), range.end()))
     }
 
+    /// Makes `layers` the chain's. What the slices in memory say must be true of them, too.
+    pub(crate) fn replace_layers(&self, layers: Layers) {
+        self.layers.store(Arc::new(layers));
+        self.index.cache.outdate_loading();
+    }
+
     /// As [`Disk::plan`](mica_block::Disk::plan).
     #[inline]
     pub(crate) fn plan<'a>(
@@ -177,10 +183,9 @@ impl Map {
                 IoFuture::boxed(async move {
                     let (result, buf) = layer.read_deferred(start, buf, &decoded).await;
                     match result {
-                        Err(_) if layer.live.is_some() => {
-                            Box::pin(map.read_again(&layer, start, buf)).await
-                        }
-                        result => (result, buf),
+                        Ok(()) => (result, buf),
+                        // The layer may have been written since the plan.
+                        Err(_) => Box::pin(map.read_again(&layer, start, buf)).await,
                     }
                 })
             }

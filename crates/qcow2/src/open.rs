@@ -10,11 +10,12 @@ use crate::format::{Header, ImageName, SnapshotEntry, parse_image_name};
 use crate::header_io::{open_data_file, read_header};
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
+use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
-use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, read_exact};
-use mica_units::{HostOffset, LayerNumber, SECTOR_BYTES};
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
+use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -216,6 +217,76 @@ async fn build_layer(
         }
     }
     Ok((layer, written))
+}
+
+/// Opens the image at `path` to be written on top of `beneath`, of whose active layer it is an
+/// overlay that has nothing.
+pub(crate) async fn open_overlay(
+    images: &dyn Images,
+    path: &Path,
+    beneath: &Layers,
+) -> Result<(Layer, Arc<Metadata>)> {
+    let opened = async {
+        let refuse = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
+        let Some(number) = beneath.free_number() else {
+            let context = format!("the chain has {} layers already", LayerNumber::COUNT_MAX);
+            return Err(Error::new(ErrorKind::Limit, context));
+        };
+        let image = images.open_writable(path)?;
+        replay_redo_log(images, path, &*image.store).await?;
+        let is_it = |layer: &Arc<Layer>| same_file(layer.identity, image.identity);
+        if beneath.all().iter().any(is_it) {
+            return Err(loop_error(path));
+        }
+        let (opened, below) = open_one(images, image, path.to_owned(), ImageFormat::Qcow2).await?;
+        let active = beneath.active();
+        match below {
+            Some((below, ImageFormat::Qcow2))
+                if same_file(images.identify(&below)?, active.identity) => {}
+            _ => return refuse("it is no overlay of the active layer"),
+        }
+        let (layer, metadata) = build_layer(images, opened, number, (None, true)).await?;
+        let Some(metadata) = metadata else { return refuse("it is no qcow2 image") };
+        if layer.len() != active.len() {
+            return refuse("it is not as long as the active layer");
+        }
+        let end = GuestOffset::new(layer.len());
+        if layer.unowned_until(GuestOffset::ZERO, end).await? != end {
+            return refuse("it has data already");
+        }
+        Ok((layer, metadata))
+    };
+    opened.await.map_err(|error| error.wrap(path.display().to_string()))
+}
+
+fn same_file(one: Identity, other: Identity) -> bool {
+    (one.device, one.inode) == (other.device, other.inode)
+}
+
+/// The layer `written`, whose writer has closed its `file`, as one that nobody writes any more.
+pub(crate) async fn freeze(
+    images: &dyn Images,
+    written: &Layer,
+    file: Arc<dyn Store>,
+) -> Result<Layer> {
+    let tables = match &written.tables {
+        None => None,
+        Some(tables) => {
+            let (l1_offset, l1_entries) = tables.l1_place.get();
+            Some(Tables::new(tables.l2, l1_offset, l1_entries, tables.compression))
+        }
+    };
+    Ok(Layer {
+        number: written.number,
+        path: written.path.clone(),
+        store: file,
+        data: Arc::clone(&written.data),
+        identity: images.identify(&written.path)?,
+        content: written.content.clone(),
+        len: AtomicU64::new(written.len()),
+        tables,
+        live: None,
+    })
 }
 
 /// Where the L1 table of a snapshot is, and the length of its disk.

@@ -92,6 +92,13 @@ impl SliceCache {
         }
     }
 
+    /// Slices that are being loaded now are not kept.
+    pub(crate) fn outdate_loading(&self) {
+        for version in &self.versions {
+            *version.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        }
+    }
+
     fn version_of(&self, number: u64) -> MutexGuard<'_, u64> {
         let index = usize::try_from(number % VERSIONS as u64).expect("small");
         self.versions[index].lock().unwrap_or_else(PoisonError::into_inner)

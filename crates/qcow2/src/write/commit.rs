@@ -24,6 +24,7 @@
 use super::Writer;
 use super::pages::{Dirty, Group};
 use crate::format::field;
+use crate::gate::Moment;
 use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange, Store};
 use mica_rt::{Buf, Pace};
 use mica_units::HostOffset;
@@ -37,10 +38,10 @@ const CLUSTERS_PER_TURN: u64 = 256;
 /// Host clusters that nothing durable names any more, but requests under way may.
 #[derive(Default)]
 pub(crate) struct Limbo {
-    /// Freed since the phase was turned.
+    /// Freed since the last moment.
     waiting: Vec<u64>,
-    /// The phase that was ended, and what was freed before.
-    turned: Option<(usize, Vec<u64>)>,
+    /// A moment, and what was freed before it.
+    ending: Option<(Moment, Vec<u64>)>,
 }
 
 impl Writer {
@@ -184,10 +185,13 @@ impl Writer {
     async fn release_drained(&self) -> Result<()> {
         let drained = {
             let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
-            let drained = limbo.turned.take_if(|(phase, _)| self.requests.is_drained(*phase));
-            if limbo.turned.is_none() && !limbo.waiting.is_empty() {
+            let drained = limbo.ending.take_if(|(moment, _)| self.gate.is_over(*moment));
+            if limbo.ending.is_none()
+                && !limbo.waiting.is_empty()
+                && let Some(moment) = self.gate.moment()
+            {
                 let freed = std::mem::take(&mut limbo.waiting);
-                limbo.turned = Some((self.requests.turn(), freed));
+                limbo.ending = Some((moment, freed));
             }
             drained
         };
@@ -253,8 +257,9 @@ impl Writer {
 
     async fn close_inner(&self) -> Result<()> {
         self.flush().await?;
-        // With nothing under way each round frees what the one before turned.
+        // Each round takes what was freed before it, and frees what the one before has taken.
         while self.has_limbo() {
+            self.gate.grace().await;
             self.flush().await?;
         }
         let mut unused = self.space.drain_pool();
@@ -273,6 +278,6 @@ impl Writer {
     fn has_limbo(&self) -> bool {
         let limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
         let group_freed = !self.metadata.lock().group.freed.is_empty();
-        group_freed || limbo.turned.is_some() || !limbo.waiting.is_empty()
+        group_freed || limbo.ending.is_some() || !limbo.waiting.is_empty()
     }
 }

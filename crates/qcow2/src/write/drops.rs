@@ -72,7 +72,7 @@ impl Writer {
         let held = self.metadata.held.hold(clusters.collect());
         // As it is, but that nobody finds a place to write to.
         self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..self.units())));
-        self.in_place.grace().await;
+        self.gate.in_place_grace().await;
         held
     }
 }

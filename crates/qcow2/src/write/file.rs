@@ -39,8 +39,8 @@ impl ImageFile {
         write_all(&*self.file, Buf::from_slice(bytes), at).await
     }
 
-    /// The file for a repair that comes before any write: there is no log then.
-    pub(crate) fn before_any_write(&self) -> Arc<dyn Store> {
+    /// The file itself, for work before the first write or after the last: there is no log then.
+    pub(crate) fn raw_file(&self) -> Arc<dyn Store> {
         Arc::clone(&self.file)
     }
 

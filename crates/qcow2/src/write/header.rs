@@ -131,6 +131,7 @@ impl Writer {
 
     /// The image is as if nobody had it open: refcounts are right.
     pub(crate) async fn unmark(&self) -> Result<()> {
+        self.header.marked.store(false, Ordering::Release);
         if self.header.is_v3 {
             // A log that could not be written on is named still. It is removed only when the image
             // does not name it any more: an image that names a log that is not there looks as if

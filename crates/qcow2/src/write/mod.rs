@@ -33,6 +33,7 @@ mod request;
 mod zero;
 
 use crate::format::{Header, L1Entry, L2Format};
+use crate::gate::Gate;
 use crate::l1_place::L1Place;
 use crate::layer::Layer;
 use crate::live::TableKind;
@@ -41,8 +42,8 @@ use crate::redo::{HeaderFields, HeaderState};
 use allocate::Space;
 use commit::Limbo;
 use mica_block::{
-    Error, ErrorKind, GroupSync, IoFuture, LocalFuture, OwnedInFlight, RedoMemory, Requests,
-    Result, Store, WriteStats, read_exact,
+    Error, ErrorKind, GroupSync, IoFuture, OwnedInFlight, RedoMemory, Result, Store, WriteStats,
+    read_exact,
 };
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
@@ -79,9 +80,7 @@ pub(crate) struct Writer {
     gather: gather::Gather,
     /// L1 entries whose table is being made.
     tables: Claims,
-    requests: Arc<Requests>,
-    /// Writes in place that are under way.
-    in_place: Arc<Requests>,
+    gate: Arc<Gate>,
     flushes: GroupSync,
     header: header::InUse,
     /// Where the log goes for who comes after this process, and when the image was opened.
@@ -99,6 +98,7 @@ impl Writer {
         layer: Arc<Layer>,
         header: &Header,
         metadata: Arc<Metadata>,
+        gate: Arc<Gate>,
         (redo_memory, now_ns): (Option<Arc<dyn RedoMemory>>, i128),
     ) -> Result<Self> {
         let ranges = &metadata.ranges;
@@ -138,8 +138,7 @@ impl Writer {
             clusters: Claims::default(),
             gather: gather::Gather::default(),
             tables: Claims::default(),
-            requests: Arc::default(),
-            in_place: Arc::default(),
+            gate,
             flushes: GroupSync::new(),
             header: header::InUse::new(header),
             redo_memory,
@@ -163,18 +162,14 @@ impl Writer {
         }
     }
 
-    pub(crate) fn requests(&self) -> &Requests {
-        &self.requests
+    /// The image file, once this writer is closed.
+    pub(crate) fn raw_file(&self) -> Arc<dyn Store> {
+        self.metadata.store.raw_file()
     }
 
     /// Whether another layer lies beneath the one that is written.
     fn has_backing(&self) -> bool {
         self.map.layers().position(self.layer.number) > 0
-    }
-
-    /// Whether no request is under way, nor a write in place of one that was given up.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.requests.is_idle() && self.in_place.is_idle()
     }
 
     /// Whether writes may still be acknowledged.
@@ -211,7 +206,6 @@ impl Writer {
 struct CompletionGuard {
     writer: Arc<Writer>,
     ended: bool,
-    _under_way: OwnedInFlight,
 }
 
 impl Drop for CompletionGuard {
@@ -223,35 +217,27 @@ impl Drop for CompletionGuard {
 }
 
 impl Writer {
-    /// Does `work` in a task of its own: a client that goes away does not leave it half-way.
-    pub(crate) fn run_to_completion<T: 'static>(
-        self: &Arc<Self>,
-        work: impl AsyncFnOnce(Arc<Self>) -> T + 'static,
-    ) -> LocalFuture<'static, T> {
-        let under_way = self.requests.enter_owned();
-        let writer = Arc::clone(self);
-        let guard = CompletionGuard { writer, ended: false, _under_way: under_way };
-        Box::pin(mica_rt::spawn_joined(async move {
-            // All of it: a capture of its parts would not be what is dropped at the end.
-            let mut guard = guard;
-            let output = work(Arc::clone(&guard.writer)).await;
-            guard.ended = true;
-            output
-        }))
+    /// Does `work`, which must not be left half-way.
+    pub(crate) async fn complete<T>(self: Arc<Self>, work: impl AsyncFnOnce(Arc<Self>) -> T) -> T {
+        let mut guard = CompletionGuard { writer: self, ended: false };
+        let output = work(Arc::clone(&guard.writer)).await;
+        guard.ended = true;
+        output
     }
 
-    /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise.
+    /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise. The write is
+    /// counted as `under_way` before anybody looks where it goes: whoever takes the place away waits
+    /// for it.
     #[inline]
     pub(crate) fn write_in_place(
         &self,
         at: GuestOffset,
         buf: Buf,
+        under_way: OwnedInFlight,
     ) -> std::result::Result<IoFuture, Buf> {
         if !self.header.is_marked() || self.metadata.failure().is_some() {
             return Err(buf);
         }
-        // Before the look: who takes the place away waits for all who may have seen it.
-        let under_way = self.in_place.enter_owned();
         let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
         self.wrote.store(true, Ordering::Relaxed);
         // Whatever becomes of who asked: what is there now gives way to nothing else before.

@@ -1,21 +1,19 @@
 //! Which requests are under way, so that space is put to another use only when nobody may touch it.
 //!
 //! Two phases, as in read-copy-update: requests count themselves in the phase that is current when
-//! they enter. Who wants to reuse space turns the phase ([`Requests::turn`]) and waits until the
-//! phase before is empty ([`Requests::is_drained`]): then every request that entered before the
-//! turn is done.
+//! they enter. To put space to another use, end the phase ([`Requests::end_phase`]) and wait until
+//! it is drained ([`Requests::is_drained`]): then every request that entered before the end is
+//! done. [`Requests::grace`] does both.
 //!
 //! Invariants
 //! - I1 A request counts in exactly one phase from enter to drop.
-//! - I2 [`Requests::turn`] is called again only after the phase that it ended is drained: else a
-//!   phase would hold requests from before and after. So whoever has the requests of a disk either
-//!   turns by himself, or waits by [`Requests::grace`], which many may do at once.
-//! - I3 Who waits for a phase is woken by the last request of it that counted as owned.
+//! - I2 A phase ends only when the one before it is drained: else it would hold requests from before
+//!   and after. So any number of tasks may end phases and wait for them.
+//! - I3 A task that waits for a phase is woken by the last request of it.
 
-use super::GroupSync;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use super::{GroupSync, Waiters};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Poll, Waker};
 
 /// Counters are spread over this many cache lines, so that queues do not share one.
 const SHARDS: usize = 16;
@@ -32,33 +30,49 @@ struct Shard {
 pub struct Requests {
     shards: [Shard; SHARDS],
     phase: AtomicUsize,
+    /// Tasks that wait for a phase to be drained.
+    awaiting: AtomicUsize,
+    waiters: Waiters,
+    /// Held while a phase is ended.
+    ending: Mutex<()>,
     graces: GroupSync<()>,
-    /// Whether somebody waits for a phase to be drained, and who.
-    is_awaited: AtomicBool,
-    waiter: Mutex<Option<Waker>>,
 }
+
+/// A phase that was ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EndedPhase(usize);
 
 impl Requests {
     /// Counts a request until what it gives is dropped.
     #[inline]
     pub fn enter(&self) -> InFlight<'_> {
         let (shard, phase) = self.count();
-        InFlight { counter: Some(&self.shards[shard].under_way[phase]) }
+        InFlight { counted: Some((self, shard, phase)) }
     }
 
-    /// Counts one more; gives where, for who counts it down.
+    /// Counts one more; gives where, to count it down there.
     #[inline]
-    fn count(&self) -> (usize, usize) {
+    fn count(&self) -> (u8, u8) {
         let shard = shard_of_thread();
         loop {
             let phase = self.phase.load(Ordering::SeqCst) & 1;
-            let counter = &self.shards[shard].under_way[phase];
+            let counter = &self.shards[usize::from(shard)].under_way[phase];
             counter.fetch_add(1, Ordering::SeqCst);
-            // Whoever turned in between may have seen this phase empty already.
+            // The phase may have ended in between, and been seen empty already.
             if self.phase.load(Ordering::SeqCst) & 1 == phase {
-                return (shard, phase);
+                return (shard, u8::from(phase == 1));
             }
             counter.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    #[inline]
+    fn count_down(&self, shard: u8, phase: u8) {
+        let counter = &self.shards[usize::from(shard)].under_way[usize::from(phase)];
+        counter.fetch_sub(1, Ordering::SeqCst);
+        // They count before they look (I3).
+        if self.awaiting.load(Ordering::SeqCst) > 0 {
+            self.waiters.wake_all();
         }
     }
 
@@ -70,101 +84,106 @@ impl Requests {
 
     /// Whether nothing is under way.
     pub fn is_idle(&self) -> bool {
-        self.is_drained(0) && self.is_drained(1)
+        self.is_empty(0) && self.is_empty(1)
     }
 
-    /// Ends the current phase; gives its number for [`Self::is_drained`].
-    pub fn turn(&self) -> usize {
-        let ended = self.phase.fetch_add(1, Ordering::SeqCst);
+    /// Ends the current phase; `None` while requests of the one before are under way (I2).
+    pub fn end_phase(&self) -> Option<EndedPhase> {
+        let _alone = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
+        let phase = self.phase.load(Ordering::SeqCst);
+        if !self.is_empty(phase + 1) {
+            return None;
+        }
+        self.phase.store(phase + 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        ended
+        Some(EndedPhase(phase))
     }
 
-    /// Whether every request that entered in phase `ended`, or before it, is done.
-    pub fn is_drained(&self, ended: usize) -> bool {
-        let count = |shard: &Shard| shard.under_way[ended & 1].load(Ordering::SeqCst);
+    /// Whether every request that entered before `ended` was ended is done.
+    pub fn is_drained(&self, ended: EndedPhase) -> bool {
+        // The next phase has ended, too, if two have begun since.
+        self.phase.load(Ordering::SeqCst) > ended.0 + 1 || self.is_empty(ended.0)
+    }
+
+    fn is_empty(&self, phase: usize) -> bool {
+        let count = |shard: &Shard| shard.under_way[phase & 1].load(Ordering::SeqCst);
         self.shards.iter().map(count).sum::<u64>() == 0
     }
 
-    /// Waits until every owned request that entered before the call is done. Those that enter
-    /// meanwhile are not waited for. Only for requests all of which are owned.
+    /// Waits until every request that entered before the call is done. Those that enter meanwhile
+    /// are not waited for.
     pub async fn grace(&self) {
         if self.is_idle() {
             return;
         }
-        let drain = async || {
-            // A grace that was given up half-way has turned, and nobody has waited (I2).
-            self.drained(self.phase.load(Ordering::SeqCst) + 1).await;
-            let ended = self.turn();
-            self.drained(ended).await;
-        };
-        self.graces.run(drain).await;
-    }
-
-    async fn drained(&self, ended: usize) {
-        self.is_awaited.store(true, Ordering::SeqCst);
-        std::future::poll_fn(|context| {
-            // The waker first: who is done after the look finds it (I3).
-            *self.lock_waiter() = Some(context.waker().clone());
-            if !self.is_drained(ended) {
-                return Poll::Pending;
-            }
-            self.lock_waiter().take();
-            Poll::Ready(())
-        })
-        .await;
-        self.is_awaited.store(false, Ordering::SeqCst);
-    }
-
-    fn lock_waiter(&self) -> std::sync::MutexGuard<'_, Option<Waker>> {
-        self.waiter.lock().unwrap_or_else(PoisonError::into_inner)
+        let drained = self.graces.run(async || {
+            let _awaiting = Awaiting::new(&self.awaiting);
+            let ended = self.waiters.until(|| self.end_phase()).await;
+            self.waiters.until(|| self.is_drained(ended).then_some(())).await;
+        });
+        drained.await;
     }
 }
 
-/// A request that is under way; see [`Requests::enter`].
+/// Counts a task that waits, until this is dropped.
+struct Awaiting<'a>(&'a AtomicUsize);
+
+impl<'a> Awaiting<'a> {
+    fn new(awaiting: &'a AtomicUsize) -> Self {
+        awaiting.fetch_add(1, Ordering::SeqCst);
+        Self(awaiting)
+    }
+}
+
+impl Drop for Awaiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A request that is under way.
 #[must_use = "the request counts as done when this is dropped"]
 pub struct InFlight<'a> {
-    counter: Option<&'a AtomicU64>,
+    counted: Option<(&'a Requests, u8, u8)>,
 }
 
 /// Work that is under way, however long; see [`Requests::enter_owned`].
 #[must_use = "the work counts as done when this is dropped"]
 pub struct OwnedInFlight {
     requests: Arc<Requests>,
-    shard: usize,
-    phase: usize,
+    shard: u8,
+    phase: u8,
 }
 
 impl Drop for OwnedInFlight {
     fn drop(&mut self) {
-        self.requests.shards[self.shard].under_way[self.phase].fetch_sub(1, Ordering::SeqCst);
-        if self.requests.is_awaited.load(Ordering::SeqCst) {
-            let waiter = self.requests.lock_waiter().clone();
-            waiter.into_iter().for_each(Waker::wake);
-        }
+        self.requests.count_down(self.shard, self.phase);
     }
 }
 
 impl InFlight<'_> {
     /// For disks on which space has one use only.
     pub fn untracked() -> Self {
-        Self { counter: None }
+        Self { counted: None }
     }
 }
 
 impl Drop for InFlight<'_> {
     #[inline]
     fn drop(&mut self) {
-        if let Some(counter) = self.counter {
-            counter.fetch_sub(1, Ordering::SeqCst);
+        if let Some((requests, shard, phase)) = self.counted {
+            requests.count_down(shard, phase);
         }
     }
 }
 
-fn shard_of_thread() -> usize {
+fn shard_of_thread() -> u8 {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        static SHARD: u8 = {
+            let next = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+            u8::try_from(next).expect("there are few shards")
+        };
     }
     SHARD.try_with(|shard| *shard).unwrap_or(0)
 }
@@ -235,14 +254,40 @@ mod tests {
     fn a_phase_is_drained_when_its_requests_are_done() {
         let requests = Requests::default();
         let early = requests.enter();
-        let ended = requests.turn();
+        let ended = requests.end_phase().expect("nothing was ended before");
         let late = requests.enter();
         assert!(!requests.is_drained(ended));
+        assert_eq!(requests.end_phase(), None, "the phase before is not drained");
         drop(early);
         assert!(requests.is_drained(ended), "a later request does not count");
-        let ended = requests.turn();
-        assert!(!requests.is_drained(ended));
+        let next = requests.end_phase().expect("the phase before is drained");
+        assert!(!requests.is_drained(next));
+        let _later = requests.enter();
+        assert!(requests.is_drained(ended), "it stays drained while its counter is used again");
         drop(late);
-        assert!(requests.is_drained(ended));
+        assert!(requests.is_drained(next));
+    }
+
+    #[test]
+    fn grace_waits_for_borrowed_requests_and_beside_phases_that_others_end() {
+        let executor = crate::Executor::new(crate::Backend::Sim { seed: 1 }).expect("starts");
+        executor.block_on(async {
+            let requests = Arc::new(Requests::default());
+            let early = requests.enter();
+            let ended = requests.end_phase().expect("nothing was ended before");
+            let middle = requests.enter();
+            let waiting = crate::spawn_joined({
+                let requests = Arc::clone(&requests);
+                async move { requests.grace().await }
+            });
+            crate::yield_now().await;
+            assert!(!requests.is_drained(ended));
+            drop(early);
+            assert!(requests.is_drained(ended));
+            crate::yield_now().await;
+            let _late = requests.enter();
+            drop(middle);
+            waiting.await;
+        });
     }
 }

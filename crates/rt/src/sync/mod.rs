@@ -14,7 +14,7 @@ mod waiters;
 
 pub use claims::{Claim, Claims, Mode};
 pub use group::GroupSync;
-pub use in_flight::{InFlight, OwnedInFlight, Requests};
+pub use in_flight::{EndedPhase, InFlight, OwnedInFlight, Requests};
 pub use notify::Notify;
 pub use shared_lock::{Alone, SharedLock, Sharing};
 pub use signal::{Signal, Subscription};

@@ -105,7 +105,7 @@ impl MemoryDisk {
 
     /// Whether no request is under way.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.requests.is_drained(0)
+        self.requests.is_idle()
     }
 
     fn check(&self, range: GuestRange) -> Result<()> {

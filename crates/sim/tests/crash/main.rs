@@ -15,6 +15,7 @@ mod growing;
 mod killed;
 mod lies;
 mod plain;
+mod pushing;
 mod qemu;
 mod random;
 mod resize;

@@ -1,0 +1,49 @@
+//! A new active layer under running requests.
+//!
+//! ```text
+//! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer ─▶ the layers ─▶ the writer ─▶ let go
+//! ```
+//!
+//! Reads go on all the time: what is in memory of the map stays true, as the new layer has nothing.
+//! Changes wait while the gate is held: as long as a flush takes of what was written since the one
+//! before.
+//!
+//! Invariants
+//! - I1 What was acknowledged before the gate is held is durable in the layer that is frozen, and
+//!   nothing else is in it; what is acknowledged later is in the new layer.
+//! - I2 After an error the chain is as it was.
+
+use super::{Chain, not_writable, open_writer};
+use crate::open::{freeze, open_overlay};
+use mica_block::{Disk, Result};
+use std::path::Path;
+use std::sync::Arc;
+
+impl Chain {
+    /// Puts the image at `path` on top: an overlay of the active layer, which has nothing yet.
+    /// From then on it is the one that is written.
+    ///
+    /// # Errors
+    /// `Denied` if the chain is open for reading only, or if the policy forbids the image; `Invalid`
+    /// if the image is no such overlay; `Limit` if the chain has as many layers as it may have; else
+    /// what the stores say.
+    pub async fn push(&self, path: &Path) -> Result<()> {
+        let _alone = self.pushing.claim(0).await;
+        let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
+        let map = &self.map;
+        let before = map.layers();
+        let (layer, metadata) = open_overlay(&*map.images, path, &before).await?;
+        let layer = Arc::new(layer);
+        let next = open_writer(map, &layer, metadata, &self.gate).await?;
+        // So that little is left for the time in which changes wait.
+        self.flush().await?;
+        let held = self.gate.hold().await;
+        writer.close().await?;
+        let frozen = freeze(&*map.images, before.active(), writer.raw_file()).await?;
+        map.replace_layers(before.pushed(Arc::new(frozen), layer));
+        self.writer.store(Some(Arc::new(next)));
+        drop(held);
+        map.index_call.set();
+        Ok(())
+    }
+}

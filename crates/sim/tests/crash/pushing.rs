@@ -1,0 +1,179 @@
+//! Layers that are put on top of a chain while a guest works on it, and the power goes, or the
+//! process dies: the guest notices nothing, and no layer is damaged.
+
+use crate::chain::{ChainSubject, Shape};
+use mica_block::{Disk, Images as _, LocalFuture, Result};
+use mica_qcow2::create::{ImageWish, Stores, create};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, inspect};
+use mica_sim::crash::{Crashes, Cut, Mode, Subject, load_at_random};
+use mica_sim::{Loss, ModelDisk, World, scenario};
+use std::cell::{Cell, RefCell};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A chain on which layers are put.
+struct Growing {
+    shape: Shape,
+    /// The active layers that it had, the last one last.
+    tops: RefCell<Vec<PathBuf>>,
+    open: RefCell<Option<Chain>>,
+    pushed: Cell<u64>,
+}
+
+impl Growing {
+    fn new(shape: Shape) -> Self {
+        let tops = RefCell::new(vec![shape.top.clone()]);
+        Self { shape, tops, open: RefCell::default(), pushed: Cell::new(0) }
+    }
+
+    /// The active layer as anybody can tell who finds the files: the last one, unless the one
+    /// beneath names a log still. Then nothing was written to the last one.
+    async fn top(&self, world: &World) -> PathBuf {
+        let tops = self.tops.borrow().clone();
+        let mut found = tops[tops.len() - 1].clone();
+        for top in &tops {
+            let header = inspect(world, top).await.map(|info| info.header);
+            if header.is_ok_and(|header| header.autoclear.unknown != 0) {
+                found.clone_from(top);
+                break;
+            }
+        }
+        found
+    }
+
+    fn subject(&self, top: PathBuf) -> ChainSubject {
+        ChainSubject { shape: Shape { top, ..self.shape.clone() } }
+    }
+
+    /// Puts another layer on top.
+    async fn push(&self, world: &World) -> Result<()> {
+        let number = self.tops.borrow().len();
+        let path = Path::new(crate::chain::FOLDER).join(format!("pushed-{number}.qcow2"));
+        let beneath = self.tops.borrow()[number - 1].clone();
+        let mut wish = ImageWish {
+            cluster_bytes: Some(512 << world.random_below(8)),
+            backing_name: Some(beneath.file_name().unwrap().to_owned().into()),
+            backing_format: Some("qcow2".to_owned()),
+            ..ImageWish::default()
+        };
+        wish.lazy_refcounts = Some(world.random_below(6) == 0);
+        world.put(&path, Vec::new());
+        let plan = wish.plan(self.shape.initial.len() as u64).unwrap();
+        let image = world.open_writable(&path).unwrap().store;
+        create(plan, Stores { image: &*image, data: None }).await?;
+        drop(image);
+        let chain = self.open.borrow().clone().unwrap();
+        self.tops.borrow_mut().push(path.clone());
+        chain.push(&path).await?;
+        self.pushed.set(self.pushed.get() + 1);
+        Ok(())
+    }
+}
+
+impl Subject for Growing {
+    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+        Box::pin(async move {
+            drop(self.open.take());
+            let top = self.top(world).await;
+            // What lies above has nothing, and is put there again.
+            self.tops.borrow_mut().truncate_after(&top);
+            let writable = mode == Mode::Write;
+            let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
+            let options = ChainOptions { cache_bytes, writable, ..ChainOptions::default() };
+            let chain = Chain::open(Arc::new(world.clone()), &top, &options).await?;
+            *self.open.borrow_mut() = writable.then(|| chain.clone());
+            Ok(Arc::new(chain) as Arc<dyn Disk>)
+        })
+    }
+
+    fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>> {
+        Box::pin(async move {
+            drop(self.open.take());
+            let top = self.top(world).await;
+            let mut leaks = 0;
+            for one in self.tops.borrow().clone() {
+                leaks += self.subject(one.clone()).check(world).await?;
+                if one == top {
+                    break;
+                }
+            }
+            Ok(leaks)
+        })
+    }
+
+    fn outlives_the_process(&self) -> bool {
+        self.subject(self.shape.top.clone()).outlives_the_process()
+    }
+
+    fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
+        let top = self.tops.borrow().last().unwrap().clone();
+        self.subject(top).judge_elsewhere(world, model);
+    }
+}
+
+trait TruncateAfter {
+    fn truncate_after(&mut self, last: &Path);
+}
+
+impl TruncateAfter for Vec<PathBuf> {
+    fn truncate_after(&mut self, last: &Path) {
+        let at = self.iter().position(|path| path == last).unwrap();
+        self.truncate(at + 1);
+    }
+}
+
+async fn rounds(world: &World, cut: impl Fn() -> (Cut, Loss), give_up_one_in: u64) {
+    let shape = Shape::random(world);
+    shape.put_in(world);
+    let growing = Growing::new(shape);
+    let mut crashes = Crashes::new(world, &growing, growing.shape.model());
+    for _ in 0..3 {
+        let mut load = load_at_random(world, growing.shape.initial.len() as u64 / 512);
+        load.give_up_one_in = give_up_one_in;
+        let pushes = 1 + world.random_below(4);
+        let (cut, loss) = cut();
+        let work = async |guest: &mica_sim::Guest| {
+            let push = async {
+                for _ in 0..pushes {
+                    mica_rt::sleep(Duration::from_micros(world.random_below(3000))).await;
+                    growing.push(world).await.unwrap();
+                }
+            };
+            let both: [LocalFuture<'_, ()>; 2] = [Box::pin(push), Box::pin(guest.run(&load))];
+            mica_rt::join_all(both).await;
+            guest.read_all().await;
+        };
+        crashes.round(cut, loss, work).await;
+    }
+}
+
+#[test]
+fn guest_notices_nothing_of_layers_that_are_put_on_top() {
+    scenario(100, |world| async move {
+        rounds(&world, || (Cut::Never, Loss::Nothing), 0).await;
+    });
+}
+
+#[test]
+fn power_may_go_while_layers_are_put_on_top() {
+    scenario(100, |world| async move {
+        let cut = || {
+            let loss = [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn];
+            let loss = loss[usize::try_from(world.random_below(4)).unwrap()];
+            (Cut::After(1 + world.random_below(200)), loss)
+        };
+        rounds(&world, cut, 10).await;
+    });
+}
+
+#[test]
+fn process_may_die_while_layers_are_put_on_top() {
+    scenario(100, |world| async move {
+        let cut = || {
+            let after = Duration::from_micros(1 + world.random_below(20_000));
+            (Cut::KillAt(after), Loss::Nothing)
+        };
+        rounds(&world, cut, 0).await;
+    });
+}
