@@ -4,31 +4,28 @@
 //! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header
 //! is read before a guest asks for it.
 
+mod manage;
+
 use crate::header_io::read_header;
-use crate::index::build::{IndexProgress, SealState};
 use crate::map::Map;
 use crate::open::open_layers;
 use crate::write::Writer;
 use crate::write::pages::Metadata;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IoFuture, LocalFuture,
-    MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IndexProgress, IoFuture,
+    LocalFuture, Planned, Result, Writing, Zeroes,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, LayerNumber};
+use mica_units::{GuestOffset, GuestRange};
 use std::future::ready;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
-
-/// How often who waits for an idle disk looks again.
-const IDLE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Whether the sidecars are used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -98,43 +95,9 @@ impl Chain {
         Ok(Self { map, writer })
     }
 
-    /// Number of layers.
-    pub fn layer_count(&self) -> usize {
-        self.map.layers().all().len()
-    }
-
     /// How many layers, from the base, the index speaks for.
     pub fn indexed_layers(&self) -> usize {
         self.map.index.tree().covered()
-    }
-
-    /// The paths of the layers, from the base.
-    pub fn paths(&self) -> impl ExactSizeIterator<Item = PathBuf> + use<> {
-        let paths: Vec<_> =
-            self.map.layers().all().iter().map(|layer| layer.path.to_path_buf()).collect();
-        paths.into_iter()
-    }
-
-    /// How many layers are beneath the one that an extent names.
-    pub fn position(&self, layer: LayerNumber) -> usize {
-        self.map.layers().position(layer)
-    }
-
-    /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be
-    /// damaged, so that [`Self::build_index`] has work, or [`Self::call_for_index`].
-    pub async fn index_called_for(&self) {
-        self.map.index_call.wait().await;
-    }
-
-    /// Ends the wait of [`Self::index_called_for`].
-    pub fn call_for_index(&self) {
-        self.map.index_call.set();
-    }
-
-    /// The state of each frozen layer's seal, from the base, and the bytes of its sidecar. What
-    /// cannot be read counts as missing.
-    pub async fn seal_states(&self) -> Vec<(SealState, u64)> {
-        self.map.seal_states().await
     }
 
     /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
@@ -148,14 +111,6 @@ impl Chain {
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {
         self.map.build_index(progress).await
-    }
-
-    /// Removes the sidecars of all frozen layers.
-    ///
-    /// # Errors
-    /// What the system says; the others are removed all the same.
-    pub fn drop_index(&self) -> Result<()> {
-        self.map.drop_index()
     }
 
     pub(crate) fn map(&self) -> &Map {
@@ -243,41 +198,6 @@ impl Disk for Chain {
             Some(writer) => writer.run_to_completion(async |writer| writer.flush().await),
             None => Box::pin(ready(Ok(()))),
         }
-    }
-
-    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.change(async move |writer| writer.grow(len).await)
-    }
-
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(async {
-            if let Some(writer) = &self.writer {
-                while !writer.is_idle() {
-                    mica_rt::sleep(IDLE_PAUSE).await;
-                }
-            }
-        })
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async {
-            match &self.writer {
-                Some(writer) => writer.close().await,
-                None => Ok(()),
-            }
-        })
-    }
-
-    fn weakness(&self) -> Option<&'static str> {
-        self.writer.as_ref()?.weakness()
-    }
-
-    fn write_stats(&self) -> WriteStats {
-        self.writer.as_ref().map(|writer| writer.stats()).unwrap_or_default()
-    }
-
-    fn map_stats(&self) -> MapStats {
-        self.map.stats()
     }
 }
 

@@ -2,7 +2,7 @@
 //! same sectors.
 
 use crate::{ModelDisk, Request, Ticket, World};
-use mica_block::{Detail, Disk, Error, Result, Zeroes};
+use mica_block::{Detail, Disk, Error, Manage, Result, Zeroes};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::cell::{Cell, RefCell};
@@ -39,7 +39,7 @@ pub enum Errors {
 /// A guest on one opening of a disk.
 pub struct Guest {
     world: World,
-    disk: Arc<dyn Disk>,
+    disk: Arc<dyn Manage>,
     model: Rc<RefCell<ModelDisk>>,
     errors: Errors,
     failed: Cell<u64>,
@@ -61,7 +61,7 @@ impl Guest {
     /// A guest on `disk`, which shows what `model` says.
     pub fn new(
         world: &World,
-        disk: Arc<dyn Disk>,
+        disk: Arc<dyn Manage>,
         model: &Rc<RefCell<ModelDisk>>,
         errors: Errors,
     ) -> Self {

@@ -11,7 +11,7 @@ use crate::index::tables::{SealedTables, TableSource};
 use crate::index::{Root, Tree};
 use crate::layer::Layer;
 use crate::map::Map;
-use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_block::{Error, ErrorKind, IndexProgress, Result, SealState, Store, read_exact};
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -24,28 +24,6 @@ const PUBLISH_EVERY: usize = 64;
 const ROUNDS_MAX: usize = 16;
 /// Largest sidecar that is read whole to be sealed again; a larger one is made anew.
 const RESEALED_BYTES_MAX: u64 = 1 << 30;
-
-/// How far the building of an index has come.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct IndexProgress {
-    /// Layers done.
-    pub layer: usize,
-    /// Layers in all.
-    pub layers: usize,
-}
-
-/// What a look at the seals found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SealState {
-    /// Sealed, and the layer is unchanged.
-    Sealed,
-    /// There is no sidecar, or one of another version or layer.
-    Missing,
-    /// The sidecar is of another state of the layer, or of another chain beneath.
-    Stale,
-    /// Timestamps prove nothing: the layer was moved, copied, or changed about when it was sealed.
-    Unproven,
-}
 
 impl Map {
     /// Reads the seals from the base up and takes the tree as far as they hold without reading a

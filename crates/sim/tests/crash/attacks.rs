@@ -2,7 +2,7 @@
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
-use mica_block::{Detail, Disk as _};
+use mica_block::{Detail, Disk as _, Manage as _};
 use mica_qcow2::create::ImageWish;
 use mica_qcow2::format::Version;
 use mica_rt::{Buf, join_all};

@@ -2,7 +2,7 @@
 //! nothing that would make it write over tables.
 
 use crate::plain::{Plain, range, read, write};
-use mica_block::{Disk as _, ErrorKind};
+use mica_block::{Disk as _, ErrorKind, Manage as _};
 use mica_qcow2::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};

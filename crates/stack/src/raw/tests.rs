@@ -203,7 +203,7 @@ fn disk_opened_for_reading_takes_no_writes() {
     let store = Fussy::new(4096, true);
     let raw = RawDisk::new(Arc::clone(&store) as _).expect("a disk");
     let null = NullDisk::new(4096).expect("a disk");
-    for disk in [&raw as &dyn Disk, &null] {
+    for disk in [&raw as &dyn Manage, &null] {
         assert!(!disk.is_writable());
         assert_eq!(write(disk, 0, &[1; 512]).unwrap_err().kind(), ErrorKind::Denied);
         let zeroes = run(disk.write_zeroes(range(0, 512), HOW));
