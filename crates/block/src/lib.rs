@@ -20,16 +20,20 @@ mod error;
 mod extent;
 mod images;
 mod manage;
+mod redo;
+mod sidecars;
 mod store;
 
 pub use disk::{Detail, Disk, Geometry, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
-pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, RedoMemory};
+pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
 pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
+pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
+pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
 };

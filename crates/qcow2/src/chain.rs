@@ -216,7 +216,7 @@ async fn open_writer(map: &Arc<Map>, metadata: Arc<Metadata>) -> Result<Writer> 
             }
             false => header,
         };
-        let redo_memory = (map.images.redo_log(&active.path)?, map.images.now_ns());
+        let redo_memory = (map.images.redo_logs().log(&active.path)?, map.images.now_ns());
         Writer::open(Arc::clone(map), Arc::clone(&active), &header, metadata, redo_memory).await
     };
     opened.await.map_err(|error| active.explain(error))

@@ -13,6 +13,7 @@ mod policy;
 mod raw;
 mod redo;
 mod sidecars;
+mod written;
 
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;

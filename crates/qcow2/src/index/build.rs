@@ -85,7 +85,7 @@ impl Map {
         if self.index.is_distrusted(self.position_of(layer)) {
             return None;
         }
-        let store = self.images.open_sidecar(&layer.path).ok().flatten()?;
+        let store = self.images.sidecars().open(&layer.path).ok().flatten()?;
         let bytes = read_exact(&*store, HostOffset::ZERO, HEADER_BYTES).await.ok()?;
         let header = Header::decode(&bytes)?;
         // A file that was cut loses nodes: its length is part of what was sealed.
@@ -117,7 +117,7 @@ impl Map {
         self.index.publish(Tree::default());
         let mut outcome = Ok(());
         for layer in self.layers().frozen() {
-            let removed = self.images.remove_sidecar(&layer.path);
+            let removed = self.images.sidecars().remove(&layer.path);
             outcome = outcome.and(removed);
         }
         outcome
@@ -216,7 +216,7 @@ impl Map {
             {
                 // Where no stamps ever prove anything, a new seal proves no more than the old one.
                 if layer.identity.has_stamps() {
-                    self.images.write_sidecar(&layer.path, &content)?;
+                    self.images.sidecars().write(&layer.path, &content)?;
                 }
                 builder.restart(header.root);
                 return self.adopt_written(layer, tree, &header).await;
@@ -252,7 +252,7 @@ impl Map {
             len: content.len() as u64,
         };
         content[..HEADER_BYTES].copy_from_slice(&header.encode());
-        self.images.write_sidecar(&layer.path, &content)?;
+        self.images.sidecars().write(&layer.path, &content)?;
         self.adopt_written(layer, tree, &header).await
     }
 
