@@ -3,7 +3,7 @@
 
 use mica_block::{
     Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
-    Run, Sidecars, Space, Store,
+    Run, Sidecars, Space, Store, Witness,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -124,6 +124,10 @@ impl Store for FutureStore {
 
     fn name(&self) -> String {
         self.store.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.store.witness()
     }
 
     fn sync(&self) -> LocalFuture<'static, Result<()>> {

@@ -1,6 +1,6 @@
 use super::*;
 use crate::NullDisk;
-use mica_block::ChangeFuture;
+use mica_block::{ChangeFuture, Witness};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
@@ -137,6 +137,14 @@ impl Store for Fussy {
 
     fn name(&self) -> String {
         "disk.raw".to_owned()
+    }
+
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
     }
 
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
