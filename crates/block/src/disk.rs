@@ -2,7 +2,7 @@
 
 use crate::{Error, ErrorKind, Extent, InFlight, IoFuture, LocalFuture, Result};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange};
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -23,42 +23,6 @@ pub enum Detail {
     Read,
     /// Also which parts of a raw file are holes, which costs system calls.
     Allocation,
-}
-
-/// How well the map's cache does, counted since the disk was opened.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct MapStats {
-    /// Look-ups answered from the cache.
-    pub hits: u64,
-    /// Look-ups that had to load a slice.
-    pub misses: u64,
-    /// Slices loaded from an index.
-    pub index_loads: u64,
-    /// Windows of slices resolved by walking the chain.
-    pub walks: u64,
-    /// Layers looked at by those walks.
-    pub layers_walked: u64,
-    /// Bytes of slices now in the cache.
-    pub cached_bytes: u64,
-    /// The most that the cache may hold, in bytes.
-    pub budget_bytes: u64,
-}
-
-/// What writing has cost besides the guest's own bytes, counted since the disk was opened.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct WriteStats {
-    /// Bytes read to fill what a write left of a unit that got a new place.
-    pub copied_read_bytes: u64,
-    /// Bytes of these written, and zeros written around them.
-    pub copied_written_bytes: u64,
-    /// Bytes of metadata written.
-    pub metadata_bytes: u64,
-    /// Calls that made something durable (`fdatasync`).
-    pub syncs: u64,
-    /// Groups of changes made durable.
-    pub groups: u64,
-    /// Entries of the map that were changed by writes.
-    pub linked_clusters: u64,
 }
 
 /// The outcome of planning: at once, when the map is in memory, or later.
@@ -86,7 +50,8 @@ impl Planned<'_> {
 
 /// A disk. Shared by all queues that serve it.
 pub trait Disk: Send + Sync {
-    /// Its size, which [`Disk::resize`] may change: who checks requests by it asks for each.
+    /// Its size, which [`crate::Manage::resize`] may change: each request is checked against what
+    /// it is now.
     fn geometry(&self) -> Geometry;
 
     /// Appends to `extents` where the bytes of `range` are: in order, without a gap, and exactly
@@ -110,9 +75,9 @@ pub trait Disk: Send + Sync {
         false
     }
 
-    /// Marks a request as under way until what it gives is dropped. Held from before the plan of
-    /// a read, or the start of a write, until its last I/O is done: meanwhile no space that it may
-    /// touch is put to another use.
+    /// Marks a read as under way until what it gives is dropped. Held from before the plan until
+    /// the last I/O is done: meanwhile no space that it may touch is put to another use. Whatever
+    /// changes the disk does so by itself.
     fn enter(&self) -> InFlight<'_> {
         InFlight::untracked()
     }
@@ -152,47 +117,6 @@ pub trait Disk: Send + Sync {
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async { Ok(()) })
     }
-
-    /// Makes the disk `len` bytes long, while it is served: no shorter than it is. What is new
-    /// reads as zeros, and is part of [`Disk::geometry`] once it is durable that it is there.
-    ///
-    /// Errors: `Invalid` for a length that is shorter, no multiple of a sector, or more than the
-    /// image can have; `Unsupported` where the disk cannot do it; else as [`Disk::write`]. The
-    /// disk is then as long as before.
-    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        let _ = len;
-        Box::pin(async {
-            let what = "the length of this disk cannot be changed while it is served";
-            Err(Error::new(ErrorKind::Unsupported, what))
-        })
-    }
-
-    /// Waits until no request is under way, those included that nobody waits for any more.
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(async {})
-    }
-
-    /// Ends the writing: flushes, and leaves the image as if nobody had it open. Nothing else may
-    /// be under way, and nothing is written afterwards.
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.flush()
-    }
-
-    /// What is weaker now than this disk promises, and why, if anything is: said for as long as it
-    /// is so.
-    fn weakness(&self) -> Option<&'static str> {
-        None
-    }
-
-    /// What writing has cost.
-    fn write_stats(&self) -> WriteStats {
-        WriteStats::default()
-    }
-
-    /// How its map's cache does.
-    fn map_stats(&self) -> MapStats {
-        MapStats::default()
-    }
 }
 
 /// How zeros are to be written.
@@ -224,21 +148,6 @@ impl Future for Writing<'_> {
             Self::Boxed(future) => future.as_mut().poll(context),
         }
     }
-}
-
-/// Whether a served disk of `old` bytes may become `new` bytes long.
-///
-/// # Errors
-/// `Invalid` if it may not.
-pub fn check_longer(old: u64, new: u64) -> Result<()> {
-    let refuse = |what: String| Err(Error::new(ErrorKind::Invalid, what));
-    if new < old {
-        return refuse(format!("a disk of {old} bytes is not made shorter while it is served"));
-    }
-    if !new.is_multiple_of(SECTOR_BYTES) {
-        return refuse(format!("{new} bytes are no whole sectors"));
-    }
-    Ok(())
 }
 
 fn not_writable() -> Error {

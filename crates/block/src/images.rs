@@ -1,7 +1,7 @@
 //! Where images come from. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{Error, ErrorKind, LocalFuture, Result, Store};
+use crate::{LocalFuture, RedoLogs, Result, Sidecars, Store};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -78,7 +78,7 @@ pub struct OpenImage {
     pub content: ProofSlot,
 }
 
-/// Opens images and keeps the sidecars beside them.
+/// Decides which images may be opened, and opens them.
 pub trait Images: Send + Sync {
     /// The file that `name`, which stands in the image at `referrer`, means. A relative name is
     /// relative to the referrer's directory.
@@ -97,10 +97,7 @@ pub trait Images: Send + Sync {
     ///
     /// # Errors
     /// What the system says, the policy, or that another program has the file open.
-    fn open_writable(&self, path: &Path) -> Result<OpenImage> {
-        let context = format!("{}: nothing is opened for writing here", path.display());
-        Err(Error::new(ErrorKind::Denied, context))
-    }
+    fn open_writable(&self, path: &Path) -> Result<OpenImage>;
 
     /// Which file is at `path` now.
     ///
@@ -108,98 +105,14 @@ pub trait Images: Send + Sync {
     /// What the system says.
     fn identify(&self, path: &Path) -> Result<Identity>;
 
-    /// The sidecar of the layer at `path`, if there is one.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>>;
+    /// The sidecars of layers.
+    fn sidecars(&self) -> &dyn Sidecars;
 
-    /// Puts `content` in the place of the layer's sidecar: all of it or nothing.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()>;
-
-    /// Removes the layer's sidecar. That there is none is no error.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn remove_sidecar(&self, path: &Path) -> Result<()>;
-
-    /// Memory for whoever writes the image at `path`, the same one each time. `None` where there is
-    /// none.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
-        let _ = path;
-        Ok(None)
-    }
-
-    /// The same, to read what a writer left that died: this user's, and if this process may read
-    /// those, others'. None also where somebody may be writing the image at `path` now, although it
-    /// is open here.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
-        let _ = path;
-        Ok(Vec::new())
-    }
-
-    /// Where this user's last writer of the image at `path` left something, if that is not where
-    /// [`Images::redo_log`] looks.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn redo_log_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let _ = path;
-        Ok(None)
-    }
-
-    /// Where another user keeps what a writer of the image at `path` left.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn redo_log_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let _ = path;
-        Ok(None)
-    }
+    /// What writers keep in memory that outlives them.
+    fn redo_logs(&self) -> &dyn RedoLogs;
 
     /// Now, in nanoseconds since the epoch, by the clock that stamps files.
     fn now_ns(&self) -> i128;
-}
-
-/// Memory that outlives the process, but not the machine's next start: a file that is never made
-/// durable. Calls do not wait for a device.
-pub trait RedoMemory: Send + Sync {
-    /// The start of the machine: another number after each.
-    fn boot(&self) -> u128;
-
-    /// Bytes that fit in.
-    fn capacity(&self) -> u64;
-
-    /// Fills `buf` from `at` on; what was never written reads as zeros.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()>;
-
-    /// Writes `bytes` at `at`. If the process dies meanwhile, any part of them may be there.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()>;
-
-    /// Forgets all that is in it.
-    fn remove(&self);
-
-    /// The same, but that what is in it is kept for people to look at, in place of what was kept
-    /// before: it is never read again. Where that is, if there was something.
-    fn set_aside(&self) -> Option<PathBuf> {
-        self.remove();
-        None
-    }
 }
 
 #[cfg(test)]

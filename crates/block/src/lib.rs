@@ -10,6 +10,8 @@
 //! Writes go the same way: [`Disk::write`] knows where, [`Store::write_at`] acts, and
 //! [`Disk::flush`] makes durable what was written.
 //!
+//! Whoever owns a disk has it as [`Manage`], which is [`Disk`] and control: servers never see that.
+//!
 //! A plan is a list of [`Extent`]s, plain values that say where the bytes of a range are. Planning
 //! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing.
 
@@ -17,15 +19,21 @@ mod disk;
 mod error;
 mod extent;
 mod images;
+mod manage;
+mod redo;
+mod sidecars;
 mod store;
 
-pub use disk::{
-    Detail, Disk, Geometry, MapStats, Planned, WriteStats, Writing, Zeroes, check_longer, ready,
-};
+pub use disk::{Detail, Disk, Geometry, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
-pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot, RedoMemory};
+pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
+pub use manage::{
+    IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
+};
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
+pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
+pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
 };

@@ -67,6 +67,10 @@ impl Witness {
 }
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
+///
+/// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that a
+/// wrapper that forgets to forward one fails at its first use. A default for what is asked of a
+/// store would be an answer that may be wrong, and nobody would notice.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What lies beyond the end reads as zeros, as it does in QEMU.
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture;
@@ -81,9 +85,7 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// What the system says.
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
-    }
+    fn allocated_bytes(&self) -> Result<u64>;
 
     /// Whether there is no byte in it.
     ///
@@ -103,9 +105,7 @@ pub trait Store: Send + Sync {
     fn name(&self) -> String;
 
     /// What tells later whether the system lost what was written until now. Waits for no device.
-    fn witness(&self) -> Witness {
-        Witness::None
-    }
+    fn witness(&self) -> Witness;
 
     /// Writes all of `buf` from `offset` on. Whoever reads after it completed sees it; durable it
     /// is after the next [`Store::sync`]. The store grows where the end is beyond its own.

@@ -19,12 +19,13 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
     let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;
     executor.block_on(async {
         let first = args.images.open(&args.first, IndexUse::Read).await;
-        let first = first.map_err(|failure| failure.with_code(2))?.disk;
+        let first = first.map_err(|failure| failure.with_code(2))?;
         let mut second = args.images.clone();
         second.format.clone_from(&args.second_format);
         let second = second.open(&args.second, IndexUse::Read).await;
-        let second = second.map_err(|failure| failure.with_code(2))?.disk;
-        let (short, long) = if first.geometry().len <= second.geometry().len {
+        let second = second.map_err(|failure| failure.with_code(2))?;
+        let (short, long): (&dyn Disk, &dyn Disk) = if first.geometry().len <= second.geometry().len
+        {
             (&*first, &*second)
         } else {
             (&*second, &*first)

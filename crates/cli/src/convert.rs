@@ -11,11 +11,11 @@ use crate::output::progress_bar;
 use clap::Args;
 use content::Look;
 use engine::{Job, Target};
-use mica_block::{Disk, Space, Store};
+use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2::create::{ImagePlan, Preallocation, Stores, finish};
 use mica_qcow2::writer::ImageWriter;
-use mica_stack::{Format, OpenDisk};
+use mica_stack::Format;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -82,33 +82,28 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::new("-S: it must be a multiple of 512, or 0"));
     }
     let executor = args.images.executor()?;
-    let opened = executor.block_on(open_source(args))?;
-    refuse_target_in_source(args, &opened)?;
+    let source = executor.block_on(open_source(args))?;
+    refuse_target_in_source(args, &*source)?;
     match args.output_format.parse::<Format>()? {
-        Format::Raw => convert_to_raw(args, &executor, opened.disk, sparse)?,
-        Format::Qcow2 => convert_to_qcow2(args, &executor, opened.disk, sparse)?,
+        Format::Raw => convert_to_raw(args, &executor, source, sparse)?,
+        Format::Qcow2 => convert_to_qcow2(args, &executor, source, sparse)?,
         Format::Null => return Err(Failure::new("the null format is no image to be made")),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-async fn open_source(args: &ConvertArgs) -> Result<OpenDisk, Failure> {
+async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
     let mut chain = args.images.chain_options(IndexUse::Read)?;
     chain.snapshot.clone_from(&args.load_snapshot);
     let (images, format) = (args.images.image_options()?, args.images.format()?);
-    let opened = mica_stack::open(&args.source, format, images, &chain).await?;
-    if args.load_snapshot.is_some() && opened.chain.is_none() {
-        return Err(Failure::new("--load-snapshot: only a qcow2 image has snapshots"));
-    }
-    Ok(opened)
+    Ok(mica_stack::open(&args.source, format, images, &chain).await?)
 }
 
 /// A disk is not copied over a file that it is read from, whatever force is used.
-fn refuse_target_in_source(args: &ConvertArgs, opened: &OpenDisk) -> Result<(), Failure> {
+fn refuse_target_in_source(args: &ConvertArgs, source: &dyn Manage) -> Result<(), Failure> {
     let Ok(target) = args.target.canonicalize() else { return Ok(()) };
     let is_target = |path: &Path| path.canonicalize().is_ok_and(|path| path == target);
-    let in_chain =
-        opened.chain.as_ref().is_some_and(|chain| chain.paths().any(|path| is_target(&path)));
+    let in_chain = source.layer_paths().iter().any(|path| is_target(path));
     if in_chain || is_target(&args.source) {
         let what = format!("{} is a part of what is copied", args.target.display());
         return Err(Failure::new(what));
@@ -251,7 +246,7 @@ async fn open_backing(
     let mut images = args.images.clone();
     images.format = backing.format.clone().unwrap_or_default();
     let path = beside(&args.target, Path::new(&backing.name));
-    Ok(Some(images.open(&path, IndexUse::Read).await?.disk))
+    Ok(Some(images.open(&path, IndexUse::Read).await?))
 }
 
 async fn give_space(store: &dyn Store) -> Result<(), Failure> {

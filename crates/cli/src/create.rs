@@ -139,7 +139,7 @@ async fn backing_len(
     let mut images = images.clone();
     format.clone_into(&mut images.format);
     let opened = images.open(&beside(file, name), IndexUse::Ignore).await?;
-    Ok(opened.disk.geometry().len)
+    Ok(opened.geometry().len)
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {

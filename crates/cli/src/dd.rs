@@ -50,7 +50,7 @@ pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
     let length = size_of("LENGTH", &args.length)?;
     let executor = images.executor()?;
     executor.block_on(async {
-        let disk = images.open(image, IndexUse::Read).await?.disk;
+        let disk = images.open(image, IndexUse::Read).await?;
         let end = offset
             .checked_add(length)
             .filter(|end| *end <= disk.geometry().len)
@@ -74,7 +74,7 @@ pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
     executor.block_on(async {
         let (format, chain) = (images.format()?, images.chain_options(IndexUse::Read)?);
         let images = images.image_options()?;
-        let disk = mica_stack::open_writable(image, format, images, &chain).await?.disk;
+        let disk = mica_stack::open_writable(image, format, images, &chain).await?;
         let written = write_all(&*disk, offset).await;
         // What was written before an error is made durable all the same.
         let closed = disk.close().await;
@@ -113,7 +113,6 @@ async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failu
         false => read_piece(disk, start, stop - start).await?,
     };
     buf[within..within + piece.len()].copy_from_slice(piece);
-    let _entered = disk.enter();
     let (result, _) = disk.write(GuestOffset::new(start), buf).await;
     Ok(result?)
 }

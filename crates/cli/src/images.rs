@@ -2,11 +2,13 @@
 
 use crate::failure::Failure;
 use clap::Args;
+use mica_block::Manage;
 use mica_daemon::{Aio, Cache, ImageConfig, Size};
 use mica_qcow2::{ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
-use mica_stack::{Format, ImageOptions, OpenDisk, parse_size};
+use mica_stack::{Format, ImageOptions, parse_size};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 #[derive(Args, Clone)]
 pub(crate) struct ImageArgs {
@@ -90,7 +92,11 @@ impl ImageArgs {
     }
 
     /// Opens `image` as these options say.
-    pub(crate) async fn open(&self, image: &Path, index: IndexUse) -> Result<OpenDisk, Failure> {
+    pub(crate) async fn open(
+        &self,
+        image: &Path,
+        index: IndexUse,
+    ) -> Result<Arc<dyn Manage>, Failure> {
         let chain = self.chain_options(index)?;
         let images = self.image_options()?;
         Ok(mica_stack::open(image, self.format()?, images, &chain).await?)

@@ -3,11 +3,11 @@
 use crate::args::{IndexVerb, OutputFormat, SubjectArgs};
 use crate::failure::Failure;
 use crate::output::{human_size, print, print_json, progress_bar};
-use mica_qcow2::{Chain, IndexUse, SealState};
+use mica_block::{Manage, ManageIndex, SealState};
+use mica_qcow2::IndexUse;
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 pub(crate) fn run(verb: &IndexVerb) -> Result<ExitCode, Failure> {
     match verb {
@@ -17,24 +17,24 @@ pub(crate) fn run(verb: &IndexVerb) -> Result<ExitCode, Failure> {
     }
 }
 
-async fn open(args: &SubjectArgs, index: IndexUse) -> Result<Arc<Chain>, Failure> {
-    let opened = args.images.open(&args.image, index).await?;
-    opened.chain.ok_or_else(|| Failure::new("only a chain of qcow2 images has an index"))
+fn index_of(disk: &dyn Manage) -> Result<&dyn ManageIndex, Failure> {
+    disk.index().ok_or_else(|| Failure::new("only a chain of qcow2 images has an index"))
 }
 
 fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
-        let chain = open(args, IndexUse::Read).await?;
-        let frozen = chain.layer_count() - 1;
+        let disk = args.images.open(&args.image, IndexUse::Read).await?;
+        let index = index_of(&*disk)?;
+        let frozen = disk.layer_count() - 1;
         let bar = progress_bar(frozen as u64, "layers");
-        let built = chain
-            .build_index(&mut |progress| {
+        let built = index
+            .build(&mut |progress| {
                 bar.set_position(progress.layer as u64);
                 ControlFlow::Continue(())
             })
             .await?;
         bar.finish_and_clear();
-        let indexed = chain.indexed_layers();
+        let indexed = index.covered_layers();
         match args.output.output {
             OutputFormat::Human => {
                 print(&format!("{indexed} of {frozen} frozen layers indexed, {built} now\n"))?;
@@ -52,11 +52,13 @@ fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
 
 fn status(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
-        let chain = open(args, IndexUse::Read).await?;
-        let states = chain.seal_states().await;
+        let disk = args.images.open(&args.image, IndexUse::Read).await?;
+        let index = index_of(&*disk)?;
+        let states = index.seal_states().await;
         let total: u64 = states.iter().map(|(_, bytes)| bytes).sum();
-        let layers: Vec<_> = chain
-            .paths()
+        let layers: Vec<_> = disk
+            .layer_paths()
+            .iter()
             .zip(&states)
             .map(|(path, (state, bytes))| (path.display().to_string(), state_name(*state), *bytes))
             .collect();
@@ -66,7 +68,7 @@ fn status(args: &SubjectArgs) -> Result<ExitCode, Failure> {
                 for (path, state, bytes) in &layers {
                     text += &format!("{state:<9} {:>10}  {path}\n", human_size(*bytes));
                 }
-                let (indexed, frozen) = (chain.indexed_layers(), layers.len());
+                let (indexed, frozen) = (index.covered_layers(), layers.len());
                 let total = human_size(total);
                 text += &format!("{indexed} of {frozen} frozen layers ready, {total} in all\n");
                 print(&text)?;
@@ -80,7 +82,7 @@ fn status(args: &SubjectArgs) -> Result<ExitCode, Failure> {
                     .collect();
                 print_json(&json!({
                     "frozen": layers.len(),
-                    "indexed": chain.indexed_layers(),
+                    "indexed": index.covered_layers(),
                     "bytes": total,
                     "layers": layers,
                 }))?;
@@ -101,9 +103,9 @@ fn state_name(state: SealState) -> &'static str {
 
 fn drop_index(args: &SubjectArgs) -> Result<ExitCode, Failure> {
     args.images.executor()?.block_on(async {
-        let chain = open(args, IndexUse::Ignore).await?;
-        chain.drop_index()?;
-        let frozen = chain.layer_count() - 1;
+        let disk = args.images.open(&args.image, IndexUse::Ignore).await?;
+        index_of(&*disk)?.remove()?;
+        let frozen = disk.layer_count() - 1;
         match args.output.output {
             OutputFormat::Human => {
                 print(&format!("the sidecars of {frozen} frozen layers are gone\n"))?;

@@ -4,9 +4,8 @@ use crate::args::{MapArgs, OutputFormat};
 use crate::failure::Failure;
 use crate::images::size_of;
 use crate::output::print;
-use mica_block::{Detail, Extent, ExtentKind};
+use mica_block::{Detail, Extent, ExtentKind, Manage};
 use mica_qcow2::IndexUse;
-use mica_stack::OpenDisk;
 use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -24,10 +23,10 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
     let limit = args.max_length.as_deref().map(|text| size_of("--max-length", text)).transpose()?;
     let executor = args.subject.images.executor()?;
     executor.block_on(async {
-        let opened = args.subject.images.open(&args.subject.image, IndexUse::Read).await?;
-        let len = opened.disk.geometry().len;
+        let disk = args.subject.images.open(&args.subject.image, IndexUse::Read).await?;
+        let len = disk.geometry().len;
         let end = limit.map_or(len, |limit| len.min(start.saturating_add(limit)));
-        let mut printer = Printer::new(args, &opened);
+        let mut printer = Printer::new(args, &*disk);
         printer.begin()?;
         let mut at = start;
         let mut piece = PIECE_BYTES_MIN;
@@ -36,7 +35,7 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
             let range = GuestRange::new(GuestOffset::new(at), count);
             let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
             let mut extents = Vec::new();
-            opened.disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+            disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
             let is_sparse = extents.len() < EXTENTS_MANY;
             piece = if is_sparse { (piece * 2).min(PIECE_BYTES_MAX) } else { PIECE_BYTES_MIN };
             for extent in extents {
@@ -50,7 +49,8 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Joins extents across pieces and prints them.
-struct Printer {
+struct Printer<'a> {
+    disk: &'a dyn Manage,
     format: OutputFormat,
     names: Vec<String>,
     pending: Option<Extent>,
@@ -58,13 +58,15 @@ struct Printer {
     text: String,
 }
 
-impl Printer {
-    fn new(args: &MapArgs, opened: &OpenDisk) -> Self {
-        let names = match &opened.chain {
-            Some(chain) => chain.paths().map(|path| path.display().to_string()).collect(),
-            None => vec![args.subject.image.display().to_string()],
-        };
+impl<'a> Printer<'a> {
+    fn new(args: &MapArgs, disk: &'a dyn Manage) -> Self {
+        let mut paths = disk.layer_paths();
+        if paths.is_empty() {
+            paths.push(args.subject.image.clone());
+        }
+        let names = paths.iter().map(|path| path.display().to_string()).collect();
         Self {
+            disk,
             format: args.subject.output.output,
             names,
             pending: None,
@@ -106,7 +108,7 @@ impl Printer {
     }
 
     fn print(&mut self, extent: Extent) -> Result<(), Failure> {
-        let name = &self.names[extent.layer.index()];
+        let name = &self.names[self.disk.layer_position(extent.layer)];
         // Writing to a string does not fail.
         let _ = match self.format {
             OutputFormat::Human if extent.kind == ExtentKind::Data => {
@@ -127,7 +129,7 @@ impl Printer {
     }
 
     fn write_json(&mut self, extent: Extent) -> std::fmt::Result {
-        let depth = self.names.len() - 1 - extent.layer.index();
+        let depth = self.names.len() - 1 - self.disk.layer_position(extent.layer);
         if self.count > 0 {
             self.text.push_str(",\n");
         }

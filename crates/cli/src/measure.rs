@@ -79,7 +79,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
     };
     let size = match (&args.size, &source) {
         (Some(size), _) => size_of("--size", size)?,
-        (None, Some(source)) => source.disk.geometry().len,
+        (None, Some(source)) => source.geometry().len,
         (None, None) => options.size.unwrap_or(0),
     };
     let plan = options.wish.plan(size)?;
@@ -92,7 +92,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
                 None => 0,
                 // How much of it the backing file has is not known: all of it may be needed.
                 Some(_) if plan.backing.is_some() => plan.clusters() * bits.bytes(),
-                Some(source) => data_bytes(&*source.disk, bits).await?,
+                Some(source) => data_bytes(&**source, bits).await?,
             };
             let bitmaps = match plan.l2.version {
                 Version::V2 => None,

@@ -19,7 +19,7 @@ mod helper;
 mod images;
 mod indexer;
 mod messages;
-mod remains;
+mod opened;
 mod sandbox;
 mod served;
 mod sockets;

@@ -8,15 +8,16 @@
 
 use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
 use crate::indexer::Indexer;
-use crate::remains::{Remains, depth_of};
+use crate::opened::{Figures, Opened};
 use crate::sockets::{Held, Sockets, device_name};
 use crate::takeover::pause;
 use crate::{stats, systemd};
-use mica_block::{Error, ErrorKind, Result};
+use mica_block::{Disk, Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
+use mica_rt::timeout;
 use mica_serve::nbd::{Export, Limits};
 use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
-use mica_stack::{Format, OpenDisk};
+use mica_stack::Format;
 use mica_store::Handles;
 use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,6 +26,8 @@ use std::time::Duration;
 /// How often a closed disk is looked at until nobody holds it any more.
 const LET_GO_TURNS: u32 = 1000;
 const LET_GO_TURN: Duration = Duration::from_millis(1);
+/// How long requests that no client waits for may take to end before a disk is closed.
+const IDLE_DEADLINE: Duration = Duration::from_secs(10);
 /// How often an image is tried that another process holds.
 const HELD_TURN: Duration = Duration::from_millis(20);
 
@@ -35,8 +38,7 @@ pub(crate) struct Served {
     /// Held by who changes what the disk is: one at a time (I3). Taken before `state`, which nobody
     /// holds for long.
     acts: Mutex<()>,
-    opened: Mutex<OpenDisk>,
-    last_depth: Mutex<Option<(usize, usize)>>,
+    opened: Mutex<Opened>,
     /// Where clients connect, until it ends for good.
     held: Mutex<Vec<Held>>,
     state: Mutex<State>,
@@ -107,13 +109,12 @@ impl Served {
                     pause(HELD_TURN);
                     waited += HELD_TURN;
                 }
-                outcome => break Mutex::new(outcome?),
+                outcome => break Mutex::new(Opened::Open(outcome?)),
             }
         };
         let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
         let state = Mutex::new(State::Serving(Box::default()));
-        let last_depth = Mutex::default();
-        let served = Self { config, common, acts, opened, last_depth, held, state };
+        let served = Self { config, common, acts, opened, held, state };
         match served.listen(came).and_then(|()| served.serve()) {
             Ok(()) => Ok(served),
             Err(error) => {
@@ -150,7 +151,8 @@ impl Served {
             let each = held.iter().map(|held| (held.name == device, held.listener.clone()));
             each.partition(|(is_device, _)| *is_device)
         };
-        let disk = self.opened().disk;
+        let managed = self.opened().disk()?;
+        let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
         if let Some((_, listener)) = devices.into_iter().next() {
             let serial = config.serial.as_ref().unwrap_or(&config.name);
             servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
@@ -191,8 +193,8 @@ impl Served {
                 mounts: Arc::clone(&self.common.mounts),
             })?);
         }
-        if let (Some(chain), IndexMode::Auto) = (&self.opened().chain, config.index) {
-            servers.indexer = Some(Indexer::start(Arc::clone(chain))?);
+        if config.index == IndexMode::Auto {
+            servers.indexer = Indexer::start(managed)?;
         }
         Ok(())
     }
@@ -232,7 +234,7 @@ impl Served {
     pub(crate) fn resume(&self) -> Result<()> {
         let _act = self.act();
         let opened = open(&self.config, &self.common)?;
-        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = opened;
+        *self.opened() = Opened::Open(opened);
         *self.lock() = State::Serving(Box::default());
         self.serve().inspect_err(|_| {
             // What failed first is told.
@@ -254,9 +256,15 @@ impl Served {
         };
         let counts = servers.shutdown();
         *self.lock() = State::Ended(Box::new(counts), None);
-        let disk = self.opened().disk;
-        let closed = self.common.workers.run(move || async move { disk.close().await });
-        let outcome = closed.and_then(|closed| closed).map_err(|error| {
+        let disk = self.opened().disk();
+        let closed = disk.and_then(|disk| {
+            self.common.workers.run(move || async move {
+                // Requests whose clients are gone still have to end.
+                let _ = timeout(IDLE_DEADLINE, disk.idle()).await;
+                disk.close().await
+            })?
+        });
+        let outcome = closed.map_err(|error| {
             let image = self.config.image.display();
             error.wrap(format!("closing {image}: not all that was written is in it"))
         });
@@ -269,7 +277,7 @@ impl Served {
     /// clients see it when they connect anew.
     ///
     /// # Errors
-    /// As [`mica_block::Disk::resize`]; `Denied` if it is not served any more.
+    /// As [`Manage::resize`]; `Denied` if it is not served any more.
     pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
         let act = self.act();
         let notifier = match &*self.lock() {
@@ -282,7 +290,7 @@ impl Served {
                 return Err(Error::new(ErrorKind::Denied, context));
             }
         };
-        let disk = self.opened().disk;
+        let disk = self.opened().disk()?;
         let old = disk.geometry().len;
         let new = match to {
             NewLength::Exactly(len) => Some(len),
@@ -298,20 +306,16 @@ impl Served {
             let name = &self.config.name;
             tracing::warn!(%error, "the machine of {name} does not know its disk's new length");
         }
-        Ok(Resized { old, new: self.opened().disk.geometry().len, notice })
+        Ok(Resized { old, new: self.image_figures().len, notice })
     }
 
     /// Leaves nothing of a closed disk but what was counted: its files and their locks are free for
     /// whoever comes next.
     fn let_go(&self) {
-        let opened = self.opened();
-        *self.last_depth() = depth_of(&opened);
-        let remains = OpenDisk { disk: Remains::of(&opened), chain: None };
-        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = remains;
-        let own = 1 + usize::from(opened.chain.is_some());
+        let Some(disk) = self.opened().close() else { return };
         // Tasks of its servers, which have ended, drop it with their next turn.
         for _ in 0..LET_GO_TURNS {
-            if Arc::strong_count(&opened.disk) <= own {
+            if Arc::strong_count(&disk) <= 1 {
                 return;
             }
             let turn = self.common.workers.run(|| async { mica_rt::sleep(LET_GO_TURN).await });
@@ -321,15 +325,6 @@ impl Served {
         }
         let image = self.config.image.display();
         tracing::warn!("{image} is closed, and its files are free only later: it is still held");
-    }
-
-    /// Layers, and those beneath the active one that an index covers; of a closed disk, at its end.
-    pub(crate) fn depth(&self) -> Option<(usize, usize)> {
-        depth_of(&self.opened()).or(*self.last_depth())
-    }
-
-    fn last_depth(&self) -> MutexGuard<'_, Option<(usize, usize)>> {
-        self.last_depth.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What is being done with it.
@@ -369,12 +364,16 @@ impl Served {
 
     /// Its figures, as JSON.
     pub(crate) fn figures(&self) -> Map<String, Value> {
-        stats::document(&*self.opened().disk, &self.counts())
+        stats::document(&self.image_figures(), &self.counts())
     }
 
-    /// The disk, and the chain that makes it.
-    pub(crate) fn opened(&self) -> OpenDisk {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// What its disk shows of itself, or showed when it was closed.
+    pub(crate) fn image_figures(&self) -> Figures {
+        self.opened().figures()
+    }
+
+    fn opened(&self) -> MutexGuard<'_, Opened> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where clients connect.
@@ -413,7 +412,7 @@ impl Servers {
     }
 }
 
-fn open(config: &DiskConfig, common: &Common) -> Result<OpenDisk> {
+fn open(config: &DiskConfig, common: &Common) -> Result<Arc<dyn Manage>> {
     let Common { handles, workers, .. } = common;
     let index = match config.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
@@ -432,11 +431,7 @@ fn open(config: &DiskConfig, common: &Common) -> Result<OpenDisk> {
             false => mica_stack::open(&image, format, images, &chain).await,
         }
     })??;
-    if config.load_snapshot.is_some() && opened.chain.is_none() {
-        let context = "--load-snapshot: only a qcow2 image has snapshots";
-        return Err(Error::new(ErrorKind::Invalid, context));
-    }
-    if writes && !opened.disk.is_writable() {
+    if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", config.image.display());
     }
     Ok(opened)

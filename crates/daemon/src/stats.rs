@@ -2,8 +2,9 @@
 //!
 //! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
+use crate::opened::Figures;
 use crate::served::Counts;
-use mica_block::{Disk, MapStats, WriteStats};
+use mica_block::{MapStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
 use serde_json::{Map, Value, json};
 
@@ -35,7 +36,7 @@ pub(crate) struct Section {
 }
 
 /// All of a disk.
-pub(crate) fn sections(disk: &dyn Disk, counts: &Counts) -> [Section; 5] {
+pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 5] {
     let Counts { nbd, device, file } = counts;
     let server = |name, fields: Option<(Vec<_>, _, _)>| {
         let (fields, latencies) = match fields {
@@ -49,8 +50,8 @@ pub(crate) fn sections(disk: &dyn Disk, counts: &Counts) -> [Section; 5] {
     let device = device.as_ref();
     let file = file.as_ref();
     [
-        plain("map", map(disk.map_stats())),
-        plain("write", write(disk.write_stats())),
+        plain("map", map(image.map)),
+        plain("write", write(image.write)),
         server("nbd", Some((nbd.fields(), nbd::Counters::HELP, nbd.latencies))),
         server(
             "vhost_user",
@@ -61,10 +62,10 @@ pub(crate) fn sections(disk: &dyn Disk, counts: &Counts) -> [Section; 5] {
 }
 
 /// All of a disk, as JSON.
-pub(crate) fn document(disk: &dyn Disk, counts: &Counts) -> Map<String, Value> {
+pub(crate) fn document(image: &Figures, counts: &Counts) -> Map<String, Value> {
     let mut document = Map::new();
     let mut latencies = Map::new();
-    for section in sections(disk, counts) {
+    for section in sections(image, counts) {
         let figures = section.figures.map(|figures| {
             let entries =
                 figures.iter().map(|figure| (figure.name.to_owned(), json!(figure.value)));

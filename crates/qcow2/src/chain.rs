@@ -4,11 +4,11 @@
 //! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header
 //! is read before a guest asks for it.
 
+mod manage;
 mod push;
 
 use crate::gate::Gate;
 use crate::header_io::read_header;
-use crate::index::build::{IndexProgress, SealState};
 use crate::layer::Layer;
 use crate::map::Map;
 use crate::open::open_layers;
@@ -16,15 +16,15 @@ use crate::write::Writer;
 use crate::write::pages::Metadata;
 use arc_swap::ArcSwapOption;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IoFuture, LocalFuture,
-    MapStats, Planned, Result, WriteStats, Writing, Zeroes,
+    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IndexProgress, IoFuture,
+    LocalFuture, Planned, Result, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
-use mica_units::{GuestOffset, GuestRange, LayerNumber};
+use mica_units::{GuestOffset, GuestRange};
 use std::future::ready;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
@@ -110,43 +110,9 @@ impl Chain {
         Ok(Self { map, gate, writer, pushing })
     }
 
-    /// Number of layers.
-    pub fn layer_count(&self) -> usize {
-        self.map.layers().all().len()
-    }
-
     /// How many layers, from the base, the index speaks for.
     pub fn indexed_layers(&self) -> usize {
         self.map.index.tree().covered()
-    }
-
-    /// The paths of the layers, from the base.
-    pub fn paths(&self) -> impl ExactSizeIterator<Item = PathBuf> + use<> {
-        let paths: Vec<_> =
-            self.map.layers().all().iter().map(|layer| layer.path.to_path_buf()).collect();
-        paths.into_iter()
-    }
-
-    /// How many layers are beneath the one that an extent names.
-    pub fn position(&self, layer: LayerNumber) -> usize {
-        self.map.layers().position(layer)
-    }
-
-    /// Waits until someone calls for the index: a reader to whom a sidecar turned out to be
-    /// damaged, so that [`Self::build_index`] has work, or [`Self::call_for_index`].
-    pub async fn index_called_for(&self) {
-        self.map.index_call.wait().await;
-    }
-
-    /// Ends the wait of [`Self::index_called_for`].
-    pub fn call_for_index(&self) {
-        self.map.index_call.set();
-    }
-
-    /// The state of each frozen layer's seal, from the base, and the bytes of its sidecar. What
-    /// cannot be read counts as missing.
-    pub async fn seal_states(&self) -> Vec<(SealState, u64)> {
-        self.map.seal_states().await
     }
 
     /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
@@ -160,14 +126,6 @@ impl Chain {
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
     ) -> Result<usize> {
         self.map.build_index(progress).await
-    }
-
-    /// Removes the sidecars of all frozen layers.
-    ///
-    /// # Errors
-    /// What the system says; the others are removed all the same.
-    pub fn drop_index(&self) -> Result<()> {
-        self.map.drop_index()
     }
 
     pub(crate) fn map(&self) -> &Map {
@@ -268,35 +226,6 @@ impl Disk for Chain {
             false => Box::pin(ready(Ok(()))),
         }
     }
-
-    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.change_if_writable(async move |writer| writer.grow(len).await)
-    }
-
-    fn idle(&self) -> LocalFuture<'_, ()> {
-        Box::pin(self.gate.idle())
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async {
-            match self.writer.load_full() {
-                Some(writer) => writer.close().await,
-                None => Ok(()),
-            }
-        })
-    }
-
-    fn weakness(&self) -> Option<&'static str> {
-        self.writer.load().as_ref()?.weakness()
-    }
-
-    fn write_stats(&self) -> WriteStats {
-        self.writer.load().as_ref().map(|writer| writer.stats()).unwrap_or_default()
-    }
-
-    fn map_stats(&self) -> MapStats {
-        self.map.stats()
-    }
 }
 
 /// The writer of `layer`, whose metadata is `metadata`.
@@ -316,7 +245,7 @@ async fn open_writer(
             true => crate::recover::repair_dirty(metadata.store.raw_file(), &header).await?,
             false => header,
         };
-        let redo_memory = (map.images.redo_log(&layer.path)?, map.images.now_ns());
+        let redo_memory = (map.images.redo_logs().log(&layer.path)?, map.images.now_ns());
         let (map, layer) = (Arc::clone(map), Arc::clone(layer));
         Writer::open(map, layer, &header, metadata, Arc::clone(gate), redo_memory).await
     };

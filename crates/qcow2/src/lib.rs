@@ -33,5 +33,4 @@ mod write;
 pub mod writer;
 
 pub use chain::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
-pub use index::build::{IndexProgress, SealState};
 pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error, open_for_check};

@@ -24,7 +24,8 @@ use crate::redo::replay_redo_log;
 use data::DataFile;
 use future::FutureImages;
 use mica_block::{
-    Disk as _, Error, ErrorKind, Images, OpenImage, Result, Store, Zeroes, read_exact, write_all,
+    Disk as _, Error, ErrorKind, Images, Manage as _, OpenImage, Result, Store, Zeroes, read_exact,
+    write_all,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};

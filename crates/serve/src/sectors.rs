@@ -47,7 +47,7 @@ pub(crate) async fn write_zeroes(
     how: Zeroes,
 ) -> Result<()> {
     if is_whole(piece) {
-        let (_sharing, _in_flight) = (edges.share().await, disk.enter());
+        let _sharing = edges.share().await;
         disk.write_zeroes(piece, how).await
     } else {
         let _alone = edges.alone().await;
@@ -70,7 +70,6 @@ pub(crate) fn next_piece(at: GuestOffset, end: GuestOffset) -> GuestRange {
 }
 
 async fn write_whole(disk: &dyn Disk, at: GuestOffset, buf: Buf) -> Result<()> {
-    let _in_flight = disk.enter();
     disk.write(at, buf).await.0
 }
 

@@ -6,7 +6,7 @@
 //! ```
 
 use crate::{ChangeFault, Errors, Guest, Load, Loss, ModelDisk, Operation, World};
-use mica_block::{Disk, LocalFuture, Result};
+use mica_block::{LocalFuture, Manage, Result};
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -30,7 +30,8 @@ pub enum Mode {
 /// What the scenarios need to know of the disk that is tried.
 pub trait Subject {
     /// Opens it.
-    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>>;
+    fn open<'a>(&'a self, world: &'a World, mode: Mode)
+    -> LocalFuture<'a, Result<Arc<dyn Manage>>>;
 
     /// Judges the files while nobody has them open, and gives how much space they leak. Where they
     /// are corrupt, says so.
@@ -281,7 +282,7 @@ impl<'a> Crashes<'a> {
         }
     }
 
-    async fn open(&self, mode: Mode) -> Result<Arc<dyn Disk>> {
+    async fn open(&self, mode: Mode) -> Result<Arc<dyn Manage>> {
         self.subject.open(self.world, mode).await
     }
 }

@@ -2,7 +2,7 @@
 //! same sectors.
 
 use crate::{ModelDisk, Request, Ticket, World};
-use mica_block::{Detail, Disk, Error, Result, Zeroes};
+use mica_block::{Detail, Disk, Error, Manage, Result, Zeroes};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::cell::{Cell, RefCell};
@@ -39,7 +39,7 @@ pub enum Errors {
 /// A guest on one opening of a disk.
 pub struct Guest {
     world: World,
-    disk: Arc<dyn Disk>,
+    disk: Arc<dyn Manage>,
     model: Rc<RefCell<ModelDisk>>,
     errors: Errors,
     failed: Cell<u64>,
@@ -61,7 +61,7 @@ impl Guest {
     /// A guest on `disk`, which shows what `model` says.
     pub fn new(
         world: &World,
-        disk: Arc<dyn Disk>,
+        disk: Arc<dyn Manage>,
         model: &Rc<RefCell<ModelDisk>>,
         errors: Errors,
     ) -> Self {
@@ -144,7 +144,6 @@ impl Guest {
     pub async fn write(&self, first: u64, count: u64) -> Result<()> {
         let (ticket, range) = self.begin(Request::Write, first, count);
         let content = self.model.borrow().content(&ticket);
-        let _request = self.disk.enter();
         let (result, _) = self.disk.write(range.start(), Buf::from_slice(&content)).await;
         self.end_change(&ticket, &result);
         result
@@ -158,7 +157,6 @@ impl Guest {
         let content = self.model.borrow().content(&ticket);
         let patience = Duration::from_micros(self.below(300));
         let ended = {
-            let _request = self.disk.enter();
             let work = async {
                 match writes {
                     true => self.disk.write(range.start(), Buf::from_slice(&content)).await.0,
@@ -182,7 +180,6 @@ impl Guest {
     /// What the disk says.
     pub async fn write_zeroes(&self, first: u64, count: u64, how: Zeroes) -> Result<()> {
         let (ticket, range) = self.begin(Request::Zeroes, first, count);
-        let _request = self.disk.enter();
         let mut result = self.disk.write_zeroes(range, how).await;
         if how.fast && matches!(&result, Err(error) if is_unsupported(error)) {
             result = self.disk.write_zeroes(range, Zeroes { fast: false, ..how }).await;
@@ -197,7 +194,6 @@ impl Guest {
     /// What the disk says.
     pub async fn discard(&self, first: u64, count: u64) -> Result<()> {
         let (ticket, range) = self.begin(Request::Discard, first, count);
-        let _request = self.disk.enter();
         let result = self.disk.discard(range).await;
         self.end_change(&ticket, &result);
         result

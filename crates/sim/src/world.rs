@@ -10,6 +10,7 @@
 
 mod fault;
 mod file;
+mod kept;
 mod redo;
 mod store;
 
@@ -17,10 +18,7 @@ pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
-use mica_block::{
-    Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, RedoMemory, Result, Store,
-};
-use redo::SimRedoMemory;
+use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, ProofSlot, Result, Store};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -324,36 +322,12 @@ impl Images for World {
         self.file(path).map(|file| lock(&file).identity())
     }
 
-    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
-        let found = lock(&self.state).sidecars.get(&normal(path)).cloned();
-        Ok(found.map(|file| self.store(file)))
+    fn sidecars(&self) -> &dyn mica_block::Sidecars {
+        self
     }
 
-    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
-        let path = normal(path);
-        let mut state = lock(&self.state);
-        if state.sidecars_denied {
-            let what = format!("writing the index of {}", path.display());
-            return Err(Error::from_io(what, io::ErrorKind::PermissionDenied.into()));
-        }
-        let file = state.make_file(&path, content.to_vec());
-        state.sidecars.insert(path, file);
-        Ok(())
-    }
-
-    fn remove_sidecar(&self, path: &Path) -> Result<()> {
-        lock(&self.state).sidecars.remove(&normal(path));
-        Ok(())
-    }
-
-    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
-        Ok(Some(Arc::new(SimRedoMemory::new(self, normal(path)))))
-    }
-
-    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
-        let file = self.file(path)?;
-        let is_written = lock(&file).writer.upgrade().is_some();
-        if is_written { Ok(Vec::new()) } else { Ok(self.redo_log(path)?.into_iter().collect()) }
+    fn redo_logs(&self) -> &dyn mica_block::RedoLogs {
+        self
     }
 
     fn now_ns(&self) -> i128 {

@@ -2,13 +2,14 @@
 
 use crate::inject::Fault;
 use crate::policy::{Names, Policy};
-use crate::redo::{RedoFile, RedoPlace};
-use crate::sidecars::{SidecarPlace, Sidecars};
-use mica_block::{Error, Identity, Images, OpenImage, ProofSlot, RedoMemory, Result, Store};
+use crate::redo::RedoPlace;
+use crate::redo::logs::FileRedoLogs;
+use crate::sidecars::{FileSidecars, SidecarPlace};
+use crate::written::WrittenImages;
+use mica_block::{Identity, Images, OpenImage, ProofSlot, RedoLogs, Result, Sidecars, Store};
 use mica_store::{CacheMode, FileStore, Handles, Located, Locking, WritableFile};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 /// How image files are opened.
 #[derive(Clone)]
@@ -49,21 +50,14 @@ impl ImageOptions {
 
 /// Image files of the host. Each command that names an image makes one of these.
 pub struct FileImages {
-    policy: Policy,
-    sidecars: Sidecars,
-    redo: RedoPlace,
+    policy: Arc<Policy>,
+    sidecars: FileSidecars,
+    redo_logs: FileRedoLogs,
     cache: CacheMode,
     handles: Arc<Handles>,
     faults: Vec<Fault>,
     locking: Locking,
-    written: Mutex<Vec<Written>>,
-}
-
-/// An image that was opened for writing here.
-struct Written {
-    device: u64,
-    inode: u64,
-    store: Weak<dyn Store>,
+    written: Arc<WrittenImages>,
 }
 
 impl FileImages {
@@ -74,10 +68,11 @@ impl FileImages {
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
         let ImageOptions { names, allow_paths, cache, handles, sidecars, redo, faults, locking } =
             options;
-        let policy = Policy::new(named, names, &allow_paths)?;
-        let sidecars = Sidecars::new(sidecars, Arc::clone(&handles))?;
-        let written = Mutex::default();
-        Ok(Self { policy, sidecars, redo, cache, handles, faults, locking, written })
+        let policy = Arc::new(Policy::new(named, names, &allow_paths)?);
+        let written = Arc::<WrittenImages>::default();
+        let sidecars = FileSidecars::new(sidecars, Arc::clone(&policy), Arc::clone(&handles))?;
+        let redo_logs = FileRedoLogs::new(redo, Arc::clone(&policy), locking, Arc::clone(&written));
+        Ok(Self { policy, sidecars, redo_logs, cache, handles, faults, locking, written })
     }
 
     /// The image in `store`, which is what was `located`.
@@ -95,15 +90,6 @@ impl FileImages {
         }
         Ok(OpenImage { store, identity, content })
     }
-
-    /// Whether what was `located` is open for writing here: then its lock is our own, and whoever
-    /// opens it once more may find out that the chain bites its tail.
-    fn writes(&self, located: &Located) -> bool {
-        let Identity { device, inode, .. } = located.identity(0);
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        written.retain(|image| image.store.strong_count() > 0);
-        written.iter().any(|image| (image.device, image.inode) == (device, inode))
-    }
 }
 
 impl Images for FileImages {
@@ -113,7 +99,7 @@ impl Images for FileImages {
 
     fn open(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
-        let locking = if self.writes(&located) { Locking::Off } else { self.locking };
+        let locking = if self.written.has(&located) { Locking::Off } else { self.locking };
         let store = FileStore::new_shared(&mut located, self.cache, locking, &self.handles)?;
         let content = store.content();
         self.opened(&located, store, content)
@@ -124,9 +110,7 @@ impl Images for FileImages {
         let store = WritableFile::open(&mut located, self.cache, self.locking)?;
         // Its descriptor is its own, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
-        let Identity { device, inode, .. } = image.identity;
-        let written = Written { device, inode, store: Arc::downgrade(&image.store) };
-        self.written.lock().unwrap_or_else(PoisonError::into_inner).push(written);
+        self.written.add(&image);
         Ok(image)
     }
 
@@ -139,44 +123,12 @@ impl Images for FileImages {
         Ok(located.identity(len))
     }
 
-    fn open_sidecar(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
-        self.sidecars.open(&self.policy.find(path)?)
+    fn sidecars(&self) -> &dyn Sidecars {
+        &self.sidecars
     }
 
-    fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
-        self.sidecars.write(&self.policy.find(path)?, content)
-    }
-
-    fn remove_sidecar(&self, path: &Path) -> Result<()> {
-        self.sidecars.remove(&self.policy.find(path)?)
-    }
-
-    fn redo_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
-        let identity = self.policy.find(path)?.identity(0);
-        let file = RedoFile::new(&self.redo, identity);
-        Ok(file.map(|file| Arc::new(file) as Arc<dyn RedoMemory>))
-    }
-
-    fn orphaned_redo_logs(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
-        let located = self.policy.find(path)?;
-        // The image's lock, which we hold, keeps later writers away. That there is none now is said
-        // by the log's own: a writer may have taken none of the image.
-        if self.locking != Locking::On || self.writes(&located) {
-            return Ok(Vec::new());
-        }
-        let owner = owner_of(path)?;
-        let files = RedoFile::orphaned(&self.redo, located.identity(0), owner)?;
-        Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn RedoMemory>).collect())
-    }
-
-    fn redo_log_elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let identity = self.policy.find(path)?.identity(0);
-        Ok(RedoFile::elsewhere(&self.redo, identity))
-    }
-
-    fn redo_log_of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let identity = self.policy.find(path)?.identity(0);
-        Ok(RedoFile::of_another(&self.redo, identity, owner_of(path)?))
+    fn redo_logs(&self) -> &dyn RedoLogs {
+        &self.redo_logs
     }
 
     fn now_ns(&self) -> i128 {
@@ -185,13 +137,6 @@ impl Images for FileImages {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
         i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)
     }
-}
-
-fn owner_of(path: &Path) -> Result<u32> {
-    let found = std::fs::metadata(path);
-    found
-        .map(|found| found.uid())
-        .map_err(|error| Error::from_io(path.display().to_string(), error))
 }
 
 #[cfg(test)]

@@ -13,11 +13,12 @@ mod policy;
 mod raw;
 mod redo;
 mod sidecars;
+mod written;
 
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
-pub use open::{Format, OpenDisk, open, open_writable, parse_size};
+pub use open::{Format, open, open_writable, parse_size};
 pub use policy::{Names, allowed_places};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

@@ -3,11 +3,12 @@
 
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Planned,
-    Result, Writing, Zeroes, ready,
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
+    ManageIndex, MapStats, Planned, Result, WriteStats, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
+use std::path::PathBuf;
 
 /// A disk of zeros.
 pub struct NullDisk {
@@ -88,5 +89,48 @@ impl Disk for NullDisk {
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
         Box::pin(std::future::ready(self.check_write(range)))
+    }
+}
+
+impl Manage for NullDisk {
+    fn resize(&self, _len: u64) -> LocalFuture<'_, Result<()>> {
+        let what = "the length of this disk cannot be changed while it is served";
+        Box::pin(std::future::ready(Err(Error::new(ErrorKind::Unsupported, what))))
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn weakness(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        WriteStats::default()
+    }
+
+    fn map_stats(&self) -> MapStats {
+        MapStats::default()
+    }
+
+    fn layer_count(&self) -> usize {
+        1
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn layer_position(&self, _layer: LayerNumber) -> usize {
+        0
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        None
     }
 }

@@ -1,7 +1,7 @@
 //! From what the user named to a disk.
 
 use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
-use mica_block::{Disk, Error, ErrorKind, Images, Result};
+use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_store::lock_patience;
 use std::path::Path;
@@ -48,15 +48,6 @@ impl FromStr for Format {
     }
 }
 
-/// A disk, and the chain that makes it if it is one.
-#[derive(Clone)]
-pub struct OpenDisk {
-    /// What is served.
-    pub disk: Arc<dyn Disk>,
-    /// The same, where it is a chain.
-    pub chain: Option<Arc<Chain>>,
-}
-
 /// What a disk is opened for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Purpose {
@@ -73,11 +64,11 @@ pub async fn open(
     format: Format,
     images: ImageOptions,
     chain: &ChainOptions,
-) -> Result<OpenDisk> {
+) -> Result<Arc<dyn Manage>> {
     open_for(Purpose::Read, named, format, images, chain).await
 }
 
-/// As [`open`], for reading and writing. Whoever gets the disk must end with [`Disk::close`]. The
+/// As [`open`], for reading and writing. Whoever gets the disk must end with [`Manage::close`]. The
 /// disk itself says whether it can be written: an internal snapshot cannot.
 ///
 /// # Errors
@@ -87,7 +78,7 @@ pub async fn open_writable(
     format: Format,
     images: ImageOptions,
     chain: &ChainOptions,
-) -> Result<OpenDisk> {
+) -> Result<Arc<dyn Manage>> {
     open_for(Purpose::Write, named, format, images, chain).await
 }
 
@@ -102,7 +93,7 @@ async fn open_for(
     format: Format,
     images: ImageOptions,
     chain: &ChainOptions,
-) -> Result<OpenDisk> {
+) -> Result<Arc<dyn Manage>> {
     let [mut turn, turn_max] = HELD_TURNS;
     let mut waited = Duration::ZERO;
     loop {
@@ -130,7 +121,11 @@ async fn open_now(
     format: Format,
     images: ImageOptions,
     chain: &ChainOptions,
-) -> Result<OpenDisk> {
+) -> Result<Arc<dyn Manage>> {
+    if chain.snapshot.is_some() && format != Format::Qcow2 {
+        let context = "--load-snapshot: only a qcow2 image has snapshots";
+        return Err(Error::new(ErrorKind::Invalid, context));
+    }
     match format {
         Format::Null => {
             let text = named.to_string_lossy();
@@ -140,7 +135,7 @@ async fn open_now(
             })?;
             let disk = NullDisk::new(size)?;
             let disk = if purpose == Purpose::Write { disk.writable() } else { disk };
-            Ok(OpenDisk { disk: Arc::new(disk), chain: None })
+            Ok(Arc::new(disk))
         }
         Format::Raw => {
             let images = FileImages::new(named, images)?;
@@ -148,14 +143,12 @@ async fn open_now(
                 Purpose::Read => RawDisk::open(&images, named)?,
                 Purpose::Write => RawDisk::open_writable(&images, named)?,
             };
-            Ok(OpenDisk { disk: Arc::new(disk), chain: None })
+            Ok(Arc::new(disk))
         }
         Format::Qcow2 => {
             let images: Arc<dyn Images> = Arc::new(FileImages::new(named, images)?);
             let chain = ChainOptions { writable: purpose == Purpose::Write, ..chain.clone() };
-            let chain = Arc::new(Chain::open(images, named, &chain).await?);
-            let disk: Arc<dyn Disk> = Arc::clone(&chain) as _;
-            Ok(OpenDisk { disk, chain: Some(chain) })
+            Ok(Arc::new(Chain::open(images, named, &chain).await?))
         }
     }
 }

@@ -9,11 +9,12 @@
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
-    LocalFuture, Planned, Result, RunKind, Space, Store, WriteStats, Writing, Zeroes, check_longer,
+    LocalFuture, Manage, ManageIndex, MapStats, Planned, Result, RunKind, Space, Store, WriteStats,
+    Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -241,7 +242,9 @@ impl Disk for RawDisk {
             writer.syncs.run(sync).await
         })
     }
+}
 
+impl Manage for RawDisk {
     /// A block device is as long as it is: it was made longer before, and here that is noticed.
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
@@ -265,10 +268,43 @@ impl Disk for RawDisk {
         })
     }
 
+    /// The store's operations are all: nothing goes on behind them.
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.flush()
+    }
+
+    fn weakness(&self) -> Option<&'static str> {
+        None
+    }
+
     fn write_stats(&self) -> WriteStats {
         let syncs = self.writer.as_ref().map_or(0, |it| it.syncs_done.load(Ordering::Relaxed));
         // Each sync makes one group durable.
         WriteStats { syncs, groups: syncs, ..WriteStats::default() }
+    }
+
+    fn map_stats(&self) -> MapStats {
+        MapStats::default()
+    }
+
+    fn layer_count(&self) -> usize {
+        1
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn layer_position(&self, _layer: LayerNumber) -> usize {
+        0
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        None
     }
 }
 

@@ -20,6 +20,7 @@
 //!   it is: for telling who looks in the wrong place, and nothing else.
 
 pub(crate) mod folder;
+pub(crate) mod logs;
 
 use mica_block::{Error, ErrorKind, Identity, RedoMemory, Result};
 use rustix::fd::OwnedFd;

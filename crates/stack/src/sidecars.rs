@@ -10,7 +10,8 @@
 //!   put in its place: all of it or nothing, and never through a symbolic link.
 //! - I3 A block device has no sidecar: nothing tells that its content changed.
 
-use mica_block::{Error, ErrorKind, Result, Store};
+use crate::policy::Policy;
+use mica_block::{Error, ErrorKind, Result, Sidecars, Store};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
@@ -38,8 +39,10 @@ pub enum SidecarPlace {
 /// What a sidecar's name ends in.
 const SUFFIX: &str = ".mica-index";
 
-pub(crate) struct Sidecars {
+/// Sidecars of the layers that the policy lets be opened.
+pub(crate) struct FileSidecars {
     place: SidecarPlace,
+    policy: Arc<Policy>,
     handles: Arc<Handles>,
 }
 
@@ -51,8 +54,12 @@ struct Spot {
     beside: bool,
 }
 
-impl Sidecars {
-    pub(crate) fn new(place: SidecarPlace, handles: Arc<Handles>) -> Result<Self> {
+impl FileSidecars {
+    pub(crate) fn new(
+        place: SidecarPlace,
+        policy: Arc<Policy>,
+        handles: Arc<Handles>,
+    ) -> Result<Self> {
         let place = match place {
             SidecarPlace::BesideLayers => SidecarPlace::BesideLayers,
             SidecarPlace::Directory(directory) => {
@@ -63,19 +70,7 @@ impl Sidecars {
                 SidecarPlace::Directory(real)
             }
         };
-        Ok(Self { place, handles })
-    }
-
-    pub(crate) fn open(&self, layer: &Located) -> Result<Option<Arc<dyn Store>>> {
-        if layer.kind() == FileKind::BlockDevice {
-            return Ok(None);
-        }
-        for spot in self.spots(layer)? {
-            if let Some(store) = self.open_at(layer, &spot.path())? {
-                return Ok(Some(store));
-            }
-        }
-        Ok(None)
+        Ok(Self { place, policy, handles })
     }
 
     fn open_at(&self, layer: &Located, path: &Path) -> Result<Option<Arc<dyn Store>>> {
@@ -115,44 +110,6 @@ impl Sidecars {
         }
     }
 
-    pub(crate) fn write(&self, layer: &Located, content: &[u8]) -> Result<()> {
-        if layer.kind() == FileKind::BlockDevice {
-            let what = format!("{} is a block device and has no index", layer.path().display());
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        // The first spot is the one to write to.
-        let spot = self.spots(layer)?.swap_remove(0);
-        spot.write(layer, content).map_err(|error| {
-            let hint = match (error.kind(), &self.place) {
-                (std::io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
-                | (std::io::ErrorKind::ReadOnlyFilesystem, SidecarPlace::BesideLayers) => {
-                    ": --index-dir keeps indexes elsewhere"
-                }
-                _ => "",
-            };
-            Error::from_io(format!("writing the index {}{hint}", spot.path().display()), error)
-        })
-    }
-
-    pub(crate) fn remove(&self, layer: &Located) -> Result<()> {
-        if layer.kind() == FileKind::BlockDevice {
-            return Ok(());
-        }
-        for spot in self.spots(layer)? {
-            match spot.remove() {
-                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => {}
-                // What lies beside the layer is not ours where the user keeps indexes elsewhere.
-                Err(Errno::ACCESS | Errno::PERM | Errno::ROFS)
-                    if spot.beside && self.place != SidecarPlace::BesideLayers => {}
-                Err(error) => {
-                    let what = format!("removing the index {}", spot.path().display());
-                    return Err(Error::from_io(what, error.into()));
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Where the layer's sidecar may be, the place to write it to first.
     fn spots(&self, layer: &Located) -> Result<Vec<Spot>> {
         // Without /proc only the image that the user named gets here, by its own name.
@@ -171,6 +128,61 @@ impl Sidecars {
                 vec![Spot { directory: directory.clone(), name, beside: false }, beside]
             }
         })
+    }
+}
+
+impl Sidecars for FileSidecars {
+    fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        let layer = &self.policy.find(path)?;
+        if layer.kind() == FileKind::BlockDevice {
+            return Ok(None);
+        }
+        for spot in self.spots(layer)? {
+            if let Some(store) = self.open_at(layer, &spot.path())? {
+                return Ok(Some(store));
+            }
+        }
+        Ok(None)
+    }
+
+    fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
+        let layer = &self.policy.find(path)?;
+        if layer.kind() == FileKind::BlockDevice {
+            let what = format!("{} is a block device and has no index", layer.path().display());
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        // The first spot is the one to write to.
+        let spot = self.spots(layer)?.swap_remove(0);
+        spot.write(layer, content).map_err(|error| {
+            let hint = match (error.kind(), &self.place) {
+                (std::io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
+                | (std::io::ErrorKind::ReadOnlyFilesystem, SidecarPlace::BesideLayers) => {
+                    ": --index-dir keeps indexes elsewhere"
+                }
+                _ => "",
+            };
+            Error::from_io(format!("writing the index {}{hint}", spot.path().display()), error)
+        })
+    }
+
+    fn remove(&self, path: &Path) -> Result<()> {
+        let layer = &self.policy.find(path)?;
+        if layer.kind() == FileKind::BlockDevice {
+            return Ok(());
+        }
+        for spot in self.spots(layer)? {
+            match spot.remove() {
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => {}
+                // What lies beside the layer is not ours where the user keeps indexes elsewhere.
+                Err(Errno::ACCESS | Errno::PERM | Errno::ROFS)
+                    if spot.beside && self.place != SidecarPlace::BesideLayers => {}
+                Err(error) => {
+                    let what = format!("removing the index {}", spot.path().display());
+                    return Err(Error::from_io(what, error.into()));
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -60,6 +60,12 @@ impl Facts<'_> {
         }
     }
 
+    /// As [`Self::witness`], for a file whose life is not known yet.
+    pub(crate) fn witness_now(self) -> Witness {
+        let life = fstat(self.file).ok().and_then(|stat| crate::life::of(self.kind, &stat));
+        self.witness(life)
+    }
+
     /// What tells whether the file, which has this `life`, lost what was written.
     pub(crate) fn witness(self, life: Option<u64>) -> Witness {
         let ask = |flags| statx(self.file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::CTIME);

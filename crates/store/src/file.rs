@@ -8,7 +8,6 @@ use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, Witness};
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
-use rustix::fs::fstat;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -134,10 +133,7 @@ impl Store for FileStore {
     }
 
     fn witness(&self) -> Witness {
-        let told = self.with_file(|facts| {
-            let life = fstat(facts.file).ok().and_then(|stat| crate::life::of(facts.kind, &stat));
-            Ok(facts.witness(life))
-        });
+        let told = self.with_file(|facts| Ok(facts.witness_now()));
         told.unwrap_or(Witness::None)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::facts::check_run_len;
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, ready,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, Witness, ready,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -148,5 +148,13 @@ impl Store for MemoryStore {
 
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
     }
 }

@@ -31,29 +31,29 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
 
 /// What both tell.
 fn brief(served: &Served) -> Map<String, Value> {
-    let opened = served.opened();
-    let depth = served.depth();
+    let image = served.image_figures();
     object([
         ("name", json!(served.config.name)),
         ("state", json!(served.condition())),
-        ("length", json!(opened.disk.geometry().len)),
-        ("layers", json!(depth.map_or(1, |(layers, _)| layers))),
-        ("indexed_layers", json!(depth.map(|(_, indexed)| indexed))),
+        ("length", json!(image.len)),
+        ("layers", json!(image.layers)),
+        ("indexed_layers", json!(image.indexed_layers)),
         ("clients", json!(served.clients())),
     ])
 }
 
 fn status_of(served: &Served) -> Map<String, Value> {
     let config = &served.config;
+    let image = served.image_figures();
     let mut status = brief(served);
     status.extend(object([
         ("image", json!(config.image.to_string_lossy())),
         ("format", json!(config.format)),
-        ("writable", json!(served.opened().disk.is_writable())),
+        ("writable", json!(image.is_writable)),
         ("nbd", json!(config.nbd)),
         ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
         ("device_error", json!(served.device_error())),
-        ("weakness", json!(served.opened().disk.weakness())),
+        ("weakness", json!(image.weakness)),
         ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
     ]));
     status

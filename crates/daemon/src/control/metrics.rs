@@ -32,23 +32,21 @@ pub(super) fn text(sources: &Sources) -> String {
             let is_broken = u64::from(served.device_error().is_some());
             page.gauge("mica_device_broken", help, disk, is_broken);
         }
-        let opened = served.opened();
+        let shown = served.image_figures();
         let help = "Whether a disk promises less than it should: `mica ctl status` says what.";
-        let is_weak = u64::from(opened.disk.weakness().is_some());
+        let is_weak = u64::from(shown.weakness.is_some());
         page.gauge("mica_disk_weakened", help, disk, is_weak);
-        let len = opened.disk.geometry().len;
-        page.gauge("mica_disk_length_bytes", "Length of a disk.", disk, len);
+        page.gauge("mica_disk_length_bytes", "Length of a disk.", disk, shown.len);
         let clients = served.clients() as u64;
         let help = "Connections to a disk that are open, and front ends.";
         page.gauge("mica_disk_clients", help, disk, clients);
-        let depth = served.depth();
-        let layers = depth.map_or(1, |(layers, _)| layers) as u64;
+        let layers = shown.layers as u64;
         page.gauge("mica_disk_layers", "Layers of the chain of a disk.", disk, layers);
-        if let Some((_, indexed)) = depth {
+        if let Some(indexed) = shown.indexed_layers {
             let help = "Layers of the chain of a disk that an index covers.";
             page.gauge("mica_disk_indexed_layers", help, disk, indexed as u64);
         }
-        for section in stats::sections(&*opened.disk, &served.counts()) {
+        for section in stats::sections(&shown, &served.counts()) {
             page.section(name, &section);
         }
     }

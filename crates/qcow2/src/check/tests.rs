@@ -5,7 +5,7 @@ use super::*;
 use crate::format::{
     Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
 };
-use mica_block::{IoFuture, Run, RunKind};
+use mica_block::{IoFuture, Run, RunKind, Witness};
 use mica_units::ClusterBits;
 use std::future::Future;
 use std::task::{Context, Poll, Waker};
@@ -35,6 +35,14 @@ impl Store for Bytes {
 
     fn name(&self) -> String {
         "bytes".to_owned()
+    }
+
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
     }
 }
 

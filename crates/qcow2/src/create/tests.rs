@@ -3,7 +3,7 @@
 use super::*;
 use crate::check::{Finding, Observer, check};
 use crate::format::{Compression, Header, Version};
-use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind};
+use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind, Witness};
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -76,6 +76,14 @@ impl Store for Room {
 
     fn name(&self) -> String {
         "room".to_owned()
+    }
+
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
     }
 }
 

@@ -11,7 +11,7 @@ use crate::index::tables::{SealedTables, TableSource};
 use crate::index::{Root, Tree};
 use crate::layer::Layer;
 use crate::map::Map;
-use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_block::{Error, ErrorKind, IndexProgress, Result, SealState, Store, read_exact};
 use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -24,28 +24,6 @@ const PUBLISH_EVERY: usize = 64;
 const ROUNDS_MAX: usize = 16;
 /// Largest sidecar that is read whole to be sealed again; a larger one is made anew.
 const RESEALED_BYTES_MAX: u64 = 1 << 30;
-
-/// How far the building of an index has come.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct IndexProgress {
-    /// Layers done.
-    pub layer: usize,
-    /// Layers in all.
-    pub layers: usize,
-}
-
-/// What a look at the seals found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SealState {
-    /// Sealed, and the layer is unchanged.
-    Sealed,
-    /// There is no sidecar, or one of another version or layer.
-    Missing,
-    /// The sidecar is of another state of the layer, or of another chain beneath.
-    Stale,
-    /// Timestamps prove nothing: the layer was moved, copied, or changed about when it was sealed.
-    Unproven,
-}
 
 impl Map {
     /// Reads the seals from the base up and takes the tree as far as they hold without reading a
@@ -107,7 +85,7 @@ impl Map {
         if self.index.is_distrusted(self.position_of(layer)) {
             return None;
         }
-        let store = self.images.open_sidecar(&layer.path).ok().flatten()?;
+        let store = self.images.sidecars().open(&layer.path).ok().flatten()?;
         let bytes = read_exact(&*store, HostOffset::ZERO, HEADER_BYTES).await.ok()?;
         let header = Header::decode(&bytes)?;
         // A file that was cut loses nodes: its length is part of what was sealed.
@@ -139,7 +117,7 @@ impl Map {
         self.index.publish(Tree::default());
         let mut outcome = Ok(());
         for layer in self.layers().frozen() {
-            let removed = self.images.remove_sidecar(&layer.path);
+            let removed = self.images.sidecars().remove(&layer.path);
             outcome = outcome.and(removed);
         }
         outcome
@@ -238,7 +216,7 @@ impl Map {
             {
                 // Where no stamps ever prove anything, a new seal proves no more than the old one.
                 if layer.identity.has_stamps() {
-                    self.images.write_sidecar(&layer.path, &content)?;
+                    self.images.sidecars().write(&layer.path, &content)?;
                 }
                 builder.restart(header.root);
                 return self.adopt_written(layer, tree, &header).await;
@@ -274,7 +252,7 @@ impl Map {
             len: content.len() as u64,
         };
         content[..HEADER_BYTES].copy_from_slice(&header.encode());
-        self.images.write_sidecar(&layer.path, &content)?;
+        self.images.sidecars().write(&layer.path, &content)?;
         self.adopt_written(layer, tree, &header).await
     }
 

@@ -1,7 +1,7 @@
 //! An image that is only read, with what the log of its dead writer says laid over it.
 
 use super::replay::Replay;
-use mica_block::{IoFuture, Result, Run, Store};
+use mica_block::{IoFuture, Result, Run, Store, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -45,5 +45,9 @@ impl Store for Over {
 
     fn name(&self) -> String {
         self.below.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.below.witness()
     }
 }

@@ -40,13 +40,13 @@ pub(crate) async fn replay_redo_log(
     store: &dyn Store,
 ) -> Result<()> {
     let Some(name) = named_log(store).await? else { return Ok(()) };
-    let memory = images.redo_log(path)?;
+    let memory = images.redo_logs().log(path)?;
     let found = match &memory {
         Some(memory) => find_orphaned(&**memory, name).await?,
         None => None,
     };
     let Some(found) = found else {
-        if let Some(place) = images.redo_log_of_another(path)? {
+        if let Some(place) = images.redo_logs().of_another(path)? {
             let context = format!(
                 "what its last writer left is in {}, which is of another user: open it once as \
                  that user, or remove that file and lose what was not flushed",
@@ -54,7 +54,7 @@ pub(crate) async fn replay_redo_log(
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
-        if let Some(place) = images.redo_log_elsewhere(path)? {
+        if let Some(place) = images.redo_logs().elsewhere(path)? {
             let directory = place.ancestors().nth(2).unwrap_or(&place);
             let context = format!(
                 "what its last writer left is in {}: name {} by --redo-dir, or remove that file \
@@ -133,7 +133,7 @@ pub(crate) async fn read_over(
     image: OpenImage,
 ) -> Result<OpenImage> {
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
-    let memories = images.orphaned_redo_logs(path)?;
+    let memories = images.redo_logs().orphaned(path)?;
     for memory in &memories {
         let Some(found) = Found::read(&**memory, name)? else { continue };
         let header = read_header(&*image.store).await?;
@@ -162,7 +162,7 @@ pub(crate) async fn read_over(
         let store = Arc::new(Over::new(image.store, replay));
         return Ok(OpenImage { store, identity: image.identity, content: image.content });
     }
-    match images.redo_log_of_another(path)? {
+    match images.redo_logs().of_another(path)? {
         Some(place) => warn_of_another(path, &place),
         // Where somebody may be writing nothing is known.
         None if memories.is_empty() => {}
@@ -201,7 +201,7 @@ async fn find_orphaned(memory: &dyn RedoMemory, name: u32) -> Result<Option<Foun
 /// laid over it.
 pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Some(name) = names_log(header.autoclear.unknown) else { return };
-    let Ok(memories) = images.orphaned_redo_logs(path) else { return };
+    let Ok(memories) = images.redo_logs().orphaned(path) else { return };
     for memory in &memories {
         let Ok(Some(found)) = Found::read(&**memory, name) else { continue };
         if found.has_links() {
@@ -213,7 +213,7 @@ pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
         }
         return;
     }
-    if let Ok(Some(place)) = images.redo_log_of_another(path) {
+    if let Ok(Some(place)) = images.redo_logs().of_another(path) {
         warn_of_another(path, &place);
     }
 }

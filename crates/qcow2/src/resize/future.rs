@@ -1,7 +1,10 @@
 //! An image as it will be: its header says the new size already, while the file still says the old
 //! one. So the writing engine prepares the new part of a disk before anyone else can see it.
 
-use mica_block::{Identity, Images, IoFuture, LocalFuture, OpenImage, Result, Run, Space, Store};
+use mica_block::{
+    Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
+    Run, Sidecars, Space, Store, Witness,
+};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
@@ -51,16 +54,12 @@ impl Images for FutureImages {
         self.images.identify(path)
     }
 
-    fn open_sidecar(&self, _path: &Path) -> Result<Option<Arc<dyn Store>>> {
-        Ok(None)
+    fn sidecars(&self) -> &dyn Sidecars {
+        &NoSidecars
     }
 
-    fn write_sidecar(&self, _path: &Path, _content: &[u8]) -> Result<()> {
-        Ok(())
-    }
-
-    fn remove_sidecar(&self, _path: &Path) -> Result<()> {
-        Ok(())
+    fn redo_logs(&self) -> &dyn RedoLogs {
+        &NoRedoLogs
     }
 
     fn now_ns(&self) -> i128 {
@@ -125,6 +124,10 @@ impl Store for FutureStore {
 
     fn name(&self) -> String {
         self.store.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.store.witness()
     }
 
     fn sync(&self) -> LocalFuture<'static, Result<()>> {

@@ -2,7 +2,7 @@
 //! it.
 
 use super::pages::Metadata;
-use mica_block::{IoFuture, Result, Run, Store};
+use mica_block::{IoFuture, Result, Run, Store, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -65,5 +65,9 @@ impl Store for MetadataStore {
 
     fn name(&self) -> String {
         self.0.store.name()
+    }
+
+    fn witness(&self) -> Witness {
+        self.0.store.witness()
     }
 }

@@ -12,7 +12,7 @@ use crate::listener::{Family, Listener, tune};
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
-use mica_rt::{Handle, Socket, Stream, sleep, timeout};
+use mica_rt::{Handle, Socket, Stream, sleep};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -81,7 +81,7 @@ impl Server {
             let accepting = move || accept_all(socket, family, secured, dispatch_here);
             dispatch.peers[0].handle.spawn_with(accepting);
         }
-        Ok(Running { stop, dispatch, listeners, workers })
+        Ok(Running { stop, dispatch, listeners, _workers: workers })
     }
 }
 
@@ -90,7 +90,8 @@ pub struct Running {
     stop: Arc<Signal>,
     dispatch: Arc<Dispatch>,
     listeners: Vec<Listener>,
-    workers: Arc<Workers>,
+    /// They run for as long as it does.
+    _workers: Arc<Workers>,
 }
 
 impl Running {
@@ -107,7 +108,8 @@ impl Running {
     }
 
     /// Stops accepting, lets requests in flight end within the drain deadline, and closes every
-    /// connection. Returns when all of that is done.
+    /// connection. Returns when all of that is done; what a dropped connection left to a disk may
+    /// still be under way there ([`mica_block::Manage::idle`]).
     pub fn shutdown(mut self) -> Counters {
         self.stop_and_wait();
         self.counters()
@@ -125,16 +127,6 @@ impl Running {
             given_up.raise();
             // What drops them only has to take its turn.
             open.wait_for_none(deadline);
-        }
-        // Work that a client left behind still has to end.
-        let exports: Vec<_> = common.exports.iter().map(|export| export.disk.clone()).collect();
-        let idle = self.workers.run(move || async move {
-            for disk in exports {
-                let _ = timeout(deadline, disk.idle()).await;
-            }
-        });
-        if let Err(error) = idle {
-            tracing::error!(%error, "it is not known whether all requests have ended");
         }
     }
 }

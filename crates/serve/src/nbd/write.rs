@@ -234,7 +234,7 @@ async fn discard(shared: &Shared<'_>, range: GuestRange) -> Result<(), Failure> 
     while at < range.end() {
         let piece = next_piece(at, range.end());
         if is_whole(piece) {
-            let (_sharing, _in_flight) = (edges.share().await, disk.enter());
+            let _sharing = edges.share().await;
             disk.discard(piece).await.map_err(|error| Failure::at(error, at))?;
         }
         at = piece.end();

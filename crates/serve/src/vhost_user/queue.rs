@@ -164,7 +164,7 @@ enum Kind {
 
 enum Work<'a> {
     Read { io: IoFuture, _in_flight: InFlight<'a> },
-    Write { io: Writing<'a>, _in_flight: InFlight<'a> },
+    Write(Writing<'a>),
     Long(LocalFuture<'a, Result<()>>),
 }
 
@@ -172,7 +172,7 @@ impl Work<'_> {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
         match self {
             Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Write { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
+            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| result),
             Self::Long(future) => future.as_mut().poll(context),
         }
     }

@@ -96,8 +96,9 @@ impl Running {
         self.common.counters()
     }
 
-    /// Tells the front end that the disk has another length, after [`Disk::resize`]. Waits for its
-    /// answer, for a few seconds at most; not to be called by a thread that the guest waits for.
+    /// Tells the front end that the disk has another length, after
+    /// [`mica_block::Manage::resize`]. Waits for its answer, for a few seconds at most; not to be
+    /// called by a thread that the guest waits for.
     ///
     /// # Errors
     /// `Io` if a front end is there and does not take it: it goes on with the length that it

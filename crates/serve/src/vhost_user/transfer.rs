@@ -110,7 +110,6 @@ pub(super) async fn write(
         if range.start() > first {
             yield_now().await;
         }
-        let _in_flight = disk.enter();
         let bufs = bufs_of(memory, &pieces)?;
         let bufs = match is_direct(&pieces) {
             true => bufs,

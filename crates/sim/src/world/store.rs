@@ -164,6 +164,10 @@ impl Store for SimStore {
         lock(&self.file).path.display().to_string()
     }
 
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+
     fn witness(&self) -> Witness {
         let (tells_life, life) = {
             let state = lock(&self.world.state);

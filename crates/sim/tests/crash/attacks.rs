@@ -2,7 +2,7 @@
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
-use mica_block::{Detail, Disk as _};
+use mica_block::{Detail, Disk as _, Manage as _};
 use mica_qcow2::create::ImageWish;
 use mica_qcow2::format::Version;
 use mica_rt::{Buf, join_all};
@@ -207,10 +207,7 @@ fn compressed_clusters_are_read_while_they_are_discarded_and_rewritten() {
                         mica_rt::sleep(Duration::from_micros(world.random_below(150))).await;
                         let at = world.random_below(15) << 16;
                         match world.random_below(3) {
-                            0 => {
-                                let _request = chain.enter();
-                                chain.discard(range(at, 65536)).await.unwrap();
-                            }
+                            0 => chain.discard(range(at, 65536)).await.unwrap(),
                             1 => write(&chain, at + 4096, 3, 8192).await.unwrap(),
                             _ => chain.flush().await.unwrap(),
                         }
@@ -247,7 +244,6 @@ fn disk_is_idle_when_its_requests_are_done_and_closes() {
                 chain.flush().await.unwrap();
             }
             if world.seed() & 4 == 0 {
-                let _request = chain.enter();
                 chain.discard(range(0, 65536)).await.unwrap();
             }
         }

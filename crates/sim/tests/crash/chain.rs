@@ -1,7 +1,7 @@
 //! Chains of random shape, to be written.
 
 use crate::qemu;
-use mica_block::{Disk, Images, LocalFuture, Result, Store};
+use mica_block::{Images, LocalFuture, Manage, Result, Store};
 use mica_gen::owner::Owner;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, content, generate};
 use mica_qcow2::check::{Finding, check};
@@ -142,13 +142,17 @@ pub(crate) struct ChainSubject {
 }
 
 impl Subject for ChainSubject {
-    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+    fn open<'a>(
+        &'a self,
+        world: &'a World,
+        mode: Mode,
+    ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
         Box::pin(async move {
             let images: Arc<dyn Images> = Arc::new(world.clone());
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let writable = mode == Mode::Write;
             let options = ChainOptions { cache_bytes, writable, ..ChainOptions::default() };
-            Ok(Arc::new(Chain::open(images, &self.shape.top, &options).await?) as Arc<dyn Disk>)
+            Ok(Arc::new(Chain::open(images, &self.shape.top, &options).await?) as Arc<dyn Manage>)
         })
     }
 

@@ -3,7 +3,7 @@
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, read, write};
-use mica_block::{Disk as _, ErrorKind, LocalFuture, Result};
+use mica_block::{Disk as _, ErrorKind, LocalFuture, Manage as _, Result};
 use mica_qcow2::Chain;
 use mica_qcow2::create::ImageWish;
 use mica_qcow2::format::Version;

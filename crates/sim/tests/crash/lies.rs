@@ -2,7 +2,7 @@
 //! nothing that would make it write over tables.
 
 use crate::plain::{Plain, range, read, write};
-use mica_block::{Disk as _, ErrorKind};
+use mica_block::{Disk as _, ErrorKind, Manage as _};
 use mica_qcow2::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};
@@ -180,10 +180,7 @@ fn what_a_compressed_entry_names_is_not_freed_where_it_is_metadata() {
                 drop(chain.flush().await);
                 drop(write(&chain, 0, 2, 512).await);
             }
-            {
-                let _request = chain.enter();
-                drop(chain.discard(range(CLUSTER, CLUSTER)).await);
-            }
+            drop(chain.discard(range(CLUSTER, CLUSTER)).await);
             drop(chain.flush().await);
             drop(chain.close().await);
             let now = image.bytes(target, 64);

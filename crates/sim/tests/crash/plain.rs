@@ -170,7 +170,6 @@ impl Plain {
 
 /// Writes `len` bytes like `byte` at `at`.
 pub(crate) async fn write(chain: &Chain, at: u64, byte: u8, len: usize) -> Result<()> {
-    let _request = chain.enter();
     chain.write(GuestOffset::new(at), Buf::from_slice(&vec![byte; len])).await.0
 }
 

@@ -2,7 +2,7 @@
 //! process dies: the guest notices nothing, and no layer is damaged.
 
 use crate::chain::{ChainSubject, Shape};
-use mica_block::{Disk, Images as _, LocalFuture, Result};
+use mica_block::{Images as _, LocalFuture, Manage, Result};
 use mica_qcow2::create::{ImageWish, Stores, create};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, inspect};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, load_at_random};
@@ -72,7 +72,11 @@ impl Growing {
 }
 
 impl Subject for Growing {
-    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+    fn open<'a>(
+        &'a self,
+        world: &'a World,
+        mode: Mode,
+    ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
         Box::pin(async move {
             drop(self.open.take());
             let top = self.top(world).await;
@@ -83,7 +87,7 @@ impl Subject for Growing {
             let options = ChainOptions { cache_bytes, writable, ..ChainOptions::default() };
             let chain = Chain::open(Arc::new(world.clone()), &top, &options).await?;
             *self.open.borrow_mut() = writable.then(|| chain.clone());
-            Ok(Arc::new(chain) as Arc<dyn Disk>)
+            Ok(Arc::new(chain) as Arc<dyn Manage>)
         })
     }
 
@@ -150,14 +154,14 @@ async fn rounds(world: &World, cut: impl Fn() -> (Cut, Loss), give_up_one_in: u6
 
 #[test]
 fn guest_notices_nothing_of_layers_that_are_put_on_top() {
-    scenario(100, |world| async move {
+    scenario(40, |world| async move {
         rounds(&world, || (Cut::Never, Loss::Nothing), 0).await;
     });
 }
 
 #[test]
 fn power_may_go_while_layers_are_put_on_top() {
-    scenario(100, |world| async move {
+    scenario(40, |world| async move {
         let cut = || {
             let loss = [Loss::Everything, Loss::Nothing, Loss::Earlier, Loss::Torn];
             let loss = loss[usize::try_from(world.random_below(4)).unwrap()];
@@ -169,7 +173,7 @@ fn power_may_go_while_layers_are_put_on_top() {
 
 #[test]
 fn process_may_die_while_layers_are_put_on_top() {
-    scenario(100, |world| async move {
+    scenario(40, |world| async move {
         let cut = || {
             let after = Duration::from_micros(1 + world.random_below(20_000));
             (Cut::KillAt(after), Loss::Nothing)

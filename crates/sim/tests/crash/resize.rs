@@ -2,7 +2,7 @@
 //! new one, and what both have is there.
 
 use crate::plain::{Plain, read, write};
-use mica_block::Disk as _;
+use mica_block::{Disk as _, Manage as _};
 use mica_qcow2::create::ImageWish;
 use mica_qcow2::resize::Resizer;
 use mica_sim::crash::{Mode, until_power_cut};

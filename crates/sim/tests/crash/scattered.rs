@@ -5,7 +5,7 @@
 //! server panicked.
 
 use crate::plain::{Plain, read, write};
-use mica_block::{Disk as _, Zeroes};
+use mica_block::{Disk as _, Manage as _, Zeroes};
 use mica_qcow2::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};

@@ -4,7 +4,7 @@
 
 use crate::chain::ChainSubject;
 use crate::random::subject;
-use mica_block::Disk;
+use mica_block::Manage;
 use mica_sim::crash::{Mode, Subject as _, load_at_random, until_power_cut};
 use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, ModelDisk, Operation, World, scenario};
 use std::cell::RefCell;
@@ -59,7 +59,7 @@ async fn take_over_and_die(world: &World, subject: &ChainSubject) {
     }
 }
 
-async fn open(world: &World, subject: &ChainSubject, mode: Mode) -> Arc<dyn Disk> {
+async fn open(world: &World, subject: &ChainSubject, mode: Mode) -> Arc<dyn Manage> {
     subject.open(world, mode).await.unwrap()
 }
 

@@ -2,7 +2,7 @@
 //! another to wait. Turns are counted, time is not.
 
 use crate::plain::{Plain, range, write};
-use mica_block::{Detail, Disk as _, LocalFuture, Result, Zeroes};
+use mica_block::{Detail, Disk as _, LocalFuture, Manage as _, Result, Zeroes};
 use mica_qcow2::create::ImageWish;
 use mica_qcow2::{Chain, ChainOptions};
 use mica_sim::{World, scenario};

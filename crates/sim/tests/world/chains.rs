@@ -192,7 +192,7 @@ fn damaged_sidecar_is_never_believed_and_never_an_error() {
                     let twin = world.sidecar(chain().frozen_layer(&world)).unwrap_or_default();
                     world.change_sidecar(layer, |bytes| *bytes = twin);
                 }
-                3 => world.remove_sidecar(layer).unwrap(),
+                3 => world.sidecars().remove(layer).unwrap(),
                 _ => drop(world.inject_sidecar(layer, ReadFault::FailAll(EIO))),
             }
         }

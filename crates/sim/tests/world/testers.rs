@@ -6,14 +6,14 @@
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture,
-    Planned, Result, Space, Store, Writing, Zeroes,
+    Manage, ManageIndex, MapStats, Planned, Result, Space, Store, WriteStats, Writing, Zeroes,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
 use mica_sim::{ChangeFault, ModelDisk, Operation, World, scenario};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -208,10 +208,56 @@ impl Disk for Raw {
     }
 }
 
+impl Manage for Raw {
+    fn resize(&self, _: u64) -> LocalFuture<'_, Result<()>> {
+        unreachable!("nobody makes it longer")
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.flush()
+    }
+
+    fn weakness(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        WriteStats::default()
+    }
+
+    fn map_stats(&self) -> MapStats {
+        MapStats::default()
+    }
+
+    fn layer_count(&self) -> usize {
+        1
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn layer_position(&self, _layer: LayerNumber) -> usize {
+        0
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+}
+
 struct RawSubject(Flaw);
 
 impl Subject for RawSubject {
-    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+    fn open<'a>(
+        &'a self,
+        world: &'a World,
+        mode: Mode,
+    ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
         Box::pin(async move {
             let image = match mode {
                 Mode::Read => world.open(Path::new(PATH))?,
@@ -232,7 +278,11 @@ impl Subject for RawSubject {
 struct ProductionRaw;
 
 impl Subject for ProductionRaw {
-    fn open<'a>(&'a self, world: &'a World, mode: Mode) -> LocalFuture<'a, Result<Arc<dyn Disk>>> {
+    fn open<'a>(
+        &'a self,
+        world: &'a World,
+        mode: Mode,
+    ) -> LocalFuture<'a, Result<Arc<dyn Manage>>> {
         Box::pin(async move {
             let disk = match mode {
                 Mode::Read => mica_stack::RawDisk::open(world, Path::new(PATH))?,

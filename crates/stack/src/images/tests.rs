@@ -29,7 +29,7 @@ fn read_all(store: &dyn Store) -> Vec<u8> {
 }
 
 fn sidecar_content(images: &FileImages, path: &Path) -> Option<Vec<u8>> {
-    images.open_sidecar(path).unwrap().map(|store| read_all(&*store))
+    images.sidecars().open(path).unwrap().map(|store| read_all(&*store))
 }
 
 fn names_in(folder: &Path) -> Vec<String> {
@@ -68,7 +68,7 @@ fn fault_that_was_asked_for_happens_to_images_and_not_to_sidecars() {
     let (_folder, path) = folder_with_image();
     let options = ImageOptions { faults: vec!["error=every:1".parse().unwrap()], ..options() };
     let images = FileImages::new(&path, options).unwrap();
-    images.write_sidecar(&path, b"index").unwrap();
+    images.sidecars().write(&path, b"index").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
     let image = images.open(&path).unwrap();
     let executor = Executor::new(Backend::Auto).unwrap();
@@ -80,14 +80,14 @@ fn fault_that_was_asked_for_happens_to_images_and_not_to_sidecars() {
 fn sidecar_is_written_beside_the_layer_whole_and_can_be_removed() {
     let (folder, path) = folder_with_image();
     let images = images(&path);
-    assert!(images.open_sidecar(&path).unwrap().is_none());
-    images.remove_sidecar(&path).unwrap();
+    assert!(images.sidecars().open(&path).unwrap().is_none());
+    images.sidecars().remove(&path).unwrap();
     for content in [b"first".as_slice(), b"the second"] {
-        images.write_sidecar(&path, content).unwrap();
+        images.sidecars().write(&path, content).unwrap();
         assert_eq!(sidecar_content(&images, &path).unwrap(), content);
         assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
     }
-    images.remove_sidecar(&path).unwrap();
+    images.sidecars().remove(&path).unwrap();
     assert_eq!(names_in(folder.path()), ["top.qcow2"]);
 }
 
@@ -95,7 +95,7 @@ fn sidecar_is_written_beside_the_layer_whole_and_can_be_removed() {
 fn sidecar_is_as_private_as_its_layer() {
     let (folder, path) = folder_with_image();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-    images(&path).write_sidecar(&path, b"index").unwrap();
+    images(&path).sidecars().write(&path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     assert_eq!(std::fs::metadata(sidecar).unwrap().mode() & 0o777, 0o600);
 }
@@ -108,7 +108,7 @@ fn sidecar_lies_beside_the_file_that_a_link_names() {
     std::fs::rename(&path, pool.join("real")).unwrap();
     symlink(pool.join("real"), &path).unwrap();
     let images = images(&path);
-    images.write_sidecar(&path, b"index").unwrap();
+    images.sidecars().write(&path, b"index").unwrap();
     assert_eq!(names_in(&pool), ["real", "real.mica-index"]);
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
 }
@@ -122,13 +122,13 @@ fn link_in_the_place_of_a_sidecar_is_neither_followed_nor_read() {
     let sidecar = folder.path().join("top.qcow2.mica-index");
     symlink(&victim, &sidecar).unwrap();
     let images = images(&path);
-    assert!(images.open_sidecar(&path).unwrap().is_none());
-    images.write_sidecar(&path, b"index").unwrap();
+    assert!(images.sidecars().open(&path).unwrap().is_none());
+    images.sidecars().write(&path, b"index").unwrap();
     assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
     assert!(std::fs::symlink_metadata(&sidecar).unwrap().is_file());
     std::fs::remove_file(&sidecar).unwrap();
     symlink(&victim, &sidecar).unwrap();
-    images.remove_sidecar(&path).unwrap();
+    images.sidecars().remove(&path).unwrap();
     assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
     assert!(std::fs::symlink_metadata(&sidecar).is_err());
 }
@@ -139,38 +139,38 @@ fn sidecar_that_is_no_plain_file_is_ignored() {
     let sidecar = folder.path().join("top.qcow2.mica-index");
     let images = images(&path);
     std::fs::create_dir(&sidecar).unwrap();
-    assert!(images.open_sidecar(&path).unwrap().is_none());
-    assert!(images.write_sidecar(&path, b"index").is_err());
+    assert!(images.sidecars().open(&path).unwrap().is_none());
+    assert!(images.sidecars().write(&path, b"index").is_err());
     assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
     std::fs::remove_dir(&sidecar).unwrap();
     let made = std::process::Command::new("mkfifo").arg(&sidecar).status().unwrap();
     assert!(made.success());
-    assert!(images.open_sidecar(&path).unwrap().is_none());
+    assert!(images.sidecars().open(&path).unwrap().is_none());
 }
 
 #[test]
 fn sidecar_that_anyone_could_have_written_is_ignored() {
     let (folder, path) = folder_with_image();
     let images = images(&path);
-    images.write_sidecar(&path, b"index").unwrap();
+    images.sidecars().write(&path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     std::fs::set_permissions(&sidecar, std::fs::Permissions::from_mode(0o666)).unwrap();
-    assert!(images.open_sidecar(&path).unwrap().is_none());
+    assert!(images.sidecars().open(&path).unwrap().is_none());
 }
 
 #[test]
 fn sidecar_of_another_owner_is_ignored() {
     let (folder, path) = folder_with_image();
     let images = images(&path);
-    images.write_sidecar(&path, b"index").unwrap();
+    images.sidecars().write(&path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     if std::os::unix::fs::chown(&sidecar, Some(12_345), None).is_err() {
         eprintln!("skipped: only root gives files away");
         return;
     }
-    assert!(images.open_sidecar(&path).unwrap().is_none());
+    assert!(images.sidecars().open(&path).unwrap().is_none());
     std::os::unix::fs::chown(&path, Some(12_345), None).unwrap();
-    assert!(images.open_sidecar(&path).unwrap().is_some());
+    assert!(images.sidecars().open(&path).unwrap().is_some());
 }
 
 #[test]
@@ -178,19 +178,19 @@ fn index_dir_keeps_what_is_written_and_layers_keep_theirs() {
     let (folder, path) = folder_with_image();
     let elsewhere = tempfile::tempdir().unwrap();
     let directory = elsewhere.path().join("made/on/demand");
-    images(&path).write_sidecar(&path, b"beside").unwrap();
+    images(&path).sidecars().write(&path, b"beside").unwrap();
     let place = SidecarPlace::Directory(directory.clone());
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
 
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"beside");
-    images.write_sidecar(&path, b"elsewhere").unwrap();
+    images.sidecars().write(&path, b"elsewhere").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"elsewhere");
     let names = names_in(&directory);
     assert_eq!(names.len(), 1);
     assert!(names[0].ends_with("-top.qcow2.mica-index"), "{names:?}");
 
-    images.remove_sidecar(&path).unwrap();
-    assert!(images.open_sidecar(&path).unwrap().is_none());
+    images.sidecars().remove(&path).unwrap();
+    assert!(images.sidecars().open(&path).unwrap().is_none());
     assert_eq!(names_in(folder.path()), ["top.qcow2"]);
 }
 
@@ -203,8 +203,8 @@ fn layers_of_one_name_have_sidecars_of_their_own_in_an_index_dir() {
     std::fs::write(&twin, b"twin").unwrap();
     let place = SidecarPlace::Directory(folder.path().join("index"));
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
-    images.write_sidecar(&path, b"one").unwrap();
-    images.write_sidecar(&twin, b"two").unwrap();
+    images.sidecars().write(&path, b"one").unwrap();
+    images.sidecars().write(&twin, b"two").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"one");
     assert_eq!(sidecar_content(&images, &twin).unwrap(), b"two");
 }
@@ -215,12 +215,12 @@ fn layer_with_the_longest_name_works_without_a_sidecar_beside_it() {
     let long = path.parent().unwrap().join("n".repeat(255));
     std::fs::write(&long, b"long").unwrap();
     let images = images(&path);
-    assert!(images.open_sidecar(&long).unwrap().is_none());
-    assert!(images.write_sidecar(&long, b"index").is_err());
-    images.remove_sidecar(&long).unwrap();
+    assert!(images.sidecars().open(&long).unwrap().is_none());
+    assert!(images.sidecars().write(&long, b"index").is_err());
+    images.sidecars().remove(&long).unwrap();
     let place = SidecarPlace::Directory(folder.path().join("index"));
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
-    images.write_sidecar(&long, b"index").unwrap();
+    images.sidecars().write(&long, b"index").unwrap();
     assert_eq!(sidecar_content(&images, &long).unwrap(), b"index");
 }
 
@@ -230,9 +230,9 @@ fn sidecars_of_layers_elsewhere_are_as_closed_as_the_layers() {
     let (_other, other_path) = folder_with_image();
     let images = images(&path);
     for error in [
-        images.open_sidecar(&other_path).err(),
-        images.write_sidecar(&other_path, b"x").err(),
-        images.remove_sidecar(&other_path).err(),
+        images.sidecars().open(&other_path).err(),
+        images.sidecars().write(&other_path, b"x").err(),
+        images.sidecars().remove(&other_path).err(),
         images.identify(&other_path).err(),
     ] {
         assert_eq!(error.unwrap().kind(), ErrorKind::Denied);

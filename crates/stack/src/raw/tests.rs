@@ -1,6 +1,6 @@
 use super::*;
 use crate::NullDisk;
-use mica_block::ChangeFuture;
+use mica_block::{ChangeFuture, Witness};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
@@ -139,6 +139,14 @@ impl Store for Fussy {
         "disk.raw".to_owned()
     }
 
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
+    }
+
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         self.note("write");
         let mut bytes = self.bytes.lock().expect("no panic");
@@ -203,7 +211,7 @@ fn disk_opened_for_reading_takes_no_writes() {
     let store = Fussy::new(4096, true);
     let raw = RawDisk::new(Arc::clone(&store) as _).expect("a disk");
     let null = NullDisk::new(4096).expect("a disk");
-    for disk in [&raw as &dyn Disk, &null] {
+    for disk in [&raw as &dyn Manage, &null] {
         assert!(!disk.is_writable());
         assert_eq!(write(disk, 0, &[1; 512]).unwrap_err().kind(), ErrorKind::Denied);
         let zeroes = run(disk.write_zeroes(range(0, 512), HOW));

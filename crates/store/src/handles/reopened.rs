@@ -12,7 +12,7 @@ use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::located::nanoseconds;
-use mica_block::{Error, ErrorKind, Identity, IoFuture, Result, Run, Store};
+use mica_block::{Error, ErrorKind, Identity, IoFuture, Result, Run, Store, Witness};
 use mica_rt::{Buf, File};
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -161,6 +161,14 @@ impl Store for Reopened {
 
     fn name(&self) -> String {
         self.handle.path.display().to_string()
+    }
+
+    fn witness(&self) -> Witness {
+        self.facts().witness_now()
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.facts().allocated_bytes()
     }
 }
 

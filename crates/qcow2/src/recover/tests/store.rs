@@ -1,6 +1,6 @@
 //! A store in memory that remembers what was done to it.
 
-use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::{Arc, Mutex};
@@ -76,6 +76,14 @@ impl Store for Logged {
 
     fn name(&self) -> String {
         "memory".to_owned()
+    }
+
+    fn witness(&self) -> Witness {
+        Witness::None
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.len()
     }
 
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {

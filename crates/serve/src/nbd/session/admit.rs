@@ -215,7 +215,7 @@ impl<'a> Session<'a> {
         }
         let len = usize::try_from(range.len()).expect("checked");
         let io = self.shared.disk.read(extent, Buf::new(len));
-        self.start(Work::Read { io, cookie, offset, _held: (charge, in_flight, ()) });
+        self.start(Work::Read { io, cookie, offset, _held: (charge, in_flight) });
     }
 
     fn write(&mut self, write: Write, payload: Buf, charge: Charge<'a>) {
@@ -225,9 +225,8 @@ impl<'a> Session<'a> {
             && is_whole(range)
             && let Some(sharing) = edges.try_share()
         {
-            let in_flight = disk.enter();
             let io = disk.write(range.start(), payload);
-            self.start(Work::Write { io, cookie, range, _held: (charge, in_flight, sharing) });
+            self.start(Work::Write { io, cookie, range, _held: (charge, sharing) });
         } else {
             let future = write_long(Rc::clone(&self.shared), write, payload, charge);
             self.start_long(cookie, true, Box::pin(future));

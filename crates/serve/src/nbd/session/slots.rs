@@ -13,10 +13,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// What a request gives back when it is done.
-pub(super) type Held<'a, More = ()> = (Charge<'a>, InFlight<'a>, More);
-
-/// A request in flight. Each holds its [`InFlight`] until its last I/O is done.
+/// A request in flight. Each read holds its [`InFlight`] until its last I/O is
+/// done.
 pub(super) enum Work<'a> {
     None,
     /// A read of one extent, which is nearly every read: nothing is allocated for it but its data.
@@ -24,14 +22,14 @@ pub(super) enum Work<'a> {
         io: IoFuture,
         cookie: u64,
         offset: GuestOffset,
-        _held: Held<'a>,
+        _held: (Charge<'a>, InFlight<'a>),
     },
     /// A write that is over when the disk has taken it, which is nearly every write.
     Write {
         io: Writing<'a>,
         cookie: u64,
         range: GuestRange,
-        _held: Held<'a, Sharing<'a>>,
+        _held: (Charge<'a>, Sharing<'a>),
     },
     /// Anything longer. One that changes the disk is seen to its end, whatever the client does.
     Long {

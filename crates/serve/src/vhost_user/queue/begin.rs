@@ -196,13 +196,11 @@ impl<'a> Running<'a> {
         (memory, pieces): (&Arc<Memory>, Vec<Piece>),
         window_bytes: u64,
     ) -> Work<'a> {
-        let in_flight = self.disk.enter();
         if let [piece] = pieces[..]
             && range.len() <= DIRECT_BYTES_MAX
             && let Some(buf) = memory.buf(piece)
         {
-            let io = self.disk.write(range.start(), buf);
-            return Work::Write { io, _in_flight: in_flight };
+            return Work::Write(self.disk.write(range.start(), buf));
         }
         let (disk, memory) = (self.disk, Arc::clone(memory));
         Work::Long(Box::pin(async move {
@@ -236,7 +234,6 @@ fn kind_of(action: &Action) -> Kind {
 
 async fn discard(disk: &dyn Disk, ranges: Vec<ZeroRange>) -> Result<()> {
     for ZeroRange { range, .. } in ranges {
-        let _in_flight = disk.enter();
         disk.discard(range).await?;
     }
     Ok(())
@@ -245,7 +242,6 @@ async fn discard(disk: &dyn Disk, ranges: Vec<ZeroRange>) -> Result<()> {
 async fn write_zeroes(disk: &dyn Disk, ranges: Vec<ZeroRange>, discard: Discard) -> Result<()> {
     for ZeroRange { range, may_unmap } in ranges {
         let may_unmap = may_unmap && discard == Discard::Unmap;
-        let _in_flight = disk.enter();
         disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;
     }
     Ok(())

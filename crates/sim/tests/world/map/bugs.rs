@@ -91,7 +91,7 @@ fn damaged_sidecar_that_a_build_needs_is_written_anew_by_that_build() {
         put(&world, &layers);
         indexed(&world, &layers).await;
         damage(&world, &layers, 1);
-        world.remove_sidecar(&path(2, &layers[2])).unwrap();
+        world.sidecars().remove(&path(2, &layers[2])).unwrap();
         compare(&*indexed(&world, &layers).await, &layers).await;
         let reopened = open(&world, &layers, IndexUse::Read).await;
         compare(&reopened, &layers).await;

@@ -2,10 +2,9 @@
 
 use super::{folder_with_image, images, names_in, options};
 use crate::{
-    Format, ImageOptions, OpenDisk, RedoPlace, open, open_writable, redo_folder,
-    redo_folder_of_owner,
+    Format, ImageOptions, RedoPlace, open, open_writable, redo_folder, redo_folder_of_owner,
 };
-use mica_block::{Detail, ErrorKind, Images as _, Result};
+use mica_block::{Detail, Disk, ErrorKind, Images as _, Manage, Result};
 use mica_qcow2::ChainOptions;
 use mica_qcow2::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
@@ -13,6 +12,7 @@ use mica_store::Locking;
 use mica_units::{GuestOffset, GuestRange};
 use std::os::unix::fs::chown;
 use std::path::PathBuf;
+use std::sync::Arc;
 use tempfile::TempDir;
 
 const CLUSTER: u64 = 65536;
@@ -42,27 +42,26 @@ impl Place {
         ImageOptions { redo, locking, ..options() }
     }
 
-    fn open_writable(&self, locking: Locking) -> Result<OpenDisk> {
+    fn open_writable(&self, locking: Locking) -> Result<Arc<dyn Manage>> {
         let chain = ChainOptions::default();
         let options = self.options(locking);
         self.executor.block_on(open_writable(&self.image, Format::Qcow2, options, &chain))
     }
 
     /// What is written is not flushed.
-    fn write(&self, disk: &OpenDisk, byte: u8) {
+    fn write(&self, disk: &dyn Disk, byte: u8) {
         self.executor.block_on(async {
-            let _request = disk.disk.enter();
             let buf = Buf::from_slice(&[byte; 512]);
-            disk.disk.write(GuestOffset::new(CLUSTER), buf).await.0.unwrap();
+            disk.write(GuestOffset::new(CLUSTER), buf).await.0.unwrap();
         });
     }
 
-    fn shown(&self, disk: &OpenDisk) -> u8 {
+    fn shown(&self, disk: &dyn Disk) -> u8 {
         let range = GuestRange::new(GuestOffset::new(CLUSTER), 512).unwrap();
         let mut extents = Vec::new();
         self.executor.block_on(async {
-            disk.disk.plan(range, Detail::Read, &mut extents).finish().await.unwrap();
-            let (read, buf) = disk.disk.read(&extents[0], Buf::new(512)).await;
+            disk.plan(range, Detail::Read, &mut extents).finish().await.unwrap();
+            let (read, buf) = disk.read(&extents[0], Buf::new(512)).await;
             read.unwrap();
             buf[0]
         })
@@ -72,7 +71,7 @@ impl Place {
     fn read(&self, locking: Locking) -> u8 {
         let chain = ChainOptions::default();
         let opened = open(&self.image, Format::Qcow2, self.options(locking), &chain);
-        self.shown(&self.executor.block_on(opened).unwrap())
+        self.shown(&*self.executor.block_on(opened).unwrap())
     }
 
     fn logs(&self) -> usize {
@@ -85,7 +84,7 @@ impl Place {
 fn image_of_a_dead_writer_is_read_with_what_it_left() {
     let place = Place::new();
     let written = place.open_writable(Locking::On).unwrap();
-    place.write(&written, 7);
+    place.write(&*written, 7);
     assert_eq!(place.read(Locking::ForceShare), 0, "somebody may be writing");
     // Without a close, as if it were killed.
     drop(written);
@@ -93,8 +92,8 @@ fn image_of_a_dead_writer_is_read_with_what_it_left() {
     assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
     assert_eq!(place.logs(), 1, "who reads leaves it as it is");
     let again = place.open_writable(Locking::On).unwrap();
-    assert_eq!((place.shown(&again), place.logs()), (7, 0));
-    place.executor.block_on(again.disk.close()).unwrap();
+    assert_eq!((place.shown(&*again), place.logs()), (7, 0));
+    place.executor.block_on(again.close()).unwrap();
     drop(again);
     assert_eq!(place.read(Locking::ForceShare), 7);
 }
@@ -105,11 +104,11 @@ fn image_of_a_dead_writer_is_read_with_what_it_left() {
 fn log_of_a_writer_that_lives_is_its_own_though_it_locks_no_image() {
     let place = Place::new();
     let written = place.open_writable(Locking::Off).unwrap();
-    place.write(&written, 7);
+    place.write(&*written, 7);
     assert_eq!(place.read(Locking::On), 0, "its writer lives");
     let refused = place.open_writable(Locking::Off).err().expect("its writer lives");
     assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
-    assert_eq!((place.shown(&written), place.logs()), (7, 1));
+    assert_eq!((place.shown(&*written), place.logs()), (7, 1));
     drop(written);
     assert_eq!(place.read(Locking::On), 7, "now it is dead");
 }
@@ -125,7 +124,7 @@ fn root_reads_what_the_owner_of_an_image_left() {
     }
     let place = Place::new();
     let written = place.open_writable(Locking::On).unwrap();
-    place.write(&written, 7);
+    place.write(&*written, 7);
     drop(written);
     let folder = redo_folder(&place.memory).unwrap();
     let theirs = place.memory.join(format!("mica-{OWNER}"));

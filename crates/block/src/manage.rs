@@ -1,0 +1,156 @@
+//! What the owner of a disk does besides serving its data: control, figures, and the index.
+//!
+//! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default:
+//! a wrapper that forgot to forward a call would silently turn it off.
+
+use crate::{Disk, Error, ErrorKind, LocalFuture, Result};
+use mica_units::{LayerNumber, SECTOR_BYTES};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+/// A disk as its owner sees it. One object is both, so that no two handles can disagree about which
+/// disk they mean; an `Arc<dyn Manage>` becomes an `Arc<dyn Disk>` where only data is needed.
+pub trait Manage: Disk {
+    /// Makes the disk `len` bytes long, while it is served: no shorter than it is. What is new
+    /// reads as zeros, and is part of [`Disk::geometry`] once it is durable that it is there.
+    ///
+    /// Errors: `Invalid` for a length that is shorter, no multiple of a sector, or more than the
+    /// image can have; `Unsupported` where the disk cannot do it; else as [`Disk::write`]. The
+    /// disk is then as long as before.
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>>;
+
+    /// Waits until no request is under way, including those that nobody awaits any more.
+    fn idle(&self) -> LocalFuture<'_, ()>;
+
+    /// Ends the writing: flushes, and leaves the image as if nobody had it open. Nothing else may
+    /// be under way, and nothing is written afterwards.
+    fn close(&self) -> LocalFuture<'_, Result<()>>;
+
+    /// What is weaker now than this disk promises, and why, if anything is: reported for as long as
+    /// it is so.
+    fn weakness(&self) -> Option<&'static str>;
+
+    /// What writing has cost.
+    fn write_stats(&self) -> WriteStats;
+
+    /// How the cache of its map does.
+    fn map_stats(&self) -> MapStats;
+
+    /// Number of layers: one unless it is a chain.
+    fn layer_count(&self) -> usize;
+
+    /// The paths of a chain's layers, from the base; none where it is not a chain.
+    fn layer_paths(&self) -> Vec<PathBuf>;
+
+    /// How many layers are beneath the one that an extent names.
+    fn layer_position(&self, layer: LayerNumber) -> usize;
+
+    /// The index of a chain; `None` where it is not a chain.
+    fn index(&self) -> Option<&dyn ManageIndex>;
+}
+
+/// The index of a chain, which the sidecars of its layers hold.
+pub trait ManageIndex {
+    /// How many layers, from the base, the index covers.
+    fn covered_layers(&self) -> usize;
+
+    /// Waits until somebody calls for the index: a reader that found a sidecar to be damaged, so
+    /// that [`Self::build`] has work, or [`Self::call`].
+    fn called(&self) -> LocalFuture<'_, ()>;
+
+    /// Ends the wait of [`Self::called`].
+    fn call(&self);
+
+    /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
+    /// layers when `progress` breaks.
+    ///
+    /// Errors: if a layer cannot be read or a sidecar cannot be written. What was written before
+    /// stays good.
+    fn build<'a>(
+        &'a self,
+        progress: &'a mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
+    ) -> LocalFuture<'a, Result<usize>>;
+
+    /// The state of each frozen layer's sidecar and its length in bytes, from the base. One that
+    /// cannot be read counts as missing.
+    fn seal_states(&self) -> LocalFuture<'_, Vec<(SealState, u64)>>;
+
+    /// Removes the sidecars of all frozen layers.
+    ///
+    /// # Errors
+    /// What the system says; the others are removed all the same.
+    fn remove(&self) -> Result<()>;
+}
+
+/// How far the building of an index has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IndexProgress {
+    /// Layers done.
+    pub layer: usize,
+    /// Layers in all.
+    pub layers: usize,
+}
+
+/// What a look at the seal of a sidecar found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SealState {
+    /// Sealed, and the layer is unchanged.
+    Sealed,
+    /// There is no sidecar, or one of another version or layer.
+    Missing,
+    /// The sidecar is of another state of the layer, or of another chain beneath.
+    Stale,
+    /// Timestamps prove nothing: the layer was moved, copied, or changed about when it was sealed.
+    Unproven,
+}
+
+/// How well the map's cache does, counted since the disk was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct MapStats {
+    /// Look-ups answered from the cache.
+    pub hits: u64,
+    /// Look-ups that had to load a slice.
+    pub misses: u64,
+    /// Slices loaded from an index.
+    pub index_loads: u64,
+    /// Windows of slices resolved by walking the chain.
+    pub walks: u64,
+    /// Layers looked at by those walks.
+    pub layers_walked: u64,
+    /// Bytes of slices now in the cache.
+    pub cached_bytes: u64,
+    /// The most that the cache may hold, in bytes.
+    pub budget_bytes: u64,
+}
+
+/// What writing has cost besides the guest's own bytes, counted since the disk was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct WriteStats {
+    /// Bytes read to fill what a write left of a unit that got a new place.
+    pub copied_read_bytes: u64,
+    /// Bytes of these written, and zeros written around them.
+    pub copied_written_bytes: u64,
+    /// Bytes of metadata written.
+    pub metadata_bytes: u64,
+    /// Calls that made something durable (`fdatasync`).
+    pub syncs: u64,
+    /// Groups of changes made durable.
+    pub groups: u64,
+    /// Entries of the map that were changed by writes.
+    pub linked_clusters: u64,
+}
+
+/// Whether a served disk of `old` bytes may become `new` bytes long.
+///
+/// # Errors
+/// `Invalid` if it may not.
+pub fn check_longer(old: u64, new: u64) -> Result<()> {
+    let refuse = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+    if new < old {
+        return refuse(format!("a disk of {old} bytes is not made shorter while it is served"));
+    }
+    if !new.is_multiple_of(SECTOR_BYTES) {
+        return refuse(format!("{new} bytes are no whole sectors"));
+    }
+    Ok(())
+}

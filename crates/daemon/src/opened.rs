@@ -1,0 +1,65 @@
+//! The disk of an image while it is open, and its last figures afterwards.
+
+use mica_block::{Error, ErrorKind, Manage, MapStats, Result, WriteStats};
+use std::sync::Arc;
+
+/// A disk, or what is left of it.
+pub(crate) enum Opened {
+    Open(Arc<dyn Manage>),
+    /// Its image is closed, and no file of it is held.
+    Closed(Figures),
+}
+
+/// What a disk shows of itself.
+#[derive(Clone, Copy)]
+pub(crate) struct Figures {
+    pub(crate) len: u64,
+    /// Whether it is writable, or was until it was closed.
+    pub(crate) is_writable: bool,
+    pub(crate) weakness: Option<&'static str>,
+    pub(crate) layers: usize,
+    /// Layers that an index covers; `None` where there can be no index.
+    pub(crate) indexed_layers: Option<usize>,
+    pub(crate) map: MapStats,
+    pub(crate) write: WriteStats,
+}
+
+impl Opened {
+    pub(crate) fn disk(&self) -> Result<Arc<dyn Manage>> {
+        match self {
+            Self::Open(disk) => Ok(Arc::clone(disk)),
+            Self::Closed(_) => Err(Error::new(ErrorKind::Denied, "the disk is closed")),
+        }
+    }
+
+    pub(crate) fn figures(&self) -> Figures {
+        match self {
+            Self::Open(disk) => Figures::of(&**disk),
+            Self::Closed(figures) => *figures,
+        }
+    }
+
+    /// Leaves only the figures; the disk, if it was open.
+    pub(crate) fn close(&mut self) -> Option<Arc<dyn Manage>> {
+        // A disk that is closed promises nothing.
+        let figures = Figures { weakness: None, ..self.figures() };
+        match std::mem::replace(self, Self::Closed(figures)) {
+            Self::Open(disk) => Some(disk),
+            Self::Closed(_) => None,
+        }
+    }
+}
+
+impl Figures {
+    fn of(disk: &dyn Manage) -> Self {
+        Self {
+            len: disk.geometry().len,
+            is_writable: disk.is_writable(),
+            weakness: disk.weakness(),
+            layers: disk.layer_count(),
+            indexed_layers: disk.index().map(|index| index.covered_layers()),
+            map: disk.map_stats(),
+            write: disk.write_stats(),
+        }
+    }
+}

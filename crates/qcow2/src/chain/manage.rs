@@ -1,0 +1,85 @@
+//! A chain as its owner sees it: control, figures, and the index.
+
+use crate::chain::Chain;
+use mica_block::{
+    IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState, WriteStats,
+};
+use mica_units::LayerNumber;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+impl Manage for Chain {
+    fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.change_if_writable(async move |writer| writer.grow(len).await)
+    }
+
+    fn idle(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.gate.idle())
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async {
+            match self.writer.load_full() {
+                Some(writer) => writer.close().await,
+                None => Ok(()),
+            }
+        })
+    }
+
+    fn weakness(&self) -> Option<&'static str> {
+        self.writer.load().as_ref()?.weakness()
+    }
+
+    fn write_stats(&self) -> WriteStats {
+        self.writer.load().as_ref().map(|writer| writer.stats()).unwrap_or_default()
+    }
+
+    fn map_stats(&self) -> MapStats {
+        self.map.stats()
+    }
+
+    fn layer_count(&self) -> usize {
+        self.map.layers().all().len()
+    }
+
+    fn layer_paths(&self) -> Vec<PathBuf> {
+        self.map.layers().all().iter().map(|layer| layer.path.to_path_buf()).collect()
+    }
+
+    fn layer_position(&self, layer: LayerNumber) -> usize {
+        self.map.layers().position(layer)
+    }
+
+    fn index(&self) -> Option<&dyn ManageIndex> {
+        Some(self)
+    }
+}
+
+impl ManageIndex for Chain {
+    fn covered_layers(&self) -> usize {
+        self.indexed_layers()
+    }
+
+    fn called(&self) -> LocalFuture<'_, ()> {
+        Box::pin(self.map.index_call.wait())
+    }
+
+    fn call(&self) {
+        self.map.index_call.set();
+    }
+
+    fn build<'a>(
+        &'a self,
+        progress: &'a mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
+    ) -> LocalFuture<'a, Result<usize>> {
+        Box::pin(self.build_index(progress))
+    }
+
+    fn seal_states(&self) -> LocalFuture<'_, Vec<(SealState, u64)>> {
+        Box::pin(self.map.seal_states())
+    }
+
+    fn remove(&self) -> Result<()> {
+        self.map.drop_index()
+    }
+}

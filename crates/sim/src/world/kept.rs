@@ -1,0 +1,52 @@
+//! What is kept beside the images of the world: sidecars, and the logs of writers.
+
+use super::redo::SimRedoMemory;
+use super::{World, lock, normal};
+use mica_block::{Error, RedoLogs, RedoMemory, Result, Sidecars, Store};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+impl Sidecars for World {
+    fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+        let found = lock(&self.state).sidecars.get(&normal(path)).cloned();
+        Ok(found.map(|file| self.store(file)))
+    }
+
+    fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
+        let path = normal(path);
+        let mut state = lock(&self.state);
+        if state.sidecars_denied {
+            let what = format!("writing the index of {}", path.display());
+            return Err(Error::from_io(what, io::ErrorKind::PermissionDenied.into()));
+        }
+        let file = state.make_file(&path, content.to_vec());
+        state.sidecars.insert(path, file);
+        Ok(())
+    }
+
+    fn remove(&self, path: &Path) -> Result<()> {
+        lock(&self.state).sidecars.remove(&normal(path));
+        Ok(())
+    }
+}
+
+impl RedoLogs for World {
+    fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(Some(Arc::new(SimRedoMemory::new(self, normal(path)))))
+    }
+
+    fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
+        let file = self.file(path)?;
+        let is_written = lock(&file).writer.upgrade().is_some();
+        if is_written { Ok(Vec::new()) } else { Ok(self.log(path)?.into_iter().collect()) }
+    }
+
+    fn elsewhere(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+
+    fn of_another(&self, _path: &Path) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+}

@@ -1,0 +1,66 @@
+//! The redo logs of images that the policy lets be opened.
+
+use super::{RedoFile, RedoPlace};
+use crate::policy::Policy;
+use crate::written::WrittenImages;
+use mica_block::{Error, RedoLogs, RedoMemory, Result};
+use mica_store::Locking;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Files in memory, found by the identity of the image.
+pub(crate) struct FileRedoLogs {
+    place: RedoPlace,
+    policy: Arc<Policy>,
+    locking: Locking,
+    written: Arc<WrittenImages>,
+}
+
+impl FileRedoLogs {
+    pub(crate) fn new(
+        place: RedoPlace,
+        policy: Arc<Policy>,
+        locking: Locking,
+        written: Arc<WrittenImages>,
+    ) -> Self {
+        Self { place, policy, locking, written }
+    }
+}
+
+impl RedoLogs for FileRedoLogs {
+    fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        let identity = self.policy.find(path)?.identity(0);
+        let file = RedoFile::new(&self.place, identity);
+        Ok(file.map(|file| Arc::new(file) as Arc<dyn RedoMemory>))
+    }
+
+    fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
+        let located = self.policy.find(path)?;
+        // The image's lock, which we hold, keeps later writers away. That there is none now is said
+        // by the log's own: a writer may have taken none of the image.
+        if self.locking != Locking::On || self.written.has(&located) {
+            return Ok(Vec::new());
+        }
+        let owner = owner_of(path)?;
+        let files = RedoFile::orphaned(&self.place, located.identity(0), owner)?;
+        Ok(files.into_iter().map(|file| Arc::new(file) as Arc<dyn RedoMemory>).collect())
+    }
+
+    fn elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let identity = self.policy.find(path)?.identity(0);
+        Ok(RedoFile::elsewhere(&self.place, identity))
+    }
+
+    fn of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let identity = self.policy.find(path)?.identity(0);
+        Ok(RedoFile::of_another(&self.place, identity, owner_of(path)?))
+    }
+}
+
+fn owner_of(path: &Path) -> Result<u32> {
+    let found = std::fs::metadata(path);
+    found
+        .map(|found| found.uid())
+        .map_err(|error| Error::from_io(path.display().to_string(), error))
+}
