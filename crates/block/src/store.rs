@@ -68,8 +68,8 @@ impl Witness {
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
-/// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that a
-/// wrapper that forgets to forward one fails at its first use. A default for what is asked of a
+/// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that
+/// a wrapper that forgets to forward one fails at its first use. A default for what is asked of a
 /// store would be an answer that may be wrong, and nobody would notice.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What lies beyond the end reads as zeros, as it does in QEMU.

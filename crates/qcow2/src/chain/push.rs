@@ -1,7 +1,8 @@
 //! A new active layer under running requests.
 //!
 //! ```text
-//! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer ─▶ the layers ─▶ the writer ─▶ let go
+//! open the overlay ─▶ flush ─▶ hold the gate ─▶ close the writer
+//!   ─▶ the layers ─▶ the writer ─▶ let go
 //! ```
 //!
 //! Reads go on all the time: what is in memory of the map stays true, as the new layer has nothing.
@@ -24,9 +25,9 @@ impl Chain {
     /// From then on it is the one that is written.
     ///
     /// # Errors
-    /// `Denied` if the chain is open for reading only, or if the policy forbids the image; `Invalid`
-    /// if the image is no such overlay; `Limit` if the chain has as many layers as it may have; else
-    /// what the stores say.
+    /// `Denied` if the chain is open for reading only, or if the policy forbids the image;
+    /// `Invalid` if the image is no such overlay; `Limit` if the chain has as many layers as it may
+    /// have; else what the stores say.
     pub async fn push(&self, path: &Path) -> Result<()> {
         let _alone = self.pushing.claim(0).await;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };

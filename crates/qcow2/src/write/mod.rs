@@ -226,8 +226,8 @@ impl Writer {
     }
 
     /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise. The write is
-    /// counted as `under_way` before anybody looks where it goes: whoever takes the place away waits
-    /// for it.
+    /// counted as `under_way` before anybody looks where it goes: whoever takes the place away
+    /// waits for it.
     #[inline]
     pub(crate) fn write_in_place(
         &self,

@@ -7,8 +7,8 @@
 //!
 //! Invariants
 //! - I1 A request counts in exactly one phase from enter to drop.
-//! - I2 A phase ends only when the one before it is drained: else it would hold requests from before
-//!   and after. So any number of tasks may end phases and wait for them.
+//! - I2 A phase ends only when the one before it is drained: else it would hold requests from
+//!   before and after. So any number of tasks may end phases and wait for them.
 //! - I3 A task that waits for a phase is woken by the last request of it.
 
 use super::{GroupSync, Waiters};
