@@ -14,7 +14,7 @@ use clap::Args;
 use mica_block::{Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2::create::{ImagePlan, Preallocation, Stores};
-use mica_qcow2::format::{Compression, Version};
+use mica_qcow2_format::{Compression, Version};
 use mica_stack::Format;
 use mica_units::HostOffset;
 use serde_json::{Map, Value};

@@ -9,7 +9,7 @@
 use crate::owner::{Owner, OwnerMap};
 use crate::plan::{DataFile, LayerKind, LayerShape, Qcow2Shape};
 use crate::spec::{Feature, Features};
-use mica_qcow2::format::{SUBCLUSTER_COUNT, Version};
+use mica_qcow2_format::{SUBCLUSTER_COUNT, Version};
 use mica_units::ClusterBits;
 use mica_units::Rng;
 

@@ -5,7 +5,7 @@ use crate::owner::OwnerMap;
 use crate::plan::{DataFile, LayerKind, LayerShape};
 use crate::spec::ChainSpec;
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2::format::{Compression, Version};
+use mica_qcow2_format::{Compression, Version};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Which layers a chain has and which parts of the disk each is asked to hold. No I/O.
 
 use crate::spec::{ChainSpec, Distribution, Feature};
-use mica_qcow2::format::{Compression, L1_BYTES_MAX, L1Entry, L2Format, RefcountWidth, Version};
+use mica_qcow2_format::{Compression, L1_BYTES_MAX, L1Entry, L2Format, RefcountWidth, Version};
 use mica_units::Rng;
 use mica_units::{ClusterBits, LayerNumber};
 

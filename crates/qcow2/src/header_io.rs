@@ -1,7 +1,7 @@
 //! Reading the header of an image, and opening the data file that it names.
 
-use crate::format::{HEADER_READ_BYTES, Header, parse_data_file_name};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store, read_exact};
+use mica_qcow2_format::{HEADER_READ_BYTES, Header, parse_data_file_name};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,10 @@
 //! What an image says about itself. Opens that one file and nothing that it names.
 
-use crate::format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use crate::header_io::{read_header, read_header_as};
 use crate::redo::read_over;
 use crate::snapshots;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
+use mica_qcow2_format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use std::path::{Path, PathBuf};
 
 /// Snapshots that are listed; what an image has beyond is only counted, so that a small file cannot

@@ -8,11 +8,11 @@
 //! needed, and no L2 table is kept at all: the chain's slices are.
 
 use crate::decoded::DecodedClusters;
-use crate::format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
 use crate::l1_place::L1Place;
 use crate::live::Live;
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, Store, read_exact};
+use mica_qcow2_format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
@@ -326,7 +326,7 @@ impl Layer {
         runs: &mut Runs,
     ) {
         let bytes = 1_u64 << clusters.bits;
-        for index in 0..crate::format::SUBCLUSTER_COUNT {
+        for index in 0..mica_qcow2_format::SUBCLUSTER_COUNT {
             let start = GuestOffset::new(clusters.start.bytes() + u64::from(index) * bytes);
             let whole = GuestRange::new(start, bytes).expect("within a cluster of the disk");
             let Some(part) = whole.intersect(range) else { continue };
@@ -439,7 +439,7 @@ impl Layer {
                 let len = usize::try_from(len).expect("at most two clusters");
                 let input = read_exact(&*self.store, host, len).await?;
                 let mut output = Buf::new(usize::try_from(cluster_bits.bytes()).expect("2 MiB"));
-                let unpack = crate::format::decompress(tables.compression, &input, &mut output);
+                let unpack = mica_qcow2_format::decompress(tables.compression, &input, &mut output);
                 unpack.map_err(|error| {
                     error.wrap(format!("compressed cluster {cluster} at {host}"))
                 })?;

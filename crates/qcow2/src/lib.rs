@@ -12,7 +12,6 @@ mod crc32c;
 pub mod create;
 mod decoded;
 mod detail;
-pub mod format;
 mod gate;
 mod header_io;
 mod index;

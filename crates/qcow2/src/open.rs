@@ -6,7 +6,6 @@
 //! - I2 A name is followed only where [`Images::resolve`] lets it be.
 //! - I3 A file stands in a chain once: loops are found by identity.
 
-use crate::format::{Header, ImageName, SnapshotEntry, parse_image_name};
 use crate::header_io::{open_data_file, read_header};
 use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
@@ -15,6 +14,7 @@ use crate::redo::{read_over, replay_redo_log, warn_of_log};
 use crate::write::overlay::MetadataStore;
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Identity, Images, OpenImage, Result, Store, read_exact};
+use mica_qcow2_format::{Header, ImageName, SnapshotEntry, parse_image_name};
 use mica_units::{GuestOffset, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};

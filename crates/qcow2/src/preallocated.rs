@@ -5,9 +5,9 @@
 //! then told with the file's holes, as `qemu-img map` does; else the file is not asked, which saves
 //! a system call for each extent.
 
-use crate::format::{Header, RefcountTableEntry};
 use crate::header_io::read_header;
 use mica_block::{Result, Store, read_exact};
+use mica_qcow2_format::{Header, RefcountTableEntry};
 use mica_units::HostOffset;
 
 /// The rule of QEMU: at least a ninth more clusters in use than fit in the space, and two more.

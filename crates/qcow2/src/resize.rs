@@ -17,7 +17,6 @@ mod future;
 mod space;
 
 use crate::chain::{Chain, ChainOptions, IndexUse};
-use crate::format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version, field};
 use crate::header_io::read_header;
 use crate::recover::repair_dirty;
 use crate::redo::replay_redo_log;
@@ -27,6 +26,7 @@ use mica_block::{
     Disk as _, Error, ErrorKind, Images, Manage as _, OpenImage, Result, Store, Zeroes, read_exact,
     write_all,
 };
+use mica_qcow2_format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version, field};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use space::FileSpace;

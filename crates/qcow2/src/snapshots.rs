@@ -1,10 +1,10 @@
 //! The internal snapshots and bitmaps of an image: reading their tables.
 
-use crate::format::{
+use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_qcow2_format::{
     BitmapEntry, Header, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry,
     decode_bitmap_directory,
 };
-use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_units::HostOffset;
 
 /// Piece in which the snapshot table is read.

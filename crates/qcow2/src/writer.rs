@@ -22,8 +22,8 @@ pub use ending::Ending;
 pub use refcounts::{RefcountArea, refcount_area};
 
 use crate::create::{ImagePlan, Preallocation};
-use crate::format::{CompressedCluster, L1Entry, L2Entry};
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, HostOffset};
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! Images of a few clusters, made entry by entry, for tests that need a certain table: also one
 //! that no writer would make. Refcounts are missing: reading asks for none.
 
-use mica_qcow2::format::{L1Entry, L2Entry, L2Format, RawL2Entry, Version};
+use mica_qcow2_format::{L1Entry, L2Entry, L2Format, RawL2Entry, Version};
 use mica_units::{ClusterBits, HostOffset};
 
 /// What a [`TinyImage`] is to be like.

@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::images::size_of;
 use mica_qcow2::create::{ImageWish, Preallocation};
-use mica_qcow2::format::{Compression, Version};
+use mica_qcow2_format::{Compression, Version};
 use mica_stack::Format;
 
 /// What one may say of a new image.

@@ -2,7 +2,7 @@
 
 use crate::sink::Sink;
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2::format::{RefcountTableEntry, RefcountWidth};
+use mica_qcow2_format::{RefcountTableEntry, RefcountWidth};
 use mica_units::{ClusterBits, HostOffset};
 use std::ops::Range;
 

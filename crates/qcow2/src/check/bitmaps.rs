@@ -4,11 +4,11 @@
 //! begins.
 
 use super::{Checker, READ_BYTES_MAX};
-use crate::format::{
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
     decode_bitmap_directory,
 };
-use mica_block::{Error, ErrorKind, Result};
 
 impl Checker<'_> {
     /// Counts the references to and from bitmaps.

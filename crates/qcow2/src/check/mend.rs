@@ -7,8 +7,8 @@
 
 use super::tables::has_data;
 use super::{Checker, Finding, Task};
-use crate::format::{L2Format, RawL2Entry};
 use mica_block::{Result, Store, read_exact, write_all};
+use mica_qcow2_format::{L2Format, RawL2Entry};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
 /// Most bytes that are read and written at once around words that change.

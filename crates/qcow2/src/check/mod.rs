@@ -41,9 +41,9 @@ pub use finding::Finding;
 pub(crate) use keep::{Counted, Kept, Ranges, Task};
 pub(crate) use refcounts::Block;
 
-use crate::format::{Encryption, Header, SnapshotEntry};
 use keep::Keep;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_qcow2_format::{Encryption, Header, SnapshotEntry};
 use mica_rt::Buf;
 use mica_units::{HostOffset, SECTOR_BYTES};
 use refcounts::Refcounts;

@@ -4,8 +4,8 @@
 //! a bit for each cluster. The blocks are read again where a message wants the refcount itself.
 
 use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
-use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_block::Result;
+use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 

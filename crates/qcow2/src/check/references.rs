@@ -1,6 +1,6 @@
 //! The references to each cluster of the file, counted as narrow as the image counts them.
 
-use crate::format::RefcountWidth;
+use mica_qcow2_format::RefcountWidth;
 
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;

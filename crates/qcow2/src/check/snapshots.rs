@@ -1,10 +1,10 @@
 //! The table of internal snapshots.
 
 use super::{Checker, Finding, Snapshots};
-use crate::format::{
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{
     L1_BYTES_MAX, L1Entry, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version,
 };
-use mica_block::{Error, ErrorKind, Result};
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
 

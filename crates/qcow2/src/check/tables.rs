@@ -5,8 +5,8 @@
 
 use super::refcounts::One;
 use super::{Checker, Finding, READ_BYTES_MAX, Snapshots};
-use crate::format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
 use mica_block::Result;
+use mica_qcow2_format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
 

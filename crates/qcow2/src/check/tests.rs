@@ -2,10 +2,10 @@
 //! clusters of 64 KiB; header, refcount table, refcount block, L1, L2, then data from cluster 5 on.
 
 use super::*;
-use crate::format::{
+use mica_block::{IoFuture, Run, RunKind, Witness};
+use mica_qcow2_format::{
     Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
 };
-use mica_block::{IoFuture, Run, RunKind, Witness};
 use mica_units::ClusterBits;
 use std::future::Future;
 use std::task::{Context, Poll, Waker};
@@ -215,7 +215,7 @@ struct CompressedAt {
 
 impl CompressedAt {
     fn entry(&self) -> L2Entry {
-        L2Entry::Compressed(crate::format::CompressedCluster {
+        L2Entry::Compressed(mica_qcow2_format::CompressedCluster {
             host: HostOffset::new(self.host),
             len_max: self.len,
         })

@@ -1,10 +1,10 @@
 //! What a new image is to be like: the wish of a user, checked, becomes a plan.
 
-use crate::format::{
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{
     Autoclear, BackingName, Compatible, Compression, Header, L1_BYTES_MAX, L1Entry, L2Format,
     RefcountWidth, Version,
 };
-use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
 use std::str::FromStr;

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::check::{Finding, Observer, check};
-use crate::format::{Compression, Header, Version};
 use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind, Witness};
+use mica_qcow2_format::{Compression, Header, Version};
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};

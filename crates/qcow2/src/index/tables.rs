@@ -4,9 +4,9 @@
 //! L1 table, and each L2 table that lies in the file. It is one that nobody can make two contents
 //! for, so that it proves a layer against its owner too.
 
-use crate::format::{L1Entry, L2Format};
 use crate::layer::Layer;
 use mica_block::{ContentProof, Error, ErrorKind, LocalFuture, Result, Store, read_exact};
+use mica_qcow2_format::{L1Entry, L2Format};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::path::Path;

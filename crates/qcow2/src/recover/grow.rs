@@ -5,7 +5,7 @@
 //! their places for something else. The guest reads the same zeros as before.
 
 use crate::check::Counted;
-use crate::format::Header;
+use mica_qcow2_format::Header;
 
 /// A file may grow to this many times its length.
 const GROWTH_FACTOR: u64 = 64;

@@ -2,8 +2,8 @@
 //! leaves the old header or the new one and nothing else of it is touched.
 
 use super::Repairer;
-use crate::format::{Header, field};
 use mica_block::{Result, Store, read_exact, write_all};
+use mica_qcow2_format::{Header, field};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
 const DIRTY_AND_CORRUPT: u64 = 3;

@@ -30,10 +30,10 @@ mod snapshots;
 mod watch;
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
-use crate::format::Header;
 use crate::header_io::read_header_as;
 use crate::redo::replay_redo_log;
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
+use mica_qcow2_format::Header;
 use std::path::Path;
 use std::sync::Arc;
 use watch::{Found, Watch};

@@ -6,8 +6,10 @@
 use super::header::name_snapshot_table;
 use super::rebuild::Free;
 use crate::check::Counted;
-use crate::format::{Header, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
+use mica_qcow2_format::{
+    Header, SNAPSHOT_TABLE_BYTES_MAX, SnapshotDecoded, SnapshotEntry, Version,
+};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 

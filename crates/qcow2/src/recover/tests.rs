@@ -8,8 +8,8 @@ mod store;
 
 use super::*;
 use crate::check::Verdict;
-use crate::format::RawL2Entry;
 use image::{Image, Shape, guest};
+use mica_qcow2_format::RawL2Entry;
 use power::Random;
 use std::future::Future;
 use std::task::{Context, Poll, Waker};

@@ -1,7 +1,7 @@
 //! What a log says of the image besides what it changes: the state that its groups go on from.
 
 use super::format::{HEADER, SPACE, append_head};
-use crate::format::Header;
+use mica_qcow2_format::Header;
 
 /// Runs of unused clusters that are listed; what there is beyond is leaked.
 pub(super) const RUNS_MAX: usize = 64;

@@ -11,7 +11,7 @@
 //! - I1 The writer asks [`dropped_units`] what it has to make zeros, and whoever replays its log
 //!   asks the same function what has to be zeros still ([`super::evidence`]).
 
-use crate::format::{L2Entry, L2Format, RawL2Entry};
+use mica_qcow2_format::{L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};
 
 /// Units of a cluster, as bits, in the place that starts at `host`.

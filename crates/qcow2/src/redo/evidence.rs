@@ -10,8 +10,8 @@
 
 use super::dropped::{dropped_units, ranges_of};
 use super::replay::Replay;
-use crate::format::{Header, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_block::{Result, RunKind, Store, read_exact};
+use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};
 
 /// Entries of an L1 table that are read in one piece.

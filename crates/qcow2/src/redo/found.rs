@@ -6,8 +6,8 @@ use super::format::{
     EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, LATE, LATE_ZEROS, LogHeader, RECORD_HEAD_BYTES,
     RECORDS_AT, SPACE, WITNESSES, decode_witnesses, group_sum, other_half, read_header,
 };
-use crate::format::Header;
 use mica_block::{RedoMemory, Result, Store, Witness};
+use mica_qcow2_format::Header;
 
 /// What a log says.
 pub(super) struct Found {

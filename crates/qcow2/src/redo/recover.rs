@@ -8,11 +8,11 @@ use super::format::names_log;
 use super::found::Found;
 use super::over::Over;
 use super::replay::{Replay, Step};
-use crate::format::{Header, field};
 use crate::header_io::{open_data_file, read_header};
 use mica_block::{
     Error, ErrorKind, Images, OpenImage, RedoMemory, Result, Store, read_exact, write_all,
 };
+use mica_qcow2_format::{Header, field};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::path::Path;

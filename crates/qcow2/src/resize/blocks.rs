@@ -2,8 +2,8 @@
 
 use super::space::FileSpace;
 use super::{Resizer, len_of};
-use crate::format::RefcountTableEntry;
 use mica_block::{Result, read_exact, write_all};
+use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;

@@ -10,7 +10,7 @@ use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::format::field;
+use mica_qcow2_format::field;
 
 /// The images of a chain, of which one has its future size.
 pub(super) struct FutureImages {

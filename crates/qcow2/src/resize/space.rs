@@ -1,10 +1,10 @@
 //! Clusters that are taken and freed while nothing else is written: the allocator of the writing
 //! engine without its transactions.
 
-use crate::format::Header;
 use crate::write::allocate::{Reserved, Space};
 use crate::write::pages::Metadata;
 use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
+use mica_qcow2_format::Header;
 use mica_units::{ClusterBits, HostOffset};
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -19,10 +19,10 @@
 mod growth;
 
 use super::pages::{Metadata, PageState};
-use crate::format::{Header, RefcountTableEntry, RefcountWidth};
 use crate::live::TableKind;
 use crate::redo::{SpaceState, Stage};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
+use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostOffset};
 use std::collections::VecDeque;

@@ -23,9 +23,9 @@
 
 use super::Writer;
 use super::pages::{Dirty, Group};
-use crate::format::field;
 use crate::gate::Moment;
 use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange, Store};
+use mica_qcow2_format::field;
 use mica_rt::{Buf, Pace};
 use mica_units::HostOffset;
 use std::cell::Cell;

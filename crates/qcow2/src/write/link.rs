@@ -3,11 +3,11 @@
 use super::Writer;
 use super::clusters::Beneath;
 use super::pages::PageState;
-use crate::format::{L1Entry, RawL2Entry};
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
 use crate::live::TableKind;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, Space, Store, read_exact};
+use mica_qcow2_format::{L1Entry, RawL2Entry};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 

@@ -32,7 +32,6 @@ pub(crate) mod pages;
 mod request;
 mod zero;
 
-use crate::format::{Header, L1Entry, L2Format};
 use crate::gate::Gate;
 use crate::l1_place::L1Place;
 use crate::layer::Layer;
@@ -45,6 +44,7 @@ use mica_block::{
     Error, ErrorKind, GroupSync, IoFuture, OwnedInFlight, RedoMemory, Result, Store, WriteStats,
     read_exact,
 };
+use mica_qcow2_format::{Header, L1Entry, L2Format};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange, HostOffset};

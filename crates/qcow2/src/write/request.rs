@@ -5,8 +5,8 @@ use super::allocate::Reserved;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::link::{Change, Drops, Entry};
-use crate::format::{CompressedCluster, L2Entry, RawL2Entry};
 use mica_block::{Detail, Error, ErrorKind, Extent, Result};
+use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::sync::Arc;
@@ -236,7 +236,7 @@ impl Writer {
 
     /// Units of a cluster: its subclusters, or itself.
     pub(super) fn units(&self) -> u32 {
-        if self.l2.extended { crate::format::SUBCLUSTER_COUNT } else { 1 }
+        if self.l2.extended { mica_qcow2_format::SUBCLUSTER_COUNT } else { 1 }
     }
 
     fn all_units(&self) -> u32 {

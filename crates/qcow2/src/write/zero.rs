@@ -2,8 +2,8 @@
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
-use crate::format::{L2Entry, Version};
 use mica_block::{Detail, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
+use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
@@ -222,7 +222,7 @@ impl Writer {
 
     /// The entry of a cluster that reads as zeros and has no place. Version 2 has none: there
     /// nothing lies beneath when this is asked.
-    fn zero_entry(&self) -> crate::format::RawL2Entry {
+    fn zero_entry(&self) -> mica_qcow2_format::RawL2Entry {
         let says = match self.l2.version {
             Version::V2 => L2Entry::Unallocated,
             Version::V3 => L2Entry::Zero,
@@ -285,7 +285,7 @@ impl Writer {
 
 fn changed(
     entry: Entry,
-    new: crate::format::RawL2Entry,
+    new: mica_qcow2_format::RawL2Entry,
     all_units: u32,
     freed: Vec<u64>,
 ) -> Zeroed {

@@ -1,8 +1,8 @@
 //! Compresses clusters as QEMU can read them: deflate with its window of 4 KiB and no header, zstd
 //! as one frame.
 
-use crate::format::Compression;
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::Compression;
 
 /// QEMU inflates with this window, as a power of two; a larger one it cannot read.
 const DEFLATE_WINDOW_BITS: u8 = 12;
@@ -90,7 +90,7 @@ fn deflated_len_max(len: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::decompress;
+    use mica_qcow2_format::decompress;
 
     #[test]
     fn every_cluster_comes_back_whatever_was_compressed_before_it() {

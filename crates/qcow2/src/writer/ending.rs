@@ -3,8 +3,8 @@
 use super::refcounts::{RefcountArea, refcount_area};
 use super::{Place, Write};
 use crate::create::{ImagePlan, TablePlaces};
-use crate::format::{L1Entry, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2_format::{L1Entry, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::collections::BTreeMap;

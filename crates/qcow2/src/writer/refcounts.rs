@@ -1,6 +1,6 @@
 //! How many clusters the refcounts of a file take, which count themselves too.
 
-use crate::format::{RefcountTableEntry, RefcountWidth};
+use mica_qcow2_format::{RefcountTableEntry, RefcountWidth};
 use mica_units::ClusterBits;
 
 /// Clusters that hold refcounts.

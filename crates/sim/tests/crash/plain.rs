@@ -67,7 +67,7 @@ impl Plain {
             files: Vec::new(),
             top: Self::top(),
             cluster_bytes: plan.l2.cluster_bits.bytes(),
-            version: if plan.l2.version == mica_qcow2::format::Version::V2 { 2 } else { 3 },
+            version: if plan.l2.version == mica_qcow2_format::Version::V2 { 2 } else { 3 },
             has_snapshot: false,
             initial: Vec::new(),
             about: format!("{plan:?}"),

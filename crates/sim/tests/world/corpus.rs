@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 
 use mica_gen::{ChainSpec, Feature, Features, generate};
-use mica_qcow2::format::{L1Entry, L2Entry, Version};
+use mica_qcow2_format::{L1Entry, L2Entry, Version};
 use mica_sim::{TinyImage, TinySpec, hostile};
 use std::path::{Path, PathBuf};
 

@@ -9,7 +9,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-units"],
     &["mica-rt"],
     &["mica-block"],
-    &["mica-map"],
+    &["mica-map", "mica-qcow2-format"],
     &["mica-store", "mica-qcow2", "mica-serve"],
     &["mica-stack", "mica-sim", "mica-gen"],
     &["mica-daemon"],

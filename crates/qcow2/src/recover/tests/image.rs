@@ -1,7 +1,7 @@
 //! Images built by hand, and what a guest reads from them.
 
 use super::store::index;
-use crate::format::{
+use mica_qcow2_format::{
     Compression, Header, L1Entry, L2Entry, L2Format, RawL2Entry, RefcountTableEntry, RefcountWidth,
     SnapshotEntry, Version,
 };

@@ -3,10 +3,10 @@
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
 use super::Space;
-use crate::format::RefcountTableEntry;
 use crate::live::TableKind;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
+use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
@@ -126,7 +126,7 @@ impl GrownTable {
                 blocks = needed;
                 continue;
             }
-            if table_clusters * space.bits.bytes() > crate::format::REFCOUNT_TABLE_BYTES_MAX {
+            if table_clusters * space.bits.bytes() > mica_qcow2_format::REFCOUNT_TABLE_BYTES_MAX {
                 let context = "the refcount table cannot grow any more";
                 return Err(Error::new(ErrorKind::NoSpace, context));
             }

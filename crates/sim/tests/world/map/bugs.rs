@@ -2,8 +2,8 @@
 
 use super::model::{Image, ModelLayer, build, compare, open, path, plain, plain_chain, put};
 use mica_block::{Disk, ErrorKind, Images};
-use mica_qcow2::format::{L1Entry, L2Entry, SnapshotEntry, Version};
 use mica_qcow2::{Chain, ChainOptions, IndexUse};
+use mica_qcow2_format::{L1Entry, L2Entry, SnapshotEntry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};
 use mica_units::HostOffset;
 use std::sync::Arc;

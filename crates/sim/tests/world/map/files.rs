@@ -1,8 +1,8 @@
 //! Chains in real files, whose descriptors are given up and opened again.
 
 use mica_block::{Detail, Disk, ErrorKind, Images, Result};
-use mica_qcow2::format::{L2Entry, Version};
 use mica_qcow2::{Chain, ChainOptions};
+use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::{TinyImage, TinySpec};
 use mica_stack::{FileImages, ImageOptions};

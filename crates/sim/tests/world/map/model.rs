@@ -1,8 +1,8 @@
 //! Layers that a test knows whole, the walk of them, and the comparison.
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Images, Result};
-use mica_qcow2::format::{L1Entry, L2Entry, RawL2Entry, Version};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
+use mica_qcow2_format::{L1Entry, L2Entry, RawL2Entry, Version};
 use mica_rt::Buf;
 use mica_sim::{TinyImage, TinySpec, World};
 use mica_units::{GuestOffset, GuestRange, HostOffset};

@@ -2,7 +2,7 @@
 
 use super::model::{Image, ModelLayer, SECTOR, build, compare, open, path, put, put_now, u64_at};
 use mica_qcow2::IndexUse;
-use mica_qcow2::format::{L1Entry, L2Entry, Version};
+use mica_qcow2_format::{L1Entry, L2Entry, Version};
 use mica_sim::{TinyImage, TinySpec, World, scenario};
 use mica_units::HostOffset;
 

@@ -2,9 +2,9 @@
 
 use super::frame::{BACKING_NAME_BYTES_MAX, MAGIC, RAW_BYTES, RawHeader, V2_BYTES};
 use super::{Autoclear, Compatible, Encryption, Header, Incompatible, Version};
-use crate::format::Compression;
-use crate::format::extension::{self, FeatureName};
-use crate::format::refcount::RefcountWidth;
+use crate::Compression;
+use crate::extension::{self, FeatureName};
+use crate::refcount::RefcountWidth;
 use mica_block::{Error, ErrorKind, Result};
 use std::os::unix::ffi::OsStrExt;
 use zerocopy::IntoBytes;

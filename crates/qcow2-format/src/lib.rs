@@ -1,4 +1,4 @@
-//! The bytes of a qcow2 image: decode and encode, no I/O, no clock.
+//! The bytes of a qcow2 image: decode and encode, no I/O, no clock. Internal crate.
 //!
 //! Every decoder here takes bytes that an enemy wrote. Invariants:
 //!
@@ -24,13 +24,13 @@ mod refcount;
 mod snapshot;
 mod table;
 
-pub(crate) use bitmap::mark_bitmaps_in_use;
 pub use bitmap::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, decode_bitmap_directory,
+    mark_bitmaps_in_use,
 };
 pub use compressed::{CompressedCluster, Compression, Decompressor, decompress};
 pub use extension::{BitmapsExtension, Extension, FeatureKind, FeatureName};
-pub(crate) use header::field;
+pub use header::field;
 pub use header::{
     Autoclear, BackingName, Compatible, Encryption, HEADER_READ_BYTES, Header, Incompatible,
     L1_BYTES_MAX, REFCOUNT_TABLE_BYTES_MAX, Version,

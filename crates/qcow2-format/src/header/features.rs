@@ -1,6 +1,6 @@
 //! Version, feature bits and encryption: what an image asks of its reader.
 
-use crate::format::{Compression, unsupported};
+use crate::{Compression, unsupported};
 use mica_block::Result;
 use mica_units::HostOffset;
 

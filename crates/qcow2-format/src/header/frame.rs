@@ -2,9 +2,9 @@
 
 use super::features::{COMPRESSION, INCOMPATIBLE_KNOWN};
 use super::{BackingName, Encryption, Incompatible, Version};
-use crate::format::extension::{self, FeatureKind, FeatureName, Walk};
-use crate::format::refcount::RefcountWidth;
-use crate::format::{Compression, corrupt, unsupported, until_nul};
+use crate::extension::{self, FeatureKind, FeatureName, Walk};
+use crate::refcount::RefcountWidth;
+use crate::{Compression, corrupt, unsupported, until_nul};
 use mica_block::Result;
 use mica_units::ClusterBits;
 use std::ffi::OsStr;

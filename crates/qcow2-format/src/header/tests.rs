@@ -1,6 +1,6 @@
 use super::frame::MAGIC;
 use super::*;
-use crate::format::FeatureKind;
+use crate::FeatureKind;
 use proptest::prelude::*;
 
 const FILE_LEN: u64 = 1 << 20;

@@ -1,16 +1,16 @@
 //! Where the fixed fields of a header stand (specification, section "Header").
 
 /// Length of the disk: u64.
-pub(crate) const SIZE: usize = 24;
+pub const SIZE: usize = 24;
 /// Entries of the L1 table: u32; its place follows.
-pub(crate) const L1_ENTRIES: usize = 36;
+pub const L1_ENTRIES: usize = 36;
 /// Place of the L1 table: u64.
-pub(crate) const L1_OFFSET: usize = 40;
+pub const L1_OFFSET: usize = 40;
 /// Place of the refcount table: u64; its clusters follow, u32.
-pub(crate) const REFCOUNT_TABLE: usize = 48;
+pub const REFCOUNT_TABLE: usize = 48;
 /// Place of the snapshot table: u64.
-pub(crate) const SNAPSHOT_TABLE: usize = 64;
+pub const SNAPSHOT_TABLE: usize = 64;
 /// Incompatible feature bits, from version 3 on: u64.
-pub(crate) const INCOMPATIBLE: usize = 72;
+pub const INCOMPATIBLE: usize = 72;
 /// Autoclear feature bits, from version 3 on: u64.
-pub(crate) const AUTOCLEAR: usize = 88;
+pub const AUTOCLEAR: usize = 88;

@@ -32,7 +32,7 @@ pub struct CompressedCluster {
 impl CompressedCluster {
     /// What an L2 entry with bit 62 says.
     #[inline]
-    pub(crate) fn from_entry(entry: u64, cluster_bits: ClusterBits) -> Self {
+    pub fn from_entry(entry: u64, cluster_bits: ClusterBits) -> Self {
         let size_bits = cluster_bits.bits() - 8;
         let offset_bits = 62 - size_bits;
         let host = entry & ((1 << offset_bits) - 1);

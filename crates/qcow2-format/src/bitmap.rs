@@ -225,7 +225,7 @@ impl BitmapTableEntry {
 
 /// Sets the flag `in_use` of every entry of a directory: the bitmaps do not fit the data from now
 /// on. Whether all of the directory could be walked.
-pub(crate) fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
+pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
     let mut rest = directory;
     for _ in 0..count {
         let Ok((entry, tail)) = RawBitmap::mut_from_prefix(rest) else { return false };

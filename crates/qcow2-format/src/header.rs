@@ -4,7 +4,7 @@
 
 mod encode;
 mod features;
-pub(crate) mod field;
+pub mod field;
 mod frame;
 
 pub use features::{Autoclear, Compatible, Encryption, Incompatible, Version};
@@ -248,7 +248,7 @@ impl Header {
     }
 
     /// Whether the active L1 table is where a table may be and long enough for the disk.
-    pub(crate) fn check_active_l1(&self) -> Result<()> {
+    pub fn check_active_l1(&self) -> Result<()> {
         self.check_table(
             "active L1 table (header byte 40)",
             self.l1_offset,
@@ -270,7 +270,7 @@ impl Header {
     }
 
     /// Whether the snapshot table is where a table may be.
-    pub(crate) fn check_snapshot_table(&self) -> Result<()> {
+    pub fn check_snapshot_table(&self) -> Result<()> {
         if self.snapshot_count > SNAPSHOT_COUNT_MAX {
             return Err(corrupt(format!(
                 "{} internal snapshots (header byte 60), more than the maximum of \
