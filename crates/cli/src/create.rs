@@ -13,8 +13,8 @@ use crate::output::{print, print_json};
 use clap::Args;
 use mica_block::{Space, Store};
 use mica_qcow2::IndexUse;
-use mica_qcow2::create::{ImagePlan, Preallocation, Stores};
 use mica_qcow2_format::{Compression, Version};
+use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
 use mica_stack::Format;
 use mica_units::HostOffset;
 use serde_json::{Map, Value};
@@ -100,7 +100,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let data = new_data_file(&args.file, &plan, args.force, &args.images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
-    mica_qcow2::create::create(plan, stores).await?;
+    mica_qcow2_tools::create::create(plan, stores).await?;
     image.keep();
     if let Some(data) = data {
         data.keep();
@@ -171,7 +171,7 @@ pub(crate) async fn fill_raw(
     match preallocation {
         Preallocation::Off | Preallocation::Metadata => {}
         Preallocation::Falloc => store.space(Space::Allocate, start, size).await?,
-        Preallocation::Full => mica_qcow2::create::write_zeros(store, start, size).await?,
+        Preallocation::Full => mica_qcow2_tools::create::write_zeros(store, start, size).await?,
     }
     Ok(store.set_len(size).await?)
 }

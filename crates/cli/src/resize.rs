@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::print;
 use clap::Args;
-use mica_qcow2::resize::Resizer;
+use mica_qcow2_tools::resize::Resizer;
 use mica_stack::{FileImages, Format};
 use mica_units::SECTOR_BYTES;
 use std::path::PathBuf;

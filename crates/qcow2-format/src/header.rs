@@ -14,6 +14,7 @@ use super::refcount::RefcountWidth;
 use super::snapshot::SNAPSHOT_COUNT_MAX;
 use super::table::L2Format;
 use super::{Compression, corrupt, until_nul};
+use crate::L1Entry;
 use frame::{Frame, RAW_BYTES};
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
@@ -365,6 +366,20 @@ impl Header {
             extended: self.incompatible.extended_l2,
             data_file: self.incompatible.external_data_file,
         }
+    }
+
+    /// How many L1 entries a disk of `size` bytes needs.
+    ///
+    /// # Errors
+    /// `Invalid` if that is more than a table may have.
+    pub fn l1_entries_for(&self, size: u64) -> Result<u32> {
+        let wanted = Self { size, ..self.clone() };
+        let entries = wanted.l1_entries_needed();
+        if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
+            let what = "The image size is too large (try using a larger cluster size)";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        Ok(u32::try_from(entries).expect("32 MiB of entries"))
     }
 
     /// L1 entries that a disk of this size needs; behind them QEMU keeps the state of machines.

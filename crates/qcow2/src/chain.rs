@@ -17,8 +17,9 @@ use crate::write::pages::Metadata;
 use arc_swap::ArcSwapOption;
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IndexProgress, IoFuture,
-    LocalFuture, Planned, Result, Writing, Zeroes,
+    LocalFuture, Planned, Result, Store, Writing, Zeroes,
 };
+use mica_qcow2_format::Header;
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{GuestOffset, GuestRange};
@@ -41,6 +42,9 @@ pub enum IndexUse {
     Ignore,
 }
 
+/// Makes the refcounts of an image right that has this header; gives the header that it has then.
+pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Header>>;
+
 /// How a chain is opened.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
@@ -52,6 +56,9 @@ pub struct ChainOptions {
     pub snapshot: Option<String>,
     /// Whether the active layer is written.
     pub writable: bool,
+    /// Who repairs an image that its last writer has not closed, before it is written. Without it
+    /// such an image is refused.
+    pub repair: Option<Repair>,
 }
 
 impl Default for ChainOptions {
@@ -61,6 +68,7 @@ impl Default for ChainOptions {
             index: IndexUse::Read,
             snapshot: None,
             writable: false,
+            repair: None,
         }
     }
 }
@@ -75,6 +83,7 @@ pub struct Chain {
     writer: Arc<ArcSwapOption<Writer>>,
     /// Who puts a layer on top, one at a time.
     pushing: Arc<Claims>,
+    repair: Option<Repair>,
 }
 
 impl Chain {
@@ -99,7 +108,7 @@ impl Chain {
         let writer = match metadata {
             Some(metadata) => {
                 let active = Arc::clone(map.layers().active());
-                Some(Arc::new(open_writer(&map, &active, metadata, &gate).await?))
+                Some(Arc::new(open_writer(&map, &active, metadata, &gate, options.repair).await?))
             }
             None => None,
         };
@@ -107,7 +116,7 @@ impl Chain {
             map.adopt_sidecars().await;
         }
         let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
-        Ok(Self { map, gate, writer, pushing })
+        Ok(Self { map, gate, writer, pushing, repair: options.repair })
     }
 
     /// How many layers, from the base, the index speaks for.
@@ -128,8 +137,9 @@ impl Chain {
         self.map.build_index(progress).await
     }
 
-    pub(crate) fn map(&self) -> &Map {
-        &self.map
+    /// Length of the layer beneath the active one, in bytes; zero if there is none.
+    pub fn backing_len(&self) -> u64 {
+        self.map.layers().frozen().last().map_or(0, |layer| layer.len())
     }
 
     /// Does a change of the disk in a task of its own: a client that goes away does not leave it
@@ -234,6 +244,7 @@ async fn open_writer(
     layer: &Arc<Layer>,
     metadata: Arc<Metadata>,
     gate: &Arc<Gate>,
+    repair: Option<Repair>,
 ) -> Result<Writer> {
     let opened = async {
         let header = read_header(&*metadata.store).await?;
@@ -242,7 +253,13 @@ async fn open_writer(
             return Err(Error::new(ErrorKind::Corrupt, context));
         }
         let header = match header.incompatible.dirty {
-            true => crate::recover::repair_dirty(metadata.store.raw_file(), &header).await?,
+            true => match repair {
+                Some(repair) => repair(metadata.store.raw_file(), header).await?,
+                None => {
+                    let context = "the image was not closed: `mica check -r all` repairs it";
+                    return Err(Error::new(ErrorKind::Corrupt, context));
+                }
+            },
             false => header,
         };
         let redo_memory = (map.images.redo_logs().log(&layer.path)?, map.images.now_ns());

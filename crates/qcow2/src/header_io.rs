@@ -7,12 +7,12 @@ use mica_units::HostOffset;
 use std::path::{Path, PathBuf};
 
 /// Reads and decodes the header of an image that is to be read.
-pub(crate) async fn read_header(store: &dyn Store) -> Result<Header> {
+pub async fn read_header(store: &dyn Store) -> Result<Header> {
     read_header_as(store, Header::decode).await
 }
 
 /// Reads the header of an image and decodes it with `decode`.
-pub(crate) async fn read_header_as(
+pub async fn read_header_as(
     store: &dyn Store,
     decode: impl FnOnce(&[u8], u64) -> Result<Header>,
 ) -> Result<Header> {
@@ -34,7 +34,7 @@ async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf>
 }
 
 /// Opens the data file that the image at `path` names; gives its path, too.
-pub(crate) fn open_data_file(
+pub fn open_data_file(
     images: &dyn Images,
     path: &Path,
     header: &Header,

@@ -7,29 +7,26 @@
 //! ```
 
 mod chain;
-pub mod check;
 mod crc32c;
-pub mod create;
 mod decoded;
 mod detail;
 mod gate;
 mod header_io;
 mod index;
-mod inspect;
 mod l1_place;
 mod layer;
 mod layers;
 mod live;
 mod map;
-pub mod measure;
 mod open;
 mod preallocated;
-pub mod recover;
 mod redo;
-pub mod resize;
 pub mod snapshots;
 mod write;
-pub mod writer;
 
-pub use chain::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
-pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, loop_error, open_for_check};
+pub use chain::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse, Repair};
+pub use header_io::{open_data_file, read_header, read_header_as};
+pub use open::loop_error;
+pub use redo::{read_over, replay_redo_log};
+pub use write::grow::check_resizable;
+pub use write::offline::FileSpace;

@@ -7,7 +7,6 @@
 //! - I3 A file stands in a chain once: loops are found by identity.
 
 use crate::header_io::{open_data_file, read_header};
-use crate::inspect::loop_error;
 use crate::layer::{Layer, Tables};
 use crate::layers::Layers;
 use crate::redo::{read_over, replay_redo_log, warn_of_log};
@@ -300,4 +299,11 @@ fn snapshot_l1(header: &Header, snapshot: &SnapshotEntry) -> Result<(HostOffset,
         .check_active_l1()
         .map_err(|error| error.wrap(format!("snapshot {:?}", snapshot.name)))?;
     Ok((as_active.l1_offset, as_active.l1_entries, as_active.disk_bytes()))
+}
+
+/// The error for a chain whose images name each other in a circle.
+pub fn loop_error(path: &Path) -> Error {
+    let name = path.display();
+    let context = format!("{name} is in the chain twice: its backing files form a loop");
+    Error::new(ErrorKind::Corrupt, context)
 }

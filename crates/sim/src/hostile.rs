@@ -4,12 +4,13 @@
 
 use crate::{TinyImage, TinySpec, World};
 use mica_block::{Detail, Disk, Extent, Images};
-use mica_qcow2::check::{self, Finding};
-use mica_qcow2::{Chain, ChainOptions, IndexUse, inspect, open_for_check};
+use mica_qcow2::{Chain, ChainOptions, IndexUse};
 use mica_qcow2_format::{
     Header, L2Entry, SnapshotDecoded, SnapshotEntry, Version, parse_data_file_name,
     parse_image_name,
 };
+use mica_qcow2_tools::check::{self, Finding};
+use mica_qcow2_tools::{inspect, open_for_check};
 use mica_rt::{Backend, Buf, Executor};
 use mica_units::{GuestOffset, GuestRange};
 use std::ffi::OsStr;

@@ -3,6 +3,7 @@
 use crate::{FileImages, ImageOptions, NullDisk, RawDisk};
 use mica_block::{Error, ErrorKind, Images, Manage, Result};
 use mica_qcow2::{Chain, ChainOptions};
+use mica_qcow2_tools::recover::repair_for_opening;
 use mica_store::lock_patience;
 use std::path::Path;
 use std::str::FromStr;
@@ -147,7 +148,9 @@ async fn open_now(
         }
         Format::Qcow2 => {
             let images: Arc<dyn Images> = Arc::new(FileImages::new(named, images)?);
-            let chain = ChainOptions { writable: purpose == Purpose::Write, ..chain.clone() };
+            let writable = purpose == Purpose::Write;
+            let chain =
+                ChainOptions { writable, repair: Some(repair_for_opening), ..chain.clone() };
             Ok(Arc::new(Chain::open(images, named, &chain).await?))
         }
     }

@@ -1,8 +1,8 @@
 //! What the clusters of a piece are to hold: data, zeros, or nothing that the backing file has not.
 
 use mica_block::Result;
-use mica_qcow2::writer::{Compressor, Content};
 use mica_qcow2_format::Compression;
+use mica_qcow2_tools::layout::{Compressor, Content};
 
 /// How a piece is looked at.
 #[derive(Clone, Copy, Debug)]

@@ -8,7 +8,7 @@ use super::content::{Look, contents};
 use super::cursor::{Cursor, Piece};
 use crate::dd::read_extents;
 use mica_block::{Disk, Error, ErrorKind, Result, Store, write_all};
-use mica_qcow2::writer::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
+use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
 use mica_rt::sync::Turns;
 use mica_rt::{Backend, Buf, Executor, join_all};
 use mica_units::{GuestOffset, HostOffset};

@@ -2,8 +2,8 @@
 
 use crate::failure::Failure;
 use crate::images::size_of;
-use mica_qcow2::create::{ImageWish, Preallocation};
 use mica_qcow2_format::{Compression, Version};
+use mica_qcow2_tools::create::{ImageWish, Preallocation};
 use mica_stack::Format;
 
 /// What one may say of a new image.

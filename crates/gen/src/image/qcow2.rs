@@ -8,10 +8,10 @@ use crate::plan::{DataFile, Qcow2Shape};
 use crate::sink::Sink;
 use crate::spec::DataMode;
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2::writer::{CompressionLevel, Compressor, refcount_area};
 use mica_qcow2_format::{
     Autoclear, BackingName, CompressedCluster, Header, L1Entry, L2Entry, SUBCLUSTER_COUNT,
 };
+use mica_qcow2_tools::layout::{CompressionLevel, Compressor, refcount_area};
 use mica_units::Rng;
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
 

@@ -35,7 +35,7 @@ impl Chain {
         let before = map.layers();
         let (layer, metadata) = open_overlay(&*map.images, path, &before).await?;
         let layer = Arc::new(layer);
-        let next = open_writer(map, &layer, metadata, &self.gate).await?;
+        let next = open_writer(map, &layer, metadata, &self.gate, self.repair).await?;
         // So that little is left for the time in which changes wait.
         self.flush().await?;
         let held = self.gate.hold().await;

@@ -82,7 +82,8 @@ pub(crate) use dropped::{DroppedUnits, dropped_units, ranges_of};
 pub(crate) use format::LOG_NAME_SHIFT;
 pub(crate) use log::Mark;
 pub(crate) use logging::{HeaderLogged, Logging};
-pub(crate) use recover::{read_over, replay_redo_log, warn_of_log};
+pub(crate) use recover::warn_of_log;
+pub use recover::{read_over, replay_redo_log};
 
 /// When a dirty page is written, within its group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

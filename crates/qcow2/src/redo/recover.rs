@@ -34,11 +34,7 @@ const WRITTEN_SINCE: &str = "another program wrote the image since, over what it
 ///
 /// # Errors
 /// What a write or a sync says.
-pub(crate) async fn replay_redo_log(
-    images: &dyn Images,
-    path: &Path,
-    store: &dyn Store,
-) -> Result<()> {
+pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
     let Some(name) = named_log(store).await? else { return Ok(()) };
     let memory = images.redo_logs().log(path)?;
     let found = match &memory {
@@ -127,11 +123,7 @@ fn warn_of_loss(path: &Path, why: &str, kept: Option<String>) {
 ///
 /// # Errors
 /// What a read says.
-pub(crate) async fn read_over(
-    images: &dyn Images,
-    path: &Path,
-    image: OpenImage,
-) -> Result<OpenImage> {
+pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Result<OpenImage> {
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
     let memories = images.redo_logs().orphaned(path)?;
     for memory in &memories {

@@ -20,9 +20,8 @@ use super::header::HeaderChange;
 use super::pages::Metadata;
 use crate::header_io::read_header;
 use crate::redo::Stage;
-use crate::resize::{l1_entries_for, refuse_unsafe};
 use mica_block::{Detail, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all};
-use mica_qcow2_format::L1Entry;
+use mica_qcow2_format::{Header, L1Entry, Version};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
@@ -40,6 +39,26 @@ const PARTS_PER_TURN: u64 = 16;
 const PASSED_PER_CLUSTER: u64 = 4;
 const PASSED_MIN: u64 = 4096;
 
+/// Whether nothing more of an image would have to change than its length.
+///
+/// # Errors
+/// `Unsupported` if there is more.
+pub fn check_resizable(header: &Header) -> Result<()> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
+    if header.snapshot_count > 0 && header.version == Version::V2 {
+        return refuse("Can't resize a v2 image which has snapshots");
+    }
+    if header.bitmaps.is_some() {
+        return refuse(
+            "the image has bitmaps, which would have to be resized too: `qemu-img resize` does that",
+        );
+    }
+    if header.incompatible.external_data_file && header.snapshot_count > 0 {
+        return refuse("the image keeps its data in an external file, and has snapshots");
+    }
+    Ok(())
+}
+
 impl Writer {
     /// Makes the disk `len` bytes long.
     pub(crate) async fn grow(&self, len: u64) -> Result<()> {
@@ -51,12 +70,12 @@ impl Writer {
             return Ok(());
         }
         let header = read_header(&*self.layer.store).await?;
-        refuse_unsafe(&header)?;
+        check_resizable(&header)?;
         if header.incompatible.external_data_file {
             let what = "an image with a data file is made longer while nobody uses it";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
-        let entries = l1_entries_for(&header, len)?;
+        let entries = header.l1_entries_for(len)?;
         self.mark_in_use().await?;
         self.wrote.store(true, Ordering::Release);
         self.grow_l1(entries).await?;

@@ -3,8 +3,8 @@
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
 use mica_block::{Detail, Disk as _, Manage as _};
-use mica_qcow2::create::ImageWish;
 use mica_qcow2_format::Version;
+use mica_qcow2_tools::create::ImageWish;
 use mica_rt::{Buf, join_all};
 use mica_sim::crash::Mode;
 use mica_sim::{ChangeFault, Latency, Loss, Operation, ReadFault, World, scenario};

@@ -4,9 +4,11 @@ use crate::qemu;
 use mica_block::{Images, LocalFuture, Manage, Result, Store};
 use mica_gen::owner::Owner;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, content, generate};
-use mica_qcow2::check::{Finding, check};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, open_for_check};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
 use mica_qcow2_format::{Header, RefcountTableEntry};
+use mica_qcow2_tools::check::{Finding, check};
+use mica_qcow2_tools::open_for_check;
+use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Mode, Subject};
 use mica_sim::{Latency, ModelDisk, World};
 use std::path::{Path, PathBuf};
@@ -151,7 +153,12 @@ impl Subject for ChainSubject {
             let images: Arc<dyn Images> = Arc::new(world.clone());
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let writable = mode == Mode::Write;
-            let options = ChainOptions { cache_bytes, writable, ..ChainOptions::default() };
+            let options = ChainOptions {
+                cache_bytes,
+                writable,
+                repair: Some(repair_for_opening),
+                ..ChainOptions::default()
+            };
             Ok(Arc::new(Chain::open(images, &self.shape.top, &options).await?) as Arc<dyn Manage>)
         })
     }

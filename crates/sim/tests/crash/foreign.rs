@@ -4,7 +4,7 @@
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _};
-use mica_qcow2::create::ImageWish;
+use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{World, scenario};
 use std::time::Duration;

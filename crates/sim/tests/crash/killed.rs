@@ -5,7 +5,7 @@ use crate::chain::ChainSubject;
 use crate::plain::{Plain, range, read, write};
 use crate::random::subject;
 use mica_block::{Disk as _, ErrorKind, Manage as _};
-use mica_qcow2::create::ImageWish;
+use mica_qcow2_tools::create::ImageWish;
 use mica_rt::join_all;
 use mica_sim::crash::{Mode, Subject as _, load_at_random, loss_at_random, until_power_cut};
 use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, ModelDisk, Operation, World, scenario};

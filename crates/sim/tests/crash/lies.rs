@@ -3,7 +3,7 @@
 
 use crate::plain::{Plain, range, read, write};
 use mica_block::{Disk as _, ErrorKind, Manage as _};
-use mica_qcow2::create::ImageWish;
+use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};
 

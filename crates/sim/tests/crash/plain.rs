@@ -2,9 +2,9 @@
 
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Disk as _, Images as _, Result, write_all};
-use mica_qcow2::create::{ImagePlan, ImageWish, Stores, create, finish};
-use mica_qcow2::writer::{CompressionLevel, Compressor, Content, ImageWriter};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
+use mica_qcow2_tools::create::{ImagePlan, ImageWish, Stores, create, finish};
+use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter};
 use mica_rt::Buf;
 use mica_sim::World;
 use mica_sim::crash::{Mode, Subject as _};

@@ -3,8 +3,10 @@
 
 use crate::chain::{ChainSubject, Shape};
 use mica_block::{Images as _, LocalFuture, Manage, Result};
-use mica_qcow2::create::{ImageWish, Stores, create};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, inspect};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
+use mica_qcow2_tools::inspect;
+use mica_qcow2_tools::recover::repair_for_opening;
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, load_at_random};
 use mica_sim::{Loss, ModelDisk, World, scenario};
 use std::cell::{Cell, RefCell};
@@ -84,7 +86,12 @@ impl Subject for Growing {
             self.tops.borrow_mut().truncate_after(&top);
             let writable = mode == Mode::Write;
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
-            let options = ChainOptions { cache_bytes, writable, ..ChainOptions::default() };
+            let options = ChainOptions {
+                cache_bytes,
+                writable,
+                repair: Some(repair_for_opening),
+                ..ChainOptions::default()
+            };
             let chain = Chain::open(Arc::new(world.clone()), &top, &options).await?;
             *self.open.borrow_mut() = writable.then(|| chain.clone());
             Ok(Arc::new(chain) as Arc<dyn Manage>)

@@ -3,8 +3,8 @@
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _};
-use mica_qcow2::create::ImageWish;
-use mica_qcow2::resize::Resizer;
+use mica_qcow2_tools::create::ImageWish;
+use mica_qcow2_tools::resize::Resizer;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{Loss, World, scenario};
 use std::sync::Arc;

@@ -6,7 +6,7 @@
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _, Zeroes};
-use mica_qcow2::create::ImageWish;
+use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::Mode;
 use mica_sim::{World, scenario};
 use std::collections::BTreeMap;

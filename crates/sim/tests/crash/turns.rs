@@ -3,8 +3,8 @@
 
 use crate::plain::{Plain, range, write};
 use mica_block::{Detail, Disk as _, LocalFuture, Manage as _, Result, Zeroes};
-use mica_qcow2::create::ImageWish;
 use mica_qcow2::{Chain, ChainOptions};
+use mica_qcow2_tools::create::ImageWish;
 use mica_sim::{World, scenario};
 use std::future::poll_fn;
 use std::sync::Arc;

@@ -11,6 +11,7 @@ const ROWS: &[&[&str]] = &[
     &["mica-block"],
     &["mica-map", "mica-qcow2-format"],
     &["mica-store", "mica-qcow2", "mica-serve"],
+    &["mica-qcow2-tools"],
     &["mica-stack", "mica-sim", "mica-gen"],
     &["mica-daemon"],
     &["mica"],

@@ -6,7 +6,7 @@ use crate::{
 };
 use mica_block::{Detail, Disk, ErrorKind, Images as _, Manage, Result};
 use mica_qcow2::ChainOptions;
-use mica_qcow2::create::{ImageWish, Stores, create};
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
 use mica_store::Locking;
 use mica_units::{GuestOffset, GuestRange};

@@ -30,9 +30,9 @@ mod snapshots;
 mod watch;
 
 use crate::check::{CheckReport, Counted, Finding, Kept, Observer, Task, check, count};
-use crate::header_io::read_header_as;
-use crate::redo::replay_redo_log;
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result, Store};
+use mica_block::{Error, ErrorKind, Images, LocalFuture, OpenImage, Result, Store};
+use mica_qcow2::read_header_as;
+use mica_qcow2::replay_redo_log;
 use mica_qcow2_format::Header;
 use std::path::Path;
 use std::sync::Arc;
@@ -126,6 +126,14 @@ pub async fn repair_dirty(store: Arc<dyn Store>, header: &Header) -> Result<Head
         ));
     }
     Ok(repairer.header)
+}
+
+/// The same, as [`ChainOptions::repair`](mica_qcow2::ChainOptions::repair) wants it.
+pub fn repair_for_opening(
+    store: Arc<dyn Store>,
+    header: Header,
+) -> LocalFuture<'static, Result<Header>> {
+    Box::pin(async move { repair_dirty(store, &header).await })
 }
 
 /// A repair under way.

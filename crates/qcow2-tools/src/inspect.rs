@@ -1,9 +1,9 @@
 //! What an image says about itself. Opens that one file and nothing that it names.
 
-use crate::header_io::{read_header, read_header_as};
-use crate::redo::read_over;
-use crate::snapshots;
-use mica_block::{Error, ErrorKind, Images, OpenImage, Result};
+use mica_block::{Error, Images, OpenImage, Result};
+use mica_qcow2::read_over;
+use mica_qcow2::snapshots;
+use mica_qcow2::{read_header, read_header_as};
 use mica_qcow2_format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use std::path::{Path, PathBuf};
 
@@ -67,11 +67,4 @@ impl ImageInfo {
         let resolved = images.resolve(path, &name)?;
         Ok(Some((resolved, backing.format.clone().or(format))))
     }
-}
-
-/// The error for a chain whose images name each other in a circle.
-pub fn loop_error(path: &Path) -> Error {
-    let name = path.display();
-    let context = format!("{name} is in the chain twice: its backing files form a loop");
-    Error::new(ErrorKind::Corrupt, context)
 }

@@ -1,7 +1,7 @@
 //! How long a new image will be, as `qemu-img measure` counts: never less than it takes.
 
 use crate::create::{ImagePlan, Preallocation};
-use crate::writer::refcount_area;
+use crate::layout::refcount_area;
 use mica_block::{Detail, Disk, Extent, Result};
 use mica_qcow2_format::{BitmapEntry, L1Entry};
 use mica_units::{ClusterBits, GuestOffset, GuestRange};

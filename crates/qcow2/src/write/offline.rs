@@ -1,8 +1,8 @@
 //! Clusters that are taken and freed while nothing else is written: the allocator of the writing
 //! engine without its transactions.
 
-use crate::write::allocate::{Reserved, Space};
-use crate::write::pages::Metadata;
+use super::allocate::{Reserved, Space};
+use super::pages::Metadata;
 use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
 use mica_qcow2_format::Header;
 use mica_units::{ClusterBits, HostOffset};
@@ -14,7 +14,7 @@ const PASSED_PER_CLUSTER: u64 = 4;
 const PASSED_MIN: u64 = 4096;
 
 /// The clusters of one file.
-pub(super) struct FileSpace {
+pub struct FileSpace {
     store: Arc<dyn Store>,
     metadata: Arc<Metadata>,
     space: Space,
@@ -24,7 +24,8 @@ pub(super) struct FileSpace {
 }
 
 impl FileSpace {
-    pub(super) async fn open(store: Arc<dyn Store>, header: &Header) -> Result<Self> {
+    /// The clusters of the image in `store`, which has this header and is nobody else's meanwhile.
+    pub async fn open(store: Arc<dyn Store>, header: &Header) -> Result<Self> {
         let bits = header.cluster_bits;
         let metadata = Metadata::new(Arc::clone(&store), bits);
         let ranges = &metadata.ranges;
@@ -38,7 +39,7 @@ impl FileSpace {
     }
 
     /// Takes `count` clusters in a row.
-    pub(super) async fn take(&self, count: u64) -> Result<HostOffset> {
+    pub async fn take(&self, count: u64) -> Result<HostOffset> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
         let mut looked_at = 0;
@@ -63,7 +64,7 @@ impl FileSpace {
     }
 
     /// Where the file ends and `count` clusters follow that nothing counts.
-    pub(super) async fn end(&self, count: u64) -> Result<HostOffset> {
+    pub async fn end(&self, count: u64) -> Result<HostOffset> {
         let mut first = self.bits.clusters_for(self.store.len()?);
         let mut cluster = first;
         while cluster < first + count {
@@ -80,27 +81,27 @@ impl FileSpace {
     ///
     /// # Errors
     /// `Corrupt` if it does.
-    pub(super) fn check(&self, at: HostOffset) -> Result<()> {
+    pub fn check(&self, at: HostOffset) -> Result<()> {
         self.metadata.ranges.check(at, self.bits.bytes())
     }
 
     /// Whether the table or block at `at` lies over no other.
-    pub(super) fn is_alone(&self, at: HostOffset) -> bool {
+    pub fn is_alone(&self, at: HostOffset) -> bool {
         self.metadata.ranges.check_table(at).is_ok()
     }
 
     /// The clusters that have their space still and are nobody's.
-    pub(super) fn take_freed(&self) -> Vec<u64> {
+    pub fn take_freed(&self) -> Vec<u64> {
         self.freed.take()
     }
 
     /// `clusters` have their space still and are nobody's.
-    pub(super) fn put_freed(&self, clusters: Vec<u64>) {
+    pub fn put_freed(&self, clusters: Vec<u64>) {
         self.freed.borrow_mut().extend(clusters);
     }
 
     /// What was at `at` is no metadata any more.
-    pub(super) fn forget(&self, at: HostOffset) {
+    pub fn forget(&self, at: HostOffset) {
         self.metadata.ranges.remove(at);
     }
 
@@ -108,7 +109,7 @@ impl FileSpace {
     ///
     /// # Errors
     /// `Corrupt` where metadata is among them: what frees it is a lie of the tables.
-    pub(super) async fn free(&self, at: HostOffset, count: u64) -> Result<()> {
+    pub async fn free(&self, at: HostOffset, count: u64) -> Result<()> {
         let first = self.bits.cluster_of(at.bytes());
         for cluster in first..first + count {
             self.check(self.place(cluster))?;
@@ -122,7 +123,7 @@ impl FileSpace {
 
     /// Gives the space of what was freed back to the file system: the file ends behind the last
     /// cluster that counts, and behind `least` bytes. The counts are durable.
-    pub(super) async fn give_back(&self, least: u64) -> Result<()> {
+    pub async fn give_back(&self, least: u64) -> Result<()> {
         let mut end = self.bits.clusters_for(self.store.len()?);
         let least = self.bits.clusters_for(least);
         while end > least
@@ -152,7 +153,7 @@ impl FileSpace {
     }
 
     /// Makes the refcounts durable, and gives back what was counted ahead.
-    pub(super) async fn commit(&self) -> Result<()> {
+    pub async fn commit(&self) -> Result<()> {
         // An old refcount table is among what is freed: the header names the new one by now.
         let freed = std::mem::take(&mut self.metadata.lock().group.freed);
         for cluster in self.space.drain_pool().into_iter().chain(freed) {

@@ -8,7 +8,7 @@ mod options;
 
 pub use options::{DataFile, ImagePlan, ImageWish, Preallocation, TablePlaces};
 
-use crate::writer::{ImageWriter, Place, Write};
+use crate::layout::{ImageWriter, Place, Write};
 use mica_block::{Error, Result, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;

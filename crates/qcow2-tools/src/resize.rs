@@ -14,22 +14,21 @@
 mod blocks;
 mod data;
 mod future;
-mod space;
 
-use crate::chain::{Chain, ChainOptions, IndexUse};
-use crate::header_io::read_header;
-use crate::recover::repair_dirty;
-use crate::redo::replay_redo_log;
+use crate::recover::{repair_dirty, repair_for_opening};
 use data::DataFile;
 use future::FutureImages;
 use mica_block::{
     Disk as _, Error, ErrorKind, Images, Manage as _, OpenImage, Result, Store, Zeroes, read_exact,
     write_all,
 };
-use mica_qcow2_format::{Header, L1_BYTES_MAX, L1Entry, L2Entry, Version, field};
+use mica_qcow2::FileSpace;
+use mica_qcow2::read_header;
+use mica_qcow2::replay_redo_log;
+use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
+use mica_qcow2_format::{Header, L1Entry, L2Entry, Version, field};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
-use space::FileSpace;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -58,7 +57,7 @@ impl Resizer {
             if header.incompatible.dirty || header.incompatible.corrupt {
                 header = repair_dirty(Arc::clone(&image.store), &header).await?;
             }
-            refuse_unsafe(&header)?;
+            check_resizable(&header)?;
             let data = DataFile::open(&*images, path, &header)?;
             Ok((image, header, data))
         };
@@ -78,7 +77,7 @@ impl Resizer {
     /// # Errors
     /// `Invalid` if no image of these clusters is that long; what the store says.
     pub async fn resize(&mut self, size: u64) -> Result<()> {
-        let entries = l1_entries_for(&self.header, size)?;
+        let entries = self.header.l1_entries_for(size)?;
         match size.cmp(&self.disk_bytes()) {
             std::cmp::Ordering::Equal => Ok(()),
             std::cmp::Ordering::Greater => self.grow(size, entries).await,
@@ -175,10 +174,14 @@ impl Resizer {
         if let Some(data) = &self.data {
             data.held_by(&mut images);
         }
-        let options =
-            ChainOptions { index: IndexUse::Ignore, writable: true, ..ChainOptions::default() };
+        let options = ChainOptions {
+            index: IndexUse::Ignore,
+            writable: true,
+            repair: Some(repair_for_opening),
+            ..ChainOptions::default()
+        };
         let chain = Chain::open(Arc::new(images), &self.path, &options).await?;
-        let beneath = chain.map().layers().frozen().last().map_or(0, |layer| layer.len()).min(size);
+        let beneath = chain.backing_len().min(size);
         let end = GuestOffset::new(kept.max(beneath));
         let zeroed = match GuestRange::between(GuestOffset::new(old), end) {
             Some(range) if !range.is_empty() => {
@@ -331,38 +334,6 @@ impl Resizer {
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await
     }
-}
-
-/// How many L1 entries a disk of `size` bytes needs.
-///
-/// # Errors
-/// `Invalid` if no image of these clusters is that long.
-pub(crate) fn l1_entries_for(header: &Header, size: u64) -> Result<u32> {
-    let mut wanted = header.clone();
-    wanted.size = size;
-    let entries = wanted.l1_entries_needed();
-    if entries.saturating_mul(L1Entry::BYTES as u64) > L1_BYTES_MAX {
-        let what = "The image size is too large (try using a larger cluster size)";
-        return Err(Error::new(ErrorKind::Invalid, what));
-    }
-    Ok(u32::try_from(entries).expect("32 MiB of entries"))
-}
-
-/// Refuses images of which more would have to change than the length.
-pub(crate) fn refuse_unsafe(header: &Header) -> Result<()> {
-    let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
-    if header.snapshot_count > 0 && header.version == Version::V2 {
-        return refuse("Can't resize a v2 image which has snapshots");
-    }
-    if header.bitmaps.is_some() {
-        return refuse(
-            "the image has bitmaps, which would have to be resized too: `qemu-img resize` does that",
-        );
-    }
-    if header.incompatible.external_data_file && header.snapshot_count > 0 {
-        return refuse("the image keeps its data in an external file, and has snapshots");
-    }
-    Ok(())
 }
 
 /// A length that was checked to be small.

@@ -1,10 +1,10 @@
 //! Images that keep their data in a file of its own: cluster by cluster where the guest has them.
 
 use super::future::FutureImages;
-use super::space::FileSpace;
 use super::{Resizer, len_of};
-use crate::header_io::{open_data_file, read_header};
 use mica_block::{Error, ErrorKind, Images, OpenImage, Result, RunKind, read_exact, write_all};
+use mica_qcow2::FileSpace;
+use mica_qcow2::{open_data_file, read_header};
 use mica_qcow2_format::{Header, L1Entry, L2Entry};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};

@@ -1,8 +1,8 @@
 //! Refcount blocks that count nothing any more: they would hold the end of a file that got shorter.
 
-use super::space::FileSpace;
 use super::{Resizer, len_of};
 use mica_block::{Result, read_exact, write_all};
+use mica_qcow2::FileSpace;
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
 use mica_units::HostOffset;

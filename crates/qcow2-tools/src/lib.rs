@@ -1,0 +1,12 @@
+//! What is done to qcow2 images that nobody uses: checking and repairing them, making new ones,
+//! changing their length. Internal crate.
+
+pub mod check;
+pub mod create;
+mod inspect;
+pub mod layout;
+pub mod measure;
+pub mod recover;
+pub mod resize;
+
+pub use inspect::{ImageInfo, SNAPSHOTS_LISTED_MAX, inspect, open_for_check};
