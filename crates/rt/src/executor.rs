@@ -13,6 +13,7 @@
 use crate::backend::{Backend, Driver};
 use crate::op::{Next, OpKey, Ops};
 use crate::remote::{Remote, RemoteItem};
+use crate::task;
 use crate::time::{Clock, Instant, Timers};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -124,14 +125,14 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Runs `make` on the executor's thread and spawns the future that it returns. Drops `make`
+    /// Runs `make` and the future that it returns in a task on the executor's thread. Drops `make`
     /// where the executor has ended.
     pub fn spawn_with<M, F>(&self, make: M)
     where
         M: FnOnce() -> F + Send + 'static,
         F: Future<Output = ()> + 'static,
     {
-        self.remote.push(RemoteItem::Spawn(Box::new(move || Box::pin(make()))));
+        self.remote.push(RemoteItem::Spawn(Box::new(|| task::detached(async { make().await }))));
     }
 
     /// Lets the executor make small writes to the page cache by itself, where a thread of the
@@ -146,14 +147,6 @@ impl Handle {
     pub fn is_writing(&self) -> bool {
         self.remote.is_writing()
     }
-}
-
-/// Starts a task on the executor of this thread.
-///
-/// # Panics
-/// Outside an executor.
-pub fn spawn<F: Future<Output = ()> + 'static>(future: F) {
-    current().spawn(Box::pin(future));
 }
 
 /// Lets the other tasks that are ready run first.
@@ -211,6 +204,10 @@ impl Core {
         self.clock.now()
     }
 
+    pub(crate) fn is_simulated(&self) -> bool {
+        matches!(self.clock, Clock::Virtual(_))
+    }
+
     pub(crate) fn submit(&self, key: OpKey) {
         let mut ops = self.ops.borrow_mut();
         self.driver.borrow_mut().submit(key, ops.kind_mut(key));
@@ -220,7 +217,8 @@ impl Core {
         self.driver.borrow_mut().cancel(key);
     }
 
-    fn spawn(&self, future: LocalFuture) {
+    /// Starts a task, which catches its panics by itself.
+    pub(crate) fn spawn(&self, future: LocalFuture) {
         let key = self.tasks.borrow_mut().insert(future, &self.remote);
         self.ready.borrow_mut().push_back(key);
     }

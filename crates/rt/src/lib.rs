@@ -22,19 +22,21 @@ mod process;
 mod remote;
 mod restrict;
 pub mod sync;
+mod task;
 mod time;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
 pub use doorbell::{Doorbell, prepare_doorbells};
-pub use executor::{Executor, Handle, spawn, yield_now};
+pub use executor::{Executor, Handle, yield_now};
 pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
-pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};
+pub use join::join_all;
 pub use net::{MemoryStream, Socket, Stream};
 pub use op::{Op, SimWork};
 pub use pace::Pace;
 pub use process::is_dying;
 pub use rustix::fs::FallocateFlags;
+pub use task::{Task, catch_panic, spawn};
 pub use time::{Elapsed, Instant, Sleep, now, sleep, timeout};
 
 use std::time::Duration;

@@ -20,7 +20,6 @@ mod life;
 mod located;
 mod lock;
 mod memory;
-mod own_task;
 mod writable;
 
 pub use file::{CacheMode, FileStore};

@@ -16,7 +16,6 @@ use crate::facts::{Facts, check_run_len};
 use crate::file::{CacheMode, end_of};
 use crate::located::{FileKind, Located};
 use crate::lock::{self, Locking, Role};
-use crate::own_task::in_own_task;
 use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
 };
@@ -298,4 +297,9 @@ impl Inner {
         let what = format!("{} is a block device: its length is fixed", self.name());
         Error::new(ErrorKind::Unsupported, what)
     }
+}
+
+/// Runs `work` in a task of its own, from the first poll of what this gives.
+async fn in_own_task<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
+    mica_rt::spawn(work).await
 }
