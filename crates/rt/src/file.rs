@@ -1,13 +1,9 @@
-//! Files of the host, as operations of the runtime.
+//! Files of the host that are open.
 
-use crate::buf::Buf;
-use crate::op::{Op, OpKind, RawOp};
-use rustix::fs::{FallocateFlags, fstatfs};
-use std::future::Future;
-use std::io;
+use rustix::fs::fstatfs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
 
 /// What `fstatfs` calls ext2, ext3 and ext4.
 const EXT_MAGIC: i64 = 0xef53;
@@ -67,52 +63,4 @@ impl AsFd for File {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
-}
-
-/// Reads at `offset` until `buf` is full or the file ends; the count is less than the buffer's
-/// length only at the end of the file.
-///
-/// # Panics
-/// Outside an executor.
-pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    Op::start(OpKind::Read { file: Arc::clone(file), buf, offset, done: 0 })
-}
-
-/// Writes `buf` at `offset` until all of it is written; the count is less than the buffer's length
-/// only where the file took no more and gave no error.
-///
-/// The write goes on when its future is dropped, but one that the system cut short is then not
-/// continued.
-///
-/// # Panics
-/// Outside an executor.
-pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    Op::start(OpKind::Write { file: Arc::clone(file), buf, offset, done: 0 })
-}
-
-/// Makes durable what was written to `file` before, and what is needed to read it back, its length
-/// among it (fdatasync).
-///
-/// # Panics
-/// Outside an executor.
-pub fn sync_data(file: &Arc<File>) -> impl Future<Output = io::Result<()>> + use<> {
-    RawOp::start(OpKind::SyncData { file: Arc::clone(file) }).outcome()
-}
-
-/// Changes the space of `len` bytes at `offset`, as `mode` says.
-///
-/// # Panics
-/// Outside an executor.
-pub fn fallocate(
-    file: &Arc<File>,
-    mode: FallocateFlags,
-    offset: u64,
-    len: u64,
-) -> impl Future<Output = io::Result<()>> + use<> {
-    RawOp::start(OpKind::Fallocate { file: Arc::clone(file), mode, offset, len }).outcome()
-}
-
-/// Turns a negative errno, as io_uring gives it, into a result.
-pub(crate) fn result_of(code: i32) -> io::Result<usize> {
-    usize::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
 }

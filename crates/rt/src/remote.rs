@@ -1,6 +1,6 @@
 //! What other threads give an executor.
 
-use crate::executor::{LocalFuture, TaskKey};
+use crate::task_key::{LocalFuture, TaskKey};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

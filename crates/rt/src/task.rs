@@ -6,7 +6,8 @@
 //! - I2 What panicked is dropped and never polled again: its state, which may be half changed, is
 //!   never looked at.
 
-use crate::executor::{LocalFuture, current};
+use crate::core::current;
+use crate::task_key::LocalFuture;
 use std::any::Any;
 use std::cell::RefCell;
 use std::future::Future;
