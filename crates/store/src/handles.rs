@@ -26,7 +26,8 @@ mod reopened;
 
 pub(crate) use reopened::Unproven;
 
-use crate::located::{FileKind, Located, not_an_image, open_flags};
+use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result};
 use mica_rt::{Access, File};
@@ -93,8 +94,25 @@ impl Handles {
         }
     }
 
+    /// Opens what was `located` for reading. An idle descriptor gives way where there is no other.
+    pub(crate) fn open_located(&self, located: &Located, access: Access) -> Result<File> {
+        loop {
+            match located.open(open_flags(access)) {
+                Ok(fd) => return Ok(File::new(fd, access)),
+                Err(Errno::MFILE | Errno::NFILE) if self.give_way() => {}
+                Err(Errno::INVAL) if access == Access::Direct => {
+                    return Err(no_direct(located.path()));
+                }
+                Err(error) => {
+                    let what = format!("opening {}", located.path().display());
+                    return Err(Error::from_io(what, error.into()));
+                }
+            }
+        }
+    }
+
     /// Closes one descriptor that nobody uses; false if there is none.
-    pub(crate) fn give_way(&self) -> bool {
+    fn give_way(&self) -> bool {
         let mut ring = self.ring();
         let idle = ring.find_idle(None);
         idle.map(|position| ring.remove_at(position)).is_some()

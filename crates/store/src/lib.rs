@@ -16,6 +16,7 @@ mod facts;
 pub mod faulty;
 mod file;
 mod handles;
+mod kind;
 mod life;
 mod located;
 mod lock;
@@ -24,7 +25,8 @@ mod writable;
 
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, raise_open_files_limit};
-pub use located::{FileKind, Located};
+pub use kind::FileKind;
+pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
 pub use memory::MemoryStore;
 pub use writable::WritableFile;

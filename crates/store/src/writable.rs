@@ -13,8 +13,9 @@
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::file::{CacheMode, end_of};
-use crate::located::{FileKind, Located};
+use crate::file::CacheMode;
+use crate::kind::{FileKind, end_of};
+use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
