@@ -92,15 +92,8 @@ impl Handle {
         self.remote.push(RemoteItem::Spawn(Box::new(|| task::detached(async { make().await }))));
     }
 
-    /// Lets the executor make small writes to the page cache by itself, where a thread of the
-    /// kernel would make them. If one waits, for as long as its file system is frozen perhaps, then
-    /// all that the executor does waits: this is for executors whose work is one disk's.
-    pub fn allow_writes_in_place(&self) {
-        self.remote.allow_writes_in_place();
-    }
-
-    /// Whether the executor is within such a write, and so does not turn before its file system
-    /// lets it.
+    /// Whether the executor is within a write that it makes by itself
+    /// ([`crate::File::write_in_place`]), and so does not turn before the file system lets it.
     pub fn is_writing(&self) -> bool {
         self.remote.is_writing()
     }

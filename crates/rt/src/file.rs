@@ -1,12 +1,8 @@
 //! Files of the host that are open.
 
-use rustix::fs::fstatfs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::OnceLock;
-use std::sync::atomic::AtomicBool;
-
-/// What `fstatfs` calls ext2, ext3 and ext4.
-const EXT_MAGIC: i64 = 0xef53;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -16,8 +12,8 @@ pub struct File {
     access: Access,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
-    /// See [`File::lacks_nowait_writes`].
-    lacks_nowait_writes: OnceLock<bool>,
+    /// See [`File::write_in_place`].
+    in_place: Option<Arc<AtomicBool>>,
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
@@ -33,7 +29,7 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        Self { fd, access, has_locks: AtomicBool::new(false), lacks_nowait_writes: OnceLock::new() }
+        Self { fd, access, has_locks: AtomicBool::new(false), in_place: None }
     }
 
     /// How it was opened.
@@ -41,15 +37,23 @@ impl File {
         self.access
     }
 
-    pub(crate) fn raw(&self) -> RawFd {
-        self.fd.as_raw_fd()
+    /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says
+    /// so, where the ring would hand them to a thread of the kernel. If one waits, for as long as
+    /// the file system is frozen perhaps, then all that the executor does waits.
+    #[must_use]
+    pub fn write_in_place(mut self, is_allowed: Arc<AtomicBool>) -> Self {
+        self.in_place = Some(is_allowed);
+        self
     }
 
-    /// Whether its file system (ext2 to ext4) cannot tell beforehand that a write would wait, so
-    /// that the ring hands each to a thread of the kernel.
-    pub(crate) fn lacks_nowait_writes(&self) -> bool {
-        let is_ext = || fstatfs(&self.fd).is_ok_and(|system| system.f_type == EXT_MAGIC);
-        *self.lacks_nowait_writes.get_or_init(is_ext)
+    /// Whether the executor makes small writes by itself now.
+    #[inline]
+    pub fn is_written_in_place(&self) -> bool {
+        self.in_place.as_ref().is_some_and(|is_allowed| is_allowed.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn raw(&self) -> RawFd {
+        self.fd.as_raw_fd()
     }
 }
 

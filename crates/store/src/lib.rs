@@ -16,6 +16,7 @@ mod facts;
 pub mod faulty;
 mod file;
 mod handles;
+mod in_place;
 mod kind;
 mod life;
 mod located;
@@ -24,7 +25,7 @@ mod memory;
 mod writable;
 
 pub use file::{CacheMode, FileStore};
-pub use handles::{Handles, raise_open_files_limit};
+pub use handles::{Handles, WritesInPlace, raise_open_files_limit};
 pub use kind::FileKind;
 pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};

@@ -14,6 +14,7 @@
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::file::CacheMode;
+use crate::handles::Handles;
 use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
@@ -52,14 +53,19 @@ struct Inner {
 }
 
 impl WritableFile {
-    /// A store in what was `located`, which nobody else has open for writing. What `located` knows
-    /// is brought up to date once the locks are held.
+    /// A store in what was `located`, which nobody else has open for writing, of a process that has
+    /// these `handles`. What `located` knows is brought up to date once the locks are held.
     ///
     /// # Errors
     /// What the system says; `Denied` if the file may not be written or another process has it
     /// open; `Unsupported` if the file system knows no O_DIRECT and it is asked for.
-    pub fn open(located: &mut Located, cache: CacheMode, locking: Locking) -> Result<Self> {
-        let file = located.open_writable(cache.access())?;
+    pub fn open(
+        located: &mut Located,
+        cache: CacheMode,
+        locking: Locking,
+        handles: &Handles,
+    ) -> Result<Self> {
+        let file = handles.in_place().apply_to(located.open_writable(cache.access())?);
         lock::take(&file, located.path(), Role::Writer, locking)?;
         located.refresh(&file)?;
         let align = Alignment::of(&file, located)?;
