@@ -193,7 +193,7 @@ impl IoFuture {
             Self::Ready(_) => self,
             Self::Boxed(_) => {
                 let Self::Boxed(future) = self else { unreachable!("matched above") };
-                Self::boxed(mica_rt::spawn_joined(async move {
+                Self::boxed(mica_rt::spawn(async move {
                     let output = future.await;
                     drop(guard);
                     output

@@ -16,7 +16,7 @@ use crate::systemd::{self, Watchdog};
 use crate::takeover::Taking;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
-use mica_store::{Holder, search_holders_with};
+use mica_store::{Holder, WritesInPlace, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -105,9 +105,7 @@ impl Daemon {
         sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
-            for worker in workers.handles() {
-                worker.allow_writes_in_place();
-            }
+            handles.set_writes_in_place(WritesInPlace::Allowed);
         }
         let watch_period = taking.as_ref().and_then(|taking| taking.watch_period);
         let watch_period = systemd::watch_period(watch_period);

@@ -150,7 +150,7 @@ impl Chain {
     ) -> LocalFuture<'static, T> {
         let (gate, writer) = (Arc::clone(&self.gate), Arc::clone(&self.writer));
         let asked = gate.ask();
-        Box::pin(mica_rt::spawn_joined(async move {
+        Box::pin(mica_rt::spawn(async move {
             let _asked = asked;
             let _change = gate.enter_change().await;
             let writer = writer.load_full().expect("a disk that is written stays so");

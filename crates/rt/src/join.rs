@@ -1,116 +1,68 @@
 //! Waiting for several futures at once.
 
-use std::cell::RefCell;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::pin::Pin;
-use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
 
-/// Runs all `futures` side by side; their outputs, in order, when the last is ready.
-pub fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> JoinAll<F> {
-    let futures = futures.into_iter().map(|future| Joined::Running(Box::pin(future))).collect();
-    JoinAll { futures }
-}
-
-/// Runs `future` in a task of its own, to its end whatever becomes of who asked, and gives its
-/// output to who still waits. Only the end of the executor drops it earlier.
-///
-/// # Panics
-/// Outside an executor. A panic of `future` goes on in who waits for it, and ends nothing else.
-pub fn spawn_joined<T: 'static>(future: impl Future<Output = T> + 'static) -> SpawnJoined<T> {
-    let shared = Rc::new(RefCell::new((None, None::<Waker>)));
-    let of_task = Rc::clone(&shared);
-    crate::spawn(async move {
-        let output = catch_panic(future).await;
-        let waker = {
-            let mut shared = of_task.borrow_mut();
-            shared.0 = Some(output);
-            shared.1.take()
-        };
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    });
-    SpawnJoined { shared }
-}
-
-/// What a task of its own gave, if it has ended, and who waits for it.
-type Shared<T> = (Option<Caught<T>>, Option<Waker>);
-
-/// The future of [`spawn_joined`].
-#[must_use]
-pub struct SpawnJoined<T> {
-    shared: Rc<RefCell<Shared<T>>>,
-}
-
-impl<T> Future for SpawnJoined<T> {
-    type Output = T;
-
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        let mut shared = self.shared.borrow_mut();
-        match shared.0.take() {
-            Some(Ok(output)) => Poll::Ready(output),
-            Some(Err(panic)) => {
-                drop(shared);
-                resume_unwind(panic)
-            }
-            None => {
-                shared.1 = Some(context.waker().clone());
-                Poll::Pending
-            }
+/// Runs all `futures` side by side; their outputs, in order, when the last is ready. A future is
+/// polled when it was woken, not when another was.
+pub fn join_all<F: Future>(
+    futures: impl IntoIterator<Item = F>,
+) -> impl Future<Output = Vec<F::Output>> {
+    // Taken now: many a future begins its work when it is made.
+    let futures: Vec<F> = futures.into_iter().collect();
+    async move {
+        match <[F; 1]>::try_from(futures) {
+            Ok([only]) => vec![only.await],
+            Err(futures) => join_many(futures).await,
         }
     }
 }
 
-/// What a future gave, or what it panicked with.
-type Caught<T> = std::thread::Result<T>;
-
-/// Makes a panic of `future` an outcome. What panicked is dropped and never polled again, so its
-/// state, which may be half changed, is never looked at.
-pub async fn catch_panic<T>(future: impl Future<Output = T>) -> Caught<T> {
-    let mut future = Box::pin(future);
-    std::future::poll_fn(move |context| {
-        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
-        polled.map_or_else(|panic| Poll::Ready(Err(panic)), |poll| poll.map(Ok))
-    })
-    .await
+async fn join_many<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
+    let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
+    let numbered = |(number, future): (usize, F)| async move { (number, future.await) };
+    let mut running: FuturesUnordered<_> = futures.into_iter().enumerate().map(numbered).collect();
+    while let Some((number, output)) = running.next().await {
+        outputs[number] = Some(output);
+    }
+    outputs.into_iter().map(|output| output.expect("all of them are ready")).collect()
 }
 
-/// The future of [`join_all`].
-#[must_use]
-pub struct JoinAll<F: Future> {
-    futures: Vec<Joined<F>>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backend, Executor, sleep};
+    use std::cell::Cell;
+    use std::future::poll_fn;
+    use std::pin::pin;
+    use std::time::Duration;
 
-enum Joined<F: Future> {
-    Running(Pin<Box<F>>),
-    Done(Option<F::Output>),
-}
-
-impl<F: Future> Future for JoinAll<F>
-where
-    F::Output: Unpin,
-{
-    type Output = Vec<F::Output>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut running = false;
-        for joined in &mut self.futures {
-            if let Joined::Running(future) = joined {
-                match future.as_mut().poll(context) {
-                    Poll::Ready(output) => *joined = Joined::Done(Some(output)),
-                    Poll::Pending => running = true,
-                }
-            }
-        }
-        if running {
-            return Poll::Pending;
-        }
-        let take = |joined: &mut Joined<F>| match joined {
-            Joined::Done(output) => output.take().expect("polled after it was ready"),
-            Joined::Running(_) => unreachable!("none is running"),
+    #[test]
+    fn future_is_polled_when_it_was_woken_and_not_with_each_other() {
+        const FUTURES: u64 = 100;
+        let polls = Cell::new(0);
+        let future = async |number: u64| {
+            let mut sleeps = pin!(sleep(Duration::from_millis(FUTURES - number)));
+            poll_fn(|context| {
+                polls.set(polls.get() + 1);
+                sleeps.as_mut().poll(context)
+            })
+            .await;
+            number
         };
-        Poll::Ready(self.futures.iter_mut().map(take).collect())
+        let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+        let outputs = executor.block_on(join_all((0..FUTURES).map(future)));
+        assert_eq!(outputs, (0..FUTURES).collect::<Vec<_>>());
+        assert_eq!(polls.get(), 2 * FUTURES, "once to begin and once to end, each");
+    }
+
+    #[test]
+    fn none_and_one_are_lists_as_well() {
+        let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+        executor.block_on(async {
+            assert!(join_all(Vec::<std::future::Ready<u8>>::new()).await.is_empty());
+            assert_eq!(join_all([std::future::ready(3)]).await, [3]);
+        });
     }
 }

@@ -10,9 +10,12 @@
 
 mod backend;
 mod buf;
+mod clock;
+mod core;
 mod doorbell;
 mod executor;
 mod file;
+mod file_io;
 mod join;
 mod lock;
 mod net;
@@ -21,21 +24,31 @@ mod pace;
 mod process;
 mod remote;
 mod restrict;
+mod send;
+mod socket;
+mod submit;
 pub mod sync;
+mod task;
+mod task_key;
 mod time;
 
 pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
+pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
-pub use executor::{Executor, Handle, spawn, yield_now};
-pub use file::{Access, File, fallocate, read_at, sync_data, write_at};
-pub use join::{JoinAll, SpawnJoined, catch_panic, join_all, spawn_joined};
-pub use net::{MemoryStream, Socket, Stream};
-pub use op::{Op, SimWork};
+pub use executor::{Executor, Handle, yield_now};
+pub use file::{Access, File};
+pub use file_io::{fallocate, read_at, sync_data, write_at};
+pub use join::join_all;
+pub use net::{MemoryStream, Stream};
+pub use op::SimWork;
 pub use pace::Pace;
 pub use process::is_dying;
 pub use rustix::fs::FallocateFlags;
-pub use time::{Elapsed, Instant, Sleep, now, sleep, timeout};
+pub use socket::Socket;
+pub use submit::Op;
+pub use task::{Task, catch_panic, spawn};
+pub use time::{Elapsed, Sleep, now, sleep, timeout};
 
 use std::time::Duration;
 

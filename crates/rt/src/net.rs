@@ -1,39 +1,22 @@
 //! Stream sockets, and their stand-in in memory for tests and the simulator.
 
 use crate::buf::Buf;
-use crate::op::{Op, OpKind, RawOp, SendParts};
+use crate::op::OpKind;
+use crate::send::SendParts;
+use crate::socket::Socket;
+use crate::submit::{Op, RawOp};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::Future;
-use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
-pub(crate) const SEND_BUFS_MAX: usize = 1024;
-
-/// A connected or listening socket, non-blocking.
-#[derive(Debug)]
-pub struct Socket {
-    fd: OwnedFd,
-}
-
 impl Socket {
-    /// Wraps a socket and makes it non-blocking.
-    ///
-    /// # Errors
-    /// If the descriptor refuses.
-    pub fn new(fd: impl Into<OwnedFd>) -> io::Result<Self> {
-        let fd = fd.into();
-        rustix::io::ioctl_fionbio(&fd, true)?;
-        Ok(Self { fd })
-    }
-
     /// Waits until there is something to read or to accept.
     ///
     /// # Errors
@@ -48,32 +31,13 @@ impl Socket {
     /// What the system says; a connection that was given up meanwhile is skipped.
     pub async fn accept(self: &Arc<Self>) -> io::Result<Self> {
         loop {
-            match rustix::net::accept_with(&self.fd, rustix::net::SocketFlags::CLOEXEC) {
+            match rustix::net::accept_with(self.as_fd(), rustix::net::SocketFlags::CLOEXEC) {
                 Ok(fd) => return Self::new(fd),
                 Err(rustix::io::Errno::AGAIN) => self.readable().await?,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
                 Err(error) => return Err(error.into()),
             }
         }
-    }
-
-    /// Sends what the socket has room for now.
-    pub(crate) fn try_send(&self, parts: &SendParts) -> Result<usize, Errno> {
-        let slices: Vec<IoSlice<'_>> =
-            parts.bufs.iter().take(SEND_BUFS_MAX).map(|buf| IoSlice::new(buf)).collect();
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let mut control = SendAncillaryBuffer::default();
-        rustix::net::sendmsg(&self.fd, &slices, &mut control, flags)
-    }
-
-    pub(crate) fn raw(&self) -> RawFd {
-        self.fd.as_raw_fd()
-    }
-}
-
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
     }
 }
 
@@ -141,7 +105,7 @@ impl Stream {
         match self {
             // A peer that is gone already is as good as shut down.
             Self::Socket(socket) => {
-                let _ = rustix::net::shutdown(&socket.fd, rustix::net::Shutdown::Both);
+                let _ = rustix::net::shutdown(socket.as_fd(), rustix::net::Shutdown::Both);
             }
             Self::Memory(stream) => stream.shutdown(),
         }

@@ -7,20 +7,15 @@
 //!   future is gone.
 //! - I3 A key is never given to a second operation while the kernel may still name it.
 
-use crate::backend::SendScratch;
 use crate::buf::{BUF_ALIGN, Buf};
-use crate::executor::{self, Core};
-use crate::file::{Access, File, result_of};
-use crate::net::Socket;
+use crate::file::{Access, File};
+use crate::send::SendParts;
+use crate::socket::Socket;
 use rustix::fs::FallocateFlags;
 use std::any::Any;
-use std::collections::VecDeque;
-use std::future::Future;
 use std::io;
-use std::pin::Pin;
-use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Waker;
 use std::time::Duration;
 
 /// What an operation does, with all that it needs until it is complete.
@@ -37,37 +32,6 @@ pub(crate) enum OpKind {
 
 /// What a simulated operation does at the moment at which it completes.
 pub type SimWork = Box<dyn FnOnce(&mut Buf) -> io::Result<usize>>;
-
-/// Buffers that are sent in order, and how far that has come.
-pub(crate) struct SendParts {
-    /// Not yet wholly sent.
-    pub(crate) bufs: VecDeque<Buf>,
-    pub(crate) sent: usize,
-    pub(crate) scratch: SendScratch,
-}
-
-impl SendParts {
-    pub(crate) fn new(bufs: VecDeque<Buf>) -> Self {
-        Self { bufs, sent: 0, scratch: SendScratch::default() }
-    }
-}
-
-impl SendParts {
-    /// Drops `count` sent bytes from the front.
-    pub(crate) fn advance(&mut self, count: usize) {
-        self.sent += count;
-        let mut left = count;
-        while let Some(front) = self.bufs.front_mut() {
-            if left < front.len() {
-                front.advance(left);
-                return;
-            }
-            left -= front.len();
-            self.bufs.pop_front();
-        }
-        assert_eq!(left, 0, "sent more than was asked");
-    }
-}
 
 /// What to do with an operation after the kernel answered.
 pub(crate) enum Next {
@@ -116,7 +80,7 @@ impl OpKind {
     }
 
     /// Whether it may wait for a peer for ever, and so has to be cancelled when nobody waits.
-    fn waits_for_a_peer(&self) -> bool {
+    pub(crate) fn waits_for_a_peer(&self) -> bool {
         matches!(self, Self::Recv { .. } | Self::Send { .. } | Self::Readable { .. })
     }
 }
@@ -153,17 +117,17 @@ impl OpKey {
     }
 }
 
-enum SlotState {
+pub(crate) enum SlotState {
     Free { next: Option<u32> },
     InFlight { kind: OpKind, waker: Option<Waker>, abandoned: bool },
     Done { kind: OpKind, code: i32 },
 }
 
-struct Slot {
+pub(crate) struct Slot {
     generation: u32,
-    state: SlotState,
-    /// Dropped when the operation is complete, whoever waits for it; see [`Op::hold`].
-    held: Option<Box<dyn Any>>,
+    pub(crate) state: SlotState,
+    /// Dropped when the operation is complete, whoever waits for it; see [`crate::Op::hold`].
+    pub(crate) held: Option<Box<dyn Any>>,
 }
 
 /// What a completion leaves to do: a waker to wake if someone waits, and what is to be dropped, by
@@ -187,7 +151,7 @@ impl Ops {
         self.in_flight
     }
 
-    fn insert(&mut self, kind: OpKind) -> OpKey {
+    pub(crate) fn insert(&mut self, kind: OpKind) -> OpKey {
         let state = SlotState::InFlight { kind, waker: None, abandoned: false };
         self.in_flight += 1;
         if let Some(index) = self.free {
@@ -205,14 +169,14 @@ impl Ops {
         OpKey { index, generation: 0 }
     }
 
-    fn release(&mut self, index: u32) -> SlotState {
+    pub(crate) fn release(&mut self, index: u32) -> SlotState {
         let slot = &mut self.slots[index as usize];
         let state = std::mem::replace(&mut slot.state, SlotState::Free { next: self.free });
         self.free = Some(index);
         state
     }
 
-    fn slot_mut(&mut self, key: OpKey) -> &mut Slot {
+    pub(crate) fn slot_mut(&mut self, key: OpKey) -> &mut Slot {
         let slot = &mut self.slots[key.index as usize];
         assert_eq!(slot.generation, key.generation, "an answer for an operation that is gone");
         slot
@@ -260,122 +224,9 @@ impl Ops {
     }
 }
 
-/// An operation as a future: resolves to the count or the error, and gives the buffer back.
-///
-/// Dropping it does not free the buffer before the kernel is done with it.
-#[must_use = "the operation runs, but its buffer comes back only when awaited"]
-pub struct Op {
-    raw: RawOp,
-}
-
-impl Op {
-    pub(crate) fn start(kind: OpKind) -> Self {
-        Self { raw: RawOp::start(kind) }
-    }
-
-    /// Drops `guard` when the operation is complete, not before: also if this future is dropped
-    /// while the kernel still works on it.
-    pub fn hold(&mut self, guard: Box<dyn Any>) {
-        let Some(key) = self.raw.key else { return };
-        let mut ops = self.raw.core.ops.borrow_mut();
-        let slot = ops.slot_mut(key);
-        if matches!(slot.state, SlotState::InFlight { .. }) {
-            slot.held = Some(guard);
-        }
-    }
-}
-
-impl Future for Op {
-    type Output = (io::Result<usize>, Buf);
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.raw.poll_done(context).map(|(code, kind)| {
-            match kind {
-                // The code does not hold a count beyond 2 GiB.
-                OpKind::Read { buf, done, .. } | OpKind::Write { buf, done, .. } => {
-                    (result_of(code).map(|_| done), buf)
-                }
-                OpKind::Recv { buf, .. } | OpKind::Simulated { buf, .. } => (result_of(code), buf),
-                OpKind::Send { .. }
-                | OpKind::Readable { .. }
-                | OpKind::SyncData { .. }
-                | OpKind::Fallocate { .. } => unreachable!("no buffer comes back"),
-            }
-        })
-    }
-}
-
-/// The part that all futures of operations share.
-pub(crate) struct RawOp {
-    core: Rc<Core>,
-    key: Option<OpKey>,
-}
-
-impl RawOp {
-    pub(crate) fn start(kind: OpKind) -> Self {
-        let core = executor::current();
-        let key = core.ops.borrow_mut().insert(kind);
-        core.submit(key);
-        Self { core, key: Some(key) }
-    }
-
-    pub(crate) fn poll_done(&mut self, context: &mut Context<'_>) -> Poll<(i32, OpKind)> {
-        let key = self.key.expect("polled after it was ready");
-        let mut ops = self.core.ops.borrow_mut();
-        match &mut ops.slot_mut(key).state {
-            SlotState::InFlight { waker, .. } => {
-                let replaced = match waker {
-                    Some(waker) if waker.will_wake(context.waker()) => None,
-                    waker => waker.replace(context.waker().clone()),
-                };
-                // Outside of the borrow: the last of a foreign waker may drop operations.
-                drop(ops);
-                drop(replaced);
-                Poll::Pending
-            }
-            SlotState::Done { .. } => {
-                self.key = None;
-                let SlotState::Done { kind, code } = ops.release(key.index) else {
-                    unreachable!("matched above");
-                };
-                Poll::Ready((code, kind))
-            }
-            SlotState::Free { .. } => unreachable!("a future outlived its slot"),
-        }
-    }
-}
-
-impl RawOp {
-    /// Waits for an operation that gives nothing but its outcome.
-    pub(crate) async fn outcome(mut self) -> io::Result<()> {
-        let (code, _) = std::future::poll_fn(|context| self.poll_done(context)).await;
-        result_of(code).map(drop)
-    }
-}
-
-impl Drop for RawOp {
-    fn drop(&mut self) {
-        let Some(key) = self.key else { return };
-        let mut ops = self.core.ops.borrow_mut();
-        let (cancel, waker) = match &mut ops.slot_mut(key).state {
-            SlotState::InFlight { kind, abandoned, waker } => {
-                *abandoned = true;
-                (kind.waits_for_a_peer(), waker.take())
-            }
-            SlotState::Done { .. } => {
-                let state = ops.release(key.index);
-                drop(ops);
-                drop(state);
-                return;
-            }
-            SlotState::Free { .. } => unreachable!("a future outlived its slot"),
-        };
-        drop(ops);
-        drop(waker);
-        if cancel {
-            self.core.cancel(key);
-        }
-    }
+/// Turns a negative errno, as io_uring gives it, into a result.
+pub(crate) fn result_of(code: i32) -> io::Result<usize> {
+    usize::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What other threads give an executor.
 
-use crate::executor::{LocalFuture, TaskKey};
+use crate::task_key::{LocalFuture, TaskKey};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,7 +24,6 @@ pub(crate) struct Remote {
     /// Whether the bell was rung since the items were last taken.
     rung: AtomicBool,
     bell: rustix::fd::OwnedFd,
-    writes_in_place: AtomicBool,
     is_writing: AtomicBool,
 }
 
@@ -36,17 +35,8 @@ impl Remote {
             items: Mutex::default(),
             rung: AtomicBool::new(false),
             bell,
-            writes_in_place: AtomicBool::new(false),
             is_writing: AtomicBool::new(false),
         })
-    }
-
-    pub(crate) fn allow_writes_in_place(&self) {
-        self.writes_in_place.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn writes_in_place(&self) -> bool {
-        self.writes_in_place.load(Ordering::Relaxed)
     }
 
     pub(crate) fn set_is_writing(&self, is_writing: bool) {

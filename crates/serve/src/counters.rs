@@ -1,6 +1,4 @@
-//! Counters with one writer each, summed when someone asks.
-
-use std::sync::atomic::{AtomicU64, Ordering};
+//! The counters of a server, summed over its queues when someone asks.
 
 /// Makes the counters of a server: `Counters`, a plain sum, and `QueueStats`, which the thread of
 /// one queue writes.
@@ -29,7 +27,7 @@ macro_rules! counters {
         #[derive(Default)]
         #[repr(align(128))]
         pub(super) struct QueueStats {
-            $(pub(super) $name: $crate::counters::Counter,)*
+            $(pub(super) $name: $crate::counter::Counter,)*
             pub(super) latencies: $crate::latency::LatencyCounters,
         }
 
@@ -44,24 +42,3 @@ macro_rules! counters {
 }
 
 pub(crate) use counters;
-
-/// A counter with one writer.
-#[derive(Default)]
-pub(crate) struct Counter(AtomicU64);
-
-impl Counter {
-    pub(crate) const fn new() -> Self {
-        Self(AtomicU64::new(0))
-    }
-
-    /// Adds `count`. Only the thread of the queue calls this, so nothing is lost between the two
-    /// halves.
-    #[inline]
-    pub(crate) fn add(&self, count: u64) {
-        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}

@@ -5,7 +5,7 @@
 //! queue, so that the clock is read once a turn and not twice a request: what begins and ends in
 //! one turn is in the first bucket.
 
-use crate::counters::Counter;
+use crate::counter::Counter;
 use mica_rt::Instant;
 use std::fmt;
 

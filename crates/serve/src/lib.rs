@@ -1,6 +1,7 @@
 //! Servers: they know protocols and guest addresses, and no format. Internal crate.
 
 mod budget;
+mod counter;
 mod counters;
 mod discard;
 pub mod fuse;

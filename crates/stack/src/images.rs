@@ -107,7 +107,7 @@ impl Images for FileImages {
 
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
-        let store = WritableFile::open(&mut located, self.cache, self.locking)?;
+        let store = WritableFile::open(&mut located, self.cache, self.locking, &self.handles)?;
         // Its descriptor is its own, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
         self.written.add(&image);

@@ -1,11 +1,11 @@
 //! What O_DIRECT demands, and how bytes that do not meet it are read all the same.
 
-use crate::located::{FileKind, Located};
+use crate::kind::{FileKind, no_direct};
+use crate::located::Located;
 use mica_block::{Error, ErrorKind, IoFuture, Result};
 use mica_rt::{Access, BUF_ALIGN, Buf, File};
 use mica_units::HostOffset;
 use rustix::fs::{AtFlags, StatxFlags, statx};
-use std::path::Path;
 use std::sync::Arc;
 
 /// What O_DIRECT demands, in bytes; 1 for a file that is reached through the page cache.
@@ -121,10 +121,4 @@ impl Alignment {
             (result, buf)
         })
     }
-}
-
-pub(crate) fn no_direct(path: &Path) -> Error {
-    let path = path.display();
-    let what = format!("the file system of {path} knows no O_DIRECT: use --cache writeback");
-    Error::new(ErrorKind::Unsupported, what)
 }

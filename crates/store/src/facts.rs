@@ -1,6 +1,6 @@
 //! What the system tells of an open file: its length, its space, its holes.
 
-use crate::located::{FileKind, nanoseconds};
+use crate::kind::{FileKind, nanoseconds};
 use mica_block::{Error, ErrorKind, Result, Run, RunKind, Witness};
 use mica_rt::File;
 use mica_units::SECTOR_BYTES;

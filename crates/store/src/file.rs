@@ -3,7 +3,8 @@
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::handles::{Got, Handle, Handles, Unproven};
-use crate::located::{FileKind, Located};
+use crate::kind::{FileKind, end_of};
+use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, Witness};
 use mica_rt::{Access, Buf, File};
@@ -50,7 +51,7 @@ impl FileStore {
             let handles = Arc::clone(handles);
             return Ok(Self::read_by(Reader { handles, handle, align: Alignment::NONE }));
         }
-        let file = located.open_file(access, handles)?;
+        let file = handles.open_located(located, access)?;
         Self::opened(located, file, Locking::Off, handles)
     }
 
@@ -68,7 +69,7 @@ impl FileStore {
         if locking == Locking::Off {
             return Self::new(located, cache, handles);
         }
-        let file = located.open_file(cache.access(), handles)?;
+        let file = handles.open_located(located, cache.access())?;
         lock::take(&file, located.path(), Role::Reader, locking)?;
         located.refresh(&file)?;
         Self::opened(located, file, locking, handles)
@@ -216,9 +217,4 @@ impl Drop for Reader {
     fn drop(&mut self) {
         self.handles.forget(&self.handle);
     }
-}
-
-/// The end of `len` bytes at `offset`, if a file can reach that far.
-pub(crate) fn end_of(offset: HostOffset, len: u64) -> Option<u64> {
-    offset.bytes().checked_add(len).filter(|end| i64::try_from(*end).is_ok())
 }

@@ -26,7 +26,9 @@ mod reopened;
 
 pub(crate) use reopened::Unproven;
 
-use crate::located::{FileKind, Located, not_an_image, open_flags};
+use crate::in_place::InPlace;
+use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result};
 use mica_rt::{Access, File};
@@ -41,7 +43,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
     bound: usize,
+    /// Of the files that are written.
+    in_place: InPlace,
     ring: Mutex<Ring>,
+}
+
+/// Whether executors may make writes by themselves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WritesInPlace {
+    /// They may.
+    Allowed,
+    /// They leave all writes to the system.
+    Forbidden,
 }
 
 impl Handles {
@@ -53,7 +66,7 @@ impl Handles {
     /// A cache of at most `bound` open descriptors.
     pub fn new(bound: usize) -> Arc<Self> {
         let bound = bound.clamp(Self::BOUND_MIN, Self::BOUND_MAX);
-        Arc::new(Self { bound, ring: Mutex::default() })
+        Arc::new(Self { bound, in_place: InPlace::default(), ring: Mutex::default() })
     }
 
     /// A cache that takes what the process may open, but for `reserve` descriptors that are left
@@ -62,6 +75,18 @@ impl Handles {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let limit = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
         Self::new(limit.saturating_sub(reserve))
+    }
+
+    /// Says whether executors may make small writes by themselves, where that is faster. If one
+    /// waits, for as long as its file system is frozen perhaps, all waits that the executor does:
+    /// this is for a process as long as it serves a single disk. At first they may not.
+    pub fn set_writes_in_place(&self, writes: WritesInPlace) {
+        self.in_place.set(writes == WritesInPlace::Allowed);
+    }
+
+    /// See [`Self::set_writes_in_place`].
+    pub(crate) fn in_place(&self) -> &InPlace {
+        &self.in_place
     }
 
     /// The most descriptors that it keeps open.
@@ -93,8 +118,25 @@ impl Handles {
         }
     }
 
+    /// Opens what was `located` for reading. An idle descriptor gives way where there is no other.
+    pub(crate) fn open_located(&self, located: &Located, access: Access) -> Result<File> {
+        loop {
+            match located.open(open_flags(access)) {
+                Ok(fd) => return Ok(File::new(fd, access)),
+                Err(Errno::MFILE | Errno::NFILE) if self.give_way() => {}
+                Err(Errno::INVAL) if access == Access::Direct => {
+                    return Err(no_direct(located.path()));
+                }
+                Err(error) => {
+                    let what = format!("opening {}", located.path().display());
+                    return Err(Error::from_io(what, error.into()));
+                }
+            }
+        }
+    }
+
     /// Closes one descriptor that nobody uses; false if there is none.
-    pub(crate) fn give_way(&self) -> bool {
+    fn give_way(&self) -> bool {
         let mut ring = self.ring();
         let idle = ring.find_idle(None);
         idle.map(|position| ring.remove_at(position)).is_some()

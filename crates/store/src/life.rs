@@ -5,7 +5,7 @@
 //! most kinds, and for each device; it goes and comes with them, and the kernel gives no two of its
 //! folders one inode number. Asking for a number opens nothing, so that it works in a sandbox.
 
-use crate::located::FileKind;
+use crate::kind::FileKind;
 use rustix::fs::{Stat, major, minor, readlink, stat};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

@@ -4,8 +4,7 @@
 //! is first resolved with O_PATH, which has none; what it turned out to be is judged; and only then
 //! that very inode is opened, through its descriptor, so that nobody can swap the name in between.
 
-use crate::direct::no_direct;
-use crate::handles::Handles;
+use crate::kind::{FileKind, nanoseconds, no_direct, not_an_image, open_flags};
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File};
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -22,15 +21,6 @@ pub struct Located {
     path: PathBuf,
     stat: Stat,
     kind: FileKind,
-}
-
-/// What a store can lie in.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum FileKind {
-    /// A regular file.
-    Regular,
-    /// A block device.
-    BlockDevice,
 }
 
 impl Located {
@@ -177,21 +167,6 @@ impl Located {
         }
     }
 
-    /// Opens it for reading. An idle descriptor gives way where there is no other.
-    pub(crate) fn open_file(&self, access: Access, handles: &Handles) -> Result<File> {
-        loop {
-            match self.open(open_flags(access)) {
-                Ok(fd) => return Ok(File::new(fd, access)),
-                Err(Errno::MFILE | Errno::NFILE) if handles.give_way() => {}
-                Err(Errno::INVAL) if access == Access::Direct => return Err(no_direct(&self.path)),
-                Err(error) => {
-                    let what = format!("opening {}", self.path.display());
-                    return Err(Error::from_io(what, error.into()));
-                }
-            }
-        }
-    }
-
     /// Opens it for reading and writing.
     pub(crate) fn open_writable(&self, access: Access) -> Result<File> {
         let what = format!("opening {} for writing", self.path.display());
@@ -234,25 +209,6 @@ impl Located {
     }
 }
 
-pub(crate) fn open_flags(access: Access) -> OFlags {
-    match access {
-        Access::Buffered => OFlags::empty(),
-        Access::Direct => OFlags::DIRECT,
-    }
-}
-
-pub(crate) fn not_an_image(path: &Path, what: &str) -> Error {
-    let path = path.display();
-    Error::new(
-        ErrorKind::Invalid,
-        format!("{path} is {what}: an image is a regular file or a block device"),
-    )
-}
-
 fn proc_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", fd.as_raw_fd())
-}
-
-pub(crate) fn nanoseconds(seconds: i64, nanos: u64) -> i128 {
-    i128::from(seconds) * 1_000_000_000 + i128::from(nanos)
 }

@@ -13,10 +13,11 @@
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::file::{CacheMode, end_of};
-use crate::located::{FileKind, Located};
+use crate::file::CacheMode;
+use crate::handles::Handles;
+use crate::kind::{FileKind, end_of};
+use crate::located::Located;
 use crate::lock::{self, Locking, Role};
-use crate::own_task::in_own_task;
 use mica_block::{
     ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
 };
@@ -52,14 +53,19 @@ struct Inner {
 }
 
 impl WritableFile {
-    /// A store in what was `located`, which nobody else has open for writing. What `located` knows
-    /// is brought up to date once the locks are held.
+    /// A store in what was `located`, which nobody else has open for writing, of a process that has
+    /// these `handles`. What `located` knows is brought up to date once the locks are held.
     ///
     /// # Errors
     /// What the system says; `Denied` if the file may not be written or another process has it
     /// open; `Unsupported` if the file system knows no O_DIRECT and it is asked for.
-    pub fn open(located: &mut Located, cache: CacheMode, locking: Locking) -> Result<Self> {
-        let file = located.open_writable(cache.access())?;
+    pub fn open(
+        located: &mut Located,
+        cache: CacheMode,
+        locking: Locking,
+        handles: &Handles,
+    ) -> Result<Self> {
+        let file = handles.in_place().apply_to(located.open_writable(cache.access())?);
         lock::take(&file, located.path(), Role::Writer, locking)?;
         located.refresh(&file)?;
         let align = Alignment::of(&file, located)?;
@@ -298,4 +304,9 @@ impl Inner {
         let what = format!("{} is a block device: its length is fixed", self.name());
         Error::new(ErrorKind::Unsupported, what)
     }
+}
+
+/// Runs `work` in a task of its own, from the first poll of what this gives.
+async fn in_own_task<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
+    mica_rt::spawn(work).await
 }

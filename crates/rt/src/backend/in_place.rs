@@ -1,13 +1,13 @@
 //! Writes to the page cache, done by the executor itself.
 //!
-//! A file system that cannot tell beforehand whether a write would wait (ext4) has the ring hand
-//! each one to a thread of the kernel. That costs several times what the write does, which is to
-//! copy a few pages; a thread of our own costs as much. But a write may wait: for dirty pages, for
-//! a journal, for a file system that is frozen. So this is done only where it was allowed, because
-//! nothing but the one disk would wait with it, and the ring gets all that follows one that waited.
+//! Where the file system cannot tell beforehand whether a write would wait, the ring hands each one
+//! to a thread of the kernel. That costs several times what the write does, which is to copy a few
+//! pages; a thread of our own costs as much. But a write may wait, and all that the executor does
+//! waits with it. So whoever opened the file decides ([`File::write_in_place`]), and the ring gets
+//! all that follows one that waited.
 //!
 //! Invariants
-//! - I1 Nothing is written in place unless [`crate::Handle::allow_writes_in_place`] was called.
+//! - I1 Nothing is written in place unless the file says so at that moment.
 //! - I2 After a write that waited, none is done in place for [`PAUSE_FACTOR`] times as long.
 //! - I3 What fails is done again by the ring, which tells why.
 
@@ -43,7 +43,7 @@ impl InPlace {
             && buf.len().is_multiple_of(BUF_ALIGN)
             && offset.is_multiple_of(BUF_ALIGN as u64)
             && file.access() == Access::Buffered;
-        if !is_fit || !self.remote.writes_in_place() || !file.lacks_nowait_writes() {
+        if !is_fit || !file.is_written_in_place() {
             return None;
         }
         let start = now();
@@ -77,28 +77,24 @@ pub(super) fn now() -> Instant {
 mod tests {
     use super::*;
     use rustix::io::pread;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
-    /// A file, if it is on a file system of that kind.
-    fn made() -> Option<(tempfile::NamedTempFile, File)> {
+    /// A file that is written in place while the flag says so.
+    fn made(access: Access) -> (tempfile::NamedTempFile, File, Arc<AtomicBool>) {
         let made = tempfile::NamedTempFile::new().unwrap();
-        let file = File::new(made.reopen().unwrap().into(), Access::Buffered);
-        if !file.lacks_nowait_writes() {
-            println!("SKIPPED: the temporary folder is not on ext4");
-            return None;
-        }
-        Some((made, file))
+        let is_allowed = Arc::new(AtomicBool::new(true));
+        let file = File::new(made.reopen().unwrap().into(), access);
+        (made, file.write_in_place(Arc::clone(&is_allowed)), is_allowed)
     }
 
-    fn allowed() -> InPlace {
-        let in_place = InPlace::new(Arc::new(Remote::new().unwrap()));
-        in_place.remote.allow_writes_in_place();
-        in_place
+    fn in_place() -> InPlace {
+        InPlace::new(Arc::new(Remote::new().unwrap()))
     }
 
     #[test]
-    fn small_writes_are_done_where_that_is_allowed() {
-        let Some((_made, file)) = made() else { return };
-        let mut in_place = allowed();
+    fn small_writes_are_done_while_that_is_allowed() {
+        let (made, file, is_allowed) = made(Access::Buffered);
+        let mut in_place = in_place();
         for offset in [0, 12 << 10] {
             let buf = Buf::from_slice(&[7; 8192]);
             assert_eq!(in_place.write(&file, &buf, offset), Some(8192));
@@ -106,29 +102,31 @@ mod tests {
             assert_eq!(pread(&file, &mut read, offset), Ok(8192));
             assert_eq!(read, [7; 8192]);
         }
-        let mut in_place = InPlace::new(Arc::new(Remote::new().unwrap()));
-        assert_eq!(in_place.write(&file, &Buf::zeroed(4096), 0), None);
+        is_allowed.store(false, Ordering::Relaxed);
+        assert_eq!(in_place.write(&file, &Buf::zeroed(4096), 0), None, "no longer");
+        let plain = File::new(made.reopen().unwrap().into(), Access::Buffered);
+        assert_eq!(in_place.write(&plain, &Buf::zeroed(4096), 0), None, "it was never allowed");
     }
 
     #[test]
     fn all_else_is_left_to_the_ring() {
-        let Some((made, file)) = made() else { return };
-        let mut in_place = allowed();
+        let (_, direct, _) = made(Access::Direct);
+        let (made, file, is_allowed) = made(Access::Buffered);
+        let mut in_place = in_place();
         assert_eq!(in_place.write(&file, &Buf::zeroed(LENGTH_MAX + 4096), 0), None, "long");
         assert_eq!(in_place.write(&file, &Buf::zeroed(512), 0), None, "a part of a page");
         assert_eq!(in_place.write(&file, &Buf::zeroed(4096), 512), None, "parts of two");
-        let direct = File::new(made.reopen().unwrap().into(), Access::Direct);
         assert_eq!(in_place.write(&direct, &Buf::zeroed(4096), 0), None, "past the page cache");
         let read_only = std::fs::File::open(made.path()).unwrap();
-        let read_only = File::new(read_only.into(), Access::Buffered);
+        let read_only = File::new(read_only.into(), Access::Buffered).write_in_place(is_allowed);
         assert_eq!(in_place.write(&read_only, &Buf::zeroed(4096), 0), None, "one that fails");
         assert_eq!(made.as_file().metadata().unwrap().len(), 0);
     }
 
     #[test]
     fn one_that_waited_leaves_the_next_to_the_ring() {
-        let Some((_made, file)) = made() else { return };
-        let (mut in_place, buf) = (allowed(), Buf::zeroed(4096));
+        let (_made, file, _) = made(Access::Buffered);
+        let (mut in_place, buf) = (in_place(), Buf::zeroed(4096));
         in_place.note(now(), WAITED_MIN / 2);
         assert_eq!(in_place.write(&file, &buf, 0), Some(4096), "it was but slow");
         in_place.note(now(), Duration::from_secs(100));

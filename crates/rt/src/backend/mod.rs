@@ -8,16 +8,14 @@ mod pool;
 mod sim;
 mod uring;
 
-use crate::executor::TaskKey;
+use crate::clock::Clock;
 use crate::op::{OpKey, OpKind, Ops};
 use crate::remote::Remote;
-use crate::time::Clock;
+use crate::task_key::TaskKey;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-
-pub(crate) use uring::SendScratch;
 
 /// Which backend an executor uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -11,9 +11,9 @@
 
 use crate::buf::Buf;
 use crate::file::{Access, File};
-use crate::net::Socket;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
+use crate::socket::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::{Errno, ReadWriteFlags};

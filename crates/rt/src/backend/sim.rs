@@ -2,8 +2,8 @@
 //! for long, lest it spin for ever), and what completes next follows from a seed. There are no
 //! files and no sockets here, only simulated operations.
 
+use crate::clock::Clock;
 use crate::op::{OpKey, OpKind, Ops, SimWork};
-use crate::time::Clock;
 use mica_units::next_random;
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -9,10 +9,10 @@
 //!   goes through a ring, so the kernel is told the list, which nobody can change any more.
 
 use super::in_place::{self, InPlace};
-use crate::net::SEND_BUFS_MAX;
-use crate::op::{OpKey, OpKind, SendParts, resume_at};
+use crate::op::{OpKey, OpKind, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
+use crate::send::{SEND_BUFS_MAX, SendParts};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use std::io;
@@ -57,12 +57,6 @@ pub(crate) struct Uring {
     /// Whether the last wait was so short that looking again for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
-}
-
-/// Memory that a sendmsg names, kept with the operation (I1).
-#[derive(Default)]
-pub(crate) struct SendScratch {
-    message: Option<Box<(libc::msghdr, Vec<libc::iovec>)>>,
 }
 
 impl Uring {

@@ -211,7 +211,7 @@ mod tests {
             let waiting: Vec<_> = (0..3)
                 .map(|_| {
                     let (requests, ended) = (Arc::clone(&requests), Arc::clone(&ended));
-                    crate::spawn_joined(async move {
+                    crate::spawn(async move {
                         requests.grace().await;
                         ended.fetch_add(1, Ordering::SeqCst);
                     })
@@ -276,7 +276,7 @@ mod tests {
             let early = requests.enter();
             let ended = requests.end_phase().expect("nothing was ended before");
             let middle = requests.enter();
-            let waiting = crate::spawn_joined({
+            let waiting = crate::spawn({
                 let requests = Arc::clone(&requests);
                 async move { requests.grace().await }
             });

@@ -2,8 +2,7 @@
 
 use crate::common::{Group, file_of, on_each_backend, pattern, real_backends};
 use mica_rt::{
-    Access, Buf, Executor, catch_panic, now, read_at, sleep, spawn, spawn_joined, timeout,
-    yield_now,
+    Access, Backend, Buf, Executor, catch_panic, now, read_at, sleep, spawn, timeout, yield_now,
 };
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -170,10 +169,10 @@ fn wake_ups_across_threads_are_never_lost() {
 
 /// What panics in a task of its own ends who waits for it, and neither others nor the executor.
 #[test]
-fn a_panic_of_a_joined_task_goes_on_in_who_waits() {
+fn a_panic_of_a_task_goes_on_in_who_waits() {
     on_each_backend(|| async {
         let fails = || {
-            spawn_joined(async {
+            spawn(async {
                 sleep(Duration::from_millis(1)).await;
                 panic!("this panic is part of the test");
             })
@@ -182,6 +181,42 @@ fn a_panic_of_a_joined_task_goes_on_in_who_waits() {
         drop(fails());
         let waited = catch_panic(async { fails().await }).await;
         assert!(waited.is_err_and(|panic| panic.is::<&str>()));
-        assert_eq!(spawn_joined(async { 3 }).await, 3);
+        assert_eq!(spawn(async { 3 }).await, 3);
+    });
+}
+
+#[test]
+fn a_panic_that_nobody_waits_for_ends_nothing_else() {
+    on_each_backend(|| async {
+        spawn(async { panic!("this panic is part of the test") });
+        sleep(Duration::from_millis(1)).await;
+    });
+    for backend in real_backends() {
+        let executor = Executor::new(backend).unwrap();
+        let (handle, done) = (executor.handle(), Arc::new(AtomicBool::new(false)));
+        let is_done = Arc::clone(&done);
+        std::thread::spawn(move || {
+            // In what makes the future, and in the future.
+            handle.spawn_with(|| -> std::future::Ready<()> {
+                panic!("this panic is part of the test")
+            });
+            handle.spawn_with(|| async { panic!("this panic is part of the test") });
+            handle.spawn_with(move || async move { done.store(true, Ordering::Release) });
+        });
+        executor.block_on(async {
+            while !is_done.load(Ordering::Acquire) {
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+    }
+}
+
+#[test]
+#[should_panic(expected = "this panic is part of the test")]
+fn the_simulator_hides_no_panic() {
+    let executor = Executor::new(Backend::Sim { seed: 1 }).unwrap();
+    executor.block_on(async {
+        spawn(async { panic!("this panic is part of the test") });
+        sleep(Duration::from_millis(1)).await;
     });
 }

@@ -4,8 +4,9 @@
 //! that `stat` never waits for I/O.
 
 use super::attributes::{Access, Change};
+use super::export::Export;
+use super::gate::REQUEST_BYTES;
 use super::request::{Durability, Seek, Task};
-use super::server::Export;
 use fuser::{
     BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, INodeNo, InitFlags, IoctlFlags,
     KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyIoctl,
@@ -25,8 +26,6 @@ pub(super) struct DiskFile {
     pub(super) next: AtomicUsize,
 }
 
-/// Data of one request at most; the kernel divides what is longer.
-pub(super) const REQUEST_BYTES: u32 = 1 << 20;
 /// Asynchronous requests that the kernel sends at once.
 const BACKGROUND_MAX: u16 = 128;
 /// How long the kernel believes what it was told of attributes.

@@ -8,12 +8,13 @@
 //! - I2 What entered leaves when it is dropped, which is after its answer; so a gate that is
 //!   drained owes the kernel nothing.
 
-use super::file::REQUEST_BYTES;
 use crate::budget::{Party, Pool, Share};
 use mica_block::Disk;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// Data of one request at most; the kernel divides what is longer.
+pub(super) const REQUEST_BYTES: u32 = 1 << 20;
 /// Requests of one file under way.
 pub(super) const REQUESTS_MAX: usize = 256;
 /// Data of these requests.

@@ -15,6 +15,7 @@
 //! reached the disk.
 
 mod attributes;
+mod export;
 mod file;
 mod gate;
 mod mount;

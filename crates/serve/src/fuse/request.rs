@@ -5,8 +5,8 @@
 //! or shorter.
 
 use super::attributes::Access;
+use super::export::Export;
 use super::gate::Entered;
-use super::server::Export;
 use super::stats::QueueStats;
 use crate::discard::Discard;
 use crate::parts::{read_parts, too_short};

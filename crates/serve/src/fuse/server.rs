@@ -5,6 +5,7 @@
 //! so that a disk that hangs, or one that lies on its own file, holds nobody up.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
+use super::export::Export;
 use super::file::DiskFile;
 use super::gate::Gate;
 use super::mounts::{MountRequest, Mounts};
@@ -41,17 +42,6 @@ pub struct ServerConfig {
     pub workers: Arc<Workers>,
     /// Who mounts it over the file, and unmounts that in the end.
     pub mounts: Arc<dyn Mounts>,
-}
-
-/// What the kernel's requests are about.
-pub(super) struct Export {
-    pub(super) gate: Arc<Gate>,
-    pub(super) attributes: Attributes,
-    pub(super) discard: Discard,
-    pub(super) edges: SharedLock,
-    /// For each executor, and last for the thread that takes requests.
-    pub(super) stats: Box<[QueueStats]>,
-    pub(super) failures_logged: AtomicU32,
 }
 
 /// For the requests under way to end at shutdown.

@@ -6,9 +6,9 @@ use super::limits::{
 use super::protocol::{ErrorCode, Request, command, command_flag};
 use super::read::{Fragments, Read};
 use super::reply::ReplyStyle;
-use super::server::Discard;
 use super::status::Status;
 use super::write::{Answer, Change, ChangeKind, Divided, Write, is_whole};
+use crate::discard::Discard;
 use mica_block::Zeroes;
 use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;

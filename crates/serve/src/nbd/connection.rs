@@ -1,9 +1,9 @@
 //! One connection from accept to close: handshake, session, and what is said about its end.
 
 use super::channel::Channel;
+use super::export::Export;
 use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
 use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
-use super::server::{Export, QueueShared};
 use super::session::{Ended, Transmission, transmit};
 use super::stats::QueueStats;
 use crate::budget::{Party, Pool, Share};
@@ -17,6 +17,12 @@ use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
+
+/// What the connections on one executor share with the rest of the server.
+#[derive(Default)]
+pub(super) struct QueueShared {
+    pub(super) stats: QueueStats,
+}
 
 /// What the connections of a queue have in common.
 pub(super) struct Common {

@@ -56,7 +56,7 @@ async fn take_everything(stream: Stream) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nbd::server::Discard;
+    use crate::discard::Discard;
     use crate::nbd::testing::{
         MemoryDisk, info_data, meta_data, option_header, request, simulated_memory,
     };

@@ -12,6 +12,7 @@
 mod channel;
 mod check;
 mod connection;
+mod export;
 mod input;
 mod limits;
 mod negotiate;
@@ -34,6 +35,8 @@ mod testing;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use hostile::survive;
 
+pub use crate::discard::Discard;
+pub use export::Export;
 pub use limits::Limits;
-pub use server::{Discard, Export, Running, Server, ServerConfig};
+pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

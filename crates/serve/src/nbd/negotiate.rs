@@ -4,6 +4,7 @@
 //! is skipped in a small buffer, and the caller puts a deadline on the whole.
 
 use super::channel::Channel;
+use super::export::Export;
 use super::limits::{
     NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX, OPTION_BYTES_TOTAL_MAX,
     OPTIONS_MAX, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
@@ -13,7 +14,6 @@ use super::protocol::{
     OptionHeader, handshake, info, option, option_reply, transmission,
 };
 use super::reply::ReplyStyle;
-use super::server::Export;
 use super::session::Transmission;
 use mica_block::Disk;
 use mica_rt::Buf;

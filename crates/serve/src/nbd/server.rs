@@ -4,37 +4,19 @@
 //! first, then every session answers what it has admitted and ends; what is not over by the
 //! deadline is dropped.
 
-use super::connection::{Common, Secured, serve, unless_stopped};
+use super::connection::{Common, QueueShared, Secured, serve, unless_stopped};
+use super::export::Export;
 use super::limits::{Limits, NAME_BYTES_MAX};
-use super::stats::{Counters, QueueStats};
-pub use crate::discard::Discard;
+use super::stats::Counters;
 use crate::listener::{Family, Listener, tune};
 use crate::workers::Workers;
-use mica_block::{Disk, Error, ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
 use mica_rt::{Handle, Socket, Stream, sleep};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-/// A disk and what it is called.
-pub struct Export {
-    /// What is served.
-    pub disk: Arc<dyn Disk>,
-    /// Its name. The first export is also served under the empty name.
-    pub name: String,
-    /// Shown to people who list the exports; may be empty.
-    pub description: String,
-    /// What becomes of space that clients do not need any more.
-    pub discard: Discard,
-}
-
-impl fmt::Debug for Export {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Export({:?})", self.name)
-    }
-}
 
 /// What a server needs to start.
 pub struct ServerConfig {
@@ -157,12 +139,6 @@ fn check(config: &ServerConfig) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// What the connections on one executor share with the rest of the server.
-#[derive(Default)]
-pub(super) struct QueueShared {
-    pub(super) stats: QueueStats,
 }
 
 /// How many connections are open, over all executors.

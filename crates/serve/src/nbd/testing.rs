@@ -11,11 +11,13 @@ pub(super) use client::{
 };
 pub(super) use disks::{PatternDisk, RUN_BYTES};
 
+use super::connection::QueueShared;
 use super::connection::{Common, Secured, serve};
+use super::export::Export;
 use super::limits::Limits;
-use super::server::{Discard, Export, QueueShared};
 use super::stats::Counters;
 use crate::budget::{POOL_BYTES, Pool};
+use crate::discard::Discard;
 use crate::testing::gauge::Gauge;
 use disks::BrokenDisk;
 use mica_block::Disk;

@@ -7,7 +7,7 @@
 //!
 //! Section names are those of QEMU's vhost-user specification.
 
-use super::back_channel::BackChannel;
+use super::common::Common;
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::Inflight;
@@ -15,18 +15,12 @@ use super::log::DirtyLog;
 use super::lost::Lost;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{self, Setup};
-use super::request::ID_BYTES;
-use super::stats::{Counters, QueueStats};
 use super::vring::{self, Vring};
-use crate::budget::Party;
-use crate::discard::Discard;
-use crate::limit::Limiter;
-use mica_block::Disk;
 use mica_rt::Handle;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
@@ -40,54 +34,6 @@ use vm_memory::GuestAddress;
 pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
 /// Queues of a device at most.
 pub(super) const QUEUES_MAX: u16 = 64;
-
-/// What the queues of a device have in common.
-pub(super) struct Common {
-    pub(super) disk: Arc<dyn Disk>,
-    /// Of each queue.
-    pub(super) stats: Vec<QueueStats>,
-    pub(super) discard: Discard,
-    pub(super) limiter: Option<Limiter>,
-    pub(super) back_channel: BackChannel,
-    /// What the driver is told as the disk's serial number.
-    pub(super) id: [u8; ID_BYTES as usize],
-    pub(super) losses: Losses,
-    /// What its queues have of the process's memory.
-    pub(super) party: Arc<Party>,
-}
-
-/// Sessions that lost memory of theirs.
-#[derive(Default)]
-pub(super) struct Losses {
-    /// Whether the one that is, or was last, did.
-    is_broken: AtomicBool,
-    count: AtomicU64,
-}
-
-impl Common {
-    pub(super) fn counters(&self) -> Counters {
-        let mut sum = Counters::default();
-        self.stats.iter().for_each(|queue| queue.add_to(&mut sum));
-        sum.memory_losses = self.losses.count.load(Ordering::Relaxed);
-        sum
-    }
-
-    /// Memory of the session is gone: the device is broken until there is another session.
-    pub(super) fn note_lost(&self) {
-        if !self.losses.is_broken.swap(true, Ordering::Relaxed) {
-            self.losses.count.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(
-                "a front end has taken away memory that it shared (it truncated the file, or the \
-                 memory behind it ran out): its device is broken until it connects again"
-            );
-        }
-    }
-
-    /// Whether the device is broken.
-    pub(super) fn is_broken(&self) -> bool {
-        self.losses.is_broken.load(Ordering::Relaxed)
-    }
-}
 
 /// One session of a device.
 pub(super) struct Device {

@@ -1,8 +1,8 @@
 //! A stranger's messages, descriptors, rings and chains.
 
 use super::chain::{Chain, Table};
+use super::common::Common;
 use super::config::has;
-use super::device::Common;
 use super::request::{ID_BYTES, Request, Rules};
 use super::server::session;
 use super::stats::Counters;

@@ -4,7 +4,7 @@
 //! Whoever touches what is gone gets SIGBUS, which ends the process, and with it the disks of all
 //! other guests. So every mapping of a front end's file is **watched**: a fault in one puts pages
 //! of zeros there, marks the memory as **lost**, and goes on; the device that has it is broken from
-//! then on ([`super::device::Common::note_lost`]), and nobody else is. The kernel gets no signal
+//! then on ([`super::common::Common::note_lost`]), and nobody else is. The kernel gets no signal
 //! where it touches such memory for us: it fails the operation with EFAULT.
 //!
 //! The handler may interrupt any instruction, so it only reads atomics and makes system calls.

@@ -13,6 +13,7 @@
 mod attention;
 mod back_channel;
 mod chain;
+mod common;
 mod config;
 mod control;
 mod device;

@@ -22,9 +22,9 @@ mod end;
 
 use super::attention::{Attention, Pause};
 use super::chain::{Chain, Piece, Table};
+use super::common::Common;
 use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
-use super::device::Common;
 use super::inflight::InflightQueue;
 use super::lost::Lost;
 use super::memory::Memory;

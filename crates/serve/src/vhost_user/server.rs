@@ -2,8 +2,9 @@
 //! queues, and the way down.
 
 use super::back_channel::{self, BackChannel, Notice};
+use super::common::Common;
 use super::config::CONFIG_BYTES;
-use super::device::{Common, Device, QUEUES_MAX};
+use super::device::{Device, QUEUES_MAX};
 use super::request::ID_BYTES;
 use super::stats::Counters;
 use crate::budget::Party;

@@ -11,7 +11,7 @@
 use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::located::nanoseconds;
+use crate::kind::{end_of, nanoseconds};
 use mica_block::{Error, ErrorKind, Identity, IoFuture, Result, Run, Store, Witness};
 use mica_rt::{Buf, File};
 use mica_units::HostOffset;
@@ -143,7 +143,7 @@ impl Reopened {
 
 impl Store for Reopened {
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        if buf.is_empty() || crate::file::end_of(offset, buf.len() as u64).is_none() {
+        if buf.is_empty() || end_of(offset, buf.len() as u64).is_none() {
             buf.fill(0);
             return mica_block::ready(Ok(()), buf);
         }

@@ -24,7 +24,7 @@ fn reader(path: &Path, locking: Locking) -> Result<FileStore> {
 }
 
 fn writer(path: &Path, locking: Locking) -> Result<WritableFile> {
-    WritableFile::open(&mut Located::find(path)?, CacheMode::Writeback, locking)
+    WritableFile::open(&mut Located::find(path)?, CacheMode::Writeback, locking, &Handles::new(4))
 }
 
 #[track_caller]

@@ -11,7 +11,8 @@ use std::sync::Arc;
 const MODES: [CacheMode; 2] = [CacheMode::Writeback, CacheMode::None];
 
 fn open_writable(path: &Path, cache: CacheMode) -> WritableFile {
-    WritableFile::open(&mut Located::find(path).unwrap(), cache, Locking::On).unwrap()
+    WritableFile::open(&mut Located::find(path).unwrap(), cache, Locking::On, &Handles::new(4))
+        .unwrap()
 }
 
 async fn write(store: &dyn Store, offset: u64, bytes: &[u8]) {

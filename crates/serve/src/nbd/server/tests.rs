@@ -1,4 +1,5 @@
 use super::*;
+use crate::discard::Discard;
 use crate::nbd::protocol::command;
 use crate::nbd::testing::{PatternDisk, info_data, option_header, request};
 use mica_rt::Backend;

@@ -1,9 +1,9 @@
 //! Clients of a process whose budget others have taken: what is large goes piece by piece.
 
 use crate::budget::{Party, Share};
+use crate::discard::Discard;
 use crate::nbd::limits::{PAYLOAD_BYTES_MAX, RESERVE_BYTES};
 use crate::nbd::protocol::{command, command_flag};
-use crate::nbd::server::Discard;
 use crate::nbd::testing::{
     Client, EIO, Event, MIB, MemoryDisk, PatternDisk, Reply, World, assemble, request, simulated,
     simulated_memory,

@@ -1,7 +1,7 @@
 use super::*;
+use crate::discard::Discard;
 use crate::nbd::limits::BUDGET_BYTES;
 use crate::nbd::protocol::{command, command_flag};
-use crate::nbd::server::Discard;
 use crate::nbd::testing::{
     Client, EINVAL, EIO, ENOSPC, ENOTSUP, EPERM, Event, MIB, MemoryDisk, Reply, World, info_data,
     request, simulated_memory,

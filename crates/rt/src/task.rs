@@ -1,0 +1,107 @@
+//! Tasks: futures that run by themselves, and whose panics end nothing but who waits for them.
+//!
+//! Invariants
+//! - I1 No panic of a task ends its executor, which serves others. One that nobody waits for is
+//!   logged; under the simulator, where it would be a test that passes, it goes on in `block_on`.
+//! - I2 What panicked is dropped and never polled again: its state, which may be half changed, is
+//!   never looked at.
+
+use crate::core::current;
+use crate::task_key::LocalFuture;
+use std::any::Any;
+use std::cell::RefCell;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+/// What a future gave, or what it panicked with.
+type Caught<T> = Result<T, Box<dyn Any + Send>>;
+
+/// Runs `future` in a task of its own on the executor of this thread, to its end whatever becomes
+/// of the [`Task`]. Only the end of the executor drops it earlier.
+///
+/// # Panics
+/// Outside an executor.
+pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
+    let shared = Rc::new(RefCell::new(Shared { output: None, waker: None }));
+    let of_task = Rc::clone(&shared);
+    current().spawn(Box::pin(async move {
+        let output = catch_panic(future).await;
+        let waker = {
+            let mut shared = of_task.borrow_mut();
+            shared.output = Some(output);
+            shared.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        // If nobody waits, a panic ends here.
+        if let Some(shared) = Rc::into_inner(of_task)
+            && let Some(Err(panic)) = shared.into_inner().output
+        {
+            unheard(panic);
+        }
+    }));
+    Task { shared }
+}
+
+/// A task for which nobody waits.
+pub(crate) fn detached(future: impl Future<Output = ()> + 'static) -> LocalFuture {
+    Box::pin(async move {
+        if let Err(panic) = catch_panic(future).await {
+            unheard(panic);
+        }
+    })
+}
+
+/// Makes a panic of `future` an outcome (I2).
+pub async fn catch_panic<T>(future: impl Future<Output = T>) -> Caught<T> {
+    let mut future = pin!(future);
+    std::future::poll_fn(move |context| {
+        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
+        polled.map_or_else(|panic| Poll::Ready(Err(panic)), |poll| poll.map(Ok))
+    })
+    .await
+}
+
+/// See I1.
+fn unheard(panic: Box<dyn Any + Send>) {
+    if current().is_simulated() {
+        resume_unwind(panic);
+    }
+    tracing::error!("a task that nobody waits for failed by a bug; what it did is given up");
+}
+
+/// A task, as a future of its output: a panic of the task goes on in who waits for it. Dropping
+/// this leaves the task alone.
+pub struct Task<T> {
+    shared: Rc<RefCell<Shared<T>>>,
+}
+
+/// What a task gave, if it has ended, and who waits for it.
+struct Shared<T> {
+    output: Option<Caught<T>>,
+    waker: Option<Waker>,
+}
+
+impl<T> Future for Task<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        let mut shared = self.shared.borrow_mut();
+        let replaced = match shared.output.take() {
+            Some(Ok(output)) => return Poll::Ready(output),
+            Some(Err(panic)) => {
+                drop(shared);
+                resume_unwind(panic)
+            }
+            None => shared.waker.replace(context.waker().clone()),
+        };
+        // Outside of the borrow: the last of a foreign waker may drop tasks.
+        drop(shared);
+        drop(replaced);
+        Poll::Pending
+    }
+}

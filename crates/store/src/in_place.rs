@@ -1,0 +1,64 @@
+//! Whether the executor makes small writes to a file by itself ([`File::write_in_place`]).
+//!
+//! ext2, ext3 and ext4 cannot tell beforehand whether a write to the page cache would wait, so the
+//! ring hands each one to a thread of the kernel, which costs several times what the write does.
+//! But a write may wait: for dirty pages, for a journal, for a file system that is frozen; and
+//! whatever else the executor does waits with it. So for files of these file systems, and only
+//! while that is nobody else's disk, the executor makes the write. Disks come and go while they are
+//! served, so the file asks at each write.
+
+use mica_rt::File;
+use rustix::fs::fstatfs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What `fstatfs` calls ext2, ext3 and ext4.
+const EXT_MAGIC: i64 = 0xef53;
+
+/// Whether executors may make writes by themselves, for all files of a process.
+#[derive(Default)]
+pub(crate) struct InPlace {
+    is_allowed: Arc<AtomicBool>,
+}
+
+impl InPlace {
+    pub(crate) fn set(&self, is_allowed: bool) {
+        self.is_allowed.store(is_allowed, Ordering::Relaxed);
+    }
+
+    /// Lets `file` be written by the executor itself where that gains something, and while it is
+    /// allowed.
+    pub(crate) fn apply_to(&self, file: File) -> File {
+        match lacks_nowait_writes(&file) {
+            true => file.write_in_place(Arc::clone(&self.is_allowed)),
+            false => file,
+        }
+    }
+}
+
+/// Whether the file system of `file` cannot tell beforehand that a write would wait.
+fn lacks_nowait_writes(file: &File) -> bool {
+    fstatfs(file).is_ok_and(|system| system.f_type == EXT_MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_rt::Access;
+
+    #[test]
+    fn file_of_ext4_is_written_in_place_while_that_is_allowed_and_no_other_is() {
+        let (in_place, made) = (InPlace::default(), tempfile::NamedTempFile::new().expect("made"));
+        let opened = |path: &std::path::Path| {
+            let fd = std::fs::File::open(path).expect("opened");
+            in_place.apply_to(File::new(fd.into(), Access::Buffered))
+        };
+        let (file, other) = (opened(made.path()), opened("/proc/self/stat".as_ref()));
+        let is_ext = lacks_nowait_writes(&file);
+        for is_allowed in [false, true, false] {
+            in_place.set(is_allowed);
+            assert_eq!(file.is_written_in_place(), is_ext && is_allowed);
+            assert!(!other.is_written_in_place());
+        }
+    }
+}

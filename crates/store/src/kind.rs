@@ -1,0 +1,46 @@
+//! What a store can lie in, and what is said of that.
+
+use mica_block::{Error, ErrorKind};
+use mica_rt::Access;
+use mica_units::HostOffset;
+use rustix::fs::OFlags;
+use std::path::Path;
+
+/// What a store can lie in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FileKind {
+    /// A regular file.
+    Regular,
+    /// A block device.
+    BlockDevice,
+}
+
+pub(crate) fn open_flags(access: Access) -> OFlags {
+    match access {
+        Access::Buffered => OFlags::empty(),
+        Access::Direct => OFlags::DIRECT,
+    }
+}
+
+pub(crate) fn not_an_image(path: &Path, what: &str) -> Error {
+    let path = path.display();
+    Error::new(
+        ErrorKind::Invalid,
+        format!("{path} is {what}: an image is a regular file or a block device"),
+    )
+}
+
+pub(crate) fn no_direct(path: &Path) -> Error {
+    let path = path.display();
+    let what = format!("the file system of {path} knows no O_DIRECT: use --cache writeback");
+    Error::new(ErrorKind::Unsupported, what)
+}
+
+/// The end of `len` bytes at `offset`, if a file can reach that far.
+pub(crate) fn end_of(offset: HostOffset, len: u64) -> Option<u64> {
+    offset.bytes().checked_add(len).filter(|end| i64::try_from(*end).is_ok())
+}
+
+pub(crate) fn nanoseconds(seconds: i64, nanos: u64) -> i128 {
+    i128::from(seconds) * 1_000_000_000 + i128::from(nanos)
+}
