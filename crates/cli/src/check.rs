@@ -1,9 +1,9 @@
 //! `mica check`: the check of one image, and its repair, in qemu-img's words and exit codes.
 
-use crate::args::{CheckArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{print, print_json, progress_bar};
-use clap::ValueEnum;
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use mica_qcow2::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2::open_for_check;
@@ -11,6 +11,7 @@ use mica_qcow2::recover::{RepairMode, Repaired, open_for_repair, repair};
 use mica_stack::{FileImages, Format};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Findings that are shown one by one; all are counted.
@@ -25,6 +26,20 @@ pub(crate) enum RepairChoice {
     Leaks,
     /// All that can be repaired.
     All,
+}
+
+#[derive(Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// Repair what is found: leaks only, or all that can be.
+    #[arg(short = 'r', long, value_enum, value_name = "WHAT")]
+    repair: Option<RepairChoice>,
+    /// The image. Its backing files are not checked.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
 }
 
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {

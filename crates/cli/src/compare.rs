@@ -1,19 +1,44 @@
 //! `mica compare`: whether two disks hold the same bytes.
 
-use crate::args::{CompareArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{print, print_json, progress_bar};
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use clap::Args;
 use mica_block::{Detail, Disk, Extent, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 use serde_json::json;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Bytes that are compared at once: that many where there is data, more and more where there is
 /// none.
 const PIECE_BYTES_MIN: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
+
+#[derive(Args)]
+pub(crate) struct CompareArgs {
+    /// Format of the second image.
+    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FORMAT")]
+    second_format: String,
+    /// Disks of different lengths are different, whatever the tail holds.
+    #[arg(short = 's', long)]
+    strict: bool,
+    /// Show how far it is.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The first image.
+    #[arg(value_name = "IMAGE1")]
+    first: PathBuf,
+    /// The second image.
+    #[arg(value_name = "IMAGE2")]
+    second: PathBuf,
+}
 
 pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
     let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;

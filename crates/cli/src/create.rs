@@ -6,10 +6,9 @@ mod options;
 pub(crate) use new_file::{NewFile, open_writable};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
 
-use crate::args::{OutputFormat, ReportArgs};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::{print, print_json};
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{Space, Store};
 use mica_qcow2::IndexUse;

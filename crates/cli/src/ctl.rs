@@ -1,9 +1,8 @@
 //! `mica ctl`: asks a server that runs, and tells it.
 
-use crate::args::OutputFormat;
 use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json};
+use crate::output::{OutputFormat, human_size, print, print_json};
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table};
 use mica_daemon::LogLevel;

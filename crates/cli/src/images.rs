@@ -1,6 +1,7 @@
 //! The options that say how images are opened, the same for every verb, and the opening.
 
 use crate::failure::Failure;
+use crate::output::OutputArgs;
 use clap::Args;
 use mica_block::Manage;
 use mica_daemon::{Aio, Cache, ImageConfig, Size};
@@ -49,6 +50,18 @@ pub(crate) struct ImageArgs {
     /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
     #[arg(long, value_name = "FAULT")]
     inject: Vec<String>,
+}
+
+// What verbs have that tell something of one disk.
+#[derive(Args)]
+pub(crate) struct SubjectArgs {
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+    #[command(flatten)]
+    pub(crate) images: ImageArgs,
+    /// The image: for a chain, its active layer.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: PathBuf,
 }
 
 impl ImageArgs {

@@ -1,16 +1,33 @@
 //! `mica index`: the sidecars of a chain.
 
-use crate::args::{IndexVerb, OutputFormat, SubjectArgs};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json, progress_bar};
+use crate::images::SubjectArgs;
+use crate::output::{OutputFormat, human_size, print, print_json, progress_bar};
+use clap::{Args, Subcommand};
 use mica_block::{Manage, ManageIndex, SealState};
 use mica_qcow2::IndexUse;
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
 
-pub(crate) fn run(verb: &IndexVerb) -> Result<ExitCode, Failure> {
-    match verb {
+#[derive(Args)]
+pub(crate) struct IndexArgs {
+    #[command(subcommand)]
+    verb: IndexVerb,
+}
+
+#[derive(Subcommand)]
+enum IndexVerb {
+    /// Write the sidecars of all frozen layers that have none that fits.
+    Build(SubjectArgs),
+    /// Tell of each frozen layer whether its sidecar fits.
+    Status(SubjectArgs),
+    /// Remove the sidecars of all frozen layers.
+    Drop(SubjectArgs),
+}
+
+pub(crate) fn run(args: &IndexArgs) -> Result<ExitCode, Failure> {
+    match &args.verb {
         IndexVerb::Build(args) => build(args),
         IndexVerb::Status(args) => status(args),
         IndexVerb::Drop(args) => drop_index(args),

@@ -1,9 +1,10 @@
 //! `mica info`: what an image says about itself, in qemu-img's words and fields. Without
 //! `--backing-chain` it opens that one file only.
 
-use crate::args::{InfoArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json};
+use crate::images::SubjectArgs;
+use crate::output::{OutputFormat, human_size, print, print_json};
+use clap::Args;
 use mica_block::Images;
 use mica_qcow2::{ImageInfo, inspect, loop_error};
 use mica_qcow2_format::{BitmapEntry, Compression, Header, SnapshotEntry, Version};
@@ -14,6 +15,15 @@ use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+#[derive(Args)]
+pub(crate) struct InfoArgs {
+    /// Tell about the whole chain of backing files.
+    #[arg(long)]
+    backing_chain: bool,
+    #[command(flatten)]
+    subject: SubjectArgs,
+}
 
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
     let format = args.subject.images.format()?;

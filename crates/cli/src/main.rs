@@ -58,8 +58,8 @@ fn main() -> ExitCode {
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),
-        Verb::Index(args) => index::run(&args.verb),
-        Verb::Gen(args) => generate::run(&args.verb),
+        Verb::Index(args) => index::run(&args),
+        Verb::Gen(args) => generate::run(&args),
         Verb::Helper => serve::run_helper(),
     };
     outcome.unwrap_or_else(|failure: Failure| failure.report())

@@ -1,9 +1,9 @@
 //! `mica map`: who owns which bytes of the disk, in qemu-img's words.
 
-use crate::args::{MapArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::images::size_of;
-use crate::output::print;
+use crate::images::{SubjectArgs, size_of};
+use crate::output::{OutputFormat, print};
+use clap::Args;
 use mica_block::{Detail, Extent, ExtentKind, Manage};
 use mica_qcow2::IndexUse;
 use mica_units::{GuestOffset, GuestRange};
@@ -17,6 +17,18 @@ const PIECE_BYTES_MAX: u64 = 1 << 52;
 const EXTENTS_MANY: usize = 1024;
 /// Printed text that is held before it goes out.
 const PRINT_BYTES: usize = 64 << 10;
+
+#[derive(Args)]
+pub(crate) struct MapArgs {
+    /// Where on the disk to start, in bytes (suffixes k, M, G, T).
+    #[arg(short = 's', long, default_value = "0", value_name = "OFFSET")]
+    start_offset: String,
+    /// How many bytes, to the end by default.
+    #[arg(long, value_name = "LENGTH")]
+    max_length: Option<String>,
+    #[command(flatten)]
+    subject: SubjectArgs,
+}
 
 pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
     let start = size_of("--start-offset", &args.start_offset)?;

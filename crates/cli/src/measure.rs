@@ -1,10 +1,9 @@
 //! `mica measure`: how long an image will be that is made of a disk, in qemu-img's words.
 
-use crate::args::{OutputArgs, OutputFormat};
 use crate::create::parse_options;
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::{print, print_json};
+use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
 use mica_qcow2::measure::{Measure, bitmaps_bytes, data_bytes, measure};
 use mica_qcow2::{IndexUse, inspect};

@@ -1,6 +1,7 @@
 //! What is printed: results on stdout, the log and progress on stderr.
 
 use crate::failure::Failure;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mica_daemon::{LogLevel, LogSwitch};
 use serde::Serialize;
@@ -10,6 +11,37 @@ use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Registry, fmt, reload};
+
+/// How results are printed.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    Human,
+    Json,
+}
+
+#[derive(Args)]
+pub(crate) struct OutputArgs {
+    /// How the result is printed.
+    #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    pub(crate) output: OutputFormat,
+}
+
+// What verbs have that may be told to keep silent. (Words for rustdoc would become a verb's help.)
+#[derive(Args)]
+pub(crate) struct ReportArgs {
+    /// Print only errors.
+    #[arg(short = 'q', long)]
+    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+impl ReportArgs {
+    /// How the result is printed, if it is.
+    pub(crate) fn format(&self) -> Option<OutputFormat> {
+        Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
+    }
+}
 
 /// The log, whose level can be changed.
 pub(crate) struct Log {

@@ -3,11 +3,10 @@
 mod rates;
 mod screen;
 
-use crate::args::OutputFormat;
 use crate::client::ControlArgs;
 use crate::ctl::{depth, duration, table, text};
 use crate::failure::Failure;
-use crate::output::print;
+use crate::output::{OutputFormat, print};
 use clap::Args;
 use rates::{Latency, Rates, between};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
