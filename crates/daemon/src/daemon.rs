@@ -7,11 +7,12 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch, Places};
+use crate::held::{Held, Origin};
 use crate::helper::{Helper, Outside};
 use crate::images::ImageConfig;
 use crate::sandbox::{Needs, Sandbox, SandboxMode};
 use crate::served::{Common, Served};
-use crate::sockets::{Held, Origin, Sockets};
+use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::Taking;
 use mica_block::{Error, ErrorKind, Result};

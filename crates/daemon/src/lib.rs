@@ -15,6 +15,7 @@
 mod config;
 mod control;
 mod daemon;
+mod held;
 mod helper;
 mod images;
 mod indexer;

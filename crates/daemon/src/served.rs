@@ -7,9 +7,10 @@
 //!   for who came first, and hears the same.
 
 use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
+use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
-use crate::sockets::{Held, Sockets, device_name};
+use crate::sockets::{Sockets, device_name};
 use crate::takeover::pause;
 use crate::{stats, systemd};
 use mica_block::{Disk, Error, ErrorKind, Manage, Result};

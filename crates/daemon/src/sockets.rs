@@ -1,10 +1,11 @@
 //! Sockets that are there before this process listens: from systemd, or from a process that is
-//! taken over. And those that it holds, wherever they come from.
+//! taken over.
 //!
 //! A socket finds its place by its address. One of a socket unit else finds it by its name: a
 //! disk's own name serves the disk by NBD, `NAME.vhost-user` is its device.
 
 use crate::config::{Config, DiskConfig};
+use crate::held::{Held, Origin};
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Listener, SocketUsers};
@@ -13,35 +14,6 @@ use std::fs::Permissions;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-
-/// Where a socket comes from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Origin {
-    /// This process made it.
-    Here,
-    /// A socket unit of systemd made it, and keeps it.
-    Unit,
-    /// A process before this one made it, and systemd kept it.
-    Store,
-    /// The process that is taken over had it.
-    Takeover,
-}
-
-/// A listening socket, and what it is for.
-#[derive(Debug)]
-pub(crate) struct Held {
-    pub(crate) name: String,
-    pub(crate) origin: Origin,
-    pub(crate) listener: Listener,
-    /// Whether systemd was asked to keep it, by this process.
-    pub(crate) is_stored: bool,
-}
-
-impl Held {
-    pub(crate) fn new(name: String, origin: Origin, listener: Listener) -> Self {
-        Self { name, origin, listener, is_stored: false }
-    }
-}
 
 /// What the name of a device's socket ends in.
 const DEVICE: &str = ".vhost-user";

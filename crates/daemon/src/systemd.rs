@@ -10,8 +10,8 @@
 //!   one: the end of the main process would be the end of the service.
 //! - I3 The new process is watched as the old one was, though systemd told only that one of it.
 
+use crate::held::{Held, Origin};
 use crate::messages::send_with_fds;
-use crate::sockets::{Held, Origin};
 use listenfd::ListenFd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Handle;

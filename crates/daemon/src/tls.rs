@@ -3,7 +3,8 @@
 //! Over TCP TLS is required as soon as there are certificates. On a unix socket it is offered: who
 //! may connect there is what the permissions of its file say, and nothing leaves the machine.
 
-use crate::sockets::{Held, Origin, Sockets};
+use crate::held::{Held, Origin};
+use crate::sockets::Sockets;
 use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy};

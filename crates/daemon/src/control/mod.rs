@@ -26,7 +26,8 @@ mod tests;
 pub use log::{LogLevel, LogSwitch};
 
 use crate::daemon::Shared;
-use crate::sockets::{CONTROL, Held, METRICS, Sockets};
+use crate::held::Held;
+use crate::sockets::{CONTROL, METRICS, Sockets};
 use crate::systemd;
 use axum::Router;
 use hyper::server::conn::http1;
