@@ -23,6 +23,7 @@ mod messages;
 mod opened;
 mod sandbox;
 mod served;
+mod shared;
 mod sockets;
 mod stats;
 mod systemd;

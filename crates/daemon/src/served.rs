@@ -11,8 +11,9 @@ use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
 use crate::sockets::{Sockets, device_name};
+use crate::stats::{self, Counts};
+use crate::systemd;
 use crate::takeover::pause;
-use crate::{stats, systemd};
 use mica_block::{Disk, Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::timeout;
@@ -68,14 +69,6 @@ struct Servers {
     device: Option<vhost_user::Running>,
     file: Option<fuse::Running>,
     indexer: Option<Indexer>,
-}
-
-/// What the servers of a disk did.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Counts {
-    pub(crate) nbd: nbd::Counters,
-    pub(crate) device: Option<vhost_user::Counters>,
-    pub(crate) file: Option<fuse::Counters>,
 }
 
 /// How long a disk shall be.

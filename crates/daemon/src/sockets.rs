@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 /// What the name of a device's socket ends in.
 const DEVICE: &str = ".vhost-user";
 /// The name of the socket by which the process is told what to do.
-pub(crate) const CONTROL: &str = "mica.control";
+const CONTROL: &str = "mica.control";
 /// The name of the socket at which it shows its figures.
-pub(crate) const METRICS: &str = "mica.metrics";
+const METRICS: &str = "mica.metrics";
 
 /// What the socket of a disk's device is called.
 pub(crate) fn device_name(disk: &str) -> String {
@@ -178,6 +178,60 @@ impl Sockets {
     }
 }
 
+/// Where the control thread listens: the unix socket, and the address of the figures.
+#[derive(Default)]
+pub(crate) struct Places {
+    pub(crate) control: Option<Held>,
+    pub(crate) metrics: Option<Held>,
+}
+
+impl Places {
+    /// At the sockets that `came` along, or at new ones.
+    ///
+    /// # Errors
+    /// What keeps it from listening; `Denied` for figures beyond the loopback that nobody allowed.
+    pub(crate) fn take(
+        control: Option<&Path>,
+        metrics: Option<SocketAddr>,
+        metrics_public: bool,
+        came: &mut Sockets,
+    ) -> Result<Self> {
+        let mut places = Self::default();
+        if let Some(path) = control {
+            places.control = Some(came.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
+        }
+        if let Some(address) = metrics {
+            check_metrics(address, metrics_public)?;
+            let held = came.tcp(METRICS.to_owned(), address);
+            places.metrics =
+                Some(held.map_err(|error| error.wrap(format!("--metrics {address}")))?);
+        }
+        Ok(places)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
+        self.control.iter().chain(&self.metrics)
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Held> {
+        self.control.iter_mut().chain(&mut self.metrics)
+    }
+
+    /// Listens there no more.
+    pub(crate) fn close(&mut self) {
+        systemd::close(self.control.take().into_iter().chain(self.metrics.take()));
+    }
+}
+
+fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
+    let context = || format!("--metrics {address}");
+    if !is_public && !address.ip().to_canonical().is_loopback() {
+        let what = "figures are shown on the loopback only, unless --metrics-public allows more";
+        return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,5 +278,13 @@ mod tests {
         assert!(!folder.path().join("y.sock").exists());
         assert!(!folder.path().join("web1.sock").exists());
         assert!(folder.path().join("x.sock").exists(), "its unit's");
+    }
+
+    #[test]
+    fn figures_are_for_this_machine_unless_more_is_allowed() {
+        let check = |public| check_metrics(SocketAddr::from(([0, 0, 0, 0], 0)), public);
+        let refused = check(false).expect_err("refused");
+        assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
+        check(true).expect("allowed");
     }
 }

@@ -3,10 +3,17 @@
 //! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
 use crate::opened::Figures;
-use crate::served::Counts;
 use mica_block::{MapStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
 use serde_json::{Map, Value, json};
+
+/// What the servers of a disk did.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Counts {
+    pub(crate) nbd: nbd::Counters,
+    pub(crate) device: Option<vhost_user::Counters>,
+    pub(crate) file: Option<fuse::Counters>,
+}
 
 /// How a figure moves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -29,10 +29,10 @@ mod meeting;
 
 pub(crate) use meeting::{FOLDER as MEETING_FOLDER, SOCKET as MEETING_SOCKET};
 
-use crate::daemon::{Shared, each_of};
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
 use crate::served::Served;
+use crate::shared::{Shared, each_of};
 use crate::systemd;
 use channel::{Channel, Message, Passed, Silence};
 use meeting::Meeting;

@@ -1,6 +1,6 @@
 //! What the process tells of itself and its disks, as JSON.
 
-use super::routes::Sources;
+use super::sources::Sources;
 use crate::served::Served;
 use serde_json::{Map, Value, json};
 

@@ -2,7 +2,7 @@
 //!
 //! The names are those of `/v1/stats`: `nbd.reads` is `mica_nbd_reads_total`.
 
-use super::routes::Sources;
+use super::sources::Sources;
 use crate::stats::{self, Kind, Section};
 use mica_serve::Latency;
 use std::collections::BTreeMap;

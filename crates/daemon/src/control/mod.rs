@@ -20,24 +20,24 @@ mod log;
 mod metrics;
 mod reply;
 mod routes;
+mod sources;
 #[cfg(test)]
 mod tests;
 
 pub use log::{LogLevel, LogSwitch};
 
-use crate::daemon::Shared;
 use crate::held::Held;
-use crate::sockets::{CONTROL, METRICS, Sockets};
-use crate::systemd;
+use crate::shared::Shared;
+use crate::sockets::Places;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{Listener, SocketUsers};
-use std::net::{SocketAddr, TcpListener as StdTcpListener};
+use mica_block::{Error, Result};
+use mica_serve::Listener;
+use sources::Sources;
+use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
@@ -70,51 +70,6 @@ const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(2);
 /// Strangers that are logged.
 const STRANGERS_LOGGED_MAX: u32 = 16;
 
-/// Where it listens: the unix socket, and the address of the figures.
-#[derive(Default)]
-pub(crate) struct Places {
-    control: Option<Held>,
-    metrics: Option<Held>,
-}
-
-impl Places {
-    /// At the sockets that `came` along, or at new ones.
-    ///
-    /// # Errors
-    /// What keeps it from listening; `Denied` for figures beyond the loopback that nobody allowed.
-    pub(crate) fn take(
-        control: Option<&Path>,
-        metrics: Option<SocketAddr>,
-        metrics_public: bool,
-        came: &mut Sockets,
-    ) -> Result<Self> {
-        let mut places = Self::default();
-        if let Some(path) = control {
-            places.control = Some(came.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
-        }
-        if let Some(address) = metrics {
-            check_metrics(address, metrics_public)?;
-            let held = came.tcp(METRICS.to_owned(), address);
-            places.metrics =
-                Some(held.map_err(|error| error.wrap(format!("--metrics {address}")))?);
-        }
-        Ok(places)
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
-        self.control.iter().chain(&self.metrics)
-    }
-
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Held> {
-        self.control.iter_mut().chain(&mut self.metrics)
-    }
-
-    /// Listens there no more.
-    pub(crate) fn close(&mut self) {
-        systemd::close(self.control.take().into_iter().chain(self.metrics.take()));
-    }
-}
-
 /// The thread.
 pub(crate) struct Control {
     stop: watch::Sender<bool>,
@@ -122,7 +77,7 @@ pub(crate) struct Control {
     /// Its socket's file goes with it.
     _listeners: Vec<Listener>,
     #[cfg(test)]
-    metrics_at: Option<SocketAddr>,
+    metrics_at: Option<std::net::SocketAddr>,
 }
 
 impl Control {
@@ -148,7 +103,7 @@ impl Control {
             tracing::info!(%address, "figures are served");
         }
         let (stop, stopping) = watch::channel(false);
-        let sources = routes::Sources::new(Arc::clone(shared), log);
+        let sources = Sources::new(Arc::clone(shared), log);
         let body = move || {
             if let Err(error) = serve(unix, tcp, sources, stopping) {
                 tracing::error!(%error, "the control socket is served no more");
@@ -167,7 +122,7 @@ impl Control {
 
     /// Where the figures are.
     #[cfg(test)]
-    pub(crate) fn metrics_at(&self) -> Option<SocketAddr> {
+    pub(crate) fn metrics_at(&self) -> Option<std::net::SocketAddr> {
         self.metrics_at
     }
 
@@ -181,19 +136,10 @@ impl Control {
     }
 }
 
-fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
-    let context = || format!("--metrics {address}");
-    if !is_public && !address.ip().to_canonical().is_loopback() {
-        let what = "figures are shown on the loopback only, unless --metrics-public allows more";
-        return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
-    }
-    Ok(())
-}
-
 fn serve(
     unix: Option<std::os::unix::net::UnixListener>,
     tcp: Option<StdTcpListener>,
-    sources: routes::Sources,
+    sources: Sources,
     stopping: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()

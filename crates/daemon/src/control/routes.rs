@@ -12,12 +12,13 @@
 //! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours goes on from here |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
-use super::log::{LogLevel, LogSwitch};
+use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
-use super::{ACTS_ADMITTED_MAX, figures, metrics};
-use crate::daemon::Shared;
+use super::sources::Sources;
+use super::{figures, metrics};
 use crate::images::Size;
 use crate::served::{NewLength, Served};
+use crate::shared::Shared;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -25,37 +26,13 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-
 use mica_serve::vhost_user::Notice;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
-use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
-
-/// What answers come from.
-#[derive(Clone)]
-pub(super) struct Sources {
-    pub(super) shared: Arc<Shared>,
-    log: Arc<dyn LogSwitch>,
-    /// Room for what is done for clients, or waits to be.
-    acts: Arc<Semaphore>,
-    started: Instant,
-}
-
-impl Sources {
-    #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
-    pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Self {
-        let acts = Arc::new(Semaphore::new(ACTS_ADMITTED_MAX));
-        Self { shared, log, acts, started: Instant::now() }
-    }
-
-    pub(super) fn uptime(&self) -> Duration {
-        self.started.elapsed()
-    }
-}
 
 type Answer = Result<Response, Refusal>;
 

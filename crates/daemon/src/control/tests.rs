@@ -266,14 +266,6 @@ fn the_drain_of_all_ends_the_process_after_its_answer() {
 }
 
 #[test]
-fn figures_are_for_this_machine_unless_more_is_allowed() {
-    let check = |public| super::check_metrics(SocketAddr::from(([0, 0, 0, 0], 0)), public);
-    let refused = check(false).expect_err("refused");
-    assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
-    check(true).expect("allowed");
-}
-
-#[test]
 fn names_of_the_loopback_are_told_from_others() {
     for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {
         assert!(routes::is_local(host), "{host}");
