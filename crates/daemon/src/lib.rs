@@ -21,6 +21,7 @@ mod images;
 mod indexer;
 mod messages;
 mod opened;
+mod retry;
 mod sandbox;
 mod served;
 mod shared;

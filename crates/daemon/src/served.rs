@@ -10,10 +10,10 @@ use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
 use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
+use crate::retry::{Patience, while_held};
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
 use crate::systemd;
-use crate::takeover::pause;
 use mica_block::{Disk, Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::timeout;
@@ -96,16 +96,9 @@ impl Served {
         came: &mut Sockets,
         patience: Duration,
     ) -> Result<Self> {
-        let mut waited = Duration::ZERO;
-        let opened = loop {
-            match open(&config, common) {
-                Err(error) if error.kind() == ErrorKind::Denied && waited < patience => {
-                    pause(HELD_TURN);
-                    waited += HELD_TURN;
-                }
-                outcome => break Mutex::new(Opened::Open(outcome?)),
-            }
-        };
+        let patience = Patience { limit: patience, pause: HELD_TURN };
+        let opened = while_held(patience, || false, || open(&config, common))?;
+        let opened = Mutex::new(Opened::Open(opened));
         let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
         let state = Mutex::new(State::Serving(Box::default()));
         let served = Self { config, common, acts, opened, held, state };

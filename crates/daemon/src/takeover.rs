@@ -31,6 +31,7 @@ pub(crate) use meeting::{FOLDER as MEETING_FOLDER, SOCKET as MEETING_SOCKET};
 
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
+use crate::retry::{Patience, while_held};
 use crate::served::Served;
 use crate::shared::{Shared, each_of};
 use crate::systemd;
@@ -55,8 +56,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(120);
 /// For the new one to open the images. Guests wait meanwhile.
 const SERVE_LIMIT: Duration = Duration::from_secs(60);
 /// For an image to be free again that the new one had open.
-const REOPEN_LIMIT: Duration = Duration::from_secs(600);
-const REOPEN_PAUSE: Duration = Duration::from_millis(200);
+const REOPEN: Patience =
+    Patience { limit: Duration::from_secs(600), pause: Duration::from_millis(200) };
 /// For the system to let go of what a dead process had open: its rings end after it.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
 /// Sockets that are handed over.
@@ -313,28 +314,15 @@ impl Shared {
     }
 
     fn resume_one(&self, served: &Served) {
+        if self.is_stopping() {
+            return;
+        }
         let name = &served.config.name;
-        let mut waited = Duration::ZERO;
-        while !self.is_stopping() {
-            match served.resume() {
-                Ok(()) => {
-                    return tracing::warn!("disk {name:?} is served again by this process");
-                }
-                // The other process may need a moment to let go of the image.
-                Err(error) if error.kind() == ErrorKind::Denied && waited < REOPEN_LIMIT => {
-                    pause(REOPEN_PAUSE);
-                    waited += REOPEN_PAUSE;
-                }
-                Err(error) => {
-                    return tracing::error!(%error, "disk {name:?} is served no more");
-                }
-            }
+        // The other process may need a moment to let go of the image.
+        match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
+            Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+            Err(error) if error.kind() == ErrorKind::Denied && self.is_stopping() => {}
+            Err(error) => tracing::error!(%error, "disk {name:?} is served no more"),
         }
     }
-}
-
-pub(crate) fn pause(time: Duration) {
-    // Nobody sends: this only waits.
-    let (_sender, never) = mpsc::channel::<()>();
-    let _ = never.recv_timeout(time);
 }
