@@ -93,10 +93,9 @@ impl Daemon {
         let closed = taking.as_ref().map(|taking| taking.wait_until_closed(&mut is_called_off));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
-        let mut shared = Shared::new(signals.handle(), watch_period, outside);
         let common = Common { handles, workers, mounts };
-        let served = shared.serve(config, &common, came, patience);
-        let shared = Arc::new(shared);
+        let shared = Arc::new(Shared::new(signals.handle(), watch_period, outside, common));
+        let served = shared.serve(config, came, patience);
         let begun = served.and_then(|came| {
             let control = Control::start(&shared.places(), &shared, log)?;
             if taking.is_some() && signals.pending().next().is_some() {
@@ -141,7 +140,8 @@ impl Daemon {
     }
 
     fn write_stats(&mut self) -> Result<()> {
-        let (Some(file), Some(served)) = (&mut self.stats_file, self.shared.served.first()) else {
+        let disks = self.shared.disks.all();
+        let (Some(file), Some(served)) = (&mut self.stats_file, disks.first()) else {
             return Ok(());
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
@@ -185,6 +185,6 @@ fn writing(path: &Path, error: std::io::Error) -> Error {
 
 impl fmt::Debug for Daemon {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Daemon({} disks)", self.shared.served.len())
+        write!(f, "Daemon({} disks)", self.shared.disks.all().len())
     }
 }

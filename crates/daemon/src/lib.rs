@@ -15,6 +15,7 @@
 mod config;
 mod control;
 mod daemon;
+mod disks;
 mod held;
 mod helper;
 mod images;

@@ -1,6 +1,7 @@
 //! What the parts of the process share: its disks, where it is told what to do, and how far it is.
 
-use crate::config::Config;
+use crate::config::{Config, DiskConfig};
+use crate::disks::{Disks, each_of};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
 use crate::served::{Common, Served};
@@ -10,15 +11,13 @@ use mica_block::{Error, Result};
 use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-/// Disks that something is done with at one time.
-const ACTS_MAX: usize = 64;
 
 /// What its parts see of it.
 pub(crate) struct Shared {
-    pub(crate) served: Vec<Served>,
+    pub(crate) disks: Disks,
+    common: Common,
     /// Closing it ends the process, as a signal does.
     pub(crate) ending: Handle,
     /// Who does what it may not do.
@@ -36,9 +35,15 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(ending: Handle, watch_period: Option<Duration>, outside: Outside) -> Self {
+    pub(crate) fn new(
+        ending: Handle,
+        watch_period: Option<Duration>,
+        outside: Outside,
+        common: Common,
+    ) -> Self {
         Self {
-            served: Vec::new(),
+            disks: Disks::default(),
+            common,
             ending,
             outside,
             handing_over: Mutex::default(),
@@ -52,9 +57,8 @@ impl Shared {
     /// Serves the disks of `config` at the sockets that `came` along, and at new ones; gives what
     /// is left of those. An image that is held is waited for with `patience`.
     pub(crate) fn serve(
-        &mut self,
+        &self,
         config: Config,
-        common: &Common,
         mut came: Sockets,
         patience: Duration,
     ) -> Result<Sockets> {
@@ -62,12 +66,21 @@ impl Shared {
         for disk in config.disks {
             let name = disk.name.clone();
             let named = |error: Error| error.wrap(format!("disk {name:?}"));
-            let served = Served::start(disk, common, &mut came, patience);
-            self.served.push(served.map_err(|error| if is_alone { error } else { named(error) })?);
+            let added = self.add(disk, &mut came, patience);
+            added.map_err(|error| if is_alone { error } else { named(error) })?;
         }
         let Config { control, metrics, metrics_public, .. } = config;
         *self.places() = Places::take(control.as_deref(), metrics, metrics_public, &mut came)?;
         Ok(came)
+    }
+
+    /// Serves one more disk.
+    fn add(&self, disk: DiskConfig, came: &mut Sockets, patience: Duration) -> Result<()> {
+        let served = Arc::new(Served::start(disk, &self.common, came, patience)?);
+        self.disks.add(Arc::clone(&served)).inspect_err(|_| {
+            // What failed first is told.
+            let _ = served.stop();
+        })
     }
 
     /// Where it is asked and told.
@@ -84,8 +97,9 @@ impl Shared {
             systemd::store(held);
         };
         self.places().iter_mut().for_each(each_socket);
-        self.served.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
-        let status = match self.served.len() {
+        let disks = self.disks.all();
+        disks.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
+        let status = match disks.len() {
             1 => "serving a disk".to_owned(),
             count => format!("serving {count} disks"),
         };
@@ -103,35 +117,6 @@ impl Shared {
         self.is_stopping.store(true, Ordering::Relaxed);
         let _alone = self.handing_over.lock().unwrap_or_else(PoisonError::into_inner);
         // Every disk is closed, and the first failure is told.
-        self.each(Served::stop).into_iter().fold(Ok(()), Result::and)
+        each_of(&self.disks.all(), |served| served.stop()).into_iter().fold(Ok(()), Result::and)
     }
-
-    /// Does something with every disk, with many at one time: one that takes long holds up few.
-    pub(crate) fn each<T: Send>(&self, act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
-        each_of(&self.served.iter().collect::<Vec<_>>(), act)
-    }
-}
-
-/// Does something with each of `disks`, as [`Shared::each`] has it.
-pub(crate) fn each_of<T: Send>(disks: &[&Served], act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
-    let act = &act;
-    let mut all = Vec::new();
-    for some in disks.chunks(ACTS_MAX) {
-        std::thread::scope(|scope| {
-            let begin = |served| {
-                let thread = std::thread::Builder::new().name("mica-act".to_owned());
-                thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
-            };
-            let begun: Vec<_> = some.iter().copied().map(begin).collect();
-            all.extend(begun.into_iter().map(|begun| match begun {
-                Ok(thread) => match thread.join() {
-                    Ok(done) => done,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                },
-                // Without a thread it is done here.
-                Err(served) => act(served),
-            }));
-        });
-    }
-    all
 }

@@ -29,11 +29,12 @@ mod meeting;
 
 pub(crate) use meeting::{FOLDER as MEETING_FOLDER, SOCKET as MEETING_SOCKET};
 
+use crate::disks::each_of;
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
 use crate::retry::{Patience, while_held};
 use crate::served::Served;
-use crate::shared::{Shared, each_of};
+use crate::shared::Shared;
 use crate::systemd;
 use channel::{Channel, Message, Passed, Silence};
 use meeting::Meeting;
@@ -158,7 +159,8 @@ impl Shared {
     pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
         // The kernel's end of the mount would outlive this process with its descriptor, but it
         // greets (FUSE_INIT) once a mount, and the library begins no session without that.
-        if let Some(served) = self.served.iter().find(|served| served.config.fuse.is_some()) {
+        let disks = self.disks.all();
+        if let Some(served) = disks.iter().find(|served| served.config.fuse.is_some()) {
             let what = format!(
                 "disk {:?} is served as a file: who has that open would lose it; end this server \
                  and start the other",
@@ -216,9 +218,11 @@ impl Shared {
         }
         let mut suspended = Vec::new();
         let mut failure = None;
-        for (index, outcome) in self.each(Served::suspend).into_iter().enumerate() {
+        let disks = self.disks.all();
+        let outcomes = each_of(&disks, |served| served.suspend());
+        for (served, outcome) in disks.into_iter().zip(outcomes) {
             match outcome {
-                Ok(true) => suspended.push(index),
+                Ok(true) => suspended.push(served),
                 // It was drained before.
                 Ok(false) => {}
                 // What could not be closed has lost writes that were acknowledged: to open it again
@@ -280,7 +284,7 @@ impl Shared {
             all.push((told, held.listener.clone()));
         };
         self.places().iter().for_each(&mut add);
-        self.served.iter().for_each(|served| served.held().iter().for_each(&mut add));
+        self.disks.all().iter().for_each(|served| served.held().iter().for_each(&mut add));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
         let mut rest = all.as_slice();
         loop {
@@ -304,13 +308,12 @@ impl Shared {
             held.is_stored = false;
         };
         self.places().iter_mut().for_each(leave);
-        self.served.iter().for_each(|served| served.held().iter_mut().for_each(leave));
+        self.disks.all().iter().for_each(|served| served.held().iter_mut().for_each(leave));
     }
 
     /// Serves again what was closed for another process that failed, unless it is to stop.
-    fn resume(&self, suspended: &[usize]) {
-        let disks: Vec<_> = suspended.iter().map(|index| &self.served[*index]).collect();
-        each_of(&disks, |served| self.resume_one(served));
+    fn resume(&self, suspended: &[Arc<Served>]) {
+        each_of(suspended, |served| self.resume_one(served));
     }
 
     fn resume_one(&self, served: &Served) {

@@ -20,7 +20,8 @@ pub(super) fn stats(sources: &Sources) -> Value {
 
 fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value {
     let uptime_ms = u64::try_from(sources.uptime().as_millis()).unwrap_or(u64::MAX);
-    let disks = sources.shared.served.iter().map(|served| Value::Object(each(served)));
+    let all = sources.shared.disks.all();
+    let disks = all.iter().map(|served| Value::Object(each(served)));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),

@@ -19,7 +19,7 @@ pub(super) fn text(sources: &Sources) -> String {
     page.gauge("mica_build_info", "The version that serves.", [("version", VERSION)], 1);
     let uptime = sources.uptime().as_secs();
     page.gauge("mica_uptime_seconds", "Seconds since the start.", [], uptime);
-    for served in &sources.shared.served {
+    for served in sources.shared.disks.all() {
         let name = &*served.config.name;
         let (image, format) = (served.config.image.to_string_lossy(), &*served.config.format);
         let info = [("disk", name), ("image", &*image), ("format", format)];

@@ -130,7 +130,7 @@ struct Resize {
 }
 
 async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: Body) -> Answer {
-    let index = find(&sources.shared, &name)?;
+    let served = find(&sources.shared, &name)?;
     let Resize { size } = body(sent).await?;
     let (by, size) = match size.strip_prefix('+') {
         Some(by) => (true, by),
@@ -139,7 +139,7 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
     let Size(bytes) = size.parse::<Size>()?;
     let to = if by { NewLength::Longer(bytes) } else { NewLength::Exactly(bytes) };
     let acts = Arc::clone(&sources.acts);
-    let resized = act(&acts, move || sources.shared.served[index].resize(to)).await??;
+    let resized = act(&acts, move || served.resize(to)).await??;
     let notice = match resized.notice {
         None => "none".to_owned(),
         Some(Ok(Notice::Nobody)) => "nobody".to_owned(),
@@ -157,11 +157,11 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 }
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
-    let index = find(&sources.shared, &name)?;
+    let served = find(&sources.shared, &name)?;
     let acts = Arc::clone(&sources.acts);
     let drained = move || -> Result<(), Refusal> {
         let _alone = hold(&sources.shared)?;
-        Ok(sources.shared.served[index].stop()?)
+        Ok(served.stop()?)
     };
     act(&acts, drained).await??;
     Ok(json(&value!({ "drained": [name] })))
@@ -178,8 +178,8 @@ async fn drain_all(State(sources): State<Sources>) -> Answer {
         Ok(stopped?)
     };
     act(&acts, drained).await??;
-    let name = |served: &Served| Value::from(&*served.config.name);
-    let names: Vec<_> = sources.shared.served.iter().map(name).collect();
+    let name = |served: &Arc<Served>| Value::from(&*served.config.name);
+    let names: Vec<_> = sources.shared.disks.all().iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))
 }
 
@@ -208,11 +208,11 @@ fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
     })
 }
 
-/// Which disk `name` is.
-fn find(shared: &Shared, name: &str) -> Result<usize, Refusal> {
-    let names = || shared.served.iter().map(|served| &*served.config.name);
-    names().position(|of_disk| of_disk == name).ok_or_else(|| {
-        let there: Vec<_> = names().collect();
+/// The disk of that name.
+fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
+    shared.disks.named(name).ok_or_else(|| {
+        let all = shared.disks.all();
+        let there: Vec<_> = all.iter().map(|served| &*served.config.name).collect();
         let what = format!("there is no disk {name:?}; there is {}", there.join(", "));
         Refusal::new(StatusCode::NOT_FOUND, what)
     })

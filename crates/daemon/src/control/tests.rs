@@ -279,7 +279,7 @@ fn names_of_the_loopback_are_told_from_others() {
 #[test]
 fn what_waits_to_be_done_is_bounded() {
     let world = world();
-    let disk = &world.daemon.shared.served[0];
+    let disk = world.daemon.shared.disks.named("one").expect("it is served");
     let busy = disk.act();
     let (sender, statuses) = mpsc::channel();
     let clients = ACTS_ADMITTED_MAX + 4;

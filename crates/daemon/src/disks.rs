@@ -1,0 +1,70 @@
+//! The disks that a process serves. The set is state of the running process: what the configuration
+//! said is only how it begins.
+
+use crate::served::Served;
+use mica_block::{Error, ErrorKind, Result};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// Disks that something is done with at one time.
+const ACTS_MAX: usize = 64;
+
+/// The disks, in the order in which they were added. Each is known by its name alone: whoever works
+/// with one holds the disk itself, never its place in the set, which may change meanwhile.
+#[derive(Default)]
+pub(crate) struct Disks {
+    all: RwLock<Vec<Arc<Served>>>,
+}
+
+impl Disks {
+    /// Adds a disk that is served.
+    ///
+    /// # Errors
+    /// `Invalid` if there is one of that name.
+    pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let name = &disk.config.name;
+        if all.iter().any(|other| other.config.name == *name) {
+            return Err(Error::new(ErrorKind::Invalid, format!("two disks are called {name:?}")));
+        }
+        all.push(disk);
+        Ok(())
+    }
+
+    /// Those that are there now.
+    pub(crate) fn all(&self) -> Vec<Arc<Served>> {
+        self.all.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The disk of that name.
+    pub(crate) fn named(&self, name: &str) -> Option<Arc<Served>> {
+        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
+        all.iter().find(|disk| disk.config.name == name).cloned()
+    }
+}
+
+/// Does something with each of `disks`, with many at a time: one that takes long holds up few.
+pub(crate) fn each_of<'disks, T: Send>(
+    disks: &'disks [Arc<Served>],
+    act: impl Fn(&Served) -> T + Sync,
+) -> Vec<T> {
+    let act = &act;
+    let mut all = Vec::new();
+    for some in disks.chunks(ACTS_MAX) {
+        std::thread::scope(|scope| {
+            let begin = |served: &'disks Arc<Served>| {
+                let thread = std::thread::Builder::new().name("mica-act".to_owned());
+                thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
+            };
+            let begun: Vec<_> = some.iter().map(begin).collect();
+            all.extend(begun.into_iter().map(|begun| match begun {
+                Ok(thread) => match thread.join() {
+                    Ok(done) => done,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                },
+                // Without a thread it is done here.
+                Err(served) => act(served),
+            }));
+        });
+    }
+    all
+}
