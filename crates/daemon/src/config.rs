@@ -12,81 +12,19 @@
 //! bps = "200M"
 //! ```
 
-mod idle;
-
-use crate::images::{Aio, Cache, ImageConfig, Size, is_word, shared_memory};
-use crate::sandbox::SandboxMode;
+use crate::settings::{
+    Aio, Cache, Discards, ImageConfig, IndexMode, OtherUsers, SandboxMode, Size, TlsMode,
+    VerifyPeer, is_word, shared_memory,
+};
 use crate::systemd::has_inherited_sockets;
-use crate::tls::{Security, TlsMode, VerifyPeer};
+use crate::tls::Security;
 use crate::ublk;
-use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::fuse::AllowOther;
-use mica_serve::{Discard, Rates};
+use mica_serve::Rates;
 use serde::{Deserialize, Deserializer};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-
-/// What becomes of space that clients do not need any more.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Discards {
-    /// It is kept.
-    #[value(alias = "off")]
-    #[serde(alias = "off")]
-    Ignore,
-    /// It is given back.
-    #[default]
-    #[value(alias = "on")]
-    #[serde(alias = "on")]
-    Unmap,
-}
-
-impl From<Discards> for Discard {
-    fn from(choice: Discards) -> Self {
-        match choice {
-            Discards::Ignore => Self::Ignore,
-            Discards::Unmap => Self::Unmap,
-        }
-    }
-}
-
-/// Whether other users may use the file that the disk is served as.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum OtherUsers {
-    /// They may, as far as the file's mode lets them.
-    On,
-    /// They may not.
-    Off,
-    /// They may where the system allows to allow it.
-    #[default]
-    Auto,
-}
-
-impl From<OtherUsers> for AllowOther {
-    fn from(choice: OtherUsers) -> Self {
-        match choice {
-            OtherUsers::On => Self::On,
-            OtherUsers::Off => Self::Off,
-            OtherUsers::Auto => Self::Auto,
-        }
-    }
-}
-
-/// Whether sidecars of the chain's index are used.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum IndexMode {
-    /// Use sidecars where they fit, and write them in the background where not.
-    #[default]
-    Auto,
-    /// Use sidecars where they fit; write nothing.
-    Read,
-    /// Neither use nor write sidecars.
-    Off,
-}
 
 /// All that a process serves.
 #[derive(Clone, Default, Debug, Deserialize)]

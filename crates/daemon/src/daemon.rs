@@ -8,9 +8,9 @@
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
 use crate::helper::{Helper, Outside};
-use crate::images::ImageConfig;
-use crate::sandbox::{Needs, Sandbox, SandboxMode};
+use crate::sandbox::{Needs, Sandbox};
 use crate::served::Common;
+use crate::settings::{ImageConfig, SandboxMode};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};

@@ -18,13 +18,13 @@ mod daemon;
 mod disks;
 mod held;
 mod helper;
-mod images;
 mod indexer;
 mod messages;
 mod opened;
 mod retry;
 mod sandbox;
 mod served;
+mod settings;
 mod shared;
 mod sockets;
 mod stats;
@@ -33,11 +33,12 @@ mod takeover;
 mod tls;
 mod ublk;
 
-pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
+pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
-pub use images::{Aio, Cache, ImageConfig, Size};
-pub use sandbox::SandboxMode;
+pub use settings::{
+    Aio, Cache, Discards, ImageConfig, IndexMode, OtherUsers, SandboxMode, Size, TlsMode,
+    VerifyPeer,
+};
 pub use systemd::has_inherited_sockets;
-pub use tls::{TlsMode, VerifyPeer};

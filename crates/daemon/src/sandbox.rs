@@ -28,27 +28,13 @@ mod needs;
 
 pub(crate) use needs::Needs;
 
+use crate::settings::SandboxMode;
 use calls::{Surprise, Threads};
-use clap::ValueEnum;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, LandlockStatus, NetPort, PathBeneath, PathFd,
     RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use mica_block::{Error, ErrorKind, Result};
-use serde::Deserialize;
-
-/// Whether the process gives up what serving does not need.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SandboxMode {
-    /// As much of it as the kernel knows how to take.
-    #[default]
-    On,
-    /// All of it, or nothing is served.
-    Require,
-    /// Nothing.
-    Off,
-}
 
 /// The newest rules of landlock that are asked for; an older kernel takes those that it knows.
 const RULES: ABI = ABI::V9;

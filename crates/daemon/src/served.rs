@@ -6,11 +6,12 @@
 //! - I3 Whoever is told that it has ended knows that its image is closed: who comes second waits
 //!   for who came first, and hears the same.
 
-use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
+use crate::config::{CLIENTS_DEFAULT, DiskConfig, QUEUES_DEFAULT};
 use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, while_held};
+use crate::settings::IndexMode;
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
 use crate::systemd;

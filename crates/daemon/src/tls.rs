@@ -4,36 +4,12 @@
 //! may connect there is what the permissions of its file say, and nothing leaves the machine.
 
 use crate::held::{Held, Origin};
+use crate::settings::{TlsMode, VerifyPeer};
 use crate::sockets::Sockets;
-use clap::ValueEnum;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy};
-use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::Path;
-
-/// Whether NBD clients use TLS.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum TlsMode {
-    /// There is none.
-    Off,
-    /// Clients may use it.
-    On,
-    /// Over TCP clients have to use it.
-    Require,
-}
-
-/// Whether clients have to show a certificate.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VerifyPeer {
-    /// They have to, as with QEMU.
-    #[default]
-    On,
-    /// They do not.
-    Off,
-}
 
 /// What was said of a disk.
 pub(crate) struct Security<'a> {

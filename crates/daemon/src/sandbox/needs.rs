@@ -1,6 +1,7 @@
 //! Which files and ports a configuration needs.
 
-use crate::config::{Config, DiskConfig, IndexMode};
+use crate::config::{Config, DiskConfig};
+use crate::settings::IndexMode;
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, Result};

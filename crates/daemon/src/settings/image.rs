@@ -1,16 +1,12 @@
 //! How images are opened, as it is written on the command line and in a configuration.
 
-use clap::ValueEnum;
+use super::{Cache, Size};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
-use mica_rt::Backend;
-use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, parse_size};
+use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
-use serde::{Deserialize, Deserializer};
 use std::ffi::OsStr;
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 
 /// Descriptors that are left for sockets, rings and all that is no image.
@@ -19,84 +15,6 @@ const HANDLES_RESERVE: usize = 96;
 /// Where a Linux system has memory that looks like files.
 pub(crate) fn shared_memory() -> PathBuf {
     PathBuf::from("/dev/shm")
-}
-
-/// How images are read: through the page cache, or past it (O_DIRECT).
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Cache {
-    /// Through the page cache.
-    #[default]
-    Writeback,
-    /// Past it.
-    None,
-}
-
-/// How I/O is done.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Aio {
-    /// By io_uring where the system lets us, else by threads.
-    #[default]
-    Auto,
-    /// By io_uring.
-    #[value(name = "io_uring")]
-    IoUring,
-    /// By threads.
-    Threads,
-}
-
-impl Aio {
-    /// As the runtime has it.
-    pub fn backend(self) -> Backend {
-        match self {
-            Self::Auto => Backend::Auto,
-            Self::IoUring => Backend::Uring,
-            Self::Threads => Backend::Pool,
-        }
-    }
-}
-
-/// A number of bytes: 4096, or "64k", "8G".
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Size(pub u64);
-
-impl FromStr for Size {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        parse_size(text).map(Self).ok_or_else(|| {
-            let context = format!("{text:?} is no size: write it like 64k or 8G");
-            Error::new(ErrorKind::Invalid, context)
-        })
-    }
-}
-
-impl<'de> Deserialize<'de> for Size {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Visitor;
-        impl serde::de::Visitor<'_> for Visitor {
-            type Value = Size;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a size like 4096, \"64k\" or \"8G\"")
-            }
-
-            fn visit_i64<E: serde::de::Error>(self, value: i64) -> std::result::Result<Size, E> {
-                let size = u64::try_from(value).map_err(|_| E::custom("a size is not negative"))?;
-                Ok(Size(size))
-            }
-
-            fn visit_u64<E>(self, value: u64) -> std::result::Result<Size, E> {
-                Ok(Size(value))
-            }
-
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<Size, E> {
-                text.parse().map_err(E::custom)
-            }
-        }
-        deserializer.deserialize_any(Visitor)
-    }
 }
 
 /// Images name no files.

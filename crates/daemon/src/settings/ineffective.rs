@@ -1,11 +1,11 @@
 //! Options that would do nothing: those of a server that the disk does not have.
 
-use super::DiskConfig;
+use crate::config::DiskConfig;
 
 impl DiskConfig {
     /// What is wrong with an option that is given without what it belongs to, if one is. Where
     /// sockets come along, any of them may be for NBD or for a machine.
-    pub(super) fn ineffective_option(&self, has_inherited_sockets: bool) -> Option<String> {
+    pub(crate) fn ineffective_option(&self, has_inherited_sockets: bool) -> Option<String> {
         let has_nbd = !self.nbd.is_empty() || has_inherited_sockets;
         let has_tcp =
             self.nbd.iter().any(|place| place.starts_with("tcp:")) || has_inherited_sockets;

@@ -1,0 +1,49 @@
+//! Numbers of bytes, as people write them.
+
+use mica_block::{Error, ErrorKind, Result};
+use mica_stack::parse_size;
+use serde::{Deserialize, Deserializer};
+use std::fmt;
+use std::str::FromStr;
+
+/// A number of bytes: 4096, or "64k", "8G".
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        parse_size(text).map(Self).ok_or_else(|| {
+            let context = format!("{text:?} is no size: write it like 64k or 8G");
+            Error::new(ErrorKind::Invalid, context)
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Visitor;
+        impl serde::de::Visitor<'_> for Visitor {
+            type Value = Size;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a size like 4096, \"64k\" or \"8G\"")
+            }
+
+            fn visit_i64<E: serde::de::Error>(self, value: i64) -> std::result::Result<Size, E> {
+                let size = u64::try_from(value).map_err(|_| E::custom("a size is not negative"))?;
+                Ok(Size(size))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> std::result::Result<Size, E> {
+                Ok(Size(value))
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<Size, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_any(Visitor)
+    }
+}
