@@ -46,7 +46,7 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
         let first = args.images.open(&args.first, IndexUse::Read).await;
         let first = first.map_err(|failure| failure.with_code(2))?;
         let mut second = args.images.clone();
-        second.format.clone_from(&args.second_format);
+        second.settings.format.clone_from(&args.second_format);
         let second = second.open(&args.second, IndexUse::Read).await;
         let second = second.map_err(|failure| failure.with_code(2))?;
         let (short, long): (&dyn Disk, &dyn Disk) = if first.geometry().len <= second.geometry().len

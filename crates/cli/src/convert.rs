@@ -244,7 +244,7 @@ async fn open_backing(
 ) -> Result<Option<Arc<dyn Disk>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
     let mut images = args.images.clone();
-    images.format = backing.format.clone().unwrap_or_default();
+    images.settings.format = backing.format.clone().unwrap_or_default();
     let path = beside(&args.target, Path::new(&backing.name));
     Ok(Some(images.open(&path, IndexUse::Read).await?))
 }

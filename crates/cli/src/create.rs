@@ -136,7 +136,7 @@ async fn backing_len(
     images: &ImageArgs,
 ) -> Result<u64, Failure> {
     let mut images = images.clone();
-    format.clone_into(&mut images.format);
+    format.clone_into(&mut images.settings.format);
     let opened = images.open(&beside(file, name), IndexUse::Ignore).await?;
     Ok(opened.geometry().len)
 }

@@ -10,7 +10,7 @@ use crate::control::{Control, LogSwitch};
 use crate::helper::{Helper, Outside};
 use crate::sandbox::{Needs, Sandbox};
 use crate::served::Common;
-use crate::settings::{ImageConfig, SandboxMode};
+use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
@@ -56,11 +56,11 @@ impl Daemon {
         let mut signals = Signals::new([SIGTERM, SIGINT])
             .map_err(|error| Error::from_io("waiting for signals", error))?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = config.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
-        let handles = ImageConfig::handles();
-        let stats_file = config.stats_file.as_deref().map(StatsFile::open).transpose()?;
+        let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
+        let handles = ImageSettings::handles();
+        let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
-        let (taking, came) = match (config.takeover, &config.control) {
+        let (taking, came) = match (config.takeover, &config.process.control) {
             (false, _) => (None, systemd::sockets()?),
             (true, Some(control)) => {
                 let (taking, came) = Taking::begin(control)?;
@@ -74,9 +74,9 @@ impl Daemon {
         let came = Sockets::assign(came, &config)?;
         came.clear_places(&config)?;
         let outside = outside(&config)?;
-        let sandbox = Sandbox::enter(config.sandbox, &Needs::of(&config, &came)?)?;
-        let workers = Workers::start(threads, config.aio.backend())?;
-        if config.sandbox != SandboxMode::Off {
+        let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &came)?)?;
+        let workers = Workers::start(threads, config.io.backend())?;
+        if config.process.sandbox() != SandboxMode::Off {
             mica_rt::prepare_doorbells(config.doorbells());
         }
         sandbox.close()?;
@@ -150,11 +150,12 @@ impl Daemon {
 
 /// Who does what this process may not do once it is in its sandbox.
 fn outside(config: &Config) -> Result<Outside> {
-    let (SandboxMode::On | SandboxMode::Require, Some(program)) = (config.sandbox, &config.helper)
+    let (SandboxMode::On | SandboxMode::Require, Some(program)) =
+        (config.process.sandbox(), &config.helper)
     else {
         return Ok(Outside::Here(Arc::default()));
     };
-    let files = config.disks.iter().filter_map(|disk| disk.fuse.clone());
+    let files = config.disks.iter().filter_map(|disk| disk.settings.fuse.clone());
     let helper = Helper::start(program, files.collect())?;
     let asked = Arc::downgrade(&helper);
     search_holders_with(move |question| {

@@ -38,7 +38,7 @@ pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
 pub use settings::{
-    Aio, Cache, Discards, ImageConfig, IndexMode, OtherUsers, SandboxMode, Size, TlsMode,
-    VerifyPeer,
+    Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
+    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,
 };
 pub use systemd::has_inherited_sockets;

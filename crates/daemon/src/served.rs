@@ -6,7 +6,7 @@
 //! - I3 Whoever is told that it has ended knows that its image is closed: who comes second waits
 //!   for who came first, and hears the same.
 
-use crate::config::{CLIENTS_DEFAULT, DiskConfig, QUEUES_DEFAULT};
+use crate::config::DiskConfig;
 use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
@@ -15,12 +15,12 @@ use crate::settings::IndexMode;
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
 use crate::systemd;
+use crate::tls::Security;
 use mica_block::{Disk, Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::timeout;
 use mica_serve::nbd::{Export, Limits};
 use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
-use mica_stack::Format;
 use mica_store::Handles;
 use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -117,12 +117,16 @@ impl Served {
         let config = &self.config;
         let mut held = self.held();
         let device = device_name(&config.name);
-        match &config.vhost_user {
+        match &config.settings.vhost_user {
             Some(path) => held.push(came.unix(device, path, SocketUsers::AsUmask)?),
             None => held.extend(came.named(&device).pop()),
         }
-        held.extend(config.security().listen(&config.name, &config.nbd, came)?);
-        if held.is_empty() && config.fuse.is_none() {
+        held.extend(Security::of(&config.settings).listen(
+            &config.name,
+            &config.settings.nbd,
+            came,
+        )?);
+        if held.is_empty() && config.settings.fuse.is_none() {
             let what = "nothing says where it is served, and no socket came along for it";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
@@ -130,10 +134,10 @@ impl Served {
     }
 
     fn serve(&self) -> Result<()> {
-        let config = &self.config;
+        let DiskConfig { name, settings, .. } = &self.config;
         let mut state = self.lock();
         let State::Serving(servers) = &mut *state else { return Ok(()) };
-        let device = device_name(&config.name);
+        let device = device_name(name);
         let (devices, nbd): (Vec<_>, Vec<_>) = {
             let held = self.held();
             let each = held.iter().map(|held| (held.name == device, held.listener.clone()));
@@ -142,14 +146,14 @@ impl Served {
         let managed = self.opened().disk()?;
         let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
         if let Some((_, listener)) = devices.into_iter().next() {
-            let serial = config.serial.as_ref().unwrap_or(&config.name);
+            let serial = settings.serial.as_ref().unwrap_or(name);
             servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
                 listener,
                 disk: Arc::clone(&disk),
-                queues: config.num_queues.unwrap_or(QUEUES_DEFAULT),
+                queues: settings.num_queues(),
                 serial: serial.clone(),
-                discard: config.discard.into(),
-                rates: config.rates(),
+                discard: settings.discard.into(),
+                rates: settings.rates(),
                 workers: Arc::clone(&self.common.workers),
             })?);
         }
@@ -158,30 +162,26 @@ impl Served {
                 listeners: nbd.into_iter().map(|(_, listener)| listener).collect(),
                 exports: vec![Export {
                     disk: Arc::clone(&disk),
-                    name: config.export_name.clone().unwrap_or_default(),
-                    description: config.description.clone().unwrap_or_default(),
-                    discard: config.discard.into(),
+                    name: settings.export_name.clone().unwrap_or_default(),
+                    description: settings.description.clone().unwrap_or_default(),
+                    discard: settings.discard.into(),
                 }],
                 workers: Arc::clone(&self.common.workers),
-                limits: Limits {
-                    connections_max: config.shared.unwrap_or(CLIENTS_DEFAULT),
-                    ..Limits::default()
-                },
+                limits: Limits { connections_max: settings.clients_max(), ..Limits::default() },
             })?);
         }
-        if let Some(file) = &config.fuse {
-            let is_file = !matches!(config.images().format()?, Format::Null);
+        if let Some(file) = &settings.fuse {
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
                 disk: Arc::clone(&disk),
-                image: is_file.then(|| config.image.clone()),
-                discard: config.discard.into(),
-                allow_other: config.allow_other.unwrap_or_default().into(),
+                image: self.config.images.is_file().then(|| self.config.image.clone()),
+                discard: settings.discard.into(),
+                allow_other: settings.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(&self.common.workers),
                 mounts: Arc::clone(&self.common.mounts),
             })?);
         }
-        if config.index == IndexMode::Auto {
+        if settings.index == IndexMode::Auto {
             servers.indexer = Indexer::start(managed)?;
         }
         Ok(())
@@ -402,25 +402,23 @@ impl Servers {
 
 fn open(config: &DiskConfig, common: &Common) -> Result<Arc<dyn Manage>> {
     let Common { handles, workers, .. } = common;
-    let index = match config.index {
+    let DiskConfig { image, settings, images, .. } = config;
+    let index = match settings.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
     };
-    let settings = config.images();
-    let mut chain = settings.chain_options(index)?;
-    chain.snapshot.clone_from(&config.load_snapshot);
-    let images = settings.image_options(Arc::clone(handles))?;
-    let format = settings.format()?;
-    let writes = !config.read_only && config.load_snapshot.is_none();
-    let image = config.image.clone();
+    let mut chain = images.chain_options(index)?;
+    chain.snapshot.clone_from(&settings.load_snapshot);
+    let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
+    let (path, writes) = (image.clone(), settings.writes());
     let opened = workers.run(move || async move {
         match writes {
-            true => mica_stack::open_writable(&image, format, images, &chain).await,
-            false => mica_stack::open(&image, format, images, &chain).await,
+            true => mica_stack::open_writable(&path, format, options, &chain).await,
+            false => mica_stack::open(&path, format, options, &chain).await,
         }
     })??;
     if writes && !opened.is_writable() {
-        tracing::warn!("{} is served read-only", config.image.display());
+        tracing::warn!("{} is served read-only", image.display());
     }
     Ok(opened)
 }

@@ -5,6 +5,7 @@ use crate::disks::{Disks, each_of};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
 use crate::served::{Common, Served};
+use crate::settings::ProcessSettings;
 use crate::sockets::{Places, Sockets};
 use crate::systemd;
 use mica_block::{Error, Result};
@@ -69,7 +70,7 @@ impl Shared {
             let added = self.add(disk, &mut came, patience);
             added.map_err(|error| if is_alone { error } else { named(error) })?;
         }
-        let Config { control, metrics, metrics_public, .. } = config;
+        let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.places() = Places::take(control.as_deref(), metrics, metrics_public, &mut came)?;
         Ok(came)
     }

@@ -6,6 +6,7 @@
 
 use crate::config::{Config, DiskConfig};
 use crate::held::{Held, Origin};
+use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Listener, SocketUsers};
@@ -70,12 +71,13 @@ impl Sockets {
     pub(crate) fn assign(came: Vec<Held>, config: &Config) -> Result<Self> {
         let mut sockets = Self::default();
         let mut wanted: Vec<_> =
-            config.control.iter().filter_map(|path| Place::unix(path)).collect();
-        wanted.extend(config.metrics.map(Place::Tcp));
+            config.process.control.iter().filter_map(|path| Place::unix(path)).collect();
+        wanted.extend(config.process.metrics.map(Place::Tcp));
         let mut names = Vec::new();
         for disk in &config.disks {
-            wanted.extend(disk.nbd.iter().filter_map(|name| Place::nbd(name)));
-            wanted.extend(disk.vhost_user.iter().filter_map(|path| Place::unix(path)));
+            let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
+            wanted.extend(nbd.iter().filter_map(|name| Place::nbd(name)));
+            wanted.extend(vhost_user.iter().filter_map(|path| Place::unix(path)));
             names.extend([disk.name.clone(), device_name(&disk.name)]);
         }
         for held in came {
@@ -109,17 +111,18 @@ impl Sockets {
     /// As [`Listener::clear_place`].
     pub(crate) fn clear_places(&self, config: &Config) -> Result<()> {
         let of_disk = |disk: &DiskConfig| {
-            let nbd = disk.nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
-            nbd.chain(disk.vhost_user.clone()).collect::<Vec<_>>()
+            let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
+            let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
+            nbd.chain(vhost_user.clone()).collect::<Vec<_>>()
         };
-        let all = config.disks.iter().flat_map(of_disk).chain(config.control.clone());
+        let all = config.disks.iter().flat_map(of_disk).chain(config.process.control.clone());
         for path in all {
             let came = Place::unix(&path).is_some_and(|place| self.by_place.contains_key(&place));
             if !came {
                 Listener::clear_place(&path)?;
             }
         }
-        let Some(control) = &config.control else { return Ok(()) };
+        let Some(control) = &config.process.control else { return Ok(()) };
         match Place::unix(control).and_then(|place| self.by_place.get(&place)) {
             None => Ok(()),
             // One that somebody else made is this user's alone all the same.
@@ -239,7 +242,8 @@ mod tests {
 
     fn config() -> Config {
         let disk = |name: &str| DiskConfig::new(name.to_owned(), PathBuf::from("image"));
-        let web1 = DiskConfig { nbd: vec!["/nowhere/web1.nbd".to_owned()], ..disk("web1") };
+        let mut web1 = disk("web1");
+        web1.settings.nbd = vec!["/nowhere/web1.nbd".to_owned()];
         Config { disks: vec![web1, disk("web2")], ..Config::default() }
     }
 
@@ -253,14 +257,14 @@ mod tests {
     fn address_counts_before_the_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut config = config();
-        config.disks[0].nbd = vec![folder.path().join("web2.sock").display().to_string()];
+        config.disks[0].settings.nbd = vec![folder.path().join("web2.sock").display().to_string()];
         let by_address = came(folder.path(), "web2", Origin::Unit);
         let by_name = came(folder.path(), "web2.vhost-user", Origin::Unit);
         let mut sockets = Sockets::assign(vec![by_address, by_name], &config).expect("known");
 
         assert!(sockets.named("web2").is_empty());
         assert_eq!(sockets.named("web2.vhost-user").len(), 1);
-        assert_eq!(sockets.nbd(&config.disks[0].nbd[0]).expect("its place").name, "web2");
+        assert_eq!(sockets.nbd(&config.disks[0].settings.nbd[0]).expect("its place").name, "web2");
     }
 
     #[test]

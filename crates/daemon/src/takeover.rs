@@ -160,7 +160,7 @@ impl Shared {
         // The kernel's end of the mount would outlive this process with its descriptor, but it
         // greets (FUSE_INIT) once a mount, and the library begins no session without that.
         let disks = self.disks.all();
-        if let Some(served) = disks.iter().find(|served| served.config.fuse.is_some()) {
+        if let Some(served) = disks.iter().find(|served| served.config.settings.fuse.is_some()) {
             let what = format!(
                 "disk {:?} is served as a file: who has that open would lose it; end this server \
                  and start the other",

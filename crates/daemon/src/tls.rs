@@ -4,7 +4,7 @@
 //! may connect there is what the permissions of its file say, and nothing leaves the machine.
 
 use crate::held::{Held, Origin};
-use crate::settings::{TlsMode, VerifyPeer};
+use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy};
@@ -13,13 +13,22 @@ use std::path::Path;
 
 /// What was said of a disk.
 pub(crate) struct Security<'a> {
-    pub(crate) mode: Option<TlsMode>,
-    pub(crate) certificates: Option<&'a Path>,
-    pub(crate) verify_peer: VerifyPeer,
-    pub(crate) allow_plain_tcp: bool,
+    mode: Option<TlsMode>,
+    certificates: Option<&'a Path>,
+    verify_peer: VerifyPeer,
+    allow_plain_tcp: bool,
 }
 
-impl Security<'_> {
+impl<'a> Security<'a> {
+    pub(crate) fn of(disk: &'a DiskSettings) -> Self {
+        Self {
+            mode: disk.tls,
+            certificates: disk.tls_certificates.as_deref(),
+            verify_peer: disk.tls_verify_peer.unwrap_or_default(),
+            allow_plain_tcp: disk.allow_plain_tcp,
+        }
+    }
+
     /// Listens where NBD clients of `disk` are to connect: each of `names` is the path of a unix
     /// socket, or `tcp:ADDRESS:PORT`. What came along is taken as it is.
     pub(crate) fn listen(

@@ -1,4 +1,6 @@
 use super::*;
+use crate::settings::{Aio, Discards, IndexMode, Size};
+use mica_serve::Rates;
 use mica_stack::Names;
 
 fn read(text: &str) -> Result<Config> {
@@ -14,10 +16,10 @@ fn read(text: &str) -> Result<Config> {
         };
         for disk in &mut config.disks {
             moved(&mut disk.image);
-            disk.vhost_user.iter_mut().for_each(moved);
-            disk.fuse.iter_mut().for_each(moved);
-            disk.allow_path.iter_mut().for_each(moved);
-            for socket in &mut disk.nbd {
+            disk.settings.vhost_user.iter_mut().for_each(moved);
+            disk.settings.fuse.iter_mut().for_each(moved);
+            disk.images.allow_path.iter_mut().for_each(moved);
+            for socket in &mut disk.settings.nbd {
                 let mut path = PathBuf::from(&*socket);
                 moved(&mut path);
                 *socket = path.display().to_string();
@@ -67,19 +69,19 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
     )
     .expect("understood");
 
-    assert_eq!((config.queues, config.aio), (Some(3), Aio::IoUring));
+    assert_eq!((config.process.queues, config.io.aio), (Some(3), Aio::IoUring));
     let web1 = &config.disks[0];
     assert_eq!(web1.image, Path::new("/vm/web1.qcow2"));
-    assert_eq!(web1.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
-    assert_eq!(web1.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
-    assert_eq!(web1.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
-    assert_eq!((web1.num_queues, web1.read_only), (Some(2), true));
-    assert_eq!((web1.discard, web1.index), (Discards::Ignore, IndexMode::Off));
-    assert_eq!(web1.index_cache, Size(64 << 20));
+    assert_eq!(web1.settings.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
+    assert_eq!(web1.settings.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
+    assert_eq!(web1.settings.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
+    assert_eq!((web1.settings.num_queues, web1.settings.read_only), (Some(2), true));
+    assert_eq!((web1.settings.discard, web1.settings.index), (Discards::Ignore, IndexMode::Off));
+    assert_eq!(web1.images.index_cache, Size(64 << 20));
     let rates = Rates { iops: 100, bps: 1 << 20, iops_burst: 0, bps_burst: 4096 };
-    assert_eq!(web1.rates(), rates);
-    assert_eq!(web1.allow_path, [Path::new("/vm/bases")]);
-    assert_eq!(web1.redo_dir, Path::new("off"));
+    assert_eq!(web1.settings.rates(), rates);
+    assert_eq!(web1.images.allow_path, [Path::new("/vm/bases")]);
+    assert_eq!(web1.images.redo_dir, Path::new("off"));
     assert_eq!(config.disks[1].image, Path::new("8G"), "no path");
 }
 
@@ -87,10 +89,8 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
 fn disk_that_nothing_is_said_of_is_as_the_command_line_has_it() {
     let text = "[[disk]]\nname = 'a'\nimage = '/a.qcow2'\nnbd = ['/a.sock']\n";
     let read = read(text).expect("understood").disks.remove(0);
-    let made = DiskConfig {
-        nbd: vec!["/a.sock".to_owned()],
-        ..DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"))
-    };
+    let mut made = DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"));
+    made.settings.nbd = vec!["/a.sock".to_owned()];
     assert_eq!(format!("{read:?}"), format!("{made:?}"));
 }
 
@@ -173,7 +173,7 @@ fn files_that_images_may_name_are_none_beside_or_given() {
     let disk = |names: &str| format!("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['s']\n{names}");
     let named = |names: &str| {
         let config = read(&disk(names)).expect("understood");
-        config.disks[0].images().named_files()
+        config.disks[0].images.named_files()
     };
     assert_eq!(named("").expect("sound"), (Names::Beside, Vec::new()));
     assert_eq!(named("names = 'beside'").expect("sound"), (Names::Beside, Vec::new()));

@@ -44,18 +44,18 @@ fn brief(served: &Served) -> Map<String, Value> {
 }
 
 fn status_of(served: &Served) -> Map<String, Value> {
-    let config = &served.config;
+    let settings = &served.config.settings;
     let image = served.image_figures();
     let mut status = brief(served);
     status.extend(object([
-        ("image", json!(config.image.to_string_lossy())),
-        ("format", json!(config.format)),
+        ("image", json!(served.config.image.to_string_lossy())),
+        ("format", json!(served.config.images.format)),
         ("writable", json!(image.is_writable)),
-        ("nbd", json!(config.nbd)),
-        ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
+        ("nbd", json!(settings.nbd)),
+        ("vhost_user", json!(settings.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
         ("device_error", json!(served.device_error())),
         ("weakness", json!(image.weakness)),
-        ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
+        ("fuse", json!(settings.fuse.as_ref().map(|path| path.to_string_lossy()))),
     ]));
     status
 }

@@ -21,7 +21,8 @@ pub(super) fn text(sources: &Sources) -> String {
     page.gauge("mica_uptime_seconds", "Seconds since the start.", [], uptime);
     for served in sources.shared.disks.all() {
         let name = &*served.config.name;
-        let (image, format) = (served.config.image.to_string_lossy(), &*served.config.format);
+        let (image, format) =
+            (served.config.image.to_string_lossy(), &*served.config.images.format);
         let info = [("disk", name), ("image", &*image), ("format", format)];
         page.gauge("mica_disk_info", "What a disk is.", info, 1);
         let disk = [("disk", name)];

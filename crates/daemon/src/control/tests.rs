@@ -4,7 +4,7 @@ use super::{
     ACTS_ADMITTED_MAX, HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX,
     routes,
 };
-use crate::{Config, Daemon, DiskConfig, SandboxMode};
+use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -34,18 +34,22 @@ struct World {
 /// A server of two disks of zeros, "one" and "two".
 fn world() -> World {
     let folder = tempfile::tempdir().unwrap();
-    let disk = |name: &str| DiskConfig {
-        nbd: vec![folder.path().join(name).display().to_string()],
-        format: "null".to_owned(),
-        ..DiskConfig::new(name.to_owned(), PathBuf::from("64M"))
+    let disk = |name: &str| {
+        let mut disk = DiskConfig::new(name.to_owned(), PathBuf::from("64M"));
+        disk.settings.nbd = vec![folder.path().join(name).display().to_string()];
+        disk.images.format = "null".to_owned();
+        disk
     };
     let config = Config {
         disks: vec![disk("one"), disk("two")],
-        queues: Some(1),
-        control: Some(folder.path().join("control")),
-        metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
-        // It would hold for all tests of this process.
-        sandbox: SandboxMode::Off,
+        process: ProcessSettings {
+            queues: Some(1),
+            control: Some(folder.path().join("control")),
+            metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+            // It would hold for all tests of this process.
+            sandbox: Some(SandboxMode::Off),
+            ..ProcessSettings::default()
+        },
         ..Config::default()
     };
     let log = Arc::new(Log(Mutex::new(LogLevel::Warn)));

@@ -42,9 +42,9 @@ impl Needs {
         for disk in &config.disks {
             needs.add_disk(disk)?;
         }
-        config.control.iter().for_each(|socket| needs.add_socket(socket));
+        config.process.control.iter().for_each(|socket| needs.add_socket(socket));
         came.files().for_each(|socket| needs.add_socket(socket));
-        needs.ports.extend(config.metrics.map(|address| address.port()));
+        needs.ports.extend(config.process.metrics.map(|address| address.port()));
         Ok(needs)
     }
 
@@ -55,11 +55,11 @@ impl Needs {
     }
 
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
-        let writes = !disk.read_only && disk.load_snapshot.is_none();
-        if disk.format != "null" {
+        let writes = disk.settings.writes();
+        if disk.images.is_file() {
             self.add_image(disk, writes)?;
         }
-        for file in disk.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
+        for file in disk.images.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
             if file != "-" {
                 // A rule needs a file that is there. What is wrong with it is told by who logs.
                 let _ = std::fs::File::options().append(true).create(true).open(file);
@@ -73,28 +73,28 @@ impl Needs {
     fn add_image(&mut self, disk: &DiskConfig, writes: bool) -> Result<()> {
         let mut folders = READ;
         // The active layer may keep its data in a file of its own, whose name only the layer knows.
-        if writes && disk.format == "qcow2" {
+        if writes && disk.images.format == "qcow2" {
             folders |= WRITE;
         }
-        let has_index = disk.index == IndexMode::Auto && disk.format == "qcow2";
-        if has_index && disk.index_dir.is_none() {
+        let has_index = disk.settings.index == IndexMode::Auto && disk.images.format == "qcow2";
+        if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
         // An image that is not there is told by who opens it.
-        let (names, given) = disk.images().named_files()?;
+        let (names, given) = disk.images.named_files()?;
         let allowed = mica_stack::allowed_places(&disk.image, names, &given);
         for folder in allowed.unwrap_or_default() {
             self.allow(&folder, folders);
         }
         self.allow(&disk.image, if writes { READ | WRITE } else { READ });
-        if let Some(folder) = &disk.index_dir {
+        if let Some(folder) = &disk.images.index_dir {
             // A rule needs a folder that is there.
             std::fs::create_dir_all(folder).map_err(|error| {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
             self.allow(folder, REPLACE);
         }
-        if disk.format == "qcow2" {
+        if disk.images.format == "qcow2" {
             self.add_logs(disk, writes);
         }
         Ok(())
@@ -107,10 +107,7 @@ impl Needs {
         if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
             self.allow(&usual, all);
         }
-        let directory = &disk.redo_dir;
-        if directory.as_os_str() == "off" {
-            return;
-        }
+        let Some(directory) = disk.images.redo_dir() else { return };
         if let Ok(folder) = mica_stack::redo_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
             if let Some(folder) = mica_stack::redo_folder_of_owner(directory, &disk.image) {
@@ -122,13 +119,13 @@ impl Needs {
     fn add_sockets(&mut self, disk: &DiskConfig) {
         for name in ["server-cert.pem", "server-key.pem", "ca-cert.pem", "ca-crl.pem"] {
             // Each of them may be a link to elsewhere.
-            let folder = disk.tls_certificates.iter();
+            let folder = disk.settings.tls_certificates.iter();
             folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));
         }
-        if let Some(socket) = &disk.vhost_user {
+        if let Some(socket) = &disk.settings.vhost_user {
             self.add_socket(socket);
         }
-        for name in &disk.nbd {
+        for name in &disk.settings.nbd {
             match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
                 None => self.add_socket(Path::new(name)),
                 Some(Ok(address)) => drop(self.ports.insert(address.port())),

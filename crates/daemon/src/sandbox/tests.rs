@@ -346,8 +346,9 @@ fn port_and_socket_of_the_configuration_are_left() {
 fn logs_of_this_user_are_left_and_nothing_beside_them() {
     let mut place = Place::new();
     let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
-    disk.redo_dir = place.at("out");
-    let read_only = DiskConfig { read_only: true, ..disk.clone() };
+    disk.images.redo_dir = place.at("out");
+    let mut read_only = disk.clone();
+    read_only.settings.read_only = true;
     for (disk, is_written) in [(read_only, false), (disk, true)] {
         place.needs = Needs::default();
         place.needs.add_disk(&disk).expect("found");

@@ -1,7 +1,6 @@
 //! Options that are one of a few words.
 
 use clap::ValueEnum;
-use mica_rt::Backend;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
 use serde::Deserialize;
@@ -89,17 +88,6 @@ pub enum Aio {
     IoUring,
     /// By threads.
     Threads,
-}
-
-impl Aio {
-    /// As the runtime has it.
-    pub fn backend(self) -> Backend {
-        match self {
-            Self::Auto => Backend::Auto,
-            Self::IoUring => Backend::Uring,
-            Self::Threads => Backend::Pool,
-        }
-    }
 }
 
 /// Whether NBD clients use TLS.

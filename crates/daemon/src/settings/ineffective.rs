@@ -1,8 +1,8 @@
 //! Options that would do nothing: those of a server that the disk does not have.
 
-use crate::config::DiskConfig;
+use super::DiskSettings;
 
-impl DiskConfig {
+impl DiskSettings {
     /// What is wrong with an option that is given without what it belongs to, if one is. Where
     /// sockets come along, any of them may be for NBD or for a machine.
     pub(crate) fn ineffective_option(&self, has_inherited_sockets: bool) -> Option<String> {

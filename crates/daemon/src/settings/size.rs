@@ -21,6 +21,16 @@ impl FromStr for Size {
     }
 }
 
+impl fmt::Display for Size {
+    /// As [`Self::from_str`] reads it, as short as that can be said exactly.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(40, "T"), (30, "G"), (20, "M"), (10, "k")];
+        let is_whole = |bits: u32| self.0 > 0 && self.0.trailing_zeros() >= bits;
+        let (bits, unit) = units.into_iter().find(|(bits, _)| is_whole(*bits)).unwrap_or_default();
+        write!(f, "{}{unit}", self.0 >> bits)
+    }
+}
+
 impl<'de> Deserialize<'de> for Size {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         struct Visitor;
@@ -45,5 +55,20 @@ impl<'de> Deserialize<'de> for Size {
             }
         }
         deserializer.deserialize_any(Visitor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn size_is_read_as_it_is_written() {
+        for (bytes, text) in
+            [(0, "0"), (512, "512"), (4096, "4k"), (32 << 20, "32M"), (3 << 29, "1536M")]
+        {
+            assert_eq!(Size(bytes).to_string(), text);
+            assert_eq!(text.parse::<Size>().expect("a size"), Size(bytes));
+        }
     }
 }
