@@ -22,8 +22,8 @@ impl Disks {
     /// `Invalid` if there is one of that name.
     pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        let name = &disk.config.name;
-        if all.iter().any(|other| other.config.name == *name) {
+        let name = &disk.name;
+        if all.iter().any(|other| other.name == *name) {
             return Err(Error::new(ErrorKind::Invalid, format!("two disks are called {name:?}")));
         }
         all.push(disk);
@@ -38,7 +38,7 @@ impl Disks {
     /// The disk of that name.
     pub(crate) fn named(&self, name: &str) -> Option<Arc<Served>> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        all.iter().find(|disk| disk.config.name == name).cloned()
+        all.iter().find(|disk| disk.name == name).cloned()
     }
 }
 

@@ -11,7 +11,7 @@ use crate::held::Held;
 use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, while_held};
-use crate::settings::IndexMode;
+use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
 use crate::systemd;
@@ -23,6 +23,7 @@ use mica_serve::nbd::{Export, Limits};
 use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
 use mica_store::Handles;
 use serde_json::{Map, Value};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -36,11 +37,17 @@ const HELD_TURN: Duration = Duration::from_millis(20);
 
 /// A disk, and what serves it.
 pub(crate) struct Served {
-    pub(crate) config: DiskConfig,
+    pub(crate) name: String,
+    pub(crate) settings: DiskSettings,
+    /// How its images are opened.
+    pub(crate) images: ImageSettings,
     common: Common,
     /// Held by who changes what the disk is: one at a time (I3). Taken before `state`, which nobody
     /// holds for long.
     acts: Mutex<()>,
+    /// The image that is open, or is opened next: for a chain, its active layer. What the
+    /// configuration named is only the first.
+    image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
     /// Where clients connect, until it ends for good.
     held: Mutex<Vec<Held>>,
@@ -97,12 +104,21 @@ impl Served {
         came: &mut Sockets,
         patience: Duration,
     ) -> Result<Self> {
+        let DiskConfig { name, image, settings, images } = config;
         let patience = Patience { limit: patience, pause: HELD_TURN };
-        let opened = while_held(patience, || false, || open(&config, common))?;
-        let opened = Mutex::new(Opened::Open(opened));
-        let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
-        let state = Mutex::new(State::Serving(Box::default()));
-        let served = Self { config, common, acts, opened, held, state };
+        let open = || open(&image, &settings, &images, common);
+        let opened = while_held(patience, || false, open)?;
+        let served = Self {
+            name,
+            settings,
+            images,
+            common: common.clone(),
+            acts: Mutex::default(),
+            image: Mutex::new(image.into()),
+            opened: Mutex::new(Opened::Open(opened)),
+            held: Mutex::default(),
+            state: Mutex::new(State::Serving(Box::default())),
+        };
         match served.listen(came).and_then(|()| served.serve()) {
             Ok(()) => Ok(served),
             Err(error) => {
@@ -114,19 +130,15 @@ impl Served {
     }
 
     fn listen(&self, came: &mut Sockets) -> Result<()> {
-        let config = &self.config;
+        let Self { name, settings, .. } = self;
         let mut held = self.held();
-        let device = device_name(&config.name);
-        match &config.settings.vhost_user {
+        let device = device_name(name);
+        match &settings.vhost_user {
             Some(path) => held.push(came.unix(device, path, SocketUsers::AsUmask)?),
             None => held.extend(came.named(&device).pop()),
         }
-        held.extend(Security::of(&config.settings).listen(
-            &config.name,
-            &config.settings.nbd,
-            came,
-        )?);
-        if held.is_empty() && config.settings.fuse.is_none() {
+        held.extend(Security::of(settings).listen(name, &settings.nbd, came)?);
+        if held.is_empty() && settings.fuse.is_none() {
             let what = "nothing says where it is served, and no socket came along for it";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
@@ -134,7 +146,7 @@ impl Served {
     }
 
     fn serve(&self) -> Result<()> {
-        let DiskConfig { name, settings, .. } = &self.config;
+        let Self { name, settings, .. } = self;
         let mut state = self.lock();
         let State::Serving(servers) = &mut *state else { return Ok(()) };
         let device = device_name(name);
@@ -174,7 +186,7 @@ impl Served {
             servers.file = Some(fuse::Server::start(fuse::ServerConfig {
                 file: file.clone(),
                 disk: Arc::clone(&disk),
-                image: self.config.images.is_file().then(|| self.config.image.clone()),
+                image: self.images.is_file().then(|| self.image().to_path_buf()),
                 discard: settings.discard.into(),
                 allow_other: settings.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(&self.common.workers),
@@ -221,7 +233,7 @@ impl Served {
     /// What keeps it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
         let _act = self.act();
-        let opened = open(&self.config, &self.common)?;
+        let opened = open(&self.image(), &self.settings, &self.images, &self.common)?;
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Serving(Box::default());
         self.serve().inspect_err(|_| {
@@ -253,8 +265,8 @@ impl Served {
             })?
         });
         let outcome = closed.map_err(|error| {
-            let image = self.config.image.display();
-            error.wrap(format!("closing {image}: not all that was written is in it"))
+            let image = self.image();
+            error.wrap(format!("closing {}: not all that was written is in it", image.display()))
         });
         self.let_go();
         *self.lock() = State::Ended(Box::new(counts), Some(outcome.clone()));
@@ -273,8 +285,7 @@ impl Served {
                 servers.device.as_ref().map(vhost_user::Running::resize_notifier)
             }
             State::Ended(..) => {
-                let name = &self.config.name;
-                let context = format!("the disk {name:?} is not served any more");
+                let context = format!("the disk {:?} is not served any more", self.name);
                 return Err(Error::new(ErrorKind::Denied, context));
             }
         };
@@ -291,7 +302,7 @@ impl Served {
         drop(act);
         let notice = notifier.map(|notify| notify());
         if let Some(Err(error)) = &notice {
-            let name = &self.config.name;
+            let name = &self.name;
             tracing::warn!(%error, "the machine of {name} does not know its disk's new length");
         }
         Ok(Resized { old, new: self.image_figures().len, notice })
@@ -311,7 +322,8 @@ impl Served {
                 break;
             }
         }
-        let image = self.config.image.display();
+        let image = self.image();
+        let image = image.display();
         tracing::warn!("{image} is closed, and its files are free only later: it is still held");
     }
 
@@ -364,6 +376,11 @@ impl Served {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The image: for a chain, its active layer.
+    pub(crate) fn image(&self) -> Arc<Path> {
+        Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Where clients connect.
     pub(crate) fn held(&self) -> MutexGuard<'_, Vec<Held>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
@@ -400,9 +417,13 @@ impl Servers {
     }
 }
 
-fn open(config: &DiskConfig, common: &Common) -> Result<Arc<dyn Manage>> {
+fn open(
+    image: &Path,
+    settings: &DiskSettings,
+    images: &ImageSettings,
+    common: &Common,
+) -> Result<Arc<dyn Manage>> {
     let Common { handles, workers, .. } = common;
-    let DiskConfig { image, settings, images, .. } = config;
     let index = match settings.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
@@ -410,7 +431,7 @@ fn open(config: &DiskConfig, common: &Common) -> Result<Arc<dyn Manage>> {
     let mut chain = images.chain_options(index)?;
     chain.snapshot.clone_from(&settings.load_snapshot);
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
-    let (path, writes) = (image.clone(), settings.writes());
+    let (path, writes) = (image.to_owned(), settings.writes());
     let opened = workers.run(move || async move {
         match writes {
             true => mica_stack::open_writable(&path, format, options, &chain).await,

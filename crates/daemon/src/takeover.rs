@@ -160,11 +160,11 @@ impl Shared {
         // The kernel's end of the mount would outlive this process with its descriptor, but it
         // greets (FUSE_INIT) once a mount, and the library begins no session without that.
         let disks = self.disks.all();
-        if let Some(served) = disks.iter().find(|served| served.config.settings.fuse.is_some()) {
+        if let Some(served) = disks.iter().find(|served| served.settings.fuse.is_some()) {
             let what = format!(
                 "disk {:?} is served as a file: who has that open would lose it; end this server \
                  and start the other",
-                served.config.name
+                served.name
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
@@ -320,7 +320,7 @@ impl Shared {
         if self.is_stopping() {
             return;
         }
-        let name = &served.config.name;
+        let name = &served.name;
         // The other process may need a moment to let go of the image.
         match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
             Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),

@@ -34,7 +34,7 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
 fn brief(served: &Served) -> Map<String, Value> {
     let image = served.image_figures();
     object([
-        ("name", json!(served.config.name)),
+        ("name", json!(served.name)),
         ("state", json!(served.condition())),
         ("length", json!(image.len)),
         ("layers", json!(image.layers)),
@@ -44,12 +44,12 @@ fn brief(served: &Served) -> Map<String, Value> {
 }
 
 fn status_of(served: &Served) -> Map<String, Value> {
-    let settings = &served.config.settings;
+    let settings = &served.settings;
     let image = served.image_figures();
     let mut status = brief(served);
     status.extend(object([
-        ("image", json!(served.config.image.to_string_lossy())),
-        ("format", json!(served.config.images.format)),
+        ("image", json!(served.image().to_string_lossy())),
+        ("format", json!(served.images.format)),
         ("writable", json!(image.is_writable)),
         ("nbd", json!(settings.nbd)),
         ("vhost_user", json!(settings.vhost_user.as_ref().map(|path| path.to_string_lossy()))),

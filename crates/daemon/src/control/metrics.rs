@@ -20,10 +20,9 @@ pub(super) fn text(sources: &Sources) -> String {
     let uptime = sources.uptime().as_secs();
     page.gauge("mica_uptime_seconds", "Seconds since the start.", [], uptime);
     for served in sources.shared.disks.all() {
-        let name = &*served.config.name;
-        let (image, format) =
-            (served.config.image.to_string_lossy(), &*served.config.images.format);
-        let info = [("disk", name), ("image", &*image), ("format", format)];
+        let name = &*served.name;
+        let (image, format) = (served.image(), &*served.images.format);
+        let info = [("disk", name), ("image", &*image.to_string_lossy()), ("format", format)];
         page.gauge("mica_disk_info", "What a disk is.", info, 1);
         let disk = [("disk", name)];
         let is_served = u64::from(served.condition() == "serving");

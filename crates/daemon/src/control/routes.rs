@@ -178,7 +178,7 @@ async fn drain_all(State(sources): State<Sources>) -> Answer {
         Ok(stopped?)
     };
     act(&acts, drained).await??;
-    let name = |served: &Arc<Served>| Value::from(&*served.config.name);
+    let name = |served: &Arc<Served>| Value::from(&*served.name);
     let names: Vec<_> = sources.shared.disks.all().iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))
 }
@@ -212,7 +212,7 @@ fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
 fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
     shared.disks.named(name).ok_or_else(|| {
         let all = shared.disks.all();
-        let there: Vec<_> = all.iter().map(|served| &*served.config.name).collect();
+        let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
         let what = format!("there is no disk {name:?}; there is {}", there.join(", "));
         Refusal::new(StatusCode::NOT_FOUND, what)
     })
