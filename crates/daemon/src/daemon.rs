@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::control::{Control, LogSwitch};
 use crate::helper::{Helper, Outside};
 use crate::sandbox::{Needs, Sandbox};
-use crate::served::Common;
+use crate::servers::Common;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::Shared;
 use crate::sockets::Sockets;

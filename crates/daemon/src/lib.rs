@@ -24,6 +24,7 @@ mod opened;
 mod retry;
 mod sandbox;
 mod served;
+mod servers;
 mod settings;
 mod shared;
 mod sockets;

@@ -8,20 +8,18 @@
 
 use crate::config::DiskConfig;
 use crate::held::Held;
-use crate::indexer::Indexer;
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, while_held};
+use crate::servers::{Common, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
 use crate::systemd;
 use crate::tls::Security;
-use mica_block::{Disk, Error, ErrorKind, Manage, Result};
+use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::timeout;
-use mica_serve::nbd::{Export, Limits};
-use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
-use mica_store::Handles;
+use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -54,29 +52,11 @@ pub(crate) struct Served {
     state: Mutex<State>,
 }
 
-/// What the disks of a process share.
-#[derive(Clone)]
-pub(crate) struct Common {
-    pub(crate) handles: Arc<Handles>,
-    pub(crate) workers: Arc<Workers>,
-    /// Who mounts files that disks are served as.
-    pub(crate) mounts: Arc<dyn fuse::Mounts>,
-}
-
 enum State {
     /// It is served.
     Serving(Box<Servers>),
     /// It is being closed, or was: nothing serves it. The outcome is there once it is closed.
     Ended(Box<Counts>, Option<Result<()>>),
-}
-
-/// What serves a disk.
-#[derive(Default)]
-struct Servers {
-    nbd: Option<nbd::Running>,
-    device: Option<vhost_user::Running>,
-    file: Option<fuse::Running>,
-    indexer: Option<Indexer>,
 }
 
 /// How long a disk shall be.
@@ -146,57 +126,16 @@ impl Served {
     }
 
     fn serve(&self) -> Result<()> {
-        let Self { name, settings, .. } = self;
-        let mut state = self.lock();
-        let State::Serving(servers) = &mut *state else { return Ok(()) };
-        let device = device_name(name);
-        let (devices, nbd): (Vec<_>, Vec<_>) = {
-            let held = self.held();
-            let each = held.iter().map(|held| (held.name == device, held.listener.clone()));
-            each.partition(|(is_device, _)| *is_device)
+        let subject = Subject {
+            name: &self.name,
+            settings: &self.settings,
+            image: self.images.is_file().then(|| self.image().to_path_buf()),
+            disk: self.opened().disk()?,
         };
-        let managed = self.opened().disk()?;
-        let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
-        if let Some((_, listener)) = devices.into_iter().next() {
-            let serial = settings.serial.as_ref().unwrap_or(name);
-            servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
-                listener,
-                disk: Arc::clone(&disk),
-                queues: settings.num_queues(),
-                serial: serial.clone(),
-                discard: settings.discard.into(),
-                rates: settings.rates(),
-                workers: Arc::clone(&self.common.workers),
-            })?);
+        match &mut *self.lock() {
+            State::Serving(servers) => servers.start(&subject, &self.held(), &self.common),
+            State::Ended(..) => Ok(()),
         }
-        if !nbd.is_empty() {
-            servers.nbd = Some(nbd::Server::start(nbd::ServerConfig {
-                listeners: nbd.into_iter().map(|(_, listener)| listener).collect(),
-                exports: vec![Export {
-                    disk: Arc::clone(&disk),
-                    name: settings.export_name.clone().unwrap_or_default(),
-                    description: settings.description.clone().unwrap_or_default(),
-                    discard: settings.discard.into(),
-                }],
-                workers: Arc::clone(&self.common.workers),
-                limits: Limits { connections_max: settings.clients_max(), ..Limits::default() },
-            })?);
-        }
-        if let Some(file) = &settings.fuse {
-            servers.file = Some(fuse::Server::start(fuse::ServerConfig {
-                file: file.clone(),
-                disk: Arc::clone(&disk),
-                image: self.images.is_file().then(|| self.image().to_path_buf()),
-                discard: settings.discard.into(),
-                allow_other: settings.allow_other.unwrap_or_default().into(),
-                workers: Arc::clone(&self.common.workers),
-                mounts: Arc::clone(&self.common.mounts),
-            })?);
-        }
-        if settings.index == IndexMode::Auto {
-            servers.indexer = Indexer::start(managed)?;
-        }
-        Ok(())
     }
 
     /// Ends its servers, as their own words have it, and then closes the disk. The second time it
@@ -281,9 +220,7 @@ impl Served {
     pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
         let act = self.act();
         let notifier = match &*self.lock() {
-            State::Serving(servers) => {
-                servers.device.as_ref().map(vhost_user::Running::resize_notifier)
-            }
+            State::Serving(servers) => servers.resize_notifier(),
             State::Ended(..) => {
                 let context = format!("the disk {:?} is not served any more", self.name);
                 return Err(Error::new(ErrorKind::Denied, context));
@@ -340,8 +277,7 @@ impl Served {
     /// What keeps its device from serving, if anything does.
     pub(crate) fn device_error(&self) -> Option<&'static str> {
         let State::Serving(servers) = &*self.lock() else { return None };
-        let is_broken = servers.device.as_ref().is_some_and(vhost_user::Running::is_broken);
-        is_broken.then_some(
+        servers.is_device_broken().then_some(
             "its front end took away memory that it had shared: it is served when it connects anew",
         )
     }
@@ -356,10 +292,10 @@ impl Served {
 
     /// Who has it now: NBD connections, and the front end of a machine.
     pub(crate) fn clients(&self) -> usize {
-        let State::Serving(servers) = &*self.lock() else { return 0 };
-        let nbd = servers.nbd.as_ref().map_or(0, nbd::Running::connections_open);
-        let device = servers.device.as_ref().is_some_and(vhost_user::Running::is_connected);
-        nbd + usize::from(device)
+        match &*self.lock() {
+            State::Serving(servers) => servers.clients(),
+            State::Ended(..) => 0,
+        }
     }
 
     /// Its figures, as JSON.
@@ -393,27 +329,6 @@ impl Served {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Servers {
-    fn counts(&self) -> Counts {
-        Counts {
-            nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
-            device: self.device.as_ref().map(vhost_user::Running::counters),
-            file: self.file.as_ref().map(fuse::Running::counters),
-        }
-    }
-
-    fn shutdown(self) -> Counts {
-        if let Some(indexer) = self.indexer {
-            indexer.stop();
-        }
-        Counts {
-            file: self.file.map(fuse::Running::shutdown),
-            device: self.device.map(vhost_user::Running::shutdown),
-            nbd: self.nbd.map(nbd::Running::shutdown).unwrap_or_default(),
-        }
     }
 }
 
