@@ -1,5 +1,5 @@
-//! What is served, and how: from the command line, or from a TOML file whose keys are the options
-//! of the command line.
+//! What is served and how, from the command line or from a TOML file whose keys are the options of
+//! the command line.
 //!
 //! ```toml
 //! control = "/run/mica/control.sock"
@@ -26,25 +26,25 @@ use std::path::{Path, PathBuf};
 pub struct Config {
     /// The disks; at least one.
     pub disks: Vec<DiskConfig>,
-    /// What is said of the process.
+    /// Settings of the process.
     pub process: ProcessSettings,
     /// How I/O is done.
     pub io: IoSettings,
     /// Where the figures of the run are written at its end.
     pub stats: StatsSettings,
-    /// Whether the process behind the control socket is taken over.
+    /// Whether to take over from the process behind the control socket.
     pub takeover: bool,
-    /// The program that calls [`crate::run_helper`] when it is started with
-    /// [`crate::HELPER_VERB`]: what a sandbox refuses is done by a process of it.
+    /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
+    /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
 }
 
-/// One disk, and where it is served.
+/// One disk: its name, its image and its settings.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
-    /// What it is called wherever disks are told apart.
+    /// Its name, unique among the disks.
     pub name: String,
-    /// The image: for a chain, its active layer as the disk is opened.
+    /// The image to open first: for a chain, its active layer.
     pub image: PathBuf,
     /// How it is served, and where.
     pub settings: DiskSettings,
@@ -53,15 +53,15 @@ pub struct DiskConfig {
 }
 
 impl Config {
-    /// Reads a configuration. Paths in it start from its own folder.
+    /// Reads a configuration file. Relative paths in it start from its folder.
     ///
     /// # Errors
-    /// If it cannot be read, or says something that is not understood: where, and what.
+    /// If it cannot be read or is not understood: where, and what.
     pub fn read(file: &Path) -> Result<Self> {
         let named = || file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|error| Error::from_io(named(), error))?;
         let mut config = read::config(&text).map_err(|error| {
-            // The parser's message shows the line on several lines; a message of ours is one line.
+            // The parser's own message quotes the file on several lines; ours is one line.
             let line =
                 |at: usize| text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
             let at = error.span().map_or(0, |span| line(span.start) + 1);
@@ -74,7 +74,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Bells of machines that may have to be rung at the same time.
+    /// Doorbells of virtual machines that may have to be rung at the same time.
     pub(crate) fn doorbells(&self) -> usize {
         let devices = self.disks.iter().filter(|disk| disk.settings.vhost_user.is_some());
         let queues = devices.map(|disk| usize::from(disk.settings.num_queues()));
@@ -90,7 +90,7 @@ impl Config {
         }
     }
 
-    /// Whether it can be served, as far as that can be seen without opening anything.
+    /// Checks everything that can be checked without opening anything.
     ///
     /// # Errors
     /// `Invalid` with what is wrong.
@@ -100,10 +100,10 @@ impl Config {
             return invalid("there is no disk to serve".to_owned());
         }
         if self.stats.stats_file.is_some() && self.disks.len() > 1 {
-            let what = "stats-file is of one disk: `mica ctl stats` tells of many";
+            let what = "stats-file covers a single disk; use `mica ctl stats`";
             return invalid(what.to_owned());
         }
-        let (mut names, mut sockets) = (BTreeSet::new(), BTreeSet::new());
+        let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
         for disk in &self.disks {
             let name = &disk.name;
             let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
@@ -121,15 +121,15 @@ impl Config {
             if let Some(what) = disk.settings.ineffective_option(has_inherited_sockets()) {
                 return invalid(format!("disk {name:?}: {what}"));
             }
-            let places = disk.places();
-            if places.is_empty() && !has_inherited_sockets() {
+            let endpoints = disk.endpoints();
+            if endpoints.is_empty() && !has_inherited_sockets() {
                 return invalid(format!(
                     "disk {name:?}: nothing says where it is served: add nbd, vhost-user or fuse"
                 ));
             }
-            for place in places {
-                if !place.is_any_port() && !sockets.insert(place.0.clone()) {
-                    return invalid(format!("disk {name:?}: {} is taken twice", place.0));
+            for endpoint in endpoints {
+                if !endpoint.is_any_port() && !used.insert(endpoint.0.clone()) {
+                    return invalid(format!("disk {name:?}: {} is used twice", endpoint.0));
                 }
             }
         }
@@ -137,32 +137,32 @@ impl Config {
     }
 }
 
-/// Bells of which each has a ring of its own, that is a descriptor and some memory.
+/// Most doorbells with a ring of their own, which costs a descriptor and some memory.
 const DOORBELLS_MAX: usize = 1024;
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Somewhere that only one server can be.
-struct Place(String);
+/// Something that only one server can listen on or mount over.
+struct Endpoint(String);
 
-impl Place {
-    /// A port that the system chooses.
+impl Endpoint {
+    /// Whether the system chooses the port.
     fn is_any_port(&self) -> bool {
         self.0.starts_with("tcp:") && self.0.ends_with(":0")
     }
 }
 
 impl DiskConfig {
-    /// A disk of which nothing else is said.
+    /// A disk with default settings.
     pub fn new(name: String, image: PathBuf) -> Self {
         let (settings, images) = Default::default();
         Self { name, image, settings, images }
     }
 
-    fn places(&self) -> Vec<Place> {
+    fn endpoints(&self) -> Vec<Endpoint> {
         let DiskSettings { nbd, vhost_user, fuse, .. } = &self.settings;
         let paths = vhost_user.iter().chain(fuse).map(|path| path.display().to_string());
-        nbd.iter().cloned().chain(paths).map(Place).collect()
+        nbd.iter().cloned().chain(paths).map(Endpoint).collect()
     }
 
     /// Starts relative paths from `folder`.

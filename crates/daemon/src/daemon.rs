@@ -1,20 +1,20 @@
 //! The process from start to end.
 //!
-//! Order: what is not to be done in the sandbox, the sandbox, and then threads that serve, images
-//! and sockets. Images are opened, then sockets appear; so whoever can connect is served. At the
-//! end the sockets go first, requests in flight are answered, the servers end, and every disk is
-//! closed, once, whatever went wrong before.
+//! Order: everything the sandbox would forbid, the sandbox itself, then worker threads, images and
+//! sockets. Images are opened before sockets appear, so a client that can connect is served.
+//! Shutdown runs the other way: sockets go first, requests in flight are answered, servers stop,
+//! and every disk is closed exactly once, whatever failed before.
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
 use crate::helper::{Helper, Outside};
 use crate::sandbox::{Needs, Sandbox};
-use crate::servers::Common;
+use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
-use crate::takeover::Taking;
+use crate::takeover::Takeover;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
 use mica_store::{Holder, search_holders_with};
@@ -28,7 +28,7 @@ use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Most threads that are started without being asked for.
+/// Upper bound on the default number of worker threads.
 const THREADS_DEFAULT_MAX: usize = 8;
 
 /// A process that serves disks.
@@ -40,17 +40,17 @@ pub struct Daemon {
     stats_file: Option<StatsFile>,
 }
 
-/// Where the figures of the run go.
+/// The file for the figures of the run.
 struct StatsFile {
     path: PathBuf,
     file: File,
 }
 
 impl Daemon {
-    /// Serves all of `config`, or nothing. `log` is what the control socket tells of the log.
+    /// Serves all of `config`, or nothing. `log` is what the control socket reads and sets.
     ///
     /// # Errors
-    /// What keeps a disk from being served.
+    /// Whatever prevents a disk from being served.
     pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
         let mut signals = Signals::new([SIGTERM, SIGINT])
@@ -60,60 +60,61 @@ impl Daemon {
         let handles = ImageSettings::handles();
         let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
-        let (taking, came) = match (config.takeover, &config.process.control) {
+        let (takeover, inherited) = match (config.takeover, &config.process.control) {
             (false, _) => (None, systemd::sockets()?),
             (true, Some(control)) => {
-                let (taking, came) = Taking::begin(control)?;
-                (Some(taking), came)
+                let (takeover, inherited) = Takeover::begin(control)?;
+                (Some(takeover), inherited)
             }
             (true, None) => {
                 let what = "--takeover needs --control: the socket of the server to take over";
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
         };
-        let came = Sockets::assign(came, &config)?;
-        came.clear_places(&config)?;
+        let inherited = Sockets::assign(inherited, &config)?;
+        inherited.clear_places(&config)?;
         let outside = outside(&config)?;
-        let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &came)?)?;
+        let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &inherited)?)?;
         let workers = Workers::start(threads, config.io.backend())?;
         if config.process.sandbox() != SandboxMode::Off {
             mica_rt::prepare_doorbells(config.doorbells());
         }
         sandbox.close()?;
         if config.disks.len() == 1 {
-            // No other disk would wait with this one.
+            // No other disk would have to wait for it.
             for worker in workers.handles() {
                 worker.allow_writes_in_place();
             }
         }
-        let watch_period = taking.as_ref().and_then(|taking| taking.watch_period);
+        let watch_period = takeover.as_ref().and_then(|takeover| takeover.watch_period);
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;
-        let mut is_called_off = || signals.pending().next().is_some();
-        let closed = taking.as_ref().map(|taking| taking.wait_until_closed(&mut is_called_off));
+        let mut is_cancelled = || signals.pending().next().is_some();
+        let closed =
+            takeover.as_ref().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
-        let common = Common { handles, workers, mounts };
-        let shared = Arc::new(Shared::new(signals.handle(), watch_period, outside, common));
-        let served = shared.serve(config, came, patience);
-        let begun = served.and_then(|came| {
-            let control = Control::start(&shared.places(), &shared, log)?;
-            if taking.is_some() && signals.pending().next().is_some() {
-                let what = "a signal came before this process could take over";
+        let resources = Resources { handles, workers, mounts };
+        let shared = Arc::new(Shared::new(signals.handle(), watch_period, outside, resources));
+        let served = shared.serve(config, inherited, patience);
+        let started = served.and_then(|inherited| {
+            let control = Control::start(&shared.control_sockets(), &shared, log)?;
+            if takeover.is_some() && signals.pending().next().is_some() {
+                let what = "a signal arrived before this process could take over";
                 return Err(Error::new(ErrorKind::Denied, what));
             }
-            // From here on the other process is gone, or this one fails.
-            taking.map_or(Ok(()), |taking| taking.serving())?;
-            came.remove_spare();
+            // From here on either the other process is gone or this one fails.
+            takeover.map_or(Ok(()), |takeover| takeover.serving())?;
+            inherited.remove_spare();
             Ok(control)
         });
-        match begun {
+        match started {
             Ok(control) => {
-                shared.tell_systemd();
+                shared.notify_ready();
                 Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file })
             }
             Err(error) => {
-                // What failed first is told.
+                // The first failure is the one to report.
                 let _ = shared.stop();
                 Err(error)
             }
@@ -123,20 +124,21 @@ impl Daemon {
     /// Serves until SIGTERM or SIGINT, and ends.
     ///
     /// # Errors
-    /// If not all that was written is in the images; else if the figures cannot be written.
+    /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
+    /// written.
     pub fn run(mut self) -> Result<()> {
         let signal = self.signals.forever().next();
         tracing::info!(?signal, "stopping");
-        systemd::tell(&[NotifyState::Stopping]);
+        systemd::notify(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
-        let told = self.write_stats();
-        self.shared.places().close();
-        // Whoever asked for the end hears of it.
+        let written = self.write_stats();
+        self.shared.control_sockets().close();
+        // The client that requested the shutdown gets its answer.
         if let Some(control) = self.control.take() {
             control.stop();
         }
-        // Of two failures the one that may have cost data is told.
-        stopped.and(told)
+        // Of two failures, report the one that may have cost data.
+        stopped.and(written)
     }
 
     fn write_stats(&mut self) -> Result<()> {
@@ -148,7 +150,7 @@ impl Daemon {
     }
 }
 
-/// Who does what this process may not do once it is in its sandbox.
+/// The way to do what this process may not do inside its sandbox.
 fn outside(config: &Config) -> Result<Outside> {
     let (SandboxMode::On | SandboxMode::Require, Some(program)) =
         (config.process.sandbox(), &config.helper)
@@ -157,15 +159,15 @@ fn outside(config: &Config) -> Result<Outside> {
     };
     let files = config.disks.iter().filter_map(|disk| disk.settings.fuse.clone());
     let helper = Helper::start(program, files.collect())?;
-    let asked = Arc::downgrade(&helper);
+    let weak = Arc::downgrade(&helper);
     search_holders_with(move |question| {
-        asked.upgrade().map_or(Holder::Unknown, |helper| helper.holder(question))
+        weak.upgrade().map_or(Holder::Unknown, |helper| helper.holder(question))
     });
     Ok(Outside::Helper(helper))
 }
 
 impl StatsFile {
-    /// Finds out that it cannot be written before there is anything to write.
+    /// Fails early if the file cannot be written, before there is anything to write.
     fn open(path: &Path) -> Result<Self> {
         let file = File::options().write(true).create(true).truncate(false).open(path);
         let file = file.map_err(|error| writing(path, error))?;

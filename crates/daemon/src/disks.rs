@@ -1,15 +1,15 @@
-//! The disks that a process serves. The set is state of the running process: what the configuration
-//! said is only how it begins.
+//! The disks that a process serves. The set is run-time state: the configuration only says what it
+//! starts with.
 
 use crate::served::Served;
 use mica_block::{Error, ErrorKind, Result};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Disks that something is done with at one time.
+/// Threads that act on disks at the same time.
 const ACTS_MAX: usize = 64;
 
-/// The disks, in the order in which they were added. Each is known by its name alone: whoever works
-/// with one holds the disk itself, never its place in the set, which may change meanwhile.
+/// The disks, in the order in which they were added. A disk is identified by its name; callers hold
+/// the disk itself, never an index, because the set may change meanwhile.
 #[derive(Default)]
 pub(crate) struct Disks {
     all: RwLock<Vec<Arc<Served>>>,
@@ -19,7 +19,7 @@ impl Disks {
     /// Adds a disk that is served.
     ///
     /// # Errors
-    /// `Invalid` if there is one of that name.
+    /// `Invalid` if the name is taken.
     pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let name = &disk.name;
@@ -30,19 +30,19 @@ impl Disks {
         Ok(())
     }
 
-    /// Those that are there now.
+    /// The current disks.
     pub(crate) fn all(&self) -> Vec<Arc<Served>> {
         self.all.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The disk of that name.
+    /// The disk called `name`.
     pub(crate) fn named(&self, name: &str) -> Option<Arc<Served>> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         all.iter().find(|disk| disk.name == name).cloned()
     }
 }
 
-/// Does something with each of `disks`, with many at a time: one that takes long holds up few.
+/// Calls `act` for each of `disks`, many at a time, so that a slow one delays few others.
 pub(crate) fn each_of<'disks, T: Send>(
     disks: &'disks [Arc<Served>],
     act: impl Fn(&Served) -> T + Sync,
@@ -61,7 +61,7 @@ pub(crate) fn each_of<'disks, T: Send>(
                     Ok(done) => done,
                     Err(panic) => std::panic::resume_unwind(panic),
                 },
-                // Without a thread it is done here.
+                // No thread to be had: do it on this one.
                 Err(served) => act(served),
             }));
         });

@@ -1,27 +1,27 @@
-//! Listening sockets that this process holds, wherever they come from.
+//! Listening sockets that this process holds, and where each came from.
 
 use mica_serve::Listener;
 
-/// Where a socket comes from.
+/// How this process got a socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Origin {
-    /// This process made it.
+    /// This process created it.
     Here,
-    /// A socket unit of systemd made it, and keeps it.
+    /// A systemd socket unit created it and owns it.
     Unit,
-    /// A process before this one made it, and systemd kept it.
+    /// An earlier process created it and systemd stored it.
     Store,
-    /// The process that is taken over had it.
+    /// It was handed over by the process that is taken over.
     Takeover,
 }
 
-/// A listening socket, and what it is for.
+/// A listening socket and its purpose.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) name: String,
     pub(crate) origin: Origin,
     pub(crate) listener: Listener,
-    /// Whether systemd was asked to keep it, by this process.
+    /// Whether this process has stored it with systemd.
     pub(crate) is_stored: bool,
 }
 

@@ -1,32 +1,32 @@
-//! Trying again while another process holds an image.
+//! Retrying while another process holds an image.
 
 use mica_block::{ErrorKind, Result};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// How long an image that another process holds is waited for.
+/// How long to wait for an image that another process holds.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
     pub(crate) limit: Duration,
-    /// Between two attempts.
+    /// Pause between two attempts.
     pub(crate) pause: Duration,
 }
 
-/// Calls `open` until it succeeds or fails for another reason than that the image is held; gives
-/// up when `patience` has run out, or the wait `is_called_off`.
+/// Calls `open` until it succeeds or fails for another reason than that the image is held; gives up
+/// once `patience` has run out or `is_cancelled`.
 ///
 /// # Errors
-/// As the last call of `open`.
+/// Those of the last call of `open`.
 pub(crate) fn while_held<T>(
     patience: Patience,
-    is_called_off: impl Fn() -> bool,
+    is_cancelled: impl Fn() -> bool,
     mut open: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let mut waited = Duration::ZERO;
     loop {
         let outcome = open();
         let is_held = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied);
-        if !is_held || waited >= patience.limit || is_called_off() {
+        if !is_held || waited >= patience.limit || is_cancelled() {
             return outcome;
         }
         sleep(patience.pause);
@@ -35,7 +35,7 @@ pub(crate) fn while_held<T>(
 }
 
 fn sleep(time: Duration) {
-    // Nobody sends: this only waits, on a thread that has no executor.
+    // Nobody ever sends. This thread has no executor to sleep on.
     let (_sender, never) = mpsc::channel::<()>();
     let _ = never.recv_timeout(time);
 }
@@ -48,12 +48,12 @@ mod tests {
     const BRIEF: Patience =
         Patience { limit: Duration::from_millis(3), pause: Duration::from_millis(1) };
 
-    /// The outcome, and how often it was tried.
-    fn tried(is_called_off: bool, outcomes: &[Option<ErrorKind>]) -> (Option<ErrorKind>, usize) {
+    /// The outcome, and the number of attempts.
+    fn attempt(is_cancelled: bool, outcomes: &[Option<ErrorKind>]) -> (Option<ErrorKind>, usize) {
         let mut count = 0;
         let outcome = while_held(
             BRIEF,
-            || is_called_off,
+            || is_cancelled,
             || {
                 let outcome = outcomes[count.min(outcomes.len() - 1)];
                 count += 1;
@@ -66,14 +66,17 @@ mod tests {
     #[test]
     fn held_image_is_tried_again_until_it_is_free() {
         let held = Some(ErrorKind::Denied);
-        assert_eq!(tried(false, &[held, held, None]), (None, 3));
-        assert_eq!(tried(false, &[held, Some(ErrorKind::Corrupt)]), (Some(ErrorKind::Corrupt), 2));
+        assert_eq!(attempt(false, &[held, held, None]), (None, 3));
+        assert_eq!(
+            attempt(false, &[held, Some(ErrorKind::Corrupt)]),
+            (Some(ErrorKind::Corrupt), 2)
+        );
     }
 
     #[test]
     fn image_that_stays_held_is_given_up() {
         let held = Some(ErrorKind::Denied);
-        assert_eq!(tried(false, &[held]), (held, 4), "at once, and after each of three pauses");
-        assert_eq!(tried(true, &[held]), (held, 1), "called off");
+        assert_eq!(attempt(false, &[held]), (held, 4), "at once, and after each of three pauses");
+        assert_eq!(attempt(true, &[held]), (held, 1), "cancelled");
     }
 }

@@ -1,4 +1,4 @@
-//! What serves a disk: its servers, and the thread that keeps its index.
+//! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
 
 use crate::held::Held;
 use crate::indexer::Indexer;
@@ -12,12 +12,12 @@ use mica_store::Handles;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What the disks of a process share.
+/// What all disks of a process share.
 #[derive(Clone)]
-pub(crate) struct Common {
+pub(crate) struct Resources {
     pub(crate) handles: Arc<Handles>,
     pub(crate) workers: Arc<Workers>,
-    /// Who mounts files that disks are served as.
+    /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Servers {
     indexer: Option<Indexer>,
 }
 
-/// The disk that is to be served, and how.
+/// The disk to serve, and how.
 pub(crate) struct Subject<'a> {
     pub(crate) name: &'a str,
     pub(crate) settings: &'a DiskSettings,
@@ -40,17 +40,17 @@ pub(crate) struct Subject<'a> {
 }
 
 impl Servers {
-    /// Starts what is asked for: at the sockets that are `held`, and as a file. What was started
-    /// before a failure stays, to be shut down.
+    /// Starts what the settings ask for, at the `held` sockets and as a file. On failure, what was
+    /// started stays, for `shutdown` to end.
     pub(crate) fn start(
         &mut self,
         subject: &Subject<'_>,
         held: &[Held],
-        common: &Common,
+        resources: &Resources,
     ) -> Result<()> {
         let Subject { name, settings, image, disk: managed } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
-        let Common { workers, mounts, .. } = common;
+        let Resources { workers, mounts, .. } = resources;
         let device = device_name(name);
         let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
         if let Some(held) = devices.first() {
@@ -94,7 +94,7 @@ impl Servers {
         Ok(())
     }
 
-    /// What was done so far.
+    /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
         Counts {
             nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
@@ -103,7 +103,7 @@ impl Servers {
         }
     }
 
-    /// Who has the disk now: NBD connections, and the front end of a machine.
+    /// Current clients: NBD connections and the front end of a virtual machine.
     pub(crate) fn clients(&self) -> usize {
         let nbd = self.nbd.as_ref().map_or(0, nbd::Running::connections_open);
         let device = self.device.as_ref().is_some_and(vhost_user::Running::is_connected);
@@ -115,14 +115,14 @@ impl Servers {
         self.device.as_ref().is_some_and(vhost_user::Running::is_broken)
     }
 
-    /// What tells a machine that its disk has become longer.
+    /// Call it to tell the virtual machine that its disk has grown.
     pub(crate) fn resize_notifier(
         &self,
     ) -> Option<impl FnOnce() -> Result<vhost_user::Notice> + use<>> {
         self.device.as_ref().map(vhost_user::Running::resize_notifier)
     }
 
-    /// Ends all of it, and gives what was done.
+    /// Ends all of them and returns their final counters.
     pub(crate) fn shutdown(self) -> Counts {
         if let Some(indexer) = self.indexer {
             indexer.stop();

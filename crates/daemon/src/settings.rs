@@ -1,7 +1,7 @@
-//! What can be said of a process, of its disks and of their images: each option once.
+//! The settings of a process, of its disks and of their images: every option is stated here, once.
 //!
-//! A field is an option of the command line and, by the same name, a key of a configuration; what
-//! is said of it is the help of the one, its default that of both.
+//! A field is an option of the command line and, under the same name, a key of a configuration. Its
+//! documentation is the help text; its default applies to both.
 
 mod choices;
 mod disk;

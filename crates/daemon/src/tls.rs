@@ -1,7 +1,7 @@
-//! How NBD connections are secured: what was said of it, and what follows for a socket.
+//! How NBD connections are secured: what the settings ask for, and what follows for a socket.
 //!
-//! Over TCP TLS is required as soon as there are certificates. On a unix socket it is offered: who
-//! may connect there is what the permissions of its file say, and nothing leaves the machine.
+//! Over TCP, TLS is required as soon as there are certificates. On a unix socket it is offered: the
+//! permissions of its file say who may connect, and nothing leaves the machine.
 
 use crate::held::{Held, Origin};
 use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
@@ -11,7 +11,7 @@ use mica_serve::{Clients, Listener, Tls, TlsPolicy};
 use std::net::SocketAddr;
 use std::path::Path;
 
-/// What was said of a disk.
+/// The security settings of a disk.
 pub(crate) struct Security<'a> {
     mode: Option<TlsMode>,
     certificates: Option<&'a Path>,
@@ -29,26 +29,26 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// Listens where NBD clients of `disk` are to connect: each of `names` is the path of a unix
-    /// socket, or `tcp:ADDRESS:PORT`. What came along is taken as it is.
+    /// Listens for NBD clients of `disk` at each of `names`: the path of a unix socket, or
+    /// `tcp:ADDRESS:PORT`. An inherited socket is used as it is.
     pub(crate) fn listen(
         &self,
         disk: &str,
         names: &[String],
-        came: &mut Sockets,
+        inherited: &mut Sockets,
     ) -> Result<Vec<Held>> {
         let tls = self.tls()?;
         let mut held = Vec::new();
         for name in names {
             let address = self.address(name, tls.is_some())?;
-            let (origin, listener) = match (came.nbd(name), address) {
+            let (origin, listener) = match (inherited.nbd(name), address) {
                 (Some(held), _) => (held.origin, held.listener),
                 (None, Some(address)) => (Origin::Here, Listener::tcp(address)?),
                 (None, None) => (Origin::Here, Listener::unix(Path::new(name))?),
             };
             held.push(Held::new(disk.to_owned(), origin, listener));
         }
-        held.extend(came.named(disk));
+        held.extend(inherited.named(disk));
         let secure = |held: Held| {
             let listener = self.secure(held.listener, tls.as_ref());
             Held { listener, ..held }
@@ -71,7 +71,7 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// The TCP address that `name` is, if it is one.
+    /// The TCP address in `name`, if it is one.
     fn address(&self, name: &str, has_tls: bool) -> Result<Option<SocketAddr>> {
         let Some(address) = name.strip_prefix("tcp:") else { return Ok(None) };
         let address: SocketAddr = address.parse().map_err(|_| {
@@ -81,16 +81,16 @@ impl<'a> Security<'a> {
         let is_secured = has_tls && self.policy() == TlsPolicy::Required;
         if !is_secured && !self.allow_plain_tcp && !address.ip().to_canonical().is_loopback() {
             let context = format!(
-                "--nbd {name}: beyond the loopback NBD is served with TLS: add --tls-certificates \
-                 DIR (and no --tls but require), or --allow-plain-tcp if all on that network may \
-                 read and change the disk"
+                "--nbd {name}: beyond the loopback, NBD needs TLS: add --tls-certificates DIR (and \
+                 no --tls but require), or --allow-plain-tcp if everyone on that network may read \
+                 and change the disk"
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
         Ok(Some(address))
     }
 
-    /// What TCP clients have to do where there are certificates.
+    /// What is demanded of TCP clients where there are certificates.
     fn policy(&self) -> TlsPolicy {
         match self.mode {
             Some(TlsMode::On) => TlsPolicy::Offered,

@@ -1,8 +1,8 @@
 //! Reading configurations: tables whose keys are the long options of the command line.
 //!
-//! Every part of a configuration takes from its table what it knows. What none of them knows is
-//! refused, with the place of the key. (serde's own way to flatten one struct into another forgets
-//! where in the file a value stands.)
+//! Each part of a configuration takes the keys that it knows from its table. A key that no part
+//! knows is refused, with its line. (serde's flattening of one struct into another would lose the
+//! position of values in the file.)
 
 use super::{Config, DiskConfig};
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
@@ -14,10 +14,10 @@ use std::path::PathBuf;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, Error};
 
-/// The key of the tables of disks.
+/// The key of the array of disks.
 const DISK: &str = "disk";
 
-/// Reads a TOML file's text.
+/// Reads the text of a TOML file.
 ///
 /// # Errors
 /// What is not understood, and where.
@@ -38,20 +38,20 @@ pub(super) fn config(text: &str) -> Result<Config, Error> {
 fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<DiskConfig>, Error> {
     let disks = match disks.as_ref() {
         DeValue::Array(disks) => disks.clone(),
-        // What it is instead is for serde to say.
+        // serde says what it is instead.
         _ => return part::<Vec<IgnoredAny>, _>(&disks).map(|_| Vec::new()),
     };
     disks.into_iter().map(|table| disk(&table)).collect()
 }
 
-/// What only a configuration says of a disk.
+/// The keys of a disk that are not options of the command line.
 #[derive(Deserialize)]
 struct Named {
     name: String,
     image: PathBuf,
 }
 
-/// Reads the table of a disk, of whatever format.
+/// Reads the table of a disk, whatever format it comes from.
 fn disk<'de, E: de::Error>(
     table: &(impl IntoDeserializer<'de, E> + Clone),
 ) -> Result<DiskConfig, E> {
@@ -62,20 +62,20 @@ fn disk<'de, E: de::Error>(
     Ok(DiskConfig { name, image, settings: part(table)?, images: part(table)? })
 }
 
-/// What `T` takes from a table.
+/// Reads `T` from the keys of a table that it knows.
 fn part<'de, T: Deserialize<'de>, E: de::Error>(
     table: &(impl IntoDeserializer<'de, E> + Clone),
 ) -> Result<T, E> {
     T::deserialize(table.clone().into_deserializer())
 }
 
-/// The keys of `T`: its options by their long names.
+/// The keys of `T`: the long names of its options.
 fn keys<T: Args>() -> Vec<String> {
     let options = T::augment_args(Command::new(""));
     options.get_arguments().filter_map(|option| option.get_long().map(str::to_owned)).collect()
 }
 
-/// Refuses a table that has other keys than `known`.
+/// Refuses a table with keys other than `known`.
 fn check_keys<'de, E: de::Error>(
     table: impl IntoDeserializer<'de, E>,
     known: &[String],
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    /// That every key of `T` is read: nothing that an option may be is a table.
+    /// Asserts that every key of `T` is read, by a value that fits no option: a table.
     fn reads_all_keys<T: Args + for<'de> Deserialize<'de>>() {
         for key in keys::<T>() {
             let table = json!({ &key: {} });

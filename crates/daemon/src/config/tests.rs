@@ -8,7 +8,7 @@ fn read(text: &str) -> Result<Config> {
     let file = folder.path().join("mica.toml");
     std::fs::write(&file, text).expect("writes");
     Config::read(&file).map(|mut config| {
-        // Tests say where things are as if the folder were /vm.
+        // Tests write paths as if the folder were /vm.
         let moved = |path: &mut PathBuf| {
             if let Ok(rest) = path.strip_prefix(folder.path()) {
                 *path = Path::new("/vm").join(rest);
@@ -29,13 +29,13 @@ fn read(text: &str) -> Result<Config> {
     })
 }
 
-/// What is said of a configuration that is refused.
+/// The error message for a configuration that is refused.
 fn refused(text: &str) -> String {
     let error = read(text).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error:?}");
-    let told = format!("{error:?}");
-    assert!(!told.contains('\n'), "one line: {told}");
-    told
+    let message = format!("{error:?}");
+    assert!(!message.contains('\n'), "one line: {message}");
+    message
 }
 
 #[test]
@@ -96,14 +96,14 @@ fn disk_that_nothing_is_said_of_is_as_the_command_line_has_it() {
 
 #[test]
 fn what_is_not_understood_is_said_with_its_line() {
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
-    assert!(told.contains("line 4") && told.contains("`nbdd`"), "{told}");
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
-    assert!(told.contains("line 5") && told.contains("\"fast\" is no size"), "{told}");
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
-    assert!(told.contains("not negative"), "{told}");
-    let told = refused("queues = [\n");
-    assert!(told.contains("line"), "{told}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
+    assert!(message.contains("line 4") && message.contains("`nbdd`"), "{message}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
+    assert!(message.contains("line 5") && message.contains("\"fast\" is not a size"), "{message}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
+    assert!(message.contains("cannot be negative"), "{message}");
+    let message = refused("queues = [\n");
+    assert!(message.contains("line"), "{message}");
 }
 
 #[test]
@@ -135,9 +135,9 @@ fn option_without_the_server_that_it_belongs_to_is_refused() {
             read(&at(place, option)).expect(option);
         }
         for place in others {
-            let told = refused(&at(place, option));
+            let message = refused(&at(place, option));
             let name = option.split(' ').next().expect("a name");
-            assert!(told.contains(&format!("leave {name} out")), "{place}, {option}: {told}");
+            assert!(message.contains(&format!("leave {name} out")), "{place}, {option}: {message}");
         }
     }
 }
@@ -154,15 +154,15 @@ fn what_makes_no_sense_is_refused() {
         (disk("a", ""), "nothing says where"),
         (
             "stats-file = 'f'\n".to_owned() + &one + &disk("b", "nbd = ['/t']"),
-            "stats-file is of one disk",
+            "stats-file covers a single disk",
         ),
-        (disk("a", "nbd = ['/s', '/s']"), "taken twice"),
-        (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "taken twice"),
-        (one.clone() + &disk("b", "vhost-user = '/s'"), "taken twice"),
+        (disk("a", "nbd = ['/s', '/s']"), "used twice"),
+        (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "used twice"),
+        (one.clone() + &disk("b", "vhost-user = '/s'"), "used twice"),
         (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are called"),
     ] {
-        let told = refused(&text);
-        assert!(told.contains(what), "{text}: {told}");
+        let message = refused(&text);
+        assert!(message.contains(what), "{text}: {message}");
     }
     let ports = "nbd = ['tcp:127.0.0.1:0', 'tcp:127.0.0.1:0']";
     read(&disk("a", ports)).expect("the system chooses two ports");

@@ -1,4 +1,4 @@
-//! What the process tells of itself and its disks, as JSON.
+//! The process and its disks as JSON.
 
 use super::sources::Sources;
 use crate::served::Served;
@@ -30,7 +30,7 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
     })
 }
 
-/// What both tell.
+/// What both answers contain.
 fn brief(served: &Served) -> Map<String, Value> {
     let image = served.image_figures();
     object([

@@ -9,46 +9,46 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// What has to be left to a process.
+/// What a process needs to keep.
 #[derive(Default, Debug)]
 pub(crate) struct Needs {
-    /// Files, or folders with all that is below them, and what may be done there.
+    /// Files, or folders with everything below them, and what may be done there.
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
-    /// Ports of TCP that are listened on.
+    /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
 }
 
 /// To read images. A layer may be a block device.
 const READ: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | IoctlDev});
-/// To write what is there.
+/// To write existing files.
 const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{WriteFile | Truncate});
-/// To make files, put them in the place of others, and take them away.
+/// To create, replace and remove files.
 const REPLACE: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
-/// To make sockets, and take them away: their folder is locked meanwhile, for which it is read.
+/// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
 
-/// By which logs of an earlier boot are told.
+/// Tells logs of an earlier boot from current ones.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 impl Needs {
-    /// What `config` needs, and the sockets that `came` along.
+    /// What `config` and the `inherited` sockets need.
     ///
     /// # Errors
-    /// If a folder that is to be made cannot be.
-    pub(crate) fn of(config: &Config, came: &Sockets) -> Result<Self> {
+    /// If a folder cannot be created.
+    pub(crate) fn of(config: &Config, inherited: &Sockets) -> Result<Self> {
         let mut needs = Self::default();
         needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
         for disk in &config.disks {
             needs.add_disk(disk)?;
         }
         config.process.control.iter().for_each(|socket| needs.add_socket(socket));
-        came.files().for_each(|socket| needs.add_socket(socket));
+        inherited.files().for_each(|socket| needs.add_socket(socket));
         needs.ports.extend(config.process.metrics.map(|address| address.port()));
         Ok(needs)
     }
 
-    /// The folder of a socket that is made, and removed at the end.
+    /// Allows the folder of a socket that is created, and removed at the end.
     pub(crate) fn add_socket(&mut self, socket: &Path) {
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
         self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
@@ -61,7 +61,7 @@ impl Needs {
         }
         for file in disk.images.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
             if file != "-" {
-                // A rule needs a file that is there. What is wrong with it is told by who logs.
+                // A rule needs an existing file. The logger reports what is wrong with it.
                 let _ = std::fs::File::options().append(true).create(true).open(file);
                 self.allow(Path::new(file), AccessFs::WriteFile.into());
             }
@@ -72,7 +72,7 @@ impl Needs {
 
     fn add_image(&mut self, disk: &DiskConfig, writes: bool) -> Result<()> {
         let mut folders = READ;
-        // The active layer may keep its data in a file of its own, whose name only the layer knows.
+        // The active layer may have an external data file, whose name only the layer knows.
         if writes && disk.images.format == "qcow2" {
             folders |= WRITE;
         }
@@ -80,7 +80,7 @@ impl Needs {
         if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
-        // An image that is not there is told by who opens it.
+        // Opening the image reports that it does not exist.
         let (names, given) = disk.images.named_files()?;
         let allowed = mica_stack::allowed_places(&disk.image, names, &given);
         for folder in allowed.unwrap_or_default() {
@@ -88,7 +88,7 @@ impl Needs {
         }
         self.allow(&disk.image, if writes { READ | WRITE } else { READ });
         if let Some(folder) = &disk.images.index_dir {
-            // A rule needs a folder that is there.
+            // A rule needs an existing folder.
             std::fs::create_dir_all(folder).map_err(|error| {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
@@ -100,10 +100,10 @@ impl Needs {
         Ok(())
     }
 
-    /// Where there is no folder for logs, who looks for one, or writes, says what that costs.
+    /// If there is no folder for logs, opening the image reports what that costs.
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
-        // There a note says where the logs are, if they are elsewhere.
+        // A note there says where the logs are, if they are elsewhere.
         if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
             self.allow(&usual, all);
         }
@@ -118,7 +118,7 @@ impl Needs {
 
     fn add_sockets(&mut self, disk: &DiskConfig) {
         for name in ["server-cert.pem", "server-key.pem", "ca-cert.pem", "ca-crl.pem"] {
-            // Each of them may be a link to elsewhere.
+            // Each of them may be a symbolic link to another folder.
             let folder = disk.settings.tls_certificates.iter();
             folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));
         }
@@ -129,7 +129,7 @@ impl Needs {
             match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
                 None => self.add_socket(Path::new(name)),
                 Some(Ok(address)) => drop(self.ports.insert(address.port())),
-                // Who listens says what is wrong with it.
+                // Listening reports what is wrong with it.
                 Some(Err(_)) => {}
             }
         }

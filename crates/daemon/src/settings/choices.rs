@@ -1,19 +1,19 @@
-//! Options that are one of a few words.
+//! Options whose value is one of a few words.
 
 use clap::ValueEnum;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
 use serde::Deserialize;
 
-/// What becomes of space that clients do not need any more.
+/// What happens to space that clients no longer need.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Discards {
-    /// It is kept.
+    /// It stays allocated.
     #[value(alias = "off")]
     #[serde(alias = "off")]
     Ignore,
-    /// It is given back.
+    /// It is freed.
     #[default]
     #[value(alias = "on")]
     #[serde(alias = "on")]
@@ -33,11 +33,11 @@ impl From<Discards> for Discard {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OtherUsers {
-    /// They may, as far as the file's mode lets them.
+    /// They may, as far as the file's mode permits.
     On,
     /// They may not.
     Off,
-    /// They may where the system allows to allow it.
+    /// They may where the system permits it.
     #[default]
     Auto,
 }
@@ -56,23 +56,23 @@ impl From<OtherUsers> for AllowOther {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndexMode {
-    /// Use sidecars where they fit, and write them in the background where not.
+    /// Use valid sidecars, and write missing ones in the background.
     #[default]
     Auto,
-    /// Use sidecars where they fit; write nothing.
+    /// Use valid sidecars; write nothing.
     Read,
     /// Neither use nor write sidecars.
     Off,
 }
 
-/// How images are read: through the page cache, or past it (O_DIRECT).
+/// How images are read: through the page cache, or bypassing it (O_DIRECT).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cache {
     /// Through the page cache.
     #[default]
     Writeback,
-    /// Past it.
+    /// Bypassing it.
     None,
 }
 
@@ -80,7 +80,7 @@ pub enum Cache {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
-    /// By io_uring where the system lets us, else by threads.
+    /// By io_uring where the system permits it, otherwise by threads.
     #[default]
     Auto,
     /// By io_uring.
@@ -94,22 +94,22 @@ pub enum Aio {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TlsMode {
-    /// There is none.
+    /// No TLS.
     Off,
     /// Clients may use it.
     On,
-    /// Over TCP clients have to use it.
+    /// Over TCP clients must use it.
     Require,
 }
 
-/// Whether clients have to show a certificate.
+/// Whether clients must present a certificate.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VerifyPeer {
-    /// They have to, as with QEMU.
+    /// They must, as with QEMU.
     #[default]
     On,
-    /// They do not.
+    /// They need not.
     Off,
 }
 
@@ -117,11 +117,11 @@ pub enum VerifyPeer {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SandboxMode {
-    /// As much of it as the kernel knows how to take.
+    /// As much of it as the kernel supports.
     #[default]
     On,
     /// All of it, or nothing is served.
     Require,
-    /// Nothing.
+    /// Not at all.
     Off,
 }

@@ -6,40 +6,41 @@ use mica_serve::Rates;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
-// (Documentation of the struct would become the help of the verb that has these options.)
-#[expect(missing_docs, reason = "it would become the help of the verb that has these options")]
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has these options"
+)]
 #[derive(Args, Deserialize, Clone, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, beyond the
-    /// loopback with TLS. Can be given more than once.
+    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which beyond the
+    /// loopback needs TLS. Can be repeated.
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Vec<String>,
-    /// Whether NBD clients use TLS: off; on, if they like; require, over TCP, which is so as soon
-    /// as there are certificates. On a unix socket they never have to.
+    /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
+    /// with certificates). On a unix socket it is never required.
     #[arg(long, value_enum, value_name = "MODE")]
     pub tls: Option<TlsMode>,
-    /// The directory of server-cert.pem and server-key.pem, and, to verify clients, ca-cert.pem and
-    /// perhaps ca-crl.pem: the layout of QEMU's tls-creds-x509.
+    /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
+    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
-    /// Whether NBD clients have to show a certificate that ca-cert.pem vouches for. They do by
-    /// default.
+    /// Whether NBD clients must present a certificate signed by ca-cert.pem. They must by default.
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
     pub tls_verify_peer: Option<VerifyPeer>,
-    /// Let plain text leave this machine over TCP: for networks on which everybody may read and
+    /// Allow unencrypted TCP beyond this machine: for networks on which everybody may read and
     /// change the disk.
     #[arg(long)]
     pub allow_plain_tcp: bool,
-    /// Where the monitor of a virtual machine connects (QEMU, cloud-hypervisor, Firecracker), to
-    /// have the disk as a vhost-user-blk device: the path of a unix socket.
+    /// Where the monitor of a virtual machine (QEMU, cloud-hypervisor, Firecracker) connects to use
+    /// the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
     pub vhost_user: Option<PathBuf>,
-    /// Serve the disk as a block device of this machine. Not in this build.
+    /// Serve the disk as a block device of this machine. Not supported by this build.
     #[arg(long)]
     pub ublk: bool,
-    /// Serve the disk as this file too, by FUSE: a raw image for foreign tools and loop mounts. The
-    /// file must be there; while mica serves, it is the disk.
+    /// Also serve the disk as this file, by FUSE: a raw image for other tools and loop mounts. The
+    /// file must exist; while mica serves, it is the disk.
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
     /// Whether other users may use that file; auto by default.
@@ -48,37 +49,36 @@ pub struct DiskSettings {
     /// Virtqueues of the vhost-user-blk device; 4 by default.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub num_queues: Option<u16>,
-    /// What the machine is told as the serial number of the device; at most 20 bytes count. The
-    /// image's name without its ending by default.
+    /// Serial number that the virtual machine sees; at most 20 bytes count. The image's name
+    /// without its extension by default.
     #[arg(long, value_name = "TEXT")]
     pub serial: Option<String>,
     /// Most operations per second of the vhost-user-blk device.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
     pub iops: u64,
-    /// Operations that may come at once; a tenth of a second's by default.
+    /// Operations that a burst may have; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
     pub iops_burst: u64,
-    /// Most bytes per second of the vhost-user-blk device, read and written together.
+    /// Most bytes per second of the vhost-user-blk device, reads and writes together.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
     pub bps: Size,
-    /// Bytes that may come at once; a tenth of a second's by default.
+    /// Bytes that a burst may have; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
     pub bps_burst: Size,
-    /// Refuse to write. Without it the image is opened for writing, as by qemu-nbd.
+    /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub read_only: bool,
-    /// What becomes of space that clients do not need any more: unmap gives it back, ignore keeps
-    /// it.
+    /// What happens to space that clients no longer need: unmap frees it, ignore keeps it.
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     pub discard: Discards,
-    /// Serve an internal snapshot of the image, by id or name, instead of its present state. It
-    /// cannot be written.
+    /// Serve an internal snapshot of the image, by id or name, instead of its current state. It is
+    /// read-only.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     pub load_snapshot: Option<String>,
-    /// Name of the NBD export; it is also served under the empty name.
+    /// Name of the NBD export, which is also served under the empty name.
     #[arg(short = 'x', long, value_name = "NAME")]
     pub export_name: Option<String>,
-    /// Text that NBD clients show with the export.
+    /// Description of the NBD export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT")]
     pub description: Option<String>,
     /// Most NBD clients at one time; 256 by default.
@@ -105,12 +105,12 @@ impl DiskSettings {
         !self.read_only && self.load_snapshot.is_none()
     }
 
-    /// Whether anything says where the disk is served.
+    /// Whether the settings name any place to serve it.
     pub fn has_place(&self) -> bool {
         !self.nbd.is_empty() || self.vhost_user.is_some() || self.fuse.is_some()
     }
 
-    /// How much a machine may do.
+    /// Rate limits of the device.
     pub(crate) fn rates(&self) -> Rates {
         Rates {
             iops: self.iops,
@@ -120,7 +120,7 @@ impl DiskSettings {
         }
     }
 
-    /// Starts relative paths from `folder`.
+    /// Resolves relative paths against `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
         self.tls_certificates.iter_mut().for_each(resolve);

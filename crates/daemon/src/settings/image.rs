@@ -1,4 +1,4 @@
-//! How images are opened, as it is written on the command line and in a configuration.
+//! How images are opened.
 
 use super::{Cache, Size};
 use clap::Args;
@@ -11,66 +11,68 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Descriptors that are left for sockets, rings and all that is no image.
+/// Descriptors reserved for sockets, rings and everything else that is not an image.
 const HANDLES_RESERVE: usize = 96;
 
-/// Where a Linux system has memory that looks like files.
+/// Where Linux has memory with file names.
 const SHARED_MEMORY: &str = "/dev/shm";
-/// The directory of redo logs that is none.
+/// The word for no redo logs.
 const NO_REDO_LOGS: &str = "off";
-/// The format of images of which nothing is said.
+/// The default format.
 const FORMAT: &str = "qcow2";
-/// Most memory for the map of a disk of which nothing is said.
+/// The default budget of the map's cache.
 const INDEX_CACHE: Size = Size(32 << 20);
 
-/// Images name no files.
+/// Images may name no files.
 const NAMES_NONE: &str = "none";
-/// They name what lies in their own directory and below.
+/// Images may name files in their own directory and below.
 const NAMES_BESIDE: &str = "beside";
 
-/// Whether a part of `names` is a word and not a directory.
+/// Whether one of `names` is a word and not a directory.
 fn is_word(name: &Path) -> bool {
     [NAMES_NONE, NAMES_BESIDE].map(OsStr::new).contains(&name.as_os_str())
 }
 
-// (Documentation of the struct would become the help of the verb that has these options.)
-#[expect(missing_docs, reason = "it would become the help of the verb that has these options")]
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has these options"
+)]
 #[derive(Args, Deserialize, Clone, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ImageSettings {
     /// Format of the image: qcow2, raw, or null (a disk of zeros; IMAGE is its size).
     #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]
     pub format: String,
-    /// Which files images may name, as their backing or data file: those beside them, that is in
-    /// the image's own directory and below, which is the default; none; or those in this directory
-    /// and below, and no others. Can be repeated. In a directory that holds images of several
-    /// owners "none" is the only safe choice: an image could name that of another owner.
+    /// Which files images may name as their backing or data file: beside, files in the image's own
+    /// directory and below, the default; none; or files in this directory and below, and no others.
+    /// Can be repeated. In a directory with images of several owners "none" is the only safe
+    /// choice: an image could name another owner's file.
     #[arg(long, value_name = "none|beside|DIRECTORY")]
     #[serde(deserialize_with = "one_or_many")]
     pub names: Vec<PathBuf>,
-    /// Let images name files in this directory and below, besides those of --names. Can be
+    /// Also let images name files in this directory and below, besides those of --names. Can be
     /// repeated.
     #[arg(long, value_name = "DIRECTORY")]
     pub allow_path: Vec<PathBuf>,
-    /// How images are read: through the page cache, or past it (O_DIRECT).
+    /// How images are read: through the page cache, or bypassing it (O_DIRECT).
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     pub cache: Cache,
-    /// Read images although another program has them open for writing: what is read may then
-    /// contradict itself. An image that is written is still nobody else's.
+    /// Read images even if another program has them open for writing: what is read may then be
+    /// inconsistent. Writing still requires exclusive access.
     #[arg(short = 'U', long)]
     pub force_share: bool,
-    /// Most memory for the map of the disk.
+    /// Memory budget for the map of the disk.
     #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
     pub index_cache: Size,
     /// Keep the index in this directory instead of beside the layers.
     #[arg(long, value_name = "DIRECTORY")]
     pub index_dir: Option<PathBuf>,
-    /// Keep in this directory, which must be memory of this machine, what was written and not
-    /// flushed, in a folder of this user's (mica-UID): if mica is killed, the next one goes on with
-    /// it. "off" does without.
+    /// Keep redo logs (writes not flushed yet) in this directory, which must be in memory, in a
+    /// folder of this user (mica-UID): if mica is killed, the next process to open the image
+    /// replays them. "off" does without.
     #[arg(long, default_value = SHARED_MEMORY, value_name = "DIRECTORY")]
     pub redo_dir: PathBuf,
-    /// Let reads of images go wrong: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
+    /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
     #[arg(long, value_name = "FAULT")]
     pub inject: Vec<String>,
 }
@@ -91,37 +93,37 @@ impl Default for ImageSettings {
     }
 }
 
-/// A list, or the only thing on it.
+/// A list, or its only element.
 fn one_or_many<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Vec<PathBuf>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Said {
+    enum OneOrMany {
         One(PathBuf),
         Many(Vec<PathBuf>),
     }
-    Ok(match Said::deserialize(deserializer)? {
-        Said::One(one) => vec![one],
-        Said::Many(many) => many,
+    Ok(match OneOrMany::deserialize(deserializer)? {
+        OneOrMany::One(one) => vec![one],
+        OneOrMany::Many(many) => many,
     })
 }
 
 impl ImageSettings {
-    /// The format, if it is known.
+    /// The format of the image.
     ///
     /// # Errors
-    /// `Unsupported` if it is not.
+    /// `Unsupported` if it is unknown.
     pub fn format(&self) -> Result<Format> {
         self.format.parse()
     }
 
-    /// Whether the image is a file: of the null format it is the size of a disk of zeros.
+    /// Whether the image is a file: with the null format it is the size of a disk of zeros.
     pub(crate) fn is_file(&self) -> bool {
         self.format != "null"
     }
 
-    /// How image files are opened, by a process that has these `handles`.
+    /// Options for opening image files with the descriptors in `handles`.
     ///
     /// # Errors
     /// `Invalid` if a fault is not understood.
@@ -142,7 +144,8 @@ impl ImageSettings {
             None => RedoPlace::Nowhere,
             Some(directory) => {
                 let named = directory.display();
-                // A place that nobody chose may be missing: that costs what is not flushed, once.
+                // The default place may be missing: that costs no more than unflushed writes after
+                // a kill.
                 if directory != Path::new(SHARED_MEMORY) && !directory.is_dir() {
                     let context = format!("--redo-dir {named}: there is no such directory");
                     return Err(Error::new(ErrorKind::NotFound, context));
@@ -156,20 +159,21 @@ impl ImageSettings {
         Ok(options)
     }
 
-    /// Where redo logs are, if they are anywhere.
+    /// The directory of redo logs, if there are to be any.
     pub(crate) fn redo_dir(&self) -> Option<&Path> {
         Some(&*self.redo_dir).filter(|directory| directory.as_os_str() != NO_REDO_LOGS)
     }
 
-    /// Which files images may name, and in which directories besides.
+    /// Which files images may name, and in which further directories.
     ///
     /// # Errors
-    /// `Invalid` if what was said contradicts itself.
+    /// `Invalid` if the settings contradict each other.
     pub(crate) fn named_files(&self) -> Result<(Names, Vec<PathBuf>)> {
         let has = |word: &str| self.names.iter().any(|name| name.as_os_str() == word);
         if has(NAMES_NONE) {
             if self.names.len() > 1 || !self.allow_path.is_empty() {
-                let what = "--names none lets images name no files: leave out what allows some";
+                let what =
+                    "--names none lets images name no files: leave out the options that allow some";
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
             return Ok((Names::None, Vec::new()));
@@ -180,7 +184,7 @@ impl ImageSettings {
         Ok((names, given.chain(&self.allow_path).cloned().collect()))
     }
 
-    /// How a chain is opened.
+    /// Options for opening a chain.
     ///
     /// # Errors
     /// `Invalid` if the cache is too small.
@@ -188,13 +192,13 @@ impl ImageSettings {
         let Size(cache_bytes) = self.index_cache;
         if cache_bytes < CACHE_BYTES_MIN {
             let least = CACHE_BYTES_MIN >> 10;
-            let context = format!("--index-cache: at least {least}k are needed");
+            let context = format!("--index-cache: at least {least}k is needed");
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
     }
 
-    /// Starts relative paths from `folder`.
+    /// Resolves relative paths against `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
         self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
@@ -205,10 +209,10 @@ impl ImageSettings {
         }
     }
 
-    /// The descriptors that the images of this process share.
+    /// The file descriptors that all images of this process share.
     pub fn handles() -> Arc<Handles> {
         if let Err(error) = raise_open_files_limit() {
-            tracing::info!(%error, "the limit of open files stays as it is");
+            tracing::info!(%error, "the limit of open files cannot be raised");
         }
         Handles::for_process(HANDLES_RESERVE)
     }

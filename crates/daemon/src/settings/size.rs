@@ -1,4 +1,4 @@
-//! Numbers of bytes, as people write them.
+//! Sizes in bytes, as people write them.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_stack::parse_size;
@@ -15,14 +15,14 @@ impl FromStr for Size {
 
     fn from_str(text: &str) -> Result<Self> {
         parse_size(text).map(Self).ok_or_else(|| {
-            let context = format!("{text:?} is no size: write it like 64k or 8G");
+            let context = format!("{text:?} is not a size: write it like 64k or 8G");
             Error::new(ErrorKind::Invalid, context)
         })
     }
 }
 
 impl fmt::Display for Size {
-    /// As [`Self::from_str`] reads it, as short as that can be said exactly.
+    /// In the form that [`Self::from_str`] reads, with the largest exact unit.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [(40, "T"), (30, "G"), (20, "M"), (10, "k")];
         let is_whole = |bits: u32| self.0 > 0 && self.0.trailing_zeros() >= bits;
@@ -42,7 +42,8 @@ impl<'de> Deserialize<'de> for Size {
             }
 
             fn visit_i64<E: serde::de::Error>(self, value: i64) -> std::result::Result<Size, E> {
-                let size = u64::try_from(value).map_err(|_| E::custom("a size is not negative"))?;
+                let size =
+                    u64::try_from(value).map_err(|_| E::custom("a size cannot be negative"))?;
                 Ok(Size(size))
             }
 
