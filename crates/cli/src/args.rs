@@ -1,5 +1,5 @@
-//! The verbs of the command line. Each states its own options; the words are qemu-img's and
-//! qemu-nbd's where the job is.
+//! The verbs of the command line, each of which states its own options. The names are those of
+//! qemu-img and qemu-nbd where the task is the same.
 
 use crate::check::CheckArgs;
 use crate::compare::CompareArgs;
@@ -18,12 +18,12 @@ use crate::top::TopArgs;
 use clap::{Parser, Subcommand};
 use mica_daemon::{HELPER_VERB, LogLevel};
 
-/// Virtual disks whose speed, memory and snapshot cost do not depend on how many snapshots lie
+/// Virtual disks whose speed, memory and snapshot cost do not depend on the number of snapshots
 /// beneath.
 #[derive(Parser)]
 #[command(name = "mica", version, max_term_width = 100)]
 pub(crate) struct Cli {
-    /// What goes to stderr besides errors.
+    /// What is logged to stderr besides errors.
     #[arg(long, global = true, value_enum, default_value = "warn", value_name = "LEVEL")]
     pub(crate) log_level: LogLevel,
     #[command(subcommand)]
@@ -35,17 +35,17 @@ pub(crate) enum Verb {
     Serve(Box<ServeArgs>),
     Ctl(CtlArgs),
     Top(TopArgs),
-    /// Tell about an image: size, format, snapshots, backing files.
+    /// Show an image's size, format, snapshots and backing files.
     Info(InfoArgs),
-    /// Tell which layer owns which bytes of the disk, and where they are.
+    /// Show which layer owns which bytes of the disk, and where they are.
     Map(MapArgs),
     /// Check an image for corruption and leaked clusters. Changes nothing.
     ///
-    /// Exit code: 0 nothing found, 1 the check could not be made, 2 corruption, 3 leaks only.
+    /// Exit code: 0 nothing found, 1 the check failed, 2 corruption, 3 leaks only.
     Check(CheckArgs),
     /// Compare the content of two disks.
     ///
-    /// Exit code: 0 the same, 1 different, 2 an image could not be opened, 3 or more another error.
+    /// Exit code: 0 identical, 1 different, 2 an image could not be opened, 3 or more other errors.
     Compare(CompareArgs),
     Create(CreateArgs),
     Convert(ConvertArgs),
@@ -53,11 +53,11 @@ pub(crate) enum Verb {
     Measure(MeasureArgs),
     Read(ReadArgs),
     Write(WriteArgs),
-    /// Build, look at or drop the index of a chain.
+    /// Build, inspect or drop the index of a chain.
     Index(IndexArgs),
-    /// Make chains for tests and measurements.
+    /// Generate chains for tests and measurements.
     Gen(GenArgs),
-    /// Do for a server what its sandbox refuses it. Started by servers alone.
+    /// Do for a server what its sandbox forbids. Only servers start this.
     #[command(hide = true, name = HELPER_VERB)]
     Helper,
 }

@@ -12,8 +12,7 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Bytes that are compared at once: that many where there is data, more and more where there is
-/// none.
+/// Bytes compared at a time: the minimum where there is data, growing where there is none.
 const PIECE_BYTES_MIN: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
 
@@ -22,10 +21,10 @@ pub(crate) struct CompareArgs {
     /// Format of the second image.
     #[arg(short = 'F', long, default_value = "qcow2", value_name = "FORMAT")]
     second_format: String,
-    /// Disks of different lengths are different, whatever the tail holds.
+    /// Treat disks of different lengths as different, even if the rest is zeros.
     #[arg(short = 's', long)]
     strict: bool,
-    /// Show how far it is.
+    /// Show progress.
     #[arg(short = 'p', long)]
     progress: bool,
     #[command(flatten)]
@@ -77,7 +76,7 @@ enum Difference {
     At(u64),
 }
 
-/// Finds the first byte in which the disks differ; what the longer one has more must be zeros.
+/// Finds the first byte that differs; the rest of the longer disk must be zeros.
 async fn compare(
     short: &dyn Disk,
     long: &dyn Disk,
@@ -110,7 +109,7 @@ async fn compare(
     Ok(Difference::None)
 }
 
-/// Where the bytes of `range` are, or `None` if the map says that they are zeros.
+/// The extents of `range`, or `None` if the map says that it reads as zeros.
 async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Vec<Extent>>> {
     let mut extents = Vec::new();
     disk.plan(range, Detail::Allocation, &mut extents).finish().await?;

@@ -16,7 +16,7 @@ pub(crate) struct GenArgs {
 
 #[derive(Subcommand)]
 enum GenVerb {
-    /// Make a chain of qcow2 layers whose content can be verified.
+    /// Generate a chain of qcow2 layers whose content can be verified.
     Chain(GenChainArgs),
 }
 
@@ -31,24 +31,24 @@ struct GenChainArgs {
     /// Size of a cluster.
     #[arg(short = 'c', long, default_value = "64k", value_name = "SIZE")]
     cluster_size: String,
-    /// Part of the disk that some layer owns, 0.0 to 1.0.
+    /// Fraction of the disk that some layer owns, 0.0 to 1.0.
     #[arg(long, default_value_t = 0.3, value_name = "PART")]
     fill: f64,
     /// Which layers own it: uniform, or newest-heavy.
     #[arg(long, default_value = "uniform", value_name = "NAME")]
     distribution: String,
-    /// Features mixed in, separated by commas; `all` for all of them.
+    /// Features to mix in, separated by commas; `all` for all of them.
     #[arg(long, default_value = "", value_name = "LIST")]
     features: String,
-    /// Seed of all that is random.
+    /// Random seed.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// Leave the data clusters as holes of their files.
+    /// Leave the data clusters as holes in their files.
     #[arg(long)]
     no_data: bool,
     #[command(flatten)]
     output: OutputArgs,
-    /// Directory that gets the layers; made if it is not there.
+    /// Directory for the layers; created if it does not exist.
     #[arg(value_name = "DIRECTORY")]
     dir: PathBuf,
 }

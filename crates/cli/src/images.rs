@@ -1,4 +1,4 @@
-//! The options that say how images are opened, the same for every verb, and the opening.
+//! Options for opening images, the same for every verb, and the opening itself.
 
 use crate::failure::Failure;
 use crate::output::OutputArgs;
@@ -11,7 +11,7 @@ use mica_stack::{Format, ImageOptions, parse_size};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-// What verbs have that open images. (Words for rustdoc would become a verb's help.)
+// Options of verbs that open images. (A doc comment would become the help of the verb.)
 #[derive(Args, Clone)]
 pub(crate) struct ImageArgs {
     #[command(flatten)]
@@ -20,7 +20,7 @@ pub(crate) struct ImageArgs {
     pub(crate) io: IoSettings,
 }
 
-// What verbs have that tell something of one disk.
+// Options of verbs that report on one disk.
 #[derive(Args)]
 pub(crate) struct SubjectArgs {
     #[command(flatten)]
@@ -47,17 +47,17 @@ impl ImageArgs {
             .map_err(|error| Failure::new(format!("starting the I/O backend: {error}")))
     }
 
-    /// How image files are opened.
+    /// Options for opening image files.
     pub(crate) fn image_options(&self) -> Result<ImageOptions, Failure> {
         Ok(self.settings.image_options(ImageSettings::handles())?)
     }
 
-    /// How a chain is opened.
+    /// Options for opening a chain.
     pub(crate) fn chain_options(&self, index: IndexUse) -> Result<ChainOptions, Failure> {
         Ok(self.settings.chain_options(index)?)
     }
 
-    /// Opens `image` as these options say.
+    /// Opens `image` with these options.
     pub(crate) async fn open(
         &self,
         image: &Path,
@@ -69,9 +69,9 @@ impl ImageArgs {
     }
 }
 
-/// The size that an option says.
+/// Parses the size given for an option.
 pub(crate) fn size_of(option: &str, text: &str) -> Result<u64, Failure> {
     parse_size(text).ok_or_else(|| {
-        Failure::new(format!("{option}: {text:?} is no size: write it like 64k or 8G"))
+        Failure::new(format!("{option}: {text:?} is not a size: write it like 64k or 8G"))
     })
 }

@@ -18,9 +18,9 @@ pub(crate) struct IndexArgs {
 
 #[derive(Subcommand)]
 enum IndexVerb {
-    /// Write the sidecars of all frozen layers that have none that fits.
+    /// Write sidecars for all frozen layers that have no valid one.
     Build(SubjectArgs),
-    /// Tell of each frozen layer whether its sidecar fits.
+    /// Show for each frozen layer whether its sidecar is valid.
     Status(SubjectArgs),
     /// Remove the sidecars of all frozen layers.
     Drop(SubjectArgs),
@@ -63,7 +63,7 @@ fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
         if indexed == frozen {
             return Ok(ExitCode::SUCCESS);
         }
-        Err(Failure::new("a layer changed while it was indexed: build the index again"))
+        Err(Failure::new("a layer changed while it was being indexed: build the index again"))
     })
 }
 
@@ -125,7 +125,7 @@ fn drop_index(args: &SubjectArgs) -> Result<ExitCode, Failure> {
         let frozen = disk.layer_count() - 1;
         match args.output.output {
             OutputFormat::Human => {
-                print(&format!("the sidecars of {frozen} frozen layers are gone\n"))?;
+                print(&format!("removed the sidecars of {frozen} frozen layers\n"))?;
             }
             OutputFormat::Json => print_json(&json!({ "frozen": frozen }))?,
         }

@@ -1,6 +1,6 @@
-//! `mica serve`: disks over NBD and as devices of machines, until SIGTERM or SIGINT.
+//! `mica serve`: serves disks over NBD, to virtual machines and as files, until SIGTERM or SIGINT.
 //!
-//! The exit code is 0 if all that was written is in the images.
+//! The exit code is 0 if everything acknowledged is in the images.
 
 use crate::failure::Failure;
 use crate::fork::{Fork, Waiting};
@@ -14,29 +14,28 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Serve a disk, or many: over NBD, and to virtual machines.
+/// Serve one disk or many: over NBD, and to virtual machines.
 #[derive(Args)]
 pub(crate) struct ServeArgs {
-    /// Serve what this TOML file says: one table "disk" for each, whose keys are name, image and
-    /// the options of this verb. Paths in it start from its folder.
+    /// Serve what this TOML file lists: a table "disk" for each, with the keys name, image and the
+    /// options of this verb. Relative paths start from its folder.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
     process: ProcessSettings,
-    /// Take over from the server at the --control socket: its sockets, and the disks once it has
-    /// closed them. Guests only wait. If this server cannot serve, that one goes on.
+    /// Take over from the server at the --control socket: its sockets, and its disks once it has
+    /// closed them. Guests only wait. If this server cannot serve, that one keeps serving.
     #[arg(long)]
     takeover: bool,
-    /// End once the disks are served, or cannot be: the server is another process, in the
-    /// background. With --takeover it is what systemd runs to reload.
+    /// Exit once the disks are served, or cannot be: the server is another process, in the
+    /// background. With --takeover this is what systemd runs to reload.
     #[arg(long)]
     fork: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
 
-// What is said where one disk is served, and stands in the configuration where there is one.
-// (Words for rustdoc would become the verb's help.)
+// What a configuration says where there is one. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct DiskArgs {
     #[command(flatten)]
@@ -50,7 +49,7 @@ struct DiskArgs {
     image: Option<PathBuf>,
 }
 
-/// The options that a configuration excludes.
+/// The options that exclude a configuration.
 fn of_one_disk() -> Vec<Id> {
     let options = DiskArgs::augment_args(Command::new(""));
     options.get_arguments().map(|option| option.get_id().clone()).collect()
@@ -63,12 +62,12 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
     };
     let Fork::Server(waiting) = fork else { return Ok(fork.outcome()) };
     let daemon = Daemon::start(config(args)?, log)?;
-    waiting.into_iter().for_each(Waiting::end);
+    waiting.into_iter().for_each(Waiting::report);
     daemon.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a server has another process of this program do.
+/// What a server's helper does.
 pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
     mica_daemon::run_helper()?;
     Ok(ExitCode::SUCCESS)
@@ -82,7 +81,7 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
     };
     config.process = args.process.or(config.process);
     config.takeover = args.takeover;
-    // This very program, also where another has its name by now.
+    // This very program, even if its file has been replaced since.
     config.helper = Some(PathBuf::from("/proc/self/exe"));
     Ok(config)
 }
@@ -91,7 +90,7 @@ impl DiskArgs {
     /// A configuration of this disk alone.
     fn alone(self, image: PathBuf) -> Result<Config, Failure> {
         let DiskArgs { settings, stats, images, .. } = self;
-        // What is served as a block device is refused for another reason.
+        // A block device is refused with a message of its own.
         let is_placed = settings.has_place() || settings.ublk || has_inherited_sockets();
         if !is_placed {
             return Err(Failure::new(
@@ -106,7 +105,7 @@ impl DiskArgs {
     }
 }
 
-/// What a disk is called that has no other name: its image's name without its ending.
+/// The default name of a disk: its image's name without the extension.
 fn name_of(image: &Path) -> String {
     let stem = image.file_stem().unwrap_or_default().to_string_lossy();
     let plain = |letter: char| match letter {
