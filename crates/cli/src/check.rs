@@ -1,9 +1,9 @@
-//! `mica check`: the check of one image, and its repair, in qemu-img's words and exit codes.
+//! `mica check`: checks and repairs one image, with qemu-img's wording and exit codes.
 
-use crate::args::{CheckArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{print, print_json, progress_bar};
-use clap::ValueEnum;
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2_tools::open_for_check;
@@ -11,46 +11,61 @@ use mica_qcow2_tools::recover::{RepairMode, Repaired, open_for_repair, repair};
 use mica_stack::{FileImages, Format};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Findings that are shown one by one; all are counted.
+/// Most findings that are shown; all are counted.
 const FINDINGS_SHOWN_MAX: u64 = 1000;
-/// What qemu-img says where there is nothing to check.
+/// qemu-img's exit code for formats that have no check.
 const EXIT_NO_CHECK: u8 = 63;
 
 /// What `-r` repairs.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RepairChoice {
-    /// Space that nobody uses.
+    /// Space that nothing uses.
     Leaks,
-    /// All that can be repaired.
+    /// Everything that can be repaired.
     All,
+}
+
+#[derive(Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// Repair what is found: leaks only, or everything possible.
+    #[arg(short = 'r', long, value_enum, value_name = "WHAT")]
+    repair: Option<RepairChoice>,
+    /// The image. Its backing files are not checked.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
 }
 
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
     if args.images.format()? != Format::Qcow2 {
-        let what = "only qcow2 images have something to check";
+        let what = "only qcow2 images can be checked";
         return Err(Failure::new(what).with_code(EXIT_NO_CHECK));
     }
     let executor = args.images.executor()?;
     executor.block_on(async {
         let images = FileImages::new(&args.image, args.images.image_options()?)?;
-        let mut shower = Shower { shown: 0, bar: progress_bar(0, "tables") };
+        let mut printer = FindingPrinter { shown: 0, bar: progress_bar(0, "tables") };
         let done = match args.repair {
             None => {
                 let (image, header) = open_for_check(&images, &args.image).await?;
-                let report = check(image.store, &header, &mut shower).await;
+                let report = check(image.store, &header, &mut printer).await;
                 report.map(|report| (report, Repaired::default()))
             }
             Some(choice) => {
                 let (image, header) = open_for_repair(&images, &args.image).await?;
-                let repair = repair(image.store, &header, choice.mode(), &mut shower).await;
+                let repair = repair(image.store, &header, choice.mode(), &mut printer).await;
                 repair.map(|repair| (repair.after, repair.repaired))
             }
         };
-        shower.bar.finish_and_clear();
-        if shower.shown > FINDINGS_SHOWN_MAX {
-            eprintln!("({} more findings are not shown)", shower.shown - FINDINGS_SHOWN_MAX);
+        printer.bar.finish_and_clear();
+        if printer.shown > FINDINGS_SHOWN_MAX {
+            eprintln!("({} more findings are not shown)", printer.shown - FINDINGS_SHOWN_MAX);
         }
         let (report, repaired) =
             done.map_err(|error| error.wrap(args.image.display().to_string()))?;
@@ -72,12 +87,12 @@ impl RepairChoice {
     }
 }
 
-struct Shower {
+struct FindingPrinter {
     shown: u64,
     bar: ProgressBar,
 }
 
-impl Observer for Shower {
+impl Observer for FindingPrinter {
     fn finding(&mut self, finding: Finding) {
         self.shown += 1;
         if self.shown <= FINDINGS_SHOWN_MAX {
@@ -154,7 +169,7 @@ fn json(args: &CheckArgs, report: &CheckReport, repaired: Repaired) -> Value {
     set("image-end-offset", report.image_end_offset.into());
     set("total-clusters", report.total_clusters.into());
     set("check-errors", report.check_errors.into());
-    // As in QEMU: a count of zero is left out.
+    // As in QEMU, counts of zero are left out.
     let counts = [
         ("corruptions", report.corruptions),
         ("leaks", report.leaks),

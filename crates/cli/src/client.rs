@@ -1,4 +1,4 @@
-//! The other end of a server's control socket: one request, one answer.
+//! A client of a server's control socket: one request, one answer.
 
 use crate::failure::Failure;
 use clap::Args;
@@ -8,18 +8,17 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where servers listen that nobody told otherwise.
+/// The default control socket.
 const CONTROL: &str = "/run/mica/control.sock";
 /// Most bytes of an answer.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
-/// How long an answer may take; a drain may flush gigabytes.
+/// Time limit for an answer; a drain may flush gigabytes.
 const ANSWER_WAIT: Duration = Duration::from_secs(600);
 
-// What verbs have that ask a server. (Words for rustdoc would become a verb's help.)
+// Options of verbs that talk to a server. (A doc comment would become the help of the verb.)
 #[derive(Args, Clone)]
 pub(crate) struct ControlArgs {
-    /// The control socket of the server. What MICA_CONTROL names by default, else
-    /// /run/mica/control.sock.
+    /// The control socket of the server. By default $MICA_CONTROL, or else /run/mica/control.sock.
     #[arg(long, global = true, value_name = "SOCKET")]
     control: Option<PathBuf>,
 }
@@ -32,37 +31,37 @@ impl ControlArgs {
     }
 }
 
-/// A server that can be asked.
+/// A client of one server.
 pub(crate) struct Client {
     socket: PathBuf,
 }
 
 impl Client {
-    /// Asks for what is at `path`.
+    /// Gets what is at `path`.
     ///
     /// # Errors
-    /// If nobody answers, or what the server says against it.
+    /// If no server answers, or the server reports an error.
     pub(crate) fn get(&self, path: &str) -> Result<Value, Failure> {
-        self.ask("GET", path, "")
+        self.request("GET", path, "")
     }
 
-    /// Tells the server to do what `path` names.
+    /// Runs the command at `path`.
     ///
     /// # Errors
     /// As [`Self::get`].
     pub(crate) fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
-        self.ask("POST", path, &body.to_string())
+        self.request("POST", path, &body.to_string())
     }
 
-    /// Changes what is at `path`.
+    /// Replaces what is at `path`.
     ///
     /// # Errors
     /// As [`Self::get`].
     pub(crate) fn put(&self, path: &str, body: &Value) -> Result<Value, Failure> {
-        self.ask("PUT", path, &body.to_string())
+        self.request("PUT", path, &body.to_string())
     }
 
-    fn ask(&self, method: &str, path: &str, body: &str) -> Result<Value, Failure> {
+    fn request(&self, method: &str, path: &str, body: &str) -> Result<Value, Failure> {
         let named = self.socket.display();
         let stream = UnixStream::connect(&self.socket).map_err(|error| match error.kind() {
             ErrorKind::NotFound | ErrorKind::ConnectionRefused => Failure::new(format!(
@@ -73,20 +72,21 @@ impl Client {
         })?;
         let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
         let answer = exchange(stream, method, path, body).map_err(failed)?;
-        let strange = || Failure::new(format!("{named}: what answers there is no server of mica"));
-        let (status, text) = parse(&answer).ok_or_else(strange)?;
-        let value: Value = serde_json::from_slice(text).map_err(|_| strange())?;
+        let unexpected =
+            || Failure::new(format!("{named}: what answers there is not a mica server"));
+        let (status, text) = parse(&answer).ok_or_else(unexpected)?;
+        let value: Value = serde_json::from_slice(text).map_err(|_| unexpected())?;
         match status {
             200..300 => Ok(value),
             _ => {
-                let error = value["error"].as_str().ok_or_else(strange)?;
+                let error = value["error"].as_str().ok_or_else(unexpected)?;
                 Err(Failure::new(plain(error)))
             }
         }
     }
 }
 
-/// What a server says, on one line of plain text.
+/// A server's text as one line without control characters.
 pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
 }
@@ -104,7 +104,7 @@ fn exchange(
         "{method} {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\
          content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
     );
-    // One who refuses answers without reading all of it.
+    // A server that refuses need not read all of it.
     let written = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let taken = stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer);
@@ -117,7 +117,7 @@ fn exchange(
     }
 }
 
-/// The status and the body of an answer that is whole.
+/// The status and body of a complete answer.
 fn parse(answer: &[u8]) -> Option<(u16, &[u8])> {
     let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n")?;
     let head = std::str::from_utf8(&answer[..end]).ok()?;
@@ -131,9 +131,10 @@ fn parse(answer: &[u8]) -> Option<(u16, &[u8])> {
     answer[end + 4..].get(..length).map(|body| (status, body))
 }
 
-/// The path of what can be told to a disk.
+/// The path of a disk's command.
 pub(crate) fn of_disk(disk: &str, verb: &str) -> String {
-    // Names have letters that a path may have; whatever else was typed is no name.
+    // Characters of valid names need no escaping; anything else is not a name, but must stay one
+    // path segment.
     let mut path = "/v1/disks/".to_owned();
     for byte in disk.bytes() {
         match byte {
@@ -144,7 +145,7 @@ pub(crate) fn of_disk(disk: &str, verb: &str) -> String {
     path + "/" + verb
 }
 
-/// No body.
+/// An empty body.
 pub(crate) fn nothing() -> Value {
     json!({})
 }
@@ -157,8 +158,8 @@ mod tests {
     fn answers_are_taken_when_they_are_whole() {
         let answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\nx: y\r\n\r\n{\"a\"";
         assert_eq!(parse(answer), Some((404, &b"{\"a\""[..])));
-        assert_eq!(parse(&answer[..answer.len() - 1]), None, "cut");
-        assert_eq!(parse(b"HTTP/1.1 200 OK\r\n\r\n"), None, "of no length");
+        assert_eq!(parse(&answer[..answer.len() - 1]), None, "truncated");
+        assert_eq!(parse(b"HTTP/1.1 200 OK\r\n\r\n"), None, "without a length");
         assert_eq!(parse(b"SSH-2.0-x\r\n\r\n"), None);
         assert_eq!(parse(b"HTTP/1.1 2\xc3\xa40 OK\r\ncontent-length: 0\r\n\r\n"), None);
         assert_eq!(parse(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999\r\n\r\n"), None);

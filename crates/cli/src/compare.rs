@@ -1,19 +1,43 @@
 //! `mica compare`: whether two disks hold the same bytes.
 
-use crate::args::{CompareArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{print, print_json, progress_bar};
+use crate::images::ImageArgs;
+use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
+use clap::Args;
 use mica_block::{Detail, Disk, Extent, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 use serde_json::json;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Bytes that are compared at once: that many where there is data, more and more where there is
-/// none.
+/// Bytes compared at a time: the minimum where there is data, growing where there is none.
 const PIECE_BYTES_MIN: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
+
+#[derive(Args)]
+pub(crate) struct CompareArgs {
+    /// Format of the second image.
+    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FORMAT")]
+    second_format: String,
+    /// Treat disks of different lengths as different, even if the rest is zeros.
+    #[arg(short = 's', long)]
+    strict: bool,
+    /// Show progress.
+    #[arg(short = 'p', long)]
+    progress: bool,
+    #[command(flatten)]
+    report: ReportArgs,
+    #[command(flatten)]
+    images: ImageArgs,
+    /// The first image.
+    #[arg(value_name = "IMAGE1")]
+    first: PathBuf,
+    /// The second image.
+    #[arg(value_name = "IMAGE2")]
+    second: PathBuf,
+}
 
 pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
     let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;
@@ -21,7 +45,7 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
         let first = args.images.open(&args.first, IndexUse::Read).await;
         let first = first.map_err(|failure| failure.with_code(2))?;
         let mut second = args.images.clone();
-        second.format.clone_from(&args.second_format);
+        second.settings.format.clone_from(&args.second_format);
         let second = second.open(&args.second, IndexUse::Read).await;
         let second = second.map_err(|failure| failure.with_code(2))?;
         let (short, long): (&dyn Disk, &dyn Disk) = if first.geometry().len <= second.geometry().len
@@ -52,7 +76,7 @@ enum Difference {
     At(u64),
 }
 
-/// Finds the first byte in which the disks differ; what the longer one has more must be zeros.
+/// Finds the first byte that differs; the rest of the longer disk must be zeros.
 async fn compare(
     short: &dyn Disk,
     long: &dyn Disk,
@@ -85,7 +109,7 @@ async fn compare(
     Ok(Difference::None)
 }
 
-/// Where the bytes of `range` are, or `None` if the map says that they are zeros.
+/// The extents of `range`, or `None` if the map says that it reads as zeros.
 async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Vec<Extent>>> {
     let mut extents = Vec::new();
     disk.plan(range, Detail::Allocation, &mut extents).finish().await?;

@@ -1,4 +1,4 @@
-//! `mica convert`: copies a disk, with all that its chain holds, into a new image.
+//! `mica convert`: copies a disk, with everything its chain holds, into a new image.
 
 mod content;
 mod cursor;
@@ -9,7 +9,7 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::progress_bar;
 use clap::Args;
-use content::Look;
+use content::ContentRules;
 use engine::{Job, Target};
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Copy a disk, with all that its chain holds, into a new image.
+/// Copy a disk, with everything its chain holds, into a new image.
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
     /// Format of the new image: qcow2 or raw.
@@ -34,52 +34,52 @@ pub(crate) struct ConvertArgs {
     /// Compress the clusters.
     #[arg(short = 'c', long)]
     compress: bool,
-    /// Leave out runs of zeros of this length in a raw image, of whole clusters in a qcow2 image;
+    /// Leave out runs of zeros: of this length in a raw image, of whole clusters in a qcow2 image.
     /// 0 writes all zeros.
     #[arg(short = 'S', default_value = "4k", value_name = "SIZE")]
     sparse: String,
     /// Copy an internal snapshot, by id or name.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     load_snapshot: Option<String>,
-    /// Backing file of the new image, relative to its directory: only what differs is copied.
+    /// Backing file of the new image, relative to its directory: only differences are copied.
     #[arg(short = 'B', long, value_name = "BASE")]
     backing: Option<OsString>,
     /// Format of the backing file: qcow2 or raw.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
-    /// Pieces that are read, compressed and written side by side.
+    /// Pieces that are read, compressed and written in parallel.
     #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
     coroutines: usize,
-    /// Taken for qemu-img's sake: pieces are always written as they come.
+    /// Accepted for compatibility with qemu-img: pieces are always written out of order.
     #[arg(short = 'W')]
     out_of_order: bool,
-    /// Show how far it is.
+    /// Show progress.
     #[arg(short = 'p', long)]
     progress: bool,
-    /// Overwrite a file that is there.
+    /// Overwrite an existing file.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
     images: ImageArgs,
-    /// The disk that is copied: for a chain, its active layer.
+    /// The disk to copy: for a chain, its active layer.
     #[arg(value_name = "SOURCE")]
     source: PathBuf,
-    /// The image that is made.
+    /// The image to create.
     #[arg(value_name = "TARGET")]
     target: PathBuf,
 }
 
-/// Most pieces that are under way at one time, as in QEMU.
+/// Most pieces in flight, as in QEMU.
 const COROUTINES_MAX: usize = 16;
 
 pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     if !(1..=COROUTINES_MAX).contains(&args.coroutines) {
-        let what = format!("-m: it must be a number from 1 to {COROUTINES_MAX}");
+        let what = format!("-m must be between 1 and {COROUTINES_MAX}");
         return Err(Failure::new(what));
     }
     let sparse = size_of("-S", &args.sparse)?;
     if !sparse.is_multiple_of(SECTOR_BYTES) {
-        return Err(Failure::new("-S: it must be a multiple of 512, or 0"));
+        return Err(Failure::new("-S must be a multiple of 512, or 0"));
     }
     let executor = args.images.executor()?;
     let source = executor.block_on(open_source(args))?;
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     match args.output_format.parse::<Format>()? {
         Format::Raw => convert_to_raw(args, &executor, source, sparse)?,
         Format::Qcow2 => convert_to_qcow2(args, &executor, source, sparse)?,
-        Format::Null => return Err(Failure::new("the null format is no image to be made")),
+        Format::Null => return Err(Failure::new("the null format cannot be created")),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -99,13 +99,13 @@ async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
     Ok(mica_stack::open(&args.source, format, images, &chain).await?)
 }
 
-/// A disk is not copied over a file that it is read from, whatever force is used.
+/// Refuses to copy a disk over one of its own files, even with --force.
 fn refuse_target_in_source(args: &ConvertArgs, source: &dyn Manage) -> Result<(), Failure> {
     let Ok(target) = args.target.canonicalize() else { return Ok(()) };
     let is_target = |path: &Path| path.canonicalize().is_ok_and(|path| path == target);
     let in_chain = source.layer_paths().iter().any(|path| is_target(path));
     if in_chain || is_target(&args.source) {
-        let what = format!("{} is a part of what is copied", args.target.display());
+        let what = format!("{} is a part of the source", args.target.display());
         return Err(Failure::new(what));
     }
     Ok(())
@@ -128,7 +128,7 @@ fn convert_to_raw(
     let size = source.geometry().len;
     let file = executor.block_on(async {
         let file = NewFile::create(&args.target, args.force, &args.images).await?;
-        // What is full gets its zeros with the data.
+        // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
             other => other,
@@ -138,7 +138,7 @@ fn convert_to_raw(
     })?;
     let unit = usize::try_from(sparse.clamp(SECTOR_BYTES, 1 << 20).next_power_of_two());
     let unit = unit.expect("at most a mebibyte");
-    let look = Look {
+    let rules = ContentRules {
         cluster_bytes: unit,
         subcluster_bytes: unit,
         keep_zeros: sparse == 0 || preallocation == Preallocation::Full,
@@ -152,7 +152,7 @@ fn convert_to_raw(
             source,
             backing: None,
             target,
-            look,
+            rules,
             coroutines: args.coroutines,
             backend: args.images.backend(),
         },
@@ -171,7 +171,7 @@ fn convert_to_qcow2(
     let plan = qcow2_plan(args, source.geometry().len)?;
     let backing = executor.block_on(open_backing(args, &plan))?;
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
-    let look = Look {
+    let rules = ContentRules {
         cluster_bytes: 1 << plan.l2.cluster_bits.bits(),
         subcluster_bytes: 1 << plan.l2.subcluster_bits(),
         keep_zeros,
@@ -196,18 +196,18 @@ fn convert_to_qcow2(
             source,
             backing,
             target,
-            look,
+            rules,
             coroutines: args.coroutines,
             backend: args.images.backend(),
         },
     )?;
-    let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was made above") };
+    let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
     let writer = writer.into_inner().unwrap_or_else(PoisonError::into_inner);
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
     executor.block_on(async {
         finish(writer, stores).await?;
         if falloc {
-            give_space(data_store.as_deref().unwrap_or(stores.image)).await?;
+            allocate_all(data_store.as_deref().unwrap_or(stores.image)).await?;
         }
         Ok::<_, Failure>(())
     })?;
@@ -233,7 +233,7 @@ fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
         ));
     }
     if plan.backing.is_some() && plan.preallocation != Preallocation::Off {
-        return Err(Failure::new("-B copies what differs: there is nothing to be preallocated"));
+        return Err(Failure::new("-B copies only differences: there is nothing to preallocate"));
     }
     Ok(plan)
 }
@@ -244,12 +244,12 @@ async fn open_backing(
 ) -> Result<Option<Arc<dyn Disk>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
     let mut images = args.images.clone();
-    images.format = backing.format.clone().unwrap_or_default();
+    images.settings.format = backing.format.clone().unwrap_or_default();
     let path = beside(&args.target, Path::new(&backing.name));
     Ok(Some(images.open(&path, IndexUse::Read).await?))
 }
 
-async fn give_space(store: &dyn Store) -> Result<(), Failure> {
+async fn allocate_all(store: &dyn Store) -> Result<(), Failure> {
     let len = store.len()?;
     store.space(Space::Allocate, HostOffset::ZERO, len).await?;
     Ok(store.sync().await?)

@@ -1,4 +1,4 @@
-//! `mica create`: a new image, with qemu-img's options.
+//! `mica create`: creates an image, with qemu-img's options.
 
 mod new_file;
 mod options;
@@ -6,10 +6,9 @@ mod options;
 pub(crate) use new_file::{NewFile, open_writable};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
 
-use crate::args::{OutputFormat, ReportArgs};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::{print, print_json};
+use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
 use mica_block::{Space, Store};
 use mica_qcow2::IndexUse;
@@ -22,11 +21,11 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Make an image.
+/// Create an image.
 ///
 /// An overlay (-b) gets subclusters of 4 KiB unless -o says otherwise (extended_l2=on,
-/// cluster_size=128k), so that small writes copy nothing. These readers do not know them: QEMU
-/// before 5.2, cloud-hypervisor, imago and libkrun, qcow2-rs, crosvm. For them, and with
+/// cluster_size=128k), so that small writes copy nothing. Some readers do not support them: QEMU
+/// before 5.2, cloud-hypervisor, imago and libkrun, qcow2-rs, crosvm. For those, and with
 /// compat=0.10, use -o extended_l2=off.
 #[derive(Args)]
 pub(crate) struct CreateArgs {
@@ -36,21 +35,21 @@ pub(crate) struct CreateArgs {
     /// Format of the backing file: qcow2 or raw.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     pub(crate) backing_format: Option<String>,
-    /// Do not open the backing file; SIZE must be given then.
+    /// Do not open the backing file; SIZE is then required.
     #[arg(short = 'u', long)]
     pub(crate) unsafe_backing: bool,
     /// Options of the format: compat, cluster_size, extended_l2, refcount_bits, lazy_refcounts,
     /// compression_type, preallocation, data_file, data_file_raw. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
-    /// Overwrite a file that is there.
+    /// Overwrite an existing file.
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
     pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) images: ImageArgs,
-    /// The image that is made.
+    /// The image to create.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
     /// Length of its disk; that of the backing file's disk by default.
@@ -75,7 +74,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
         match format {
             Format::Qcow2 => create_qcow2(args, options).await?,
             Format::Raw => create_raw(args, options).await?,
-            Format::Null => return Err(Failure::new("the null format is no image to be made")),
+            Format::Null => return Err(Failure::new("the null format cannot be created")),
         }
         Ok(ExitCode::SUCCESS)
     })
@@ -83,7 +82,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
 
 async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result<(), Failure> {
     let named = |failure: Failure| failure.within(args.file.display());
-    // What makes no sense is told before any file is looked at.
+    // Contradictory options are reported before any file is opened.
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
     if let (Some(backing), false) = (&options.wish.backing_name, args.unsafe_backing) {
         let format = options.wish.backing_format.as_deref().unwrap_or_default();
@@ -95,7 +94,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
         Failure::new("Image creation needs a size parameter: give SIZE, or a backing file")
     })?;
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
-    let told = tell_qcow2(&args.file, &plan);
+    let fields = describe_qcow2(&args.file, &plan);
     let image = NewFile::create(&args.file, args.force, &args.images).await?;
     let data = new_data_file(&args.file, &plan, args.force, &args.images).await?;
     let stores =
@@ -105,10 +104,10 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     if let Some(data) = data {
         data.keep();
     }
-    tell(args, told)
+    report(args, fields)
 }
 
-/// The file for the data of an image at `file`, if the plan has one.
+/// Creates the external data file of an image at `file`, if the plan has one.
 pub(crate) async fn new_data_file(
     file: &Path,
     plan: &ImagePlan,
@@ -124,7 +123,7 @@ pub(crate) async fn new_data_file(
     }
 }
 
-/// Where the file is that the image at `file` calls `name`.
+/// The path of the file that the image at `file` calls `name`.
 pub(crate) fn beside(file: &Path, name: &Path) -> PathBuf {
     file.parent().unwrap_or(Path::new("")).join(name)
 }
@@ -137,7 +136,7 @@ async fn backing_len(
     images: &ImageArgs,
 ) -> Result<u64, Failure> {
     let mut images = images.clone();
-    format.clone_into(&mut images.format);
+    format.clone_into(&mut images.settings.format);
     let opened = images.open(&beside(file, name), IndexUse::Ignore).await?;
     Ok(opened.geometry().len)
 }
@@ -153,15 +152,15 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
     file.keep();
-    let mut told = Map::new();
-    told.insert("filename".into(), args.file.display().to_string().into());
-    told.insert("format".into(), "raw".into());
-    told.insert("virtual-size".into(), size.into());
-    told.insert("preallocation".into(), preallocation.name().into());
-    tell(args, told)
+    let mut fields = Map::new();
+    fields.insert("filename".into(), args.file.display().to_string().into());
+    fields.insert("format".into(), "raw".into());
+    fields.insert("virtual-size".into(), size.into());
+    fields.insert("preallocation".into(), preallocation.name().into());
+    report(args, fields)
 }
 
-/// Gives an empty raw file its length.
+/// Gives an empty raw file its length and preallocation.
 pub(crate) async fn fill_raw(
     store: &dyn Store,
     size: u64,
@@ -176,42 +175,42 @@ pub(crate) async fn fill_raw(
     Ok(store.set_len(size).await?)
 }
 
-fn tell_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {
-    let mut told = Map::new();
-    let mut tell = |name: &str, value: Value| {
-        told.insert(name.to_owned(), value);
+fn describe_qcow2(file: &Path, plan: &ImagePlan) -> Map<String, Value> {
+    let mut fields = Map::new();
+    let mut set = |name: &str, value: Value| {
+        fields.insert(name.to_owned(), value);
     };
-    tell("filename", file.display().to_string().into());
-    tell("format", "qcow2".into());
-    tell("virtual-size", plan.size.into());
-    tell("cluster-size", plan.l2.cluster_bits.bytes().into());
+    set("filename", file.display().to_string().into());
+    set("format", "qcow2".into());
+    set("virtual-size", plan.size.into());
+    set("cluster-size", plan.l2.cluster_bits.bytes().into());
     let is_v2 = plan.l2.version == Version::V2;
-    tell("compat", if is_v2 { "0.10" } else { "1.1" }.into());
-    tell("extended-l2", plan.l2.extended.into());
+    set("compat", if is_v2 { "0.10" } else { "1.1" }.into());
+    set("extended-l2", plan.l2.extended.into());
     let zlib = plan.compression == Compression::Deflate;
-    tell("compression-type", if zlib { "zlib" } else { "zstd" }.into());
-    tell("lazy-refcounts", plan.lazy_refcounts.into());
-    tell("refcount-bits", plan.refcount_width.bits().into());
-    tell("preallocation", plan.preallocation.name().into());
+    set("compression-type", if zlib { "zlib" } else { "zstd" }.into());
+    set("lazy-refcounts", plan.lazy_refcounts.into());
+    set("refcount-bits", plan.refcount_width.bits().into());
+    set("preallocation", plan.preallocation.name().into());
     if let Some(backing) = &plan.backing {
-        tell("backing-filename", backing.name.to_string_lossy().into());
-        tell("backing-filename-format", backing.format.clone().into());
+        set("backing-filename", backing.name.to_string_lossy().into());
+        set("backing-filename-format", backing.format.clone().into());
     }
     if let Some(data) = &plan.data_file {
-        tell("data-file", data.name.to_string_lossy().into());
-        tell("data-file-raw", data.raw.into());
+        set("data-file", data.name.to_string_lossy().into());
+        set("data-file-raw", data.raw.into());
     }
-    told
+    fields
 }
 
-fn tell(args: &CreateArgs, told: Map<String, Value>) -> Result<(), Failure> {
+fn report(args: &CreateArgs, fields: Map<String, Value>) -> Result<(), Failure> {
     match args.report.format() {
         None => return Ok(()),
-        Some(OutputFormat::Json) => return print_json(&told),
+        Some(OutputFormat::Json) => return print_json(&fields),
         Some(OutputFormat::Human) => {}
     }
     let mut text = format!("Formatting '{}', fmt=", args.file.display());
-    for (name, value) in told.iter().filter(|(name, _)| *name != "filename") {
+    for (name, value) in fields.iter().filter(|(name, _)| *name != "filename") {
         let value = match value {
             Value::String(text) => text.clone(),
             Value::Bool(on) => if *on { "on" } else { "off" }.to_owned(),

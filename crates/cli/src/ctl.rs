@@ -1,16 +1,15 @@
-//! `mica ctl`: asks a server that runs, and tells it.
+//! `mica ctl`: queries and controls a running server.
 
-use crate::args::OutputFormat;
 use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json};
+use crate::output::{OutputFormat, human_size, print, print_json};
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table};
 use mica_daemon::LogLevel;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Ask a server that runs, and tell it: by its control socket (mica serve --control).
+/// Query and control a running server through its control socket (mica serve --control).
 #[derive(Args)]
 pub(crate) struct CtlArgs {
     #[command(flatten)]
@@ -24,34 +23,34 @@ pub(crate) struct CtlArgs {
 
 #[derive(Subcommand)]
 enum CtlVerb {
-    /// Tell which disks are served, from what and where.
+    /// Show which disks are served, from what and where.
     Status,
-    /// Tell what was done since the start.
+    /// Show figures since the start.
     Stats {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
-    /// Make a disk longer while it is served. A machine that has it is told; NBD clients see it
-    /// when they connect anew.
+    /// Grow a disk while it is served. Its virtual machine is notified; NBD clients see the new
+    /// length when they reconnect.
     Resize {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
-        /// Its new length; with + before it, by how much.
+        /// The new length; with a leading +, the increase.
         #[arg(value_name = "[+]SIZE")]
         size: String,
     },
-    /// Serve a disk no more: requests in flight end, all is flushed, its image is closed. Without
-    /// a name that is done with all disks, and the server ends.
+    /// Stop serving a disk: requests in flight complete, everything is flushed and the image is
+    /// closed. Without a name, do so with all disks and end the server.
     Drain {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
-    /// Tell, or change, what the server logs.
+    /// Show or set the log level of the server.
     LogLevel {
-        /// What it is to be.
+        /// The new level.
         #[arg(value_enum, value_name = "LEVEL")]
         level: Option<LogLevel>,
     },
@@ -67,7 +66,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Shows an answer to people.
+/// Formats an answer for people.
 type Human = fn(&Value) -> String;
 
 fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
@@ -94,7 +93,7 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
     })
 }
 
-/// Leaves nothing but `disk` in an answer.
+/// Reduces an answer to one disk.
 fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
     let disks = answer["disks"].as_array_mut().map(std::mem::take).unwrap_or_default();
     let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
@@ -111,7 +110,7 @@ pub(crate) fn disks(answer: &Value) -> impl Iterator<Item = &Value> {
     answer["disks"].as_array().into_iter().flatten()
 }
 
-/// A value as plain text: what is not there is a dash.
+/// A value as plain text; a missing one is a dash.
 pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
@@ -120,7 +119,7 @@ pub(crate) fn text(value: &Value) -> String {
     }
 }
 
-/// A table without lines, whose columns are numbers where `numbers` says so.
+/// A table without rules; `numbers` are the right-aligned columns.
 pub(crate) fn table(head: &[&str], numbers: &[usize], rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::NOTHING).set_header(head).add_rows(rows);
@@ -133,7 +132,7 @@ pub(crate) fn table(head: &[&str], numbers: &[usize], rows: Vec<Vec<String>>) ->
     table.lines().fold(String::new(), |text, line| text + line.trim_end() + "\n")
 }
 
-/// How many layers a disk has, and how many of those beneath the active one have an index.
+/// The number of layers, and of those below the active one that are indexed.
 pub(crate) fn depth(disk: &Value) -> String {
     match disk["indexed_layers"].as_u64() {
         Some(indexed) if disk["layers"].as_u64() > Some(1) => {
@@ -164,8 +163,9 @@ fn status(answer: &Value) -> String {
     });
     let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
     let problems = disks(answer).flat_map(|disk| {
-        let said = [("device_error", "its device is broken: "), ("weakness", "")];
-        said.into_iter()
+        let problems = [("device_error", "its device is broken: "), ("weakness", "")];
+        problems
+            .into_iter()
             .filter(|(key, _)| !disk[*key].is_null())
             .map(|(key, what)| format!("\n{}: {what}{}\n", text(&disk["name"]), text(&disk[key])))
     });
@@ -194,11 +194,11 @@ fn stats(answer: &Value) -> String {
 
 fn resized(answer: &Value) -> String {
     let notice = match answer["notice"].as_str().unwrap_or_default() {
-        "taken" => "; its machine knows".to_owned(),
-        "sent" => "; its machine was told".to_owned(),
-        "nobody" => "; no machine has it now".to_owned(),
+        "taken" => "; its virtual machine has seen it".to_owned(),
+        "sent" => "; its virtual machine was notified".to_owned(),
+        "nobody" => "; no virtual machine is connected".to_owned(),
         "none" => String::new(),
-        failed => format!("; its machine does not know yet ({})", plain(failed)),
+        failed => format!("; its virtual machine was not notified ({})", plain(failed)),
     };
     let [before, after] = ["length_before", "length"].map(|length| text(&answer[length]));
     format!("{}: {before} bytes before, {after} bytes now{notice}\n", text(&answer["disk"]))
@@ -206,14 +206,14 @@ fn resized(answer: &Value) -> String {
 
 fn drained(answer: &Value) -> String {
     let names = answer["drained"].as_array().into_iter().flatten().map(text);
-    names.fold(String::new(), |said, name| said + &name + ": drained, its image is closed\n")
+    names.fold(String::new(), |text, name| text + &name + ": drained, its image is closed\n")
 }
 
 fn log_level(answer: &Value) -> String {
     text(&answer["level"]) + "\n"
 }
 
-/// Seconds, as people say them.
+/// A duration in seconds, for people.
 pub(crate) fn duration(seconds: u64) -> String {
     let (days, hours, minutes) = (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60);
     match (days, hours, minutes) {

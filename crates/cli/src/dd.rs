@@ -1,4 +1,4 @@
-//! `mica read` and `mica write`: bytes of a disk from and to a pipe, for scripts.
+//! `mica read` and `mica write`: copy bytes of a disk to and from a pipe, for scripts.
 
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
@@ -11,10 +11,10 @@ use std::io::{Read as _, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Bytes that are read or written at once.
+/// Bytes read or written at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-// Where bytes are. (Words for rustdoc would become a verb's help.)
+// An image and an offset. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct PlaceArgs {
     #[command(flatten)]
@@ -22,7 +22,7 @@ struct PlaceArgs {
     /// The image.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// The first byte's place on the disk (suffixes k, M, G, T).
+    /// Offset of the first byte on the disk (suffixes k, M, G, T).
     #[arg(value_name = "OFFSET")]
     offset: String,
 }
@@ -37,7 +37,7 @@ pub(crate) struct ReadArgs {
     length: String,
 }
 
-/// Write bytes from stdin to a disk, and make them durable.
+/// Write bytes from stdin to a disk and make them durable.
 #[derive(Args)]
 pub(crate) struct WriteArgs {
     #[command(flatten)]
@@ -76,7 +76,7 @@ pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {
         let images = images.image_options()?;
         let disk = mica_stack::open_writable(image, format, images, &chain).await?;
         let written = write_all(&*disk, offset).await;
-        // What was written before an error is made durable all the same.
+        // What was written before an error is made durable nevertheless.
         let closed = disk.close().await;
         written?;
         closed?;
@@ -88,7 +88,7 @@ async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
     let mut stdin = std::io::stdin().lock();
     let mut at = offset;
     loop {
-        // The first piece ends at a boundary, so that all others are whole.
+        // The first piece ends at an aligned offset, so that all others are whole.
         let mut piece = Vec::new();
         stdin.by_ref().take(PIECE_BYTES - at % PIECE_BYTES).read_to_end(&mut piece)?;
         if piece.is_empty() {
@@ -103,7 +103,7 @@ async fn write_all(disk: &dyn Disk, offset: u64) -> Result<(), Failure> {
     }
 }
 
-/// Writes `piece` at `at`; the sectors of which it has a part only are read first.
+/// Writes `piece` at `at`; partially covered sectors are read first.
 async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failure> {
     let end = at + piece.len() as u64;
     let (start, stop) = (at - at % SECTOR_BYTES, end.next_multiple_of(SECTOR_BYTES));
@@ -149,7 +149,7 @@ pub(crate) async fn read_extents(
         let part = rest.split_to(usize::try_from(extent.len).expect("a piece"));
         reads.push(disk.read(extent, part));
     }
-    // The parts lie side by side and become one again without a copy.
+    // The parts are adjacent and are joined again without a copy.
     let mut whole: Option<Buf> = None;
     for (result, part) in mica_rt::join_all(reads).await {
         result?;
@@ -162,5 +162,8 @@ pub(crate) async fn read_extents(
 }
 
 fn beyond_end(disk: &dyn Disk) -> Failure {
-    Failure::new(format!("the disk ends at byte {}, before that", disk.geometry().len))
+    Failure::new(format!(
+        "the disk ends at byte {}, before the end of the range",
+        disk.geometry().len
+    ))
 }

@@ -1,9 +1,9 @@
-//! How a verb fails: one line on stderr, and an exit code.
+//! Failures of verbs: one line on stderr and an exit code.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-/// Why a verb did not do its job.
+/// Why a verb failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     message: String,
@@ -22,13 +22,13 @@ impl Failure {
         Self { code, ..self }
     }
 
-    /// The same, said of `what`.
+    /// The same failure, in the context of `what`.
     #[must_use]
     pub(crate) fn within(self, what: impl std::fmt::Display) -> Self {
         Self { message: format!("{what}: {}", self.message), ..self }
     }
 
-    /// Says it, and gives the exit code.
+    /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         eprintln!("mica: {}", self.message);
         ExitCode::from(self.code)
@@ -44,7 +44,7 @@ impl From<mica_block::Error> for Failure {
             let _ = write!(message, ": {error}");
             cause = error.source();
         }
-        // Names come from images: whatever they hold, a message is one line of plain text.
+        // Names come from images: whatever they hold, print one line of plain text.
         let message = message
             .chars()
             .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })

@@ -1,14 +1,60 @@
 //! `mica gen`: chains for tests and measurements.
 
-use crate::args::{GenChainArgs, GenVerb, OutputFormat};
 use crate::failure::Failure;
 use crate::images::size_of;
-use crate::output::{print, print_json, progress_bar};
+use crate::output::{OutputArgs, OutputFormat, print, print_json, progress_bar};
+use clap::{Args, Subcommand};
 use mica_gen::{ChainSpec, DataMode, Features, generate};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-pub(crate) fn run(verb: &GenVerb) -> Result<ExitCode, Failure> {
-    let GenVerb::Chain(args) = verb;
+#[derive(Args)]
+pub(crate) struct GenArgs {
+    #[command(subcommand)]
+    verb: GenVerb,
+}
+
+#[derive(Subcommand)]
+enum GenVerb {
+    /// Generate a chain of qcow2 layers whose content can be verified.
+    Chain(GenChainArgs),
+}
+
+#[derive(Args)]
+struct GenChainArgs {
+    /// Number of layers, the active one included.
+    #[arg(short = 'n', long, default_value_t = 10, value_name = "COUNT")]
+    layers: u32,
+    /// Length of the disk.
+    #[arg(short = 's', long, default_value = "8G", value_name = "SIZE")]
+    size: String,
+    /// Size of a cluster.
+    #[arg(short = 'c', long, default_value = "64k", value_name = "SIZE")]
+    cluster_size: String,
+    /// Fraction of the disk that some layer owns, 0.0 to 1.0.
+    #[arg(long, default_value_t = 0.3, value_name = "PART")]
+    fill: f64,
+    /// Which layers own it: uniform, or newest-heavy.
+    #[arg(long, default_value = "uniform", value_name = "NAME")]
+    distribution: String,
+    /// Features to mix in, separated by commas; `all` for all of them.
+    #[arg(long, default_value = "", value_name = "LIST")]
+    features: String,
+    /// Random seed.
+    #[arg(long, default_value_t = 1, value_name = "NUMBER")]
+    seed: u64,
+    /// Leave the data clusters as holes in their files.
+    #[arg(long)]
+    no_data: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+    /// Directory for the layers; created if it does not exist.
+    #[arg(value_name = "DIRECTORY")]
+    dir: PathBuf,
+}
+
+pub(crate) fn run(args: &GenArgs) -> Result<ExitCode, Failure> {
+    let GenVerb::Chain(args) = &args.verb;
     chain(args)
 }
 

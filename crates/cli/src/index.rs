@@ -1,16 +1,33 @@
 //! `mica index`: the sidecars of a chain.
 
-use crate::args::{IndexVerb, OutputFormat, SubjectArgs};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json, progress_bar};
+use crate::images::SubjectArgs;
+use crate::output::{OutputFormat, human_size, print, print_json, progress_bar};
+use clap::{Args, Subcommand};
 use mica_block::{Manage, ManageIndex, SealState};
 use mica_qcow2::IndexUse;
 use serde_json::json;
 use std::ops::ControlFlow;
 use std::process::ExitCode;
 
-pub(crate) fn run(verb: &IndexVerb) -> Result<ExitCode, Failure> {
-    match verb {
+#[derive(Args)]
+pub(crate) struct IndexArgs {
+    #[command(subcommand)]
+    verb: IndexVerb,
+}
+
+#[derive(Subcommand)]
+enum IndexVerb {
+    /// Write sidecars for all frozen layers that have no valid one.
+    Build(SubjectArgs),
+    /// Show for each frozen layer whether its sidecar is valid.
+    Status(SubjectArgs),
+    /// Remove the sidecars of all frozen layers.
+    Drop(SubjectArgs),
+}
+
+pub(crate) fn run(args: &IndexArgs) -> Result<ExitCode, Failure> {
+    match &args.verb {
         IndexVerb::Build(args) => build(args),
         IndexVerb::Status(args) => status(args),
         IndexVerb::Drop(args) => drop_index(args),
@@ -46,7 +63,7 @@ fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
         if indexed == frozen {
             return Ok(ExitCode::SUCCESS);
         }
-        Err(Failure::new("a layer changed while it was indexed: build the index again"))
+        Err(Failure::new("a layer changed while it was being indexed: build the index again"))
     })
 }
 
@@ -108,7 +125,7 @@ fn drop_index(args: &SubjectArgs) -> Result<ExitCode, Failure> {
         let frozen = disk.layer_count() - 1;
         match args.output.output {
             OutputFormat::Human => {
-                print(&format!("the sidecars of {frozen} frozen layers are gone\n"))?;
+                print(&format!("removed the sidecars of {frozen} frozen layers\n"))?;
             }
             OutputFormat::Json => print_json(&json!({ "frozen": frozen }))?,
         }

@@ -1,9 +1,10 @@
-//! `mica info`: what an image says about itself, in qemu-img's words and fields. Without
+//! `mica info`: what an image says about itself, with qemu-img's wording and fields. Without
 //! `--backing-chain` it opens that one file only.
 
-use crate::args::{InfoArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::output::{human_size, print, print_json};
+use crate::images::SubjectArgs;
+use crate::output::{OutputFormat, human_size, print, print_json};
+use clap::Args;
 use mica_block::Images;
 use mica_qcow2::loop_error;
 use mica_qcow2_format::{BitmapEntry, Compression, Header, SnapshotEntry, Version};
@@ -16,38 +17,47 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+#[derive(Args)]
+pub(crate) struct InfoArgs {
+    /// Show the whole chain of backing files.
+    #[arg(long)]
+    backing_chain: bool,
+    #[command(flatten)]
+    subject: SubjectArgs,
+}
+
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode, Failure> {
     let format = args.subject.images.format()?;
     if format == Format::Null {
-        return Err(Failure::new("the null format is no image: there is nothing to tell"));
+        return Err(Failure::new("the null format is not an image: there is nothing to show"));
     }
     let executor = args.subject.images.executor()?;
     executor.block_on(async {
         let images = FileImages::new(&args.subject.image, args.subject.images.image_options()?)?;
-        let mut told = Vec::new();
+        let mut described = Vec::new();
         let mut seen = HashSet::new();
         let mut next = Some((args.subject.image.clone(), format));
         while let Some((path, format)) = next.take() {
-            let (one, below) = tell(&images, &path, format, args.backing_chain).await?;
+            let (one, below) = describe(&images, &path, format, args.backing_chain).await?;
             if !seen.insert(one.file) {
                 return Err(loop_error(&path).into());
             }
-            told.push(one);
+            described.push(one);
             next = below.filter(|_| args.backing_chain);
         }
-        show(args, told)?;
+        show(args, described)?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
-/// One image, as it is told.
+/// The description of one image.
 struct Described {
     file: (u64, u64),
     json: Value,
     text: String,
 }
 
-async fn tell(
+async fn describe(
     images: &FileImages,
     path: &Path,
     format: Format,
@@ -57,20 +67,20 @@ async fn tell(
     if format == Format::Raw {
         let image = images.open(path)?;
         let len = image.store.len()?;
-        let mut told = Teller::new(path, len, disk_bytes);
-        told.raw(len.next_multiple_of(512));
+        let mut description = Description::new(path, len, disk_bytes);
+        description.raw(len.next_multiple_of(512));
         let file = (image.identity.device, image.identity.inode);
-        return Ok((told.finish(file), None));
+        return Ok((description.finish(file), None));
     }
     let info = inspect(images, path).await?;
-    // A name that may not be followed is no error for who only wants to know it.
+    // A backing file that may not be opened is no error if only its name is shown.
     let backing = match info.backing(images, path) {
         Ok(backing) => backing,
         Err(_) if !follow => None,
         Err(error) => return Err(error.into()),
     };
-    let mut told = Teller::new(path, info.image.store.len()?, disk_bytes);
-    told.qcow2(&info, backing.as_ref().map(|(path, _)| path.as_path()));
+    let mut description = Description::new(path, info.image.store.len()?, disk_bytes);
+    description.qcow2(&info, backing.as_ref().map(|(path, _)| path.as_path()));
     let file = (info.image.identity.device, info.image.identity.inode);
     let below = match backing {
         Some((path, format)) if follow => {
@@ -79,17 +89,17 @@ async fn tell(
         }
         _ => None,
     };
-    Ok((told.finish(file), below))
+    Ok((description.finish(file), below))
 }
 
-fn show(args: &InfoArgs, told: Vec<Described>) -> Result<(), Failure> {
+fn show(args: &InfoArgs, described: Vec<Described>) -> Result<(), Failure> {
     match args.subject.output.output {
         OutputFormat::Human => {
-            let texts: Vec<String> = told.into_iter().map(|one| one.text).collect();
+            let texts: Vec<String> = described.into_iter().map(|one| one.text).collect();
             print(&texts.join("\n"))
         }
         OutputFormat::Json => {
-            let mut values: Vec<Value> = told.into_iter().map(|one| one.json).collect();
+            let mut values: Vec<Value> = described.into_iter().map(|one| one.json).collect();
             if args.backing_chain {
                 print_json(&values)
             } else {
@@ -99,8 +109,8 @@ fn show(args: &InfoArgs, told: Vec<Described>) -> Result<(), Failure> {
     }
 }
 
-/// Gathers what is told of one image, for people and as JSON.
-struct Teller<'a> {
+/// Collects the description of one image, as text and as JSON.
+struct Description<'a> {
     path: &'a Path,
     file_bytes: u64,
     disk_bytes: u64,
@@ -108,11 +118,11 @@ struct Teller<'a> {
     text: String,
 }
 
-impl<'a> Teller<'a> {
+impl<'a> Description<'a> {
     fn new(path: &'a Path, file_bytes: u64, disk_bytes: u64) -> Self {
         let mut json = Map::new();
         let name = path.display().to_string();
-        // QEMU counts a file in whole sectors.
+        // QEMU counts files in whole sectors.
         let file_bytes = file_bytes.next_multiple_of(512);
         let child = json!({
             "children": [],
@@ -223,28 +233,28 @@ impl<'a> Teller<'a> {
             Compression::Deflate => "zlib",
             Compression::Zstd => "zstd",
         };
-        let mut tell = |name: &str, value: Value| {
+        let mut set = |name: &str, value: Value| {
             data.insert(name.to_owned(), value);
         };
-        tell("compat", compat.into());
-        tell("compression-type", compression.into());
+        set("compat", compat.into());
+        set("compression-type", compression.into());
         if header.version == Version::V3 {
-            tell("lazy-refcounts", header.compatible.lazy_refcounts.into());
+            set("lazy-refcounts", header.compatible.lazy_refcounts.into());
         }
-        tell("refcount-bits", header.refcount_width.bits().into());
+        set("refcount-bits", header.refcount_width.bits().into());
         if header.version == Version::V3 {
-            tell("corrupt", header.incompatible.corrupt.into());
-            tell("extended-l2", header.incompatible.extended_l2.into());
+            set("corrupt", header.incompatible.corrupt.into());
+            set("extended-l2", header.incompatible.extended_l2.into());
         }
         if !bitmaps.is_empty() {
-            tell("bitmaps", bitmaps.iter().map(bitmap_json).collect());
+            set("bitmaps", bitmaps.iter().map(bitmap_json).collect());
         }
         if header.incompatible.external_data_file {
             let name = header.data_file_name.as_ref().map(|name| name.to_string_lossy());
             if let Some(name) = name {
-                tell("data-file", name.as_ref().into());
+                set("data-file", name.as_ref().into());
             }
-            tell("data-file-raw", header.autoclear.raw_external.into());
+            set("data-file-raw", header.autoclear.raw_external.into());
         }
         self.line("Format specific information:");
         for (name, value) in &data {
@@ -272,7 +282,7 @@ impl<'a> Teller<'a> {
     }
 }
 
-/// Names come from images: a terminal shall not obey them.
+/// Names come from images: a terminal must not interpret them.
 fn plain(text: &str) -> String {
     let keep = |letter: char| letter == '\n' || !letter.is_control();
     text.chars().map(|letter| if keep(letter) { letter } else { '\u{fffd}' }).collect()

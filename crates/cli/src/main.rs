@@ -1,7 +1,7 @@
 //! The command line: one file per verb.
 //!
 //! A verb parses, calls the crates below, and prints. Errors go to stderr as one line that says
-//! what, where and, if there is something, what to do; the exit code is the verb's.
+//! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
 mod check;
@@ -35,14 +35,14 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            // A closed stdout or stderr leaves nobody to tell.
+            // If stdout or stderr is closed, nobody can be told.
             let _ = error.print();
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(2) };
         }
     };
     let log = output::start_log(cli.log_level);
-    // A file that may grow no more is an error to tell of, not a signal to die by. Where the
-    // handler is refused, there is none for anything.
+    // A file that may not grow is an error to report, not a signal to die from. If the handler is
+    // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let outcome = match cli.verb {
         Verb::Serve(args) => serve::run(*args, log),
@@ -58,8 +58,8 @@ fn main() -> ExitCode {
         Verb::Measure(args) => measure::run(&args),
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),
-        Verb::Index(args) => index::run(&args.verb),
-        Verb::Gen(args) => generate::run(&args.verb),
+        Verb::Index(args) => index::run(&args),
+        Verb::Gen(args) => generate::run(&args),
         Verb::Helper => serve::run_helper(),
     };
     outcome.unwrap_or_else(|failure: Failure| failure.report())

@@ -1,22 +1,35 @@
-//! `mica map`: who owns which bytes of the disk, in qemu-img's words.
+//! `mica map`: which layer owns which bytes of the disk, with qemu-img's wording.
 
-use crate::args::{MapArgs, OutputFormat};
 use crate::failure::Failure;
-use crate::images::size_of;
-use crate::output::print;
+use crate::images::{SubjectArgs, size_of};
+use crate::output::{OutputFormat, print};
+use clap::Args;
 use mica_block::{Detail, Extent, ExtentKind, Manage};
 use mica_qcow2::IndexUse;
 use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-/// Bytes of the disk that are planned at once: more where little is there, less where much is.
+/// Bytes of the disk planned at a time: more where there are few extents, less where there are
+/// many.
 const PIECE_BYTES_MIN: u64 = 256 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
-/// Extents of a piece from which on the next piece is a small one again.
+/// Number of extents from which on the next piece is small again.
 const EXTENTS_MANY: usize = 1024;
-/// Printed text that is held before it goes out.
+/// Text that is buffered before it is printed.
 const PRINT_BYTES: usize = 64 << 10;
+
+#[derive(Args)]
+pub(crate) struct MapArgs {
+    /// Offset on the disk to start at, in bytes (suffixes k, M, G, T).
+    #[arg(short = 's', long, default_value = "0", value_name = "OFFSET")]
+    start_offset: String,
+    /// Number of bytes; up to the end by default.
+    #[arg(long, value_name = "LENGTH")]
+    max_length: Option<String>,
+    #[command(flatten)]
+    subject: SubjectArgs,
+}
 
 pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
     let start = size_of("--start-offset", &args.start_offset)?;

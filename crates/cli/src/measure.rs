@@ -1,10 +1,9 @@
-//! `mica measure`: how long an image will be that is made of a disk, in qemu-img's words.
+//! `mica measure`: how long a new image of a disk will be, with qemu-img's wording.
 
-use crate::args::{OutputArgs, OutputFormat};
 use crate::create::parse_options;
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::{print, print_json};
+use crate::output::{OutputArgs, OutputFormat, print, print_json};
 use clap::Args;
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::Version;
@@ -16,7 +15,7 @@ use serde_json::{Map, Value};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Tell how long a new image will be.
+/// Show how long a new image will be.
 #[derive(Args)]
 pub(crate) struct MeasureArgs {
     /// Format of the new image: qcow2 or raw.
@@ -25,7 +24,7 @@ pub(crate) struct MeasureArgs {
     /// Options of the new image, as for `mica create`. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
-    /// Measure for a disk of this length that is full, instead of IMAGE.
+    /// Measure for a full disk of this length, instead of IMAGE.
     #[arg(long, value_name = "SIZE", conflicts_with = "image")]
     size: Option<String>,
     /// Measure an internal snapshot of IMAGE, by id or name.
@@ -35,7 +34,7 @@ pub(crate) struct MeasureArgs {
     output: OutputArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// The image whose content is to be copied.
+    /// The image to measure for.
     #[arg(value_name = "IMAGE", required_unless_present = "size")]
     image: Option<PathBuf>,
 }
@@ -46,13 +45,13 @@ pub(crate) fn run(args: &MeasureArgs) -> Result<ExitCode, Failure> {
     let Measure { required, fully_allocated } = measured;
     match args.output.output {
         OutputFormat::Json => {
-            let mut told: Map<String, Value> = Map::new();
+            let mut fields: Map<String, Value> = Map::new();
             if let Some(bitmaps) = bitmaps {
-                told.insert("bitmaps".into(), bitmaps.into());
+                fields.insert("bitmaps".into(), bitmaps.into());
             }
-            told.insert("required".into(), required.into());
-            told.insert("fully-allocated".into(), fully_allocated.into());
-            print_json(&told)?;
+            fields.insert("required".into(), required.into());
+            fields.insert("fully-allocated".into(), fully_allocated.into());
+            print_json(&fields)?;
         }
         OutputFormat::Human => {
             let mut text =
@@ -85,13 +84,13 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
     };
     let plan = options.wish.plan(size)?;
     match format {
-        Format::Null => Err(Failure::new("the null format has no length to be measured")),
+        Format::Null => Err(Failure::new("images of the null format cannot be measured")),
         Format::Raw => Ok((Measure { required: plan.size, fully_allocated: plan.size }, None)),
         Format::Qcow2 => {
             let bits = plan.l2.cluster_bits;
             let data = match &source {
                 None => 0,
-                // How much of it the backing file has is not known: all of it may be needed.
+                // How much of it the backing file has is unknown: all of it may be needed.
                 Some(_) if plan.backing.is_some() => plan.clusters() * bits.bytes(),
                 Some(source) => data_bytes(&**source, bits).await?,
             };
@@ -104,7 +103,7 @@ async fn measure_for(args: &MeasureArgs) -> Result<(Measure, Option<u64>), Failu
     }
 }
 
-/// What a copy of the source's bitmaps takes, if it is an image that can have some.
+/// Bytes that a copy of the source's bitmaps takes, if it can have any.
 async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<u64>, Failure> {
     let (Some(image), Format::Qcow2) = (&args.image, args.images.format()?) else {
         return Ok(None);

@@ -1,6 +1,7 @@
-//! What is printed: results on stdout, the log and progress on stderr.
+//! Output: results on stdout, the log and progress on stderr.
 
 use crate::failure::Failure;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mica_daemon::{LogLevel, LogSwitch};
 use serde::Serialize;
@@ -11,7 +12,38 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Registry, fmt, reload};
 
-/// The log, whose level can be changed.
+/// How results are printed.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    Human,
+    Json,
+}
+
+#[derive(Args)]
+pub(crate) struct OutputArgs {
+    /// How the result is printed.
+    #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    pub(crate) output: OutputFormat,
+}
+
+// Options of verbs that can be quiet. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(crate) struct ReportArgs {
+    /// Print only errors.
+    #[arg(short = 'q', long)]
+    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+impl ReportArgs {
+    /// How to print the result, if at all.
+    pub(crate) fn format(&self) -> Option<OutputFormat> {
+        Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
+    }
+}
+
+/// The log, with a level that can be changed.
 pub(crate) struct Log {
     level: Mutex<LogLevel>,
     filter: reload::Handle<LevelFilter, Registry>,
@@ -38,7 +70,7 @@ impl LogSwitch for Log {
         let mut now = self.level.lock().unwrap_or_else(PoisonError::into_inner);
         match self.filter.reload(filter(level)) {
             Ok(()) => *now = level,
-            Err(error) => tracing::error!(%error, "the log stays as it is"),
+            Err(error) => tracing::error!(%error, "cannot change the log level"),
         }
     }
 }
@@ -74,7 +106,7 @@ pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     print(&(String::from_utf8_lossy(&text) + "\n"))
 }
 
-/// A bar on stderr, where that is a terminal; nothing elsewhere.
+/// A progress bar on stderr if that is a terminal, else nothing.
 pub(crate) fn progress_bar(total: u64, unit: &str) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
     let template = format!("{{msg}} [{{bar:40}}] {{pos}}/{{len}} {unit} {{eta}}");
@@ -84,7 +116,7 @@ pub(crate) fn progress_bar(total: u64, unit: &str) -> ProgressBar {
     }
 }
 
-/// A length as qemu-img writes it for people.
+/// A length formatted for people, as by qemu-img.
 pub(crate) fn human_size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut unit = 0;

@@ -1,4 +1,4 @@
-//! `mica resize`: makes the disk of an image that nobody uses longer or shorter.
+//! `mica resize`: grows or shrinks the disk of an image that is not in use.
 
 use crate::create::open_writable;
 use crate::failure::Failure;
@@ -12,10 +12,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Make the disk of an image longer or shorter. The image must not be in use.
+/// Grow or shrink the disk of an image. The image must not be in use.
 #[derive(Args)]
 pub(crate) struct ResizeArgs {
-    /// Let the disk become shorter; what is beyond its new end is lost.
+    /// Allow the disk to shrink; data beyond the new end is lost.
     #[arg(long)]
     shrink: bool,
     /// Print only errors.
@@ -26,7 +26,7 @@ pub(crate) struct ResizeArgs {
     /// The image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// The new length; with + or - before it, by how much.
+    /// The new length; with a leading + or -, the difference.
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true)]
     size: String,
 }
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
                 let new = new_len(args, resizer.disk_bytes())?;
                 resizer.resize(new).await?;
             }
-            Format::Null => return Err(Failure::new("the null format is no image")),
+            Format::Null => return Err(Failure::new("the null format is not an image")),
         }
         if !args.quiet {
             print("Image resized.\n")?;
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
     })
 }
 
-/// The length that was asked for, from the one that is.
+/// The requested length, given the current one.
 fn new_len(args: &ResizeArgs, old: u64) -> Result<u64, Failure> {
     let new = match args.size.split_at_checked(1) {
         Some(("+", more)) => old.checked_add(size_of("SIZE", more)?),

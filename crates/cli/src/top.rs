@@ -1,13 +1,12 @@
-//! `mica top`: what the disks of a server do, live.
+//! `mica top`: live figures of a server's disks.
 
 mod rates;
 mod screen;
 
-use crate::args::OutputFormat;
 use crate::client::ControlArgs;
 use crate::ctl::{depth, duration, table, text};
 use crate::failure::Failure;
-use crate::output::print;
+use crate::output::{OutputFormat, print};
 use clap::Args;
 use rates::{Latency, Rates, between};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -20,25 +19,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Show what the disks of a server do, each second. q ends it.
+/// Show what the disks of a server are doing, refreshed every second. q quits.
 #[derive(Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
     control: ControlArgs,
-    /// How it is shown; as JSON, one object a line for each interval.
+    /// How it is shown; as JSON, one object per line and interval.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
     output: OutputFormat,
-    /// Seconds between two looks.
+    /// Seconds between updates.
     #[arg(short = 'i', long, default_value = "1", value_name = "SECONDS", value_parser = interval)]
     interval: Duration,
-    /// Looks after which it ends.
+    /// Quit after this many updates.
     #[arg(short = 'n', long, value_name = "COUNT")]
     count: Option<u64>,
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
-    let seconds = seconds.ok_or("between 0.1 and 3600 seconds are possible")?;
+    let seconds = seconds.ok_or("must be between 0.1 and 3600 seconds")?;
     Ok(Duration::from_secs_f64(seconds))
 }
 
@@ -54,7 +53,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<ExitCode, Failure> {
         screen.draw(&page(&before, &[]))?;
     }
     let mut left = args.count;
-    while left != Some(0) && goes_on(args.interval, &stopping, screen.as_ref())? {
+    while left != Some(0) && wait_for_update(args.interval, &stopping, screen.as_ref())? {
         let now = client.get("/v1/stats")?;
         let rates = between(&before, &now);
         match &screen {
@@ -70,8 +69,8 @@ pub(crate) fn run(args: &TopArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for the next look. False if there is to be none.
-fn goes_on(
+/// Waits for the next update. False if it is to quit.
+fn wait_for_update(
     interval: Duration,
     stopping: &AtomicBool,
     screen: Option<&Screen>,
@@ -79,14 +78,14 @@ fn goes_on(
     let timeout = Timespec::try_from(interval).expect("an hour at most");
     let stdin = std::io::stdin();
     let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
-    // Keys are for who sees the screen.
+    // Keys only work on a screen.
     let watched = if screen.is_some() { &mut keys[..] } else { &mut [] };
     match poll(watched, Some(&timeout)) {
         Ok(0) | Err(Errno::INTR) => {}
         Ok(_) => {
             let mut typed = [0; 64];
             let count = rustix::io::read(&stdin, &mut typed).unwrap_or(0);
-            // A terminal that is gone gives nothing.
+            // A terminal that is gone yields nothing.
             if count == 0 || typed[..count].iter().any(|key| matches!(key, b'q' | b'Q')) {
                 return Ok(false);
             }
@@ -96,7 +95,7 @@ fn goes_on(
     Ok(!stopping.load(Ordering::Relaxed))
 }
 
-/// What fills a screen.
+/// The text of a screen.
 fn page(answer: &Value, rates: &[Rates<'_>]) -> String {
     let uptime = duration(answer["uptime_ms"].as_u64().unwrap_or(0) / 1000);
     let rows = rates.iter().map(|rates| {
@@ -122,7 +121,7 @@ fn page(answer: &Value, rates: &[Rates<'_>]) -> String {
     ];
     let disks = table(&head, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11], rows.collect());
     let version = text(&answer["version"]);
-    format!("mica {version}, up {uptime}; q ends this\n\n{disks}")
+    format!("mica {version}, up {uptime}; q quits\n\n{disks}")
 }
 
 /// A line for each disk.

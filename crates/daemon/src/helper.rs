@@ -1,17 +1,17 @@
-//! What a server in a sandbox has another process do: search for who holds a lock, mount and
-//! unmount files, and go to meet a process that takes over.
+//! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
+//! who holds a lock, mounts and unmounts files, and connects to a process that takes over.
 //!
 //! ```text
-//! server (sandboxed)  ─ one question at a time, a few words each ─▶  helper: the same program,
-//!                     ◀─ an answer, perhaps with a descriptor ─────  started before the sandbox
+//! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
+//!                     ◀─ a reply, perhaps with a descriptor ───  started before the sandbox
 //! ```
 //!
 //! Invariants
-//! - I1 What may be asked is fixed before the server reads anything that strangers wrote: files are
-//!   mounted over by their place in the configuration, and met is only who waits in a folder of a
+//! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
+//!   are numbered as in the configuration, and connections go only to sockets in folders with a
 //!   takeover's name.
-//! - I2 The helper reads nothing but questions, and ends with the server, whatever ends that.
-//! - I3 It has a filter of system calls of its own, unless its user needs another program to mount.
+//! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
+//! - I3 It has its own system call filter, unless its user needs another program to mount.
 
 mod process;
 
@@ -32,44 +32,44 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The word that makes this program the helper.
+/// The verb that makes this program the helper.
 pub const HELPER_VERB: &str = "sandbox-helper";
 
-/// Bytes of a message.
+/// Most bytes of a message.
 const MESSAGE_BYTES_MAX: usize = 32 << 10;
-/// For an answer. Clearing dead mounts has limits of its own below that.
+/// For a reply. Clearing dead mounts has limits of its own below that.
 const ANSWER_LIMIT: Timespec = Timespec { tv_sec: 120, tv_nsec: 0 };
 
-/// What the helper is told before it is asked anything.
+/// What the helper is sent before the first request.
 #[derive(Serialize, Deserialize)]
 enum Setup {
-    /// A file to be mounted over: the first is number 0.
+    /// A file to mount over: the first is number 0.
     File(Vec<u8>),
-    /// That was all.
+    /// The end of the setup.
     Begin,
 }
 
 #[derive(Serialize, Deserialize)]
 enum Request {
     Holder { inode: u64, byte: u64, process: u32, descriptor: i32 },
-    Meet { path: Vec<u8> },
-    Mount { file: usize, is_writable: bool, others: Others, image: Option<(u64, u64)> },
+    Connect { path: Vec<u8> },
+    Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
     Unmount { file: usize },
 }
 
 #[derive(Serialize, Deserialize)]
 enum Reply {
-    Holder(Held),
-    /// With the descriptor of a socket.
-    Met,
-    /// With that of a mount.
+    Holder(LockHolder),
+    /// With the descriptor of the socket.
+    Connected,
+    /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
         cleared: usize,
     },
     Unmounted,
-    /// After an answer with a descriptor: the helper has closed its own.
-    LetGo,
+    /// After a reply with a descriptor: the helper has closed its own copy.
+    Released,
     Refused {
         kind: Kind,
         what: String,
@@ -77,14 +77,14 @@ enum Reply {
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
-enum Others {
+enum OtherUsers {
     On,
     Off,
     Auto,
 }
 
 #[derive(Serialize, Deserialize)]
-enum Held {
+enum LockHolder {
     Living(String),
     Dying(String),
     Nobody,
@@ -99,21 +99,21 @@ enum Kind {
     Io,
 }
 
-/// Who does for this process what it may not do in a sandbox.
+/// Does for this process what it may not do in its sandbox.
 #[derive(Clone)]
 pub(crate) enum Outside {
-    /// It does it itself: there is no sandbox.
+    /// There is no sandbox: this process does it itself.
     Here(Arc<MountsHere>),
-    /// Another process.
+    /// A helper does it.
     Helper(Arc<Helper>),
 }
 
 impl Outside {
-    /// A socket that is connected to the process that waits at `path` to take over.
-    pub(crate) fn meet(&self, path: &Path) -> Result<OwnedFd> {
+    /// Connects to the process that waits at `path` to take over.
+    pub(crate) fn connect(&self, path: &Path) -> Result<OwnedFd> {
         match self {
-            Self::Here(_) => meet(path),
-            Self::Helper(helper) => helper.meet(path),
+            Self::Here(_) => connect(path),
+            Self::Helper(helper) => helper.connect(path),
         }
     }
 
@@ -125,26 +125,26 @@ impl Outside {
     }
 }
 
-/// The other process.
+/// The server's end of the helper.
 pub(crate) struct Helper {
-    /// `None` once it has not answered in time: what it says later would answer something else.
+    /// `None` once a reply was late: it would be taken for that of the next request.
     link: Mutex<Option<OwnedFd>>,
     files: Vec<PathBuf>,
 }
 
 impl Helper {
-    /// Starts `program` as the helper of a server that is to mount over `files`.
+    /// Starts `program` as the helper of a server that mounts over `files`.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system calls.
     pub(crate) fn start(program: &Path, files: Vec<PathBuf>) -> Result<Arc<Self>> {
-        let failed = |error| Error::from_io("starting the helper of the sandbox", error);
+        let failed = |error| Error::from_io("starting the sandbox helper", error);
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let (ours, theirs) = socketpair(family, kind, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed(error.into()))?;
         let mut command = Command::new(program);
         command.arg0("mica").arg(HELPER_VERB).stdin(theirs);
-        // It says nothing but answers. It ends with the link, and is nobody's to wait for.
+        // It writes nothing but replies. It ends with the link, and nobody has to wait for it.
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(failed)?;
         let setup = files.iter().map(|file| Setup::File(bytes_of(file)));
         for message in setup.chain([Setup::Begin]) {
@@ -153,42 +153,42 @@ impl Helper {
         Ok(Arc::new(Self { link: Mutex::new(Some(ours)), files }))
     }
 
-    /// Who holds a lock.
+    /// Finds out who holds a lock.
     pub(crate) fn holder(&self, question: &LockQuestion) -> Holder {
         let LockQuestion { inode, byte, process, descriptor } = *question;
-        match self.ask(&Request::Holder { inode, byte, process, descriptor }) {
-            Ok((Reply::Holder(Held::Living(name)), _)) => Holder::Living(name),
-            Ok((Reply::Holder(Held::Dying(name)), _)) => Holder::Dying(name),
-            Ok((Reply::Holder(Held::Nobody), _)) => Holder::Nobody,
+        match self.request(&Request::Holder { inode, byte, process, descriptor }) {
+            Ok((Reply::Holder(LockHolder::Living(name)), _)) => Holder::Living(name),
+            Ok((Reply::Holder(LockHolder::Dying(name)), _)) => Holder::Dying(name),
+            Ok((Reply::Holder(LockHolder::Nobody), _)) => Holder::Nobody,
             _ => Holder::Unknown,
         }
     }
 
-    fn meet(&self, path: &Path) -> Result<OwnedFd> {
-        match self.ask(&Request::Meet { path: bytes_of(path) })? {
-            (Reply::Met, Some(socket)) => Ok(socket),
-            _ => Err(nonsense()),
+    fn connect(&self, path: &Path) -> Result<OwnedFd> {
+        match self.request(&Request::Connect { path: bytes_of(path) })? {
+            (Reply::Connected, Some(socket)) => Ok(socket),
+            _ => Err(protocol_error()),
         }
     }
 
-    /// Asks, and waits for the answer.
-    fn ask(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
-        let failed = |error| Error::from_io("asking the helper of the sandbox", error);
+    /// Sends a request and waits for the reply.
+    fn request(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
+        let failed = |error| Error::from_io("sending a request to the sandbox helper", error);
         let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
         let silent = || {
-            let what = "the helper of the sandbox does not answer: start the server again";
+            let what = "the sandbox helper does not answer: restart the server";
             Error::new(ErrorKind::Io, what)
         };
         let socket = link.as_ref().ok_or_else(silent)?;
         send(socket, request, &[]).map_err(failed)?;
-        let heard = hear(socket).and_then(|(reply, fds)| {
-            // The helper has a descriptor no more once it says so: what is mounted ends with us.
-            if !fds.is_empty() && !matches!(hear(socket), Some((Reply::LetGo, _))) {
+        let received = receive_reply(socket).and_then(|(reply, fds)| {
+            // Once it says so, the helper has closed its copy: a mount then ends with this process.
+            if !fds.is_empty() && !matches!(receive_reply(socket), Some((Reply::Released, _))) {
                 return None;
             }
             Some((reply, fds))
         });
-        let Some((reply, fds)) = heard else {
+        let Some((reply, fds)) = received else {
             *link = None;
             return Err(silent());
         };
@@ -207,7 +207,7 @@ impl Helper {
     }
 
     fn number_of(&self, file: &Path) -> Result<usize> {
-        self.files.iter().position(|known| known == file).ok_or_else(nonsense)
+        self.files.iter().position(|known| known == file).ok_or_else(protocol_error)
     }
 }
 
@@ -217,30 +217,30 @@ impl Mounts for Helper {
             file: self.number_of(&request.file)?,
             is_writable: request.is_writable,
             others: match request.allow_other {
-                AllowOther::On => Others::On,
-                AllowOther::Off => Others::Off,
-                AllowOther::Auto => Others::Auto,
+                AllowOther::On => OtherUsers::On,
+                AllowOther::Off => OtherUsers::Off,
+                AllowOther::Auto => OtherUsers::Auto,
             },
             image: request.image,
         };
-        match self.ask(&request)? {
+        match self.request(&request)? {
             (Reply::Mounted { is_for_others, cleared }, Some(device)) => {
                 Ok(Mounted { device, is_for_others, cleared })
             }
-            _ => Err(nonsense()),
+            _ => Err(protocol_error()),
         }
     }
 
     fn unmount(&self, file: &Path) -> Result<()> {
-        match self.ask(&Request::Unmount { file: self.number_of(file)? })? {
+        match self.request(&Request::Unmount { file: self.number_of(file)? })? {
             (Reply::Unmounted, _) => Ok(()),
-            _ => Err(nonsense()),
+            _ => Err(protocol_error()),
         }
     }
 }
 
-/// The next answer, if it comes in time.
-fn hear(socket: &OwnedFd) -> Option<(Reply, Vec<OwnedFd>)> {
+/// The next reply, if it arrives in time.
+fn receive_reply(socket: &OwnedFd) -> Option<(Reply, Vec<OwnedFd>)> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     let count = loop {
         match poll(&mut fds, Some(&ANSWER_LIMIT)) {
@@ -255,8 +255,8 @@ fn hear(socket: &OwnedFd) -> Option<(Reply, Vec<OwnedFd>)> {
     Some((serde_json::from_slice(&bytes).ok()?, fds))
 }
 
-fn nonsense() -> Error {
-    Error::new(ErrorKind::Io, "the helper of the sandbox was asked or answers nonsense")
+fn protocol_error() -> Error {
+    Error::new(ErrorKind::Io, "protocol error between the server and its sandbox helper")
 }
 
 fn send(socket: &OwnedFd, message: &impl Serialize, fd: &[OwnedFd]) -> std::io::Result<()> {
@@ -273,8 +273,8 @@ fn path_of(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// A socket that is connected to the process that waits at `path` to take over.
-fn meet(path: &Path) -> Result<OwnedFd> {
+/// Connects to the process that waits at `path` to take over.
+fn connect(path: &Path) -> Result<OwnedFd> {
     let connected = || {
         let socket = crate::messages::socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;

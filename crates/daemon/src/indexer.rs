@@ -25,26 +25,26 @@ impl Indexer {
         let thread = std::thread::Builder::new()
             .name("mica-index".to_owned())
             .spawn(move || {
-                // Large reads in a row, one at a time: plain threads serve that as well as a ring
-                // does, and leave the guests' rings alone.
+                // It does large sequential reads, one at a time: plain threads serve that as well
+                // as a ring does and leave the guests' rings alone.
                 let Some(index) = indexed.index() else { return };
                 match Executor::new(Backend::Pool) {
                     Ok(executor) => executor.block_on(keep_index(index, &flag)),
-                    Err(error) => tracing::warn!(%error, "no index is written"),
+                    Err(error) => tracing::warn!(%error, "no index will be written"),
                 }
             })
-            .map_err(|error| Error::from_io("starting the index", error))?;
+            .map_err(|error| Error::from_io("starting the index thread", error))?;
         Ok(Some(Self { disk, stopping, thread }))
     }
 
-    /// Stops after the layer that is being written.
+    /// Stops after the layer that is being indexed.
     pub(crate) fn stop(self) {
         self.stopping.store(true, Ordering::Release);
         if let Some(index) = self.disk.index() {
             index.call();
         }
         if self.thread.join().is_err() {
-            tracing::warn!("the index thread failed");
+            tracing::warn!("the index thread panicked");
         }
     }
 }
@@ -58,19 +58,19 @@ async fn keep_index(index: &dyn ManageIndex, stopping: &AtomicBool) {
         };
         match index.build(&mut go_on).await {
             Ok(0) => {}
-            Ok(built) => tracing::info!(built, "the index is written"),
+            Ok(built) => tracing::info!(built, "the index was written"),
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::warn!(%error, "the index is not complete");
+                tracing::warn!(%error, "the index is incomplete");
             }
             Err(error) => {
                 tracing::warn!(
-                    "the index is not written, so that the chain is walked at each start: \
-                     {error:?}; --index-dir names another place for it"
+                    "the index cannot be written, so each start walks the chain: {error:?}; \
+                     --index-dir puts it elsewhere"
                 );
                 return;
             }
         }
-        // A damaged sidecar calls, or the end.
+        // Wakes up for a damaged sidecar, or for the end.
         index.called().await;
     }
 }

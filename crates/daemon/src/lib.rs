@@ -1,27 +1,36 @@
-//! A process that serves disks: what it is told, what it shows of itself, how it begins and ends.
-//! Internal crate.
+//! A process that serves disks: its configuration, its control socket, its life cycle. Internal
+//! crate.
 //!
 //! ```text
-//! config     what is served, and how            command line, or a TOML file
-//!   └ daemon     all of it, from start to end    signals, control
-//!       ├ control    status, figures, and what can be told       a thread of its own
-//!       ├ sandbox    what the process may still do
-//!       ├ helper     a process that does what this one may not do any more
-//!       ├ systemd    readiness, watchdog, sockets that come along and are stored
-//!       ├ takeover   sockets and disks go from one process to the next
-//!       └ served     one disk: image, servers, index
+//! daemon      the process from start to end: signals, order of start and shutdown
+//!   ├ control     status, figures and commands over HTTP, on a thread of its own
+//!   ├ takeover    sockets and disks pass from one process to the next
+//!   └ shared      state that these share
+//!       └ disks       the set of disks, which may change while it serves
+//!           └ served      one disk: opened, served, suspended, resumed, closed
+//!               └ servers     NBD, vhost-user, FUSE, and the index thread
+//! sandbox     what the process may still do; helper: a process that does the rest for it
+//! systemd     readiness, watchdog, sockets inherited and stored
+//! sockets     which inherited socket belongs where; held: the sockets this process holds
+//! config      what is served, from the command line or a TOML file
+//!   └ settings    every option, stated once
 //! ```
 
 mod config;
 mod control;
 mod daemon;
+mod disks;
+mod held;
 mod helper;
-mod images;
 mod indexer;
 mod messages;
 mod opened;
+mod retry;
 mod sandbox;
 mod served;
+mod servers;
+mod settings;
+mod shared;
 mod sockets;
 mod stats;
 mod systemd;
@@ -29,11 +38,12 @@ mod takeover;
 mod tls;
 mod ublk;
 
-pub use config::{Config, Discards, DiskConfig, IndexMode, OtherUsers};
+pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
-pub use images::{Aio, Cache, ImageConfig, Size};
-pub use sandbox::SandboxMode;
+pub use settings::{
+    Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
+    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,
+};
 pub use systemd::has_inherited_sockets;
-pub use tls::{TlsMode, VerifyPeer};

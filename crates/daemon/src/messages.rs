@@ -1,4 +1,4 @@
-//! Messages with descriptors, over unix sockets that keep messages apart.
+//! Messages with descriptors over unix sockets that preserve message boundaries.
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -8,10 +8,10 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Descriptors that go with one message.
+/// Most descriptors in one message.
 pub(crate) const FDS_MAX: usize = 32;
 
-/// A socket that keeps messages apart.
+/// A socket that preserves message boundaries.
 pub(crate) fn socket() -> rustix::io::Result<OwnedFd> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)
@@ -20,7 +20,7 @@ pub(crate) fn socket() -> rustix::io::Result<OwnedFd> {
 /// Sends one message with descriptors.
 ///
 /// # Errors
-/// What the system says.
+/// Those of the system call.
 pub(crate) fn send_with_fds(
     socket: impl AsFd,
     bytes: &[u8],
@@ -41,10 +41,10 @@ pub(crate) fn send_with_fds(
     }
 }
 
-/// Waits for one message of at most `bytes_max`, and what came with it. An empty one is the end.
+/// Receives one message of at most `bytes_max`, with its descriptors. An empty one is end of file.
 ///
 /// # Errors
-/// What the system says.
+/// Those of the system call.
 pub(crate) fn receive_with_fds(
     socket: impl AsFd,
     bytes_max: usize,
@@ -62,8 +62,8 @@ pub(crate) fn receive_with_fds(
     };
     let mut fds = Vec::new();
     for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(came) = message {
-            fds.extend(came);
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            fds.extend(received);
         }
     }
     bytes.truncate(received.bytes);

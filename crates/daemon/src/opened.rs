@@ -3,14 +3,14 @@
 use mica_block::{Error, ErrorKind, Manage, MapStats, Result, WriteStats};
 use std::sync::Arc;
 
-/// A disk, or what is left of it.
+/// An open disk, or what remains of a closed one.
 pub(crate) enum Opened {
     Open(Arc<dyn Manage>),
-    /// Its image is closed, and no file of it is held.
+    /// Its image is closed, and none of its files is open.
     Closed(Figures),
 }
 
-/// What a disk shows of itself.
+/// What a disk reports of itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Figures {
     pub(crate) len: u64,
@@ -18,7 +18,7 @@ pub(crate) struct Figures {
     pub(crate) is_writable: bool,
     pub(crate) weakness: Option<&'static str>,
     pub(crate) layers: usize,
-    /// Layers that an index covers; `None` where there can be no index.
+    /// Layers that an index covers; `None` if it cannot have an index.
     pub(crate) indexed_layers: Option<usize>,
     pub(crate) map: MapStats,
     pub(crate) write: WriteStats,
@@ -39,7 +39,7 @@ impl Opened {
         }
     }
 
-    /// Leaves only the figures; the disk, if it was open.
+    /// Keeps only the figures. Returns the disk if it was open.
     pub(crate) fn close(&mut self) -> Option<Arc<dyn Manage>> {
         // A disk that is closed promises nothing.
         let figures = Figures { weakness: None, ..self.figures() };

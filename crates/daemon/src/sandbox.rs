@@ -1,61 +1,48 @@
-//! What this process may still do once it knows what it serves.
+//! What this process may still do once its configuration is known.
 //!
-//! Images are written by strangers, and clients may be enemies. `stack::policy` decides which files
-//! an image may name; here the kernel is told as much, so that a mistake there, or in any parser,
-//! opens nothing else.
+//! Images are untrusted and clients may be hostile. `stack::policy` decides which files an image
+//! may name; here the kernel enforces as much, so that a mistake there or in any parser opens
+//! nothing else.
 //!
 //! ```text
-//! enter    landlock: this thread, and all that it starts          no file, port or process but ...
-//!   workers start, and make their rings
+//! enter    landlock: this thread and all that it starts           no file, port or process but ...
+//!   workers start and create their rings
 //! close    seccomp: all threads of the process                    no system call but ...
 //!   images are opened
 //! ```
 //!
 //! Invariants
-//! - I1 It is entered after the configuration is read, and closed before an image is.
-//! - I2 No thread of the process is outside: those that serve are started by one that is inside,
-//!   and the filters of system calls come to all that there are. What has to be done outside is
-//!   done by another process ([`crate::helper`]).
-//! - I3 A system call that is refused returns an error and does not end a server that people use: a
-//!   library that tries something that is not needed must not cost a guest its disk.
-//! - I4 What io_uring does is not seen by seccomp. So there are only rings that were made before,
-//!   each restricted to the operations that it is for, and none is made any more.
+//! - I1 It is entered after the configuration is read, and closed before any image is.
+//! - I2 No thread of the process is outside: worker threads are started from inside, and the
+//!   system call filters apply to all threads. What must be done outside is done by another process
+//!   ([`crate::helper`]).
+//! - I3 A refused system call returns an error and does not kill a production server: a library
+//!   that tries something optional must not cost a guest its disk.
+//! - I4 seccomp does not see what io_uring does. So the only rings are those created before,
+//!   each restricted to its operations, and no new one can be created.
 //! - I5 What landlock does not cover (modes, owners, times and attributes of files, sockets of
-//!   others) is refused by its system calls, whatever it is done to.
+//!   others) is refused by system call, whatever the object.
 
 mod calls;
 mod needs;
 
 pub(crate) use needs::Needs;
 
-use calls::{Surprise, Threads};
-use clap::ValueEnum;
+use crate::settings::SandboxMode;
+use calls::{Threads, Unlisted};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, LandlockStatus, NetPort, PathBeneath, PathFd,
     RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use mica_block::{Error, ErrorKind, Result};
-use serde::Deserialize;
 
-/// Whether the process gives up what serving does not need.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SandboxMode {
-    /// As much of it as the kernel knows how to take.
-    #[default]
-    On,
-    /// All of it, or nothing is served.
-    Require,
-    /// Nothing.
-    Off,
-}
-
-/// The newest rules of landlock that are asked for; an older kernel takes those that it knows.
+/// The newest landlock rules that are requested; an older kernel applies those that it knows.
 const RULES: ABI = ABI::V9;
-/// What a kernel without is said to lack: what newer rules cover, system calls are refused for.
+/// A kernel with less is reported to lack rules. What newer rules cover is also refused by system
+/// call.
 const RULES_NEEDED: ABI = ABI::V6;
 
-/// A sandbox that is being entered: to be closed before anything is read that strangers wrote.
+/// A sandbox that is entered but not closed: it must be closed before any untrusted input is read.
 #[must_use]
 pub(crate) struct Sandbox {
     mode: SandboxMode,
@@ -64,17 +51,17 @@ pub(crate) struct Sandbox {
 }
 
 impl Sandbox {
-    /// Leaves to this thread, and all that it starts from now on, the files, ports and processes of
-    /// `needs`.
+    /// Restricts this thread, and all that it starts from now on, to the files, ports and processes
+    /// of `needs`.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system calls.
     pub(crate) fn enter(mode: SandboxMode, needs: &Needs) -> Result<Self> {
         let mut sandbox = Self { mode, has_tcp: !needs.ports.is_empty(), lacking: Vec::new() };
         if mode == SandboxMode::Off {
             return Ok(sandbox);
         }
-        // Others would be trusted with what we gave up.
+        // Otherwise a setuid program could get back what we gave up.
         rustix::thread::set_no_new_privs(true)
             .map_err(|error| Error::from_io("giving up new privileges", error.into()))?;
         sandbox.lacking.extend(match restrict_files(needs) {
@@ -93,20 +80,20 @@ impl Sandbox {
         Ok(sandbox)
     }
 
-    /// Leaves to all threads of this process the system calls that serving needs, and no ring but
-    /// those that there are.
+    /// Restricts all threads of this process to the system calls that serving needs, and to the
+    /// existing rings.
     ///
     /// # Errors
-    /// `Unsupported` if all of it is required and the kernel lacks some.
+    /// `Unsupported` if the whole sandbox is required and the kernel lacks a part of it.
     pub(crate) fn close(self) -> Result<()> {
-        self.close_for(Threads::All, Surprise::OF_THIS_BUILD)
+        self.close_for(Threads::All, Unlisted::OF_THIS_BUILD)
     }
 
-    fn close_for(mut self, threads: Threads, surprise: Surprise) -> Result<()> {
+    fn close_for(mut self, threads: Threads, unlisted: Unlisted) -> Result<()> {
         if self.mode == SandboxMode::Off {
             return Ok(());
         }
-        if let Err(error) = calls::restrict_server(self.has_tcp, threads, surprise) {
+        if let Err(error) = calls::restrict_server(self.has_tcp, threads, unlisted) {
             self.lacking.push(format!("seccomp ({error})"));
         }
         if self.lacking.is_empty() {
@@ -117,27 +104,27 @@ impl Sandbox {
             let context = format!("--sandbox require: this system lacks {lacking}");
             return Err(Error::new(ErrorKind::Unsupported, context));
         }
-        tracing::warn!("the sandbox is not complete: this system lacks {lacking}");
+        tracing::warn!("the sandbox is incomplete: this system lacks {lacking}");
         Ok(())
     }
 }
 
-/// Leaves to this process, which is the helper of a server, what a helper needs. Landlock would
-/// keep it from seeing other processes, which is what it is for.
+/// Restricts this process, the helper of a server, to what a helper needs. Landlock would hide
+/// other processes, which a helper must see.
 ///
 /// # Errors
-/// What the system says.
+/// Those of the system calls.
 pub(crate) fn restrict_helper(mounts: bool) -> Result<()> {
-    let failed = |error| Error::from_io("the helper of the sandbox", error);
-    // A program that mounts for users has privileges of its own, which it would not get then.
+    let failed = |error| Error::from_io("the sandbox helper", error);
+    // A program that mounts for users is setuid, which would have no effect then.
     if mounts && !rustix::process::geteuid().is_root() {
         return Ok(());
     }
     rustix::thread::set_no_new_privs(true).map_err(|error| failed(error.into()))?;
-    calls::restrict_helper(mounts, Surprise::OF_THIS_BUILD).map_err(failed)
+    calls::restrict_helper(mounts, Unlisted::OF_THIS_BUILD).map_err(failed)
 }
 
-/// Only the files, ports and processes of `needs` from now on.
+/// Restricts this thread to the files, ports and processes of `needs`.
 fn restrict_files(needs: &Needs) -> std::result::Result<RestrictionStatus, landlock::RulesetError> {
     let mut rules = Ruleset::default()
         .handle_access(AccessFs::from_all(RULES))?
@@ -145,7 +132,7 @@ fn restrict_files(needs: &Needs) -> std::result::Result<RestrictionStatus, landl
         .scope(Scope::from_all(RULES))?
         .create()?;
     for (path, access) in &needs.files {
-        // What is not there cannot be opened; who needs it will say so.
+        // What does not exist cannot be opened; the code that needs it will report it.
         let Ok(found) = PathFd::new(path) else { continue };
         let access = match path.is_dir() {
             true => *access,

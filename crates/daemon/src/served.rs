@@ -1,222 +1,160 @@
-//! One disk that is served: its image, its servers, its index.
+//! One disk that is served: its image and its servers, from opening to the end.
 //!
 //! Invariants
-//! - I1 A socket appears only when the image is open: who can connect is served.
-//! - I2 The disk is closed once, after every server of it has ended.
-//! - I3 Whoever is told that it has ended knows that its image is closed: who comes second waits
-//!   for who came first, and hears the same.
+//! - I1 A socket appears only once the image is open: a client that can connect is served.
+//! - I2 The disk is closed exactly once, after all its servers have ended.
+//! - I3 When `stop` or `suspend` returns, the image is closed: a second caller waits for the
+//!   first and gets the same outcome.
 
-use crate::config::{CLIENTS_DEFAULT, DiskConfig, IndexMode, QUEUES_DEFAULT};
-use crate::indexer::Indexer;
+use crate::config::DiskConfig;
+use crate::held::Held;
 use crate::opened::{Figures, Opened};
-use crate::sockets::{Held, Sockets, device_name};
-use crate::takeover::pause;
-use crate::{stats, systemd};
-use mica_block::{Disk, Error, ErrorKind, Manage, Result};
+use crate::retry::{Patience, while_held};
+use crate::servers::{Resources, Servers, Subject};
+use crate::settings::{DiskSettings, ImageSettings, IndexMode};
+use crate::sockets::{Sockets, device_name};
+use crate::stats::{self, Counts};
+use crate::systemd;
+use crate::tls::Security;
+use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
 use mica_rt::timeout;
-use mica_serve::nbd::{Export, Limits};
-use mica_serve::{SocketUsers, Workers, fuse, nbd, vhost_user};
-use mica_stack::Format;
-use mica_store::Handles;
+use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How often a closed disk is looked at until nobody holds it any more.
-const LET_GO_TURNS: u32 = 1000;
-const LET_GO_TURN: Duration = Duration::from_millis(1);
-/// How long requests that no client waits for may take to end before a disk is closed.
+/// How often to check whether a closed disk is still referenced.
+const RELEASE_CHECKS: u32 = 1000;
+const RELEASE_CHECK_PAUSE: Duration = Duration::from_millis(1);
+/// How long requests without a waiting client may take to end before a disk is closed.
 const IDLE_DEADLINE: Duration = Duration::from_secs(10);
-/// How often an image is tried that another process holds.
-const HELD_TURN: Duration = Duration::from_millis(20);
+/// Pause between attempts to open an image that another process holds.
+const HELD_IMAGE_PAUSE: Duration = Duration::from_millis(20);
 
-/// A disk, and what serves it.
+/// A disk and what serves it.
 pub(crate) struct Served {
-    pub(crate) config: DiskConfig,
-    common: Common,
-    /// Held by who changes what the disk is: one at a time (I3). Taken before `state`, which nobody
-    /// holds for long.
-    acts: Mutex<()>,
+    pub(crate) name: String,
+    pub(crate) settings: DiskSettings,
+    /// How its images are opened.
+    pub(crate) images: ImageSettings,
+    resources: Resources,
+    /// Serializes changes of the disk's life: stop, suspend, resume, resize (I3). Taken before
+    /// `state`, which is never held for long.
+    changes: Mutex<()>,
+    /// The image that is open, or the next to be opened: for a chain, its active layer. The
+    /// configuration only names the first.
+    image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// Where clients connect, until it ends for good.
+    /// Where clients connect, until the disk ends for good.
     held: Mutex<Vec<Held>>,
     state: Mutex<State>,
 }
 
-/// What the disks of a process share.
-#[derive(Clone)]
-pub(crate) struct Common {
-    pub(crate) handles: Arc<Handles>,
-    pub(crate) workers: Arc<Workers>,
-    /// Who mounts files that disks are served as.
-    pub(crate) mounts: Arc<dyn fuse::Mounts>,
-}
-
 enum State {
-    /// It is served.
+    /// It is being served.
     Serving(Box<Servers>),
-    /// It is being closed, or was: nothing serves it. The outcome is there once it is closed.
+    /// It is closing or closed, and nothing serves it. The outcome is set once it is closed.
     Ended(Box<Counts>, Option<Result<()>>),
 }
 
-/// What serves a disk.
-#[derive(Default)]
-struct Servers {
-    nbd: Option<nbd::Running>,
-    device: Option<vhost_user::Running>,
-    file: Option<fuse::Running>,
-    indexer: Option<Indexer>,
-}
-
-/// What the servers of a disk did.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Counts {
-    pub(crate) nbd: nbd::Counters,
-    pub(crate) device: Option<vhost_user::Counters>,
-    pub(crate) file: Option<fuse::Counters>,
-}
-
-/// How long a disk shall be.
+/// The length to grow a disk to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum NewLength {
     Exactly(u64),
-    /// By so many bytes.
+    /// Longer by this many bytes.
     Longer(u64),
 }
 
-/// A disk that has become longer.
+/// The outcome of growing a disk.
 pub(crate) struct Resized {
     pub(crate) old: u64,
     pub(crate) new: u64,
-    /// Whether its machine knows, if it can have one.
+    /// Whether its virtual machine was told, if it can have one.
     pub(crate) notice: Option<Result<vhost_user::Notice>>,
 }
 
 impl Served {
-    /// Opens the image, for which it waits with `patience` if another process holds it, and serves
-    /// it: at the sockets that came along, and at new ones.
+    /// Opens the image, waiting up to `patience` while another process holds it, and serves it at
+    /// inherited sockets and at new ones.
     pub(crate) fn start(
         config: DiskConfig,
-        common: &Common,
-        came: &mut Sockets,
+        resources: &Resources,
+        inherited: &mut Sockets,
         patience: Duration,
     ) -> Result<Self> {
-        let mut waited = Duration::ZERO;
-        let opened = loop {
-            match open(&config, common) {
-                Err(error) if error.kind() == ErrorKind::Denied && waited < patience => {
-                    pause(HELD_TURN);
-                    waited += HELD_TURN;
-                }
-                outcome => break Mutex::new(Opened::Open(outcome?)),
-            }
+        let DiskConfig { name, image, settings, images } = config;
+        let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
+        let open = || open(&image, &settings, &images, resources);
+        let opened = while_held(patience, || false, open)?;
+        let served = Self {
+            name,
+            settings,
+            images,
+            resources: resources.clone(),
+            changes: Mutex::default(),
+            image: Mutex::new(image.into()),
+            opened: Mutex::new(Opened::Open(opened)),
+            held: Mutex::default(),
+            state: Mutex::new(State::Serving(Box::default())),
         };
-        let (common, held, acts) = (common.clone(), Mutex::default(), Mutex::default());
-        let state = Mutex::new(State::Serving(Box::default()));
-        let served = Self { config, common, acts, opened, held, state };
-        match served.listen(came).and_then(|()| served.serve()) {
+        match served.listen(inherited).and_then(|()| served.serve()) {
             Ok(()) => Ok(served),
             Err(error) => {
-                // What failed first is told.
+                // The first failure is the one to report.
                 let _ = served.stop();
                 Err(error)
             }
         }
     }
 
-    fn listen(&self, came: &mut Sockets) -> Result<()> {
-        let config = &self.config;
+    fn listen(&self, inherited: &mut Sockets) -> Result<()> {
+        let Self { name, settings, .. } = self;
         let mut held = self.held();
-        let device = device_name(&config.name);
-        match &config.vhost_user {
-            Some(path) => held.push(came.unix(device, path, SocketUsers::AsUmask)?),
-            None => held.extend(came.named(&device).pop()),
+        let device = device_name(name);
+        match &settings.vhost_user {
+            Some(path) => held.push(inherited.unix(device, path, SocketUsers::AsUmask)?),
+            None => held.extend(inherited.named(&device).pop()),
         }
-        held.extend(config.security().listen(&config.name, &config.nbd, came)?);
-        if held.is_empty() && config.fuse.is_none() {
-            let what = "nothing says where it is served, and no socket came along for it";
+        held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
+        if held.is_empty() && settings.fuse.is_none() {
+            let what = "nothing says where it is served, and no socket was passed for it";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         Ok(())
     }
 
     fn serve(&self) -> Result<()> {
-        let config = &self.config;
-        let mut state = self.lock();
-        let State::Serving(servers) = &mut *state else { return Ok(()) };
-        let device = device_name(&config.name);
-        let (devices, nbd): (Vec<_>, Vec<_>) = {
-            let held = self.held();
-            let each = held.iter().map(|held| (held.name == device, held.listener.clone()));
-            each.partition(|(is_device, _)| *is_device)
+        let subject = Subject {
+            name: &self.name,
+            settings: &self.settings,
+            image: self.images.is_file().then(|| self.image().to_path_buf()),
+            disk: self.opened().disk()?,
         };
-        let managed = self.opened().disk()?;
-        let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
-        if let Some((_, listener)) = devices.into_iter().next() {
-            let serial = config.serial.as_ref().unwrap_or(&config.name);
-            servers.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
-                listener,
-                disk: Arc::clone(&disk),
-                queues: config.num_queues.unwrap_or(QUEUES_DEFAULT),
-                serial: serial.clone(),
-                discard: config.discard.into(),
-                rates: config.rates(),
-                workers: Arc::clone(&self.common.workers),
-            })?);
+        match &mut *self.lock() {
+            State::Serving(servers) => servers.start(&subject, &self.held(), &self.resources),
+            State::Ended(..) => Ok(()),
         }
-        if !nbd.is_empty() {
-            servers.nbd = Some(nbd::Server::start(nbd::ServerConfig {
-                listeners: nbd.into_iter().map(|(_, listener)| listener).collect(),
-                exports: vec![Export {
-                    disk: Arc::clone(&disk),
-                    name: config.export_name.clone().unwrap_or_default(),
-                    description: config.description.clone().unwrap_or_default(),
-                    discard: config.discard.into(),
-                }],
-                workers: Arc::clone(&self.common.workers),
-                limits: Limits {
-                    connections_max: config.shared.unwrap_or(CLIENTS_DEFAULT),
-                    ..Limits::default()
-                },
-            })?);
-        }
-        if let Some(file) = &config.fuse {
-            let is_file = !matches!(config.images().format()?, Format::Null);
-            servers.file = Some(fuse::Server::start(fuse::ServerConfig {
-                file: file.clone(),
-                disk: Arc::clone(&disk),
-                image: is_file.then(|| config.image.clone()),
-                discard: config.discard.into(),
-                allow_other: config.allow_other.unwrap_or_default().into(),
-                workers: Arc::clone(&self.common.workers),
-                mounts: Arc::clone(&self.common.mounts),
-            })?);
-        }
-        if config.index == IndexMode::Auto {
-            servers.indexer = Indexer::start(managed)?;
-        }
-        Ok(())
     }
 
-    /// Ends its servers, as their own words have it, and then closes the disk. The second time it
-    /// only gives the outcome.
+    /// Ends its servers and closes the disk. A second call only returns the outcome.
     ///
     /// # Errors
-    /// If not all that was written is in the image.
+    /// If some acknowledged writes are not in the image.
     pub(crate) fn stop(&self) -> Result<()> {
-        let _act = self.act();
-        // Their files go with its servers.
+        let _changes = self.lock_changes();
+        // The socket files go first.
         self.close_sockets();
         self.end()
     }
 
-    /// The same, but where clients connect they wait. False if it has ended before.
+    /// Like [`Self::stop`], but clients that connect wait. False if it had ended before.
     ///
     /// # Errors
-    /// As [`Self::stop`]; then nobody waits: what is lost must not be hidden by serving again.
+    /// As [`Self::stop`]; then clients do not wait: serving again would hide the loss from them.
     pub(crate) fn suspend(&self) -> Result<bool> {
-        let _act = self.act();
+        let _changes = self.lock_changes();
         if !matches!(*self.lock(), State::Serving(_)) {
             return Ok(false);
         }
@@ -230,19 +168,19 @@ impl Served {
     /// Serves it again, after [`Self::suspend`].
     ///
     /// # Errors
-    /// What keeps it from being opened or served.
+    /// Whatever prevents it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
-        let _act = self.act();
-        let opened = open(&self.config, &self.common)?;
+        let _changes = self.lock_changes();
+        let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Serving(Box::default());
         self.serve().inspect_err(|_| {
-            // What failed first is told.
+            // The first failure is the one to report.
             let _ = self.end();
         })
     }
 
-    /// Ends what serves it. The caller is the only one that acts.
+    /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
         let servers = {
             let mut state = self.lock();
@@ -250,7 +188,7 @@ impl Served {
                 State::Serving(servers) => std::mem::take(servers),
                 State::Ended(_, outcome) => return outcome.clone().unwrap_or(Ok(())),
             };
-            // Whoever asks meanwhile sees what was counted so far.
+            // Meanwhile callers see what was counted so far.
             *state = State::Ended(Box::new(servers.counts()), None);
             servers
         };
@@ -258,35 +196,32 @@ impl Served {
         *self.lock() = State::Ended(Box::new(counts), None);
         let disk = self.opened().disk();
         let closed = disk.and_then(|disk| {
-            self.common.workers.run(move || async move {
+            self.resources.workers.run(move || async move {
                 // Requests whose clients are gone still have to end.
                 let _ = timeout(IDLE_DEADLINE, disk.idle()).await;
                 disk.close().await
             })?
         });
         let outcome = closed.map_err(|error| {
-            let image = self.config.image.display();
-            error.wrap(format!("closing {image}: not all that was written is in it"))
+            let image = self.image();
+            error.wrap(format!("closing {}: not all that was written is in it", image.display()))
         });
-        self.let_go();
+        self.release();
         *self.lock() = State::Ended(Box::new(counts), Some(outcome.clone()));
         outcome
     }
 
-    /// Makes the disk longer, and tells the machine that has it. NBD has no word for that: its
-    /// clients see it when they connect anew.
+    /// Grows the disk and tells its virtual machine. NBD has no message for that: its clients see
+    /// the new length when they reconnect.
     ///
     /// # Errors
-    /// As [`Manage::resize`]; `Denied` if it is not served any more.
+    /// As [`Manage::resize`]; `Denied` if it is no longer served.
     pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
-        let act = self.act();
+        let changes = self.lock_changes();
         let notifier = match &*self.lock() {
-            State::Serving(servers) => {
-                servers.device.as_ref().map(vhost_user::Running::resize_notifier)
-            }
+            State::Serving(servers) => servers.resize_notifier(),
             State::Ended(..) => {
-                let name = &self.config.name;
-                let context = format!("the disk {name:?} is not served any more");
+                let context = format!("the disk {:?} is no longer served", self.name);
                 return Err(Error::new(ErrorKind::Denied, context));
             }
         };
@@ -296,38 +231,42 @@ impl Served {
             NewLength::Exactly(len) => Some(len),
             NewLength::Longer(by) => old.checked_add(by),
         };
-        let too_long = || Error::new(ErrorKind::Invalid, "a disk is shorter than 8 EiB");
+        let too_long = || Error::new(ErrorKind::Invalid, "a disk must be shorter than 8 EiB");
         let new = new.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(too_long)?;
-        self.common.workers.run(move || async move { disk.resize(new).await })??;
-        // A front end may take its time, and is told by somebody who holds nothing.
-        drop(act);
+        self.resources.workers.run(move || async move { disk.resize(new).await })??;
+        // A front end may take its time: hold nothing meanwhile.
+        drop(changes);
         let notice = notifier.map(|notify| notify());
         if let Some(Err(error)) = &notice {
-            let name = &self.config.name;
-            tracing::warn!(%error, "the machine of {name} does not know its disk's new length");
+            let name = &self.name;
+            tracing::warn!(%error, "the machine of {name} was not told its disk's new length");
         }
         Ok(Resized { old, new: self.image_figures().len, notice })
     }
 
-    /// Leaves nothing of a closed disk but what was counted: its files and their locks are free for
-    /// whoever comes next.
-    fn let_go(&self) {
+    /// Drops the closed disk and keeps only its figures, so that its files and their locks are free
+    /// for the next process to open them.
+    fn release(&self) {
         let Some(disk) = self.opened().close() else { return };
-        // Tasks of its servers, which have ended, drop it with their next turn.
-        for _ in 0..LET_GO_TURNS {
+        // Tasks of its servers, which have ended, drop it on their next turn.
+        for _ in 0..RELEASE_CHECKS {
             if Arc::strong_count(&disk) <= 1 {
                 return;
             }
-            let turn = self.common.workers.run(|| async { mica_rt::sleep(LET_GO_TURN).await });
+            let turn =
+                self.resources.workers.run(|| async { mica_rt::sleep(RELEASE_CHECK_PAUSE).await });
             if turn.is_err() {
                 break;
             }
         }
-        let image = self.config.image.display();
-        tracing::warn!("{image} is closed, and its files are free only later: it is still held");
+        let image = self.image();
+        let image = image.display();
+        tracing::warn!(
+            "{image} is closed, but still referenced: its files stay open a little longer"
+        );
     }
 
-    /// What is being done with it.
+    /// Its state, as the control socket reports it.
     pub(crate) fn condition(&self) -> &'static str {
         match &*self.lock() {
             State::Serving(_) => "serving",
@@ -337,16 +276,15 @@ impl Served {
         }
     }
 
-    /// What keeps its device from serving, if anything does.
+    /// Why its device does not serve, if it does not.
     pub(crate) fn device_error(&self) -> Option<&'static str> {
         let State::Serving(servers) = &*self.lock() else { return None };
-        let is_broken = servers.device.as_ref().is_some_and(vhost_user::Running::is_broken);
-        is_broken.then_some(
-            "its front end took away memory that it had shared: it is served when it connects anew",
+        servers.is_device_broken().then_some(
+            "its front end took away memory that it had shared: reconnect it to be served again",
         )
     }
 
-    /// What was done so far.
+    /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
             State::Serving(servers) => servers.counts(),
@@ -354,12 +292,12 @@ impl Served {
         }
     }
 
-    /// Who has it now: NBD connections, and the front end of a machine.
+    /// Current clients: NBD connections and the front end of a virtual machine.
     pub(crate) fn clients(&self) -> usize {
-        let State::Serving(servers) = &*self.lock() else { return 0 };
-        let nbd = servers.nbd.as_ref().map_or(0, nbd::Running::connections_open);
-        let device = servers.device.as_ref().is_some_and(vhost_user::Running::is_connected);
-        nbd + usize::from(device)
+        match &*self.lock() {
+            State::Serving(servers) => servers.clients(),
+            State::Ended(..) => 0,
+        }
     }
 
     /// Its figures, as JSON.
@@ -367,7 +305,7 @@ impl Served {
         stats::document(&self.image_figures(), &self.counts())
     }
 
-    /// What its disk shows of itself, or showed when it was closed.
+    /// What the disk shows of itself, or showed when it was closed.
     pub(crate) fn image_figures(&self) -> Figures {
         self.opened().figures()
     }
@@ -376,14 +314,19 @@ impl Served {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The image: for a chain, its active layer.
+    pub(crate) fn image(&self) -> Arc<Path> {
+        Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Where clients connect.
     pub(crate) fn held(&self) -> MutexGuard<'_, Vec<Held>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Who has this is the only one that acts.
-    pub(crate) fn act(&self) -> MutexGuard<'_, ()> {
-        self.acts.lock().unwrap_or_else(PoisonError::into_inner)
+    /// While this is held, nobody else changes the disk's life.
+    pub(crate) fn lock_changes(&self) -> MutexGuard<'_, ()> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -391,48 +334,29 @@ impl Served {
     }
 }
 
-impl Servers {
-    fn counts(&self) -> Counts {
-        Counts {
-            nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
-            device: self.device.as_ref().map(vhost_user::Running::counters),
-            file: self.file.as_ref().map(fuse::Running::counters),
-        }
-    }
-
-    fn shutdown(self) -> Counts {
-        if let Some(indexer) = self.indexer {
-            indexer.stop();
-        }
-        Counts {
-            file: self.file.map(fuse::Running::shutdown),
-            device: self.device.map(vhost_user::Running::shutdown),
-            nbd: self.nbd.map(nbd::Running::shutdown).unwrap_or_default(),
-        }
-    }
-}
-
-fn open(config: &DiskConfig, common: &Common) -> Result<Arc<dyn Manage>> {
-    let Common { handles, workers, .. } = common;
-    let index = match config.index {
+fn open(
+    image: &Path,
+    settings: &DiskSettings,
+    images: &ImageSettings,
+    resources: &Resources,
+) -> Result<Arc<dyn Manage>> {
+    let Resources { handles, workers, .. } = resources;
+    let index = match settings.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
     };
-    let settings = config.images();
-    let mut chain = settings.chain_options(index)?;
-    chain.snapshot.clone_from(&config.load_snapshot);
-    let images = settings.image_options(Arc::clone(handles))?;
-    let format = settings.format()?;
-    let writes = !config.read_only && config.load_snapshot.is_none();
-    let image = config.image.clone();
+    let mut chain = images.chain_options(index)?;
+    chain.snapshot.clone_from(&settings.load_snapshot);
+    let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
+    let (path, writes) = (image.to_owned(), settings.writes());
     let opened = workers.run(move || async move {
         match writes {
-            true => mica_stack::open_writable(&image, format, images, &chain).await,
-            false => mica_stack::open(&image, format, images, &chain).await,
+            true => mica_stack::open_writable(&path, format, options, &chain).await,
+            false => mica_stack::open(&path, format, options, &chain).await,
         }
     })??;
     if writes && !opened.is_writable() {
-        tracing::warn!("{} is served read-only", config.image.display());
+        tracing::warn!("{} is served read-only", image.display());
     }
     Ok(opened)
 }

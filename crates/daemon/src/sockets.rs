@@ -1,10 +1,12 @@
-//! Sockets that are there before this process listens: from systemd, or from a process that is
-//! taken over. And those that it holds, wherever they come from.
+//! Inherited sockets: those that are open before this process starts to listen, from systemd or
+//! from a process that is taken over. And the sockets of the control thread.
 //!
-//! A socket finds its place by its address. One of a socket unit else finds it by its name: a
-//! disk's own name serves the disk by NBD, `NAME.vhost-user` is its device.
+//! An inherited socket is matched by its address. A socket unit's socket that has no matching
+//! address is matched by name: a disk's own name is for NBD, `NAME.vhost-user` for its device.
 
 use crate::config::{Config, DiskConfig};
+use crate::held::{Held, Origin};
+use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Listener, SocketUsers};
@@ -14,69 +16,40 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Where a socket comes from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Origin {
-    /// This process made it.
-    Here,
-    /// A socket unit of systemd made it, and keeps it.
-    Unit,
-    /// A process before this one made it, and systemd kept it.
-    Store,
-    /// The process that is taken over had it.
-    Takeover,
-}
-
-/// A listening socket, and what it is for.
-#[derive(Debug)]
-pub(crate) struct Held {
-    pub(crate) name: String,
-    pub(crate) origin: Origin,
-    pub(crate) listener: Listener,
-    /// Whether systemd was asked to keep it, by this process.
-    pub(crate) is_stored: bool,
-}
-
-impl Held {
-    pub(crate) fn new(name: String, origin: Origin, listener: Listener) -> Self {
-        Self { name, origin, listener, is_stored: false }
-    }
-}
-
-/// What the name of a device's socket ends in.
+/// Suffix of the name of a device's socket.
 const DEVICE: &str = ".vhost-user";
-/// The name of the socket by which the process is told what to do.
-pub(crate) const CONTROL: &str = "mica.control";
-/// The name of the socket at which it shows its figures.
-pub(crate) const METRICS: &str = "mica.metrics";
+/// The name of the control socket.
+const CONTROL: &str = "mica.control";
+/// The name of the socket for figures.
+const METRICS: &str = "mica.metrics";
 
-/// What the socket of a disk's device is called.
+/// The name of the socket of a disk's device.
 pub(crate) fn device_name(disk: &str) -> String {
     format!("{disk}{DEVICE}")
 }
 
-/// Sockets that came along, each with its place.
+/// Inherited sockets, by what they are for.
 #[derive(Default, Debug)]
 pub(crate) struct Sockets {
-    by_place: BTreeMap<Place, Held>,
+    by_address: BTreeMap<Address, Held>,
     by_name: BTreeMap<String, Vec<Held>>,
-    /// Those of an earlier configuration, which go once all is served.
+    /// Sockets of an earlier configuration, closed once everything is served.
     spare: Vec<Held>,
 }
 
-/// An address that can be compared.
+/// An address in a form that can be compared.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Place {
+enum Address {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
-impl Place {
+impl Address {
     fn unix(path: &Path) -> Option<Self> {
         std::path::absolute(path).ok().map(Self::Unix)
     }
 
-    /// As `--nbd` has it.
+    /// Parses what `--nbd` takes.
     fn nbd(name: &str) -> Option<Self> {
         match name.strip_prefix("tcp:") {
             Some(address) => address.parse().ok().map(Self::Tcp),
@@ -91,36 +64,37 @@ impl Place {
 }
 
 impl Sockets {
-    /// Gives each of those that `came` its place in `config`.
+    /// Matches each of the `inherited` sockets with its use in `config`.
     ///
     /// # Errors
-    /// `Invalid` if one has none and nobody but its unit knows what it is for.
-    pub(crate) fn assign(came: Vec<Held>, config: &Config) -> Result<Self> {
+    /// `Invalid` if a systemd unit passed a socket that nothing in `config` uses.
+    pub(crate) fn assign(inherited: Vec<Held>, config: &Config) -> Result<Self> {
         let mut sockets = Self::default();
         let mut wanted: Vec<_> =
-            config.control.iter().filter_map(|path| Place::unix(path)).collect();
-        wanted.extend(config.metrics.map(Place::Tcp));
+            config.process.control.iter().filter_map(|path| Address::unix(path)).collect();
+        wanted.extend(config.process.metrics.map(Address::Tcp));
         let mut names = Vec::new();
         for disk in &config.disks {
-            wanted.extend(disk.nbd.iter().filter_map(|name| Place::nbd(name)));
-            wanted.extend(disk.vhost_user.iter().filter_map(|path| Place::unix(path)));
+            let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
+            wanted.extend(nbd.iter().filter_map(|name| Address::nbd(name)));
+            wanted.extend(vhost_user.iter().filter_map(|path| Address::unix(path)));
             names.extend([disk.name.clone(), device_name(&disk.name)]);
         }
-        for held in came {
-            match Place::of(&held.listener).filter(|place| wanted.contains(place)) {
-                // The same socket may come twice: from its unit, and from where it was stored.
-                Some(place) => drop(sockets.by_place.entry(place).or_insert(held)),
-                // Of what was ours, only what is still said to be served is.
+        for held in inherited {
+            match Address::of(&held.listener).filter(|address| wanted.contains(address)) {
+                // The same socket may be passed twice: by its unit and from the store.
+                Some(address) => drop(sockets.by_address.entry(address).or_insert(held)),
+                // Of our own sockets, only those still configured are served.
                 None if held.origin == Origin::Unit && names.contains(&held.name) => {
                     sockets.by_name.entry(held.name.clone()).or_default().push(held);
                 }
                 None if held.origin == Origin::Unit => {
                     let Held { name, listener, .. } = &held;
                     let context = format!(
-                        "a socket came along that no disk is served at: its name is {name:?} and \
-                         its address {:?}; call it as a disk is called, or as a disk's device \
-                         (NAME{DEVICE}), or give a disk its address",
-                        Place::of(listener)
+                        "systemd passed a socket that no disk uses: its name is {name:?} and its \
+                         address {:?}; name it after a disk or a disk's device (NAME{DEVICE}), or \
+                         give a disk its address",
+                        Address::of(listener)
                     );
                     return Err(Error::new(ErrorKind::Invalid, context));
                 }
@@ -130,80 +104,137 @@ impl Sockets {
         Ok(sockets)
     }
 
-    /// Makes sure that the sockets of `config` that did not come along can be made: a process in a
-    /// sandbox cannot tell that of a living server from one that was left behind.
+    /// Makes sure that the sockets of `config` that were not inherited can be created: inside the
+    /// sandbox, a process cannot tell a living server's socket from a stale one.
     ///
     /// # Errors
     /// As [`Listener::clear_place`].
     pub(crate) fn clear_places(&self, config: &Config) -> Result<()> {
         let of_disk = |disk: &DiskConfig| {
-            let nbd = disk.nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
-            nbd.chain(disk.vhost_user.clone()).collect::<Vec<_>>()
+            let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
+            let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
+            nbd.chain(vhost_user.clone()).collect::<Vec<_>>()
         };
-        let all = config.disks.iter().flat_map(of_disk).chain(config.control.clone());
+        let all = config.disks.iter().flat_map(of_disk).chain(config.process.control.clone());
         for path in all {
-            let came = Place::unix(&path).is_some_and(|place| self.by_place.contains_key(&place));
-            if !came {
+            let is_inherited =
+                Address::unix(&path).is_some_and(|address| self.by_address.contains_key(&address));
+            if !is_inherited {
                 Listener::clear_place(&path)?;
             }
         }
-        let Some(control) = &config.control else { return Ok(()) };
-        match Place::unix(control).and_then(|place| self.by_place.get(&place)) {
+        let Some(control) = &config.process.control else { return Ok(()) };
+        match Address::unix(control).and_then(|address| self.by_address.get(&address)) {
             None => Ok(()),
-            // One that somebody else made is this user's alone all the same.
+            // Whoever created it, it is for this user alone.
             Some(_) => std::fs::set_permissions(control, Permissions::from_mode(0o600))
                 .map_err(|error| Error::from_io("starting the control socket", error)),
         }
     }
 
-    /// The unix socket at `path`: one that came along, or a new one.
+    /// The unix socket at `path`: the inherited one, or a new one.
     ///
     /// # Errors
     /// As [`Listener::unix_for`].
     pub(crate) fn unix(&mut self, name: String, path: &Path, users: SocketUsers) -> Result<Held> {
-        match Place::unix(path).and_then(|place| self.by_place.remove(&place)) {
+        match Address::unix(path).and_then(|address| self.by_address.remove(&address)) {
             Some(held) => Ok(Held { name, ..held }),
             None => Ok(Held::new(name, Origin::Here, Listener::unix_for(path, users)?)),
         }
     }
 
-    /// The socket at a TCP `address`: one that came along, or a new one.
+    /// The socket at a TCP `address`: the inherited one, or a new one.
     ///
     /// # Errors
     /// As [`Listener::tcp`].
     pub(crate) fn tcp(&mut self, name: String, address: SocketAddr) -> Result<Held> {
-        match self.by_place.remove(&Place::Tcp(address)) {
+        match self.by_address.remove(&Address::Tcp(address)) {
             Some(held) => Ok(Held { name, ..held }),
             None => Ok(Held::new(name, Origin::Here, Listener::tcp(address)?)),
         }
     }
 
-    /// A socket for NBD clients that came along to where `--nbd` has it.
+    /// The inherited NBD socket at `place`, which is written as for `--nbd`.
     pub(crate) fn nbd(&mut self, place: &str) -> Option<Held> {
-        self.by_place.remove(&Place::nbd(place)?)
+        self.by_address.remove(&Address::nbd(place)?)
     }
 
-    /// Those that are called `name` and came to no place of their own.
+    /// Inherited sockets that are matched by `name`, not by address.
     pub(crate) fn named(&mut self, name: &str) -> Vec<Held> {
         self.by_name.remove(name).unwrap_or_default()
     }
 
-    /// The files that are to be removed at some time.
+    /// Socket files that this process will remove at some point.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
-        let placed = self.by_place.values().chain(self.by_name.values().flatten());
+        let placed = self.by_address.values().chain(self.by_name.values().flatten());
         let all = placed.chain(&self.spare).filter(|held| held.origin != Origin::Unit);
         all.filter_map(|held| held.listener.path())
     }
 
-    /// Takes away what nothing is served at any more. To be called once all is served.
+    /// Closes the sockets that are no longer configured and removes their files. Call this once
+    /// everything is served.
     pub(crate) fn remove_spare(self) {
         for held in self.spare {
             tracing::info!(name = held.name, "a socket of an earlier configuration is closed");
             held.listener.own_file();
-            // Others that are served have the name too, perhaps; they are stored after this.
+            // Sockets in use may share the name; they are stored after this.
             systemd::forget(&held.name);
         }
     }
+}
+
+/// The sockets of the control thread: the unix socket, and the TCP socket for figures.
+#[derive(Default)]
+pub(crate) struct ControlSockets {
+    pub(crate) control: Option<Held>,
+    pub(crate) metrics: Option<Held>,
+}
+
+impl ControlSockets {
+    /// Takes `inherited` sockets, or creates new ones.
+    ///
+    /// # Errors
+    /// Whatever prevents listening; `Denied` for figures beyond the loopback without permission.
+    pub(crate) fn take(
+        control: Option<&Path>,
+        metrics: Option<SocketAddr>,
+        metrics_public: bool,
+        inherited: &mut Sockets,
+    ) -> Result<Self> {
+        let mut sockets = Self::default();
+        if let Some(path) = control {
+            sockets.control = Some(inherited.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
+        }
+        if let Some(address) = metrics {
+            check_metrics(address, metrics_public)?;
+            let held = inherited.tcp(METRICS.to_owned(), address);
+            sockets.metrics =
+                Some(held.map_err(|error| error.wrap(format!("--metrics {address}")))?);
+        }
+        Ok(sockets)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
+        self.control.iter().chain(&self.metrics)
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Held> {
+        self.control.iter_mut().chain(&mut self.metrics)
+    }
+
+    /// Closes them.
+    pub(crate) fn close(&mut self) {
+        systemd::close(self.control.take().into_iter().chain(self.metrics.take()));
+    }
+}
+
+fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
+    let context = || format!("--metrics {address}");
+    if !is_public && !address.ip().to_canonical().is_loopback() {
+        let what = "figures are shown on the loopback only, unless --metrics-public allows more";
+        return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -213,11 +244,12 @@ mod tests {
 
     fn config() -> Config {
         let disk = |name: &str| DiskConfig::new(name.to_owned(), PathBuf::from("image"));
-        let web1 = DiskConfig { nbd: vec!["/nowhere/web1.nbd".to_owned()], ..disk("web1") };
+        let mut web1 = disk("web1");
+        web1.settings.nbd = vec!["/nowhere/web1.nbd".to_owned()];
         Config { disks: vec![web1, disk("web2")], ..Config::default() }
     }
 
-    fn came(folder: &Path, name: &str, origin: Origin) -> Held {
+    fn inherited(folder: &Path, name: &str, origin: Origin) -> Held {
         let listener = UnixListener::bind(folder.join(format!("{name}.sock"))).expect("bound");
         let listener = Listener::inherited(listener.into()).expect("it listens");
         Held::new(name.to_owned(), origin, listener)
@@ -227,24 +259,27 @@ mod tests {
     fn address_counts_before_the_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut config = config();
-        config.disks[0].nbd = vec![folder.path().join("web2.sock").display().to_string()];
-        let by_address = came(folder.path(), "web2", Origin::Unit);
-        let by_name = came(folder.path(), "web2.vhost-user", Origin::Unit);
+        config.disks[0].settings.nbd = vec![folder.path().join("web2.sock").display().to_string()];
+        let by_address = inherited(folder.path(), "web2", Origin::Unit);
+        let by_name = inherited(folder.path(), "web2.vhost-user", Origin::Unit);
         let mut sockets = Sockets::assign(vec![by_address, by_name], &config).expect("known");
 
         assert!(sockets.named("web2").is_empty());
         assert_eq!(sockets.named("web2.vhost-user").len(), 1);
-        assert_eq!(sockets.nbd(&config.disks[0].nbd[0]).expect("its place").name, "web2");
+        assert_eq!(
+            sockets.nbd(&config.disks[0].settings.nbd[0]).expect("its address").name,
+            "web2"
+        );
     }
 
     #[test]
     fn socket_that_fits_nothing_is_an_error_unless_it_was_our_own() {
         let folder = tempfile::tempdir().expect("a folder");
-        let error = Sockets::assign(vec![came(folder.path(), "x", Origin::Unit)], &config());
-        let error = error.expect_err("nobody's");
+        let error = Sockets::assign(vec![inherited(folder.path(), "x", Origin::Unit)], &config());
+        let error = error.expect_err("it belongs nowhere");
         assert!(error.to_string().contains("\"x\""), "{error}");
 
-        let spare = ["y", "web1"].map(|name| came(folder.path(), name, Origin::Takeover));
+        let spare = ["y", "web1"].map(|name| inherited(folder.path(), name, Origin::Takeover));
         let sockets = Sockets::assign(spare.into(), &config()).expect("closed later");
         assert_eq!(sockets.files().count(), 2);
         assert!(folder.path().join("y.sock").exists());
@@ -252,5 +287,13 @@ mod tests {
         assert!(!folder.path().join("y.sock").exists());
         assert!(!folder.path().join("web1.sock").exists());
         assert!(folder.path().join("x.sock").exists(), "its unit's");
+    }
+
+    #[test]
+    fn figures_are_for_this_machine_unless_more_is_allowed() {
+        let check = |public| check_metrics(SocketAddr::from(([0, 0, 0, 0], 0)), public);
+        let refused = check(false).expect_err("refused");
+        assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
+        check(true).expect("allowed");
     }
 }

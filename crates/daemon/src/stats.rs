@@ -1,23 +1,30 @@
-//! The figures of a disk: each has one name, one help and one value, whoever shows it.
+//! The figures of a disk: each has one name, one help text and one value, wherever it is shown.
 //!
 //! The file of `--stats-file`, `/v1/stats` and `/metrics` are made from the same sections.
 
 use crate::opened::Figures;
-use crate::served::Counts;
 use mica_block::{MapStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
 use serde_json::{Map, Value, json};
 
-/// How a figure moves.
+/// What the servers of a disk have counted.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Counts {
+    pub(crate) nbd: nbd::Counters,
+    pub(crate) device: Option<vhost_user::Counters>,
+    pub(crate) file: Option<fuse::Counters>,
+}
+
+/// How a figure changes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// It only grows.
     Counter,
-    /// It is what it is now.
+    /// It goes up and down.
     Gauge,
 }
 
-/// A figure.
+/// One figure.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figure {
     pub(crate) name: &'static str,
@@ -26,16 +33,16 @@ pub(crate) struct Figure {
     pub(crate) value: u64,
 }
 
-/// Figures of one part of what serves a disk.
+/// Figures of the map, the write path or one server.
 #[derive(Debug)]
 pub(crate) struct Section {
     pub(crate) name: &'static str,
-    /// `None` if the disk is not served so.
+    /// `None` if the disk has no such server.
     pub(crate) figures: Option<Vec<Figure>>,
     pub(crate) latencies: Option<Latencies>,
 }
 
-/// All of a disk.
+/// All figures of a disk.
 pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 5] {
     let Counts { nbd, device, file } = counts;
     let server = |name, fields: Option<(Vec<_>, _, _)>| {
@@ -61,7 +68,7 @@ pub(crate) fn sections(image: &Figures, counts: &Counts) -> [Section; 5] {
     ]
 }
 
-/// All of a disk, as JSON.
+/// All figures of a disk, as JSON.
 pub(crate) fn document(image: &Figures, counts: &Counts) -> Map<String, Value> {
     let mut document = Map::new();
     let mut latencies = Map::new();
@@ -81,7 +88,8 @@ pub(crate) fn document(image: &Figures, counts: &Counts) -> Map<String, Value> {
     document
 }
 
-/// Times of requests: `[below, count]` of every bucket that has any, below in microseconds.
+/// A latency histogram: `[below, count]` for each bucket that is not empty, `below` in
+/// microseconds.
 fn times(latency: &Latency) -> Value {
     let filled = latency.buckets().filter(|(_, count)| *count > 0);
     json!({
@@ -112,7 +120,7 @@ fn map(stats: MapStats) -> Vec<Figure> {
         counter("misses", "Look-ups of the map that had to load a slice.", misses),
         counter("index_loads", "Slices that were loaded from an index.", index_loads),
         counter("walks", "Windows of slices that were resolved by walking the chain.", walks),
-        counter("layers_walked", "Layers that were looked at by walks.", layers_walked),
+        counter("layers_walked", "Layers that walks looked at.", layers_walked),
         gauge("cached_bytes", "Bytes of slices in the cache.", cached_bytes),
         gauge("budget_bytes", "The most that the cache may hold, in bytes.", budget_bytes),
     ]
@@ -130,16 +138,16 @@ fn write(stats: WriteStats) -> Vec<Figure> {
     vec![
         counter(
             "copied_read_bytes",
-            "Bytes read to fill what a write left of a unit that got a new place.",
+            "Bytes read to fill the parts of a new unit that a write left out.",
             copied_read_bytes,
         ),
         counter(
             "copied_written_bytes",
-            "Bytes of these that were written, and zeros around them.",
+            "Bytes of these that were written, with the zeros around them.",
             copied_written_bytes,
         ),
         counter("metadata_bytes", "Bytes of metadata that were written.", metadata_bytes),
-        counter("syncs", "Calls that made something durable.", syncs),
+        counter("syncs", "Syncs of image files.", syncs),
         counter("groups", "Groups of changes that were made durable.", groups),
         counter("linked_clusters", "Entries of the map that writes changed.", linked_clusters),
     ]

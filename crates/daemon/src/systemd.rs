@@ -1,17 +1,18 @@
-//! What systemd is told, and what it hands over: see sd_notify(3) and sd_listen_fds(3).
+//! What systemd is told and what it passes on: see sd_notify(3) and sd_listen_fds(3).
 //!
-//! Sockets that this process made are stored with systemd, so that they stay open when it crashes:
-//! who connects then waits for the next one instead of being refused.
+//! Sockets that this process creates are stored with systemd, so that they stay open if it crashes:
+//! clients that connect then wait for the next server instead of being refused.
 //!
 //! Invariants
-//! - I1 What is not served any more is not stored any more: else who connects waits for nobody, and
-//!   the store is full one day. What another process serves now stays.
-//! - I2 At a takeover systemd hears of the new main process before the old one ends, from the old
-//!   one: the end of the main process would be the end of the service.
-//! - I3 The new process is watched as the old one was, though systemd told only that one of it.
+//! - I1 A socket that is no longer served is no longer stored: clients would wait for nobody,
+//!   and the store would fill up. What another process now serves stays stored.
+//! - I2 In a takeover the old process tells systemd of the new main process before it ends: the
+//!   end of the main process would be the end of the service.
+//! - I3 The new process is watched as the old one was, though systemd gave the watchdog period
+//!   to the old one only.
 
+use crate::held::{Held, Origin};
 use crate::messages::send_with_fds;
-use crate::sockets::{Held, Origin};
 use listenfd::ListenFd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Handle;
@@ -28,21 +29,21 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What the names of stored sockets begin with. No disk is called so: its name has no such sign.
+/// Prefix of the names of stored sockets. No disk's name contains its `@`.
 const STORED: &str = "stored@";
-/// Most sockets that are taken.
+/// Most sockets that are accepted.
 const SOCKETS_MAX: usize = 4096;
 
-/// Whether sockets come along with this process.
+/// Whether systemd passed sockets to this process.
 pub fn has_inherited_sockets() -> bool {
     let process = std::env::var("LISTEN_PID").ok().and_then(|process| process.parse().ok());
     process == Some(std::process::id())
 }
 
-/// The sockets that came along.
+/// The sockets that systemd passed.
 ///
 /// # Errors
-/// `Invalid` if one is no listening stream socket.
+/// `Invalid` if one is not a listening stream socket.
 pub(crate) fn sockets() -> Result<Vec<Held>> {
     if !has_inherited_sockets() {
         return Ok(Vec::new());
@@ -50,22 +51,21 @@ pub(crate) fn sockets() -> Result<Vec<Held>> {
     let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
     let count = std::env::var("LISTEN_FDS").ok().and_then(|count| count.parse().ok());
     if count.is_some_and(|count: usize| count > SOCKETS_MAX) {
-        return invalid(format!("more than {SOCKETS_MAX} sockets came along (LISTEN_FDS)"));
+        return invalid(format!("systemd passed more than {SOCKETS_MAX} sockets (LISTEN_FDS)"));
     }
-    let mut came = ListenFd::from_env();
+    let mut inherited = ListenFd::from_env();
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     let mut names = names.split(':');
     let mut sockets = Vec::new();
-    for index in 0..came.len() {
+    for index in 0..inherited.len() {
         let name = names.next().unwrap_or_default();
-        let fd: OwnedFd = match (came.take_unix_listener(index), index) {
+        let fd: OwnedFd = match (inherited.take_unix_listener(index), index) {
             (Ok(Some(socket)), _) => socket.into(),
-            (_, index) => match came.take_tcp_listener(index) {
+            (_, index) => match inherited.take_tcp_listener(index) {
                 Ok(Some(socket)) => socket.into(),
                 _ => {
                     return invalid(format!(
-                        "descriptor {index} of those that came along, {name:?}, is no stream \
-                         socket"
+                        "descriptor {index} that systemd passed, {name:?}, is not a stream socket"
                     ));
                 }
             },
@@ -75,23 +75,24 @@ pub(crate) fn sockets() -> Result<Vec<Held>> {
             None => (name, Origin::Unit),
         };
         let listener = Listener::inherited(fd).map_err(|error| error.wrap(format!("{name:?}")))?;
-        // They are not for programs that this one starts.
-        rustix::io::fcntl_setfd(&listener, FdFlags::CLOEXEC)
-            .map_err(|error| Error::from_io("taking over a listening socket", error.into()))?;
+        // Children must not inherit them.
+        rustix::io::fcntl_setfd(&listener, FdFlags::CLOEXEC).map_err(|error| {
+            Error::from_io("marking an inherited socket close-on-exec", error.into())
+        })?;
         sockets.push(Held::new(name.to_owned(), origin, listener));
     }
     Ok(sockets)
 }
 
-/// Tells systemd, if it listens.
-pub(crate) fn tell(states: &[NotifyState<'_>]) {
+/// Notifies systemd, if it listens.
+pub(crate) fn notify(states: &[NotifyState<'_>]) {
     let lines: Vec<_> = states.iter().map(ToString::to_string).collect();
     if let Err(error) = send(&lines.join("\n"), &[]) {
-        tracing::warn!(%error, "systemd could not be told: {states:?}");
+        tracing::warn!(%error, "cannot notify systemd: {states:?}");
     }
 }
 
-/// Has systemd keep a socket that it does not have.
+/// Stores a socket with systemd, unless a unit of systemd owns it.
 pub(crate) fn store(held: &mut Held) {
     if held.origin == Origin::Unit {
         return;
@@ -99,16 +100,16 @@ pub(crate) fn store(held: &mut Held) {
     held.is_stored = true;
     let message = format!("FDSTORE=1\nFDNAME={STORED}{}", held.name);
     if let Err(error) = send(&message, &[held.listener.as_fd()]) {
-        tracing::warn!(%error, "systemd does not keep the socket {:?}", held.name);
+        tracing::warn!(%error, "cannot store the socket {:?} with systemd", held.name);
     }
 }
 
-/// Has systemd close the sockets that it keeps under `name`.
+/// Removes the sockets called `name` from systemd's store.
 pub(crate) fn forget(name: &str) {
-    tell(&[NotifyState::Custom(&format!("FDSTOREREMOVE=1\nFDNAME={STORED}{name}"))]);
+    notify(&[NotifyState::Custom(&format!("FDSTOREREMOVE=1\nFDNAME={STORED}{name}"))]);
 }
 
-/// Says that this process serves these sockets no more, nor does another (I1).
+/// Closes sockets that no process serves any longer, and removes them from systemd's store (I1).
 pub(crate) fn close(sockets: impl IntoIterator<Item = Held>) {
     for held in sockets {
         if held.is_stored {
@@ -117,18 +118,18 @@ pub(crate) fn close(sockets: impl IntoIterator<Item = Held>) {
     }
 }
 
-/// Where systemd listens, if it does. A process in a sandbox cannot connect to it any more.
+/// The connection to systemd, if it listens. Inside the sandbox no new one can be made.
 static NOTIFIED: OnceLock<Option<UnixDatagram>> = OnceLock::new();
 
 /// Connects to systemd, if it listens.
 ///
 /// # Errors
-/// What the system says.
+/// Those of the system calls.
 pub(crate) fn connect() -> Result<()> {
     if NOTIFIED.get().is_none() {
         let failed = |error| Error::from_io("connecting to systemd (NOTIFY_SOCKET)", error);
         let socket = connected().map_err(failed)?;
-        // Another thread may have been first.
+        // Another thread may have been faster.
         let _ = NOTIFIED.set(socket);
     }
     Ok(())
@@ -152,28 +153,28 @@ fn send(message: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     }
 }
 
-/// How often systemd wants to hear from this process, if it watches it. What `before` was told is
-/// what the process that is taken over was told, which systemd watches now.
+/// How often systemd expects a watchdog message, if it watches this process. `before` is the period
+/// of the process that is taken over, which systemd watches now.
 pub(crate) fn watch_period(before: Option<Duration>) -> Option<Duration> {
     let is_heard = std::env::var_os("NOTIFY_SOCKET").is_some();
     let own = sd_notify::watchdog_enabled().filter(|period| !period.is_zero());
     own.or(before).filter(|_| is_heard)
 }
 
-/// Tells systemd that the workers turn, as often as it wants to hear it. Ends when dropped.
+/// Sends watchdog messages to systemd while the workers make progress. Ends when dropped.
 pub(crate) struct Watchdog {
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Starts it, if systemd watches, with the `period` of [`watch_period`].
+    /// Starts it with the `period` of [`watch_period`], if systemd watches.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system calls.
     pub(crate) fn start(workers: &[Handle], period: Option<Duration>) -> Result<Option<Self>> {
         let Some(period) = period else { return Ok(None) };
-        Self::watch(workers, period, || tell(&[NotifyState::Watchdog])).map(Some)
+        Self::watch(workers, period, || notify(&[NotifyState::Watchdog])).map(Some)
     }
 
     fn watch(
@@ -184,7 +185,8 @@ impl Watchdog {
         let workers: Vec<_> = workers.iter().map(|worker| (worker.clone(), answered())).collect();
         let (stop, stopped) = mpsc::channel();
         let body = move || loop {
-            // Who waits for a file system is not helped by being killed: it would not even die.
+            // Killing a process does not help a thread that waits for a file system: it would not
+            // even die.
             let is_well = |(worker, answered): &(Handle, Arc<AtomicBool>)| {
                 answered.load(Ordering::Acquire) || worker.is_writing()
             };
@@ -196,9 +198,9 @@ impl Watchdog {
                     }
                 }
             } else {
-                tracing::warn!("a worker does not turn: systemd is not told that all is well");
+                tracing::warn!("a worker is stuck: withholding the watchdog message from systemd");
             }
-            // Twice may be late before it counts.
+            // Two messages may be late before systemd acts.
             match stopped.recv_timeout(period / 3) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
@@ -214,7 +216,7 @@ fn answered() -> Arc<AtomicBool> {
     Arc::new(AtomicBool::new(true))
 }
 
-/// Has a worker answer when it comes to it. It is asked once until it does.
+/// Asks a worker to answer on its next turn. It is not asked again until it has.
 fn ask(worker: &Handle, answered: &Arc<AtomicBool>) {
     answered.store(false, Ordering::Release);
     let answered = Arc::clone(answered);
@@ -225,7 +227,7 @@ impl Drop for Watchdog {
     fn drop(&mut self) {
         self.stop = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::warn!("the watchdog failed");
+            tracing::warn!("the watchdog thread panicked");
         }
     }
 }
@@ -253,16 +255,16 @@ mod tests {
         let (hangs, begun) = mpsc::channel();
         workers.handles()[1].spawn_with(move || async move {
             hangs.send(()).expect("awaited");
-            // It does not give its turn back until it is told to.
+            // It does not yield until it is released.
             let _ = hanging.recv();
         });
         begun.recv_timeout(PATIENCE).expect("it hangs");
-        // One that was asked before it hung may still be told of.
-        let mut told = 0;
+        // An answer from before it hung may still be reported.
+        let mut count = 0;
         while heard.recv_timeout(PERIOD * 5).is_ok() {
-            told += 1;
+            count += 1;
         }
-        assert!(told <= 2, "{told} times while a worker hung");
+        assert!(count <= 2, "{count} times while a worker hung");
 
         drop(release);
         heard.recv_timeout(PATIENCE).expect("all is well again");

@@ -1,8 +1,9 @@
-//! A new process takes over the sockets of the one that serves, and goes on. Guests only wait.
+//! A new process takes over the listening sockets of the one that serves, opens its images and
+//! carries on. Guests only wait.
 //!
 //! ```text
-//! new: is configured               ─ POST /v1/takeover, with a socket's path ─▶ old
-//! old: serves on                   ─ its listening sockets ──────────────────▶ new
+//! new: reads its configuration     ─ POST /v1/takeover, with a socket's path ─▶ old
+//! old: keeps serving               ─ its listening sockets ──────────────────▶ new
 //! new: enters its sandbox          ─ ready ──────────────────────────────────▶ old
 //! old: stops, closes its images    ─ closed ─────────────────────────────────▶ new
 //! new: opens them, serves          ─ serving ────────────────────────────────▶ old
@@ -10,34 +11,37 @@
 //! ```
 //!
 //! Invariants
-//! - I1 One of the two has the images open, never both: their locks say so too.
-//! - I2 The listening sockets are open in one of them at any time, and their files stay: who
-//!   connects meanwhile waits.
-//! - I3 Until the old one hears that the new one serves, it opens the images again and goes on if
-//!   the new one fails, ends, or takes longer than [`SERVE_LIMIT`].
-//! - I4 Both know the same end of it: after that limit nothing that the new one says is heard, and
-//!   it notices, because it cannot say it.
-//! - I5 Whoever is told to stop ends soon. The old one closes its images, which ends the takeover;
-//!   or it has closed them, and leaves all to the new one. The new one leaves all to the old one.
-//! - I6 The old one may die at any time: the new one, which has its sockets, goes on as after any
-//!   death of a server.
+//! - I1 At most one of the two has the images open; their locks ensure it as well.
+//! - I2 The listening sockets are always open in at least one of the two, and their files stay:
+//!   clients that connect meanwhile wait.
+//! - I3 Until the old one learns that the new one serves, it reopens the images and keeps
+//!   serving if the new one fails, ends, or takes longer than [`SERVE_LIMIT`].
+//! - I4 Both agree on the outcome: after that limit the old one reads nothing more from the new
+//!   one, which notices because it can no longer send.
+//! - I5 A process that is told to stop ends soon. The old one closes its images, which ends the
+//!   takeover; if it has closed them already, it leaves everything to the new one. The new one
+//!   leaves everything to the old one.
+//! - I6 The old one may die at any time: the new one, which has its sockets, carries on as after
+//!   any death of a server.
 //!
-//! What the new one does not serve any more at a socket, it closes, and removes its file.
+//! Sockets that the new process no longer serves are closed, and their files removed.
 
 mod channel;
-mod meeting;
+mod rendezvous;
 
-pub(crate) use meeting::{FOLDER as MEETING_FOLDER, SOCKET as MEETING_SOCKET};
+pub(crate) use rendezvous::{FOLDER as RENDEZVOUS_FOLDER, SOCKET as RENDEZVOUS_SOCKET};
 
-use crate::daemon::{Shared, each_of};
+use crate::disks::each_of;
+use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
+use crate::retry::{Patience, while_held};
 use crate::served::Served;
-use crate::sockets::{Held, Origin};
+use crate::shared::Shared;
 use crate::systemd;
 use channel::{Channel, Message, Passed, Silence};
-use meeting::Meeting;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
+use rendezvous::Rendezvous;
 use sd_notify::NotifyState;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -46,48 +50,51 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-/// For the old one to answer, while it serves.
+/// For an answer from the old process, which still serves.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// For the new one to be ready. The old one serves meanwhile.
+/// For the new process to be ready. The old one still serves.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// For the old one to answer what is in flight, and to flush.
+/// For the old process to finish requests in flight, and to flush.
 const CLOSE_LIMIT: Duration = Duration::from_secs(120);
-/// For the new one to open the images. Guests wait meanwhile.
+/// For the new process to open the images. Guests wait meanwhile.
 const SERVE_LIMIT: Duration = Duration::from_secs(60);
-/// For an image to be free again that the new one had open.
-const REOPEN_LIMIT: Duration = Duration::from_secs(600);
-const REOPEN_PAUSE: Duration = Duration::from_millis(200);
-/// For the system to let go of what a dead process had open: its rings end after it.
+/// For the new process to release an image that it had opened.
+const REOPEN: Patience =
+    Patience { limit: Duration::from_secs(600), pause: Duration::from_millis(200) };
+/// For the system to release what a dead process had open: its rings end after it does.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
-/// Sockets that are handed over.
+/// Most sockets that are handed over.
 const SOCKETS_MAX: usize = 4096;
 
-/// The new process, as it takes over.
-pub(crate) struct Taking {
+/// The new process's side of a takeover.
+pub(crate) struct Takeover {
     channel: Channel,
-    /// How often the old process had to tell systemd that it lives.
+    /// The watchdog period that systemd gave the old process.
     pub(crate) watch_period: Option<Duration>,
 }
 
-impl Taking {
-    /// Asks the process behind the `control` socket for its sockets. It goes on serving.
+impl Takeover {
+    /// Asks the process behind the `control` socket for its listening sockets. It keeps serving.
     ///
     /// # Errors
     /// If there is none, or it refuses.
     pub(crate) fn begin(control: &Path) -> Result<(Self, Vec<Held>)> {
-        let meeting = Meeting::arrange(control)?;
-        let channel = meeting.invite(control)?;
-        drop(meeting);
+        let rendezvous = Rendezvous::create(control)?;
+        let channel = rendezvous.invite(control)?;
+        drop(rendezvous);
         let mut sockets = Vec::new();
         loop {
             let (message, fds) = channel.receive(ANSWER_LIMIT, &mut || false)?;
-            let Message::Sockets { sockets: told, more, watchdog_us } = message else {
+            let Message::Sockets { sockets: passed, more, watchdog_us } = message else {
                 return Err(unexpected(&message));
             };
-            if told.len() != fds.len() || sockets.len() > SOCKETS_MAX {
-                return Err(Error::new(ErrorKind::Invalid, "the other process's list is wrong"));
+            if passed.len() != fds.len() || sockets.len() > SOCKETS_MAX {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    "the other process sent a malformed list of sockets",
+                ));
             }
-            for (Passed { name, is_of_unit }, fd) in told.into_iter().zip(fds) {
+            for (Passed { name, is_of_unit }, fd) in passed.into_iter().zip(fds) {
                 let origin = if is_of_unit { Origin::Unit } else { Origin::Takeover };
                 sockets.push(Held::new(name, origin, Listener::inherited(fd)?));
             }
@@ -98,44 +105,44 @@ impl Taking {
         }
     }
 
-    /// Has the old process close its images. From now on guests wait. Gives for how long images may
-    /// still be held by a process that is gone.
+    /// Tells the old process to close its images and waits for it. From now on guests wait. Returns
+    /// how long images may still be held by a process that is gone.
     ///
     /// # Errors
-    /// If it cannot, or does not in time, or the wait `is_called_off`. It goes on then.
+    /// If it cannot, does not in time, or `is_cancelled`. The old process then keeps serving.
     pub(crate) fn wait_until_closed(
         &self,
-        is_called_off: &mut dyn FnMut() -> bool,
+        is_cancelled: &mut dyn FnMut() -> bool,
     ) -> Result<Duration> {
-        let told = self.channel.send(&Message::Ready, &[]);
-        match self.channel.receive(CLOSE_LIMIT, is_called_off) {
+        let sent = self.channel.send(&Message::Ready, &[]);
+        match self.channel.receive(CLOSE_LIMIT, is_cancelled) {
             Ok((Message::Closed, _)) => Ok(Duration::ZERO),
             Ok((Message::Failed { why }, _)) => {
                 let context = format!("the other process could not hand over: {why}");
                 Err(Error::new(ErrorKind::Io, context))
             }
             Ok((message, _)) => Err(unexpected(&message)),
-            // Its images are free, and nobody else is there for those who wait (I6).
+            // Its images are free, and no other process is left for those who wait (I6).
             Err(Silence::Gone) if self.channel.has_died() => {
-                tracing::warn!("the process that was to be taken over has died: this one goes on");
+                tracing::warn!("the process to take over has died: carrying on without it");
                 Ok(DEAD_LIMIT)
             }
-            Err(silence) => Err(told.err().unwrap_or(silence.into())),
+            Err(silence) => Err(sent.err().unwrap_or(silence.into())),
         }
     }
 
     /// Lets the old process end.
     ///
     /// # Errors
-    /// If it has given this one up: then it serves again as soon as the images are free.
+    /// If it has given up on this one: it serves again as soon as the images are free.
     pub(crate) fn serving(&self) -> Result<()> {
         let Err(error) = self.channel.send(&Message::Serving, &[]) else { return Ok(()) };
         match self.channel.receive(ANSWER_LIMIT, &mut || false) {
-            Ok((Message::GivenUp, _)) => Err(error.wrap("the other process has gone on by itself")),
+            Ok((Message::GivenUp, _)) => Err(error.wrap("the other process has resumed serving")),
             Ok((Message::Ending, _)) => Ok(()),
-            // It has closed the images, and nobody but this process serves them.
+            // It has closed the images, and only this process serves them.
             _ => {
-                tracing::warn!("the process that was taken over has died meanwhile");
+                tracing::warn!("the process that was taken over has died");
                 Ok(())
             }
         }
@@ -143,104 +150,107 @@ impl Taking {
 }
 
 fn unexpected(message: &Message) -> Error {
-    let context = format!("a takeover does not begin with {message:?} here");
+    let context = format!("unexpected message in a takeover: {message:?}");
     Error::new(ErrorKind::Invalid, context)
 }
 
 impl Shared {
-    /// Hands over to the process that listens at `path`; returns when it was found to be one of
-    /// ours, and does the rest on a thread of its own.
+    /// Hands over to the process that listens at `path`. Returns once it is known to be one of ours
+    /// and does the rest on a thread of its own.
     ///
     /// # Errors
-    /// `Denied` if it is another user's, or if another takeover is under way; else what keeps it
-    /// from being reached.
+    /// `Denied` if it is another user's or another takeover is in progress; otherwise whatever
+    /// prevents reaching it.
     pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
-        // The kernel's end of the mount would outlive this process with its descriptor, but it
-        // greets (FUSE_INIT) once a mount, and the library begins no session without that.
-        if let Some(served) = self.served.iter().find(|served| served.config.fuse.is_some()) {
+        // The kernel's end of the mount would survive this process along with its descriptor, but
+        // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
+        let disks = self.disks.all();
+        if let Some(served) = disks.iter().find(|served| served.settings.fuse.is_some()) {
             let what = format!(
-                "disk {:?} is served as a file: who has that open would lose it; end this server \
-                 and start the other",
-                served.config.name
+                "disk {:?} is served as a file, which its users would lose: stop this server and \
+                 start the other",
+                served.name
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        let channel = Channel::new(self.outside.meet(path)?)?;
+        let channel = Channel::new(self.outside.connect(path)?)?;
         let shared = Arc::clone(self);
-        let (sender, begun) = mpsc::channel();
+        let (sender, started) = mpsc::channel();
         let body = move || {
-            let Ok(_one) = shared.handing_over.try_lock() else {
-                let what = "another takeover is under way, or the server's end";
+            let Ok(_alone) = shared.handing_over.try_lock() else {
+                let what = "another takeover is in progress, or the server is stopping";
                 return drop(sender.send(Err(Error::new(ErrorKind::Denied, what))));
             };
             if shared.is_stopping() {
-                return drop(sender.send(Err(Silence::CalledOff.into())));
+                return drop(sender.send(Err(Silence::Cancelled.into())));
             }
             if sender.send(Ok(())).is_err() {
                 return;
             }
-            match shared.give(&channel) {
+            match shared.transfer(&channel) {
                 Ok(()) => {
                     tracing::info!("another process has taken over");
                     shared.is_handed_over.store(true, Ordering::Release);
                     shared.ending.close();
                 }
                 Err(error) if shared.is_stopping() => {
-                    tracing::warn!(%error, "not taken over: this process stops");
+                    tracing::warn!(%error, "takeover failed: this process is stopping");
                 }
-                Err(error) => tracing::warn!(%error, "not taken over: this process serves on"),
+                Err(error) => tracing::warn!(%error, "takeover failed: this process keeps serving"),
             }
         };
         let thread = std::thread::Builder::new().name("mica-takeover".to_owned()).spawn(body);
         thread.map_err(|error| Error::from_io("starting a takeover", error))?;
-        match begun.recv_timeout(ANSWER_LIMIT) {
-            Ok(begun) => begun,
+        match started.recv_timeout(ANSWER_LIMIT) {
+            Ok(started) => started,
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(Error::new(ErrorKind::Io, "a takeover does not begin"))
+                Err(Error::new(ErrorKind::Io, "the takeover did not start"))
             }
         }
     }
 
-    fn give(&self, channel: &Channel) -> Result<()> {
+    fn transfer(&self, channel: &Channel) -> Result<()> {
         self.send_sockets(channel)?;
         match channel.receive(READY_LIMIT, &mut || self.is_stopping()) {
             Ok((Message::Ready, _)) => {}
             Ok((message, _)) => return Err(unexpected(&message)),
             Err(silence) => {
                 let error = Error::from(silence);
-                // Nobody may be there to be told.
+                // The other process may be gone.
                 let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
                 return Err(error);
             }
         }
         let mut suspended = Vec::new();
         let mut failure = None;
-        for (index, outcome) in self.each(Served::suspend).into_iter().enumerate() {
+        let disks = self.disks.all();
+        let outcomes = each_of(&disks, |served| served.suspend());
+        for (served, outcome) in disks.into_iter().zip(outcomes) {
             match outcome {
-                Ok(true) => suspended.push(index),
-                // It was drained before.
+                Ok(true) => suspended.push(served),
+                // It was drained earlier.
                 Ok(false) => {}
-                // What could not be closed has lost writes that were acknowledged: to open it again
-                // would hide that from who has it. It stays as it is.
+                // A disk that could not be closed has lost acknowledged writes: reopening it would
+                // hide that from its clients. It stays closed.
                 Err(error) => failure = Some(error),
             }
         }
-        // Whoever stops it waits for this.
-        let called_off = self.is_stopping().then(|| Silence::CalledOff.into());
-        if let Some(error) = failure.or(called_off) {
-            // Nobody is there to be told if this fails.
+        // Somebody is waiting to stop this process.
+        let cancelled = self.is_stopping().then(|| Silence::Cancelled.into());
+        if let Some(error) = failure.or(cancelled) {
+            // If this fails, the other process is gone.
             let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
             channel.close();
             self.resume(&suspended);
             return Err(error);
         }
-        let told = channel.send(&Message::Closed, &[]);
-        match told.and_then(|()| self.hear_serving(channel)) {
+        let sent = channel.send(&Message::Closed, &[]);
+        match sent.and_then(|()| self.wait_until_serving(channel)) {
             Ok(()) => {
-                self.leave_sockets();
-                // Before this one ends.
-                if let Some(heir) = channel.process() {
-                    systemd::tell(&[NotifyState::MainPid(heir.as_raw_pid().unsigned_abs())]);
+                self.disown_sockets();
+                // systemd must know before this process ends.
+                if let Some(successor) = channel.process() {
+                    systemd::notify(&[NotifyState::MainPid(successor.as_raw_pid().unsigned_abs())]);
                 }
                 Ok(())
             }
@@ -252,19 +262,19 @@ impl Shared {
     }
 
     /// Waits for the new process to serve (I4).
-    fn hear_serving(&self, channel: &Channel) -> Result<()> {
+    fn wait_until_serving(&self, channel: &Channel) -> Result<()> {
         let message = match channel.receive(SERVE_LIMIT, &mut || self.is_stopping()) {
-            // Its images are closed, and the other process is about to open them (I5). If that is
-            // gone, so is the takeover.
-            Err(Silence::CalledOff) => return channel.send(&Message::Ending, &[]),
+            // The images are closed and the other process is about to open them (I5). If that one
+            // is gone, the takeover has failed.
+            Err(Silence::Cancelled) => return channel.send(&Message::Ending, &[]),
             Err(silence) => {
-                // Nobody may be there to hear it.
+                // The other process may be gone.
                 let _ = channel.send(&Message::GivenUp, &[]);
                 channel.close();
-                // What was said before it was closed counts.
+                // A message that was sent before the close counts.
                 channel.receive(ANSWER_LIMIT, &mut || false).map_err(|_| silence)
             }
-            heard => heard,
+            received => received,
         };
         match message?.0 {
             Message::Serving => Ok(()),
@@ -275,19 +285,20 @@ impl Shared {
     fn send_sockets(&self, channel: &Channel) -> Result<()> {
         let mut all = Vec::new();
         let mut add = |held: &Held| {
-            let told = Passed { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
-            all.push((told, held.listener.clone()));
+            let passed =
+                Passed { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
+            all.push((passed, held.listener.clone()));
         };
-        self.places().iter().for_each(&mut add);
-        self.served.iter().for_each(|served| served.held().iter().for_each(&mut add));
+        self.control_sockets().iter().for_each(&mut add);
+        self.disks.all().iter().for_each(|served| served.held().iter().for_each(&mut add));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
         let mut rest = all.as_slice();
         loop {
             let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
             rest = after;
             let fds: Vec<_> = batch.iter().map(|(_, listener)| listener.as_fd()).collect();
-            let told = |told: &Passed| Passed { name: told.name.clone(), ..*told };
-            let sockets = batch.iter().map(|(socket, _)| told(socket)).collect();
+            let copy = |passed: &Passed| Passed { name: passed.name.clone(), ..*passed };
+            let sockets = batch.iter().map(|(socket, _)| copy(socket)).collect();
             let more = !rest.is_empty();
             channel.send(&Message::Sockets { sockets, more, watchdog_us }, &fds)?;
             if !more {
@@ -296,45 +307,32 @@ impl Shared {
         }
     }
 
-    /// Somebody else listens there now, and has systemd keep what is there to be kept.
-    fn leave_sockets(&self) {
-        let leave = |held: &mut Held| {
+    /// Another process listens on these sockets now, and stores them with systemd.
+    fn disown_sockets(&self) {
+        let disown = |held: &mut Held| {
             held.listener.leave_file();
             held.is_stored = false;
         };
-        self.places().iter_mut().for_each(leave);
-        self.served.iter().for_each(|served| served.held().iter_mut().for_each(leave));
+        self.control_sockets().iter_mut().for_each(disown);
+        self.disks.all().iter().for_each(|served| served.held().iter_mut().for_each(disown));
     }
 
-    /// Serves again what was closed for another process that failed, unless it is to stop.
-    fn resume(&self, suspended: &[usize]) {
-        let disks: Vec<_> = suspended.iter().map(|index| &self.served[*index]).collect();
-        each_of(&disks, |served| self.resume_one(served));
+    /// Resumes the disks that were suspended for another process that failed, unless this one is
+    /// stopping.
+    fn resume(&self, suspended: &[Arc<Served>]) {
+        each_of(suspended, |served| self.resume_one(served));
     }
 
     fn resume_one(&self, served: &Served) {
-        let name = &served.config.name;
-        let mut waited = Duration::ZERO;
-        while !self.is_stopping() {
-            match served.resume() {
-                Ok(()) => {
-                    return tracing::warn!("disk {name:?} is served again by this process");
-                }
-                // The other process may need a moment to let go of the image.
-                Err(error) if error.kind() == ErrorKind::Denied && waited < REOPEN_LIMIT => {
-                    pause(REOPEN_PAUSE);
-                    waited += REOPEN_PAUSE;
-                }
-                Err(error) => {
-                    return tracing::error!(%error, "disk {name:?} is served no more");
-                }
-            }
+        if self.is_stopping() {
+            return;
+        }
+        let name = &served.name;
+        // The other process may need a moment to release the image.
+        match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
+            Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+            Err(error) if error.kind() == ErrorKind::Denied && self.is_stopping() => {}
+            Err(error) => tracing::error!(%error, "disk {name:?} is no longer served"),
         }
     }
-}
-
-pub(crate) fn pause(time: Duration) {
-    // Nobody sends: this only waits.
-    let (_sender, never) = mpsc::channel::<()>();
-    let _ = never.recv_timeout(time);
 }

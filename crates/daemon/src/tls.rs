@@ -1,68 +1,54 @@
-//! How NBD connections are secured: what was said of it, and what follows for a socket.
+//! How NBD connections are secured: what the settings ask for, and what follows for a socket.
 //!
-//! Over TCP TLS is required as soon as there are certificates. On a unix socket it is offered: who
-//! may connect there is what the permissions of its file say, and nothing leaves the machine.
+//! Over TCP, TLS is required as soon as there are certificates. On a unix socket it is offered: the
+//! permissions of its file say who may connect, and nothing leaves the machine.
 
-use crate::sockets::{Held, Origin, Sockets};
-use clap::ValueEnum;
+use crate::held::{Held, Origin};
+use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
+use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy};
-use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::Path;
 
-/// Whether NBD clients use TLS.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum TlsMode {
-    /// There is none.
-    Off,
-    /// Clients may use it.
-    On,
-    /// Over TCP clients have to use it.
-    Require,
-}
-
-/// Whether clients have to show a certificate.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VerifyPeer {
-    /// They have to, as with QEMU.
-    #[default]
-    On,
-    /// They do not.
-    Off,
-}
-
-/// What was said of a disk.
+/// The security settings of a disk.
 pub(crate) struct Security<'a> {
-    pub(crate) mode: Option<TlsMode>,
-    pub(crate) certificates: Option<&'a Path>,
-    pub(crate) verify_peer: VerifyPeer,
-    pub(crate) allow_plain_tcp: bool,
+    mode: Option<TlsMode>,
+    certificates: Option<&'a Path>,
+    verify_peer: VerifyPeer,
+    allow_plain_tcp: bool,
 }
 
-impl Security<'_> {
-    /// Listens where NBD clients of `disk` are to connect: each of `names` is the path of a unix
-    /// socket, or `tcp:ADDRESS:PORT`. What came along is taken as it is.
+impl<'a> Security<'a> {
+    pub(crate) fn of(disk: &'a DiskSettings) -> Self {
+        Self {
+            mode: disk.tls,
+            certificates: disk.tls_certificates.as_deref(),
+            verify_peer: disk.tls_verify_peer.unwrap_or_default(),
+            allow_plain_tcp: disk.allow_plain_tcp,
+        }
+    }
+
+    /// Listens for NBD clients of `disk` at each of `names`: the path of a unix socket, or
+    /// `tcp:ADDRESS:PORT`. An inherited socket is used as it is.
     pub(crate) fn listen(
         &self,
         disk: &str,
         names: &[String],
-        came: &mut Sockets,
+        inherited: &mut Sockets,
     ) -> Result<Vec<Held>> {
         let tls = self.tls()?;
         let mut held = Vec::new();
         for name in names {
             let address = self.address(name, tls.is_some())?;
-            let (origin, listener) = match (came.nbd(name), address) {
+            let (origin, listener) = match (inherited.nbd(name), address) {
                 (Some(held), _) => (held.origin, held.listener),
                 (None, Some(address)) => (Origin::Here, Listener::tcp(address)?),
                 (None, None) => (Origin::Here, Listener::unix(Path::new(name))?),
             };
             held.push(Held::new(disk.to_owned(), origin, listener));
         }
-        held.extend(came.named(disk));
+        held.extend(inherited.named(disk));
         let secure = |held: Held| {
             let listener = self.secure(held.listener, tls.as_ref());
             Held { listener, ..held }
@@ -85,7 +71,7 @@ impl Security<'_> {
         }
     }
 
-    /// The TCP address that `name` is, if it is one.
+    /// The TCP address in `name`, if it is one.
     fn address(&self, name: &str, has_tls: bool) -> Result<Option<SocketAddr>> {
         let Some(address) = name.strip_prefix("tcp:") else { return Ok(None) };
         let address: SocketAddr = address.parse().map_err(|_| {
@@ -95,16 +81,16 @@ impl Security<'_> {
         let is_secured = has_tls && self.policy() == TlsPolicy::Required;
         if !is_secured && !self.allow_plain_tcp && !address.ip().to_canonical().is_loopback() {
             let context = format!(
-                "--nbd {name}: beyond the loopback NBD is served with TLS: add --tls-certificates \
-                 DIR (and no --tls but require), or --allow-plain-tcp if all on that network may \
-                 read and change the disk"
+                "--nbd {name}: beyond the loopback, NBD needs TLS: add --tls-certificates DIR (and \
+                 no --tls but require), or --allow-plain-tcp if everyone on that network may read \
+                 and change the disk"
             );
             return Err(Error::new(ErrorKind::Denied, context));
         }
         Ok(Some(address))
     }
 
-    /// What TCP clients have to do where there are certificates.
+    /// What is demanded of TCP clients where there are certificates.
     fn policy(&self) -> TlsPolicy {
         match self.mode {
             Some(TlsMode::On) => TlsPolicy::Offered,

@@ -1,4 +1,4 @@
-//! `--ublk`: block devices of this machine's own kernel. This build has none yet, and says so.
+//! `--ublk`: block devices of this machine's kernel. This build does not support them, and says so.
 
 use mica_block::{Error, ErrorKind};
 use std::path::Path;
@@ -13,8 +13,8 @@ pub(crate) fn refusal(disk: &str) -> Error {
              ublk_drv), or serve the disk by --vhost-user, --nbd or --fuse"
         ),
         true => format!(
-            "disk {disk:?}: --ublk: the kernel has it, but this build of mica does not serve by it \
-             yet: serve the disk by --vhost-user, --nbd or --fuse"
+            "disk {disk:?}: --ublk: the kernel has it, but this build of mica does not support it: \
+             serve the disk by --vhost-user, --nbd or --fuse"
         ),
     };
     Error::new(ErrorKind::Unsupported, context)

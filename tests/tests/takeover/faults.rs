@@ -214,7 +214,7 @@ fn many_disks_are_opened_side_by_side_after_a_takeover_that_failed() {
     assert_eq!(channel.hear().expect("it closes"), "closed");
     let start = clock::now();
     drop((channel, sockets));
-    old.wait_until_said("serves on");
+    old.wait_until_said("keeps serving");
     let side_by_side = start.elapsed();
     println!("{DISKS} disks: at first {one_after_the_other:?}, again {side_by_side:?}");
     // It waits for storage alone, and for a twelfth of the time; one after the other it is all.
@@ -240,7 +240,7 @@ fn new_process_that_is_told_to_stop_ends_soon_and_the_old_one_serves_on() {
         println!("it ended {:?} after the signal", start.elapsed());
         assert_holds(dir, 1 << 20, 5 + round);
     }
-    old.wait_until_said("serves on");
+    old.wait_until_said("keeps serving");
     old.stop();
     assert_sound(dir);
 }
@@ -328,7 +328,7 @@ fn drains_are_refused_while_another_process_takes_over_and_done_after_it() {
     drop((channel, sockets));
     // The takeover has failed, and the disk is served again.
     assert_holds(dir, 0, 9);
-    old.wait_until_said("serves on");
+    old.wait_until_said("keeps serving");
     let (status, said) = post(&control, "/v1/drain", "").expect("answered");
     assert_eq!(status, 200, "{said}");
     assert_eq!(old.ended_within(SOON), Some(0), "{}", old.log());

@@ -172,7 +172,7 @@ fn server_that_cannot_serve_leaves_the_other_serving() {
         assert!(new.log().contains(why), "{name}: {}", new.log());
         world.writer.wait();
     }
-    world.old.wait_until_said("serves on");
+    world.old.wait_until_said("keeps serving");
     world.judge();
 }
 
@@ -193,7 +193,7 @@ fn server_that_is_killed_in_the_middle_leaves_the_other_serving() {
         assert_eq!(new.ended(), None, "killed: {}", new.log());
         world.writer.wait();
     }
-    world.old.wait_until_said("serves on");
+    world.old.wait_until_said("keeps serving");
     world.judge();
 }
 

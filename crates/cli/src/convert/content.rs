@@ -1,55 +1,56 @@
-//! What the clusters of a piece are to hold: data, zeros, or nothing that the backing file has not.
+//! What each cluster of a piece should hold: data, zeros, or nothing beyond the backing file's
+//! content.
 
 use mica_block::Result;
 use mica_qcow2_format::Compression;
 use mica_qcow2_tools::layout::{Compressor, Content};
 
-/// How a piece is looked at.
+/// The rules by which clusters are classified.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Look {
-    /// Bytes of a cluster of the target; of a raw one, the length of zeros that are left out.
+pub(super) struct ContentRules {
+    /// Bytes of a cluster of the target; for a raw one, the length of a run of zeros to leave out.
     pub(super) cluster_bytes: usize,
-    /// Bytes of a subcluster; those of a cluster where there are none.
+    /// Bytes of a subcluster; those of a cluster if there are none.
     pub(super) subcluster_bytes: usize,
-    /// Whether clusters of zeros become data.
+    /// Whether clusters of zeros are written as data.
     pub(super) keep_zeros: bool,
-    /// Whether clusters of zeros get a place.
+    /// Whether clusters of zeros are allocated.
     pub(super) reserve_zeros: bool,
     /// How clusters are compressed, if they are.
     pub(super) compress: Option<Compression>,
 }
 
-impl Look {
-    /// Whether parts that surely are zeros have to be looked at too.
+impl ContentRules {
+    /// Whether parts known to be zeros have to be visited too.
     pub(super) fn with_zeros(&self) -> bool {
         self.keep_zeros || self.reserve_zeros
     }
 }
 
-/// What each cluster of `bytes` is to hold, over a backing file with the bytes `beneath`.
+/// What each cluster of `bytes` should hold, over a backing file with the bytes `beneath`.
 pub(super) fn contents(
-    look: &Look,
+    rules: &ContentRules,
     bytes: &[u8],
     beneath: Option<&[u8]>,
     mut compressor: Option<&mut Compressor>,
 ) -> Result<Vec<Content>> {
-    let mut contents = Vec::with_capacity(bytes.len() / look.cluster_bytes);
-    for (number, cluster) in bytes.chunks_exact(look.cluster_bytes).enumerate() {
-        let within = number * look.cluster_bytes..(number + 1) * look.cluster_bytes;
+    let mut contents = Vec::with_capacity(bytes.len() / rules.cluster_bytes);
+    for (number, cluster) in bytes.chunks_exact(rules.cluster_bytes).enumerate() {
+        let within = number * rules.cluster_bytes..(number + 1) * rules.cluster_bytes;
         let content = match beneath {
-            _ if look.keep_zeros => Content::Data,
-            None => match on_nothing(look, cluster) {
-                Content::Unallocated if look.reserve_zeros => Content::Reserved,
+            _ if rules.keep_zeros => Content::Data,
+            None => match on_nothing(rules, cluster) {
+                Content::Unallocated if rules.reserve_zeros => Content::Reserved,
                 content => content,
             },
-            Some(beneath) => over(look, cluster, &beneath[within]),
+            Some(beneath) => over(rules, cluster, &beneath[within]),
         };
         let has_data = match content {
             Content::Data => true,
             Content::Parts { allocated, .. } => allocated != 0,
             Content::Unallocated | Content::Reserved | Content::Packed(_) => false,
         };
-        // What is compressed is the whole cluster, with whatever bytes are beneath it.
+        // A compressed cluster is a whole one, whatever the backing file has.
         let packed = match &mut compressor {
             Some(compressor) if has_data => compressor.compress(cluster)?,
             _ => None,
@@ -59,12 +60,12 @@ pub(super) fn contents(
     Ok(contents)
 }
 
-/// A cluster of an image without a backing file: what is left out reads as zeros.
-fn on_nothing(look: &Look, cluster: &[u8]) -> Content {
-    if look.subcluster_bytes == look.cluster_bytes {
+/// A cluster of an image without a backing file: unallocated parts read as zeros.
+fn on_nothing(rules: &ContentRules, cluster: &[u8]) -> Content {
+    if rules.subcluster_bytes == rules.cluster_bytes {
         return if is_zero(cluster) { Content::Unallocated } else { Content::Data };
     }
-    let parts = cluster.chunks_exact(look.subcluster_bytes);
+    let parts = cluster.chunks_exact(rules.subcluster_bytes);
     let allocated = mask(parts.map(|part| !is_zero(part)));
     match allocated {
         0 => Content::Unallocated,
@@ -73,14 +74,14 @@ fn on_nothing(look: &Look, cluster: &[u8]) -> Content {
     }
 }
 
-/// A cluster over a backing file: what is the same is left out.
-fn over(look: &Look, cluster: &[u8], beneath: &[u8]) -> Content {
-    let parts = || cluster.chunks_exact(look.subcluster_bytes);
-    let theirs = beneath.chunks_exact(look.subcluster_bytes);
+/// A cluster over a backing file: parts that are equal are left out.
+fn over(rules: &ContentRules, cluster: &[u8], beneath: &[u8]) -> Content {
+    let parts = || cluster.chunks_exact(rules.subcluster_bytes);
+    let theirs = beneath.chunks_exact(rules.subcluster_bytes);
     let differs = mask(parts().zip(theirs).map(|(ours, theirs)| ours != theirs));
     let zero = mask(parts().map(is_zero)) & differs;
     let allocated = differs & !zero;
-    let all = match look.subcluster_bytes == look.cluster_bytes {
+    let all = match rules.subcluster_bytes == rules.cluster_bytes {
         true => 1,
         false => u32::MAX,
     };
@@ -91,15 +92,15 @@ fn over(look: &Look, cluster: &[u8], beneath: &[u8]) -> Content {
     }
 }
 
-/// Bit n is what the n-th answer is.
+/// Packs the n-th answer into bit n.
 fn mask(answers: impl Iterator<Item = bool>) -> u32 {
     answers.enumerate().fold(0, |mask, (bit, answer)| mask | u32::from(answer) << bit)
 }
 
-/// Whether there is nothing but zeros.
+/// Whether all bytes are zero.
 pub(super) fn is_zero(bytes: &[u8]) -> bool {
-    // Most data shows in its first bytes; the rest is compared with itself, one byte further on,
-    // which is a call that the system does as fast as memory goes.
+    // Most data differs from zero early on; the rest is compared with itself shifted by one byte,
+    // which memcmp does at memory speed.
     match bytes.split_first() {
         None => true,
         Some((first, rest)) => *first == 0 && bytes[..rest.len()] == *rest,
@@ -110,8 +111,8 @@ pub(super) fn is_zero(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn look(subcluster_bytes: usize) -> Look {
-        Look {
+    fn rules(subcluster_bytes: usize) -> ContentRules {
+        ContentRules {
             cluster_bytes: 128,
             subcluster_bytes,
             keep_zeros: false,
@@ -124,9 +125,9 @@ mod tests {
     fn zeros_are_left_out_where_nothing_is_beneath() {
         let mut bytes = vec![0; 256];
         bytes[200] = 1;
-        let plain = contents(&look(128), &bytes, None, None).expect("no compressor");
+        let plain = contents(&rules(128), &bytes, None, None).expect("no compressor");
         assert_eq!(plain, [Content::Unallocated, Content::Data]);
-        let parts = contents(&look(4), &bytes, None, None).expect("no compressor");
+        let parts = contents(&rules(4), &bytes, None, None).expect("no compressor");
         assert_eq!(parts, [Content::Unallocated, Content::Parts { allocated: 1 << 18, zero: 0 }]);
     }
 
@@ -134,7 +135,7 @@ mod tests {
     fn over_a_backing_file_only_what_differs_is_held() {
         let (mut ours, mut beneath) = (vec![7; 128], vec![7; 128]);
         let held = |ours: &[u8], beneath: &[u8], unit| {
-            contents(&look(unit), ours, Some(beneath), None).expect("no compressor").remove(0)
+            contents(&rules(unit), ours, Some(beneath), None).expect("no compressor").remove(0)
         };
         assert_eq!(held(&ours, &beneath, 128), Content::Unallocated);
         ours[..4].fill(0);

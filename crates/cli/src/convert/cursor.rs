@@ -1,28 +1,28 @@
-//! Goes over a disk from its start to its end and says which pieces have to be read.
+//! Walks a disk from start to end and yields the pieces that have to be read.
 
 use mica_block::{Detail, Disk, Extent, Result};
 use mica_units::{GuestOffset, GuestRange};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Bytes of the disk that are planned at once: that many where there is data, more and more where
-/// there is none. A multiple of every cluster.
+/// Bytes planned at a time: the minimum where there is data, growing where there is none. A
+/// multiple of every cluster size.
 const WINDOW_BYTES_MIN: u64 = 16 << 20;
 const WINDOW_BYTES_MAX: u64 = 1 << 52;
 
-/// A part of the disk that is to be copied.
+/// A part of the disk to copy.
 pub(super) struct Piece {
     /// Where it starts.
     pub(super) start: u64,
-    /// How long it is, up to the end of the disk.
+    /// Its length, at most up to the end of the disk.
     pub(super) len: u64,
-    /// Where the source has its bytes.
+    /// Extents of the source.
     pub(super) source: Vec<Extent>,
-    /// Where the target's backing file has the same bytes, as far as it reaches.
+    /// Extents of the target's backing file for the same range, as far as it reaches.
     pub(super) backing: Vec<Extent>,
 }
 
-/// What is gone over.
+/// A walk over the source.
 pub(super) struct Cursor {
     source: Arc<dyn Disk>,
     backing: Option<Arc<dyn Disk>>,
@@ -56,12 +56,12 @@ impl Cursor {
         }
     }
 
-    /// How far it has come.
+    /// The current position.
     pub(super) fn position(&self) -> u64 {
         self.at
     }
 
-    /// The next piece that has to be looked at; `None` at the end of the disk.
+    /// The next piece to visit; `None` at the end of the disk.
     pub(super) async fn next(&mut self) -> Result<Option<Piece>> {
         let len = self.source.geometry().len;
         while self.at < len {
@@ -118,7 +118,7 @@ async fn plan(disk: &dyn Disk, start: u64, end: u64, into: &mut VecDeque<Extent>
     Ok(())
 }
 
-/// Takes what lies before `end` off the front.
+/// Splits off the part before `end`.
 fn take_until(extents: &mut VecDeque<Extent>, end: u64) -> Vec<Extent> {
     let mut taken = Vec::new();
     while let Some(extent) = extents.pop_front() {

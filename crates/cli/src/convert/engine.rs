@@ -1,10 +1,10 @@
-//! Copies a disk: several coroutines on several threads, each of which takes a piece, reads it,
-//! looks at it, compresses it, and writes it.
+//! Copies a disk: several coroutines on several threads, each of which takes a piece, reads,
+//! classifies, compresses and writes it.
 //!
-//! Pieces are taken, and get their places in the target, in the order of the disk; reading,
-//! compressing and writing go on side by side. So the target is laid out as if one had done it all.
+//! Pieces are taken, and get their places in the target, in disk order; reading, compressing and
+//! writing run in parallel. So the target is laid out as if a single coroutine had done it all.
 
-use super::content::{Look, contents};
+use super::content::{ContentRules, contents};
 use super::cursor::{Cursor, Piece};
 use crate::dd::read_extents;
 use mica_block::{Disk, Error, ErrorKind, Result, Store, write_all};
@@ -15,32 +15,32 @@ use mica_units::{GuestOffset, HostOffset};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of a piece; a multiple of every cluster but the largest.
+/// Bytes of a piece; a multiple of every cluster size but the largest.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What is copied, and how.
+/// What to copy, and how.
 pub(super) struct Job {
     /// The source.
     pub(super) source: Arc<dyn Disk>,
-    /// The disk beneath the target, of which only the differences are copied.
+    /// The disk of the target's backing file; only differences from it are copied.
     pub(super) backing: Option<Arc<dyn Disk>>,
-    /// Where it goes.
+    /// The target.
     pub(super) target: Target,
-    /// How it is looked at.
-    pub(super) look: Look,
-    /// Pieces that are under way at one time.
+    /// How clusters are classified.
+    pub(super) rules: ContentRules,
+    /// Pieces in flight.
     pub(super) coroutines: usize,
     /// How I/O is done.
     pub(super) backend: Backend,
 }
 
-/// Where a disk is copied to. All of it is empty.
+/// The files that a disk is copied to, all empty.
 pub(super) enum Target {
     Raw(Arc<dyn Store>),
     Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Box<Mutex<ImageWriter>> },
 }
 
-/// Copies all of it; `progress` is called now and then with the bytes that are done.
+/// Copies everything; `progress` is called now and then with the number of bytes done.
 pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.min(job.coroutines);
@@ -63,7 +63,7 @@ pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
 }
 
 fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &(dyn Fn(u64) + Sync)) {
-    // One that fails, by an error or a panic, keeps no other waiting.
+    // A coroutine that fails or panics keeps no other waiting.
     let _ending = EndTurns(shared);
     match Executor::new(job.backend) {
         Ok(executor) => {
@@ -78,7 +78,7 @@ fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &(dyn Fn(u64) 
     }
 }
 
-/// What the coroutines share.
+/// State that the coroutines share.
 struct Shared {
     cursor: Mutex<Option<Cursor>>,
     tickets: AtomicU64,
@@ -100,9 +100,9 @@ impl Drop for EndTurns<'_> {
 
 impl Shared {
     fn new(job: &Job) -> Self {
-        let piece = PIECE_BYTES.max(job.look.cluster_bytes as u64);
+        let piece = PIECE_BYTES.max(job.rules.cluster_bytes as u64);
         let (source, backing) = (Arc::clone(&job.source), job.backing.clone());
-        let cursor = Cursor::new(source, backing, piece, job.look.with_zeros());
+        let cursor = Cursor::new(source, backing, piece, job.rules.with_zeros());
         Self {
             cursor: Mutex::new(Some(cursor)),
             tickets: AtomicU64::new(0),
@@ -112,7 +112,7 @@ impl Shared {
         }
     }
 
-    /// The first error is the one that is told.
+    /// The first error, which is the one reported.
     fn fail(&self, error: Error) {
         lock(&self.error).get_or_insert(error);
         self.reading.end();
@@ -123,13 +123,13 @@ impl Shared {
         self.error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
     }
 
-    /// The next piece with its ticket; `None` at the end of the disk, or of the copy.
+    /// The next piece with its ticket; `None` at the end of the disk or of the copy.
     async fn next(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<Option<(u64, Piece)>> {
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         if !self.reading.wait(ticket).await {
             return Ok(None);
         }
-        // It is this ticket's turn, so that nobody else has the cursor out.
+        // It is this ticket's turn, so nobody else has taken the cursor.
         let Some(mut cursor) = lock(&self.cursor).take() else { return Ok(None) };
         let piece = cursor.next().await;
         progress(cursor.position());
@@ -139,29 +139,29 @@ impl Shared {
     }
 }
 
-/// One coroutine: piece after piece to the end.
+/// One coroutine: processes pieces until there are none.
 async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
-    let kind = job.look.compress;
+    let kind = job.rules.compress;
     let mut compressor =
         kind.map(|kind| Compressor::new(kind, CompressionLevel::Usual)).transpose()?;
     while let Some((ticket, piece)) = shared.next(progress).await? {
         let start = piece.start;
-        let bytes = read_padded(&*job.source, &piece, job.look.cluster_bytes).await?;
+        let bytes = read_padded(&*job.source, &piece, job.rules.cluster_bytes).await?;
         let beneath = match &job.backing {
             None => None,
             Some(backing) => Some(read_backing(&**backing, &piece, bytes.len()).await?),
         };
-        let look = contents(&job.look, &bytes, beneath.as_deref(), compressor.as_mut())?;
+        let kinds = contents(&job.rules, &bytes, beneath.as_deref(), compressor.as_mut())?;
         match &job.target {
             Target::Raw(store) => {
                 let len = usize::try_from(piece.len).expect("a piece");
-                write_raw(&**store, start, bytes, len, &look).await?;
+                write_raw(&**store, start, bytes, len, &kinds).await?;
             }
             Target::Qcow2 { image, data, writer } => {
                 if !shared.placing.wait(ticket).await {
                     return Ok(());
                 }
-                let writes = lock(writer).place(GuestOffset::new(start), bytes, look)?;
+                let writes = lock(writer).place(GuestOffset::new(start), bytes, kinds)?;
                 shared.placing.advance();
                 for Write { place, at, bytes } in writes {
                     let store = match (place, data) {
@@ -184,7 +184,7 @@ async fn read_padded(disk: &dyn Disk, piece: &Piece, cluster_bytes: usize) -> Re
     Ok(pad(bytes, whole))
 }
 
-/// What the backing file has for a piece, with zeros beyond its end.
+/// The backing file's bytes for a piece, with zeros beyond its end.
 async fn read_backing(disk: &dyn Disk, piece: &Piece, len: usize) -> Result<Buf> {
     let _entered = disk.enter();
     Ok(pad(read_extents(disk, &piece.backing).await?, len))
@@ -199,7 +199,7 @@ fn pad(bytes: Buf, len: usize) -> Buf {
     padded
 }
 
-/// Writes the runs of a piece that have data where they are on the disk.
+/// Writes the runs of a piece that hold data at their offsets.
 async fn write_raw(
     store: &dyn Store,
     start: u64,

@@ -1,5 +1,5 @@
-//! A file that a verb makes: what was there is not overwritten unasked, and what was not finished
-//! does not stay.
+//! A file that a verb creates: an existing one is not overwritten without --force, and an
+//! unfinished one is removed.
 
 use crate::failure::Failure;
 use crate::images::ImageArgs;
@@ -11,17 +11,17 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A new, empty file. Unless it is kept, it goes when this is dropped.
+/// A new, empty file. It is removed on drop unless it is kept.
 pub(crate) struct NewFile {
     path: PathBuf,
     store: Arc<dyn Store>,
-    /// Whether there was no file of this name.
+    /// Whether this process created the file.
     made: bool,
     keep: bool,
 }
 
 impl NewFile {
-    /// Makes the file at `path`, or empties it where `force` allows that.
+    /// Creates the file at `path`, or truncates it if `force` permits.
     pub(crate) async fn create(
         path: &Path,
         force: bool,
@@ -39,15 +39,15 @@ impl NewFile {
             Ok(store) => Self { path: path.to_owned(), store, made, keep: true },
             Err(failure) => {
                 if made {
-                    // The failure that brought us here says more than one of this would.
+                    // The original failure is the more informative one.
                     let _ = remove_file(path);
                 }
                 return Err(failure);
             }
         };
-        // Looked at behind the lock, so that nobody else writes to it meanwhile.
+        // Checked under the lock, so that nobody else writes to it meanwhile.
         if !made && !force && file.store.len()? > 0 {
-            let what = format!("{} is there and not empty: --force overwrites it", path.display());
+            let what = format!("{} exists and is not empty: --force overwrites it", path.display());
             return Err(Failure::new(what));
         }
         file.keep = false;
@@ -59,7 +59,7 @@ impl NewFile {
         &self.store
     }
 
-    /// It is finished.
+    /// Keeps the file: it is complete.
     pub(crate) fn keep(mut self) {
         self.keep = true;
     }
@@ -70,7 +70,7 @@ impl Drop for NewFile {
         if self.keep {
             return;
         }
-        // An error has been told already, and what is left is no image.
+        // The error is already reported, and what is left is not an image.
         let _ = match self.made {
             true => remove_file(&self.path),
             false => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),

@@ -1,4 +1,4 @@
-//! What is said with `-o`: `key=value,...` as qemu-img reads it.
+//! The options of `-o`: `key=value,...`, parsed as by qemu-img.
 
 use crate::failure::Failure;
 use crate::images::size_of;
@@ -6,16 +6,16 @@ use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImageWish, Preallocation};
 use mica_stack::Format;
 
-/// What one may say of a new image.
+/// Options of a new image.
 #[derive(Default)]
 pub(crate) struct NewImageOptions {
-    /// What is wished of a qcow2 image; of a raw one `preallocation` only.
+    /// Options of a qcow2 image; of these a raw one has `preallocation` only.
     pub(crate) wish: ImageWish,
-    /// Length of the disk, where it is said here.
+    /// Length of the disk, if given here.
     pub(crate) size: Option<u64>,
 }
 
-/// Reads all that was said with `-o` for an image of `format`.
+/// Parses all `-o` options of an image of `format`.
 pub(crate) fn parse(texts: &[String], format: Format) -> Result<NewImageOptions, Failure> {
     let mut options = NewImageOptions::default();
     for text in texts {
@@ -83,7 +83,7 @@ impl NewImageOptions {
     }
 }
 
-/// Divides at commas; two commas are one that belongs to a value.
+/// Splits at commas; a double comma stands for one within a value.
 fn words(text: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut letters = text.chars().peekable();

@@ -1,15 +1,15 @@
-//! What happened between two answers of `/v1/stats`.
+//! Rates between two answers of `/v1/stats`.
 
 use crate::ctl::disks;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// What serves a disk, in the answer.
+/// The servers of a disk, as sections of the answer.
 const SERVERS: [&str; 3] = ["nbd", "vhost_user", "fuse"];
 
-/// What a disk did, per second.
+/// Rates of one disk, per second.
 pub(super) struct Rates<'a> {
-    /// What the later answer says of it.
+    /// Its entry in the later answer.
     pub(super) disk: &'a Value,
     pub(super) reads: f64,
     pub(super) writes: f64,
@@ -17,21 +17,21 @@ pub(super) struct Rates<'a> {
     pub(super) written_bytes: f64,
     pub(super) read: Latency,
     pub(super) write: Latency,
-    /// The part of the look-ups that the map answered from memory.
+    /// Fraction of look-ups that the map answered from memory.
     pub(super) hit_rate: Option<f64>,
 }
 
-/// How long requests took.
+/// Latencies of requests.
 #[derive(Default)]
 pub(super) struct Latency {
     count: u64,
     sum_ns: u64,
-    /// Requests by the time below which they were, in microseconds.
+    /// Number of requests per bucket, by its upper bound in microseconds.
     buckets: BTreeMap<u64, u64>,
 }
 
-/// What every disk of `now` did since `before`. Of a server that was started anew in between, all
-/// that it did.
+/// Rates of every disk of `now` since `before`, or since its start if the server restarted in
+/// between.
 pub(super) fn between<'a>(before: &Value, now: &'a Value) -> Vec<Rates<'a>> {
     let is_same = before["pid"] == now["pid"] && ms(now) >= ms(before);
     let since = if is_same { ms(before) } else { 0 };
@@ -86,7 +86,7 @@ impl Latency {
         ratio(self.sum_ns / 1000, self.count)
     }
 
-    /// The time below which 99 of 100 requests were, to a quarter of itself.
+    /// The 99th percentile, to within a quarter.
     pub(super) fn p99_us(&self) -> Option<f64> {
         let total = self.buckets.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
         let enough = total - total / 100;
@@ -101,7 +101,7 @@ impl Latency {
     }
 }
 
-/// As a program takes it.
+/// The rates as JSON.
 pub(super) fn json(answer: &Value, rates: &[Rates<'_>]) -> Value {
     let latency = |latency: &Latency| json!({ "count": latency.count, "mean_us": latency.mean_us(), "p99_us": latency.p99_us() });
     let disks = rates.iter().map(|rates| {

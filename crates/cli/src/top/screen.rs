@@ -1,4 +1,4 @@
-//! A terminal that is drawn on, and is afterwards as it was.
+//! Drawing on a terminal, which is restored afterwards.
 
 use crate::failure::Failure;
 use crate::output::print;
@@ -7,17 +7,17 @@ use rustix::termios::{
 };
 use std::fmt::Write as _;
 
-/// The other screen of the terminal, without a cursor.
+/// The alternate screen of the terminal, without a cursor.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
-/// The terminal. Dropping it leaves it as it was.
+/// The terminal. Dropping it restores its former state.
 pub(super) struct Screen {
     before: Termios,
 }
 
 impl Screen {
-    /// `None` if there is no terminal to draw on and type at.
+    /// `None` if stdin or stdout is not a terminal.
     pub(super) fn open() -> Option<Self> {
         let (stdin, stdout) = (std::io::stdin(), std::io::stdout());
         if !isatty(&stdin) || !isatty(&stdout) {
@@ -25,7 +25,7 @@ impl Screen {
         }
         let before = tcgetattr(&stdin).ok()?;
         let mut now = before.clone();
-        // Keys come at once and are not shown. Ctrl-C stays a signal.
+        // Keys arrive at once and are not echoed. Ctrl-C is still a signal.
         now.local_modes.remove(LocalModes::ICANON | LocalModes::ECHO);
         tcsetattr(&stdin, OptionalActions::Now, &now).ok()?;
         let screen = Self { before };
@@ -33,10 +33,10 @@ impl Screen {
         Some(screen)
     }
 
-    /// Draws `page`, as much of it as there is room for.
+    /// Draws as much of `page` as fits.
     pub(super) fn draw(&self, page: &str) -> Result<(), Failure> {
         let size = tcgetwinsize(std::io::stdout()).map(|size| (size.ws_row, size.ws_col));
-        // One that does not tell has the size of the oldest.
+        // If it does not report its size, assume the classic one.
         let (rows, columns) = match size {
             Ok((rows, columns)) if rows > 0 && columns > 0 => (rows, columns),
             _ => (24, 80),
@@ -45,12 +45,12 @@ impl Screen {
     }
 }
 
-/// `page` from the upper left corner, over whatever was there.
+/// `page` drawn from the upper left corner over the old content.
 fn fitted(page: &str, rows: usize, columns: usize) -> String {
     let mut drawn = "\x1b[H".to_owned();
     for (index, line) in page.lines().take(rows).enumerate() {
         let line: String = line.chars().take(columns).collect();
-        // Writing to a string does not fail. No end of line after the last row, which would scroll.
+        // Writing to a string does not fail. No newline after the last row, which would scroll.
         let _ = write!(drawn, "{}{line}\x1b[K", if index > 0 { "\r\n" } else { "" });
     }
     drawn + "\x1b[J"
@@ -58,7 +58,7 @@ fn fitted(page: &str, rows: usize, columns: usize) -> String {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // A terminal that is gone needs nothing.
+        // A terminal that is gone needs no restoring.
         let _ = print(LEAVE);
         let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
     }

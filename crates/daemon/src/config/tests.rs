@@ -1,4 +1,6 @@
 use super::*;
+use crate::settings::{Aio, Discards, IndexMode, Size};
+use mica_serve::Rates;
 use mica_stack::Names;
 
 fn read(text: &str) -> Result<Config> {
@@ -6,7 +8,7 @@ fn read(text: &str) -> Result<Config> {
     let file = folder.path().join("mica.toml");
     std::fs::write(&file, text).expect("writes");
     Config::read(&file).map(|mut config| {
-        // Tests say where things are as if the folder were /vm.
+        // Tests write paths as if the folder were /vm.
         let moved = |path: &mut PathBuf| {
             if let Ok(rest) = path.strip_prefix(folder.path()) {
                 *path = Path::new("/vm").join(rest);
@@ -14,10 +16,10 @@ fn read(text: &str) -> Result<Config> {
         };
         for disk in &mut config.disks {
             moved(&mut disk.image);
-            disk.vhost_user.iter_mut().for_each(moved);
-            disk.fuse.iter_mut().for_each(moved);
-            disk.allow_path.iter_mut().for_each(moved);
-            for socket in &mut disk.nbd {
+            disk.settings.vhost_user.iter_mut().for_each(moved);
+            disk.settings.fuse.iter_mut().for_each(moved);
+            disk.images.allow_path.iter_mut().for_each(moved);
+            for socket in &mut disk.settings.nbd {
                 let mut path = PathBuf::from(&*socket);
                 moved(&mut path);
                 *socket = path.display().to_string();
@@ -27,13 +29,13 @@ fn read(text: &str) -> Result<Config> {
     })
 }
 
-/// What is said of a configuration that is refused.
+/// The error message for a configuration that is refused.
 fn refused(text: &str) -> String {
     let error = read(text).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error:?}");
-    let told = format!("{error:?}");
-    assert!(!told.contains('\n'), "one line: {told}");
-    told
+    let message = format!("{error:?}");
+    assert!(!message.contains('\n'), "one line: {message}");
+    message
 }
 
 #[test]
@@ -67,19 +69,19 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
     )
     .expect("understood");
 
-    assert_eq!((config.queues, config.aio), (Some(3), Aio::IoUring));
+    assert_eq!((config.process.queues, config.io.aio), (Some(3), Aio::IoUring));
     let web1 = &config.disks[0];
     assert_eq!(web1.image, Path::new("/vm/web1.qcow2"));
-    assert_eq!(web1.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
-    assert_eq!(web1.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
-    assert_eq!(web1.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
-    assert_eq!((web1.num_queues, web1.read_only), (Some(2), true));
-    assert_eq!((web1.discard, web1.index), (Discards::Ignore, IndexMode::Off));
-    assert_eq!(web1.index_cache, Size(64 << 20));
+    assert_eq!(web1.settings.vhost_user.as_deref(), Some(Path::new("/vm/run/web1.sock")));
+    assert_eq!(web1.settings.nbd, ["/vm/web1.nbd", "tcp:127.0.0.1:0", "/abs/web1.nbd"]);
+    assert_eq!(web1.settings.fuse.as_deref(), Some(Path::new("/vm/web1.raw")));
+    assert_eq!((web1.settings.num_queues, web1.settings.read_only), (Some(2), true));
+    assert_eq!((web1.settings.discard, web1.settings.index), (Discards::Ignore, IndexMode::Off));
+    assert_eq!(web1.images.index_cache, Size(64 << 20));
     let rates = Rates { iops: 100, bps: 1 << 20, iops_burst: 0, bps_burst: 4096 };
-    assert_eq!(web1.rates(), rates);
-    assert_eq!(web1.allow_path, [Path::new("/vm/bases")]);
-    assert_eq!(web1.redo_dir, Path::new("off"));
+    assert_eq!(web1.settings.rates(), rates);
+    assert_eq!(web1.images.allow_path, [Path::new("/vm/bases")]);
+    assert_eq!(web1.images.redo_dir, Path::new("off"));
     assert_eq!(config.disks[1].image, Path::new("8G"), "no path");
 }
 
@@ -87,23 +89,21 @@ fn words_are_those_of_the_command_line_and_paths_start_from_the_folder() {
 fn disk_that_nothing_is_said_of_is_as_the_command_line_has_it() {
     let text = "[[disk]]\nname = 'a'\nimage = '/a.qcow2'\nnbd = ['/a.sock']\n";
     let read = read(text).expect("understood").disks.remove(0);
-    let made = DiskConfig {
-        nbd: vec!["/a.sock".to_owned()],
-        ..DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"))
-    };
+    let mut made = DiskConfig::new("a".to_owned(), PathBuf::from("/a.qcow2"));
+    made.settings.nbd = vec!["/a.sock".to_owned()];
     assert_eq!(format!("{read:?}"), format!("{made:?}"));
 }
 
 #[test]
 fn what_is_not_understood_is_said_with_its_line() {
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
-    assert!(told.contains("line 4") && told.contains("`nbdd`"), "{told}");
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
-    assert!(told.contains("line 5") && told.contains("\"fast\" is no size"), "{told}");
-    let told = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
-    assert!(told.contains("not negative"), "{told}");
-    let told = refused("queues = [\n");
-    assert!(told.contains("line"), "{told}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
+    assert!(message.contains("line 4") && message.contains("`nbdd`"), "{message}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
+    assert!(message.contains("line 5") && message.contains("\"fast\" is not a size"), "{message}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
+    assert!(message.contains("cannot be negative"), "{message}");
+    let message = refused("queues = [\n");
+    assert!(message.contains("line"), "{message}");
 }
 
 #[test]
@@ -135,9 +135,9 @@ fn option_without_the_server_that_it_belongs_to_is_refused() {
             read(&at(place, option)).expect(option);
         }
         for place in others {
-            let told = refused(&at(place, option));
+            let message = refused(&at(place, option));
             let name = option.split(' ').next().expect("a name");
-            assert!(told.contains(&format!("leave {name} out")), "{place}, {option}: {told}");
+            assert!(message.contains(&format!("leave {name} out")), "{place}, {option}: {message}");
         }
     }
 }
@@ -154,15 +154,15 @@ fn what_makes_no_sense_is_refused() {
         (disk("a", ""), "nothing says where"),
         (
             "stats-file = 'f'\n".to_owned() + &one + &disk("b", "nbd = ['/t']"),
-            "stats-file is of one disk",
+            "stats-file covers a single disk",
         ),
-        (disk("a", "nbd = ['/s', '/s']"), "taken twice"),
-        (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "taken twice"),
-        (one.clone() + &disk("b", "vhost-user = '/s'"), "taken twice"),
+        (disk("a", "nbd = ['/s', '/s']"), "used twice"),
+        (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "used twice"),
+        (one.clone() + &disk("b", "vhost-user = '/s'"), "used twice"),
         (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are called"),
     ] {
-        let told = refused(&text);
-        assert!(told.contains(what), "{text}: {told}");
+        let message = refused(&text);
+        assert!(message.contains(what), "{text}: {message}");
     }
     let ports = "nbd = ['tcp:127.0.0.1:0', 'tcp:127.0.0.1:0']";
     read(&disk("a", ports)).expect("the system chooses two ports");
@@ -173,7 +173,7 @@ fn files_that_images_may_name_are_none_beside_or_given() {
     let disk = |names: &str| format!("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['s']\n{names}");
     let named = |names: &str| {
         let config = read(&disk(names)).expect("understood");
-        config.disks[0].images().named_files()
+        config.disks[0].images.named_files()
     };
     assert_eq!(named("").expect("sound"), (Names::Beside, Vec::new()));
     assert_eq!(named("names = 'beside'").expect("sound"), (Names::Beside, Vec::new()));

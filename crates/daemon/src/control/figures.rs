@@ -1,6 +1,6 @@
-//! What the process tells of itself and its disks, as JSON.
+//! The process and its disks as JSON.
 
-use super::routes::Sources;
+use super::sources::Sources;
 use crate::served::Served;
 use serde_json::{Map, Value, json};
 
@@ -20,7 +20,8 @@ pub(super) fn stats(sources: &Sources) -> Value {
 
 fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value {
     let uptime_ms = u64::try_from(sources.uptime().as_millis()).unwrap_or(u64::MAX);
-    let disks = sources.shared.served.iter().map(|served| Value::Object(each(served)));
+    let all = sources.shared.disks.all();
+    let disks = all.iter().map(|served| Value::Object(each(served)));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
@@ -29,11 +30,11 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
     })
 }
 
-/// What both tell.
+/// What both answers contain.
 fn brief(served: &Served) -> Map<String, Value> {
     let image = served.image_figures();
     object([
-        ("name", json!(served.config.name)),
+        ("name", json!(served.name)),
         ("state", json!(served.condition())),
         ("length", json!(image.len)),
         ("layers", json!(image.layers)),
@@ -43,18 +44,18 @@ fn brief(served: &Served) -> Map<String, Value> {
 }
 
 fn status_of(served: &Served) -> Map<String, Value> {
-    let config = &served.config;
+    let settings = &served.settings;
     let image = served.image_figures();
     let mut status = brief(served);
     status.extend(object([
-        ("image", json!(config.image.to_string_lossy())),
-        ("format", json!(config.format)),
+        ("image", json!(served.image().to_string_lossy())),
+        ("format", json!(served.images.format)),
         ("writable", json!(image.is_writable)),
-        ("nbd", json!(config.nbd)),
-        ("vhost_user", json!(config.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
+        ("nbd", json!(settings.nbd)),
+        ("vhost_user", json!(settings.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
         ("device_error", json!(served.device_error())),
         ("weakness", json!(image.weakness)),
-        ("fuse", json!(config.fuse.as_ref().map(|path| path.to_string_lossy()))),
+        ("fuse", json!(settings.fuse.as_ref().map(|path| path.to_string_lossy()))),
     ]));
     status
 }

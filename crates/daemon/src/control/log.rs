@@ -1,29 +1,29 @@
-//! How much is logged, which can be changed while the process serves.
+//! The log level, which can be changed at run time.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What goes to stderr besides errors.
+/// What is logged to stderr besides errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogLevel {
     /// Nothing.
     Off,
-    /// What went wrong.
+    /// Failures.
     Error,
-    /// What somebody should know.
+    /// Problems that somebody should know of.
     Warn,
-    /// What happens.
+    /// Events.
     Info,
-    /// What a developer wants to know.
+    /// Details for developers.
     Debug,
 }
 
-/// What the log is told.
+/// The log's level, as the control socket sees it.
 pub trait LogSwitch: Send + Sync {
-    /// What it is.
+    /// The current level.
     fn level(&self) -> LogLevel;
 
-    /// Changes it.
+    /// Sets the level.
     fn set_level(&self, level: LogLevel);
 }

@@ -1,14 +1,14 @@
-//! The figures as Prometheus reads them: its text format, version 0.0.4.
+//! The figures in Prometheus's text format, version 0.0.4.
 //!
 //! The names are those of `/v1/stats`: `nbd.reads` is `mica_nbd_reads_total`.
 
-use super::routes::Sources;
+use super::sources::Sources;
 use crate::stats::{self, Kind, Section};
 use mica_serve::Latency;
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter, Write as _};
 
-/// What a response with it is.
+/// The content type.
 pub(super) const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 const LATENCY: &str = "mica_request_duration_seconds";
@@ -16,29 +16,30 @@ const LATENCY: &str = "mica_request_duration_seconds";
 /// All figures.
 pub(super) fn text(sources: &Sources) -> String {
     let mut page = Page::default();
-    page.gauge("mica_build_info", "The version that serves.", [("version", VERSION)], 1);
+    page.gauge("mica_build_info", "The version of the server.", [("version", VERSION)], 1);
     let uptime = sources.uptime().as_secs();
     page.gauge("mica_uptime_seconds", "Seconds since the start.", [], uptime);
-    for served in &sources.shared.served {
-        let name = &*served.config.name;
-        let (image, format) = (served.config.image.to_string_lossy(), &*served.config.format);
-        let info = [("disk", name), ("image", &*image), ("format", format)];
-        page.gauge("mica_disk_info", "What a disk is.", info, 1);
+    for served in sources.shared.disks.all() {
+        let name = &*served.name;
+        let (image, format) = (served.image(), &*served.images.format);
+        let info = [("disk", name), ("image", &*image.to_string_lossy()), ("format", format)];
+        page.gauge("mica_disk_info", "Image and format of a disk.", info, 1);
         let disk = [("disk", name)];
         let is_served = u64::from(served.condition() == "serving");
         page.gauge("mica_disk_serving", "Whether a disk is served.", disk, is_served);
         if served.counts().device.is_some() {
-            let help = "Whether a machine's device is broken, because its memory was taken away.";
+            let help =
+                "Whether a machine's device is broken because its shared memory was taken away.";
             let is_broken = u64::from(served.device_error().is_some());
             page.gauge("mica_device_broken", help, disk, is_broken);
         }
         let shown = served.image_figures();
-        let help = "Whether a disk promises less than it should: `mica ctl status` says what.";
+        let help = "Whether a disk gives weaker guarantees than it should; see `mica ctl status`.";
         let is_weak = u64::from(shown.weakness.is_some());
         page.gauge("mica_disk_weakened", help, disk, is_weak);
         page.gauge("mica_disk_length_bytes", "Length of a disk.", disk, shown.len);
         let clients = served.clients() as u64;
-        let help = "Connections to a disk that are open, and front ends.";
+        let help = "Open connections to a disk, front ends included.";
         page.gauge("mica_disk_clients", help, disk, clients);
         let layers = shown.layers as u64;
         page.gauge("mica_disk_layers", "Layers of the chain of a disk.", disk, layers);
@@ -55,7 +56,7 @@ pub(super) fn text(sources: &Sources) -> String {
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// What is to be shown, by name: all samples of a name stand together.
+/// The page by metric name: all samples of a name stand together.
 #[derive(Default)]
 struct Page(BTreeMap<String, Family>);
 
@@ -93,7 +94,7 @@ impl Page {
             sample(samples, &name, &[("disk", disk)], figure.value);
         }
         if let Some(latencies) = &section.latencies {
-            let help = "How long requests took, as far as the server sees it.";
+            let help = "How long requests took, as seen by the server.";
             let samples = self.family(LATENCY, "histogram", help);
             for (request, latency) in latencies.each() {
                 let labels = [("disk", disk), ("server", section.name), ("request", request)];
@@ -103,7 +104,7 @@ impl Page {
     }
 }
 
-/// Every octave is a bucket here.
+/// Writes one bucket per octave.
 fn histogram(samples: &mut String, labels: &[(&str, &str); 3], latency: &Latency) {
     let [disk, server, request] = *labels;
     let name = format!("{LATENCY}_bucket");
@@ -111,7 +112,7 @@ fn histogram(samples: &mut String, labels: &[(&str, &str); 3], latency: &Latency
     let last = latency.buckets().map(|(below_us, _)| below_us).max();
     for (below_us, more) in latency.buckets() {
         count += more;
-        // What is in the last bucket may have taken longer.
+        // Requests in the last bucket may have taken longer.
         if below_us.is_power_of_two() && Some(below_us) != last {
             let below = Seconds { value: below_us, digits: 6 }.to_string();
             sample(samples, &name, &[disk, server, request, ("le", &below)], count);
@@ -123,7 +124,7 @@ fn histogram(samples: &mut String, labels: &[(&str, &str); 3], latency: &Latency
     sample(samples, &format!("{LATENCY}_count"), labels, count);
 }
 
-/// A number of parts of a second, written as seconds, exactly.
+/// A number of decimal fractions of a second, written in seconds, exactly.
 struct Seconds {
     value: u64,
     digits: u32,
@@ -151,7 +152,7 @@ fn sample(samples: &mut String, name: &str, labels: &[(&str, &str)], value: impl
     let _ = writeln!(samples, " {value}");
 }
 
-/// The value of a label as the format wants it.
+/// A label's value, escaped as the format requires.
 struct Escaped<'a>(&'a str);
 
 impl Display for Escaped<'_> {

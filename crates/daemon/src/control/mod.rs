@@ -1,5 +1,5 @@
-//! How the process is asked and told: JSON over HTTP on a unix socket, and the figures alone over
-//! TCP. One thread of its own, which no disk waits for.
+//! The control socket: JSON over HTTP on a unix socket, and the figures alone over TCP. It has a
+//! thread of its own, which no disk waits for.
 //!
 //! ```text
 //! unix socket ─▶ who is it? ─┬▶ routes: status, stats, metrics, page; resize, drain, log-level
@@ -8,35 +8,37 @@
 //! ```
 //!
 //! Invariants
-//! - I1 Only root and the user of this process tell it to do something. The socket's mode says so,
-//!   and the kernel's word of who is at its other end, which counts.
-//! - I2 Over TCP nothing can be changed: those routes are not there.
-//! - I3 What a client costs is bounded: connections, the time each may take, headers, bodies, and
-//!   what is done for clients at one time. A connection brings one request.
-//! - I4 This thread waits for no disk: what may take long is done by others, [`ACTS_MAX`] at most.
+//! - I1 Only root and the user of this process may give commands. The socket's mode says so, and
+//!   so do the kernel's peer credentials, which decide.
+//! - I2 Nothing can be changed over TCP: those routes do not exist there.
+//! - I3 The cost of a client is bounded: connections, the time each may take, headers, bodies,
+//!   and the actions performed at the same time. A connection carries one request.
+//! - I4 This thread waits for no disk: slow actions run on other threads, at most
+//!   [`ACTIONS_MAX`].
 
 mod figures;
 mod log;
 mod metrics;
 mod reply;
 mod routes;
+mod sources;
 #[cfg(test)]
 mod tests;
 
 pub use log::{LogLevel, LogSwitch};
 
-use crate::daemon::Shared;
-use crate::sockets::{CONTROL, Held, METRICS, Sockets};
-use crate::systemd;
+use crate::held::Held;
+use crate::shared::Shared;
+use crate::sockets::ControlSockets;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{Listener, SocketUsers};
-use std::net::{SocketAddr, TcpListener as StdTcpListener};
+use mica_block::{Error, Result};
+use mica_serve::Listener;
+use sources::Sources;
+use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
@@ -45,112 +47,67 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 
-/// Connections of each listener at one time. Others wait in its backlog.
+/// Most connections of each listener. Others wait in its backlog.
 const CONNECTIONS_MAX: u32 = 32;
-/// How long a request's head may take, and then its body.
+/// Time limit for a request's head, and again for its body.
 const REQUEST_WAIT: Duration = Duration::from_secs(5);
-/// How long a connection of a collector or a browser may take.
+/// Time limit for a connection of a metrics collector or a browser.
 const READER_WAIT: Duration = Duration::from_secs(30);
-/// How long a connection of the control socket may take: a drain may flush gigabytes. What was
-/// begun is done in any case.
+/// Time limit for a connection of the control socket: a drain may flush gigabytes. An action that
+/// has started completes in any case.
 const CONTROL_WAIT: Duration = Duration::from_secs(600);
-/// Bytes of a request's head.
+/// Most bytes of a request's head.
 const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
-/// What is done for clients at one time.
-const ACTS_MAX: usize = 4;
-/// What is done or waits for that: who goes away leaves it there, so that connections do not bound
-/// it.
-const ACTS_ADMITTED_MAX: usize = 16;
-/// After an accept that failed for want of something (descriptors, memory).
+/// Most actions performed at the same time.
+const ACTIONS_MAX: usize = 4;
+/// Most actions performed or queued: they outlive the connections that asked for them, so the limit
+/// on connections does not bound them.
+const ACTIONS_ADMITTED_MAX: usize = 16;
+/// Pause after an accept that failed for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How long the last answers may take at the end.
+/// Time limit for the last answers at the end.
 const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(2);
-/// Strangers that are logged.
-const STRANGERS_LOGGED_MAX: u32 = 16;
-
-/// Where it listens: the unix socket, and the address of the figures.
-#[derive(Default)]
-pub(crate) struct Places {
-    control: Option<Held>,
-    metrics: Option<Held>,
-}
-
-impl Places {
-    /// At the sockets that `came` along, or at new ones.
-    ///
-    /// # Errors
-    /// What keeps it from listening; `Denied` for figures beyond the loopback that nobody allowed.
-    pub(crate) fn take(
-        control: Option<&Path>,
-        metrics: Option<SocketAddr>,
-        metrics_public: bool,
-        came: &mut Sockets,
-    ) -> Result<Self> {
-        let mut places = Self::default();
-        if let Some(path) = control {
-            places.control = Some(came.unix(CONTROL.to_owned(), path, SocketUsers::Own)?);
-        }
-        if let Some(address) = metrics {
-            check_metrics(address, metrics_public)?;
-            let held = came.tcp(METRICS.to_owned(), address);
-            places.metrics =
-                Some(held.map_err(|error| error.wrap(format!("--metrics {address}")))?);
-        }
-        Ok(places)
-    }
-
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Held> {
-        self.control.iter().chain(&self.metrics)
-    }
-
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Held> {
-        self.control.iter_mut().chain(&mut self.metrics)
-    }
-
-    /// Listens there no more.
-    pub(crate) fn close(&mut self) {
-        systemd::close(self.control.take().into_iter().chain(self.metrics.take()));
-    }
-}
+/// Most refused users that are logged.
+const REFUSALS_LOGGED_MAX: u32 = 16;
 
 /// The thread.
 pub(crate) struct Control {
     stop: watch::Sender<bool>,
     thread: JoinHandle<()>,
-    /// Its socket's file goes with it.
+    /// Removes the socket files when dropped.
     _listeners: Vec<Listener>,
     #[cfg(test)]
-    metrics_at: Option<SocketAddr>,
+    metrics_at: Option<std::net::SocketAddr>,
 }
 
 impl Control {
-    /// Starts it, if it is to listen anywhere.
+    /// Starts it if there is a socket to serve.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system calls.
     pub(crate) fn start(
-        places: &Places,
+        sockets: &ControlSockets,
         shared: &Arc<Shared>,
         log: Arc<dyn LogSwitch>,
     ) -> Result<Option<Self>> {
-        if places.iter().next().is_none() {
+        if sockets.iter().next().is_none() {
             return Ok(None);
         }
         let failed = |error| Error::from_io("starting the control socket", error);
         let clone = |held: &Held| held.listener.as_fd().try_clone_to_owned().map_err(failed);
-        let unix = places.control.as_ref().map(clone).transpose()?;
+        let unix = sockets.control.as_ref().map(clone).transpose()?;
         let unix = unix.map(std::os::unix::net::UnixListener::from);
-        let tcp = places.metrics.as_ref().map(clone).transpose()?.map(StdTcpListener::from);
+        let tcp = sockets.metrics.as_ref().map(clone).transpose()?.map(StdTcpListener::from);
         let metrics_at = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
         if let Some(address) = metrics_at {
             tracing::info!(%address, "figures are served");
         }
         let (stop, stopping) = watch::channel(false);
-        let sources = routes::Sources::new(Arc::clone(shared), log);
+        let sources = Sources::new(Arc::clone(shared), log);
         let body = move || {
             if let Err(error) = serve(unix, tcp, sources, stopping) {
-                tracing::error!(%error, "the control socket is served no more");
+                tracing::error!(%error, "the control socket is no longer served");
             }
         };
         let thread = std::thread::Builder::new().name("mica-control".to_owned()).spawn(body);
@@ -158,47 +115,38 @@ impl Control {
         Ok(Some(Self {
             stop,
             thread,
-            _listeners: places.iter().map(|held| held.listener.clone()).collect(),
+            _listeners: sockets.iter().map(|held| held.listener.clone()).collect(),
             #[cfg(test)]
             metrics_at,
         }))
     }
 
-    /// Where the figures are.
+    /// The address of the figures.
     #[cfg(test)]
-    pub(crate) fn metrics_at(&self) -> Option<SocketAddr> {
+    pub(crate) fn metrics_at(&self) -> Option<std::net::SocketAddr> {
         self.metrics_at
     }
 
-    /// Takes no more requests, and waits for the answers that are being sent.
+    /// Stops accepting requests, and waits for the answers that are being sent.
     pub(crate) fn stop(self) {
-        // It may have ended by a failure of its own.
+        // The thread may have failed on its own.
         let _ = self.stop.send(true);
         if self.thread.join().is_err() {
-            tracing::error!("the control thread ended by a failure in the server");
+            tracing::error!("the control thread panicked");
         }
     }
-}
-
-fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
-    let context = || format!("--metrics {address}");
-    if !is_public && !address.ip().to_canonical().is_loopback() {
-        let what = "figures are shown on the loopback only, unless --metrics-public allows more";
-        return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
-    }
-    Ok(())
 }
 
 fn serve(
     unix: Option<std::os::unix::net::UnixListener>,
     tcp: Option<StdTcpListener>,
-    sources: routes::Sources,
+    sources: Sources,
     stopping: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .enable_time()
-        .max_blocking_threads(ACTS_MAX)
+        .max_blocking_threads(ACTIONS_MAX)
         .thread_name("mica-control")
         .build()?;
     let served = runtime.block_on(async {
@@ -207,33 +155,33 @@ fn serve(
         let tcp =
             tcp.map(|tcp| tcp.set_nonblocking(true).and_then(|()| TcpListener::from_std(tcp)));
         let (unix, tcp) = (unix.transpose()?, tcp.transpose()?);
-        let reading = routes::reading(&sources);
-        let control = reading.clone().merge(routes::acting(&sources));
-        let told = unix.map(|unix| {
-            let accept = UnixAccept { listener: unix, control, strangers: AtomicU32::new(0) };
+        let read_only = routes::read_only(&sources);
+        let control = read_only.clone().merge(routes::commands(&sources));
+        let unix = unix.map(|unix| {
+            let accept = UnixAccept { listener: unix, control, refusals: AtomicU32::new(0) };
             tokio::spawn(accept_all(accept, stopping.clone()))
         });
-        let read = tcp.map(|tcp| {
+        let tcp = tcp.map(|tcp| {
             let is_local = tcp.local_addr().is_ok_and(|at| at.ip().to_canonical().is_loopback());
-            let routes = if is_local { routes::local_only(reading) } else { reading };
+            let routes = if is_local { routes::local_only(read_only) } else { read_only };
             tokio::spawn(accept_all(TcpAccept { listener: tcp, routes }, stopping))
         });
-        for task in [told, read].into_iter().flatten() {
+        for task in [unix, tcp].into_iter().flatten() {
             task.await?;
         }
         Ok(())
     });
-    // What is being done for a client that is gone goes on; the end of the process waits for it
-    // where that matters.
+    // Actions whose client is gone continue; the end of the process waits for them where that
+    // matters.
     runtime.shutdown_background();
     served
 }
 
-/// Where connections come from, and what they get.
+/// A source of connections, and the routes that they get.
 trait Accept: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
-    /// How long a connection may take.
+    /// Time limit for a connection.
     const WAIT: Duration;
 
     fn accept(&self) -> impl Future<Output = std::io::Result<(Self::Stream, Router)>> + Send;
@@ -242,7 +190,7 @@ trait Accept: Send + Sync + 'static {
 struct UnixAccept {
     listener: UnixListener,
     control: Router,
-    strangers: AtomicU32,
+    refusals: AtomicU32,
 }
 
 impl Accept for UnixAccept {
@@ -253,22 +201,22 @@ impl Accept for UnixAccept {
     async fn accept(&self) -> std::io::Result<(UnixStream, Router)> {
         let (stream, _) = self.listener.accept().await?;
         let user = stream.peer_cred().map(|credentials| credentials.uid());
-        let is_known = user.as_ref().is_ok_and(|user| is_master(*user));
-        if !is_known {
-            let before = self.strangers.fetch_add(1, Ordering::Relaxed);
-            if before < STRANGERS_LOGGED_MAX {
-                tracing::warn!(?user, "a stranger at the control socket is refused");
+        let is_authorized_peer = user.as_ref().is_ok_and(|user| is_authorized(*user));
+        if !is_authorized_peer {
+            let before = self.refusals.fetch_add(1, Ordering::Relaxed);
+            if before < REFUSALS_LOGGED_MAX {
+                tracing::warn!(?user, "an unauthorized user was refused at the control socket");
             } else {
-                // Counting on would wrap one day, and the log begin anew.
-                self.strangers.store(STRANGERS_LOGGED_MAX, Ordering::Relaxed);
+                // Without this the counter would wrap one day, and logging resume.
+                self.refusals.store(REFUSALS_LOGGED_MAX, Ordering::Relaxed);
             }
         }
-        Ok((stream, if is_known { self.control.clone() } else { routes::refusing() }))
+        Ok((stream, if is_authorized_peer { self.control.clone() } else { routes::forbidden() }))
     }
 }
 
-/// Whether `user` may tell this process what to do (I1).
-fn is_master(user: u32) -> bool {
+/// Whether `user` may give this process commands (I1).
+fn is_authorized(user: u32) -> bool {
     user == 0 || user == rustix::process::geteuid().as_raw()
 }
 
@@ -287,7 +235,7 @@ impl Accept for TcpAccept {
     }
 }
 
-/// Serves connections until it is to stop, and then until the last have their answers.
+/// Serves connections until told to stop, and then until the last ones have their answers.
 async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX as usize));
     let accepting = async {
@@ -301,20 +249,20 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a control client could not be accepted");
+                    tracing::warn!(%error, "cannot accept a control client");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
         }
     };
-    // An error says that nobody is left to stop it.
+    // An error means that nobody is left to stop it.
     let stopped = stopping.wait_for(|stop| *stop);
-    // The accepting one drops its permit when it is dropped.
+    // Dropping the accepting future drops its permit.
     first(accepting, stopped).await;
     let _ = tokio::time::timeout(LAST_ANSWERS_WAIT, room.acquire_many(CONNECTIONS_MAX)).await;
 }
 
-/// Waits for either.
+/// Waits for either future.
 async fn first(one: impl Future, other: impl Future) {
     let (mut one, mut other) = (std::pin::pin!(one), std::pin::pin!(other));
     std::future::poll_fn(|context| {
@@ -339,6 +287,6 @@ where
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
         .await;
     if let Err(error) = served {
-        tracing::debug!(%error, "a control client broke off");
+        tracing::debug!(%error, "a control client disconnected early");
     }
 }

@@ -1,4 +1,4 @@
-//! Answers, and how a request's body is taken.
+//! Answers, and reading the body of a request.
 
 use super::REQUEST_WAIT;
 use axum::body::Body;
@@ -9,10 +9,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// Bytes of a request's body.
+/// Most bytes of a request's body.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 
-/// Why a request is not answered as it was meant.
+/// Why a request is refused.
 #[derive(Debug)]
 pub(super) struct Refusal {
     status: StatusCode,
@@ -48,37 +48,37 @@ impl From<Error> for Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        // Names come from images and clients: a message is one line of plain text.
+        // Names come from images and clients: make the message one line of plain text.
         let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
         let message: String = self.message.chars().map(plain).collect();
         (self.status, json(&json!({ "error": message }))).into_response()
     }
 }
 
-/// An answer of JSON.
+/// A JSON answer.
 pub(super) fn json(value: &Value) -> Response {
     text("application/json", format!("{value}\n"))
 }
 
-/// An answer of text, which nobody keeps and nobody takes for something else.
+/// A text answer that is neither cached nor taken for another type.
 pub(super) fn text(kind: &'static str, body: impl Into<Body>) -> Response {
     const NO_SNIFF: (HeaderName, &str) = (header::X_CONTENT_TYPE_OPTIONS, "nosniff");
     const NO_STORE: (HeaderName, &str) = (header::CACHE_CONTROL, "no-store");
     ([(header::CONTENT_TYPE, kind), NO_SNIFF, NO_STORE], body.into()).into_response()
 }
 
-/// The body of a request, which must be what it is to be, all of it, soon.
+/// Reads and parses the body of a request, within [`REQUEST_WAIT`].
 ///
 /// # Errors
-/// With the right status, if it is not.
+/// With the matching status.
 pub(super) async fn body<T: DeserializeOwned>(body: Body) -> Result<T, Refusal> {
     let taking = axum::body::to_bytes(body, BODY_BYTES_MAX);
     let Ok(taken) = tokio::time::timeout(REQUEST_WAIT, taking).await else {
-        let what = format!("the body did not come within {} seconds", REQUEST_WAIT.as_secs());
+        let what = format!("the body did not arrive within {} seconds", REQUEST_WAIT.as_secs());
         return Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, what));
     };
     let bytes = taken.map_err(|_| {
-        let what = format!("the body is cut, or longer than {BODY_BYTES_MAX} bytes");
+        let what = format!("the body is truncated or longer than {BODY_BYTES_MAX} bytes");
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, what)
     })?;
     serde_json::from_slice(&bytes).map_err(|error| {

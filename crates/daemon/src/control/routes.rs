@@ -1,4 +1,4 @@
-//! What can be asked, and told.
+//! The routes: what can be queried and commanded.
 //!
 //! | route | |
 //! |---|---|
@@ -7,17 +7,18 @@
 //! | `GET /v1/status` | the process and its disks |
 //! | `GET /v1/stats` | the figures |
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
-//! | `POST /v1/disks/NAME/drain` | the disk is served no more, and its image is free |
-//! | `POST /v1/drain` | all of them, and the process ends |
-//! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours goes on from here |
+//! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
+//! | `POST /v1/drain` | the same for all disks, and ends the process |
+//! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours takes over |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
-use super::log::{LogLevel, LogSwitch};
+use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
-use super::{ACTS_ADMITTED_MAX, figures, metrics};
-use crate::daemon::Shared;
-use crate::images::Size;
+use super::sources::Sources;
+use super::{figures, metrics};
 use crate::served::{NewLength, Served};
+use crate::settings::Size;
+use crate::shared::Shared;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -25,81 +26,58 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-
 use mica_serve::vhost_user::Notice;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
-use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
-
-/// What answers come from.
-#[derive(Clone)]
-pub(super) struct Sources {
-    pub(super) shared: Arc<Shared>,
-    log: Arc<dyn LogSwitch>,
-    /// Room for what is done for clients, or waits to be.
-    acts: Arc<Semaphore>,
-    started: Instant,
-}
-
-impl Sources {
-    #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
-    pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Self {
-        let acts = Arc::new(Semaphore::new(ACTS_ADMITTED_MAX));
-        Self { shared, log, acts, started: Instant::now() }
-    }
-
-    pub(super) fn uptime(&self) -> Duration {
-        self.started.elapsed()
-    }
-}
 
 type Answer = Result<Response, Refusal>;
 
-/// What changes nothing.
-pub(super) fn reading(sources: &Sources) -> Router {
+/// Routes that change nothing.
+pub(super) fn read_only(sources: &Sources) -> Router {
     let router = Router::new()
         .route("/", get(page))
         .route("/metrics", get(async |State(sources)| text(metrics::KIND, metrics::text(&sources))))
         .route("/v1/status", get(async |State(sources)| json(&figures::status(&sources))))
         .route("/v1/stats", get(async |State(sources)| json(&figures::stats(&sources))))
-        .fallback(nowhere)
-        .method_not_allowed_fallback(not_so);
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed);
     router.with_state(sources.clone())
 }
 
-/// What changes something.
-pub(super) fn acting(sources: &Sources) -> Router {
+/// Routes that change something.
+pub(super) fn commands(sources: &Sources) -> Router {
     let router = Router::new()
         .route("/v1/disks/{name}/resize", post(resize))
         .route("/v1/disks/{name}/drain", post(drain))
         .route("/v1/drain", post(drain_all))
         .route("/v1/takeover", post(take_over))
         .route("/v1/log-level", get(log_level).put(set_log_level))
-        .method_not_allowed_fallback(not_so);
+        .method_not_allowed_fallback(method_not_allowed);
     router.with_state(sources.clone())
 }
 
-/// For those who may not even ask.
-pub(super) fn refusing() -> Router {
+/// Routes for users who may not even query.
+pub(super) fn forbidden() -> Router {
     Router::new().fallback(async || {
-        let what = "only root and the user of the server are heard here";
+        let what = "only root and the user of the server have access";
         Refusal::new(StatusCode::FORBIDDEN, what)
     })
 }
 
-/// The same, for who calls this machine by a name of the loopback: a page of a stranger, in a
-/// browser on this machine, cannot pass by its own name for a part of what is shown here.
+/// The same `routes`, for clients that name this machine by a loopback address or localhost: a
+/// stranger's web page in a browser on this machine cannot use DNS to pass as the origin of what is
+/// shown here.
 pub(super) fn local_only(routes: Router) -> Router {
     routes.layer(from_fn(async |request: Request, next: Next| {
         let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
         if host.is_some_and(is_local) {
             return next.run(request).await;
         }
-        let what = "only localhost and loopback addresses are names of this server";
+        let what = "this server is only known as localhost or by a loopback address";
         Refusal::new(StatusCode::FORBIDDEN, what).into_response()
     }))
 }
@@ -113,13 +91,13 @@ pub(super) fn is_local(host: &str) -> bool {
         || name.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
 }
 
-async fn nowhere(request: Request) -> Refusal {
+async fn not_found(request: Request) -> Refusal {
     let what = format!("there is no {} here", request.uri().path());
     Refusal::new(StatusCode::NOT_FOUND, what)
 }
 
-async fn not_so(request: Request) -> Refusal {
-    let what = format!("{} does not take {}", request.uri().path(), request.method());
+async fn method_not_allowed(request: Request) -> Refusal {
+    let what = format!("{} does not support {}", request.uri().path(), request.method());
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, what)
 }
 
@@ -141,8 +119,8 @@ struct TakeOver {
 
 async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
     let TakeOver { socket } = body(sent).await?;
-    let acts = Arc::clone(&sources.acts);
-    act(&acts, move || sources.shared.hand_over(&socket)).await??;
+    let actions = Arc::clone(&sources.actions);
+    perform(&actions, move || sources.shared.hand_over(&socket)).await??;
     Ok(json(&value!({ "begun": true })))
 }
 
@@ -153,7 +131,7 @@ struct Resize {
 }
 
 async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: Body) -> Answer {
-    let index = find(&sources.shared, &name)?;
+    let served = find(&sources.shared, &name)?;
     let Resize { size } = body(sent).await?;
     let (by, size) = match size.strip_prefix('+') {
         Some(by) => (true, by),
@@ -161,8 +139,8 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
     };
     let Size(bytes) = size.parse::<Size>()?;
     let to = if by { NewLength::Longer(bytes) } else { NewLength::Exactly(bytes) };
-    let acts = Arc::clone(&sources.acts);
-    let resized = act(&acts, move || sources.shared.served[index].resize(to)).await??;
+    let actions = Arc::clone(&sources.actions);
+    let resized = perform(&actions, move || served.resize(to)).await??;
     let notice = match resized.notice {
         None => "none".to_owned(),
         Some(Ok(Notice::Nobody)) => "nobody".to_owned(),
@@ -180,29 +158,29 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 }
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
-    let index = find(&sources.shared, &name)?;
-    let acts = Arc::clone(&sources.acts);
+    let served = find(&sources.shared, &name)?;
+    let actions = Arc::clone(&sources.actions);
     let drained = move || -> Result<(), Refusal> {
         let _alone = hold(&sources.shared)?;
-        Ok(sources.shared.served[index].stop()?)
+        Ok(served.stop()?)
     };
-    act(&acts, drained).await??;
+    perform(&actions, drained).await??;
     Ok(json(&value!({ "drained": [name] })))
 }
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {
-    let (shared, acts) = (Arc::clone(&sources.shared), Arc::clone(&sources.acts));
+    let (shared, actions) = (Arc::clone(&sources.shared), Arc::clone(&sources.actions));
     let drained = move || -> Result<(), Refusal> {
-        // An end that waited for a takeover would be the end of the wrong process.
+        // Waiting for a takeover here would end the wrong process.
         drop(hold(&shared)?);
         let stopped = shared.stop();
-        // Whether or not the one who asked is still there. The end waits for the answer.
+        // Whether or not the client is still there. The end waits for the answer.
         shared.ending.close();
         Ok(stopped?)
     };
-    act(&acts, drained).await??;
-    let name = |served: &Served| Value::from(&*served.config.name);
-    let names: Vec<_> = sources.shared.served.iter().map(name).collect();
+    perform(&actions, drained).await??;
+    let name = |served: &Arc<Served>| Value::from(&*served.name);
+    let names: Vec<_> = sources.shared.disks.all().iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))
 }
 
@@ -222,40 +200,41 @@ async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
     Ok(log_level(State(sources)).await)
 }
 
-/// Keeps other processes from taking over, unless one does, or has.
+/// Prevents takeovers while held, unless one is in progress or done.
 fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
     let held = shared.handing_over.try_lock().ok();
     held.filter(|_| !shared.is_handed_over.load(Ordering::Acquire)).ok_or_else(|| {
-        let what = "another process is taking over, or has: ask again, and it will answer";
+        let what =
+            "another process is taking over or has taken over: ask again, and it will answer";
         Refusal::new(StatusCode::CONFLICT, what.to_owned())
     })
 }
 
-/// Which disk `name` is.
-fn find(shared: &Shared, name: &str) -> Result<usize, Refusal> {
-    let names = || shared.served.iter().map(|served| &*served.config.name);
-    names().position(|of_disk| of_disk == name).ok_or_else(|| {
-        let there: Vec<_> = names().collect();
+/// The disk called `name`.
+fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
+    shared.disks.named(name).ok_or_else(|| {
+        let all = shared.disks.all();
+        let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
         let what = format!("there is no disk {name:?}; there is {}", there.join(", "));
         Refusal::new(StatusCode::NOT_FOUND, what)
     })
 }
 
-/// Does what may take long, on a thread that nobody waits for. It is done to its end, whatever
-/// becomes of the client: so only so much is taken on.
-async fn act<T: Send + 'static>(
-    acts: &Arc<Semaphore>,
-    what: impl FnOnce() -> T + Send + 'static,
+/// Performs an action that may take long on a thread of its own. It completes even if the client
+/// goes away, so the number of actions is bounded.
+async fn perform<T: Send + 'static>(
+    actions: &Arc<Semaphore>,
+    action: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Refusal> {
-    let admitted = Arc::clone(acts).try_acquire_owned().map_err(|_| {
-        let what = "too much is being done already: ask again when some of it has ended";
+    let admitted = Arc::clone(actions).try_acquire_owned().map_err(|_| {
+        let what = "too many actions are in progress: ask again later";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
     })?;
-    let act = move || {
+    let body = move || {
         let _admitted = admitted;
-        what()
+        action()
     };
-    tokio::task::spawn_blocking(act).await.map_err(|_| {
-        Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the server failed in doing that")
+    tokio::task::spawn_blocking(body).await.map_err(|_| {
+        Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the action failed inside the server")
     })
 }

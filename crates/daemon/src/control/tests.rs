@@ -1,10 +1,10 @@
-//! Routes, bounds and who is heard, over real sockets.
+//! Routes, bounds and authorization, over real sockets.
 
 use super::{
-    ACTS_ADMITTED_MAX, HEAD_BYTES_MAX, LogLevel, LogSwitch, is_master, reply::BODY_BYTES_MAX,
-    routes,
+    ACTIONS_ADMITTED_MAX, HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized,
+    reply::BODY_BYTES_MAX, routes,
 };
-use crate::{Config, Daemon, DiskConfig, SandboxMode};
+use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -34,18 +34,22 @@ struct World {
 /// A server of two disks of zeros, "one" and "two".
 fn world() -> World {
     let folder = tempfile::tempdir().unwrap();
-    let disk = |name: &str| DiskConfig {
-        nbd: vec![folder.path().join(name).display().to_string()],
-        format: "null".to_owned(),
-        ..DiskConfig::new(name.to_owned(), PathBuf::from("64M"))
+    let disk = |name: &str| {
+        let mut disk = DiskConfig::new(name.to_owned(), PathBuf::from("64M"));
+        disk.settings.nbd = vec![folder.path().join(name).display().to_string()];
+        disk.images.format = "null".to_owned();
+        disk
     };
     let config = Config {
         disks: vec![disk("one"), disk("two")],
-        queues: Some(1),
-        control: Some(folder.path().join("control")),
-        metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
-        // It would hold for all tests of this process.
-        sandbox: SandboxMode::Off,
+        process: ProcessSettings {
+            queues: Some(1),
+            control: Some(folder.path().join("control")),
+            metrics: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
+            // A sandbox would apply to all tests of this process.
+            sandbox: Some(SandboxMode::Off),
+            ..ProcessSettings::default()
+        },
         ..Config::default()
     };
     let log = Arc::new(Log(Mutex::new(LogLevel::Warn)));
@@ -92,7 +96,7 @@ fn request(method: &str, path: &str, host: &str, body: &str) -> String {
 }
 
 fn exchange(mut stream: impl Read + Write, request: &str) -> Reply {
-    // Who refuses need not take all of it, and may have closed.
+    // A server that refuses need not read all of it, and may have closed.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -136,7 +140,7 @@ fn bodies_that_make_no_sense_are_refused() {
     }
     let far = world.ask("POST", resize, r#"{"size": "+16383P"}"#);
     assert_eq!(far.status, 400, "{}", far.body);
-    // Disks of zeros cannot become longer.
+    // Disks of zeros cannot grow.
     let reply = world.ask("POST", resize, r#"{"size": "1G"}"#);
     assert_eq!(reply.status, 501, "{}", reply.body);
     let level = world.ask("PUT", "/v1/log-level", r#"{"level": "loud"}"#);
@@ -174,7 +178,7 @@ fn clients_that_say_nothing_hold_nobody_up() {
             stream
         })
         .collect();
-    // One that says how much comes, and sends less.
+    // One that announces more than it sends.
     let mut short = world.control();
     let begun = "POST /v1/disks/one/resize HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{";
     short.write_all(begun.as_bytes()).unwrap();
@@ -202,7 +206,7 @@ fn over_tcp_there_is_nothing_that_changes_anything() {
             assert_eq!(reply.status, 404, "{method} {path}");
         }
     }
-    // What a page of a stranger can make a browser send.
+    // A request that a stranger's web page can make a browser send.
     let reply = world.read("/v1/status", "evil.example");
     assert_eq!(reply.status, 403);
     assert!(!reply.body.contains("one"), "{}", reply.body);
@@ -225,8 +229,8 @@ fn the_page_brings_all_it_needs() {
 #[test]
 fn strangers_are_known_by_what_the_kernel_says() {
     let own = rustix::process::geteuid().as_raw();
-    assert!(is_master(0) && is_master(own));
-    assert!(!is_master(65534) || own == 65534);
+    assert!(is_authorized(0) && is_authorized(own));
+    assert!(!is_authorized(65534) || own == 65534);
     let world = world();
     let socket = world.folder.path().join("control");
     let mode = socket.metadata().unwrap().permissions().mode();
@@ -266,14 +270,6 @@ fn the_drain_of_all_ends_the_process_after_its_answer() {
 }
 
 #[test]
-fn figures_are_for_this_machine_unless_more_is_allowed() {
-    let check = |public| super::check_metrics(SocketAddr::from(([0, 0, 0, 0], 0)), public);
-    let refused = check(false).expect_err("refused");
-    assert!(refused.to_string().contains("--metrics 0.0.0.0:0"), "{refused}");
-    check(true).expect("allowed");
-}
-
-#[test]
 fn names_of_the_loopback_are_told_from_others() {
     for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {
         assert!(routes::is_local(host), "{host}");
@@ -283,14 +279,15 @@ fn names_of_the_loopback_are_told_from_others() {
     }
 }
 
-/// Who asks for something and goes away leaves it to be done: as often as it likes, but for this.
+/// The story: actions outlive the client that asked for them, so clients could pile them up without
+/// limit.
 #[test]
 fn what_waits_to_be_done_is_bounded() {
     let world = world();
-    let disk = &world.daemon.shared.served[0];
-    let busy = disk.act();
+    let disk = world.daemon.shared.disks.named("one").expect("it is served");
+    let busy = disk.lock_changes();
     let (sender, statuses) = mpsc::channel();
-    let clients = ACTS_ADMITTED_MAX + 4;
+    let clients = ACTIONS_ADMITTED_MAX + 4;
     for _ in 0..clients {
         let (control, sender) = (world.control(), sender.clone());
         std::thread::spawn(move || {
@@ -306,7 +303,7 @@ fn what_waits_to_be_done_is_bounded() {
         assert!(error.contains("ask again"), "{error}");
     }
     drop(busy);
-    for _ in 0..ACTS_ADMITTED_MAX {
+    for _ in 0..ACTIONS_ADMITTED_MAX {
         assert_eq!(statuses.recv().expect("an answer").0, 501, "it is no disk that grows");
     }
 }

@@ -1,11 +1,12 @@
-//! The helper itself.
+//! The helper's side.
 
 use super::{
-    Held, Kind, MESSAGE_BYTES_MAX, Others, Reply, Request, Setup, find_holder, meet, path_of, send,
+    Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect, find_holder,
+    path_of, send,
 };
 use crate::messages::receive_with_fds;
 use crate::sandbox;
-use crate::takeover::{MEETING_FOLDER, MEETING_SOCKET};
+use crate::takeover::{RENDEZVOUS_FOLDER, RENDEZVOUS_SOCKET};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion};
@@ -14,18 +15,19 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Answers the server at the other end of standard input until that is gone.
+/// Serves requests of the server at the other end of standard input until that is gone.
 ///
 /// # Errors
 /// If there is no server, or no sandbox.
 pub fn run_helper() -> Result<()> {
-    let failed = |error| Error::from_io("the helper of the sandbox", error);
+    let failed = |error| Error::from_io("the sandbox helper", error);
     let link = std::io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
-    // What ends the server, or asks it to end, is the server's to hear: it may still need this one.
+    // Signals that end the server, or ask it to end, are for the server to handle: it may still
+    // need the helper.
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::default()).map_err(failed)?;
     }
-    // For people; that it has no name is no harm.
+    // For people who look at the process list; failure is harmless.
     let _ = rustix::thread::set_name(c"mica-helper");
     let mut files = Vec::new();
     loop {
@@ -51,7 +53,7 @@ pub fn run_helper() -> Result<()> {
         let mut sent = send(&link, &reply, fd.as_slice());
         drop(fd);
         if has_fd {
-            sent = sent.and_then(|()| send(&link, &Reply::LetGo, &[]));
+            sent = sent.and_then(|()| send(&link, &Reply::Released, &[]));
         }
         if sent.is_err() {
             return Ok(());
@@ -62,10 +64,10 @@ pub fn run_helper() -> Result<()> {
 
 /// The next message; `None` at the end.
 fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> {
-    let nonsense = |_| Error::new(ErrorKind::Invalid, "nonsense");
+    let malformed = |_| Error::new(ErrorKind::Invalid, "a malformed message");
     match receive_with_fds(link, MESSAGE_BYTES_MAX) {
         Ok((bytes, _)) if !bytes.is_empty() => {
-            serde_json::from_slice(&bytes).map(Some).map_err(nonsense)
+            serde_json::from_slice(&bytes).map(Some).map_err(malformed)
         }
         _ => Ok(None),
     }
@@ -84,26 +86,26 @@ fn answer(
         Request::Holder { inode, byte, process, descriptor } => {
             let question = LockQuestion { inode, byte, process, descriptor };
             let held = match find_holder(&question) {
-                Holder::Living(name) => Held::Living(name),
-                Holder::Dying(name) => Held::Dying(name),
-                Holder::Nobody => Held::Nobody,
-                Holder::Unknown => Held::Unknown,
+                Holder::Living(name) => LockHolder::Living(name),
+                Holder::Dying(name) => LockHolder::Dying(name),
+                Holder::Nobody => LockHolder::Nobody,
+                Holder::Unknown => LockHolder::Unknown,
             };
             (Reply::Holder(held), None)
         }
-        Request::Meet { path } => {
+        Request::Connect { path } => {
             let path = path_of(path);
-            if !is_meeting(&path) {
-                let what = format!("{} is no place of a takeover", path.display());
+            if !is_rendezvous(&path) {
+                let what = format!("{} is not a socket of a takeover", path.display());
                 return Err(Error::new(ErrorKind::Denied, what));
             }
-            (Reply::Met, Some(meet(&path)?))
+            (Reply::Connected, Some(connect(&path)?))
         }
         Request::Mount { file: number, is_writable, others, image } => {
             let allow_other = match others {
-                Others::On => AllowOther::On,
-                Others::Off => AllowOther::Off,
-                Others::Auto => AllowOther::Auto,
+                OtherUsers::On => AllowOther::On,
+                OtherUsers::Off => AllowOther::Off,
+                OtherUsers::Auto => AllowOther::Auto,
             };
             let request = MountRequest { file: file(number)?, is_writable, allow_other, image };
             let Mounted { device, is_for_others, cleared } = mounts.mount(&request)?;
@@ -116,11 +118,11 @@ fn answer(
     })
 }
 
-/// Whether a process that takes over waits at places of this name.
-fn is_meeting(path: &Path) -> bool {
+/// Whether a process that takes over may wait at `path`.
+fn is_rendezvous(path: &Path) -> bool {
     let folder = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
-    path.file_name().is_some_and(|name| name == MEETING_SOCKET)
-        && folder.is_some_and(|folder| folder.starts_with(MEETING_FOLDER))
+    path.file_name().is_some_and(|name| name == RENDEZVOUS_SOCKET)
+        && folder.is_some_and(|folder| folder.starts_with(RENDEZVOUS_FOLDER))
 }
 
 fn in_one_line(error: &Error) -> String {
@@ -138,8 +140,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_places_of_takeovers_are_met() {
-        assert!(is_meeting(Path::new("/run/mica/mica-takeover-12-0/socket")));
+    fn only_sockets_of_takeovers_are_connected_to() {
+        assert!(is_rendezvous(Path::new("/run/mica/mica-takeover-12-0/socket")));
         for elsewhere in [
             "/run/udev/control",
             "/run/mica/mica-takeover-12-0/../../udev/control",
@@ -148,7 +150,7 @@ mod tests {
             "mica-takeover-",
             "",
         ] {
-            assert!(!is_meeting(Path::new(elsewhere)), "{elsewhere}");
+            assert!(!is_rendezvous(Path::new(elsewhere)), "{elsewhere}");
         }
     }
 

@@ -1,11 +1,11 @@
-//! The system calls that are left to a server, and to its helper. There is no other.
+//! The system calls that remain to a server and to its helper.
 //!
-//! Filters of which the kernel takes the stricter word. One lets the listed calls through, some
-//! with certain arguments only; what it does not know does not exist (ENOSYS), so that a library
-//! takes the older way. Another says EPERM to calls that are known and are not for a server.
+//! The kernel applies the strictest of several filters. One allows the listed calls, some only with
+//! certain arguments, and answers ENOSYS to unknown ones, so that a library falls back. Another
+//! answers EPERM to known calls that a server must not make.
 //!
-//! In a build with assertions a call that neither filter knows ends the process: a call that mica
-//! makes itself must not go unnoticed in tests.
+//! In a build with assertions an unlisted call kills the process: a call that mica itself makes
+//! must not go unnoticed in tests.
 
 mod lists;
 
@@ -19,53 +19,53 @@ use seccompiler::{
 use std::collections::BTreeMap;
 use std::io;
 
-/// To whom it applies, besides what they start.
+/// Which threads are restricted, besides those that they start.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Threads {
-    /// Who calls.
+    /// The calling thread.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests are threads among others"))]
     This,
-    /// All of this process.
+    /// All threads of this process.
     All,
 }
 
-/// What becomes of who makes a call that is on no list.
+/// What happens to a thread that makes an unlisted call.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Surprise {
+pub(super) enum Unlisted {
     Error,
-    Death,
+    Kill,
 }
 
-impl Surprise {
+impl Unlisted {
     pub(super) const OF_THIS_BUILD: Self =
-        if cfg!(debug_assertions) { Self::Death } else { Self::Error };
+        if cfg!(debug_assertions) { Self::Kill } else { Self::Error };
 }
 
-/// Leaves to threads of a server what a server needs.
+/// Restricts threads of a server to what a server needs.
 ///
 /// # Errors
-/// Where the kernel or the processor knows no filters.
+/// If the kernel or the processor supports no filters.
 pub(super) fn restrict_server(
     has_tcp: bool,
     threads: Threads,
-    surprise: Surprise,
+    unlisted: Unlisted,
 ) -> io::Result<()> {
     let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
     server_rules(&mut rules, has_tcp).map_err(io::Error::other)?;
-    apply(rules, threads, surprise)
+    apply(rules, threads, unlisted)
 }
 
-/// Leaves to this process, which is a helper, what a helper needs.
+/// Restricts this process, a helper, to what a helper needs.
 ///
 /// # Errors
 /// As [`restrict_server`].
-pub(super) fn restrict_helper(mounts: bool, surprise: Surprise) -> io::Result<()> {
+pub(super) fn restrict_helper(mounts: bool, unlisted: Unlisted) -> io::Result<()> {
     let mut rules = listed(&[OF_BOTH, if mounts { FOR_MOUNTS } else { &[] }]);
     helper_rules(&mut rules, mounts).map_err(io::Error::other)?;
-    apply(rules, Threads::All, surprise)
+    apply(rules, Threads::All, unlisted)
 }
 
-/// Whether a server may make this call, perhaps with certain arguments only.
+/// Whether a server may make this call, perhaps only with certain arguments.
 #[cfg(test)]
 pub(super) fn knows(call: i64) -> bool {
     let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
@@ -76,29 +76,29 @@ pub(super) fn knows(call: i64) -> bool {
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 fn listed(lists: &[&[i64]]) -> Rules {
-    // A call without a rule is let through whatever its arguments are.
+    // A call with an empty list of rules is allowed whatever its arguments.
     lists.iter().flat_map(|list| list.iter()).map(|call| (*call, Vec::new())).collect()
 }
 
-fn apply(mut allowed: Rules, threads: Threads, surprise: Surprise) -> io::Result<()> {
+fn apply(mut allowed: Rules, threads: Threads, unlisted: Unlisted) -> io::Result<()> {
     let is_allowed = |call: &&i64| allowed.contains_key(*call);
     let refused: Rules =
         REFUSED.iter().filter(|call| !is_allowed(call)).map(|call| (*call, Vec::new())).collect();
     let older = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    // What the other filters answer, this one lets through.
+    // The other filters answer these; this one lets them pass.
     allowed.extend(refused.clone());
     allowed.extend(older.clone());
-    let surprised = match surprise {
-        Surprise::Error => SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
-        Surprise::Death => SeccompAction::KillProcess,
+    let unlistedd = match unlisted {
+        Unlisted::Error => SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
+        Unlisted::Kill => SeccompAction::KillProcess,
     };
     let errno = |errno: libc::c_int| SeccompAction::Errno(errno.unsigned_abs());
-    // The list comes last: it has no call to install another.
+    // The list of allowed calls comes last: it does not allow installing another filter.
     for (rules, matched, other) in [
         (refused, errno(libc::EPERM), SeccompAction::Allow),
-        // Its flags are in memory, where no filter sees them: there is an older call.
+        // clone3 has its flags in memory, where no filter sees them; libraries fall back to clone.
         (older, errno(libc::ENOSYS), SeccompAction::Allow),
-        (allowed, SeccompAction::Allow, surprised),
+        (allowed, SeccompAction::Allow, unlistedd),
     ] {
         let architecture = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
         let filter = SeccompFilter::new(rules, other, matched, architecture);
@@ -118,7 +118,7 @@ fn is(argument: u8, value: libc::c_int) -> Condition {
     SeccompCondition::new(argument, Dword, Eq, number(value))
 }
 
-/// Of the bits of `mask` just those of `value` are set.
+/// Of the bits of `mask`, exactly those of `value` are set.
 fn has(argument: u8, mask: libc::c_int, value: libc::c_int) -> Condition {
     SeccompCondition::new(argument, Dword, MaskedEq(number(mask)), number(value))
 }
@@ -131,7 +131,7 @@ fn all<const N: usize>(conditions: [Condition; N]) -> Result<SeccompRule, Backen
     SeccompRule::new(conditions.into_iter().collect::<Result<_, _>>()?)
 }
 
-/// The bits of a constant, which is an argument of 32 bits.
+/// The bits of a constant, for an argument of 32 bits.
 fn number(constant: libc::c_int) -> u64 {
     constant.cast_unsigned().into()
 }
@@ -142,11 +142,11 @@ fn any(argument: u8, values: &[libc::c_int]) -> Result<Vec<SeccompRule>, Backend
 }
 
 fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
-    // No code but the program's.
+    // No executable memory but the program's code.
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![all([has(2, libc::PROT_EXEC, 0)])?]);
     }
-    // New threads are started; new processes and name spaces are not.
+    // New threads may be started; new processes and namespaces may not.
     let spaces = libc::CLONE_NEWUSER
         | libc::CLONE_NEWNS
         | libc::CLONE_NEWPID
@@ -157,7 +157,7 @@ fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
     let thread = all([has(0, spaces | libc::CLONE_THREAD, libc::CLONE_THREAD)])?;
     rules.insert(libc::SYS_clone, vec![thread]);
     rules.insert(libc::SYS_prctl, any(0, PRCTLS)?);
-    // Ending itself, as an abort does.
+    // A process may signal itself, as abort does.
     let own = libc::c_int::try_from(std::process::id()).unwrap_or_default();
     rules.insert(libc::SYS_tgkill, vec![all([is(0, own)])?]);
     rules.insert(libc::SYS_fcntl, any(1, FCNTLS)?);
@@ -166,8 +166,7 @@ fn common_rules(rules: &mut Rules) -> Result<(), BackendError> {
 
 fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
     common_rules(rules)?;
-    // Stream sockets, to listen on: what is not connected to anything reaches nobody, and
-    // connecting is refused.
+    // Stream sockets to listen on: an unconnected one reaches nobody, and connecting is refused.
     let kind = |kind| has(1, SOCKET_KIND, kind);
     let mut sockets = vec![all([is(0, libc::AF_UNIX), kind(libc::SOCK_STREAM)])?];
     if has_tcp {
@@ -179,7 +178,7 @@ fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
         }
     }
     rules.insert(libc::SYS_socket, sockets);
-    // No address, and no connecting by the way.
+    // No address, and no implicit connecting.
     let no_open = |argument| has(argument, libc::MSG_FASTOPEN, 0);
     rules.insert(libc::SYS_sendto, vec![all([is_null(4), no_open(3)])?]);
     if has_tcp {
@@ -192,11 +191,11 @@ fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
     let of_tcp = TCP_OPTIONS.iter().map(|name| option(libc::IPPROTO_TCP, *name));
     let options = of_sockets.chain(of_tcp).collect::<Result<_, _>>()?;
     rules.insert(libc::SYS_setsockopt, options);
-    // The request of a device has 32 bits, whatever the type of the constant.
+    // An ioctl request has 32 bits, whatever the type of the constant.
     rules.insert(libc::SYS_ioctl, any(1, IOCTLS)?);
-    // Nobody else may use a file: what others may is not widened.
+    // A mode may only be set to private: access of others is never widened.
     rules.insert(libc::SYS_fchmod, vec![all([is(1, 0o600)])?]);
-    // Limits are read.
+    // Limits may only be read.
     rules.insert(libc::SYS_prlimit64, vec![all([is_null(2)])?]);
     rules.insert(libc::SYS_io_uring_register, any(1, RING_REGISTERS)?);
     Ok(())
@@ -209,16 +208,16 @@ fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     rules.insert(libc::SYS_connect, Vec::new());
     rules.insert(libc::SYS_sendmsg, Vec::new());
     if !mounts {
-        // What is read of other processes changes nothing.
+        // Files of other processes may only be read.
         let changing = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
         rules.insert(libc::SYS_openat, vec![all([has(2, changing, 0)])?]);
     }
     Ok(())
 }
 
-/// The bits of a socket's type that are no flags.
+/// The bits of a socket's type that are not flags.
 const SOCKET_KIND: libc::c_int = 0xf;
-/// IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD of Linux.
+/// Linux's IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD.
 const RING_REGISTERS: &[libc::c_int] = &[4, 5];
 
 const FCNTLS: &[libc::c_int] = &[
@@ -234,11 +233,11 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_GET_SEALS,
 ];
 
-/// Names of threads; PR_SET_VMA of Linux, by which an allocator names its memory, and PR_GET_AUXV,
-/// by which a library learns what the kernel said at the start.
+/// Names of threads; Linux's PR_SET_VMA, by which an allocator names its memory, and PR_GET_AUXV,
+/// by which a library reads the auxiliary vector.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, 0x5356_4d41, 0x4155_5856];
 
-/// FIONBIO, BLKSSZGET, BLKGETSIZE64 and TCGETS of Linux.
+/// Linux's FIONBIO, BLKSSZGET, BLKGETSIZE64 and TCGETS.
 const IOCTLS: &[libc::c_int] = &[0x5421, 0x1268, 0x8008_1272_u32.cast_signed(), 0x5401];
 
 const SOCKET_OPTIONS: &[libc::c_int] = &[
@@ -248,7 +247,7 @@ const SOCKET_OPTIONS: &[libc::c_int] = &[
     libc::SO_KEEPALIVE,
     libc::SO_RCVTIMEO,
     libc::SO_SNDTIMEO,
-    // With 64 bits of time everywhere.
+    // The variants with 64-bit time on all platforms.
     66,
     67,
 ];

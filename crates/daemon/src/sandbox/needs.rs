@@ -1,6 +1,7 @@
 //! Which files and ports a configuration needs.
 
-use crate::config::{Config, DiskConfig, IndexMode};
+use crate::config::{Config, DiskConfig};
+use crate::settings::IndexMode;
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, Result};
@@ -8,59 +9,59 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// What has to be left to a process.
+/// What a process needs to keep.
 #[derive(Default, Debug)]
 pub(crate) struct Needs {
-    /// Files, or folders with all that is below them, and what may be done there.
+    /// Files, or folders with everything below them, and what may be done there.
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
-    /// Ports of TCP that are listened on.
+    /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
 }
 
 /// To read images. A layer may be a block device.
 const READ: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | IoctlDev});
-/// To write what is there.
+/// To write existing files.
 const WRITE: BitFlags<AccessFs> = make_bitflags!(AccessFs::{WriteFile | Truncate});
-/// To make files, put them in the place of others, and take them away.
+/// To create, replace and remove files.
 const REPLACE: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
-/// To make sockets, and take them away: their folder is locked meanwhile, for which it is read.
+/// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
 
-/// By which logs of an earlier boot are told.
+/// Tells logs of an earlier boot from current ones.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 impl Needs {
-    /// What `config` needs, and the sockets that `came` along.
+    /// What `config` and the `inherited` sockets need.
     ///
     /// # Errors
-    /// If a folder that is to be made cannot be.
-    pub(crate) fn of(config: &Config, came: &Sockets) -> Result<Self> {
+    /// If a folder cannot be created.
+    pub(crate) fn of(config: &Config, inherited: &Sockets) -> Result<Self> {
         let mut needs = Self::default();
         needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
         for disk in &config.disks {
             needs.add_disk(disk)?;
         }
-        config.control.iter().for_each(|socket| needs.add_socket(socket));
-        came.files().for_each(|socket| needs.add_socket(socket));
-        needs.ports.extend(config.metrics.map(|address| address.port()));
+        config.process.control.iter().for_each(|socket| needs.add_socket(socket));
+        inherited.files().for_each(|socket| needs.add_socket(socket));
+        needs.ports.extend(config.process.metrics.map(|address| address.port()));
         Ok(needs)
     }
 
-    /// The folder of a socket that is made, and removed at the end.
+    /// Allows the folder of a socket that is created, and removed at the end.
     pub(crate) fn add_socket(&mut self, socket: &Path) {
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
         self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
     }
 
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
-        let writes = !disk.read_only && disk.load_snapshot.is_none();
-        if disk.format != "null" {
+        let writes = disk.settings.writes();
+        if disk.images.is_file() {
             self.add_image(disk, writes)?;
         }
-        for file in disk.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
+        for file in disk.images.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
             if file != "-" {
-                // A rule needs a file that is there. What is wrong with it is told by who logs.
+                // A rule needs an existing file. The logger reports what is wrong with it.
                 let _ = std::fs::File::options().append(true).create(true).open(file);
                 self.allow(Path::new(file), AccessFs::WriteFile.into());
             }
@@ -71,45 +72,42 @@ impl Needs {
 
     fn add_image(&mut self, disk: &DiskConfig, writes: bool) -> Result<()> {
         let mut folders = READ;
-        // The active layer may keep its data in a file of its own, whose name only the layer knows.
-        if writes && disk.format == "qcow2" {
+        // The active layer may have an external data file, whose name only the layer knows.
+        if writes && disk.images.format == "qcow2" {
             folders |= WRITE;
         }
-        let has_index = disk.index == IndexMode::Auto && disk.format == "qcow2";
-        if has_index && disk.index_dir.is_none() {
+        let has_index = disk.settings.index == IndexMode::Auto && disk.images.format == "qcow2";
+        if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
-        // An image that is not there is told by who opens it.
-        let (names, given) = disk.images().named_files()?;
+        // Opening the image reports that it does not exist.
+        let (names, given) = disk.images.named_files()?;
         let allowed = mica_stack::allowed_places(&disk.image, names, &given);
         for folder in allowed.unwrap_or_default() {
             self.allow(&folder, folders);
         }
         self.allow(&disk.image, if writes { READ | WRITE } else { READ });
-        if let Some(folder) = &disk.index_dir {
-            // A rule needs a folder that is there.
+        if let Some(folder) = &disk.images.index_dir {
+            // A rule needs an existing folder.
             std::fs::create_dir_all(folder).map_err(|error| {
                 Error::from_io(format!("--index-dir {}", folder.display()), error)
             })?;
             self.allow(folder, REPLACE);
         }
-        if disk.format == "qcow2" {
+        if disk.images.format == "qcow2" {
             self.add_logs(disk, writes);
         }
         Ok(())
     }
 
-    /// Where there is no folder for logs, who looks for one, or writes, says what that costs.
+    /// If there is no folder for logs, opening the image reports what that costs.
     fn add_logs(&mut self, disk: &DiskConfig, writes: bool) {
         let all = REPLACE | AccessFs::Truncate;
-        // There a note says where the logs are, if they are elsewhere.
+        // A note there says where the logs are, if they are elsewhere.
         if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
             self.allow(&usual, all);
         }
-        let directory = &disk.redo_dir;
-        if directory.as_os_str() == "off" {
-            return;
-        }
+        let Some(directory) = disk.images.redo_dir() else { return };
         if let Ok(folder) = mica_stack::redo_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
             if let Some(folder) = mica_stack::redo_folder_of_owner(directory, &disk.image) {
@@ -120,18 +118,18 @@ impl Needs {
 
     fn add_sockets(&mut self, disk: &DiskConfig) {
         for name in ["server-cert.pem", "server-key.pem", "ca-cert.pem", "ca-crl.pem"] {
-            // Each of them may be a link to elsewhere.
-            let folder = disk.tls_certificates.iter();
+            // Each of them may be a symbolic link to another folder.
+            let folder = disk.settings.tls_certificates.iter();
             folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));
         }
-        if let Some(socket) = &disk.vhost_user {
+        if let Some(socket) = &disk.settings.vhost_user {
             self.add_socket(socket);
         }
-        for name in &disk.nbd {
+        for name in &disk.settings.nbd {
             match name.strip_prefix("tcp:").map(str::parse::<SocketAddr>) {
                 None => self.add_socket(Path::new(name)),
                 Some(Ok(address)) => drop(self.ports.insert(address.port())),
-                // Who listens says what is wrong with it.
+                // Listening reports what is wrong with it.
                 Some(Err(_)) => {}
             }
         }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
-/// Two folders, of which the sandbox allows to read the first.
+/// Two folders; the sandbox allows reading the first.
 struct Place {
     folder: TempDir,
     needs: Needs,
@@ -40,21 +40,22 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Runs `test` on a thread that is in the sandbox; not where the kernel has none.
+    /// Runs `test` on a sandboxed thread; skipped if the kernel does not support it.
     #[track_caller]
     fn inside(&self, test: impl FnOnce() + Send) {
         self.inside_with(|| (), |()| test());
     }
 
-    /// The same, with what `before` makes while it is entered, as threads make their rings.
+    /// The same, with what `before` creates between entering and closing, as threads create their
+    /// rings.
     #[track_caller]
     fn inside_with<T>(&self, before: impl FnOnce() -> T + Send, test: impl FnOnce(T) + Send) {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
                 let sandbox = Sandbox::enter(SandboxMode::Require, &self.needs).expect("entered");
                 let made = before();
-                // A test goes on when it was refused something.
-                match sandbox.close_for(Threads::This, Surprise::Error) {
+                // A test continues after a refusal.
+                match sandbox.close_for(Threads::This, Unlisted::Error) {
                     Ok(()) => test(made),
                     Err(error) => {
                         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error:?}");
@@ -76,7 +77,7 @@ fn is_errno_of_refusal<T>(result: rustix::io::Result<T>) -> bool {
     is_refused(result.map_err(io::Error::from))
 }
 
-/// Makes a system call by its number, all arguments zero.
+/// Makes a system call by number, with all arguments zero.
 fn call(number: i64) -> Option<i32> {
     // SAFETY: a call that is refused does nothing; what is not refused fails the test, and with
     // these arguments names no memory.
@@ -139,7 +140,7 @@ fn name_that_changes_what_it_means_opens_nothing_elsewhere() {
     let place = Place::new();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Somebody who may do what they like swaps the name all the time.
+        // Somebody unrestricted keeps swapping the name.
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 for target in ["layer", "../out/secret"] {
@@ -294,21 +295,21 @@ fn other_programs_users_and_hosts_are_refused_with_an_error() {
             assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 0), -1);
             assert_eq!(libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0), -1, "a process");
         }
-        // What is needed works: threads.
+        // Threads, which are needed, still work.
         assert_eq!(std::thread::spawn(|| 7).join().expect("started"), 7);
     });
     child.kill().expect("it still runs");
     child.wait().expect("ended");
 }
 
-/// Whatever the kernel has, or will have one day.
+/// Whatever calls the kernel has, now or in future.
 #[test]
 fn call_that_is_on_no_list_is_refused() {
     const NUMBERS: i64 = 1024;
-    /// What the numbers of calls of 64 bits with pointers of 32 have more.
+    /// The flag in the numbers of x32 system calls.
     const X32: i64 = 0x4000_0000;
-    /// The kernel's own probes return by these, which it lets no filter refuse, and ends whoever
-    /// else makes them.
+    /// Used by the kernel's own probes: no filter can refuse them, and the kernel kills any other
+    /// caller.
     const PROBES: [i64; 2] = [335, 336];
     let place = Place::new();
     place.inside(|| {
@@ -335,19 +336,20 @@ fn port_and_socket_of_the_configuration_are_left() {
         assert!(!socket.exists(), "removed");
         let own = mica_serve::SocketUsers::Own;
         let _listening = mica_serve::Listener::unix_for(&socket, own).expect("listens");
-        // It cannot be told from that of a living server any more.
+        // It can no longer be told from that of a living server.
         let error = mica_serve::Listener::unix(&socket).expect_err("there is one");
         assert_eq!(error.kind(), ErrorKind::Denied, "{error:?}");
     });
 }
 
-/// The story: all of the memory that programs share could be written to.
+/// The story: all shared memory of other programs could be written to.
 #[test]
 fn logs_of_this_user_are_left_and_nothing_beside_them() {
     let mut place = Place::new();
     let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
-    disk.redo_dir = place.at("out");
-    let read_only = DiskConfig { read_only: true, ..disk.clone() };
+    disk.images.redo_dir = place.at("out");
+    let mut read_only = disk.clone();
+    read_only.settings.read_only = true;
     for (disk, is_written) in [(read_only, false), (disk, true)] {
         place.needs = Needs::default();
         place.needs.add_disk(&disk).expect("found");
@@ -370,7 +372,7 @@ fn without_a_sandbox_nothing_changes() {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             let sandbox = Sandbox::enter(SandboxMode::Off, &place.needs).expect("nothing to do");
-            sandbox.close_for(Threads::This, Surprise::Error).expect("nothing to do");
+            sandbox.close_for(Threads::This, Unlisted::Error).expect("nothing to do");
             fs::read(place.at("out/secret")).expect("not refused")
         });
         assert_eq!(thread.join().expect("ended"), SECRET);

@@ -1,4 +1,4 @@
-//! Messages with descriptors between two processes of ours.
+//! The channel between the two processes of a takeover.
 
 use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds};
 use mica_block::{Error, ErrorKind, Result};
@@ -13,30 +13,30 @@ use std::time::Duration;
 /// Bytes of a message.
 const MESSAGE_BYTES_MAX: usize = 32 << 10;
 
-/// What is said, in this order.
+/// The messages, in order.
 #[derive(Serialize, Deserialize, Debug)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(super) enum Message {
-    /// Old: these are my listening sockets, each with a descriptor.
+    /// Old: my listening sockets, each with a descriptor.
     Sockets {
         sockets: Vec<Passed>,
         more: bool,
-        /// How often systemd wants to hear from the main process, if it does. Older ones do not
-        /// say it.
+        /// How often systemd expects a watchdog message, if it does. Older processes do not send
+        /// it.
         #[serde(default)]
         watchdog_us: Option<u64>,
     },
-    /// New: all that can be done before is done.
+    /// New: everything that can be done beforehand is done.
     Ready,
-    /// Old: nothing is served any more, and every image is closed.
+    /// Old: nothing is served any longer, and every image is closed.
     Closed,
-    /// Old: that cannot be, for this reason. I go on.
+    /// Old: I cannot hand over, for this reason, and keep serving.
     Failed { why: String },
-    /// New: all is served. You may end.
+    /// New: everything is served. You may end.
     Serving,
-    /// Old: you took too long. I go on.
+    /// Old: you took too long. I keep serving.
     GivenUp,
-    /// Old: I am told to stop, and end. All of it is yours.
+    /// Old: I was told to stop, and end. Everything is yours.
     Ending,
 }
 
@@ -44,20 +44,20 @@ pub(super) enum Message {
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) struct Passed {
     pub(super) name: String,
-    /// Whether a unit of systemd keeps it, and its file.
+    /// Whether a systemd unit owns it and its file.
     pub(super) is_of_unit: bool,
 }
 
-/// Why nothing was heard.
+/// Why no message was received.
 #[derive(Debug)]
 pub(super) enum Silence {
     /// The other end is closed.
     Gone,
-    /// Nothing came in time.
+    /// Nothing arrived in time.
     Late(Duration),
-    /// This process does not want to wait any more.
-    CalledOff,
-    /// The channel, or what came, is broken.
+    /// The wait was cancelled.
+    Cancelled,
+    /// The channel or a message is broken.
     Broken(Error),
 }
 
@@ -66,27 +66,27 @@ impl From<Silence> for Error {
         match silence {
             Silence::Gone => Self::new(ErrorKind::Io, "the other process is gone"),
             Silence::Late(limit) => {
-                let context = format!("the other process said nothing for {limit:?}");
+                let context = format!("the other process sent nothing for {limit:?}");
                 Self::new(ErrorKind::Io, context)
             }
-            Silence::CalledOff => Self::new(ErrorKind::Denied, "told to stop meanwhile"),
+            Silence::Cancelled => Self::new(ErrorKind::Denied, "this process was told to stop"),
             Silence::Broken(error) => error,
         }
     }
 }
 
-type Heard = std::result::Result<(Message, Vec<OwnedFd>), Silence>;
+type Received = std::result::Result<(Message, Vec<OwnedFd>), Silence>;
 
-/// How often who waits looks whether it still has to.
-const WAIT_TURN: Duration = Duration::from_millis(50);
-/// For a process that has closed all it had open to be over.
+/// How often a waiting thread checks whether it was cancelled.
+const WAIT_STEP: Duration = Duration::from_millis(50);
+/// For a process that has closed its end to be gone.
 const DEATH_LIMIT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// One end of it.
 #[derive(Debug)]
 pub(super) struct Channel {
     socket: OwnedFd,
-    /// The process at the other end, where the system shows it.
+    /// The process at the other end, if the system reveals it.
     process: Option<(Pid, OwnedFd)>,
 }
 
@@ -103,8 +103,8 @@ impl Channel {
         self.process.as_ref().map(|(pid, _)| *pid)
     }
 
-    /// Whether the process at the other end, which is [`Silence::Gone`], is over. It may still
-    /// live, and have only closed its end.
+    /// Whether the process at the other end of a channel that is [`Silence::Gone`] has died. It may
+    /// still be alive, having only closed its end.
     pub(super) fn has_died(&self) -> bool {
         let Some((_, process)) = &self.process else { return false };
         let mut fds = [PollFd::new(process, PollFlags::IN)];
@@ -114,29 +114,29 @@ impl Channel {
     pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let bytes = serde_json::to_vec(message).map_err(|error| broken(io::Error::from(error)))?;
         if bytes.len() > MESSAGE_BYTES_MAX || fds.len() > FDS_MAX {
-            return Err(Error::new(ErrorKind::Invalid, "a message of a takeover is too long"));
+            return Err(Error::new(ErrorKind::Invalid, "a takeover message is too long"));
         }
         send_with_fds(&self.socket, &bytes, fds).map_err(broken)
     }
 
-    /// The next message, if it comes within `limit` and before the wait `is_called_off`.
+    /// Receives the next message, if it arrives within `limit` and before `is_cancelled`.
     pub(super) fn receive(
         &self,
         limit: Duration,
-        is_called_off: &mut dyn FnMut() -> bool,
-    ) -> Heard {
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> Received {
         let mut waited = Duration::ZERO;
         loop {
-            let turn = Timespec::try_from(WAIT_TURN).ok();
+            let step = Timespec::try_from(WAIT_STEP).ok();
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
-            match poll(&mut fds, turn.as_ref()) {
-                Ok(0) => waited += WAIT_TURN,
+            match poll(&mut fds, step.as_ref()) {
+                Ok(0) => waited += WAIT_STEP,
                 Ok(_) => return self.take(),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(Silence::Broken(broken(error))),
             }
-            if is_called_off() {
-                return Err(Silence::CalledOff);
+            if is_cancelled() {
+                return Err(Silence::Cancelled);
             }
             if waited >= limit {
                 return Err(Silence::Late(limit));
@@ -144,10 +144,10 @@ impl Channel {
         }
     }
 
-    /// Takes what has come.
-    fn take(&self) -> Heard {
+    /// Receives the message that is there.
+    fn take(&self) -> Received {
         let (bytes, fds) = match receive_with_fds(&self.socket, MESSAGE_BYTES_MAX) {
-            // It was closed with something of ours in it.
+            // It was closed with unread messages of ours.
             Err(rustix::io::Errno::CONNRESET) => return Err(Silence::Gone),
             received => received.map_err(|error| Silence::Broken(broken(error)))?,
         };
@@ -159,22 +159,22 @@ impl Channel {
         Ok((message, fds))
     }
 
-    /// Lets nothing through any more. What the other end said before is still received.
+    /// Stops all further messages. Those already sent by the other end are still received.
     pub(super) fn close(&self) {
-        // It may be gone already.
+        // It may already be gone.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 }
 
-/// Sockets are given to nobody but those who could take them anyway.
+/// Sockets are only handed to users who could take them anyway.
 fn check_user(user: Uid) -> Result<()> {
     if user == rustix::process::geteuid() || user.is_root() {
         return Ok(());
     }
     let user = user.as_raw();
-    Err(Error::new(ErrorKind::Denied, format!("the other process is of another user, {user}")))
+    Err(Error::new(ErrorKind::Denied, format!("the other process belongs to another user, {user}")))
 }
 
 fn broken(error: impl Into<io::Error>) -> Error {
-    Error::from_io("talking to the other process of a takeover", error.into())
+    Error::from_io("communicating with the other process of a takeover", error.into())
 }

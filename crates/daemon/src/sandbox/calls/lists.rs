@@ -1,6 +1,6 @@
-//! Lists of system calls. What the C libraries use for the same is on them, of glibc and of musl.
+//! Lists of system calls, with those that glibc and musl use for the same purpose.
 
-/// What every program of ours needs.
+/// What both servers and helpers need.
 #[rustfmt::skip]
 pub(super) const OF_BOTH: &[i64] = &[
     // Descriptors.
@@ -17,7 +17,7 @@ pub(super) const OF_BOTH: &[i64] = &[
     libc::SYS_set_tid_address, libc::SYS_sigaltstack, libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask, libc::SYS_rt_sigreturn, libc::SYS_restart_syscall,
     libc::SYS_exit, libc::SYS_exit_group,
-    // Time, chance, and who this is.
+    // Time, randomness and identity.
     libc::SYS_clock_gettime, libc::SYS_clock_getres, libc::SYS_gettimeofday,
     libc::SYS_clock_nanosleep, libc::SYS_nanosleep, libc::SYS_getrandom,
     libc::SYS_getuid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getegid, libc::SYS_getppid,
@@ -29,7 +29,7 @@ pub(super) const OF_BOTH: &[i64] = &[
     #[cfg(target_arch = "x86_64")] libc::SYS_time,
 ];
 
-/// What a server needs besides.
+/// What a server needs in addition.
 #[rustfmt::skip]
 pub(super) const OF_SERVERS: &[i64] = &[
     // Images, sidecars, logs.
@@ -38,9 +38,9 @@ pub(super) const OF_SERVERS: &[i64] = &[
     libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_flock, libc::SYS_openat2,
     libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_faccessat, libc::SYS_faccessat2,
     libc::SYS_renameat, libc::SYS_renameat2, libc::SYS_unlinkat, libc::SYS_mkdirat,
-    // Memory that machines share.
+    // Memory shared with virtual machines.
     libc::SYS_memfd_create, libc::SYS_msync,
-    // Rings that there are already.
+    // Existing rings.
     libc::SYS_io_uring_enter,
     // Waiting.
     libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2,
@@ -48,7 +48,7 @@ pub(super) const OF_SERVERS: &[i64] = &[
     // Sockets.
     libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4, libc::SYS_shutdown,
     libc::SYS_getsockname, libc::SYS_getpeername, libc::SYS_getsockopt, libc::SYS_recvfrom,
-    // Other processes of ours: whether one is there, which says nothing to it.
+    // Checking whether another process of ours is alive, without signalling it.
     libc::SYS_pidfd_open, libc::SYS_wait4, libc::SYS_waitid,
     libc::SYS_uname, libc::SYS_sysinfo, libc::SYS_getrusage,
     #[cfg(target_arch = "x86_64")] libc::SYS_access,
@@ -60,13 +60,13 @@ pub(super) const OF_SERVERS: &[i64] = &[
     #[cfg(target_arch = "x86_64")] libc::SYS_getrlimit,
 ];
 
-/// What a helper needs besides that mounts as root.
+/// What a helper that mounts as root needs in addition.
 #[rustfmt::skip]
 pub(super) const FOR_MOUNTS: &[i64] = &[
     libc::SYS_mount, libc::SYS_umount2, libc::SYS_flock, libc::SYS_statfs, libc::SYS_fstatfs,
 ];
 
-/// What is known and is not for a server: EPERM.
+/// Known calls that a server must not make: EPERM.
 #[rustfmt::skip]
 pub(super) const REFUSED: &[i64] = &[
     // Other programs.
@@ -82,12 +82,12 @@ pub(super) const REFUSED: &[i64] = &[
     libc::SYS_setxattr, libc::SYS_lsetxattr, libc::SYS_fsetxattr, SETXATTRAT,
     libc::SYS_removexattr, libc::SYS_lremovexattr, libc::SYS_fremovexattr, REMOVEXATTRAT,
     FILE_SETATTR, libc::SYS_truncate,
-    // Other names for files, and files that are none.
+    // Other names for files, and special files.
     libc::SYS_linkat, libc::SYS_symlinkat, libc::SYS_mknodat,
     libc::SYS_open_by_handle_at, libc::SYS_name_to_handle_at,
     // Rings, old and new.
     libc::SYS_io_uring_setup, libc::SYS_io_setup, libc::SYS_io_submit,
-    // Other users, and what only the system's administrator may do.
+    // Other users, and what is reserved to the administrator.
     libc::SYS_setuid, libc::SYS_setgid, libc::SYS_setreuid, libc::SYS_setregid,
     libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setfsuid, libc::SYS_setfsgid,
     libc::SYS_setgroups, libc::SYS_capset, libc::SYS_setns, libc::SYS_unshare,
@@ -125,7 +125,7 @@ pub(super) const REFUSED: &[i64] = &[
     #[cfg(target_arch = "x86_64")] libc::SYS_uselib,
 ];
 
-/// Calls that are newer than what the library names, the same on all processors.
+/// Calls too new for the libc crate, with the same number on all processors.
 const FCHMODAT2: i64 = 452;
 const SETXATTRAT: i64 = 463;
 const REMOVEXATTRAT: i64 = 466;

@@ -1,4 +1,5 @@
-//! Where two processes of a takeover meet, and how the new one asks the old one to come.
+//! The socket at which the two processes of a takeover connect: the new one creates it and asks the
+//! old one to connect to it.
 
 use super::ANSWER_LIMIT;
 use super::channel::Channel;
@@ -15,25 +16,26 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// What the folder's name begins with; the process follows.
+/// Prefix of the folder's name, followed by the process id.
 pub(crate) const FOLDER: &str = "mica-takeover-";
-/// The socket in it.
+/// The name of the socket in the folder.
 pub(crate) const SOCKET: &str = "socket";
-/// Bytes of an answer over HTTP.
+/// Most bytes of an HTTP answer.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// Where the two processes meet: a socket in a folder that nobody else looks into.
-pub(super) struct Meeting {
+/// A listening socket in a folder that other users cannot enter.
+pub(super) struct Rendezvous {
     folder: PathBuf,
     socket: OwnedFd,
 }
 
-impl Meeting {
-    /// Beside the `control` socket, which both processes see, wherever their temporary files are.
-    pub(super) fn arrange(control: &Path) -> Result<Self> {
-        /// Names that others may have taken.
+impl Rendezvous {
+    /// Creates it beside the `control` socket, which both processes see whatever their temporary
+    /// directories are.
+    pub(super) fn create(control: &Path) -> Result<Self> {
+        /// How many names to try.
         const ATTEMPTS: u32 = 64;
-        let failed = |error| Error::from_io("making a socket to take over by", error);
+        let failed = |error| Error::from_io("creating a socket for the takeover", error);
         let mut builder = std::fs::DirBuilder::new();
         builder.mode(0o700);
         remove_leftovers(control.parent().filter(|folder| *folder != Path::new("")));
@@ -42,7 +44,7 @@ impl Meeting {
             let name = format!("{FOLDER}{}-{attempt}", std::process::id());
             let folder = control.parent().unwrap_or(Path::new("")).join(name);
             let folder = std::path::absolute(folder).map_err(failed)?;
-            // Unix sockets have short names.
+            // Paths of unix sockets are short.
             let is_short = SocketAddrUnix::new(folder.join(SOCKET)).is_ok();
             let folder = match folder.file_name() {
                 Some(name) if !is_short => std::env::temp_dir().join(name),
@@ -58,21 +60,21 @@ impl Meeting {
             }
         };
         let socket = messages::socket().map_err(|error| failed(error.into()))?;
-        let meeting = Self { folder, socket };
+        let rendezvous = Self { folder, socket };
         let bound = || -> std::io::Result<()> {
-            rustix::net::bind(&meeting.socket, &SocketAddrUnix::new(meeting.path())?)?;
-            std::fs::set_permissions(meeting.path(), std::fs::Permissions::from_mode(0o600))?;
-            Ok(rustix::net::listen(&meeting.socket, 1)?)
+            rustix::net::bind(&rendezvous.socket, &SocketAddrUnix::new(rendezvous.path())?)?;
+            std::fs::set_permissions(rendezvous.path(), std::fs::Permissions::from_mode(0o600))?;
+            Ok(rustix::net::listen(&rendezvous.socket, 1)?)
         };
         bound().map_err(failed)?;
-        Ok(meeting)
+        Ok(rendezvous)
     }
 
     fn path(&self) -> PathBuf {
         self.folder.join(SOCKET)
     }
 
-    /// Asks the process behind the `control` socket to come, and waits for it.
+    /// Asks the process behind the `control` socket to connect, and waits for it.
     ///
     /// # Errors
     /// If there is none, or it refuses.
@@ -80,22 +82,22 @@ impl Meeting {
         self.wait(ask(control, &self.path())?)
     }
 
-    /// Waits for the old process to come, or to say over `http` that it does not.
+    /// Waits for the old process to connect, or to refuse over `http`.
     fn wait(&self, mut http: UnixStream) -> Result<Channel> {
-        let failed = |error| Error::from_io("waiting for the process that is taken over", error);
+        let failed = |error| Error::from_io("waiting for the process to take over", error);
         let limit = Timespec::try_from(ANSWER_LIMIT).ok();
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(&http, PollFlags::IN)];
         match poll(&mut fds, limit.as_ref()) {
             Ok(0) => {
-                let what = "the process that is to be taken over does not answer";
+                let what = "the process to take over does not answer";
                 return Err(Error::new(ErrorKind::Io, what));
             }
             Ok(_) => {}
             Err(error) => return Err(failed(error.into())),
         }
-        let has_come = !fds[0].revents().is_empty();
-        if !has_come {
-            // Whoever agrees has come before the answer does.
+        let has_connected = !fds[0].revents().is_empty();
+        if !has_connected {
+            // A process that agrees connects before it answers.
             check_answer(&mut http)?;
         }
         let accepted = rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC);
@@ -103,16 +105,16 @@ impl Meeting {
     }
 }
 
-impl Drop for Meeting {
+impl Drop for Rendezvous {
     fn drop(&mut self) {
-        // What stays behind is an empty folder of ours.
+        // At worst an empty folder of ours stays behind.
         let _ = std::fs::remove_file(self.path());
         let _ = std::fs::remove_dir(&self.folder);
     }
 }
 
-/// Removes from `parent` what processes left that were killed while they waited. Errors leave it to
-/// the next one.
+/// Removes from `parent` what processes left behind that were killed while they waited. After an
+/// error the next takeover tries again.
 fn remove_leftovers(parent: Option<&Path>) {
     let Ok(found) = std::fs::read_dir(parent.unwrap_or(Path::new("."))) else { return };
     for entry in found.flatten() {
@@ -122,19 +124,19 @@ fn remove_leftovers(parent: Option<&Path>) {
         let is_gone = |process| test_kill_process(process) == Err(Errno::SRCH);
         if process.is_some_and(is_gone) {
             let _ = std::fs::remove_file(entry.path().join(SOCKET));
-            // Only an empty folder goes.
+            // This removes empty folders only.
             let _ = std::fs::remove_dir(entry.path());
         }
     }
 }
 
-fn ask(control: &Path, meet_at: &Path) -> Result<UnixStream> {
+fn ask(control: &Path, connect_to: &Path) -> Result<UnixStream> {
     let context = || format!("--takeover: the server at {}", control.display());
     let mut http = UnixStream::connect(control).map_err(|error| {
-        let what = format!("{} (to start where none runs, leave --takeover out)", context());
+        let what = format!("{} (if no server is running, leave --takeover out)", context());
         Error::from_io(what, error)
     })?;
-    let body = json!({ "socket": meet_at.display().to_string() }).to_string();
+    let body = json!({ "socket": connect_to.display().to_string() }).to_string();
     let request = format!(
         "POST /v1/takeover HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
@@ -146,20 +148,20 @@ fn ask(control: &Path, meet_at: &Path) -> Result<UnixStream> {
     Ok(http)
 }
 
-/// What the old process says if it is not that it comes.
+/// Reads the answer of the old process, which is an error unless it is about to connect.
 fn check_answer(http: &mut UnixStream) -> Result<()> {
     let mut answer = Vec::new();
     http.take(ANSWER_BYTES_MAX)
         .read_to_end(&mut answer)
-        .map_err(|error| Error::from_io("--takeover: its answer", error))?;
+        .map_err(|error| Error::from_io("--takeover: reading the answer", error))?;
     let answer = String::from_utf8_lossy(&answer);
     let status = answer.split(' ').nth(1).unwrap_or_default();
     if status.starts_with('2') {
         return Ok(());
     }
     let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-    let told = serde_json::from_str::<Value>(body).ok();
-    let told = told.as_ref().and_then(|told| told["error"].as_str()).unwrap_or(body);
-    let context = format!("--takeover: the server refused ({status}): {}", told.trim());
+    let answer = serde_json::from_str::<Value>(body).ok();
+    let reason = answer.as_ref().and_then(|answer| answer["error"].as_str()).unwrap_or(body);
+    let context = format!("--takeover: the server refused ({status}): {}", reason.trim());
     Err(Error::new(ErrorKind::Denied, context))
 }

@@ -1,0 +1,136 @@
+//! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
+
+use crate::held::Held;
+use crate::indexer::Indexer;
+use crate::settings::{DiskSettings, IndexMode};
+use crate::sockets::device_name;
+use crate::stats::Counts;
+use mica_block::{Disk, Manage, Result};
+use mica_serve::nbd::{Export, Limits};
+use mica_serve::{Workers, fuse, nbd, vhost_user};
+use mica_store::Handles;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What all disks of a process share.
+#[derive(Clone)]
+pub(crate) struct Resources {
+    pub(crate) handles: Arc<Handles>,
+    pub(crate) workers: Arc<Workers>,
+    /// Mounts the files that disks are served as.
+    pub(crate) mounts: Arc<dyn fuse::Mounts>,
+}
+
+/// What serves a disk.
+#[derive(Default)]
+pub(crate) struct Servers {
+    nbd: Option<nbd::Running>,
+    device: Option<vhost_user::Running>,
+    file: Option<fuse::Running>,
+    indexer: Option<Indexer>,
+}
+
+/// The disk to serve, and how.
+pub(crate) struct Subject<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) settings: &'a DiskSettings,
+    /// The file of its image, if it has one.
+    pub(crate) image: Option<PathBuf>,
+    pub(crate) disk: Arc<dyn Manage>,
+}
+
+impl Servers {
+    /// Starts what the settings ask for, at the `held` sockets and as a file. On failure, what was
+    /// started stays, for `shutdown` to end.
+    pub(crate) fn start(
+        &mut self,
+        subject: &Subject<'_>,
+        held: &[Held],
+        resources: &Resources,
+    ) -> Result<()> {
+        let Subject { name, settings, image, disk: managed } = subject;
+        let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
+        let Resources { workers, mounts, .. } = resources;
+        let device = device_name(name);
+        let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
+        if let Some(held) = devices.first() {
+            self.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
+                listener: held.listener.clone(),
+                disk: Arc::clone(&disk),
+                queues: settings.num_queues(),
+                serial: settings.serial.as_deref().unwrap_or(name).to_owned(),
+                discard: settings.discard.into(),
+                rates: settings.rates(),
+                workers: Arc::clone(workers),
+            })?);
+        }
+        if !nbd.is_empty() {
+            self.nbd = Some(nbd::Server::start(nbd::ServerConfig {
+                listeners: nbd.into_iter().map(|held| held.listener.clone()).collect(),
+                exports: vec![Export {
+                    disk: Arc::clone(&disk),
+                    name: settings.export_name.clone().unwrap_or_default(),
+                    description: settings.description.clone().unwrap_or_default(),
+                    discard: settings.discard.into(),
+                }],
+                workers: Arc::clone(workers),
+                limits: Limits { connections_max: settings.clients_max(), ..Limits::default() },
+            })?);
+        }
+        if let Some(file) = &settings.fuse {
+            self.file = Some(fuse::Server::start(fuse::ServerConfig {
+                file: file.clone(),
+                disk: Arc::clone(&disk),
+                image: image.clone(),
+                discard: settings.discard.into(),
+                allow_other: settings.allow_other.unwrap_or_default().into(),
+                workers: Arc::clone(workers),
+                mounts: Arc::clone(mounts),
+            })?);
+        }
+        if settings.index == IndexMode::Auto {
+            self.indexer = Indexer::start(Arc::clone(managed))?;
+        }
+        Ok(())
+    }
+
+    /// Counters so far.
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            nbd: self.nbd.as_ref().map(nbd::Running::counters).unwrap_or_default(),
+            device: self.device.as_ref().map(vhost_user::Running::counters),
+            file: self.file.as_ref().map(fuse::Running::counters),
+        }
+    }
+
+    /// Current clients: NBD connections and the front end of a virtual machine.
+    pub(crate) fn clients(&self) -> usize {
+        let nbd = self.nbd.as_ref().map_or(0, nbd::Running::connections_open);
+        let device = self.device.as_ref().is_some_and(vhost_user::Running::is_connected);
+        nbd + usize::from(device)
+    }
+
+    /// Whether the device's front end took away memory that it had shared.
+    pub(crate) fn is_device_broken(&self) -> bool {
+        self.device.as_ref().is_some_and(vhost_user::Running::is_broken)
+    }
+
+    /// Call it to tell the virtual machine that its disk has grown.
+    pub(crate) fn resize_notifier(
+        &self,
+    ) -> Option<impl FnOnce() -> Result<vhost_user::Notice> + use<>> {
+        self.device.as_ref().map(vhost_user::Running::resize_notifier)
+    }
+
+    /// Ends all of them and returns their final counters.
+    pub(crate) fn shutdown(self) -> Counts {
+        if let Some(indexer) = self.indexer {
+            indexer.stop();
+        }
+        Counts {
+            file: self.file.map(fuse::Running::shutdown),
+            device: self.device.map(vhost_user::Running::shutdown),
+            nbd: self.nbd.map(nbd::Running::shutdown).unwrap_or_default(),
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! The settings of a process, of its disks and of their images: every option is stated here, once.
+//!
+//! A field is an option of the command line and, under the same name, a key of a configuration. Its
+//! documentation is the help text; its default applies to both.
+
+mod choices;
+mod disk;
+mod image;
+mod ineffective;
+mod process;
+mod size;
+
+pub use choices::{Aio, Cache, Discards, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer};
+pub use disk::DiskSettings;
+pub use image::ImageSettings;
+pub use process::{IoSettings, ProcessSettings, StatsSettings};
+pub use size::Size;

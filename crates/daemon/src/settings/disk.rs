@@ -1,0 +1,135 @@
+//! How one disk is served, and where.
+
+use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
+use clap::Args;
+use mica_serve::Rates;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has these options"
+)]
+#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct DiskSettings {
+    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which beyond the
+    /// loopback needs TLS. Can be repeated.
+    #[arg(long, value_name = "SOCKET")]
+    pub nbd: Vec<String>,
+    /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
+    /// with certificates). On a unix socket it is never required.
+    #[arg(long, value_enum, value_name = "MODE")]
+    pub tls: Option<TlsMode>,
+    /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
+    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
+    #[arg(long, value_name = "DIR")]
+    pub tls_certificates: Option<PathBuf>,
+    /// Whether NBD clients must present a certificate signed by ca-cert.pem. They must by default.
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
+    pub tls_verify_peer: Option<VerifyPeer>,
+    /// Allow unencrypted TCP beyond this machine: for networks on which everybody may read and
+    /// change the disk.
+    #[arg(long)]
+    pub allow_plain_tcp: bool,
+    /// Where the monitor of a virtual machine (QEMU, cloud-hypervisor, Firecracker) connects to use
+    /// the disk as a vhost-user-blk device: the path of a unix socket.
+    #[arg(long, value_name = "SOCKET")]
+    pub vhost_user: Option<PathBuf>,
+    /// Serve the disk as a block device of this machine. Not supported by this build.
+    #[arg(long)]
+    pub ublk: bool,
+    /// Also serve the disk as this file, by FUSE: a raw image for other tools and loop mounts. The
+    /// file must exist; while mica serves, it is the disk.
+    #[arg(long, value_name = "FILE")]
+    pub fuse: Option<PathBuf>,
+    /// Whether other users may use that file; auto by default.
+    #[arg(long, value_enum, value_name = "WHETHER")]
+    pub allow_other: Option<OtherUsers>,
+    /// Virtqueues of the vhost-user-blk device; 4 by default.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub num_queues: Option<u16>,
+    /// Serial number that the virtual machine sees; at most 20 bytes count. The image's name
+    /// without its extension by default.
+    #[arg(long, value_name = "TEXT")]
+    pub serial: Option<String>,
+    /// Most operations per second of the vhost-user-blk device.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
+    pub iops: u64,
+    /// Operations that a burst may have; a tenth of a second's worth by default.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
+    pub iops_burst: u64,
+    /// Most bytes per second of the vhost-user-blk device, reads and writes together.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
+    pub bps: Size,
+    /// Bytes that a burst may have; a tenth of a second's worth by default.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
+    pub bps_burst: Size,
+    /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
+    #[arg(short = 'r', long)]
+    pub read_only: bool,
+    /// What happens to space that clients no longer need: unmap frees it, ignore keeps it.
+    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    pub discard: Discards,
+    /// Serve an internal snapshot of the image, by id or name, instead of its current state. It is
+    /// read-only.
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    pub load_snapshot: Option<String>,
+    /// Name of the NBD export, which is also served under the empty name.
+    #[arg(short = 'x', long, value_name = "NAME")]
+    pub export_name: Option<String>,
+    /// Description of the NBD export that clients can show.
+    #[arg(short = 'D', long, value_name = "TEXT")]
+    pub description: Option<String>,
+    /// Most NBD clients at one time; 256 by default.
+    #[arg(short = 'e', long, value_name = "COUNT")]
+    pub shared: Option<usize>,
+    /// Whether sidecars of the chain's index are used, and written in the background.
+    #[arg(long, value_enum, default_value_t, value_name = "WHETHER")]
+    pub index: IndexMode,
+}
+
+impl DiskSettings {
+    /// Virtqueues of the device.
+    pub(crate) fn num_queues(&self) -> u16 {
+        self.num_queues.unwrap_or(4)
+    }
+
+    /// Most NBD clients at one time.
+    pub(crate) fn clients_max(&self) -> usize {
+        self.shared.unwrap_or(256)
+    }
+
+    /// Whether the image is opened for writing.
+    pub(crate) fn writes(&self) -> bool {
+        !self.read_only && self.load_snapshot.is_none()
+    }
+
+    /// Whether the settings name any place to serve it.
+    pub fn has_place(&self) -> bool {
+        !self.nbd.is_empty() || self.vhost_user.is_some() || self.fuse.is_some()
+    }
+
+    /// Rate limits of the device.
+    pub(crate) fn rates(&self) -> Rates {
+        Rates {
+            iops: self.iops,
+            bps: self.bps.0,
+            iops_burst: self.iops_burst,
+            bps_burst: self.bps_burst.0,
+        }
+    }
+
+    /// Resolves relative paths against `folder`.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
+        self.tls_certificates.iter_mut().for_each(resolve);
+        self.vhost_user.iter_mut().for_each(resolve);
+        self.fuse.iter_mut().for_each(resolve);
+        for socket in &mut self.nbd {
+            if !socket.starts_with("tcp:") {
+                *socket = folder.join(&*socket).display().to_string();
+            }
+        }
+    }
+}

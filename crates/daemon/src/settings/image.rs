@@ -1,0 +1,219 @@
+//! How images are opened.
+
+use super::{Cache, Size};
+use clap::Args;
+use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
+use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace};
+use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
+use serde::{Deserialize, Deserializer};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Descriptors reserved for sockets, rings and everything else that is not an image.
+const HANDLES_RESERVE: usize = 96;
+
+/// Where Linux has memory with file names.
+const SHARED_MEMORY: &str = "/dev/shm";
+/// The word for no redo logs.
+const NO_REDO_LOGS: &str = "off";
+/// The default format.
+const FORMAT: &str = "qcow2";
+/// The default budget of the map's cache.
+const INDEX_CACHE: Size = Size(32 << 20);
+
+/// Images may name no files.
+const NAMES_NONE: &str = "none";
+/// Images may name files in their own directory and below.
+const NAMES_BESIDE: &str = "beside";
+
+/// Whether one of `names` is a word and not a directory.
+fn is_word(name: &Path) -> bool {
+    [NAMES_NONE, NAMES_BESIDE].map(OsStr::new).contains(&name.as_os_str())
+}
+
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has these options"
+)]
+#[derive(Args, Deserialize, Clone, Debug)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct ImageSettings {
+    /// Format of the image: qcow2, raw, or null (a disk of zeros; IMAGE is its size).
+    #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]
+    pub format: String,
+    /// Which files images may name as their backing or data file: beside, files in the image's own
+    /// directory and below, the default; none; or files in this directory and below, and no others.
+    /// Can be repeated. In a directory with images of several owners "none" is the only safe
+    /// choice: an image could name another owner's file.
+    #[arg(long, value_name = "none|beside|DIRECTORY")]
+    #[serde(deserialize_with = "one_or_many")]
+    pub names: Vec<PathBuf>,
+    /// Also let images name files in this directory and below, besides those of --names. Can be
+    /// repeated.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub allow_path: Vec<PathBuf>,
+    /// How images are read: through the page cache, or bypassing it (O_DIRECT).
+    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    pub cache: Cache,
+    /// Read images even if another program has them open for writing: what is read may then be
+    /// inconsistent. Writing still requires exclusive access.
+    #[arg(short = 'U', long)]
+    pub force_share: bool,
+    /// Memory budget for the map of the disk.
+    #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
+    pub index_cache: Size,
+    /// Keep the index in this directory instead of beside the layers.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub index_dir: Option<PathBuf>,
+    /// Keep redo logs (writes not flushed yet) in this directory, which must be in memory, in a
+    /// folder of this user (mica-UID): if mica is killed, the next process to open the image
+    /// replays them. "off" does without.
+    #[arg(long, default_value = SHARED_MEMORY, value_name = "DIRECTORY")]
+    pub redo_dir: PathBuf,
+    /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
+    #[arg(long, value_name = "FAULT")]
+    pub inject: Vec<String>,
+}
+
+impl Default for ImageSettings {
+    fn default() -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            names: Vec::new(),
+            allow_path: Vec::new(),
+            cache: Cache::default(),
+            force_share: false,
+            index_cache: INDEX_CACHE,
+            index_dir: None,
+            redo_dir: SHARED_MEMORY.into(),
+            inject: Vec::new(),
+        }
+    }
+}
+
+/// A list, or its only element.
+fn one_or_many<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<Vec<PathBuf>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum OneOrMany {
+        One(PathBuf),
+        Many(Vec<PathBuf>),
+    }
+    Ok(match OneOrMany::deserialize(deserializer)? {
+        OneOrMany::One(one) => vec![one],
+        OneOrMany::Many(many) => many,
+    })
+}
+
+impl ImageSettings {
+    /// The format of the image.
+    ///
+    /// # Errors
+    /// `Unsupported` if it is unknown.
+    pub fn format(&self) -> Result<Format> {
+        self.format.parse()
+    }
+
+    /// Whether the image is a file: with the null format it is the size of a disk of zeros.
+    pub(crate) fn is_file(&self) -> bool {
+        self.format != "null"
+    }
+
+    /// Options for opening image files with the descriptors in `handles`.
+    ///
+    /// # Errors
+    /// `Invalid` if a fault is not understood.
+    pub fn image_options(&self, handles: Arc<Handles>) -> Result<ImageOptions> {
+        let mut options = ImageOptions::new(handles);
+        (options.names, options.allow_paths) = self.named_files()?;
+        options.cache = match self.cache {
+            Cache::Writeback => CacheMode::Writeback,
+            Cache::None => CacheMode::None,
+        };
+        if self.force_share {
+            options.locking = Locking::ForceShare;
+        }
+        if let Some(directory) = &self.index_dir {
+            options.sidecars = SidecarPlace::Directory(directory.clone());
+        }
+        options.redo = match self.redo_dir() {
+            None => RedoPlace::Nowhere,
+            Some(directory) => {
+                let named = directory.display();
+                // The default place may be missing: that costs no more than unflushed writes after
+                // a kill.
+                if directory != Path::new(SHARED_MEMORY) && !directory.is_dir() {
+                    let context = format!("--redo-dir {named}: there is no such directory");
+                    return Err(Error::new(ErrorKind::NotFound, context));
+                }
+                RedoPlace::Directory(directory.to_owned())
+            }
+        };
+        for fault in &self.inject {
+            options.faults.push(fault.parse::<Fault>()?);
+        }
+        Ok(options)
+    }
+
+    /// The directory of redo logs, if there are to be any.
+    pub(crate) fn redo_dir(&self) -> Option<&Path> {
+        Some(&*self.redo_dir).filter(|directory| directory.as_os_str() != NO_REDO_LOGS)
+    }
+
+    /// Which files images may name, and in which further directories.
+    ///
+    /// # Errors
+    /// `Invalid` if the settings contradict each other.
+    pub(crate) fn named_files(&self) -> Result<(Names, Vec<PathBuf>)> {
+        let has = |word: &str| self.names.iter().any(|name| name.as_os_str() == word);
+        if has(NAMES_NONE) {
+            if self.names.len() > 1 || !self.allow_path.is_empty() {
+                let what =
+                    "--names none lets images name no files: leave out the options that allow some";
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            return Ok((Names::None, Vec::new()));
+        }
+        let is_beside = self.names.is_empty() || has(NAMES_BESIDE);
+        let names = if is_beside { Names::Beside } else { Names::Given };
+        let given = self.names.iter().filter(|name| !is_word(name));
+        Ok((names, given.chain(&self.allow_path).cloned().collect()))
+    }
+
+    /// Options for opening a chain.
+    ///
+    /// # Errors
+    /// `Invalid` if the cache is too small.
+    pub fn chain_options(&self, index: IndexUse) -> Result<ChainOptions> {
+        let Size(cache_bytes) = self.index_cache;
+        if cache_bytes < CACHE_BYTES_MIN {
+            let least = CACHE_BYTES_MIN >> 10;
+            let context = format!("--index-cache: at least {least}k is needed");
+            return Err(Error::new(ErrorKind::Invalid, context));
+        }
+        Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
+    }
+
+    /// Resolves relative paths against `folder`.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        let resolve = |path: &mut PathBuf| *path = folder.join(&*path);
+        self.names.iter_mut().filter(|name| !is_word(name)).for_each(resolve);
+        self.allow_path.iter_mut().for_each(resolve);
+        self.index_dir.iter_mut().for_each(resolve);
+        if self.redo_dir().is_some() {
+            resolve(&mut self.redo_dir);
+        }
+    }
+
+    /// The file descriptors that all images of this process share.
+    pub fn handles() -> Arc<Handles> {
+        if let Err(error) = raise_open_files_limit() {
+            tracing::info!(%error, "the limit of open files cannot be raised");
+        }
+        Handles::for_process(HANDLES_RESERVE)
+    }
+}

@@ -1,0 +1,99 @@
+//! Settings of a process that serves, whatever its disks are.
+
+use super::{Aio, SandboxMode};
+use clap::Args;
+use mica_rt::Backend;
+use serde::Deserialize;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has these options"
+)]
+#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct ProcessSettings {
+    /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
+    #[arg(long, value_name = "COUNT")]
+    pub queues: Option<usize>,
+    /// Listen on this unix socket for `mica ctl` and `mica top`, run by root or this user.
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// Serve figures at this TCP address: for Prometheus at /metrics, for browsers at /.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics: Option<SocketAddr>,
+    /// Allow the figures to be read from other machines.
+    #[arg(long)]
+    pub metrics_public: bool,
+    /// Whether the process gives up what serving does not need (other files, other programs, the
+    /// network) before it reads an image: on, as far as the kernel can; require, or serve nothing;
+    /// off.
+    #[arg(long, value_enum, value_name = "WHETHER")]
+    pub sandbox: Option<SandboxMode>,
+}
+
+impl ProcessSettings {
+    /// These settings, with the `others` where these say nothing.
+    #[must_use]
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            queues: self.queues.or(others.queues),
+            control: self.control.or(others.control),
+            metrics: self.metrics.or(others.metrics),
+            metrics_public: self.metrics_public || others.metrics_public,
+            sandbox: self.sandbox.or(others.sandbox),
+        }
+    }
+
+    pub(crate) fn sandbox(&self) -> SandboxMode {
+        self.sandbox.unwrap_or_default()
+    }
+
+    /// Resolves relative paths against `folder`.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        self.control.iter_mut().for_each(|path| *path = folder.join(&*path));
+    }
+}
+
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has this option"
+)]
+#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct StatsSettings {
+    /// Write the figures of this run as JSON to this file at the end.
+    #[arg(long, value_name = "FILE")]
+    pub stats_file: Option<PathBuf>,
+}
+
+impl StatsSettings {
+    /// Resolves relative paths against `folder`.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        self.stats_file.iter_mut().for_each(|path| *path = folder.join(&*path));
+    }
+}
+
+#[expect(
+    missing_docs,
+    reason = "documentation would become the help of the verb that has this option"
+)]
+#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct IoSettings {
+    /// How I/O is done: by io_uring, by threads, or by io_uring where the system permits it.
+    #[arg(long, value_enum, default_value_t, value_name = "BACKEND")]
+    pub aio: Aio,
+}
+
+impl IoSettings {
+    /// The backend of the runtime.
+    pub fn backend(&self) -> Backend {
+        match self.aio {
+            Aio::Auto => Backend::Auto,
+            Aio::IoUring => Backend::Uring,
+            Aio::Threads => Backend::Pool,
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! State that the parts of the process share: its disks, its control sockets, and whether it is
+//! stopping or handed over.
+
+use crate::config::{Config, DiskConfig};
+use crate::disks::{Disks, each_of};
+use crate::held::{Held, Origin};
+use crate::helper::Outside;
+use crate::served::Served;
+use crate::servers::Resources;
+use crate::settings::ProcessSettings;
+use crate::sockets::{ControlSockets, Sockets};
+use crate::systemd;
+use mica_block::{Error, Result};
+use sd_notify::NotifyState;
+use signal_hook::iterator::Handle;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// What the parts of the process see of it.
+pub(crate) struct Shared {
+    pub(crate) disks: Disks,
+    resources: Resources,
+    /// Closing it ends the process, as a signal does.
+    pub(crate) ending: Handle,
+    /// Does what the sandbox forbids.
+    pub(crate) outside: Outside,
+    /// Held while everything is handed over to another process, and while everything is stopped:
+    /// one at a time.
+    pub(crate) handing_over: Mutex<()>,
+    /// Whether it has been asked to stop.
+    is_stopping: AtomicBool,
+    /// Whether another process now serves all of it.
+    pub(crate) is_handed_over: AtomicBool,
+    /// How often systemd expects a watchdog message, if it does.
+    pub(crate) watch_period: Option<Duration>,
+    /// The sockets of the control thread.
+    control_sockets: Mutex<ControlSockets>,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        ending: Handle,
+        watch_period: Option<Duration>,
+        outside: Outside,
+        resources: Resources,
+    ) -> Self {
+        Self {
+            disks: Disks::default(),
+            resources,
+            ending,
+            outside,
+            handing_over: Mutex::default(),
+            is_stopping: AtomicBool::new(false),
+            is_handed_over: AtomicBool::new(false),
+            watch_period,
+            control_sockets: Mutex::default(),
+        }
+    }
+
+    /// Serves the disks of `config` at `inherited` sockets and at new ones; returns the inherited
+    /// sockets that are left over. Waits up to `patience` for an image that another process holds.
+    pub(crate) fn serve(
+        &self,
+        config: Config,
+        mut inherited: Sockets,
+        patience: Duration,
+    ) -> Result<Sockets> {
+        let is_alone = config.disks.len() == 1;
+        for disk in config.disks {
+            let name = disk.name.clone();
+            let named = |error: Error| error.wrap(format!("disk {name:?}"));
+            let added = self.add(disk, &mut inherited, patience);
+            added.map_err(|error| if is_alone { error } else { named(error) })?;
+        }
+        let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
+        *self.control_sockets() =
+            ControlSockets::take(control.as_deref(), metrics, metrics_public, &mut inherited)?;
+        Ok(inherited)
+    }
+
+    /// Serves one more disk.
+    fn add(&self, disk: DiskConfig, inherited: &mut Sockets, patience: Duration) -> Result<()> {
+        let served = Arc::new(Served::start(disk, &self.resources, inherited, patience)?);
+        self.disks.add(Arc::clone(&served)).inspect_err(|_| {
+            // The first failure is the one to report.
+            let _ = served.stop();
+        })
+    }
+
+    /// The sockets of the control thread.
+    pub(crate) fn control_sockets(&self) -> MutexGuard<'_, ControlSockets> {
+        self.control_sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes ownership of all socket files that no systemd unit owns, stores those sockets with
+    /// systemd and reports readiness. Called once everything is served.
+    pub(crate) fn notify_ready(&self) {
+        let each_socket = |held: &mut Held| {
+            if held.origin != Origin::Unit {
+                held.listener.own_file();
+            }
+            systemd::store(held);
+        };
+        self.control_sockets().iter_mut().for_each(each_socket);
+        let disks = self.disks.all();
+        disks.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
+        let status = match disks.len() {
+            1 => "serving a disk".to_owned(),
+            count => format!("serving {count} disks"),
+        };
+        let process = NotifyState::MainPid(std::process::id());
+        systemd::notify(&[process, NotifyState::Status(&status), NotifyState::Ready]);
+    }
+
+    /// Whether it has been asked to stop.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::Relaxed)
+    }
+
+    /// Stops every disk.
+    pub(crate) fn stop(&self) -> Result<()> {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        let _alone = self.handing_over.lock().unwrap_or_else(PoisonError::into_inner);
+        // Every disk is closed; the first failure is reported.
+        each_of(&self.disks.all(), |served| served.stop()).into_iter().fold(Ok(()), Result::and)
+    }
+}
