@@ -20,6 +20,7 @@ mod error;
 mod extent;
 mod images;
 mod manage;
+mod plan;
 mod redo;
 mod sidecars;
 mod store;
@@ -32,6 +33,7 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
+pub use plan::{Windows, read_extents, read_extents_by, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{

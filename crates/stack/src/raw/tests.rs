@@ -1,6 +1,6 @@
 use super::*;
 use crate::NullDisk;
-use mica_block::{ChangeFuture, Witness};
+use mica_block::{ChangeFuture, Witness, read_extents};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
@@ -26,14 +26,9 @@ fn plan(disk: &dyn Disk, range: GuestRange, detail: Detail) -> Result<Vec<Extent
 fn read(disk: &dyn Disk, range: GuestRange) -> Vec<u8> {
     let extents = plan(disk, range, Detail::Read).expect("a plan");
     let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
-    let mut bytes = Vec::new();
-    for extent in extents {
-        let buf = Buf::from_slice(&vec![0xee; usize::try_from(extent.len).expect("small")]);
-        let (result, buf) = executor.block_on(disk.read(&extent, buf));
-        result.expect("a read");
-        bytes.extend_from_slice(&buf);
-    }
-    bytes
+    let poisoned = vec![0xee; usize::try_from(range.len()).expect("small")];
+    let read = read_extents(disk, &extents, Buf::from_slice(&poisoned));
+    executor.block_on(read).expect("a read").to_vec()
 }
 
 #[test]
