@@ -37,7 +37,8 @@ pub use plan::{Windows, read_extents, read_extents_by, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{
-    ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
+    ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,
+    write_all,
 };
 
 use std::future::Future;

@@ -28,7 +28,7 @@ pub(crate) use reopened::Unproven;
 
 use crate::located::{FileKind, Located, not_an_image, open_flags};
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result};
+use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
 use reopened::{Proving, Verdict};
 use rustix::fs::OFlags;
@@ -249,6 +249,10 @@ impl Handle {
 
     pub(crate) fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    pub(crate) fn store_identity(&self) -> StoreIdentity {
+        StoreIdentity::from(&self.lock().identity)
     }
 
     /// Opens the file, takes its locks again and compares it with what it was (I3); gives what it
