@@ -1,6 +1,6 @@
 //! What bytes lie in: a file, an object, memory. Knows addresses and nothing of formats.
 
-use crate::{Error, ErrorKind, Identity, LocalFuture, Result};
+use crate::{Error, ErrorKind, LocalFuture, Result};
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
 use std::any::Any;
@@ -90,12 +90,6 @@ impl StoreIdentity {
     }
 }
 
-impl From<&Identity> for StoreIdentity {
-    fn from(file: &Identity) -> Self {
-        Self::File { device: file.device, inode: file.inode }
-    }
-}
-
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
 /// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that
@@ -134,14 +128,14 @@ pub trait Store: Send + Sync {
     /// What the store is called in messages.
     fn name(&self) -> String;
 
-    /// Which bytes these are: stores that have the same identity at one time show the same bytes. A
-    /// store that shows other bytes than the one beneath it has its own.
+    /// Which bytes these are: stores that have the same identity at one time show the same bytes.
+    /// A store that shows other bytes than the one beneath it has its own.
     fn identity(&self) -> StoreIdentity;
 
     /// Whether what was never written reads as zeros: what [`Store::set_len`] and
-    /// [`Space::Allocate`] added, and nobody wrote since. If not (a store that encrypts) it reads as
-    /// anything, also after a power cut. What lies beyond the end reads as zeros in any case, and so
-    /// does what was punched or zeroed.
+    /// [`Space::Allocate`] added, and nobody wrote since. If not (a store that encrypts) it reads
+    /// as anything, also after a power cut. What lies beyond the end reads as zeros in any case,
+    /// and so does what was punched or zeroed.
     fn reads_unwritten_as_zeros(&self) -> bool;
 
     /// What tells later whether the system lost what was written until now. Waits for no device.
