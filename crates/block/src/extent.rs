@@ -95,6 +95,20 @@ impl Extent {
             && (!self.kind.has_host() || self.host.checked_add(self.len) == Some(next.host))
     }
 
+    /// Bytes of a plan.
+    #[inline]
+    pub fn total_len(plan: &[Self]) -> u64 {
+        plan.iter().map(|extent| extent.len).sum()
+    }
+
+    /// Whether `plan` is one of `range`: in order, without a gap, and exactly as long.
+    pub fn covers(plan: &[Self], range: GuestRange) -> bool {
+        let end = plan.iter().try_fold(range.start(), |at, extent| {
+            (extent.start == at && extent.len > 0).then(|| at.checked_add(extent.len)).flatten()
+        });
+        end == Some(range.end())
+    }
+
     /// Appends `next` to a plan, joined to its last extent where it continues that one.
     #[inline]
     pub fn push_joined(plan: &mut Vec<Self>, next: Self) {
@@ -102,5 +116,24 @@ impl Extent {
             Some(last) if last.continues_into(&next) => last.len += next.len,
             _ => plan.push(next),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(start: u64, len: u64) -> Extent {
+        let range = GuestRange::new(GuestOffset::new(start), len).expect("small");
+        Extent::unplaced(range, ExtentKind::Data)
+    }
+
+    #[test]
+    fn plan_with_a_gap_or_too_short_does_not_cover() {
+        let range = GuestRange::new(GuestOffset::ZERO, 1024).expect("fits");
+        assert!(Extent::covers(&[extent(0, 512), extent(512, 512)], range));
+        assert!(!Extent::covers(&[extent(0, 512)], range));
+        assert!(!Extent::covers(&[extent(0, 512), extent(513, 511)], range));
+        assert!(!Extent::covers(&[extent(0, 1024), extent(1024, 512)], range));
     }
 }

@@ -1,7 +1,7 @@
 //! Where images come from. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
-use crate::{LocalFuture, RedoLogs, Result, Sidecars, Store};
+use crate::{LocalFuture, RedoLogs, Result, Sidecars, Store, StoreIdentity};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -42,6 +42,12 @@ impl Identity {
     /// Whether its stamps can prove anything at any time.
     pub fn has_stamps(&self) -> bool {
         self.mtime_ns.max(self.ctime_ns) != i128::MAX
+    }
+}
+
+impl From<&Identity> for StoreIdentity {
+    fn from(file: &Identity) -> Self {
+        Self::File { device: file.device, inode: file.inode }
     }
 }
 

@@ -20,6 +20,7 @@ mod error;
 mod extent;
 mod images;
 mod manage;
+mod plan;
 mod redo;
 mod sidecars;
 mod store;
@@ -32,10 +33,12 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
+pub use plan::{Windows, read_extents, read_extents_by, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{
-    ChangeFuture, IoFuture, Run, RunKind, Space, Store, Witness, read_exact, write_all,
+    ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,
+    write_all,
 };
 
 use std::future::Future;

@@ -6,6 +6,7 @@ use mica_units::HostOffset;
 use std::any::Any;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 /// What a run of a store is.
@@ -13,7 +14,7 @@ use std::task::{Context, Poll};
 pub enum RunKind {
     /// Bytes were written here, as far as the store knows.
     Data,
-    /// Nothing was written: reads as zeros.
+    /// Reads as zeros, because nothing was written here, or because it was punched.
     Hole,
 }
 
@@ -36,8 +37,8 @@ pub enum Space {
     Punch,
     /// The range reads as zeros and keeps, or gets, its space.
     Zero,
-    /// The range gets space; what is there stays, what is new reads as zeros. The store grows to
-    /// the range's end.
+    /// The range gets space; what is there stays, what is new was never written
+    /// ([`Store::reads_unwritten_as_zeros`]). The store grows to the range's end.
     Allocate,
 }
 
@@ -63,6 +64,29 @@ impl Witness {
             (Self::Changed(before), Self::Changed(now)) => now < before,
             _ => false,
         }
+    }
+}
+
+/// Which bytes a store shows: the key under which they may be cached. It says nothing of when they
+/// change.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum StoreIdentity {
+    /// Those of a file, as they are. The file is the same for as long as a store has it open.
+    File {
+        /// Device that holds it; of a block device its own number.
+        device: u64,
+        /// Inode on that device; zero for a block device.
+        inode: u64,
+    },
+    /// Those that only stores with this number show, which is given out once in a process.
+    Own(u64),
+}
+
+impl StoreIdentity {
+    /// One that no other store has.
+    pub fn own() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self::Own(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
@@ -104,6 +128,16 @@ pub trait Store: Send + Sync {
     /// What the store is called in messages.
     fn name(&self) -> String;
 
+    /// Which bytes these are: stores that have the same identity at one time show the same bytes.
+    /// A store that shows other bytes than the one beneath it has its own.
+    fn identity(&self) -> StoreIdentity;
+
+    /// Whether what was never written reads as zeros: what [`Store::set_len`] and
+    /// [`Space::Allocate`] added, and nobody wrote since. If not (a store that encrypts) it reads
+    /// as anything, also after a power cut. What lies beyond the end reads as zeros in any case,
+    /// and so does what was punched or zeroed.
+    fn reads_unwritten_as_zeros(&self) -> bool;
+
     /// What tells later whether the system lost what was written until now. Waits for no device.
     fn witness(&self) -> Witness;
 
@@ -133,7 +167,8 @@ pub trait Store: Send + Sync {
         Box::pin(async move { Err(error) })
     }
 
-    /// Makes it `len` bytes long: what is beyond is gone, what is new reads as zeros.
+    /// Makes it `len` bytes long: what is beyond is gone, what is new was never written
+    /// ([`Store::reads_unwritten_as_zeros`]).
     fn set_len(&self, len: u64) -> ChangeFuture {
         let _ = len;
         let error = self.opened_for_reading();

@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::Args;
-use mica_block::{Detail, Disk, Extent, Result};
+use mica_block::{Detail, Disk, Extent, Result, read_extents};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
@@ -120,21 +120,8 @@ async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Vec<Extent>>>
 /// The bytes of a plan.
 async fn read(disk: &dyn Disk, extents: Option<Vec<Extent>>) -> Result<Option<Buf>> {
     let Some(extents) = extents else { return Ok(None) };
-    let total: u64 = extents.iter().map(|extent| extent.len).sum();
-    let mut rest = Buf::new(usize::try_from(total).expect("a piece"));
-    let mut whole = Buf::new(rest.len());
-    let mut reads = Vec::with_capacity(extents.len());
-    for extent in &extents {
-        let part = rest.split_to(usize::try_from(extent.len).expect("a piece"));
-        reads.push(disk.read(extent, part));
-    }
-    let mut at = 0;
-    for (result, part) in mica_rt::join_all(reads).await {
-        result?;
-        whole[at..at + part.len()].copy_from_slice(&part);
-        at += part.len();
-    }
-    Ok(Some(whole))
+    let total = usize::try_from(Extent::total_len(&extents)).expect("a piece");
+    read_extents(disk, &extents, Buf::new(total)).await.map(Some)
 }
 
 fn first_difference(ours: Option<&[u8]>, theirs: Option<&[u8]>) -> Option<u64> {

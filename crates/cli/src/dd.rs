@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use clap::Args;
-use mica_block::{Detail, Disk};
+use mica_block::{Detail, Disk, Extent, read_extents};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -126,39 +126,11 @@ async fn read_piece(disk: &dyn Disk, at: u64, len: u64) -> Result<Buf, Failure> 
     let mut extents = Vec::new();
     let range = range.ok_or_else(|| beyond_end(disk))?;
     disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut bytes = read_extents(disk, &extents).await?;
+    let total = usize::try_from(Extent::total_len(&extents)).expect("a piece");
+    let mut bytes = read_extents(disk, &extents, Buf::new(total)).await?;
     bytes.advance(usize::try_from(at - sectors_start).expect("less than a sector"));
     bytes.truncate(usize::try_from(len).expect("a piece"));
     Ok(bytes)
-}
-
-/// The bytes of a plan in one buffer.
-pub(crate) async fn read_extents(
-    disk: &dyn Disk,
-    extents: &[mica_block::Extent],
-) -> mica_block::Result<Buf> {
-    let total: u64 = extents.iter().map(|extent| extent.len).sum();
-    let total = usize::try_from(total).expect("a piece");
-    if let [extent] = extents {
-        let (result, bytes) = disk.read(extent, Buf::new(total)).await;
-        return result.map(|()| bytes);
-    }
-    let mut rest = Buf::new(total);
-    let mut reads = Vec::with_capacity(extents.len());
-    for extent in extents {
-        let part = rest.split_to(usize::try_from(extent.len).expect("a piece"));
-        reads.push(disk.read(extent, part));
-    }
-    // The parts are adjacent and are joined again without a copy.
-    let mut whole: Option<Buf> = None;
-    for (result, part) in mica_rt::join_all(reads).await {
-        result?;
-        match &mut whole {
-            None => whole = Some(part),
-            Some(whole) => whole.join(part),
-        }
-    }
-    Ok(whole.unwrap_or_else(|| Buf::new(0)))
 }
 
 fn beyond_end(disk: &dyn Disk) -> Failure {

@@ -207,7 +207,7 @@ async fn build_layer(
             if writable {
                 tables.is_live = true;
                 let metadata = Metadata::new(Arc::clone(&layer.store), header.cluster_bits);
-                layer.store = Arc::new(MetadataStore(Arc::clone(&metadata)));
+                layer.store = Arc::new(MetadataStore::new(Arc::clone(&metadata)));
                 layer.live = Some(metadata.live());
                 written = Some(metadata);
             }

@@ -7,7 +7,7 @@
 //! which costs each an atomic addition. Zeros and discards of any length are divided into pieces
 //! that need no memory of their own.
 
-use mica_block::{Detail, Disk, REQUEST_BYTES_MAX, Result, Zeroes};
+use mica_block::{Detail, Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_extents};
 use mica_rt::Buf;
 use mica_rt::sync::SharedLock;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -97,14 +97,6 @@ async fn read_sector(disk: &dyn Disk, at: u64) -> Result<Buf> {
     let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
     let mut extents = Vec::new();
     disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut left = Buf::new(SECTOR);
-    let mut sector = left.split_to(0);
-    for extent in extents {
-        let part = left.split_to(usize::try_from(extent.len).expect("within a sector"));
-        let (result, part) = disk.read(&extent, part).await;
-        result?;
-        sector.join(part);
-    }
-    assert!(left.is_empty(), "a plan covers what was asked");
-    Ok(sector)
+    assert!(Extent::covers(&extents, range), "a plan covers what was asked");
+    read_extents(disk, &extents, Buf::new(SECTOR)).await
 }

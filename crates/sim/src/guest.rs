@@ -2,7 +2,7 @@
 //! same sectors.
 
 use crate::{ModelDisk, Request, Ticket, World};
-use mica_block::{Detail, Disk, Error, Manage, Result, Zeroes};
+use mica_block::{Detail, Disk, Error, Extent, Manage, Result, Zeroes, read_extents};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::cell::{Cell, RefCell};
@@ -355,16 +355,9 @@ fn range_of(first: u64, count: u64) -> GuestRange {
 pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
     let mut extents = Vec::new();
     disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut bytes = Vec::new();
-    for extent in extents {
-        assert_eq!(extent.start.bytes(), range.start().bytes() + bytes.len() as u64);
-        // Whatever is not filled must not look right.
-        let len = usize::try_from(extent.len).expect("a small disk");
-        let buf = Buf::from_slice(&vec![0xdd; len]);
-        let (result, buf) = disk.read(&extent, buf).await;
-        result?;
-        bytes.extend_from_slice(&buf);
-    }
-    assert_eq!(bytes.len() as u64, range.len());
-    Ok(bytes)
+    assert!(Extent::covers(&extents, range), "a plan covers what was asked");
+    // Whatever is not filled must not look right.
+    let poisoned = vec![0xdd; usize::try_from(range.len()).expect("a small disk")];
+    let bytes = read_extents(disk, &extents, Buf::from_slice(&poisoned)).await?;
+    Ok(bytes.to_vec())
 }

@@ -114,6 +114,18 @@ impl RawDisk {
         Ok(writer)
     }
 
+    /// Makes what the store got from `before` to `len` read as zeros, or cuts it off again.
+    async fn zero_new(&self, before: u64, len: u64) -> Result<()> {
+        if self.store.reads_unwritten_as_zeros() {
+            return Ok(());
+        }
+        let zeroed = write_out_zeroes(&*self.store, before, len - before).await;
+        if zeroed.is_err() {
+            self.store.set_len(before).await?;
+        }
+        zeroed
+    }
+
     /// Asks the file system for the runs of `range`.
     async fn plan_runs(&self, range: GuestRange, extents: &mut Vec<Extent>) -> Result<()> {
         let mut pace = Pace::new(RUNS_PER_TURN);
@@ -256,8 +268,10 @@ impl Manage for RawDisk {
             };
             let done = async {
                 // Who made it longer before has put there what is to be there.
-                if self.store.len()? < len {
+                let before = self.store.len()?;
+                if before < len {
                     self.store.set_len(len).await?;
+                    self.zero_new(before, len).await?;
                 }
                 self.flush().await
             };

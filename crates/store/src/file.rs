@@ -6,7 +6,9 @@ use crate::handles::{Got, Handle, Handles, Unproven};
 use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, Witness};
+use mica_block::{
+    Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, StoreIdentity, Witness,
+};
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -131,6 +133,15 @@ impl Store for FileStore {
 
     fn name(&self) -> String {
         self.reader.handle.path().display().to_string()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.reader.handle.store_identity()
+    }
+
+    /// Of a device nothing is known.
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.reader.handle.kind() == FileKind::Regular
     }
 
     fn witness(&self) -> Witness {

@@ -30,7 +30,7 @@ use crate::in_place::InPlace;
 use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
-use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result};
+use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
 use reopened::{Proving, Verdict};
 use rustix::fs::OFlags;
@@ -291,6 +291,10 @@ impl Handle {
 
     pub(crate) fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    pub(crate) fn store_identity(&self) -> StoreIdentity {
+        StoreIdentity::from(&self.lock().identity)
     }
 
     /// Opens the file, takes its locks again and compares it with what it was (I3); gives what it

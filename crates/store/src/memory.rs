@@ -2,7 +2,8 @@
 
 use crate::facts::check_run_len;
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, Witness, ready,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, StoreIdentity,
+    Witness, ready,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -12,6 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 pub struct MemoryStore {
     name: String,
     content: Content,
+    identity: StoreIdentity,
 }
 
 enum Content {
@@ -25,13 +27,17 @@ const LEN_MAX: u64 = 1 << 32;
 impl MemoryStore {
     /// A store that holds `bytes`, for reading, and is called `name` in messages.
     pub fn new(name: impl Into<String>, bytes: impl Into<Arc<[u8]>>) -> Self {
-        Self { name: name.into(), content: Content::Frozen(bytes.into()) }
+        Self::of(name.into(), Content::Frozen(bytes.into()))
     }
 
     /// A store that holds `bytes`, for reading and writing, and is called `name` in messages. It
     /// grows to at most 4 GiB.
     pub fn new_writable(name: impl Into<String>, bytes: Vec<u8>) -> Self {
-        Self { name: name.into(), content: Content::Writable(RwLock::new(bytes)) }
+        Self::of(name.into(), Content::Writable(RwLock::new(bytes)))
+    }
+
+    fn of(name: String, content: Content) -> Self {
+        Self { name, content, identity: StoreIdentity::own() }
     }
 
     fn bytes(&self) -> Bytes<'_> {
@@ -148,6 +154,14 @@ impl Store for MemoryStore {
 
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.identity
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        true
     }
 
     fn witness(&self) -> Witness {

@@ -19,7 +19,8 @@ use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, ready,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness,
+    ready,
 };
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File};
@@ -50,6 +51,7 @@ struct Inner {
     sync_failed: AtomicBool,
     /// Of its file system or device: while the file is open, that stays.
     life: Option<u64>,
+    identity: StoreIdentity,
 }
 
 impl WritableFile {
@@ -78,6 +80,7 @@ impl WritableFile {
             syncs: Claims::default(),
             sync_failed: AtomicBool::new(false),
             life: located.life(),
+            identity: StoreIdentity::from(&located.identity(0)),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -182,6 +185,15 @@ impl Store for WritableFile {
 
     fn name(&self) -> String {
         self.inner.path.display().to_string()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.inner.identity
+    }
+
+    /// Of a device nothing is known.
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.inner.kind == FileKind::Regular
     }
 
     fn witness(&self) -> Witness {

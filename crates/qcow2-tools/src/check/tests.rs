@@ -2,7 +2,7 @@
 //! clusters of 64 KiB; header, refcount table, refcount block, L1, L2, then data from cluster 5 on.
 
 use super::*;
-use mica_block::{IoFuture, Run, RunKind, Witness};
+use mica_block::{IoFuture, Run, RunKind, StoreIdentity, Witness};
 use mica_qcow2_format::{
     Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
 };
@@ -35,6 +35,14 @@ impl Store for Bytes {
 
     fn name(&self) -> String {
         "bytes".to_owned()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        StoreIdentity::own()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        true
     }
 
     fn witness(&self) -> Witness {

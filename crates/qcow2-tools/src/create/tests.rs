@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::check::{Finding, Observer, check};
-use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind, Witness};
+use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind, StoreIdentity, Witness};
 use mica_qcow2_format::{Compression, Header, Version};
 use std::future::Future;
 use std::sync::{Arc, Mutex};
@@ -76,6 +76,14 @@ impl Store for Room {
 
     fn name(&self) -> String {
         "room".to_owned()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        StoreIdentity::own()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        true
     }
 
     fn witness(&self) -> Witness {

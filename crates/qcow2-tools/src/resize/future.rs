@@ -3,7 +3,7 @@
 
 use mica_block::{
     Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
-    Run, Sidecars, Space, Store, Witness,
+    Run, Sidecars, Space, Store, StoreIdentity, Witness,
 };
 use mica_rt::Buf;
 use mica_units::HostOffset;
@@ -22,7 +22,11 @@ pub(super) struct FutureImages {
 impl FutureImages {
     /// All that `images` has, but `image` at `path` with `size` bytes.
     pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
-        let store = Arc::new(FutureStore { store: Arc::clone(&image.store), size });
+        let store = Arc::new(FutureStore {
+            store: Arc::clone(&image.store),
+            size,
+            identity: StoreIdentity::own(),
+        });
         let image = OpenImage { store, ..image.clone() };
         Self { images, held: vec![(path.to_owned(), image)] }
     }
@@ -71,6 +75,7 @@ impl Images for FutureImages {
 struct FutureStore {
     store: Arc<dyn Store>,
     size: u64,
+    identity: StoreIdentity,
 }
 
 /// Puts the part of the size field `field` that lies in `buf`, read from `offset`, into it.
@@ -124,6 +129,14 @@ impl Store for FutureStore {
 
     fn name(&self) -> String {
         self.store.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.identity
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.store.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

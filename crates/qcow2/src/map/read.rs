@@ -2,7 +2,7 @@
 
 use super::Map;
 use crate::layer::Layer;
-use mica_block::{Detail, Extent, ExtentKind, Result};
+use mica_block::{Detail, Extent, ExtentKind, Result, read_extents_by};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
@@ -69,17 +69,8 @@ impl Map {
 
     /// Reads `extents`, which follow one another.
     pub(crate) async fn read_extents(self: &Arc<Self>, extents: Vec<Extent>) -> Result<Buf> {
-        let len = extents.iter().map(|extent| extent.len).sum();
-        let mut whole = Buf::new(buf_len(len));
-        let mut at = 0;
-        for extent in extents {
-            let piece_len = buf_len(extent.len);
-            let (result, piece) = self.read(&extent, Buf::new(piece_len)).await;
-            result?;
-            whole[at..at + piece_len].copy_from_slice(&piece);
-            at += piece_len;
-        }
-        Ok(whole)
+        let buf = Buf::new(buf_len(Extent::total_len(&extents)));
+        read_extents_by(|extent, part| self.read(extent, part), &extents, buf).await
     }
 }
 

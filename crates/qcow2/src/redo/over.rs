@@ -1,7 +1,7 @@
 //! An image that is only read, with what the log of its dead writer says laid over it.
 
 use super::replay::Replay;
-use mica_block::{IoFuture, Result, Run, Store, Witness};
+use mica_block::{IoFuture, Result, Run, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -10,11 +10,12 @@ use std::sync::Arc;
 pub(super) struct Over {
     below: Arc<dyn Store>,
     replay: Arc<Replay>,
+    identity: StoreIdentity,
 }
 
 impl Over {
     pub(super) fn new(below: Arc<dyn Store>, replay: Replay) -> Self {
-        Self { below, replay: Arc::new(replay) }
+        Self { below, replay: Arc::new(replay), identity: StoreIdentity::own() }
     }
 }
 
@@ -45,6 +46,14 @@ impl Store for Over {
 
     fn name(&self) -> String {
         self.below.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.identity
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.below.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

@@ -10,7 +10,8 @@
 //! - I2 A cluster in the pool has refcount 1 in memory; it is durable once the group in which it
 //!   was counted is.
 //! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond all
-//!   that the file had when it was opened, and was never given out before.
+//!   that the file had when it was opened, and was never given out before. Where the store does not
+//!   read such bytes as zeros, none is blank.
 //! - I4 A counted cluster lies within the file: the file is made longer before the count is, so
 //!   that
 //!   a link that a power cut leaves never names a place beyond the end.
@@ -64,8 +65,8 @@ struct Clusters {
     cursor: u64,
     /// How long the file was made here.
     min_file_len: u64,
-    /// Clusters from here on are blank.
-    blank_from: u64,
+    /// Nothing was ever written to clusters from here on.
+    unwritten_from: u64,
     pool: VecDeque<Counted>,
 }
 
@@ -74,6 +75,8 @@ pub(crate) struct Space {
     metadata: Arc<Metadata>,
     bits: ClusterBits,
     width: RefcountWidth,
+    /// Whether a cluster that was never written reads as zeros (I3).
+    has_blanks: bool,
     state: Mutex<Clusters>,
     refill: Claims,
 }
@@ -115,13 +118,14 @@ impl Space {
             table_offset: header.refcount_table_offset,
             min_file_len: 0,
             cursor: 0,
-            blank_from: file_end,
+            unwritten_from: file_end,
             pool: VecDeque::new(),
         };
         Ok(Self {
             metadata: Arc::clone(metadata),
             bits,
             width: header.refcount_width,
+            has_blanks: metadata.store.reads_unwritten_as_zeros(),
             state: Mutex::new(state),
             refill: Claims::default(),
         })
@@ -321,13 +325,14 @@ impl Space {
             state.cursor = first + count;
         }
         state.min_file_len = state.min_file_len.max((first + count) << self.bits.bits());
-        let blank_from = state.blank_from.clamp(first, first + count);
-        for (first, end, blank) in [(first, blank_from, false), (blank_from, first + count, true)] {
+        let end = first + count;
+        let blank_from = if self.has_blanks { state.unwritten_from.clamp(first, end) } else { end };
+        for (first, end, blank) in [(first, blank_from, false), (blank_from, end, true)] {
             if first < end {
                 state.pool.push_back(Counted { first, count: end - first, group, blank });
             }
         }
-        state.blank_from = state.blank_from.max(first + count);
+        state.unwritten_from = state.unwritten_from.max(end);
         true
     }
 

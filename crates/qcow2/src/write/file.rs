@@ -7,7 +7,8 @@
 
 use crate::redo::HeaderLogged;
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, Witness, write_all,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness,
+    write_all,
 };
 use mica_rt::Buf;
 use mica_units::{ClusterBits, HostOffset};
@@ -72,6 +73,14 @@ impl Store for ImageFile {
 
     fn name(&self) -> String {
         self.file.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.file.identity()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.file.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

@@ -9,7 +9,8 @@
 //! Invariants, for which [`commit`] has the order of writes and syncs:
 //! - I1 A link to a cluster is durable only when its refcount is.
 //! - I2 A link is durable before its data only where what was visible before reads as zeros and
-//!   the cluster is blank: a power cut then shows zeros, which is the old content.
+//!   the cluster is blank: a power cut then shows zeros, which is the old content. No cluster is
+//!   blank where the store does not read what was never written as zeros.
 //! - I3 A freed cluster is given to nobody before the metadata that dropped it is durable, and
 //!   every request that may have seen it is done.
 //! - I4 After a failed sync, or a write of metadata that failed for another reason than a lack of

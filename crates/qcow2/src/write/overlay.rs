@@ -2,15 +2,22 @@
 //! it.
 
 use super::pages::Metadata;
-use mica_block::{IoFuture, Result, Run, Store, Witness};
+use mica_block::{IoFuture, Result, Run, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
 
 /// The image file as its metadata is now: what is in memory lies over what is in the file.
-pub(crate) struct MetadataStore(pub(crate) Arc<Metadata>);
+pub(crate) struct MetadataStore {
+    metadata: Arc<Metadata>,
+    identity: StoreIdentity,
+}
 
 impl MetadataStore {
+    pub(crate) fn new(metadata: Arc<Metadata>) -> Self {
+        Self { metadata, identity: StoreIdentity::own() }
+    }
+
     /// Copies what is in memory over `buf`, which is what the file has at `offset`; whether that
     /// was all of it.
     fn overlay(metadata: &Metadata, buf: &mut [u8], offset: HostOffset) -> bool {
@@ -36,12 +43,12 @@ impl MetadataStore {
 impl Store for MetadataStore {
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
         if offset.checked_add(buf.len() as u64).is_none() {
-            return self.0.store.read_at(buf, offset);
+            return self.metadata.store.read_at(buf, offset);
         }
-        if Self::overlay(&self.0, &mut buf, offset) {
+        if Self::overlay(&self.metadata, &mut buf, offset) {
             return mica_block::ready(Ok(()), buf);
         }
-        let metadata = Arc::clone(&self.0);
+        let metadata = Arc::clone(&self.metadata);
         let pinned = metadata.pin(offset, buf.len() as u64);
         IoFuture::boxed(async move {
             let _pinned = pinned;
@@ -52,22 +59,30 @@ impl Store for MetadataStore {
     }
 
     fn len(&self) -> Result<u64> {
-        self.0.store.len()
+        self.metadata.store.len()
     }
 
     fn allocated_bytes(&self) -> Result<u64> {
-        self.0.store.allocated_bytes()
+        self.metadata.store.allocated_bytes()
     }
 
     fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run> {
-        self.0.store.run_at(offset, len)
+        self.metadata.store.run_at(offset, len)
     }
 
     fn name(&self) -> String {
-        self.0.store.name()
+        self.metadata.store.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.identity
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.metadata.store.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {
-        self.0.store.witness()
+        self.metadata.store.witness()
     }
 }

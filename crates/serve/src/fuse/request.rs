@@ -12,7 +12,7 @@ use crate::discard::Discard;
 use crate::parts::{read_parts, too_short};
 use crate::sectors::{self, next_piece};
 use fuser::Errno;
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes};
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes, windows};
 use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
@@ -217,14 +217,12 @@ impl Task {
         if from >= end {
             return Err(beyond());
         }
-        let mut at = GuestOffset::new(from);
-        let end = GuestOffset::new(end);
+        let searched = GuestRange::between(GuestOffset::new(from), GuestOffset::new(end));
         let mut extents = Vec::new();
-        while at < end {
+        for window in windows(searched.ok_or_else(beyond)?, REQUEST_BYTES_MAX) {
             if self.entered.is_closing() {
                 return Err(Failure::Refused(Errno::ESHUTDOWN));
             }
-            let window = next_window(at, end);
             extents.clear();
             let in_flight = self.disk().enter();
             self.disk().plan(window, Detail::Allocation, &mut extents).finish().await?;
@@ -233,11 +231,10 @@ impl Task {
             if let Some(found) = extents.iter().find(is_it) {
                 return offset_of(found.start.bytes());
             }
-            at = window.end();
             // A large disk has many windows: others have their turn between them.
             yield_now().await;
         }
-        if what == Seek::Hole { offset_of(end.bytes()) } else { Err(beyond()) }
+        if what == Seek::Hole { offset_of(end) } else { Err(beyond()) }
     }
 
     fn must_be_writable(&self) -> Outcome<()> {
@@ -256,12 +253,6 @@ impl Task {
 
 fn offset_of(at: u64) -> Outcome<i64> {
     i64::try_from(at).map_err(|_| Failure::Refused(Errno::EOVERFLOW))
-}
-
-fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
-    let boundary = (at.bytes() / REQUEST_BYTES_MAX + 1).checked_mul(REQUEST_BYTES_MAX);
-    let boundary = boundary.map_or(end, GuestOffset::new);
-    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
 }
 
 fn errno_of(error: &Error) -> Errno {

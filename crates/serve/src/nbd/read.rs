@@ -12,7 +12,7 @@ use super::reply::{Content, Outgoing, ReplyStyle};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
 use crate::nbd::protocol::Done;
-use mica_block::{Detail, Disk, Extent, InFlight, IoFuture, Result};
+use mica_block::{Detail, Disk, Extent, InFlight, IoFuture, Result, windows};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::{Future, poll_fn};
@@ -78,18 +78,17 @@ pub(super) async fn read_long<'a>(
     };
     let mut pace = Pace::new(WINDOWS_PER_TURN);
     let mut kept = Vec::new();
-    let mut at = range.start();
-    while at < range.end() {
+    // A plan that is there already is for all of the range, which is short then.
+    let window_bytes = if plan.is_some() { u64::MAX } else { WINDOW_BYTES };
+    for window in windows(range, window_bytes) {
         if oversize {
             shared.room(charge.bytes() / 2).await;
         }
-        // A plan that is there already is for all of the range, which is short then.
-        let window = if plan.is_some() { range } else { next_window(at, range.end()) };
         pace.steps(1).await;
         let contents = read_window(shared.disk, window, plan.take()).await;
         let contents = contents.map_err(|failure| Failure {
             // A header is out already that promised what cannot be kept.
-            ends_connection: assembly == Assembly::Stream && at > range.start(),
+            ends_connection: assembly == Assembly::Stream && window.start() > range.start(),
             ..failure
         })?;
         let done = if window.end() == range.end() { Done::Yes } else { Done::No };
@@ -103,13 +102,12 @@ pub(super) async fn read_long<'a>(
             }
             Assembly::Whole => kept.extend(contents),
             Assembly::Stream => {
-                if at == range.start() {
+                if window.start() == range.start() {
                     header(&mut outgoing);
                 }
                 outgoing.plain(contents);
             }
         }
-        at = window.end();
     }
     if assembly == Assembly::Whole {
         let mut outgoing = shared.outgoing.borrow_mut();
@@ -117,12 +115,6 @@ pub(super) async fn read_long<'a>(
         outgoing.plain(kept);
     }
     Ok(Outcome::Read(range.len()))
-}
-
-fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
-    let boundary = (at.bytes() / WINDOW_BYTES + 1).checked_mul(WINDOW_BYTES);
-    let boundary = boundary.map_or(end, GuestOffset::new);
-    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
 }
 
 async fn read_window<'a>(
@@ -140,17 +132,10 @@ async fn read_window<'a>(
             Planned { extents, in_flight }
         }
     };
-    assert!(covers(&extents, range), "a plan covers what was asked");
+    assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     let (mut contents, parts) = lay_out(&extents);
     read_parts(disk, parts, &mut contents).await?;
     Ok(contents)
-}
-
-fn covers(extents: &[Extent], range: GuestRange) -> bool {
-    let end = extents.iter().try_fold(range.start(), |at, extent| {
-        (extent.start == at && extent.len > 0).then(|| at.checked_add(extent.len)).flatten()
-    });
-    end == Some(range.end())
 }
 
 /// A part of a run of data, and where its buffer belongs.
@@ -261,24 +246,6 @@ mod tests {
     }
 
     #[test]
-    fn windows_end_at_multiples_of_their_size() {
-        let end = GuestOffset::new(3 * WINDOW_BYTES + 5);
-        let mut at = GuestOffset::new(1);
-        let mut ends = Vec::new();
-        while at < end {
-            at = next_window(at, end).end();
-            ends.push(at.bytes());
-        }
-        assert_eq!(ends, [WINDOW_BYTES, 2 * WINDOW_BYTES, 3 * WINDOW_BYTES, end.bytes()]);
-    }
-
-    #[test]
-    fn window_at_the_end_of_64_bits_ends() {
-        let (at, end) = (GuestOffset::new(u64::MAX - 511), GuestOffset::new(u64::MAX));
-        assert_eq!(next_window(at, end).len(), 511);
-    }
-
-    #[test]
     fn neighbours_of_one_nature_become_one_content() {
         let plan = [
             extent(0, 512, ExtentKind::Data),
@@ -292,15 +259,5 @@ mod tests {
         assert!(matches!(&contents[0], Content::Data { offset: 0, bufs } if bufs.len() == 2));
         assert!(matches!(contents[1], Content::Zeros { offset: 1024, len: 1024 }));
         assert_eq!(parts.len(), 3);
-    }
-
-    #[test]
-    fn plan_with_a_gap_or_too_short_does_not_cover() {
-        let range = GuestRange::new(GuestOffset::ZERO, 1024).expect("fits");
-        let data = ExtentKind::Data;
-        assert!(covers(&[extent(0, 512, data), extent(512, 512, data)], range));
-        assert!(!covers(&[extent(0, 512, data)], range));
-        assert!(!covers(&[extent(0, 512, data), extent(513, 511, data)], range));
-        assert!(!covers(&[extent(0, 1024, data), extent(1024, 512, data)], range));
     }
 }

@@ -4,9 +4,9 @@ use super::limits::{STATUS_EXTENTS_MAX, STATUS_WINDOW_BYTES};
 use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
-use mica_block::{Detail, Extent, ExtentKind};
+use mica_block::{Detail, Extent, ExtentKind, windows};
 use mica_rt::yield_now;
-use mica_units::{GuestOffset, GuestRange};
+use mica_units::GuestRange;
 use std::rc::Rc;
 
 /// A block status request that was found valid.
@@ -27,9 +27,7 @@ pub(super) async fn block_status<'a>(
     let Status { cookie, range, extents_max } = status;
     let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
     let mut extents = Vec::new();
-    let mut at = range.start();
-    'windows: while at < range.end() {
-        let window = next_window(at, range.end());
+    'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
         extents.clear();
         let in_flight = shared.disk.enter();
         let planned = shared.disk.plan(window, Detail::Allocation, &mut extents).finish().await;
@@ -37,16 +35,15 @@ pub(super) async fn block_status<'a>(
         match planned {
             Ok(()) => {}
             // What is known already is an answer; the client asks again for the rest.
-            Err(_) if at > range.start() => break,
-            Err(error) => return Err(Failure::at(error, at)),
+            Err(_) if window.start() > range.start() => break,
+            Err(error) => return Err(Failure::at(error, window.start())),
         }
         for extent in &extents {
             if !descriptors.push(extent) {
                 break 'windows;
             }
         }
-        at = window.end();
-        if at < range.end() {
+        if window.end() < range.end() {
             // A request may cover many windows: others have their turn between them.
             yield_now().await;
         }
@@ -55,12 +52,6 @@ pub(super) async fn block_status<'a>(
     shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
     drop(charge);
     Ok(Outcome::Answered)
-}
-
-fn next_window(at: GuestOffset, end: GuestOffset) -> GuestRange {
-    let boundary = (at.bytes() / STATUS_WINDOW_BYTES + 1).checked_mul(STATUS_WINDOW_BYTES);
-    let boundary = boundary.map_or(end, GuestOffset::new);
-    GuestRange::between(at, boundary.min(end)).expect("a window starts before its end")
 }
 
 fn flags_of(kind: ExtentKind) -> u32 {
@@ -110,6 +101,7 @@ impl Descriptors {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mica_units::GuestOffset;
 
     fn push(descriptors: &mut Descriptors, len: u64, kind: ExtentKind) -> bool {
         let range = GuestRange::new(GuestOffset::ZERO, len).expect("fits");

@@ -172,9 +172,10 @@ impl Disk for MemoryDisk {
             state.note(Event::Write { at: start, len });
             Ok(buf.len())
         };
+        let in_flight = self.requests.enter();
         Writing::Boxed(Box::pin(async move {
             let (result, buf) = simulate(buf, latency, Box::new(work)).await;
-            drop(held);
+            drop((held, in_flight));
             (result.map(drop).map_err(|error| Error::from_io("writing", error)), buf)
         }))
     }

@@ -4,7 +4,8 @@ use super::file::SharedFile;
 use super::{Operation, ReadFault, World, lock};
 use crate::power::Change;
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, Witness,
+    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, RunKind, Space, Store, StoreIdentity,
+    Witness,
 };
 use mica_rt::{Buf, Op};
 use mica_units::HostOffset;
@@ -162,6 +163,14 @@ impl Store for SimStore {
 
     fn name(&self) -> String {
         lock(&self.file).path.display().to_string()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        StoreIdentity::from(&lock(&self.file).identity())
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        true
     }
 
     fn allocated_bytes(&self) -> Result<u64> {

@@ -22,3 +22,4 @@ mod resize;
 mod scattered;
 mod steps;
 mod turns;
+mod unwritten;

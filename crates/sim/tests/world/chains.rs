@@ -3,12 +3,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 
-use mica_block::{Detail, Disk, Images, Result};
+use mica_block::{Disk, Images, Result};
 use mica_gen::owner::OwnerMap;
 use mica_gen::{ChainSpec, Features, generate};
 use mica_qcow2::{Chain, ChainOptions};
-use mica_rt::{Buf, join_all};
-use mica_sim::{Latency, ReadFault, World, scenario};
+use mica_rt::join_all;
+use mica_sim::{Latency, ReadFault, World, read, scenario};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -87,21 +87,6 @@ fn chain() -> &'static Generated {
 fn other_chain() -> &'static Generated {
     static CHAIN: OnceLock<Generated> = OnceLock::new();
     CHAIN.get_or_init(|| Generated::new(2))
-}
-
-async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut bytes = Vec::new();
-    for extent in extents {
-        assert_eq!(extent.start.bytes(), range.start().bytes() + bytes.len() as u64);
-        let buf = Buf::from_slice(&vec![0xdd; usize::try_from(extent.len).unwrap()]);
-        let (result, buf) = disk.read(&extent, buf).await;
-        result?;
-        bytes.extend_from_slice(&buf);
-    }
-    assert_eq!(bytes.len() as u64, range.len());
-    Ok(bytes)
 }
 
 fn random_range(world: &World, disk_bytes: u64) -> GuestRange {

@@ -4,11 +4,11 @@
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 #![expect(clippy::cast_possible_truncation, reason = "disks of a few MiB")]
 
-use mica_block::{Detail, Disk, Images, Result};
+use mica_block::{Disk, Images, Result};
 use mica_gen::owner::OwnerMap;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, generate};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
-use mica_rt::{Buf, join_all};
+use mica_rt::join_all;
 use mica_sim::{ReadFault, World, scenario};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::ControlFlow;
@@ -67,18 +67,7 @@ async fn build(chain: &Chain) -> Result<usize> {
 
 async fn read(disk: &dyn Disk, start: u64, len: u64) -> Result<Vec<u8>> {
     let range = GuestRange::new(GuestOffset::new(start), len).unwrap();
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let mut bytes = Vec::new();
-    for extent in extents {
-        assert_eq!(extent.start.bytes(), start + bytes.len() as u64);
-        let buf = Buf::from_slice(&vec![0xdd; extent.len as usize]);
-        let (result, buf) = disk.read(&extent, buf).await;
-        result?;
-        bytes.extend_from_slice(&buf);
-    }
-    assert_eq!(bytes.len() as u64, len);
-    Ok(bytes)
+    mica_sim::read(disk, range).await
 }
 
 /// Reads a range that starts and ends anywhere, and judges it together with the rest of the sectors

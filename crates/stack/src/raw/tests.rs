@@ -1,11 +1,11 @@
 use super::*;
 use crate::NullDisk;
-use mica_block::{ChangeFuture, Witness};
+use mica_block::{ChangeFuture, StoreIdentity, Witness, read_extents};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 fn range(start: u64, len: u64) -> GuestRange {
     GuestRange::new(GuestOffset::new(start), len).expect("a range")
@@ -26,14 +26,9 @@ fn plan(disk: &dyn Disk, range: GuestRange, detail: Detail) -> Result<Vec<Extent
 fn read(disk: &dyn Disk, range: GuestRange) -> Vec<u8> {
     let extents = plan(disk, range, Detail::Read).expect("a plan");
     let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
-    let mut bytes = Vec::new();
-    for extent in extents {
-        let buf = Buf::from_slice(&vec![0xee; usize::try_from(extent.len).expect("small")]);
-        let (result, buf) = executor.block_on(disk.read(&extent, buf));
-        result.expect("a read");
-        bytes.extend_from_slice(&buf);
-    }
-    bytes
+    let poisoned = vec![0xee; usize::try_from(range.len()).expect("small")];
+    let read = read_extents(disk, &extents, Buf::from_slice(&poisoned));
+    executor.block_on(read).expect("a read").to_vec()
 }
 
 #[test]
@@ -97,6 +92,8 @@ struct Fussy {
     calls: Mutex<Vec<&'static str>>,
     knows_space: bool,
     sync_fails: AtomicBool,
+    /// What bytes read as that were never written.
+    unwritten: AtomicU8,
 }
 
 impl Fussy {
@@ -106,6 +103,7 @@ impl Fussy {
             calls: Mutex::default(),
             knows_space,
             sync_fails: AtomicBool::new(false),
+            unwritten: AtomicU8::new(0),
         })
     }
 
@@ -139,6 +137,14 @@ impl Store for Fussy {
         "disk.raw".to_owned()
     }
 
+    fn identity(&self) -> StoreIdentity {
+        StoreIdentity::own()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.unwritten.load(Ordering::Relaxed) == 0
+    }
+
     fn witness(&self) -> Witness {
         Witness::None
     }
@@ -168,7 +174,8 @@ impl Store for Fussy {
     fn set_len(&self, len: u64) -> ChangeFuture {
         self.note("set_len");
         let len = usize::try_from(len).expect("small");
-        self.bytes.lock().expect("no panic").resize(len, 0);
+        let unwritten = self.unwritten.load(Ordering::Relaxed);
+        self.bytes.lock().expect("no panic").resize(len, unwritten);
         Box::pin(async { Ok(()) })
     }
 
@@ -315,6 +322,16 @@ fn disk_becomes_longer_and_its_end_is_zeros() {
     assert_eq!(store.bytes()[512..], [1; 1536]);
     assert_eq!(write(&disk, 2048, &[1; 512]).unwrap_err().kind(), ErrorKind::Invalid);
     run(disk.resize(2048)).expect("as long as it is");
+}
+
+#[test]
+fn new_end_is_zeros_where_the_store_gives_anything() {
+    let store = Fussy::new(700, true);
+    store.unwritten.store(9, Ordering::Relaxed);
+    let disk = writable(&store);
+    run(disk.resize(2048)).expect("longer");
+    assert_eq!(store.calls(), ["set_len", "write", "sync"]);
+    assert_eq!(store.bytes()[700..], [0; 1348]);
 }
 
 #[test]

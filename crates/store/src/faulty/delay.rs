@@ -1,7 +1,7 @@
 //! A store that takes its time.
 
 use super::{Operation, Operations};
-use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, Witness};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -97,6 +97,14 @@ impl Store for DelayStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.inner.identity()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.inner.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

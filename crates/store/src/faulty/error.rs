@@ -1,7 +1,9 @@
 //! A store whose operations fail, at times that follow from its options alone.
 
 use super::{Operation, Operations};
-use mica_block::{ChangeFuture, Error, IoFuture, Result, Run, Space, Store, Witness, ready};
+use mica_block::{
+    ChangeFuture, Error, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness, ready,
+};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::io;
@@ -132,6 +134,14 @@ impl Store for ErrorStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.inner.identity()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.inner.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

@@ -1,7 +1,7 @@
 //! A store that tells of each of its operations.
 
 use super::Operation;
-use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, Witness};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness};
 use mica_rt::{Buf, Instant, now};
 use mica_units::HostOffset;
 use std::sync::{Arc, OnceLock};
@@ -126,6 +126,14 @@ impl Store for LogStore {
 
     fn name(&self) -> String {
         self.inner.name()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.inner.identity()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.inner.reads_unwritten_as_zeros()
     }
 
     fn witness(&self) -> Witness {

@@ -11,8 +11,10 @@
 use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::kind::{end_of, nanoseconds};
-use mica_block::{Error, ErrorKind, Identity, IoFuture, Result, Run, Store, Witness};
+use crate::kind::{FileKind, end_of, nanoseconds};
+use mica_block::{
+    Error, ErrorKind, Identity, IoFuture, Result, Run, Store, StoreIdentity, Witness,
+};
 use mica_rt::{Buf, File};
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -161,6 +163,15 @@ impl Store for Reopened {
 
     fn name(&self) -> String {
         self.handle.path.display().to_string()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        self.handle.store_identity()
+    }
+
+    /// Of a device nothing is known.
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        self.handle.kind == FileKind::Regular
     }
 
     fn witness(&self) -> Witness {

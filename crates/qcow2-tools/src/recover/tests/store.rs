@@ -1,6 +1,6 @@
 //! A store in memory that remembers what was done to it.
 
-use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store, Witness};
+use mica_block::{ChangeFuture, IoFuture, Result, Run, RunKind, Store, StoreIdentity, Witness};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::{Arc, Mutex};
@@ -76,6 +76,14 @@ impl Store for Logged {
 
     fn name(&self) -> String {
         "memory".to_owned()
+    }
+
+    fn identity(&self) -> StoreIdentity {
+        StoreIdentity::own()
+    }
+
+    fn reads_unwritten_as_zeros(&self) -> bool {
+        true
     }
 
     fn witness(&self) -> Witness {

@@ -18,7 +18,7 @@ impl Space {
         let cluster = {
             let mut state = self.lock();
             let cluster = state.cursor.max(region << region_bits);
-            state.blank_from = state.blank_from.max(cluster + 1);
+            state.unwritten_from = state.unwritten_from.max(cluster + 1);
             cluster
         };
         let host = HostOffset::new(cluster << self.bits.bits());
@@ -65,7 +65,7 @@ impl Space {
         let (old_table, old_offset, start) = {
             let state = self.lock();
             let covered = (state.table.len() as u64) << self.width.block_entries_bits(self.bits);
-            (state.table.clone(), state.table_offset, state.blank_from.max(covered))
+            (state.table.clone(), state.table_offset, state.unwritten_from.max(covered))
         };
         let plan = GrownTable::plan(self, &old_table, start)?;
         write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
@@ -94,7 +94,7 @@ impl Space {
         let mut state = self.lock();
         state.table_offset = plan.table_at(self);
         state.table.clone_from(&plan.table);
-        state.blank_from = state.blank_from.max(plan.end());
+        state.unwritten_from = state.unwritten_from.max(plan.end());
         state.min_file_len = state.min_file_len.max(plan.end() << self.bits.bits());
     }
 }
