@@ -4,6 +4,7 @@ use crate::{Error, ErrorKind, Extent, InFlight, IoFuture, LocalFuture, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 use std::future::Future;
+use std::ops::Deref;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -25,22 +26,59 @@ pub enum Detail {
     Allocation,
 }
 
+/// Where the bytes of a range are, in order, without a gap, and exactly that range. While this
+/// lives, no space that it names is put to another use: it is kept until the last read is done.
+#[must_use = "what it says holds as long as it lives"]
+pub struct Plan<'a> {
+    extents: Vec<Extent>,
+    in_flight: InFlight<'a>,
+}
+
+impl<'a> Plan<'a> {
+    /// The plan of a read that counts as `in_flight`.
+    #[inline]
+    pub fn new(extents: Vec<Extent>, in_flight: InFlight<'a>) -> Self {
+        Self { extents, in_flight }
+    }
+
+    /// The plan of a disk on which space has one use only.
+    #[inline]
+    pub fn untracked(extents: Vec<Extent>) -> Self {
+        Self { extents, in_flight: InFlight::untracked() }
+    }
+
+    /// The list, to be used again, and what has to be kept instead of the plan.
+    #[inline]
+    pub fn into_parts(self) -> (Vec<Extent>, InFlight<'a>) {
+        (self.extents, self.in_flight)
+    }
+}
+
+impl Deref for Plan<'_> {
+    type Target = [Extent];
+
+    #[inline]
+    fn deref(&self) -> &[Extent] {
+        &self.extents
+    }
+}
+
 /// The outcome of planning: at once, when the map is in memory, or later.
 #[must_use = "a plan that is pending has planned nothing yet"]
 pub enum Planned<'a> {
-    /// The extents are there, or planning failed.
-    Ready(Result<()>),
+    /// The plan is there, or planning failed.
+    Ready(Result<Plan<'a>>),
     /// The map has to be read first.
-    Pending(LocalFuture<'a, Result<()>>),
+    Pending(LocalFuture<'a, Result<Plan<'a>>>),
 }
 
-impl Planned<'_> {
+impl<'a> Planned<'a> {
     /// Waits for the plan.
     ///
     /// # Errors
     /// If the map cannot be read.
     #[inline]
-    pub async fn finish(self) -> Result<()> {
+    pub async fn finish(self) -> Result<Plan<'a>> {
         match self {
             Self::Ready(result) => result,
             Self::Pending(future) => future.await,
@@ -54,32 +92,19 @@ pub trait Disk: Send + Sync {
     /// it is now.
     fn geometry(&self) -> Geometry;
 
-    /// Appends to `extents` where the bytes of `range` are: in order, without a gap, and exactly
-    /// `range`.
+    /// Where the bytes of `range` are. `extents` is an empty list that the plan may use.
     ///
     /// # Errors
     /// `Invalid` if `range` is beyond the end; else what kept the map from being read.
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a>;
+    fn plan(&self, range: GuestRange, detail: Detail, extents: Vec<Extent>) -> Planned<'_>;
 
-    /// Reads all of `extent`, which came from [`Disk::plan`] or is a part of one that did, into
+    /// Reads all of `extent`, which is of a plan that is kept, or a part of one that is, into
     /// `buf`, whose length is the extent's. An extent that reads as zero fills `buf` with zeros.
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture;
 
     /// Whether it takes [`Disk::write`], [`Disk::write_zeroes`] and [`Disk::discard`].
     fn is_writable(&self) -> bool {
         false
-    }
-
-    /// Marks a read as under way until what it gives is dropped. Held from before the plan until
-    /// the last I/O is done: meanwhile no space that it may touch is put to another use. Whatever
-    /// changes the disk does so by itself.
-    fn enter(&self) -> InFlight<'_> {
-        InFlight::untracked()
     }
 
     /// Writes all of `buf`, whose length is not zero and a multiple of a sector, at `at`.

@@ -25,7 +25,7 @@ mod redo;
 mod sidecars;
 mod store;
 
-pub use disk::{Detail, Disk, Geometry, Planned, Writing, Zeroes, ready};
+pub use disk::{Detail, Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};

@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::Args;
-use mica_block::{Detail, Disk, Extent, Result, read_extents};
+use mica_block::{Detail, Disk, Extent, Plan, Result, read_extents};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
@@ -109,19 +109,18 @@ async fn compare(
     Ok(Difference::None)
 }
 
-/// The extents of `range`, or `None` if the map says that it reads as zeros.
-async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Vec<Extent>>> {
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
-    let is_zero = extents.iter().all(|extent| extent.kind.reads_as_zero());
-    Ok((!is_zero).then_some(extents))
+/// The plan of `range`, or `None` if the map says that it reads as zeros.
+async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Plan<'_>>> {
+    let plan = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
+    let is_zero = plan.iter().all(|extent| extent.kind.reads_as_zero());
+    Ok((!is_zero).then_some(plan))
 }
 
 /// The bytes of a plan.
-async fn read(disk: &dyn Disk, extents: Option<Vec<Extent>>) -> Result<Option<Buf>> {
-    let Some(extents) = extents else { return Ok(None) };
-    let total = usize::try_from(Extent::total_len(&extents)).expect("a piece");
-    read_extents(disk, &extents, Buf::new(total)).await.map(Some)
+async fn read(disk: &dyn Disk, plan: Option<Plan<'_>>) -> Result<Option<Buf>> {
+    let Some(plan) = plan else { return Ok(None) };
+    let total = usize::try_from(Extent::total_len(&plan)).expect("a piece");
+    read_extents(disk, &plan, Buf::new(total)).await.map(Some)
 }
 
 fn first_difference(ours: Option<&[u8]>, theirs: Option<&[u8]>) -> Option<u64> {

@@ -119,15 +119,13 @@ async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failu
 
 /// The `len` bytes at `at`.
 async fn read_piece(disk: &dyn Disk, at: u64, len: u64) -> Result<Buf, Failure> {
-    let _entered = disk.enter();
     let sectors_start = at - at % SECTOR_BYTES;
     let sectors_end = (at + len).next_multiple_of(SECTOR_BYTES);
     let range = GuestRange::new(GuestOffset::new(sectors_start), sectors_end - sectors_start);
-    let mut extents = Vec::new();
     let range = range.ok_or_else(|| beyond_end(disk))?;
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
-    let total = usize::try_from(Extent::total_len(&extents)).expect("a piece");
-    let mut bytes = read_extents(disk, &extents, Buf::new(total)).await?;
+    let plan = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
+    let total = usize::try_from(Extent::total_len(&plan)).expect("a piece");
+    let mut bytes = read_extents(disk, &plan, Buf::new(total)).await?;
     bytes.advance(usize::try_from(at - sectors_start).expect("less than a sector"));
     bytes.truncate(usize::try_from(len).expect("a piece"));
     Ok(bytes)

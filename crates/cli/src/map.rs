@@ -47,12 +47,11 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
             let count = piece.min(end - at);
             let range = GuestRange::new(GuestOffset::new(at), count);
             let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
-            let mut extents = Vec::new();
-            disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
-            let is_sparse = extents.len() < EXTENTS_MANY;
+            let plan = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
+            let is_sparse = plan.len() < EXTENTS_MANY;
             piece = if is_sparse { (piece * 2).min(PIECE_BYTES_MAX) } else { PIECE_BYTES_MIN };
-            for extent in extents {
-                printer.add(extent)?;
+            for extent in plan.iter() {
+                printer.add(*extent)?;
             }
             at += count;
         }

@@ -2,7 +2,7 @@
 
 use crate::create::{ImagePlan, Preallocation};
 use crate::layout::refcount_area;
-use mica_block::{Detail, Disk, Extent, Result};
+use mica_block::{Detail, Disk, Result};
 use mica_qcow2_format::{BitmapEntry, L1Entry};
 use mica_units::{ClusterBits, GuestOffset, GuestRange};
 
@@ -51,8 +51,7 @@ pub async fn data_bytes(disk: &dyn Disk, bits: ClusterBits) -> Result<u64> {
     while at < len {
         let count = window.min(len - at);
         let range = GuestRange::new(GuestOffset::new(at), count).expect("within the disk");
-        let mut extents: Vec<Extent> = Vec::new();
-        disk.plan(range, Detail::Allocation, &mut extents).finish().await?;
+        let extents = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
         window = match extents.len() < EXTENTS_MANY {
             true => (window * 2).min(WINDOW_BYTES_MAX),
             false => WINDOW_BYTES_MIN,

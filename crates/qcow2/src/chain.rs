@@ -10,14 +10,14 @@ mod push;
 use crate::gate::Gate;
 use crate::header_io::read_header;
 use crate::layer::Layer;
-use crate::map::Map;
+use crate::map::{Map, Rest};
 use crate::open::open_layers;
 use crate::write::Writer;
 use crate::write::pages::Metadata;
 use arc_swap::ArcSwapOption;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, InFlight, IndexProgress, IoFuture,
-    LocalFuture, Planned, Result, Store, Writing, Zeroes,
+    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, IndexProgress, IoFuture, LocalFuture,
+    Plan, Planned, Result, Store, Writing, Zeroes,
 };
 use mica_qcow2_format::Header;
 use mica_rt::Buf;
@@ -183,13 +183,16 @@ impl Disk for Chain {
     }
 
     #[inline]
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
-        self.map.plan(range, detail, extents)
+    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+        let in_flight = self.gate.enter();
+        match self.map.plan_now(range, detail, &mut extents) {
+            Ok(()) => Planned::Ready(Ok(Plan::new(extents, in_flight))),
+            Err(Rest::Impossible(error)) => Planned::Ready(Err(error)),
+            Err(Rest::From(done)) => Planned::Pending(Box::pin(async move {
+                self.map.plan_rest(range, detail, done, &mut extents).await?;
+                Ok(Plan::new(extents, in_flight))
+            })),
+        }
     }
 
     #[inline]
@@ -199,11 +202,6 @@ impl Disk for Chain {
 
     fn is_writable(&self) -> bool {
         self.writer.load().is_some()
-    }
-
-    #[inline]
-    fn enter(&self) -> InFlight<'_> {
-        self.gate.enter()
     }
 
     #[inline]

@@ -16,13 +16,8 @@ const STEPS_PER_FILE_RUN: u64 = 16;
 const LAYERS_PER_STEP: u64 = 8;
 
 impl Map {
-    /// Adds the detail to the extents from `from` on.
-    pub(crate) async fn add_detail(
-        &self,
-        detail: Detail,
-        extents: &mut Vec<Extent>,
-        from: usize,
-    ) -> Result<()> {
+    /// Adds the detail to the extents.
+    pub(crate) async fn add_detail(&self, detail: Detail, extents: &mut Vec<Extent>) -> Result<()> {
         if detail == Detail::Read {
             return Ok(());
         }
@@ -31,7 +26,7 @@ impl Map {
         // What an extent takes at most, where every layer is asked.
         let layers = self.layers();
         let of_layers = layers.all().len() as u64 / LAYERS_PER_STEP;
-        let planned = extents.split_off(from);
+        let planned = std::mem::take(extents);
         for extent in planned {
             pace.steps(1).await;
             let layer = layers.get(extent.layer);

@@ -11,7 +11,7 @@ use crate::layer::Layer;
 use crate::layers::Layers;
 use arc_swap::ArcSwap;
 use mica_block::{
-    Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Planned, Result,
+    Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result,
 };
 use mica_rt::sync::Notify;
 use mica_rt::{Buf, Pace};
@@ -34,6 +34,14 @@ pub(crate) struct Map {
     pub(crate) index: Index,
     pub(crate) index_call: Notify,
     pub(crate) decoded: Arc<DecodedClusters>,
+}
+
+/// What planning from memory leaves.
+pub(crate) enum Rest {
+    /// Nothing: the range cannot be planned.
+    Impossible(Error),
+    /// All from this byte of the range on.
+    From(u64),
 }
 
 impl Map {
@@ -100,24 +108,35 @@ impl Map {
         self.index.cache.outdate_loading();
     }
 
-    /// As [`Disk::plan`](mica_block::Disk::plan).
+    /// Plans `range` from what is in memory, if that is enough; what is left to be done if not.
+    /// `extents` is empty.
     #[inline]
-    pub(crate) fn plan<'a>(
-        &'a self,
+    pub(crate) fn plan_now(
+        &self,
         range: GuestRange,
         detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
-        if let Err(error) = self.check_range(range) {
-            return Planned::Ready(Err(error));
-        }
-        let from = extents.len();
-        // Who wants detail may ask for very much at once, and waits for it.
+        extents: &mut Vec<Extent>,
+    ) -> std::result::Result<(), Rest> {
+        self.check_range(range).map_err(Rest::Impossible)?;
+        // Whoever wants detail may ask for very much at once, and waits for it.
         let done = if detail == Detail::Read { self.plan_cached(range, extents) } else { 0 };
-        if done == range.len() && detail == Detail::Read {
-            return Planned::Ready(Ok(()));
+        match done == range.len() && detail == Detail::Read {
+            true => Ok(()),
+            false => Err(Rest::From(done)),
         }
-        Planned::Pending(Box::pin(self.plan_rest(range, detail, done, (extents, from))))
+    }
+
+    /// The extents of `range`, to be read.
+    pub(crate) async fn plan(&self, range: GuestRange) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        match self.plan_now(range, Detail::Read, &mut extents) {
+            Ok(()) => {}
+            Err(Rest::Impossible(error)) => return Err(error),
+            Err(Rest::From(done)) => {
+                self.plan_rest(range, Detail::Read, done, &mut extents).await?;
+            }
+        }
+        Ok(extents)
     }
 
     /// Plans from cached slices; how much of `range` was planned before one was missing.
@@ -136,12 +155,13 @@ impl Map {
         done
     }
 
-    async fn plan_rest(
+    /// Plans `range` from byte `done` on.
+    pub(crate) async fn plan_rest(
         &self,
         range: GuestRange,
         detail: Detail,
         mut done: u64,
-        (extents, from): (&mut Vec<Extent>, usize),
+        extents: &mut Vec<Extent>,
     ) -> Result<()> {
         let mut pace = Pace::new(EXTENTS_PER_TURN);
         while done < range.len() {
@@ -167,7 +187,7 @@ impl Map {
             slice.append_extents(base, at, in_slice, extents);
             done += in_slice;
         }
-        self.add_detail(detail, extents, from).await
+        self.add_detail(detail, extents).await
     }
 
     /// As [`Disk::read`](mica_block::Disk::read).

@@ -93,10 +93,8 @@ async fn write_parts(disk: &dyn Disk, range: GuestRange, bytes: &[u8]) -> Result
 }
 
 async fn read_sector(disk: &dyn Disk, at: u64) -> Result<Buf> {
-    let _in_flight = disk.enter();
     let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
+    let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     read_extents(disk, &extents, Buf::new(SECTOR)).await
 }

@@ -235,7 +235,6 @@ impl Guest {
     /// If they show what they must not.
     pub async fn read(&self, first: u64, count: u64) {
         let (ticket, range) = self.begin(Request::Read, first, count);
-        let _request = self.disk.enter();
         let result = read(&*self.disk, range).await;
         if self.power_is_gone() {
             return;
@@ -353,8 +352,7 @@ fn range_of(first: u64, count: u64) -> GuestRange {
 /// # Panics
 /// If the plan is none of `range`.
 pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
-    let mut extents = Vec::new();
-    disk.plan(range, Detail::Read, &mut extents).finish().await?;
+    let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     // Whatever is not filled must not look right.
     let poisoned = vec![0xdd; usize::try_from(range.len()).expect("a small disk")];

@@ -316,9 +316,10 @@ async fn plan(
     extents: &mut Vec<Extent>,
 ) -> bool {
     let range = GuestRange::new(GuestOffset::new(start), len).expect("a range of the disk");
-    if chain.plan(range, detail, extents).finish().await.is_err() {
-        extents.clear();
-        return false;
+    extents.clear();
+    match chain.plan(range, detail, std::mem::take(extents)).finish().await {
+        Ok(plan) => (*extents, _) = plan.into_parts(),
+        Err(_) => return false,
     }
     let mut at = range.start();
     for extent in extents.iter() {

@@ -4,7 +4,7 @@
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Planned, Result, WriteStats, Writing, Zeroes, ready,
+    ManageIndex, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
@@ -48,12 +48,7 @@ impl Disk for NullDisk {
         self.geometry
     }
 
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
+    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
         if let Err(error) = check_range(range, self.geometry) {
             return Planned::Ready(Err(error));
         }
@@ -65,7 +60,7 @@ impl Disk for NullDisk {
         if !range.is_empty() {
             extents.push(Extent::unplaced(range, kind));
         }
-        Planned::Ready(Ok(()))
+        Planned::Ready(Ok(Plan::untracked(extents)))
     }
 
     fn read(&self, _extent: &Extent, mut buf: Buf) -> IoFuture {

@@ -9,8 +9,8 @@
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
-    LocalFuture, Manage, ManageIndex, MapStats, Planned, Result, RunKind, Space, Store, WriteStats,
-    Writing, Zeroes, check_longer,
+    LocalFuture, Manage, ManageIndex, MapStats, Plan, Planned, Result, RunKind, Space, Store,
+    WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -159,12 +159,7 @@ impl Disk for RawDisk {
         Geometry { len: self.len.load(Ordering::Acquire), preferred_bytes: PREFERRED_BYTES }
     }
 
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
+    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
         if let Err(error) = check_range(range, self.geometry()) {
             return Planned::Ready(Err(error));
         }
@@ -172,11 +167,14 @@ impl Disk for RawDisk {
             Detail::Read => {
                 if !range.is_empty() {
                     let all = extent_at(range.start(), range.len(), ExtentKind::Data);
-                    Extent::push_joined(extents, all);
+                    Extent::push_joined(&mut extents, all);
                 }
-                Planned::Ready(Ok(()))
+                Planned::Ready(Ok(Plan::untracked(extents)))
             }
-            Detail::Allocation => Planned::Pending(Box::pin(self.plan_runs(range, extents))),
+            Detail::Allocation => Planned::Pending(Box::pin(async move {
+                self.plan_runs(range, &mut extents).await?;
+                Ok(Plan::untracked(extents))
+            })),
         }
     }
 

@@ -188,7 +188,6 @@ async fn read_backing(disk: &dyn Disk, piece: &Piece, len: usize) -> Result<Buf>
 }
 
 async fn read(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {
-    let _entered = disk.enter();
     let total = usize::try_from(Extent::total_len(extents)).expect("a piece");
     read_extents(disk, extents, Buf::new(total)).await
 }

@@ -2,7 +2,7 @@
 
 use super::Map;
 use crate::layer::Layer;
-use mica_block::{Detail, Extent, ExtentKind, Result, read_extents_by};
+use mica_block::{Extent, ExtentKind, Result, read_extents_by};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
@@ -62,9 +62,7 @@ impl Map {
     /// Where the bytes from `start` on are.
     pub(crate) async fn extents_at(&self, start: GuestOffset, len: u64) -> Result<Vec<Extent>> {
         let range = GuestRange::new(start, len).expect("a part of the disk");
-        let mut extents = Vec::new();
-        self.plan(range, Detail::Read, &mut extents).finish().await?;
-        Ok(extents)
+        self.plan(range).await
     }
 
     /// Reads `extents`, which follow one another.

@@ -20,7 +20,7 @@ use super::header::HeaderChange;
 use super::pages::Metadata;
 use crate::header_io::read_header;
 use crate::redo::Stage;
-use mica_block::{Detail, Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all};
+use mica_block::{Error, ErrorKind, Result, Zeroes, check_longer, read_exact, write_all};
 use mica_qcow2_format::{Header, L1Entry, Version};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -108,8 +108,7 @@ impl Writer {
             let stop = (at / WINDOW_BYTES + 1).saturating_mul(WINDOW_BYTES).min(new);
             let window = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
             let window = window.expect("it goes on");
-            let mut extents = Vec::new();
-            self.map.plan(window, Detail::Read, &mut extents).finish().await?;
+            let extents = self.map.plan(window).await?;
             let mut done = at;
             for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
                 // In whole clusters, as these are zeros by their entry; what is around is zeros.

@@ -5,7 +5,7 @@ use super::allocate::Reserved;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::link::{Change, Drops, Entry};
-use mica_block::{Detail, Error, ErrorKind, Extent, Result};
+use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
@@ -206,7 +206,7 @@ impl Writer {
         let start = GuestOffset::new(first.entry.cluster << bits);
         let end = ((last.entry.cluster + 1) << bits).min(disk_len);
         if let Some(range) = GuestRange::between(start, GuestOffset::new(end)) {
-            self.map.plan(range, Detail::Read, &mut extents).finish().await?;
+            extents = self.map.plan(range).await?;
         }
         Ok(extents)
     }

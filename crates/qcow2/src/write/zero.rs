@@ -2,7 +2,7 @@
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
-use mica_block::{Detail, Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
+use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -124,9 +124,7 @@ impl Writer {
     }
 
     async fn extents_of(&self, range: GuestRange) -> Result<Vec<Extent>> {
-        let mut extents = Vec::new();
-        self.map.plan(range, Detail::Read, &mut extents).finish().await?;
-        Ok(extents)
+        self.map.plan(range).await
     }
 
     /// Writes zeros where something else shows.

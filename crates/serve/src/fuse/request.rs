@@ -109,9 +109,7 @@ impl Task {
         let began = now();
         let Some(range) = self.cut(at, len.into()) else { return Ok(Buf::new(0)) };
         let disk = self.disk();
-        let _in_flight = disk.enter();
-        let mut extents = Vec::new();
-        disk.plan(range, Detail::Read, &mut extents).finish().await?;
+        let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
         let whole = vec![Buf::new(usize::try_from(range.len()).expect("a request's length"))];
         let mut parts = read_parts(disk, &extents, whole).await?.into_iter();
         let mut read = parts.next().ok_or_else(too_short)?;
@@ -224,9 +222,9 @@ impl Task {
                 return Err(Failure::Refused(Errno::ESHUTDOWN));
             }
             extents.clear();
-            let in_flight = self.disk().enter();
-            self.disk().plan(window, Detail::Allocation, &mut extents).finish().await?;
-            drop(in_flight);
+            let list = std::mem::take(&mut extents);
+            let plan = self.disk().plan(window, Detail::Allocation, list).finish().await?;
+            (extents, _) = plan.into_parts();
             let is_it = |extent: &&Extent| extent.kind.reads_as_zero() == (what == Seek::Hole);
             if let Some(found) = extents.iter().find(is_it) {
                 return offset_of(found.start.bytes());

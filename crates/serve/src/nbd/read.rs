@@ -12,7 +12,7 @@ use super::reply::{Content, Outgoing, ReplyStyle};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
 use crate::nbd::protocol::Done;
-use mica_block::{Detail, Disk, Extent, InFlight, IoFuture, Result, windows};
+use mica_block::{Detail, Disk, Extent, IoFuture, Plan, Result, windows};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::{Future, poll_fn};
@@ -35,12 +35,6 @@ pub(super) struct Read {
     pub(super) fragments: Fragments,
 }
 
-/// The plan of a read, and what keeps it true.
-pub(super) struct Planned<'a> {
-    pub(super) extents: Vec<Extent>,
-    pub(super) in_flight: InFlight<'a>,
-}
-
 /// How the reply is put together.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Assembly {
@@ -58,7 +52,7 @@ enum Assembly {
 pub(super) async fn read_long<'a>(
     shared: Rc<Shared<'a>>,
     read: Read,
-    mut plan: Option<Planned<'a>>,
+    mut plan: Option<Plan<'a>>,
     mut charge: Charge<'a>,
 ) -> std::result::Result<Outcome, Failure> {
     let Read { cookie, range, fragments } = read;
@@ -120,20 +114,17 @@ pub(super) async fn read_long<'a>(
 async fn read_window<'a>(
     disk: &'a dyn Disk,
     range: GuestRange,
-    plan: Option<Planned<'a>>,
+    plan: Option<Plan<'a>>,
 ) -> std::result::Result<Vec<Content>, Failure> {
-    let Planned { extents, in_flight: _in_flight } = match plan {
+    let plan = match plan {
         Some(plan) => plan,
         None => {
-            let in_flight = disk.enter();
-            let mut extents = Vec::new();
-            let planned = disk.plan(range, Detail::Read, &mut extents).finish().await;
-            planned.map_err(|error| Failure::at(error, range.start()))?;
-            Planned { extents, in_flight }
+            let planned = disk.plan(range, Detail::Read, Vec::new()).finish().await;
+            planned.map_err(|error| Failure::at(error, range.start()))?
         }
     };
-    assert!(Extent::covers(&extents, range), "a plan covers what was asked");
-    let (mut contents, parts) = lay_out(&extents);
+    assert!(Extent::covers(&plan, range), "a plan covers what was asked");
+    let (mut contents, parts) = lay_out(&plan);
     read_parts(disk, parts, &mut contents).await?;
     Ok(contents)
 }

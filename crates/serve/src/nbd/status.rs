@@ -29,11 +29,9 @@ pub(super) async fn block_status<'a>(
     let mut extents = Vec::new();
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
         extents.clear();
-        let in_flight = shared.disk.enter();
-        let planned = shared.disk.plan(window, Detail::Allocation, &mut extents).finish().await;
-        drop(in_flight);
-        match planned {
-            Ok(()) => {}
+        let list = std::mem::take(&mut extents);
+        match shared.disk.plan(window, Detail::Allocation, list).finish().await {
+            Ok(plan) => (extents, _) = plan.into_parts(),
             // What is known already is an answer; the client asks again for the rest.
             Err(_) if window.start() > range.start() => break,
             Err(error) => return Err(Failure::at(error, window.start())),

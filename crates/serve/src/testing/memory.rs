@@ -2,7 +2,7 @@
 
 use super::gauge::{Gauge, Held};
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, InFlight, IoFuture, LocalFuture,
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan,
     Planned, Requests, Result, Writing, Zeroes, ready,
 };
 use mica_rt::{BUF_ALIGN, Buf, simulate, sleep};
@@ -124,19 +124,13 @@ impl Disk for MemoryDisk {
         Geometry { len: self.len, preferred_bytes: 4096 }
     }
 
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        _detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
-        assert!(!self.is_quiet(), "the read is not entered");
+    fn plan(&self, range: GuestRange, _detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
         extents.push(Extent::unplaced(range, ExtentKind::Data));
-        Planned::Ready(Ok(()))
+        Planned::Ready(Ok(Plan::new(extents, self.requests.enter())))
     }
 
     fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {
-        assert!(!self.is_quiet(), "the read is not entered");
+        assert!(!self.is_quiet(), "the plan is gone");
         let start = usize::try_from(extent.start.bytes()).expect("small");
         let kept = lock(&self.state.bytes);
         let end = start + buf.len();
@@ -146,10 +140,6 @@ impl Disk for MemoryDisk {
 
     fn is_writable(&self) -> bool {
         true
-    }
-
-    fn enter(&self) -> InFlight<'_> {
-        self.requests.enter()
     }
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {

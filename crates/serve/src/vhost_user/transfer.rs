@@ -69,9 +69,7 @@ pub(super) async fn read(
         if range.start() > first {
             yield_now().await;
         }
-        let _in_flight = disk.enter();
-        let mut extents = Vec::new();
-        disk.plan(range, Detail::Read, &mut extents).finish().await?;
+        let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
         let mut bufs = bufs_of(memory, &pieces)?;
         if is_direct(&pieces) {
             read_parts(disk, &extents, bufs).await?;

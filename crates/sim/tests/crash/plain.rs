@@ -175,7 +175,6 @@ pub(crate) async fn write(chain: &Chain, at: u64, byte: u8, len: usize) -> Resul
 
 /// Reads `len` bytes at `at`.
 pub(crate) async fn read(chain: &Chain, at: u64, len: u64) -> Result<Vec<u8>> {
-    let _request = chain.enter();
     mica_sim::read(chain, range(at, len)).await
 }
 

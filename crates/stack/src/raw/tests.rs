@@ -16,11 +16,9 @@ fn raw(bytes: Vec<u8>) -> RawDisk {
 }
 
 fn plan(disk: &dyn Disk, range: GuestRange, detail: Detail) -> Result<Vec<Extent>> {
-    let mut extents = Vec::new();
-    let planned = disk.plan(range, detail, &mut extents);
+    let planned = disk.plan(range, detail, Vec::new());
     let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
-    executor.block_on(planned.finish())?;
-    Ok(extents)
+    Ok(executor.block_on(planned.finish())?.into_parts().0)
 }
 
 fn read(disk: &dyn Disk, range: GuestRange) -> Vec<u8> {

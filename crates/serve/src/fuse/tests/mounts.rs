@@ -139,7 +139,7 @@ impl Disk for StuckDisk {
         Geometry { len: LEN, preferred_bytes: 512 }
     }
 
-    fn plan<'a>(&'a self, _: GuestRange, _: Detail, _: &'a mut Vec<Extent>) -> Planned<'a> {
+    fn plan(&self, _: GuestRange, _: Detail, _: Vec<Extent>) -> Planned<'_> {
         Planned::Pending(Box::pin(std::future::pending()))
     }
 

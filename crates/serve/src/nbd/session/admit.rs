@@ -6,7 +6,7 @@ use super::super::limits::{
     FAILURES_LOGGED_MAX, PIECE_BYTES, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES,
 };
 use super::super::protocol::{ErrorCode, command};
-use super::super::read::{Planned as ReadPlan, Read, read_long};
+use super::super::read::{Read, read_long};
 use super::super::shared::{Charge, Failure};
 use super::super::status::block_status;
 use super::super::write::{
@@ -171,25 +171,22 @@ impl<'a> Session<'a> {
         let disk = self.shared.disk;
         let mut plan = None;
         if read.range.len() <= WINDOW_BYTES {
-            let in_flight = disk.enter();
             self.extents.clear();
-            let planned = match disk.plan(read.range, Detail::Read, &mut self.extents) {
-                Planned::Ready(result) => Some(result),
-                // The map has to be read first: planned again by the long way.
-                Planned::Pending(_) => None,
-            };
-            match (planned, &self.extents[..]) {
-                (Some(Ok(())), &[extent]) => {
-                    return self.read_one(read, &extent, charge, in_flight);
-                }
-                (Some(Ok(())), _) => {
-                    let extents = std::mem::take(&mut self.extents);
-                    plan = Some(ReadPlan { extents, in_flight });
-                }
-                (Some(Err(error)), _) => {
+            let list = std::mem::take(&mut self.extents);
+            match disk.plan(read.range, Detail::Read, list) {
+                Planned::Ready(Ok(planned)) => match *planned {
+                    [extent] => {
+                        let (list, in_flight) = planned.into_parts();
+                        self.extents = list;
+                        return self.read_one(read, &extent, charge, in_flight);
+                    }
+                    _ => plan = Some(planned),
+                },
+                Planned::Ready(Err(error)) => {
                     return self.fail(read.cookie, Failure::at(error, read.range.start()));
                 }
-                (None, _) => {}
+                // The map has to be read first: planned again by the long way.
+                Planned::Pending(_) => {}
             }
         }
         let future = read_long(Rc::clone(&self.shared), read, plan, charge);

@@ -1,7 +1,9 @@
 //! Disks that are only read: one whose every byte is known, one that cannot plan.
 
 use crate::testing::gauge::{Gauge, Held};
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Planned};
+use mica_block::{
+    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned,
+};
 use mica_rt::{Buf, simulate, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::io;
@@ -97,23 +99,18 @@ impl Disk for PatternDisk {
         Geometry { len: self.len, preferred_bytes: 65536 }
     }
 
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        _detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
+    fn plan(&self, range: GuestRange, _detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
         assert!(range.end().bytes() <= self.len, "the server checks the range");
         // Every third place waits, so that both ways are used.
         if self.slow_plans && (range.start().bytes() / RUN_BYTES).is_multiple_of(3) {
             return Planned::Pending(Box::pin(async move {
                 yield_now().await;
-                self.extents_of(range, extents);
-                Ok(())
+                self.extents_of(range, &mut extents);
+                Ok(Plan::untracked(extents))
             }));
         }
-        self.extents_of(range, extents);
-        Planned::Ready(Ok(()))
+        self.extents_of(range, &mut extents);
+        Planned::Ready(Ok(Plan::untracked(extents)))
     }
 
     fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {
@@ -151,7 +148,7 @@ impl Disk for BrokenDisk {
         Geometry { len: 1 << 20, preferred_bytes: 512 }
     }
 
-    fn plan<'a>(&'a self, _: GuestRange, _: Detail, _: &'a mut Vec<Extent>) -> Planned<'a> {
+    fn plan(&self, _: GuestRange, _: Detail, _: Vec<Extent>) -> Planned<'_> {
         Planned::Ready(Err(Error::new(ErrorKind::Corrupt, "the map is nonsense")))
     }
 

@@ -169,19 +169,20 @@ impl<'a> Running<'a> {
         (memory, pieces): (&Arc<Memory>, &[Piece]),
         window_bytes: u64,
     ) -> Work<'a> {
-        let in_flight = self.disk.enter();
         if let [piece] = pieces
             && range.len() <= DIRECT_BYTES_MAX
             && let Some(buf) = memory.buf(*piece)
         {
             self.extents.clear();
-            let is_planned = {
-                let plan = self.disk.plan(range, Detail::Read, &mut self.extents);
-                matches!(plan, Planned::Ready(Ok(())))
-            };
-            if is_planned && let [extent] = self.extents[..] {
-                let io = self.disk.read(&extent, buf);
-                return Work::Read { io, _in_flight: in_flight };
+            let list = std::mem::take(&mut self.extents);
+            if let Planned::Ready(Ok(plan)) = self.disk.plan(range, Detail::Read, list) {
+                let io =
+                    if let [extent] = &*plan { Some(self.disk.read(extent, buf)) } else { None };
+                let (list, in_flight) = plan.into_parts();
+                self.extents = list;
+                if let Some(io) = io {
+                    return Work::Read { io, _in_flight: in_flight };
+                }
             }
         }
         let (disk, memory, pieces) = (self.disk, Arc::clone(memory), pieces.to_vec());

@@ -2,8 +2,8 @@
 
 use crate::testing::memory::MemoryDisk;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, InFlight, IoFuture, LocalFuture, Planned,
-    Result, Writing, Zeroes, ready,
+    Detail, Disk, Error, ErrorKind, Extent, Geometry, IoFuture, LocalFuture, Planned, Result,
+    Writing, Zeroes, ready,
 };
 use mica_rt::{Buf, sleep};
 use mica_units::{GuestOffset, GuestRange};
@@ -96,12 +96,7 @@ impl Disk for TestDisk {
         Geometry { len: self.len.load(Ordering::Acquire), ..self.memory.geometry() }
     }
 
-    fn plan<'a>(
-        &'a self,
-        range: GuestRange,
-        detail: Detail,
-        extents: &'a mut Vec<Extent>,
-    ) -> Planned<'a> {
+    fn plan(&self, range: GuestRange, detail: Detail, extents: Vec<Extent>) -> Planned<'_> {
         self.memory.plan(range, detail, extents)
     }
 
@@ -124,10 +119,6 @@ impl Disk for TestDisk {
 
     fn is_writable(&self) -> bool {
         self.is_writable
-    }
-
-    fn enter(&self) -> InFlight<'_> {
-        self.memory.enter()
     }
 
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {

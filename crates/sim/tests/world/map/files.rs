@@ -62,8 +62,7 @@ impl Layers {
 
     async fn read(&self, cluster: u64) -> Result<u8> {
         let range = GuestRange::new(GuestOffset::new(cluster * CLUSTER), 512).unwrap();
-        let mut extents = Vec::new();
-        self.chain.plan(range, Detail::Read, &mut extents).finish().await?;
+        let extents = self.chain.plan(range, Detail::Read, Vec::new()).finish().await?;
         let (result, buf) = self.chain.read(&extents[0], Buf::new(512)).await;
         result.map(|()| buf[0])
     }

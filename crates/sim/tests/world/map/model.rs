@@ -152,14 +152,10 @@ fn agrees(extent: &Extent, at: u64, found: Found) -> bool {
 pub(crate) async fn compare(chain: &Chain, layers: &[ModelLayer]) {
     let len = chain.geometry().len;
     assert_eq!(len, layers.last().unwrap().len);
-    let mut extents = Vec::new();
-    chain
-        .plan(GuestRange::new(GuestOffset::ZERO, len).unwrap(), Detail::Read, &mut extents)
-        .finish()
-        .await
-        .unwrap();
+    let whole = GuestRange::new(GuestOffset::ZERO, len).unwrap();
+    let extents = chain.plan(whole, Detail::Read, Vec::new()).finish().await.unwrap();
     let mut at = 0;
-    for extent in &extents {
+    for extent in extents.iter() {
         assert_eq!(extent.start.bytes(), at);
         for sector in (at..at + extent.len).step_by(SECTOR as usize) {
             let found = walk(layers, sector);
@@ -168,7 +164,7 @@ pub(crate) async fn compare(chain: &Chain, layers: &[ModelLayer]) {
         at += extent.len;
     }
     assert_eq!(at, len);
-    for extent in &extents {
+    for extent in extents.iter() {
         read_some(chain, layers, extent).await;
     }
 }

@@ -58,9 +58,8 @@ impl Place {
 
     fn shown(&self, disk: &dyn Disk) -> u8 {
         let range = GuestRange::new(GuestOffset::new(CLUSTER), 512).unwrap();
-        let mut extents = Vec::new();
         self.executor.block_on(async {
-            disk.plan(range, Detail::Read, &mut extents).finish().await.unwrap();
+            let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await.unwrap();
             let (read, buf) = disk.read(&extents[0], Buf::new(512)).await;
             read.unwrap();
             buf[0]
