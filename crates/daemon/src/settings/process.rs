@@ -97,3 +97,24 @@ impl IoSettings {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_takes_precedence_over_the_configuration() {
+        let command_line = ProcessSettings { queues: Some(2), ..ProcessSettings::default() };
+        let file = ProcessSettings {
+            queues: Some(3),
+            control: Some("/file".into()),
+            metrics_public: true,
+            sandbox: Some(SandboxMode::Off),
+            ..ProcessSettings::default()
+        };
+        let both = command_line.or(file);
+        assert_eq!((both.queues, both.sandbox()), (Some(2), SandboxMode::Off));
+        assert_eq!(both.control.as_deref(), Some(Path::new("/file")));
+        assert!(both.metrics_public && both.metrics.is_none());
+    }
+}
