@@ -7,6 +7,7 @@ use mica_block::{
     Run, RunKind, Sidecars, Space, Store, StoreIdentity, Witness,
 };
 use mica_qcow2::{Chain, ChainOptions};
+use mica_qcow2_tools::recover::repair_for_opening;
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random};
 use mica_sim::{Loss, World, scenario};
@@ -187,7 +188,11 @@ impl Subject for EncryptedSubject {
             let images =
                 Arc::new(EncryptedImages { plain: Arc::new(world.clone()), word: self.word });
             let writable = mode == Mode::Write;
-            let options = ChainOptions { writable, ..ChainOptions::default() };
+            let options = ChainOptions {
+                writable,
+                repair: Some(repair_for_opening),
+                ..ChainOptions::default()
+            };
             Ok(Arc::new(Chain::open(images, &self.plain.shape.top, &options).await?) as _)
         })
     }
