@@ -6,7 +6,7 @@
 
 use super::Writer;
 use super::gather::Guest;
-use super::request::ClusterPlan;
+use super::plan::ClusterPlan;
 use mica_block::{Extent, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};

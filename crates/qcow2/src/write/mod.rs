@@ -31,6 +31,7 @@ mod logged;
 pub(crate) mod offline;
 pub(crate) mod overlay;
 pub(crate) mod pages;
+mod plan;
 mod request;
 mod zero;
 

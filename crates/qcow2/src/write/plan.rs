@@ -1,0 +1,215 @@
+//! What becomes of the clusters that a request touches: where each one's data goes, and what its
+//! entry says then.
+
+use super::Writer;
+use super::allocate::Reserved;
+use super::link::{Change, Drops, Entry};
+use mica_block::{Extent, Result};
+use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry, SUBCLUSTER_COUNT};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
+
+/// What becomes of one cluster.
+pub(super) struct ClusterPlan {
+    pub(super) entry: Entry,
+    /// Where its data is written: a place that nothing else names.
+    pub(super) host: HostOffset,
+    pub(super) blank: bool,
+    group: u64,
+    /// Units (subclusters, or the cluster) that the host place holds already.
+    pub(super) owned: u32,
+    /// Units that are written whole: by the guest, or filled with what shows there now.
+    pub(super) must: u32,
+    zero: u32,
+    freed: Vec<u64>,
+}
+
+/// What is known of a cluster before it has a place.
+struct Before {
+    host: Option<HostOffset>,
+    owned: u32,
+    zero: u32,
+    /// Units that move to the new place.
+    moved: u32,
+    freed: Vec<u64>,
+}
+
+/// Reservations that go back unless they were linked.
+pub(super) struct Reservations<'a> {
+    writer: &'a Writer,
+    reserved: Vec<Reserved>,
+}
+
+impl<'a> Reservations<'a> {
+    pub(super) fn new(writer: &'a Writer) -> Self {
+        Self { writer, reserved: Vec::new() }
+    }
+
+    /// They do not go back.
+    pub(super) fn keep(&mut self) {
+        self.reserved.clear();
+    }
+}
+
+impl Drop for Reservations<'_> {
+    fn drop(&mut self) {
+        for reserved in self.reserved.drain(..) {
+            self.writer.space.give_back(reserved);
+        }
+    }
+}
+
+impl Writer {
+    /// Units of a cluster: its subclusters, or itself.
+    pub(super) fn units(&self) -> u32 {
+        if self.l2.extended { SUBCLUSTER_COUNT } else { 1 }
+    }
+
+    pub(super) fn all_units(&self) -> u32 {
+        u32::MAX >> (32 - self.units())
+    }
+
+    /// The units of guest cluster `cluster` that `range` touches.
+    pub(super) fn touched(&self, cluster: u64, range: GuestRange) -> u32 {
+        let start = cluster << self.l2.cluster_bits.bits();
+        let whole = GuestRange::new(GuestOffset::new(start), self.l2.cluster_bits.bytes());
+        let Some(part) = whole.and_then(|whole| whole.intersect(range)) else { return 0 };
+        let unit_bits = self.l2.subcluster_bits();
+        let first = (part.start().bytes() - start) >> unit_bits;
+        let last = (part.end().bytes() - 1 - start) >> unit_bits;
+        let mask = |end: u64| u32::try_from((1_u64 << end) - 1).expect("32 units at most");
+        mask(last + 1) & !mask(first)
+    }
+
+    fn touched_by(&self, cluster: u64, ranges: &[GuestRange]) -> u32 {
+        ranges.iter().fold(0, |units, range| units | self.touched(cluster, *range))
+    }
+
+    /// Decides where each cluster's data goes, and reserves what is missing: one run for the whole
+    /// request where there is one.
+    pub(super) async fn place(
+        &self,
+        ranges: &[GuestRange],
+        entries: Vec<Entry>,
+        plans: &mut Vec<ClusterPlan>,
+        reservations: &mut Reservations<'_>,
+    ) -> Result<()> {
+        let mut wanting = Vec::new();
+        for entry in entries {
+            let before = self.before(&entry)?;
+            let host = before.host.unwrap_or(HostOffset::ZERO);
+            let touched = self.touched_by(entry.cluster, ranges);
+            if before.host.is_none() {
+                wanting.push(plans.len());
+            }
+            plans.push(ClusterPlan {
+                entry,
+                host,
+                blank: false,
+                group: 0,
+                owned: before.owned,
+                must: touched & !before.owned | before.moved,
+                zero: before.zero,
+                freed: before.freed,
+            });
+        }
+        let mut wanting = &wanting[..];
+        while !wanting.is_empty() {
+            let reserved = self.space.reserve(wanting.len() as u64).await?;
+            reservations.reserved.push(reserved);
+            let taken = usize::try_from(reserved.count).expect("as many as wanted");
+            let (now, rest) = wanting.split_at(taken);
+            for (index, cluster) in now.iter().zip(reserved.first..) {
+                let host = HostOffset::new(cluster << self.l2.cluster_bits.bits());
+                self.metadata.ranges.check(host, self.l2.cluster_bits.bytes())?;
+                let plan = &mut plans[*index];
+                (plan.host, plan.blank, plan.group) = (host, reserved.blank, reserved.group);
+            }
+            wanting = rest;
+        }
+        Ok(())
+    }
+
+    /// What the entry says for a write.
+    fn before(&self, entry: &Entry) -> Result<Before> {
+        let bits = self.l2.cluster_bits;
+        let guest = GuestOffset::new(entry.cluster << bits.bits());
+        let all = self.all_units();
+        let says = self.l2.interpret_at(entry.raw, guest)?;
+        if self.l2.data_file {
+            let (owned, zero) = match says {
+                L2Entry::Data(_) => (all, 0),
+                L2Entry::Subclusters { allocated, zero, .. } => (allocated, zero),
+                L2Entry::Zero | L2Entry::ZeroAllocated(_) => (0, all),
+                L2Entry::Unallocated | L2Entry::Compressed(_) => (0, 0),
+            };
+            let host = Some(HostOffset::new(guest.bytes()));
+            return Ok(Before { host, owned, zero, moved: 0, freed: Vec::new() });
+        }
+        let (host, owned, zero) = match says {
+            L2Entry::Unallocated => (None, 0, 0),
+            L2Entry::Zero => (None, 0, all),
+            L2Entry::ZeroAllocated(host) => (Some(host), 0, all),
+            L2Entry::Data(host) => (Some(host), all, 0),
+            L2Entry::Subclusters { host, allocated, zero } => (host, allocated, zero),
+            L2Entry::Compressed(compressed) => {
+                let freed = self.compressed_clusters(&compressed)?;
+                return Ok(Before { host: None, owned: 0, zero: 0, moved: all, freed });
+            }
+        };
+        if let Some(host) = host {
+            self.metadata.ranges.check(host, bits.bytes())?;
+        }
+        match host {
+            Some(host) if !entry.raw.copied() => {
+                let freed = vec![host.bytes() >> bits.bits()];
+                Ok(Before { host: None, owned: 0, zero, moved: owned, freed })
+            }
+            host => Ok(Before { host, owned, zero, moved: 0, freed: Vec::new() }),
+        }
+    }
+
+    /// The host clusters that a compressed cluster touches.
+    pub(super) fn compressed_clusters(&self, compressed: &CompressedCluster) -> Result<Vec<u64>> {
+        let bits = self.l2.cluster_bits.bits();
+        let start = compressed.host.bytes();
+        let clusters = start >> bits..=(start + compressed.len_max.max(1) - 1) >> bits;
+        for cluster in clusters.clone() {
+            self.metadata.ranges.check(HostOffset::new(cluster << bits), 1 << bits)?;
+        }
+        Ok(clusters.collect())
+    }
+
+    /// The change that links what was written; none where the entry says it already.
+    pub(super) fn change_of(
+        &self,
+        ranges: &[GuestRange],
+        plan: ClusterPlan,
+        visible: &[Extent],
+    ) -> Option<Change> {
+        let ClusterPlan { entry, host, blank, group, owned, must, zero, freed } = plan;
+        let changed = must | self.touched_by(entry.cluster, ranges);
+        let held = owned | changed;
+        let zero = zero & !held;
+        let says = if held == self.all_units() {
+            L2Entry::Data(host)
+        } else {
+            L2Entry::Subclusters { host: Some(host), allocated: held, zero }
+        };
+        let new: RawL2Entry = self.l2.encode(says, true);
+        if new == entry.raw {
+            return None;
+        }
+        let after_data = !blank || !self.units_show_zeros(entry.cluster, must, visible);
+        let units = changed.trailing_zeros()..u32::BITS - changed.leading_zeros();
+        Some(Change { entry, new, group, after_data, units, freed, drops: Drops::Nothing })
+    }
+
+    /// Whether what shows in the `units` of a cluster reads as zeros.
+    fn units_show_zeros(&self, cluster: u64, units: u32, visible: &[Extent]) -> bool {
+        let not_zero = |extent: &&Extent| !extent.kind.reads_as_zero();
+        visible
+            .iter()
+            .filter(not_zero)
+            .all(|extent| self.touched(cluster, extent.range()) & units == 0)
+    }
+}
