@@ -1,8 +1,8 @@
 //! Aligned I/O buffers that an operation owns until it completes.
 //!
-//! A kernel that was handed a buffer writes into it until it says that it is done, whatever became
-//! of the future that asked. So a buffer is moved into an operation and comes back with the result;
-//! nobody else can hold it meanwhile.
+//! A kernel that was handed a buffer writes into it until it reports completion, even if the future
+//! that asked is gone. So a buffer is moved into an operation and returned with the result; nobody
+//! else can hold it in the meantime.
 //!
 //! Invariants
 //! - I1 Two [`Buf`]s that share a block cover disjoint ranges of it: the only way to get a second
@@ -10,10 +10,10 @@
 //! - I2 Every byte of a block was initialised (zeroed when the block was made).
 //! - I3 A block's memory is freed when the last `Buf` is gone, never before.
 //!
-//! Memory that is shared with another program ([`SharedMemory`]) makes a block of its own kind. I1
-//! cannot be had there: the other program changes the bytes whenever it likes, and may name the
-//! same ones twice. Such a `Buf` is handed to the kernel, filled, or copied; nobody draws a
-//! conclusion from its bytes and looks at them again.
+//! Memory that is shared with another program ([`SharedMemory`]) is a block of its own kind. I1
+//! cannot hold there: the other program changes the bytes whenever it likes, and may name the same
+//! bytes twice. Such a `Buf` is handed to the kernel, filled, or copied; no decision may rest on
+//! reading its bytes twice.
 //!
 //! Freed blocks go to a small list of the thread, so that the data path does not allocate.
 
@@ -39,7 +39,7 @@ struct Block {
     memory: NonNull<u8>,
     /// Its capacity and alignment; of shared memory, its length.
     layout: Layout,
-    /// What keeps shared memory mapped; nothing for memory of our own.
+    /// Keeps shared memory mapped; `None` for memory of our own.
     owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
@@ -90,7 +90,7 @@ impl Buf {
         buf
     }
 
-    /// Takes the first `at` bytes away into a buffer of their own.
+    /// Splits off the first `at` bytes into a buffer of their own.
     ///
     /// # Panics
     /// If `at` is beyond the end.
@@ -103,8 +103,7 @@ impl Buf {
         head
     }
 
-    /// Takes `tail` back, which lies right behind this buffer because [`Buf::split_to`] parted
-    /// them.
+    /// Rejoins `tail`, which directly follows this buffer because [`Buf::split_to`] separated them.
     ///
     /// # Panics
     /// If it lies anywhere else.
@@ -117,8 +116,8 @@ impl Buf {
             _ => false,
         };
         assert!(same_block, "joined with a part of another buffer");
-        assert_eq!(self.start + self.len, tail.start, "joined with a part from elsewhere");
-        // `tail` gives its range up here: it is dropped without having been used again (I1).
+        assert_eq!(self.start + self.len, tail.start, "joined with a part that does not follow it");
+        // `tail` gives up its range here: it is dropped without being used again (I1).
         self.len += tail.len;
     }
 
@@ -319,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_split_are_put_together_again() {
+    fn parts_of_a_split_can_be_rejoined() {
         let mut tail = Buf::from_slice(b"abcdef");
         let mut head = tail.split_to(2);
         let mut end = tail.split_to(4);
@@ -335,7 +334,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "another buffer")]
-    fn parts_of_different_buffers_are_not_put_together() {
+    fn parts_of_different_buffers_cannot_be_joined() {
         Buf::new(2).join(Buf::new(2));
     }
 

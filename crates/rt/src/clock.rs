@@ -39,7 +39,7 @@ pub(crate) struct Timers {
 }
 
 impl Timers {
-    /// Gives the timer's name, and the waker that it had: to be dropped outside of any borrow.
+    /// Returns the timer's key, and the waker that it had: to be dropped outside of any borrow.
     pub(crate) fn register(
         &mut self,
         key: Option<TimerKey>,
@@ -68,7 +68,7 @@ impl Timers {
     }
 }
 
-/// Where an executor takes the time from.
+/// Where an executor gets the time from.
 #[derive(Clone)]
 pub(crate) enum Clock {
     System(std::time::Instant),

@@ -1,4 +1,4 @@
-//! What the executor of a thread consists of, and how tasks, timers and operations find it.
+//! The parts of a thread's executor, and how tasks, timers and operations find it.
 //!
 //! Invariants
 //! - I1 A task is polled only on its executor's thread, and by one call at a time.
@@ -32,12 +32,12 @@ pub(crate) fn current() -> Rc<Core> {
     CURRENT.with(|current| current.borrow().clone()).expect("called inside an executor")
 }
 
-/// Whether this thread is one of an executor.
+/// Whether this thread runs an executor.
 pub(crate) fn in_executor() -> bool {
     CURRENT.with(|current| current.borrow().is_some())
 }
 
-/// Makes an executor the one of this thread, for as long as it lives.
+/// Makes an executor the current one of this thread, for as long as this lives.
 pub(crate) struct Entered {
     previous: Option<Rc<Core>>,
 }
@@ -67,11 +67,11 @@ pub(crate) struct Core {
     pub(crate) main_woken: Cell<bool>,
 }
 
-/// Tasks run between two looks at the backend, so that a busy task does not starve completions.
+/// Tasks run between two polls of the backend, so that a busy task does not starve completions.
 const TASKS_PER_TURN_MAX: usize = 256;
 
-/// How long an ending executor waits for operations that it cancelled before it gives their memory
-/// up for lost.
+/// How long an executor that shuts down waits for operations that it cancelled before it leaks
+/// their memory.
 const DRAIN_MAX: Duration = Duration::from_secs(30);
 
 impl Core {
@@ -108,7 +108,7 @@ impl Core {
         self.driver.borrow_mut().cancel(key);
     }
 
-    /// Starts a task, which catches its panics by itself.
+    /// Starts a task, which catches its own panics.
     pub(crate) fn spawn(&self, future: LocalFuture) {
         let key = self.tasks.borrow_mut().insert(future, &self.remote);
         self.ready.borrow_mut().push_back(key);
@@ -140,7 +140,7 @@ impl Core {
         }
     }
 
-    /// One look at the backend: waits for something to happen if there is nothing to run.
+    /// Polls the backend once; waits for something to happen if there is nothing to run.
     pub(crate) fn turn(&self, idle: bool) {
         let wait = if !idle || self.remote.has_items() {
             Some(Duration::ZERO)
@@ -226,7 +226,9 @@ impl Core {
         while self.ops.borrow().in_flight() > 0 {
             let left = deadline.saturating_since(self.now());
             if left.is_zero() {
-                tracing::error!("operations of an ended executor never completed: memory is lost");
+                tracing::error!(
+                    "operations of an ended executor never completed: their memory is leaked"
+                );
                 // I3: what the kernel still holds must never be freed, nor its ring closed.
                 std::mem::forget(Rc::clone(self));
                 return;
@@ -300,13 +302,13 @@ impl Tasks {
 
 pub(crate) struct TaskWaker {
     key: TaskKey,
-    /// Whether the task is in a ready list already.
+    /// Whether the task is already in a ready list.
     queued: AtomicBool,
     remote: Arc<Remote>,
 }
 
 impl TaskWaker {
-    /// Of the future that `block_on` runs.
+    /// The waker of the future that `block_on` runs.
     pub(crate) fn main(remote: &Arc<Remote>) -> Waker {
         let (key, queued) = (TaskKey::MAIN, AtomicBool::new(false));
         Waker::from(Arc::new(Self { key, queued, remote: Arc::clone(remote) }))

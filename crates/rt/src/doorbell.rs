@@ -1,16 +1,17 @@
-//! Event descriptors of somebody else, rung without ever waiting.
+//! Event descriptors that belong to another process, rung without ever blocking.
 //!
-//! A write to an eventfd waits where its counter is full, unless the descriptor does not block; and
-//! whoever else has it may make it block at any time. So it is not written: it is registered with a
-//! ring of its own, in which an operation that does nothing completes, and for a completion the
-//! kernel adds to the counter without waiting. Where the system refuses io_uring it is written,
-//! after a look whether there is room: there, who fills it in between holds up the writer.
+//! A write to an eventfd blocks while its counter is full, unless the descriptor is non-blocking;
+//! and any other holder may make it blocking at any time. So it is not written: it is registered
+//! with a ring of its own in which a no-op completes, and for a completion the kernel adds to the
+//! counter without waiting. Where the system refuses io_uring it is written, after a check for
+//! room: there, a process that fills it in between holds up the writer.
 //!
-//! A process that gives up making rings makes them before ([`prepare_doorbells`]).
+//! A process that is about to lose the right to make rings makes them first
+//! ([`prepare_doorbells`]).
 //!
 //! Invariants
-//! - I1 A ring of these does nothing but to do nothing and to have an event descriptor.
-//! - I2 A prepared ring goes back when its bell is gone, and has no descriptor then.
+//! - I1 Such a ring runs no-ops and signals an event descriptor, and can do nothing else.
+//! - I2 A prepared ring is returned when its bell is dropped, and then has no descriptor.
 
 use crate::restrict::enable;
 use io_uring::{IoUring, opcode};
@@ -23,23 +24,23 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 /// An event descriptor that is rung.
 pub struct Doorbell {
     fd: OwnedFd,
-    /// Found out when it is first rung.
+    /// Determined when it is first rung.
     way: OnceLock<Way>,
 }
 
 enum Way {
     Ring {
-        /// `None` once it was given back.
+        /// `None` once it was returned.
         ring: Box<Mutex<Option<IoUring>>>,
         is_prepared: bool,
     },
     Write,
-    /// It is no eventfd.
+    /// It is not an eventfd.
     Never,
 }
 
 impl Doorbell {
-    /// For `fd`, an eventfd. Anything else is never rung.
+    /// For the eventfd `fd`. Anything else is never rung.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd, way: OnceLock::new() }
     }
@@ -63,14 +64,14 @@ impl fmt::Debug for Doorbell {
     }
 }
 
-/// Rings that were made beforehand; `None` where each bell makes its own.
+/// Rings that were prepared; `None` if each bell makes its own.
 static PREPARED: Mutex<Option<Vec<IoUring>>> = Mutex::new(None);
 
 /// IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD of Linux.
 const REGISTERS: [u8; 2] = [4, 5];
 
-/// Makes the rings of `count` bells; bells that live at the same time beyond that are written.
-/// From now on no bell makes one.
+/// Makes rings for `count` bells; any further bells that live at the same time are written instead.
+/// From now on no bell makes a ring.
 pub fn prepare_doorbells(count: usize) {
     let made: Vec<_> = (0..count).map_while(|_| make().ok()).collect();
     prepared().get_or_insert_default().extend(made);
@@ -124,22 +125,22 @@ impl Drop for Doorbell {
 }
 
 fn complete_one(ring: &mut IoUring) {
-    // What completed the last times.
+    // The completions of earlier rings.
     ring.completion().for_each(drop);
     let entry = opcode::Nop::new().build();
     // SAFETY: an operation that does nothing names no memory. If there is no room, what lies there
     // was not submitted for want of memory, and is now.
     let _ = unsafe { ring.submission().push(&entry) };
-    // Nothing else can be done about a kernel that has no memory; the next ring makes up for it.
+    // Nothing can be done about a kernel without memory; the next ring makes up for it.
     let _ = ring.submit();
 }
 
 fn write_if_room(fd: &OwnedFd) {
     let mut fds = [PollFd::new(fd, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // One that is more than full says that it has an error.
+    // A counter that overflowed reports an error.
     if poll(&mut fds, Some(&now)).is_ok() && fds[0].revents() == PollFlags::OUT {
-        // One that refuses is none.
+        // A descriptor that refuses is not an eventfd.
         let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
     }
 }
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn full_counter_of_a_descriptor_that_blocks_holds_nobody_up() {
+    fn full_counter_of_a_blocking_descriptor_holds_nobody_up() {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("an event");
         let bell = Doorbell::new(fd.try_clone().expect("a descriptor"));
         let full = u64::MAX - 1;
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_eventfd_is_never_rung() {
+    fn anything_but_an_eventfd_is_never_rung() {
         let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
         let (bell, other) = (Doorbell::new(reader), Doorbell::new(writer));
         bell.ring();

@@ -2,7 +2,7 @@
 //!
 //! There is one executor per queue. Nothing moves between executors but a wake-up or a new task, so
 //! tasks need no locks among themselves. A turn of the loop is: run what is ready, submit what that
-//! asked for, take in what completed, fire the timers that are due.
+//! asked for, reap what completed, fire the timers that are due.
 
 use crate::backend::Backend;
 use crate::core::{Core, Entered, TaskWaker, in_executor};
@@ -21,7 +21,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Makes an executor on the calling thread.
+    /// Creates an executor on the calling thread.
     ///
     /// # Errors
     /// If the backend that was asked for is refused by the system.
@@ -29,7 +29,7 @@ impl Executor {
         Ok(Self { core: Core::new(backend)? })
     }
 
-    /// A handle with which other threads give this executor work.
+    /// A handle through which other threads give this executor work.
     pub fn handle(&self) -> Handle {
         Handle { remote: Arc::clone(&self.core.remote) }
     }
@@ -83,7 +83,7 @@ pub struct Handle {
 
 impl Handle {
     /// Runs `make` and the future that it returns in a task on the executor's thread. Drops `make`
-    /// where the executor has ended.
+    /// if the executor has ended.
     pub fn spawn_with<M, F>(&self, make: M)
     where
         M: FnOnce() -> F + Send + 'static,
@@ -93,7 +93,7 @@ impl Handle {
     }
 
     /// Whether the executor is within a write that it makes by itself
-    /// ([`crate::File::write_in_place`]), and so does not turn before the file system lets it.
+    /// ([`crate::File::write_in_place`]), and so makes no progress until the file system lets it.
     pub fn is_writing(&self) -> bool {
         self.remote.is_writing()
     }

@@ -1,4 +1,4 @@
-//! Files of the host that are open.
+//! Open files of the host.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub struct File {
 }
 
 /// How the file was opened, which decides whether a read may be tried without a thread, and where a
-/// short operation goes on.
+/// short operation resumes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
     /// Through the page cache.
@@ -38,15 +38,15 @@ impl File {
     }
 
     /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says
-    /// so, where the ring would hand them to a thread of the kernel. If one waits, for as long as
-    /// the file system is frozen perhaps, then all that the executor does waits.
+    /// so, where the ring would hand them to a thread of the kernel. If such a write blocks,
+    /// perhaps for as long as the file system is frozen, everything on the executor blocks with it.
     #[must_use]
     pub fn write_in_place(mut self, is_allowed: Arc<AtomicBool>) -> Self {
         self.in_place = Some(is_allowed);
         self
     }
 
-    /// Whether the executor makes small writes by itself now.
+    /// Whether the executor currently makes small writes by itself.
     #[inline]
     pub fn is_written_in_place(&self) -> bool {
         self.in_place.as_ref().is_some_and(|is_allowed| is_allowed.load(Ordering::Relaxed))

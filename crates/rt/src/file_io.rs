@@ -1,4 +1,4 @@
-//! Reads, writes and what else is done to files, as operations of the runtime.
+//! Reads, writes and other operations on files.
 
 use crate::buf::Buf;
 use crate::file::File;
@@ -19,10 +19,9 @@ pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
 }
 
 /// Writes `buf` at `offset` until all of it is written; the count is less than the buffer's length
-/// only where the file took no more and gave no error.
+/// only if the file accepted no more and reported no error.
 ///
-/// The write goes on when its future is dropped, but one that the system cut short is then not
-/// continued.
+/// The write continues when its future is dropped, but a short write is then not resumed.
 ///
 /// # Panics
 /// Outside an executor.
@@ -30,8 +29,8 @@ pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
     Op::start(OpKind::Write { file: Arc::clone(file), buf, offset, done: 0 })
 }
 
-/// Makes durable what was written to `file` before, and what is needed to read it back, its length
-/// among it (fdatasync).
+/// Makes durable what was written to `file` before, and what is needed to read it back, including
+/// its length (fdatasync).
 ///
 /// # Panics
 /// Outside an executor.

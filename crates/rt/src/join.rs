@@ -4,12 +4,12 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use std::future::Future;
 
-/// Runs all `futures` side by side; their outputs, in order, when the last is ready. A future is
-/// polled when it was woken, not when another was.
+/// Runs all `futures` concurrently; returns their outputs, in order, when the last is ready. Each
+/// future is polled only when it was woken itself.
 pub fn join_all<F: Future>(
     futures: impl IntoIterator<Item = F>,
 ) -> impl Future<Output = Vec<F::Output>> {
-    // Taken now: many a future begins its work when it is made.
+    // Collected now: many futures start their work when they are created.
     let futures: Vec<F> = futures.into_iter().collect();
     async move {
         match <[F; 1]>::try_from(futures) {
@@ -39,7 +39,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn future_is_polled_when_it_was_woken_and_not_with_each_other() {
+    fn future_is_polled_only_when_it_was_woken_itself() {
         const FUTURES: u64 = 100;
         let polls = Cell::new(0);
         let future = async |number: u64| {
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn none_and_one_are_lists_as_well() {
+    fn no_future_and_a_single_one_are_joined_too() {
         let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
         executor.block_on(async {
             assert!(join_all(Vec::<std::future::Ready<u8>>::new()).await.is_empty());

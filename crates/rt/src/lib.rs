@@ -52,7 +52,7 @@ pub use time::{Elapsed, Sleep, now, sleep, timeout};
 
 use std::time::Duration;
 
-/// An operation of a simulated device: `work` is done on `buf` when it completes, after about
+/// An operation of a simulated device: `work` runs on `buf` when it completes, after about
 /// `latency` of virtual time. Fails with ENOSYS outside the `sim` backend.
 ///
 /// # Panics

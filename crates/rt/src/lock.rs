@@ -1,6 +1,6 @@
 //! Locks of bytes of a file that belong to an open file description (F_OFD_SETLK): they are held
-//! until the last descriptor of it is closed, and two descriptions of one process stand in each
-//! other's way like those of two processes.
+//! until its last descriptor is closed, and two descriptions of one process conflict just as those
+//! of two processes do.
 
 use crate::file::File;
 use std::io;
@@ -8,31 +8,31 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering;
 
 impl File {
-    /// Takes a shared lock of `len` bytes at `start`, which nobody waits for: fails with EAGAIN or
-    /// EACCES if someone has an exclusive one.
+    /// Takes a shared lock on `len` bytes at `start` without waiting: fails with EAGAIN or EACCES
+    /// if someone holds an exclusive one.
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub fn lock_shared(&self, start: u64, len: u64) -> io::Result<()> {
         self.lock_call(libc::F_OFD_SETLK, libc::F_RDLCK, start, len)?;
         self.has_locks.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Gives all locks back. Closing does so as well, but not at once: a ring lets go of a file
-    /// some time after its operations are complete, and after the process has ended.
+    /// Releases all locks. Closing does so as well, but not at once: a ring releases a file some
+    /// time after its operations are complete, and even after the process has ended.
     pub(crate) fn unlock(&self) {
         if self.has_locks.swap(false, Ordering::Relaxed) {
-            // Where it fails, closing does it.
+            // If this fails, closing releases them.
             let _ = self.lock_call(libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
         }
     }
 
-    /// Whether another description of the file has a lock, of whatever kind, on any of `len` bytes
-    /// at `start`.
+    /// Whether another description of the file holds a lock of any kind on any of `len` bytes at
+    /// `start`.
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub fn is_locked_elsewhere(&self, start: u64, len: u64) -> io::Result<bool> {
         let answer = self.lock_call(libc::F_OFD_GETLK, libc::F_WRLCK, start, len)?;
         Ok(i32::from(answer.l_type) != libc::F_UNLCK)
@@ -46,7 +46,7 @@ impl File {
             l_whence: small(libc::SEEK_SET)?,
             l_start: offset_of(start)?,
             l_len: offset_of(len)?,
-            // The system wants zero here for this kind of lock.
+            // The system requires zero here for this kind of lock.
             l_pid: 0,
         };
         // SAFETY: the descriptor is open as long as `self`, and `lock` outlives the call.

@@ -20,15 +20,15 @@ impl Socket {
     /// Waits until there is something to read or to accept.
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub async fn readable(self: &Arc<Self>) -> io::Result<()> {
         RawOp::start(OpKind::Readable { socket: Arc::clone(self) }).outcome().await
     }
 
-    /// Takes one connection from a listening socket.
+    /// Accepts one connection from a listening socket.
     ///
     /// # Errors
-    /// What the system says; a connection that was given up meanwhile is skipped.
+    /// Any error of the system; connections that were aborted in the meantime are skipped.
     pub async fn accept(self: &Arc<Self>) -> io::Result<Self> {
         loop {
             match rustix::net::accept_with(self.as_fd(), rustix::net::SocketFlags::CLOEXEC) {
@@ -51,7 +51,7 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// Reads at least one byte, unless the peer closed, which gives 0. The buffer comes back.
+    /// Reads at least one byte; 0 means that the peer has closed. The buffer is returned.
     pub async fn recv(&self, buf: Buf) -> (io::Result<usize>, Buf) {
         match self {
             Self::Socket(socket) => {
@@ -61,16 +61,16 @@ impl Stream {
         }
     }
 
-    /// Sends all of `bufs`, in order, together with what else this turn of the executor submits.
+    /// Sends all of `bufs`, in order, together with everything else that this turn submits.
     ///
     /// # Errors
-    /// What the system says; some of the bytes may have gone out by then.
+    /// Any error of the system; some of the bytes may have been sent by then.
     pub async fn send(&self, bufs: VecDeque<Buf>) -> io::Result<()> {
         self.send_parts(SendParts::new(without_empty(bufs))).await
     }
 
-    /// As [`Stream::send`], but with a system call on the spot: quicker for a peer that waits for
-    /// just this, dearer where more is about to be submitted.
+    /// As [`Stream::send`], but with an immediate system call: faster for a peer that waits for
+    /// exactly this, costlier if more is about to be submitted.
     ///
     /// # Errors
     /// As [`Stream::send`].
@@ -100,10 +100,10 @@ impl Stream {
         }
     }
 
-    /// Ends both directions: a pending `recv` on either end gives 0.
+    /// Shuts down both directions: a pending `recv` on either end returns 0.
     pub fn shutdown(&self) {
         match self {
-            // A peer that is gone already is as good as shut down.
+            // A peer that is already gone is as good as shut down.
             Self::Socket(socket) => {
                 let _ = rustix::net::shutdown(socket.as_fd(), rustix::net::Shutdown::Both);
             }
@@ -133,7 +133,8 @@ pub struct MemoryStream {
     end: Rc<End>,
 }
 
-/// What the clones of an end share. When the last is gone, the end is shut down, as a socket is.
+/// The state that clones of an end share. When the last is dropped, the end is shut down, as a
+/// socket is.
 struct End {
     incoming: Rc<RefCell<Pipe>>,
     outgoing: Rc<RefCell<Pipe>>,

@@ -1,4 +1,4 @@
-//! Operations in flight: who owns their buffers, who waits for them.
+//! Operations in flight: their buffers, and the tasks that wait for them.
 //!
 //! Invariants
 //! - I1 From submission to completion the operation's slot owns its buffers and its file: dropping
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-/// What an operation does, with all that it needs until it is complete.
+/// What an operation does, with everything that it needs until it is complete.
 pub(crate) enum OpKind {
     Read { file: Arc<File>, buf: Buf, offset: u64, done: usize },
     Write { file: Arc<File>, buf: Buf, offset: u64, done: usize },
@@ -41,7 +41,7 @@ pub(crate) enum Next {
 }
 
 impl OpKind {
-    /// Takes the kernel's answer in and decides whether the operation is complete.
+    /// Processes the kernel's answer and decides whether the operation is complete.
     pub(crate) fn advance(&mut self, code: i32) -> Next {
         if code == -libc::EINTR || code == -libc::EAGAIN {
             return Next::Again;
@@ -79,15 +79,15 @@ impl OpKind {
         }
     }
 
-    /// Whether it may wait for a peer for ever, and so has to be cancelled when nobody waits.
+    /// Whether it may wait for a peer forever, and so has to be cancelled when nobody waits for it.
     pub(crate) fn waits_for_a_peer(&self) -> bool {
         matches!(self, Self::Recv { .. } | Self::Send { .. } | Self::Readable { .. })
     }
 }
 
-/// Where a read or write that came to `done` goes on. With O_DIRECT that must be aligned, so that a
-/// part of what was done is done again; no progress then means the end of the file, or that the
-/// device takes no more.
+/// Where a read or write resumes after `done` bytes. With O_DIRECT that must be aligned, so some of
+/// them are transferred again; no progress then means the end of the file, or that the device
+/// accepts no more.
 pub(crate) fn resume_at(file: &File, done: usize) -> usize {
     match file.access() {
         Access::Buffered => done,
@@ -126,12 +126,13 @@ pub(crate) enum SlotState {
 pub(crate) struct Slot {
     generation: u32,
     pub(crate) state: SlotState,
-    /// Dropped when the operation is complete, whoever waits for it; see [`crate::Op::hold`].
+    /// Dropped when the operation is complete, even if nobody waits for it; see
+    /// [`crate::Op::hold`].
     pub(crate) held: Option<Box<dyn Any>>,
 }
 
-/// What a completion leaves to do: a waker to wake if someone waits, and what is to be dropped, by
-/// the caller, outside of any borrow.
+/// The outcome of a completion: a waker to wake if a task waits, and what the caller has to drop
+/// outside of any borrow.
 pub(crate) struct Completed {
     pub(crate) waker: Option<Waker>,
     _abandoned: Option<OpKind>,
@@ -239,7 +240,7 @@ mod tests {
         OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0 }
     }
 
-    /// What became of an operation: how far it came, and the code if it is complete.
+    /// The progress of an operation, and its code if it is complete.
     fn after(kind: &mut OpKind, code: i32) -> (usize, Option<i32>) {
         let next = kind.advance(code);
         let OpKind::Write { done, .. } = kind else { unreachable!("made as a write") };
@@ -250,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn short_write_goes_on_until_all_is_written() {
+    fn short_write_continues_until_all_is_written() {
         let mut write = write_of(10_000, Access::Buffered);
         assert_eq!(after(&mut write, 4000), (4000, None));
         assert_eq!(after(&mut write, -libc::EINTR), (4000, None));
@@ -258,14 +259,14 @@ mod tests {
     }
 
     #[test]
-    fn write_that_comes_no_further_is_complete_and_short() {
+    fn write_that_makes_no_progress_is_complete_and_short() {
         let mut write = write_of(10_000, Access::Buffered);
         assert_eq!(after(&mut write, 4000), (4000, None));
         assert_eq!(after(&mut write, 0), (4000, Some(4000)));
     }
 
     #[test]
-    fn short_direct_write_goes_on_at_a_page() {
+    fn short_direct_write_resumes_at_a_page() {
         let mut write = write_of(3 * BUF_ALIGN, Access::Direct);
         assert_eq!(after(&mut write, 4096 + 512), (4608, None));
         let OpKind::Write { file, done, .. } = &write else { unreachable!("made as a write") };

@@ -1,10 +1,9 @@
-//! Loops that wait for nothing let others have their turn.
+//! Makes loops that never wait yield to other tasks.
 
 use crate::executor::yield_now;
 
-/// Counts the steps of a loop whose length somebody else decides (who asks, or what an image says),
-/// and lets the other tasks of the executor run after every so many. It counts and looks at no
-/// clock: a step is work that is bounded by itself.
+/// Counts the steps of a loop whose length a request or an image decides, and lets the other tasks
+/// of the executor run every so many steps. It reads no clock: each step is bounded work.
 #[derive(Debug)]
 pub struct Pace {
     every: u64,
@@ -12,16 +11,16 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Others have their turn after `every` steps.
+    /// Yields every `every` steps.
     ///
     /// # Panics
     /// If `every` is zero.
     pub fn new(every: u64) -> Self {
-        assert!(every > 0, "others would have every turn");
+        assert!(every > 0, "it would yield forever");
         Self { every, done: 0 }
     }
 
-    /// So many steps were done.
+    /// Accounts for `steps` steps.
     pub async fn steps(&mut self, count: u64) {
         self.done = self.done.saturating_add(count);
         if self.done >= self.every {
@@ -38,7 +37,7 @@ mod tests {
     use std::task::{Context, Waker};
 
     #[test]
-    fn others_have_their_turn_after_every_so_many_steps() {
+    fn others_run_every_so_many_steps() {
         let mut work = pin!(async {
             let mut pace = Pace::new(4);
             for _ in 0..40 {

@@ -1,16 +1,16 @@
-//! Whether another process lives.
+//! Whether another process is alive.
 
 use rustix::event::{Timespec, poll};
 
-/// Whether a process has been killed, or has begun to exit, or is there no more: what it holds is
-/// released before long. Waits for two milliseconds where it lives.
+/// Whether a process has been killed, has begun to exit, or no longer exists: what it holds will be
+/// released soon. Takes two milliseconds if it is alive.
 pub fn is_dying(process: u32) -> bool {
     let told = |what: &str| std::fs::read_to_string(format!("/proc/{process}/{what}"));
     let lives = || match (told("stat"), told("status")) {
         (Ok(stat), Ok(status)) => !dies(&stat, &status),
         _ => false,
     };
-    // From taking the signal to beginning to exit a process shows neither.
+    // Between taking the signal and beginning to exit a process shows neither.
     let lives = lives() && {
         let _ = poll(&mut [], Some(&Timespec { tv_sec: 0, tv_nsec: 2_000_000 }));
         lives()
@@ -18,12 +18,12 @@ pub fn is_dying(process: u32) -> bool {
     !lives
 }
 
-/// The same, by its files in `/proc` (proc(5)).
+/// The same, from its files in `/proc` (proc(5)).
 fn dies(stat: &str, status: &str) -> bool {
     /// PF_EXITING of Linux.
     const EXITING: u64 = 4;
     const KILL: u64 = 1 << 8;
-    // From the third field on: the name before may have spaces in it.
+    // From the third field on: the name before it may contain spaces.
     let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse().ok());
     let is_exiting = flags.is_some_and(|flags: u64| flags & EXITING != 0);
     let pending = |line: &str| {
@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_lives_and_one_that_is_not_there_does_not() {
+    fn own_process_is_alive_and_one_that_does_not_exist_is_not() {
         assert!(!is_dying(std::process::id()));
         assert!(is_dying(u32::MAX));
     }

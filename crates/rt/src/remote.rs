@@ -1,11 +1,11 @@
-//! What other threads give an executor.
+//! Work and wake-ups that other threads send to an executor.
 
 use crate::task_key::{LocalFuture, TaskKey};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What another thread gives an executor.
+/// Something that another thread sends to an executor.
 pub(crate) enum RemoteItem {
     Wake(TaskKey),
     Spawn(Box<dyn FnOnce() -> LocalFuture + Send>),
@@ -18,7 +18,7 @@ struct Items {
     closed: bool,
 }
 
-/// What other threads gave an executor, and the bell that wakes it.
+/// What other threads sent to an executor, and the bell that wakes it.
 pub(crate) struct Remote {
     items: Mutex<Items>,
     /// Whether the bell was rung since the items were last taken.
@@ -63,7 +63,7 @@ impl Remote {
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
-    /// Takes nothing more in and drops what is there: nobody will ever run it.
+    /// Accepts nothing more and drops what is queued: nobody will ever run it.
     pub(crate) fn close(&self) {
         let mut items = self.items();
         let unused = std::mem::take(&mut items.list);

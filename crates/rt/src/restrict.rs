@@ -1,14 +1,14 @@
-//! Rings that do what they are for and nothing else.
+//! Rings restricted to the operations that they are for.
 
 use io_uring::IoUring;
 use io_uring::register::Restriction;
 use std::io;
 
-/// Enables a `ring` that was made disabled, for these operations, and for these ways to register
-/// something with it. Nobody can change that any more.
+/// Enables a `ring` that was created disabled, for these operations and these register opcodes
+/// only. Nobody can change that afterwards.
 ///
 /// # Errors
-/// What the system says.
+/// Any error of the system.
 pub(crate) fn enable(ring: &IoUring, operations: &[u8], registers: &[u8]) -> io::Result<()> {
     let operations = operations.iter().map(|code| Restriction::sqe_op(*code));
     let registers = registers.iter().map(|code| Restriction::register_op(*code));

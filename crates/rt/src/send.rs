@@ -1,4 +1,4 @@
-//! What is sent in one go.
+//! Buffers that are sent together.
 
 use crate::buf::Buf;
 use std::collections::VecDeque;
@@ -6,9 +6,9 @@ use std::collections::VecDeque;
 /// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
 pub(crate) const SEND_BUFS_MAX: usize = 1024;
 
-/// Buffers that are sent in order, and how far that has come.
+/// Buffers that are sent in order, and the progress so far.
 pub(crate) struct SendParts {
-    /// Not yet wholly sent.
+    /// Those that are not completely sent.
     pub(crate) bufs: VecDeque<Buf>,
     pub(crate) sent: usize,
     pub(crate) scratch: SendScratch,

@@ -16,7 +16,7 @@ impl Socket {
     /// Wraps a socket and makes it non-blocking.
     ///
     /// # Errors
-    /// If the descriptor refuses.
+    /// If the descriptor refuses that.
     pub fn new(fd: impl Into<OwnedFd>) -> io::Result<Self> {
         let fd = fd.into();
         rustix::io::ioctl_fionbio(&fd, true)?;

@@ -10,10 +10,10 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
-/// An operation as a future: resolves to the count or the error, and gives the buffer back.
+/// An operation as a future: resolves to the count or the error, and returns the buffer.
 ///
 /// Dropping it does not free the buffer before the kernel is done with it.
-#[must_use = "the operation runs, but its buffer comes back only when awaited"]
+#[must_use = "the operation runs, but its buffer is returned only when awaited"]
 pub struct Op {
     raw: RawOp,
 }
@@ -23,7 +23,7 @@ impl Op {
         Self { raw: RawOp::start(kind) }
     }
 
-    /// Drops `guard` when the operation is complete, not before: also if this future is dropped
+    /// Drops `guard` when the operation is complete, not before: even if this future is dropped
     /// while the kernel still works on it.
     pub fn hold(&mut self, guard: Box<dyn Any>) {
         let Some(key) = self.raw.key else { return };
@@ -41,7 +41,7 @@ impl Future for Op {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         self.raw.poll_done(context).map(|(code, kind)| {
             match kind {
-                // The code does not hold a count beyond 2 GiB.
+                // The code cannot hold a count beyond 2 GiB.
                 OpKind::Read { buf, done, .. } | OpKind::Write { buf, done, .. } => {
                     (result_of(code).map(|_| done), buf)
                 }
@@ -49,7 +49,7 @@ impl Future for Op {
                 OpKind::Send { .. }
                 | OpKind::Readable { .. }
                 | OpKind::SyncData { .. }
-                | OpKind::Fallocate { .. } => unreachable!("no buffer comes back"),
+                | OpKind::Fallocate { .. } => unreachable!("no buffer is returned"),
             }
         })
     }
@@ -78,7 +78,7 @@ impl RawOp {
                     Some(waker) if waker.will_wake(context.waker()) => None,
                     waker => waker.replace(context.waker().clone()),
                 };
-                // Outside of the borrow: the last of a foreign waker may drop operations.
+                // Outside of the borrow: dropping a foreign waker may drop operations.
                 drop(ops);
                 drop(replaced);
                 Poll::Pending
@@ -96,7 +96,7 @@ impl RawOp {
 }
 
 impl RawOp {
-    /// Waits for an operation that gives nothing but its outcome.
+    /// Waits for an operation that returns nothing but its outcome.
     pub(crate) async fn outcome(mut self) -> io::Result<()> {
         let (code, _) = std::future::poll_fn(|context| self.poll_done(context)).await;
         result_of(code).map(drop)

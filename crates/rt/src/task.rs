@@ -1,10 +1,9 @@
-//! Tasks: futures that run by themselves, and whose panics end nothing but who waits for them.
+//! Tasks: futures that run by themselves, and whose panics affect only what waits for them.
 //!
 //! Invariants
-//! - I1 No panic of a task ends its executor, which serves others. One that nobody waits for is
-//!   logged; under the simulator, where it would be a test that passes, it goes on in `block_on`.
-//! - I2 What panicked is dropped and never polled again: its state, which may be half changed, is
-//!   never looked at.
+//! - I1 No panic of a task ends its executor, which serves others. A panic that nobody waits for is
+//!   logged; under the simulator, where a test would pass in spite of it, `block_on` panics.
+//! - I2 A future that panicked is dropped and never polled again: its state may be half changed.
 
 use crate::core::current;
 use crate::task_key::LocalFuture;
@@ -16,11 +15,11 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-/// What a future gave, or what it panicked with.
+/// The output of a future, or what it panicked with.
 type Caught<T> = Result<T, Box<dyn Any + Send>>;
 
-/// Runs `future` in a task of its own on the executor of this thread, to its end whatever becomes
-/// of the [`Task`]. Only the end of the executor drops it earlier.
+/// Runs `future` to completion in a task of its own on the executor of this thread, even if the
+/// [`Task`] is dropped. Only the end of the executor drops it earlier.
 ///
 /// # Panics
 /// Outside an executor.
@@ -37,7 +36,7 @@ pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
         if let Some(waker) = waker {
             waker.wake();
         }
-        // If nobody waits, a panic ends here.
+        // If nobody waits, the panic ends here.
         if let Some(shared) = Rc::into_inner(of_task)
             && let Some(Err(panic)) = shared.into_inner().output
         {
@@ -47,7 +46,7 @@ pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
     Task { shared }
 }
 
-/// A task for which nobody waits.
+/// A task that nobody waits for.
 pub(crate) fn detached(future: impl Future<Output = ()> + 'static) -> LocalFuture {
     Box::pin(async move {
         if let Err(panic) = catch_panic(future).await {
@@ -56,7 +55,7 @@ pub(crate) fn detached(future: impl Future<Output = ()> + 'static) -> LocalFutur
     })
 }
 
-/// Makes a panic of `future` an outcome (I2).
+/// Turns a panic of `future` into an outcome (I2).
 pub async fn catch_panic<T>(future: impl Future<Output = T>) -> Caught<T> {
     let mut future = pin!(future);
     std::future::poll_fn(move |context| {
@@ -71,16 +70,16 @@ fn unheard(panic: Box<dyn Any + Send>) {
     if current().is_simulated() {
         resume_unwind(panic);
     }
-    tracing::error!("a task that nobody waits for failed by a bug; what it did is given up");
+    tracing::error!("a task that nobody waits for panicked: this is a bug, and its work is lost");
 }
 
-/// A task, as a future of its output: a panic of the task goes on in who waits for it. Dropping
-/// this leaves the task alone.
+/// A task, as a future of its output: awaiting it resumes a panic of the task. Dropping this leaves
+/// the task running.
 pub struct Task<T> {
     shared: Rc<RefCell<Shared<T>>>,
 }
 
-/// What a task gave, if it has ended, and who waits for it.
+/// The output of a task that has ended, and the waker of what waits for it.
 struct Shared<T> {
     output: Option<Caught<T>>,
     waker: Option<Waker>,
@@ -99,7 +98,7 @@ impl<T> Future for Task<T> {
             }
             None => shared.waker.replace(context.waker().clone()),
         };
-        // Outside of the borrow: the last of a foreign waker may drop tasks.
+        // Outside of the borrow: dropping a foreign waker may drop tasks.
         drop(shared);
         drop(replaced);
         Poll::Pending

@@ -1,4 +1,4 @@
-//! What names a task, and what it is made of.
+//! Names of tasks, and the futures that they run.
 
 use std::future::Future;
 use std::pin::Pin;

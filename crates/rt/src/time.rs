@@ -26,7 +26,7 @@ pub fn sleep(duration: Duration) -> Sleep {
     Sleep { core, due, registered: None }
 }
 
-/// The time ran out first.
+/// The time ran out before the future was ready.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Elapsed;
 

@@ -1,5 +1,5 @@
-//! Bells of a process that makes no rings any more. It is a process of its own: what is prepared is
-//! prepared for all of it.
+//! Bells of a process that can no longer make rings. A binary of its own: preparing rings affects
+//! the whole process.
 
 use mica_rt::{Doorbell, prepare_doorbells};
 use rustix::event::{EventfdFlags, eventfd};
@@ -18,7 +18,7 @@ fn count(fd: &OwnedFd) -> u64 {
 }
 
 #[test]
-fn bells_use_prepared_rings_again_and_make_none() {
+fn bells_reuse_prepared_rings_and_make_none() {
     prepare_doorbells(2);
     let before = rings();
     for _ in 0..5 {
@@ -32,7 +32,7 @@ fn bells_use_prepared_rings_again_and_make_none() {
         assert_eq!(fds.each_ref().map(count), [2; 3]);
         assert_eq!(rings(), before);
     }
-    // What is no eventfd takes none away.
+    // Anything but an eventfd takes no ring.
     for _ in 0..5 {
         let (reader, _writer) = rustix::pipe::pipe().expect("a pipe");
         Doorbell::new(reader).ring();

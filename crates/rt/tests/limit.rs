@@ -6,7 +6,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
 
 #[test]
-fn short_write_goes_on_until_the_system_gives_its_reason() {
+fn short_write_continues_until_the_system_reports_the_reason() {
     // SAFETY: no handler is set, only the default one taken away.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let made = tempfile::NamedTempFile::new().unwrap();

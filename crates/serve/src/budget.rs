@@ -1,4 +1,4 @@
-//! Memory for what clients send and ask for: one budget for the whole process.
+//! Memory for what clients send and request: one budget for the whole process.
 //!
 //! ```text
 //! pool     of the process
@@ -6,36 +6,36 @@
 //!       └ share    one connection, queue or file: its own reserve, and what it has of the pool
 //! ```
 //!
-//! Each share has a **reserve** that it need not ask for, so that whoever else takes what, its
-//! small requests go on; and large ones do, piece by piece. What it holds beyond that comes from
-//! the pool. A share gets no more than a part of what is free, and a party no more than all that
-//! is: so there is always something left for the next one to come, nobody waits for somebody else
-//! to give anything back, and a client that sits on what it has slows down nobody but itself and,
-//! somewhat, the other clients of its own disk.
+//! Each share has a **reserve** of its own, so that its small requests proceed no matter what
+//! others take, and large ones do too, piece by piece. Anything beyond that comes from the pool. A
+//! share gets at most a fraction of what is free, and a party at most all of it: so there is always
+//! something left for the next client, nobody waits for somebody else to release memory, and a
+//! client that hoards memory slows down nobody but itself and, somewhat, the other clients of its
+//! own disk.
 //!
-//! What all of it may come to: [`POOL_BYTES`], and the reserves of all shares that may exist, whose
-//! numbers are bounded where they are made.
+//! The total is at most [`POOL_BYTES`] plus the reserves of all shares that may exist, whose
+//! numbers are bounded where they are created.
 //!
 //! Invariants
 //! - I1 What the shares hold of the pool together is at most the pool.
-//! - I2 A share gives back what it has when it is dropped, and what it does not need when it is
+//! - I2 A share releases what it holds when it is dropped, and what it does not need when it is
 //!   [trimmed](Share::trim).
-//! - I3 A request within the reserve touches nothing that another thread does.
+//! - I3 A request within the reserve touches no memory that is shared with another thread.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes that all clients of a process hold at most, besides their reserves.
+/// Most bytes that all clients of a process hold, in addition to their reserves.
 pub(crate) const POOL_BYTES: usize = 256 << 20;
-/// What is taken from the pool at a time: small requests take many steps at once, and seldom.
+/// Granularity of the pool: small requests take many requests' worth at once, and rarely.
 const STEP_BYTES: usize = 256 << 10;
-/// A share may have so much of what is free: one in so many parts.
+/// A share may take this fraction of what is free: one part in so many.
 const PART: usize = 8;
-/// What a share that is in use keeps beyond what it needs now.
+/// What a share in use keeps beyond its current need.
 const SLACK_BYTES: usize = 1 << 20;
 
-/// What the clients of a process share.
+/// Memory that the clients of a process share.
 pub(crate) struct Pool {
     bytes: usize,
     taken: AtomicUsize,
@@ -46,14 +46,14 @@ impl Pool {
         Arc::new(Self { bytes, taken: AtomicUsize::new(0) })
     }
 
-    /// Bytes that are taken.
+    /// Bytes in use.
     #[cfg(test)]
     pub(crate) fn taken(&self) -> usize {
         self.taken.load(Ordering::Relaxed)
     }
 }
 
-/// What the clients of one disk have of the pool.
+/// The part of the pool that the clients of one disk hold.
 pub(crate) struct Party {
     pool: Arc<Pool>,
     taken: AtomicUsize,
@@ -64,7 +64,7 @@ impl Party {
         Arc::new(Self { pool: Arc::clone(pool), taken: AtomicUsize::new(0) })
     }
 
-    /// Takes between `least` and `most` for a share that has `has`; zero if that cannot be.
+    /// Takes between `least` and `most` for a share that holds `has`; zero if that is not possible.
     fn take(&self, has: usize, least: usize, most: usize) -> usize {
         let Pool { bytes, taken } = &*self.pool;
         let mut got = 0;
@@ -92,17 +92,17 @@ impl Party {
     }
 }
 
-/// What one client may hold.
+/// The memory that one client may hold.
 pub(crate) struct Share {
     party: Arc<Party>,
     reserve: usize,
     most: usize,
-    /// What it has of the pool.
+    /// What it holds of the pool.
     taken: Cell<usize>,
 }
 
 impl Share {
-    /// One that need not ask for `reserve` bytes, and never has more than `most`.
+    /// A share with `reserve` bytes of its own that never holds more than `most`.
     pub(crate) fn new(party: &Arc<Party>, reserve: usize, most: usize) -> Self {
         Self { party: Arc::clone(party), reserve, most, taken: Cell::new(0) }
     }
@@ -113,13 +113,13 @@ impl Share {
         self.reserve + self.taken.get()
     }
 
-    /// Whether it may hold `bytes`, for which it takes more of the pool if it has to.
+    /// Whether it may hold `bytes`; takes more from the pool if necessary.
     #[inline]
     pub(crate) fn covers(&self, bytes: usize) -> bool {
         bytes <= self.bytes() || self.grow(bytes, bytes)
     }
 
-    /// As much of `bytes` as it may hold: its reserve at least.
+    /// As much of `bytes` as it may hold: at least its reserve.
     pub(crate) fn up_to(&self, bytes: usize) -> usize {
         if bytes > self.bytes() {
             self.grow(0, bytes.min(self.most));
@@ -139,7 +139,7 @@ impl Share {
         self.bytes() >= least
     }
 
-    /// Gives back what is not needed to hold `used` bytes, and a little more where it is in use.
+    /// Releases what is not needed to hold `used` bytes, except a little slack while it is in use.
     #[inline]
     pub(crate) fn trim(&self, used: usize) {
         if self.taken.get() > 0 {
@@ -149,7 +149,7 @@ impl Share {
 
     fn trim_to(&self, kept: usize) {
         let excess = self.bytes().saturating_sub(kept).min(self.taken.get());
-        // Not for every little: that would be taken again right away.
+        // Not for small amounts: they would be taken again right away.
         if excess >= STEP_BYTES || kept == 0 {
             self.taken.set(self.taken.get() - excess);
             self.party.give_back(excess);

@@ -1,12 +1,12 @@
-//! What becomes of space that nobody needs any more: one choice for all servers.
+//! What happens to space that is no longer needed: one choice for all servers.
 
-/// What becomes of space that clients or guests do not need any more.
+/// What happens to space that clients or guests no longer need.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Discard {
-    /// It stays as it is: discards are answered and dropped, zeros are written so that they keep
-    /// their space.
+    /// It stays allocated: discards are acknowledged and ignored, zeros are written so that they
+    /// keep their space.
     Ignore,
-    /// The disk is told.
+    /// It is passed on to the disk.
     #[default]
     Unmap,
 }

@@ -1,4 +1,4 @@
-//! How much a client may do in a second: operations and bytes, with a burst.
+//! Rate limits of a client: operations and bytes per second, with a burst.
 //!
 //! A bucket of tokens for each. A request that finds its bucket in debt waits until it is not; the
 //! request that empties it may take more than there is, so that one of any size gets through.
@@ -14,9 +14,9 @@ pub struct Rates {
     pub iops: u64,
     /// Bytes per second, read and written together.
     pub bps: u64,
-    /// Operations that may come at once; a tenth of a second's where it is zero.
+    /// Burst of operations; a tenth of a second's worth if it is zero.
     pub iops_burst: u64,
-    /// Bytes that may come at once; a tenth of a second's where it is zero.
+    /// Burst of bytes; a tenth of a second's worth if it is zero.
     pub bps_burst: u64,
 }
 
@@ -79,7 +79,7 @@ impl Limiter {
         (rates.iops > 0 || rates.bps > 0).then(|| Self { buckets: Mutex::new(buckets) })
     }
 
-    /// Lets one request through that moves `bytes`, or says how long it has to wait.
+    /// Admits one request that moves `bytes`, or returns how long it has to wait.
     pub(crate) fn admit(&self, bytes: u64, now: Instant) -> Result<(), Duration> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         let [operations, moved] = &mut *buckets;

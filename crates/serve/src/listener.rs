@@ -1,13 +1,13 @@
 //! Where clients connect: sockets that are bound and listening.
 //!
-//! A unix socket's file is there from `bind` on, and refuses who connects until `listen`: whoever
-//! waits for the file would be turned away. So a socket is bound to another name in the same
-//! folder, listens, and only then gets its own name. The kernel goes on calling it by the first one
-//! ([`bound_name`]), which is how a process that inherits it comes to know where it is.
+//! A unix socket's file exists from `bind` on, but connections are refused until `listen`: a client
+//! that waits for the file would be turned away. So a socket is bound to another name in the same
+//! directory, listens, and only then gets its own name. The kernel keeps reporting the first name
+//! ([`bound_name`]), from which a process that inherits the socket finds its place.
 //!
 //! Invariants
-//! - I1 What has the socket's own name listens, from the first moment on.
-//! - I2 Nothing is replaced but the socket of a server that is gone.
+//! - I1 A socket listens from the moment it has its own name.
+//! - I2 Nothing is replaced except the socket of a dead server.
 
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
@@ -44,7 +44,7 @@ pub(crate) enum Family {
     Tcp(SocketAddr),
 }
 
-/// What those who connect there get besides a socket.
+/// The security of connections to a listener.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Security {
     pub(crate) tls: Option<(Tls, TlsPolicy)>,
@@ -65,7 +65,7 @@ struct SocketFile {
 impl SocketFile {
     fn find(path: &Path, is_ours: bool) -> io::Result<Self> {
         let found = path.symlink_metadata()?;
-        // It is found again at the end, wherever the process is by then.
+        // It is found again at the end, from whatever working directory.
         let path = std::path::absolute(path)?;
         let is_ours = AtomicBool::new(is_ours);
         Ok(Self { path, device: found.dev(), inode: found.ino(), is_ours })
@@ -73,7 +73,7 @@ impl SocketFile {
 }
 
 impl Listener {
-    /// Listens on a unix socket at `path`. The socket of a server that is gone is replaced.
+    /// Listens on a unix socket at `path`. The socket of a dead server is replaced.
     ///
     /// # Errors
     /// `Denied` if a living server listens there, or if there is something that is no socket.
@@ -81,7 +81,7 @@ impl Listener {
         Self::unix_for(path, SocketUsers::AsUmask)
     }
 
-    /// The same, with who may connect.
+    /// The same, with a choice of users that may connect.
     ///
     /// # Errors
     /// As [`Listener::unix`].
@@ -94,9 +94,9 @@ impl Listener {
         Self::wrap(socket, Family::Unix, Some(file))
     }
 
-    /// Makes sure that a socket at `path` would be new: that of a server that is gone is removed.
-    /// [`Listener::unix`] does the same where it may connect to what it finds; a process in a
-    /// sandbox may not.
+    /// Makes sure that a socket at `path` would be new: that of a dead server is removed.
+    /// [`Listener::unix`] does the same if it may connect to what it finds; a process in a sandbox
+    /// may not.
     ///
     /// # Errors
     /// As [`Listener::unix`].
@@ -106,12 +106,11 @@ impl Listener {
         remove_leftover(path)
     }
 
-    /// Listens on a TCP address. Beyond the loopback an NBD server refuses to use it until it is
-    /// said what becomes of those who connect: [`Listener::with_tls`], or
-    /// [`Listener::allow_plain`].
+    /// Listens on a TCP address. Beyond the loopback an NBD server refuses to use it until its
+    /// security is chosen: [`Listener::with_tls`], or [`Listener::allow_plain`].
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub fn tcp(address: SocketAddr) -> Result<Self> {
         let context = || format!("listening on {address}");
         let listener =
@@ -172,14 +171,14 @@ impl Listener {
         }
     }
 
-    /// Has TLS on its connections. Only NBD knows how to start it.
+    /// Uses TLS on its connections. Only NBD can start it.
     #[must_use]
     pub fn with_tls(mut self, tls: &Tls, policy: TlsPolicy) -> Self {
         self.security.tls = Some((tls.clone(), policy));
         self
     }
 
-    /// Lets plain text leave this machine: for networks on which everybody may read and change
+    /// Allows plain text to leave this machine: for networks on which everybody may read and change
     /// everything.
     #[must_use]
     pub fn allow_plain(mut self) -> Self {
@@ -187,7 +186,7 @@ impl Listener {
         self
     }
 
-    /// Refuses to be used if plain text would leave this machine and nobody said that it may.
+    /// Refuses to be used if plain text would leave this machine and that was not allowed.
     pub(crate) fn check_secured(&self) -> Result<()> {
         let Family::Tcp(address) = self.family else { return Ok(()) };
         let is_required = matches!(self.security.tls, Some((_, TlsPolicy::Required)));
@@ -266,7 +265,7 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     };
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(directory, flags, Mode::empty())?;
-    // Whoever may read the folder can hold this lock, and nobody may hold us up by it.
+    // Any user that may read the directory can hold this lock, so it must not hold us up.
     for _ in 0..LOCK_ATTEMPTS {
         match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => {}
@@ -278,17 +277,17 @@ pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
 }
 
-/// Who may connect to a unix socket, besides root.
+/// The users that may connect to a unix socket, besides root.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SocketUsers {
-    /// Whom the process lets use its files.
+    /// As for any file that the process creates.
     AsUmask,
-    /// Its own user alone.
+    /// Only its own user.
     Own,
 }
 
-/// What a socket is called until it listens has this at its end, and the kernel calls it so for
-/// ever. One byte, because the names of sockets are short.
+/// The suffix of a socket's name until it listens, which the kernel reports forever. One byte,
+/// because names of sockets are limited.
 const UNSEEN: &str = "~";
 
 fn bound_name(path: &Path) -> PathBuf {
@@ -369,18 +368,18 @@ fn is_taken(path: &Path) -> Error {
     Error::new(ErrorKind::Denied, what)
 }
 
-/// How often is looked again at a server that is dying, and at one that is not there any more,
-/// whose socket others may have; with a pause of two milliseconds.
+/// How often to check again for a server that is dying, and for one that no longer exists, whose
+/// socket others may have; with a pause of two milliseconds.
 const DYING_LOOKS_MAX: u32 = 5000;
 const GONE_LOOKS_MAX: u32 = 500;
 
-/// Connects to who listens on `path`. A process that was killed listens for a moment still: that is
+/// Connects to the server on `path`. A process that was killed still listens for a moment: that is
 /// waited for.
 fn connect_to_the_living(path: &Path) -> io::Result<()> {
     let mut looks = 0;
     loop {
         let stream = UnixStream::connect(path)?;
-        // Who called listen(): another process may have the socket by now.
+        // The process that called listen(): another one may have the socket by now.
         let process = rustix::net::sockopt::socket_peercred(&stream)?.pid;
         let number = u32::try_from(process.as_raw_nonzero().get()).unwrap_or(0);
         let is_there = rustix::process::test_kill_process(process) != Err(Errno::SRCH);
@@ -428,7 +427,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::sync::mpsc;
 
-    /// The story: a script that waited for the file and connected then was refused.
+    /// Once, a script that waited for the file and then connected was refused.
     #[test]
     fn socket_that_is_seen_accepts() {
         const ROUNDS: usize = 5000;

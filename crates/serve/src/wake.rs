@@ -6,8 +6,8 @@
 //! allocates for being waited for.
 //!
 //! Invariants
-//! - I1 A bit that is set will be seen: whoever sets the first bit of a word wakes the task, and
-//!   the task takes whole words.
+//! - I1 A bit that is set will be seen: setting the first bit of a word wakes the task, and the
+//!   task takes whole words.
 //! - I2 The task's waker is in place before a bit is taken, so that a wake-up between two polls
 //!   reaches the task that polls now.
 

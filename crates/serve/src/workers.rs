@@ -11,13 +11,13 @@ use std::thread::JoinHandle;
 /// Most threads of a process that serves.
 const WORKERS_MAX: usize = 256;
 
-/// Threads with an executor each. They end when this is dropped; what runs on them then is given
-/// up.
+/// Threads with an executor each. They end when this is dropped; what still runs on them is
+/// dropped.
 pub struct Workers {
     handles: Vec<Handle>,
     threads: Vec<JoinHandle<()>>,
     stop: Arc<Signal>,
-    /// Memory for all that their clients send and ask for.
+    /// Memory for everything that their clients send and request.
     pool: Arc<Pool>,
 }
 
@@ -25,7 +25,7 @@ impl Workers {
     /// Starts `count` of them.
     ///
     /// # Errors
-    /// `Invalid` for none or too many; else what the backend says, or the system.
+    /// `Invalid` for none or too many; else any error of the backend or the system.
     pub fn start(count: usize, backend: Backend) -> Result<Arc<Self>> {
         if !(1..=WORKERS_MAX).contains(&count) {
             let context = format!("a server has between 1 and {WORKERS_MAX} threads, not {count}");
@@ -66,7 +66,7 @@ impl Workers {
         &self.pool
     }
 
-    /// With which they are given work.
+    /// The handles through which they get work.
     pub fn handles(&self) -> &[Handle] {
         &self.handles
     }

@@ -1,4 +1,4 @@
-//! What O_DIRECT demands, and how bytes that do not meet it are read all the same.
+//! The alignment that O_DIRECT requires, and how requests that do not meet it are read anyway.
 
 use crate::kind::{FileKind, no_direct};
 use crate::located::Located;
@@ -8,7 +8,7 @@ use mica_units::HostOffset;
 use rustix::fs::{AtFlags, StatxFlags, statx};
 use std::sync::Arc;
 
-/// What O_DIRECT demands, in bytes; 1 for a file that is reached through the page cache.
+/// The alignment that O_DIRECT requires, in bytes; 1 for a file accessed through the page cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Alignment {
     memory: usize,
@@ -17,10 +17,10 @@ pub(crate) struct Alignment {
 
 impl Alignment {
     pub(crate) const NONE: Self = Self { memory: 1, offset: 1 };
-    /// What satisfies every device that is known.
+    /// Satisfies every known device.
     const PAGE: Self = Self { memory: BUF_ALIGN, offset: BUF_ALIGN as u64 };
 
-    /// What is demanded of reads and writes of `file`, which is what was `located`.
+    /// The requirements on reads and writes of `file`, which was opened from `located`.
     pub(crate) fn of(file: &File, located: &Located) -> Result<Self> {
         match file.access() {
             Access::Buffered => Ok(Self::NONE),
@@ -30,7 +30,7 @@ impl Alignment {
         }
     }
 
-    /// What the file system says about `file`; `None` if it knows no O_DIRECT.
+    /// What the file system reports for `file`; `None` if it does not support O_DIRECT.
     fn of_direct(file: &File, kind: FileKind) -> Option<Self> {
         let asked = StatxFlags::DIOALIGN;
         if let Ok(stat) = statx(file, "", AtFlags::EMPTY_PATH, asked)
@@ -50,8 +50,8 @@ impl Alignment {
         Some(Self::PAGE)
     }
 
-    /// At least a sector, so that a device that asks for less costs nothing; a page where the
-    /// system's answer is beyond what buffers can give.
+    /// At least a sector, so that a device that requires less costs nothing; a page if the system
+    /// reports more than buffers can satisfy.
     fn checked(memory: u32, offset: u32) -> Self {
         let memory = (memory as usize).max(512);
         let offset = offset.max(512);
@@ -82,14 +82,14 @@ impl Alignment {
         (offset.bytes() | len) & (self.offset - 1) == 0
     }
 
-    /// Start and end of the blocks that `len` bytes at `offset` lie in. The caller made sure that
-    /// the end fits 63 bits.
+    /// Start and end of the blocks that contain `len` bytes at `offset`. The caller has checked
+    /// that the end fits in 63 bits.
     pub(crate) fn around(self, offset: u64, len: u64) -> (u64, u64) {
         let mask = self.offset - 1;
         (offset & !mask, (offset + len + mask) & !mask)
     }
 
-    /// Reads into all of `buf`.
+    /// Fills all of `buf`.
     #[inline]
     pub(crate) fn read(self, file: &Arc<File>, buf: Buf, offset: HostOffset) -> IoFuture {
         if self.fits(&buf, offset) {

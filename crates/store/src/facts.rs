@@ -1,4 +1,4 @@
-//! What the system tells of an open file: its length, its space, its holes.
+//! What the system reports about an open file: its length, its space, its holes.
 
 use crate::kind::{FileKind, nanoseconds};
 use mica_block::{Error, ErrorKind, Result, Run, RunKind, Witness};
@@ -8,7 +8,7 @@ use rustix::fs::{AtFlags, SeekFrom, StatxFlags, fstat, seek, statx};
 use rustix::io::Errno;
 use std::path::Path;
 
-/// An open file, and what it is called in messages.
+/// An open file, and its name in messages.
 #[derive(Clone, Copy)]
 pub(crate) struct Facts<'a> {
     pub(crate) file: &'a File,
@@ -22,7 +22,7 @@ impl Facts<'_> {
             FileKind::Regular => {
                 fstat(self.file).map(|stat| u64::try_from(stat.st_size).unwrap_or(0))
             }
-            // Nothing reads at the descriptor's own position, so that it may move.
+            // Nothing reads at the descriptor's own position, so it may move.
             FileKind::BlockDevice => seek(self.file, SeekFrom::End(0)),
         };
         len.map_err(|error| self.failed("asking for the length of", error))
@@ -42,9 +42,9 @@ impl Facts<'_> {
             return Ok(nothing_more);
         }
         let next = match seek(self.file, SeekFrom::Data(offset)) {
-            // Nothing but a hole up to the end, or the file was cut just now.
+            // Only a hole up to the end, or the file was truncated just now.
             Err(Errno::NXIO) => return Ok(nothing_more),
-            // Devices and some file systems do not tell: all of it is data.
+            // Devices and some file systems do not report holes: all of it is data.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(data(file_len)),
             Err(error) => return Err(self.failed("looking for data in", error)),
             Ok(next) => next,
@@ -54,31 +54,32 @@ impl Facts<'_> {
         }
         match seek(self.file, SeekFrom::Hole(offset)) {
             Ok(end) if end > offset => Ok(data(end)),
-            // Someone punched or cut the file in between. That it is data is always true enough.
+            // Someone punched or truncated the file in between. Calling it data is always safe.
             Ok(_) | Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => Ok(data(file_len)),
             Err(error) => Err(self.failed("looking for a hole in", error)),
         }
     }
 
-    /// As [`Self::witness`], for a file whose life is not known yet.
+    /// As [`Self::witness`], for a file whose mount generation is not known yet.
     pub(crate) fn witness_now(self) -> Witness {
-        let life = fstat(self.file).ok().and_then(|stat| crate::life::of(self.kind, &stat));
-        self.witness(life)
+        let generation =
+            fstat(self.file).ok().and_then(|stat| crate::mount_generation::of(self.kind, &stat));
+        self.witness(generation)
     }
 
-    /// What tells whether the file, which has this `life`, lost what was written.
-    pub(crate) fn witness(self, life: Option<u64>) -> Witness {
+    /// What shows whether the file, which has this mount generation, lost what was written.
+    pub(crate) fn witness(self, mount_generation: Option<u64>) -> Witness {
         let ask = |flags| statx(self.file, c"", AtFlags::EMPTY_PATH | flags, StatxFlags::CTIME);
-        match (life, self.kind) {
-            (Some(life), _) => Witness::MountGeneration(life),
+        match (mount_generation, self.kind) {
+            (Some(generation), _) => Witness::MountGeneration(generation),
             // A network file system would write everything out first to be exact.
             (None, FileKind::Regular) => {
-                ask(AtFlags::STATX_DONT_SYNC).map_or(Witness::None, |told| {
-                    let time = told.stx_ctime;
+                ask(AtFlags::STATX_DONT_SYNC).map_or(Witness::None, |stat| {
+                    let time = stat.stx_ctime;
                     Witness::Changed(nanoseconds(time.tv_sec, u64::from(time.tv_nsec)))
                 })
             }
-            // No time tells that a device was written.
+            // No timestamp shows that a device was written.
             (None, FileKind::BlockDevice) => Witness::None,
         }
     }
@@ -90,7 +91,7 @@ impl Facts<'_> {
 
 pub(crate) fn check_run_len(len: u64) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::Invalid, "a run of no bytes was asked for"));
+        return Err(Error::new(ErrorKind::Invalid, "a run of zero bytes was requested"));
     }
     Ok(())
 }

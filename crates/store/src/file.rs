@@ -39,12 +39,12 @@ impl CacheMode {
 }
 
 impl FileStore {
-    /// A store in what was `located`, without locks. Through the page cache the file is opened at
-    /// the first read.
+    /// A store in the file that was `located`, without locks. Through the page cache the file is
+    /// opened at the first read.
     ///
     /// # Errors
-    /// What the system says; `Unsupported` if the file system knows no O_DIRECT and it is asked
-    /// for.
+    /// Any error of the system; `Unsupported` if O_DIRECT is requested and the file system does not
+    /// support it.
     pub fn new(located: &Located, cache: CacheMode, handles: &Arc<Handles>) -> Result<Self> {
         let access = cache.access();
         if access == Access::Buffered && located.kind() == FileKind::Regular {
@@ -57,8 +57,8 @@ impl FileStore {
         Self::opened(located, file, Locking::Off, handles)
     }
 
-    /// A store in what was `located`, with QEMU's locks of an image that is read. What `located`
-    /// knows is brought up to date once the locks are held.
+    /// A store in the file that was `located`, with QEMU's locks of an image that is read.
+    /// `located` is refreshed once the locks are held.
     ///
     /// # Errors
     /// As [`Self::new`]; `Denied` if another process has the image open for writing.
@@ -89,7 +89,7 @@ impl FileStore {
         Ok(Self::read_by(Reader { handles: Arc::clone(handles), handle, align }))
     }
 
-    /// For the proof of its content, should it be closed and opened again ([`crate::Handles`]).
+    /// The proof of its content, in case it is closed and reopened ([`crate::Handles`]).
     pub fn content(&self) -> ProofSlot {
         self.reader.handle.proof().clone()
     }
@@ -98,14 +98,14 @@ impl FileStore {
         Self { reader: Arc::new(reader) }
     }
 
-    /// Calls `act` on the open file. Beside the cache if every descriptor of it is busy: the call
-    /// takes no longer than it takes.
+    /// Calls `act` on the open file. If every descriptor of the cache is busy, the file is opened
+    /// outside it for the duration of the call.
     fn with_file<T>(&self, act: impl FnOnce(Facts<'_>) -> Result<T>) -> Result<T> {
         let Reader { handles, handle, .. } = &*self.reader;
         let facts = |file| act(Facts { file, path: handle.path(), kind: handle.kind() });
         match handles.get(handle)? {
             Got::File(file) => facts(&file),
-            // Nothing of its content is told.
+            // `act` reads none of its content.
             Got::Unproven(opened) => facts(opened.file()),
             Got::Busy => facts(&handle.open_beside()?),
         }
@@ -145,19 +145,19 @@ impl Store for FileStore {
     }
 
     fn witness(&self) -> Witness {
-        let told = self.with_file(|facts| Ok(facts.witness_now()));
-        told.unwrap_or(Witness::None)
+        let witness = self.with_file(|facts| Ok(facts.witness_now()));
+        witness.unwrap_or(Witness::None)
     }
 }
 
-/// What a read needs, also one that has to wait for a descriptor and outlives its store.
+/// The state that a read needs, even if it has to wait for a descriptor and outlives its store.
 struct Reader {
     handles: Arc<Handles>,
     handle: Arc<Handle>,
     align: Alignment,
 }
 
-/// How often a read that found every descriptor busy asks again, and how many times.
+/// How long a read that found every descriptor busy waits before it retries, and how often.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 const BUSY_PAUSES_MAX: usize = 60_000;
 
@@ -165,7 +165,7 @@ impl Reader {
     #[inline]
     fn read_at(self: &Arc<Self>, mut buf: Buf, offset: HostOffset) -> IoFuture {
         if buf.is_empty() || end_of(offset, buf.len() as u64).is_none() {
-            // No file reaches that far.
+            // No file is that long.
             buf.fill(0);
             return mica_block::ready(Ok(()), buf);
         }
@@ -180,7 +180,7 @@ impl Reader {
         }
     }
 
-    /// Reads from a file that was `opened` again, once its content proves it.
+    /// Reads from a file that was reopened, once its content proves it.
     async fn prove_and_start(
         self: &Arc<Self>,
         opened: Box<Unproven>,
@@ -201,7 +201,7 @@ impl Reader {
         self.align.read(file, buf, offset)
     }
 
-    /// Every descriptor has operations in flight. Each of them ends, so that one comes free.
+    /// Every descriptor has operations in flight. They all end, so one becomes free.
     #[cold]
     fn wait_and_start(self: &Arc<Self>, buf: Buf, offset: HostOffset) -> IoFuture {
         let reader = Arc::clone(self);
@@ -218,7 +218,7 @@ impl Reader {
                 }
             }
             let path = reader.handle.path().display();
-            let what = format!("no descriptor came free for reading {path}: raise `ulimit -n`");
+            let what = format!("no descriptor became free for reading {path}: raise `ulimit -n`");
             (Err(Error::new(ErrorKind::Limit, what)), buf)
         })
     }

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! get ─▶ handle open ──────────────────────────────▶ clone the Arc
-//!     └▶ closed ─▶ room, or an idle handle gave way ─▶ open, compare with what it was, keep
+//!     └▶ closed ─▶ room, or an idle handle closed ──▶ open, compare with what it was, keep
 //!               │                                    └▶ stamps prove nothing: the caller proves
 //!               │                                       the content, then it is kept
 //!               └▶ all are busy, or it is being proved ─▶ the caller waits and asks again
@@ -16,8 +16,8 @@
 //! - I1 No more handles are open than the bound: room is reserved before a file is opened.
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
-//! - I3 A reopened handle is the file that it was ([`reopened`]). Else the read fails and says so.
-//!   So it does if the image's locks cannot be had again ([`crate::lock`]).
+//! - I3 A reopened handle is the same file as before ([`reopened`]). Otherwise the read fails and
+//!   says so. It fails as well if the image's locks cannot be taken again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
 //!
 //! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried.
@@ -43,12 +43,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
     bound: usize,
-    /// Of the files that are written.
+    /// For the files that are written.
     in_place: InPlace,
     ring: Mutex<Ring>,
 }
 
-/// Whether executors may make writes by themselves.
+/// Whether executors may make small writes by themselves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WritesInPlace {
     /// They may.
@@ -58,7 +58,7 @@ pub enum WritesInPlace {
 }
 
 impl Handles {
-    /// Fewest descriptors that a cache is of use with.
+    /// Fewest descriptors with which a cache is useful.
     const BOUND_MIN: usize = 4;
     /// Most descriptors that a cache keeps: as many as a chain may have layers.
     const BOUND_MAX: usize = 1 << 16;
@@ -69,17 +69,17 @@ impl Handles {
         Arc::new(Self { bound, in_place: InPlace::default(), ring: Mutex::default() })
     }
 
-    /// A cache that takes what the process may open, but for `reserve` descriptors that are left
-    /// for sockets, rings and all else.
+    /// A cache of all descriptors that the process may open, except `reserve` that are left for
+    /// sockets, rings and everything else.
     pub fn for_process(reserve: usize) -> Arc<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let limit = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
         Self::new(limit.saturating_sub(reserve))
     }
 
-    /// Says whether executors may make small writes by themselves, where that is faster. If one
-    /// waits, for as long as its file system is frozen perhaps, all waits that the executor does:
-    /// this is for a process as long as it serves a single disk. At first they may not.
+    /// Sets whether executors may make small writes by themselves, where that is faster. If such a
+    /// write blocks, perhaps for as long as the file system is frozen, everything on the executor
+    /// blocks with it: allow this only while the process serves a single disk. Forbidden at first.
     pub fn set_writes_in_place(&self, writes: WritesInPlace) {
         self.in_place.set(writes == WritesInPlace::Allowed);
     }
@@ -118,7 +118,7 @@ impl Handles {
         }
     }
 
-    /// Opens what was `located` for reading. An idle descriptor gives way where there is no other.
+    /// Opens what was `located` for reading. An idle descriptor is closed if there is no other.
     pub(crate) fn open_located(&self, located: &Located, access: Access) -> Result<File> {
         loop {
             match located.open(open_flags(access)) {
@@ -159,13 +159,13 @@ impl Handles {
         }
         loop {
             match handle.open_file(slot) {
-                // Not marked as used: what is read once gives way before what is read again.
+                // Not marked as used: what is read once is closed before what is read again.
                 Ok((file, None)) => {
                     let file = Arc::new(file);
                     slot.file = Some(Arc::clone(&file));
                     return Ok(Got::File(file));
                 }
-                // Beside the cache until it is proved.
+                // Outside the cache until it is proved.
                 Ok((file, Some(now))) => {
                     self.ring().remove(handle);
                     let proving = Proving::begin(handle, slot);
@@ -173,7 +173,7 @@ impl Handles {
                     return Ok(Got::Unproven(Box::new(Unproven { file, now, proving })));
                 }
                 Err(OpenFailure::NoDescriptor(error)) => {
-                    // The rest of the process took more than its reserve.
+                    // The rest of the process uses more than its reserve.
                     let mut ring = self.ring();
                     if let Some(position) = ring.find_idle(Some(handle)) {
                         ring.remove_at(position);
@@ -194,7 +194,7 @@ impl Handles {
         }
     }
 
-    /// Puts `handle` in the ring, in the place of an idle one if there is no room (I1).
+    /// Puts `handle` in the ring, replacing an idle one if there is no room (I1).
     fn reserve(&self, handle: &Arc<Handle>) -> bool {
         let mut ring = self.ring();
         if ring.entries.len() >= self.bound {
@@ -210,7 +210,7 @@ impl Handles {
     }
 }
 
-/// Raises the soft limit of open files to the hard one and gives what it is now.
+/// Raises the soft limit of open files to the hard one and returns the new value.
 ///
 /// # Errors
 /// If the system refuses.
@@ -223,10 +223,10 @@ pub fn raise_open_files_limit() -> io::Result<u64> {
     Ok(limit.maximum.unwrap_or(u64::MAX))
 }
 
-/// What [`Handles::get`] has.
+/// The result of [`Handles::get`].
 pub(crate) enum Got {
     File(Arc<File>),
-    /// Opened again, and nothing but its content can prove that it is what it was.
+    /// Reopened, and only its content can prove that it is the same.
     Unproven(Box<Unproven>),
     /// No descriptor is free, or somebody else is proving the file.
     Busy,
@@ -251,11 +251,11 @@ pub(crate) struct Handle {
 /// What a handle has, and what it last knew of its file.
 struct Slot {
     file: Option<Arc<File>>,
-    /// What the file was when its locks were last held; of a device without its length.
+    /// The file's identity when its locks were last held; for a device without its length.
     identity: Identity,
-    /// When it was last given up, and its locks with it.
+    /// When it was last closed, which released its locks.
     closed_ns: i128,
-    /// What the file was when its content was found to be another.
+    /// The file's identity when its content was found to be different.
     refused: Option<Identity>,
     is_being_proved: bool,
 }
@@ -297,8 +297,8 @@ impl Handle {
         StoreIdentity::from(&self.lock().identity)
     }
 
-    /// Opens the file, takes its locks again and compares it with what it was (I3); gives what it
-    /// is now if that does not prove that it is the same.
+    /// Opens the file, takes its locks again and compares it with what it was (I3); returns its new
+    /// identity if that does not prove it to be the same.
     fn open_file(
         &self,
         slot: &mut Slot,
@@ -322,7 +322,7 @@ impl Handle {
         let file = File::new(fd, self.access);
         lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
         if self.locking == Locking::On {
-            // The locks kept writers out but for the time without a descriptor.
+            // The locks kept writers out except while there was no descriptor.
             located.refresh(&file).map_err(OpenFailure::Other)?;
         }
         let now = located.identity(located.regular_len());
@@ -338,7 +338,7 @@ impl Handle {
         }
     }
 
-    /// Opens the file beside the cache, for one call that reads none of its content.
+    /// Opens the file outside the cache, for one call that reads none of its content.
     pub(crate) fn open_beside(&self) -> Result<File> {
         let opened = self.open_file(&mut self.lock());
         opened.map(|(file, _)| file).map_err(|failure| match failure {
@@ -360,7 +360,7 @@ impl Handle {
 
     #[inline]
     fn mark_used(&self) {
-        // Looked at first, so that queues that share a layer do not pass its line around.
+        // Read first, so that queues that share a layer do not bounce its cache line.
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
@@ -381,7 +381,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// Rounds that the hand makes: one may clear all marks, the next finds what is idle.
+    /// Rounds of the hand: one may clear all marks, the next finds what is idle.
     const SWEEPS: usize = 2;
 
     fn insert(&mut self, handle: Arc<Handle>) {
@@ -400,7 +400,7 @@ impl Ring {
         }
     }
 
-    /// Closes an idle handle other than `opening` and gives its place (I2).
+    /// Closes an idle handle other than `opening` and returns its position (I2).
     fn find_idle(&mut self, opening: Option<&Arc<Handle>>) -> Option<usize> {
         for _ in 0..Self::SWEEPS * self.entries.len() {
             if self.hand >= self.entries.len() {

@@ -2,10 +2,10 @@
 //!
 //! ext2, ext3 and ext4 cannot tell beforehand whether a write to the page cache would wait, so the
 //! ring hands each one to a thread of the kernel, which costs several times what the write does.
-//! But a write may wait: for dirty pages, for a journal, for a file system that is frozen; and
-//! whatever else the executor does waits with it. So for files of these file systems, and only
-//! while that is nobody else's disk, the executor makes the write. Disks come and go while they are
-//! served, so the file asks at each write.
+//! But a write may block: on dirty pages, on a journal, on a file system that is frozen; and then
+//! everything else on the executor blocks with it. So the executor makes writes only to files of
+//! these file systems, and only while no other disk would suffer. Disks are added and removed while
+//! the process runs, so this is checked at each write.
 
 use mica_rt::File;
 use rustix::fs::fstatfs;
@@ -26,8 +26,7 @@ impl InPlace {
         self.is_allowed.store(is_allowed, Ordering::Relaxed);
     }
 
-    /// Lets `file` be written by the executor itself where that gains something, and while it is
-    /// allowed.
+    /// Lets the executor write `file` by itself if that is faster, and while it is allowed.
     pub(crate) fn apply_to(&self, file: File) -> File {
         match lacks_nowait_writes(&file) {
             true => file.write_in_place(Arc::clone(&self.is_allowed)),

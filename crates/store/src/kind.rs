@@ -1,4 +1,4 @@
-//! What a store can lie in, and what is said of that.
+//! The kinds of files that a store can be in.
 
 use mica_block::{Error, ErrorKind};
 use mica_rt::Access;
@@ -6,7 +6,7 @@ use mica_units::HostOffset;
 use rustix::fs::OFlags;
 use std::path::Path;
 
-/// What a store can lie in.
+/// The kind of file that a store is in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FileKind {
     /// A regular file.
@@ -32,11 +32,12 @@ pub(crate) fn not_an_image(path: &Path, what: &str) -> Error {
 
 pub(crate) fn no_direct(path: &Path) -> Error {
     let path = path.display();
-    let what = format!("the file system of {path} knows no O_DIRECT: use --cache writeback");
+    let what =
+        format!("the file system of {path} does not support O_DIRECT: use --cache writeback");
     Error::new(ErrorKind::Unsupported, what)
 }
 
-/// The end of `len` bytes at `offset`, if a file can reach that far.
+/// The end of `len` bytes at `offset`, if a file can be that long.
 pub(crate) fn end_of(offset: HostOffset, len: u64) -> Option<u64> {
     offset.bytes().checked_add(len).filter(|end| i64::try_from(*end).is_ok())
 }

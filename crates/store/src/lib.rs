@@ -1,4 +1,4 @@
-//! Where bytes lie: files, memory, and stores stacked on stores that delay, fail and log.
+//! Where bytes are stored: files, memory, and wrappers that delay, fail and log.
 //! Internal crate.
 //!
 //! ```text
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read,
-//! so that a chain of a thousand layers needs no thousand descriptors. A [`WritableFile`] keeps its
-//! own. Both take QEMU's locks of images if that is asked for ([`Locking`]).
+//! so that a chain of a thousand layers does not need a thousand descriptors. A [`WritableFile`]
+//! keeps its own. Both take QEMU's image locks if requested ([`Locking`]).
 
 mod direct;
 mod facts;
@@ -18,10 +18,10 @@ mod file;
 mod handles;
 mod in_place;
 mod kind;
-mod life;
 mod located;
 mod lock;
 mod memory;
+mod mount_generation;
 mod writable;
 
 pub use file::{CacheMode, FileStore};

@@ -1,8 +1,8 @@
 //! A file that was found but not opened.
 //!
-//! Opening a name has effects: a FIFO hangs, a tape rewinds, a watchdog starts to bite. So a name
-//! is first resolved with O_PATH, which has none; what it turned out to be is judged; and only then
-//! that very inode is opened, through its descriptor, so that nobody can swap the name in between.
+//! Opening a name has side effects: a FIFO hangs, a tape rewinds, a watchdog is armed. So a name is
+//! first resolved with O_PATH, which has none; the result is checked; and only then that very inode
+//! is opened, through its descriptor, so that nobody can swap the name in between.
 
 use crate::kind::{FileKind, nanoseconds, no_direct, not_an_image, open_flags};
 use mica_block::{Error, ErrorKind, Identity, Result};
@@ -27,7 +27,7 @@ impl Located {
     /// Finds what `path` names, through symbolic links.
     ///
     /// # Errors
-    /// What the system says; `Invalid` if it is neither a regular file nor a block device.
+    /// Any error of the system; `Invalid` if it is neither a regular file nor a block device.
     pub fn find(path: &Path) -> Result<Self> {
         Self::find_with(path, OFlags::empty())
     }
@@ -42,7 +42,7 @@ impl Located {
 
     fn find_with(path: &Path, flags: OFlags) -> Result<Self> {
         let failed = |error| Error::from_io(format!("opening {}", path.display()), error);
-        // The name is used again when the file is reopened, wherever the process is by then.
+        // The name is used again to reopen the file, from whatever working directory.
         let path = std::path::absolute(path).map_err(failed)?;
         match Self::find_raw(&path, flags) {
             Ok(Ok(located)) => Ok(located),
@@ -51,7 +51,7 @@ impl Located {
         }
     }
 
-    /// Finds `path`; the inner error names what it is instead of a file that can hold an image.
+    /// Finds `path`; the inner error says what it is, if it is not a file that can hold an image.
     pub(crate) fn find_raw(
         path: &Path,
         flags: OFlags,
@@ -81,7 +81,7 @@ impl Located {
         self.kind
     }
 
-    /// Length of a regular file when it was found. A block device tells its length when opened.
+    /// Length of a regular file when it was found. The length of a block device is known once open.
     pub fn known_len(&self) -> Option<u64> {
         match self.kind {
             FileKind::Regular => Some(self.regular_len()),
@@ -112,8 +112,9 @@ impl Located {
         Ok(PathBuf::from(std::ffi::OsString::from_vec(target.into_bytes())))
     }
 
-    /// Which file of `len` bytes it is. The times of a block device are beyond all times: the
-    /// system keeps none of its last change, so nothing that was derived from it may be trusted.
+    /// The identity of this file, which has `len` bytes. The times of a block device are at
+    /// infinity: the system does not record its last change, so nothing derived from it may be
+    /// trusted.
     pub fn identity(&self, len: u64) -> Identity {
         let stat = &self.stat;
         match self.kind {
@@ -138,13 +139,13 @@ impl Located {
         }
     }
 
-    /// See [`crate::life`].
-    pub(crate) fn life(&self) -> Option<u64> {
-        crate::life::of(self.kind, &self.stat)
+    /// See [`crate::mount_generation`].
+    pub(crate) fn mount_generation(&self) -> Option<u64> {
+        crate::mount_generation::of(self.kind, &self.stat)
     }
 
-    /// Whether its file system has a change time that nobody can set. FAT and exFAT tell the time
-    /// of the last write in its place, the former to two seconds.
+    /// Whether its file system has a change time that nobody can set. FAT and exFAT report the time
+    /// of the last write instead, the former with a resolution of two seconds.
     fn keeps_change_times(&self) -> bool {
         const WITHOUT: [u64; 2] = [0x4d44, 0x2011_bab0];
         let system = fstatfs(&self.fd).map(|system| u64::try_from(system.f_type));
@@ -162,7 +163,7 @@ impl Located {
             Err(error @ (Errno::ACCESS | Errno::PERM)) => {
                 Err(Error::from_io(format!("opening {}", self.path.display()), error.into()))
             }
-            // Anything else is told by the open that comes.
+            // Any other error is reported by the open that follows.
             _ => Ok(()),
         }
     }
@@ -180,7 +181,7 @@ impl Located {
         }
     }
 
-    /// Takes in what changed since it was found; `file` is what it was opened as.
+    /// Refreshes what may have changed since it was found, from the opened `file`.
     pub(crate) fn refresh(&mut self, file: &File) -> Result<()> {
         self.stat = fstat(file).map_err(|error| {
             Error::from_io(format!("asking about {}", self.path.display()), error.into())
@@ -188,13 +189,14 @@ impl Located {
         Ok(())
     }
 
-    /// Opens this inode, whatever the name means by now; for reading unless `flags` say more.
+    /// Opens this inode, whatever the name refers to by now; for reading unless `flags` add to
+    /// that.
     pub(crate) fn open(&self, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | flags;
         match openat(CWD, proc_path(&self.fd), flags, Mode::empty()) {
-            // Without /proc the name is opened again, and what it gives is compared. O_NONBLOCK
-            // keeps a FIFO that was swapped in from hanging us; it must not stay, because
-            // io_uring refuses to wait for such a file.
+            // Without /proc the name is opened, and the result is compared. O_NONBLOCK keeps a FIFO
+            // that was swapped in from hanging us; it must not stay, because io_uring refuses to
+            // wait for such a file.
             Err(Errno::NOENT) => {
                 let fd = open(&self.path, flags | OFlags::NONBLOCK, Mode::empty())?;
                 let stat = fstat(&fd)?;

@@ -1,23 +1,24 @@
-//! QEMU's locks of images, so that mica and QEMU keep out of each other's way.
+//! QEMU's image locks, so that mica and QEMU do not interfere with each other.
 //!
-//! Whoever has an image open holds shared locks of single bytes of the file, which tell what it
-//! does with the image and what it does not let others do meanwhile. Nobody waits for a lock: each
-//! takes its own bytes first and then looks whether somebody else's contradict them, so that of two
-//! who come at once at least one sees the other.
+//! A process that has an image open holds shared locks on single bytes of the file, which say what
+//! it does with the image and what it does not let others do. Nobody waits for a lock: each process
+//! takes its own bytes first and then checks for conflicting bytes of others, so that of two that
+//! open at the same time at least one sees the other.
 //!
-//! | byte    | who holds it                             |
+//! | byte    | its holder                               |
 //! |---------|------------------------------------------|
 //! | 100 + i | uses permission i                        |
 //! | 200 + i | does not let others use permission i     |
 //!
-//! Permission 0 is reading what stays consistent, 1 writing, 2 writing what reads the same as
-//! before, 3 changing the length.
+//! Permission 0 is reading consistent data, 1 writing, 2 writing without changing what is read, 3
+//! changing the length.
 //!
 //! The locks belong to the open file description (see [`mica_rt::File`]): closing it ends them. A
-//! store that is read gives its descriptor up when descriptors are short ([`crate::Handles`]), and
-//! has no lock until it opens the file again. It takes the locks then, and fails the read if it
-//! cannot, or if the file was written to meanwhile. That is a limit: a writer is not kept out then,
-//! and is noticed only where the file has a time of its last change, which a block device has not.
+//! store that is read gives up its descriptor when descriptors are scarce ([`crate::Handles`]), and
+//! has no lock until it reopens the file. Then it takes the locks, and fails the read if it cannot,
+//! or if the file was written in the meantime. That is a limitation: a writer is not kept out in
+//! between, and is noticed only if the file has a time of its last change, which a block device has
+//! not.
 
 mod holder;
 
@@ -34,13 +35,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether QEMU's locks of images are taken and honoured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Locking {
-    /// An image that is read has no writer meanwhile, one that is written nobody else.
+    /// An image that is being read has no writer, and one that is being written has no other user.
     #[default]
     On,
-    /// An image that is read may be written by others meanwhile (`--force-share`): what is read may
-    /// contradict itself. For writing as [`Locking::On`].
+    /// An image that is being read may be written by others (`--force-share`): what is read may be
+    /// inconsistent. For writing as [`Locking::On`].
     ForceShare,
-    /// No lock is taken and none is looked at.
+    /// Locks are neither taken nor checked.
     Off,
 }
 
@@ -57,7 +58,7 @@ const UNSHARED: u64 = 200;
 const CONSISTENT_READ: u64 = 0;
 const WRITE: u64 = 1;
 const RESIZE: u64 = 3;
-/// All bytes that have a meaning.
+/// All bytes with a meaning.
 const ALL: u64 = UNSHARED + RESIZE + 1 - USED;
 
 /// The permissions that `role` uses, and those that it does not share.
@@ -72,8 +73,8 @@ fn permissions(role: Role, locking: Locking) -> Option<(&'static [u64], &'static
     }
 }
 
-/// Takes the locks of `role` on `file`, which hold until it is closed. After an error the caller
-/// closes it.
+/// Takes the locks of `role` on `file`, which are held until it is closed. After an error the
+/// caller closes it.
 pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Result<()> {
     let Some((used, unshared)) = permissions(role, locking) else { return Ok(()) };
     let failed = |error| Error::from_io(format!("locking {}", path.display()), error);
@@ -91,14 +92,14 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
             Err(error) => return Err(failed(error)),
         }
     }
-    // Most often nobody else has the image open.
+    // Usually nobody else has the image open.
     if !file.is_locked_elsewhere(USED, ALL).map_err(failed)? {
         return Ok(());
     }
     let unshared = unshared.iter().map(|at| (USED + at, "holds the image for writing"));
     let used = used.iter().map(|at| match *at {
-        CONSISTENT_READ => (UNSHARED, "changes the image and lets nobody read it"),
-        at => (UNSHARED + at, "has the image open and lets nobody write it"),
+        CONSISTENT_READ => (UNSHARED, "changes the image and allows nobody to read it"),
+        at => (UNSHARED + at, "has the image open and allows nobody to write it"),
     });
     for (byte, how) in unshared.chain(used) {
         if file.is_locked_elsewhere(byte, 1).map_err(failed)? {

@@ -25,13 +25,13 @@ enum Content {
 const LEN_MAX: u64 = 1 << 32;
 
 impl MemoryStore {
-    /// A store that holds `bytes`, for reading, and is called `name` in messages.
+    /// A store that holds `bytes`, for reading, named `name` in messages.
     pub fn new(name: impl Into<String>, bytes: impl Into<Arc<[u8]>>) -> Self {
         Self::of(name.into(), Content::Frozen(bytes.into()))
     }
 
-    /// A store that holds `bytes`, for reading and writing, and is called `name` in messages. It
-    /// grows to at most 4 GiB.
+    /// A store that holds `bytes`, for reading and writing, named `name` in messages. It grows to
+    /// at most 4 GiB.
     pub fn new_writable(name: impl Into<String>, bytes: Vec<u8>) -> Self {
         Self::of(name.into(), Content::Writable(RwLock::new(bytes)))
     }
@@ -49,7 +49,7 @@ impl MemoryStore {
         }
     }
 
-    /// Changes the content, which gets at least `end` bytes before.
+    /// Changes the content, which is first extended to at least `end` bytes.
     fn change(&self, end: Option<u64>, act: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
         let Content::Writable(bytes) = &self.content else {
             return Err(self.opened_for_reading());
@@ -120,7 +120,7 @@ impl Store for MemoryStore {
     }
 
     fn sync(&self) -> ChangeFuture {
-        // There is nothing that memory could be made durable on: who asks wants the order.
+        // Memory cannot be made durable: callers want the ordering.
         let result = self.change(Some(0), |_| {});
         Box::pin(async move { result })
     }

@@ -1,15 +1,15 @@
 //! A file or block device of the host, for reading and writing.
 //!
 //! Invariants
-//! - I1 The descriptor stays open as long as the store: the image's locks hang on it, and so does
-//!   the system's promise to tell a failed write-back to the next sync.
-//! - I2 After a failed sync no later one succeeds: the system may have forgotten what it could not
+//! - I1 The descriptor stays open as long as the store: the image's locks depend on it, and so does
+//!   the system's promise to report a failed write-back to the next sync.
+//! - I2 After a failed sync no later one succeeds: the system may have dropped what it could not
 //!   write. Syncs take turns, so that this is known before the next one starts.
 //! - I3 Past the page cache, a write of parts of blocks reads these blocks, changes them and writes
-//!   them back, all under a claim ([`Claims`]) and in a task of its own: what is written back is
-//!   never from before another write, even if the one who asked is gone.
-//! - I4 The file is never longer than what was asked of it: a write that had to fill a block up
-//!   cuts the file again, under a claim on all that lies behind.
+//!   them back, all under a claim ([`Claims`]) and in a task of its own: it never writes back data
+//!   that is older than another write, even if its caller is gone.
+//! - I4 The file is never longer than requested: a write that had to pad a block truncates the file
+//!   again, under a claim on everything behind it.
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
@@ -42,25 +42,25 @@ struct Inner {
     path: PathBuf,
     kind: FileKind,
     align: Alignment,
-    /// Of the bytes of the file, where it is written past the page cache. Writes of whole blocks
-    /// share, since none of them keeps bytes of before; all else excludes others.
+    /// Claims on the bytes of the file, if it is written past the page cache. Writes of whole
+    /// blocks share, since they preserve no old bytes; everything else is exclusive.
     claims: Claims,
-    /// Who syncs, and who comes next.
+    /// The sync under way, and those that wait for their turn.
     syncs: Claims,
     /// Whether a sync failed (I2).
     sync_failed: AtomicBool,
-    /// Of its file system or device: while the file is open, that stays.
-    life: Option<u64>,
+    /// The mount generation, which stays the same while the file is open.
+    mount_generation: Option<u64>,
     identity: StoreIdentity,
 }
 
 impl WritableFile {
-    /// A store in what was `located`, which nobody else has open for writing, of a process that has
-    /// these `handles`. What `located` knows is brought up to date once the locks are held.
+    /// A store in the file that was `located`, which nobody else has open for writing, in a process
+    /// with these `handles`. `located` is refreshed once the locks are held.
     ///
     /// # Errors
-    /// What the system says; `Denied` if the file may not be written or another process has it
-    /// open; `Unsupported` if the file system knows no O_DIRECT and it is asked for.
+    /// Any error of the system; `Denied` if the file may not be written or another process has it
+    /// open; `Unsupported` if O_DIRECT is requested and the file system does not support it.
     pub fn open(
         located: &mut Located,
         cache: CacheMode,
@@ -79,7 +79,7 @@ impl WritableFile {
             claims: Claims::default(),
             syncs: Claims::default(),
             sync_failed: AtomicBool::new(false),
-            life: located.life(),
+            mount_generation: located.mount_generation(),
             identity: StoreIdentity::from(&located.identity(0)),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -91,7 +91,7 @@ impl Store for WritableFile {
     fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
         let Inner { file, align, .. } = &*self.inner;
         if buf.is_empty() || end_of(offset, buf.len() as u64).is_none() {
-            // No file reaches that far.
+            // No file is that long.
             buf.fill(0);
             return ready(Ok(()), buf);
         }
@@ -130,7 +130,7 @@ impl Store for WritableFile {
     fn sync(&self) -> ChangeFuture {
         let inner = Arc::clone(&self.inner);
         Box::pin(in_own_task(async move {
-            // One at a time: of two at once the system tells only one that a write-back failed.
+            // One at a time: of two at once, the system reports a failed write-back to only one.
             let _turn = inner.syncs.claim(0).await;
             inner.check_synced()?;
             mica_rt::sync_data(&inner.file).await.map_err(|error| {
@@ -197,7 +197,7 @@ impl Store for WritableFile {
     }
 
     fn witness(&self) -> Witness {
-        self.inner.facts().witness(self.inner.life)
+        self.inner.facts().witness(self.inner.mount_generation)
     }
 }
 
@@ -223,7 +223,7 @@ impl Inner {
         let mut around = Buf::new(around_len);
         let block = usize::try_from(self.align.block_bytes()).expect("at most a page");
         let skipped = usize::try_from(offset - start).expect("less than a block");
-        // Only the first and the last block have bytes to keep.
+        // Only the first and the last block have bytes to preserve.
         if skipped > 0 {
             self.read_block(&mut around[..block], start).await?;
         }
@@ -247,8 +247,8 @@ impl Inner {
         result
     }
 
-    /// Claims the blocks around a range, with all that lies behind where they reach beyond the end
-    /// of the file (I4). Gives the length of the file as well.
+    /// Claims the blocks around a range, and everything behind them if they reach beyond the end of
+    /// the file (I4). Returns the length of the file as well.
     async fn claim_parts(&self, offset: u64, asked_end: u64) -> Result<(Claim<'_>, u64)> {
         let (start, end) = self.align.around(offset, asked_end - offset);
         let mut last = end - 1;
@@ -258,7 +258,7 @@ impl Inner {
             }
             let claim = self.claims.claim_range(start..=last, Mode::Exclusive).await;
             let len = self.len()?;
-            // Else it was cut meanwhile.
+            // Otherwise it was truncated in the meantime.
             if end <= len || last == u64::MAX {
                 return Ok((claim, len));
             }

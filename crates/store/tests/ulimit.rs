@@ -1,7 +1,7 @@
 //! A chain of a thousand layers under `ulimit -n 256`. A binary of its own: the limit is the
 //! process's.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test fails at the first error")]
 
 use mica_block::read_exact;
 use mica_rt::{Backend, Executor};
@@ -44,7 +44,7 @@ fn thousand_layers_are_read_at_once_under_256_descriptors() {
             executor.block_on(read_all(&stores));
             assert_eq!(handles.open_count(), 192);
 
-            // Sockets took more than the reserve: the cache gives way.
+            // Sockets use more than the reserve: the cache gives up descriptors.
             let mut sockets: Vec<std::fs::File> = std::iter::repeat_with(|| path(0))
                 .map_while(|path| std::fs::File::open(path).ok())
                 .collect();

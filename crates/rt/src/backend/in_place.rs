@@ -2,14 +2,14 @@
 //!
 //! Where the file system cannot tell beforehand whether a write would wait, the ring hands each one
 //! to a thread of the kernel. That costs several times what the write does, which is to copy a few
-//! pages; a thread of our own costs as much. But a write may wait, and all that the executor does
-//! waits with it. So whoever opened the file decides ([`File::write_in_place`]), and the ring gets
-//! all that follows one that waited.
+//! pages; a thread of our own costs as much. But a write may block, and everything else on the
+//! executor with it. So whoever opened the file decides ([`File::write_in_place`]), and after a
+//! write that blocked the next ones go to the ring.
 //!
 //! Invariants
 //! - I1 Nothing is written in place unless the file says so at that moment.
-//! - I2 After a write that waited, none is done in place for [`PAUSE_FACTOR`] times as long.
-//! - I3 What fails is done again by the ring, which tells why.
+//! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long.
+//! - I3 A write that fails is retried by the ring, which reports why.
 
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// Longest write that is done in place: a longer one is worth a thread.
 const LENGTH_MAX: usize = 64 << 10;
-/// A write that took longer waited for something.
+/// A write that took longer than this was blocked on something.
 const WAITED_MIN: Duration = Duration::from_micros(200);
 const PAUSE_FACTOR: u32 = 20;
 
@@ -36,7 +36,7 @@ impl InPlace {
         Self { remote, not_before: None }
     }
 
-    /// Writes `buf` at `offset` and gives the count, or nothing if that is to be left to the ring.
+    /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to the ring.
     pub(super) fn write(&mut self, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
         // A part of a page may have to be read first.
         let is_fit = buf.len() <= LENGTH_MAX
@@ -57,7 +57,7 @@ impl InPlace {
         written.ok()
     }
 
-    /// Notes how long a write took that was begun at `start`.
+    /// Records how long a write that began at `start` took.
     fn note(&mut self, start: Instant, took: Duration) {
         if took >= WAITED_MIN {
             self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
@@ -67,7 +67,7 @@ impl InPlace {
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "how to wait for the system is no matter of the clock"
+    reason = "how to wait for the system does not depend on the virtual clock"
 )]
 pub(super) fn now() -> Instant {
     Instant::now()
@@ -109,13 +109,13 @@ mod tests {
     }
 
     #[test]
-    fn all_else_is_left_to_the_ring() {
+    fn everything_else_is_left_to_the_ring() {
         let (_, direct, _) = made(Access::Direct);
         let (made, file, is_allowed) = made(Access::Buffered);
         let mut in_place = in_place();
         assert_eq!(in_place.write(&file, &Buf::zeroed(LENGTH_MAX + 4096), 0), None, "long");
         assert_eq!(in_place.write(&file, &Buf::zeroed(512), 0), None, "a part of a page");
-        assert_eq!(in_place.write(&file, &Buf::zeroed(4096), 512), None, "parts of two");
+        assert_eq!(in_place.write(&file, &Buf::zeroed(4096), 512), None, "parts of two pages");
         assert_eq!(in_place.write(&direct, &Buf::zeroed(4096), 0), None, "past the page cache");
         let read_only = std::fs::File::open(made.path()).unwrap();
         let read_only = File::new(read_only.into(), Access::Buffered).write_in_place(is_allowed);
@@ -128,10 +128,10 @@ mod tests {
         let (_made, file, _) = made(Access::Buffered);
         let (mut in_place, buf) = (in_place(), Buf::zeroed(4096));
         in_place.note(now(), WAITED_MIN / 2);
-        assert_eq!(in_place.write(&file, &buf, 0), Some(4096), "it was but slow");
+        assert_eq!(in_place.write(&file, &buf, 0), Some(4096), "it was merely slow");
         in_place.note(now(), Duration::from_secs(100));
         assert_eq!(in_place.write(&file, &buf, 0), None);
-        // 21 times a wait, it and its pause are over.
+        // After 21 times its duration the wait and the pause that follows it are over.
         let long_ago = now().checked_sub(Duration::from_secs(22)).unwrap();
         in_place.note(long_ago, Duration::from_secs(1));
         assert_eq!(in_place.write(&file, &buf, 0), Some(4096));

@@ -98,7 +98,7 @@ impl Driver {
         }
     }
 
-    /// Waits at most `wait` (for ever if `None`) for something to happen, and tells what completed.
+    /// Waits at most `wait` (forever if `None`) for something to happen, and collects completions.
     pub(crate) fn turn(
         &mut self,
         wait: Option<Duration>,
@@ -114,8 +114,8 @@ impl Driver {
         }
     }
 
-    /// Takes back the memory of a list of completions, emptied by the caller. What was refused
-    /// while the caller went through it is kept.
+    /// Takes back the memory of a list of completions that the caller has emptied. Operations that
+    /// were refused in the meantime stay on the list.
     pub(crate) fn give_back(&mut self, mut emptied: Vec<(OpKey, i32)>) {
         emptied.append(&mut self.completions);
         self.completions = emptied;

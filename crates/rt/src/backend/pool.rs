@@ -7,7 +7,7 @@
 //! Invariants
 //! - I1 A thread owns the buffer that it reads into or writes from: it is moved to the thread and
 //!   back.
-//! - I2 A socket operation is tried again only after poll said that it may go on.
+//! - I2 A socket operation is retried only after poll reported it ready.
 
 use crate::buf::Buf;
 use crate::file::{Access, File};
@@ -31,12 +31,12 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     remote: Arc<Remote>,
     threads: Vec<JoinHandle<()>>,
-    /// Operations given to threads that have not come back.
+    /// Operations given to threads and not yet finished.
     working: usize,
     waiting: Vec<Waiting>,
 }
 
-/// A socket operation that poll must let go on.
+/// A socket operation that waits until poll reports it ready.
 struct Waiting {
     key: OpKey,
     socket: Arc<Socket>,
@@ -156,7 +156,7 @@ impl Pool {
             if let Work::Read { buf: back, .. } | Work::Write { buf: back, .. } = job.work {
                 let (OpKind::Read { buf, .. } | OpKind::Write { buf, .. }) = ops.kind_mut(job.key)
                 else {
-                    unreachable!("a buffer comes back to the operation that it came from");
+                    unreachable!("a buffer returns to the operation that it belongs to");
                 };
                 *buf = back;
             }
@@ -212,7 +212,7 @@ impl Pool {
             let mut slices = [IoSliceMut::new(&mut buf[done..])];
             match rustix::io::preadv2(file, &mut slices, offset, ReadWriteFlags::NOWAIT) {
                 Ok(count) => return Some(code_of(Ok(count))),
-                // Not cached, or a file system that knows no NOWAIT: a thread reads it.
+                // Not cached, or a file system without NOWAIT support: a thread reads it.
                 Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INVAL) => {}
                 Err(error) => return Some(code_of(Err(error))),
             }

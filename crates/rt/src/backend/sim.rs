@@ -1,6 +1,6 @@
 //! The simulator's backend: time passes only when there is nothing else to do (or when a task spins
-//! for long, lest it spin for ever), and what completes next follows from a seed. There are no
-//! files and no sockets here, only simulated operations.
+//! for long, so that it does not spin forever), and what completes next follows from a seed. There
+//! are no files and no sockets here, only simulated operations.
 
 use crate::clock::Clock;
 use crate::op::{OpKey, OpKind, Ops, SimWork};
@@ -13,15 +13,15 @@ use std::time::Duration;
 
 pub(crate) struct Sim {
     clock: Rc<Cell<Duration>>,
-    /// The state of what is random.
+    /// The state of the random number generator.
     random: u64,
     /// Operations by the time at which they complete; the second part breaks ties at random.
     due: BTreeMap<(Duration, u64), OpKey>,
-    /// Turns since there was last nothing else to do.
+    /// Turns since the executor was last idle.
     busy_turns: u32,
 }
 
-/// A task that spins is given this many turns before time passes regardless, in steps that double.
+/// A task that spins gets this many turns; then time passes anyway, in steps that double.
 const BUSY_TURNS_MAX: u32 = 100;
 const BUSY_STEP_BITS_MAX: u32 = 24;
 
@@ -72,7 +72,7 @@ impl Sim {
             (None, None) => panic!("sim: every task waits for something that never happens"),
             (Some(at), limit) if limit.is_none_or(|limit| at <= limit) => self.clock.set(at),
             (_, Some(limit)) => return self.clock.set(limit),
-            (Some(_), None) => unreachable!("no limit admits every time"),
+            (Some(_), None) => unreachable!("without a limit every time is admitted"),
         }
         self.complete_due(ops, completions);
     }

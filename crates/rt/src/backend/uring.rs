@@ -5,8 +5,8 @@
 //!   arrives ([`crate::op`] I1), so every pointer in a submission outlives it.
 //! - I2 The bell is always armed: its completion is taken in and it is armed again in one turn.
 //! - I3 Only operations that the kernel supports are submitted: `new` probes for them.
-//! - I4 A ring does nothing else, whoever has got hold of it: no filter of system calls sees what
-//!   goes through a ring, so the kernel is told the list, which nobody can change any more.
+//! - I4 A ring does nothing else, no matter who controls it: no filter of system calls sees what
+//!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
 use super::in_place::{self, InPlace};
 use crate::op::{OpKey, OpKind, resume_at};
@@ -24,10 +24,10 @@ use std::time::Duration;
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
-/// How long an executor looks for completions before it sleeps. A processor that went to sleep
-/// takes about as long to wake; looking longer costs processor time and gains nothing more.
+/// How long an executor polls for completions before it sleeps. A processor that went to sleep
+/// takes about as long to wake; polling longer costs processor time and gains nothing more.
 const LOOK_MAX: Duration = Duration::from_micros(15);
-/// A wait up to this long was short: the next one may be as well.
+/// A wait up to this long counts as short: the next one may be short as well.
 const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
 /// Largest single read, write or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
@@ -52,9 +52,9 @@ pub(crate) struct Uring {
     ring: IoUring,
     remote: Arc<Remote>,
     bell_armed: bool,
-    /// Completions that had to be taken in to make room for submissions.
+    /// Completions that had to be reaped to make room for submissions.
     early: Vec<(OpKey, i32)>,
-    /// Whether the last wait was so short that looking again for a while beats sleeping.
+    /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
 }
@@ -89,7 +89,7 @@ impl Uring {
                 opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done } => {
-                // What was cut short goes on in the ring, which tells why it was.
+                // A short write continues in the ring, which reports why it was short.
                 if *done == 0
                     && let Some(count) = self.in_place.write(file, buf, *offset)
                 {
@@ -168,8 +168,8 @@ impl Uring {
         };
         match result {
             Ok(_) => {}
-            // Time ran out, a signal came, or completions must be taken in first: the caller's
-            // next turn goes on.
+            // The time ran out, a signal arrived, or completions must be reaped first: the caller's
+            // next turn carries on.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -179,7 +179,7 @@ impl Uring {
         }
     }
 
-    /// Submits, and waits for a completion: awake for a while where the last wait was short, then
+    /// Submits, and waits for a completion: polling for a while if the last wait was short, then
     /// asleep.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
         let start = in_place::now();
@@ -214,7 +214,7 @@ impl Uring {
             }
             self.enter(Some(Duration::ZERO));
             if self.ring.submission().is_full() {
-                // The kernel takes nothing more until there is room for completions.
+                // The kernel accepts nothing more until there is room for completions.
                 let mut early = std::mem::take(&mut self.early);
                 self.take_in(&mut early);
                 self.early = early;
@@ -226,7 +226,7 @@ impl Uring {
 const POLL_IN: u16 = libc::POLLIN.cast_unsigned();
 
 fn build_ring() -> io::Result<IoUring> {
-    // Newest kernels first: completions run when this thread asks, on this thread.
+    // Newest kernels first: completions are processed on this thread, when it asks for them.
     let attempts: [fn(&mut io_uring::Builder); 3] = [
         |builder| {
             builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();

@@ -2,24 +2,23 @@
 //! of a file), or on one number of it.
 //!
 //! Invariants
-//! - I1 A claim stands from when it is asked for until it is dropped, also if that is before it was
-//!   granted.
+//! - I1 A claim stands from the request until it is dropped, even if that is before it was granted.
 //! - I2 Of two granted claims that overlap both are [`Mode::Shared`].
-//! - I3 A claim waits for earlier ones only: so none waits for ever, and no two for each other.
-//! - I4 Who waits listens to one that is in the way before the lock is let go; that one's end wakes
-//!   it, and it looks for the next.
+//! - I3 A claim waits for earlier ones only: so none waits forever, and no two for each other.
+//! - I4 A task that waits listens to a conflicting claim before it releases the lock; the end of
+//!   that claim wakes it, and it looks for the next.
 
 use event_listener::{Event, IntoNotification};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Whether claims may overlap.
+/// Which claims may overlap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// With others that are shared.
+    /// It may overlap others that are shared.
     Shared,
-    /// With none.
+    /// It overlaps none.
     Exclusive,
 }
 
@@ -31,7 +30,7 @@ pub struct Claims {
 
 #[derive(Default)]
 struct State {
-    /// By the first number of their range, and in the order in which they were asked for.
+    /// By the first number of their range, then in the order of the requests.
     entries: BTreeMap<(u64, u64), Entry>,
     next_order: u64,
     /// No entry reaches further beyond its first number.
@@ -41,7 +40,7 @@ struct State {
 struct Entry {
     last: u64,
     mode: Mode,
-    /// Of the claim.
+    /// Notified when the claim ends.
     end: Event,
 }
 
@@ -51,8 +50,8 @@ impl Claims {
         self.claim_range(key..=key, Mode::Exclusive).await
     }
 
-    /// The right to work on all of `range`, as soon as everybody who asked earlier and is in the
-    /// way is done.
+    /// The right to work on all of `range`, as soon as every earlier claim that conflicts has
+    /// ended.
     pub async fn claim_range(&self, range: RangeInclusive<u64>, mode: Mode) -> Claim<'_> {
         let (claim, mut in_the_way) = {
             let mut state = self.lock();
@@ -81,7 +80,7 @@ impl Claims {
         None
     }
 
-    /// The right to work on `key` alone, if nobody has it now or waits for it.
+    /// The right to work on `key` alone, if nobody has it or waits for it.
     pub fn try_claim(&self, key: u64) -> Option<Claim<'_>> {
         let mut state = self.lock();
         if state.latest(u64::MAX, &(key..=key), Mode::Exclusive).is_some() {
@@ -108,8 +107,8 @@ impl Claims {
 }
 
 impl State {
-    /// Of those before `order` that a claim of `range` may not overlap the last: it is probably
-    /// done after the others.
+    /// The latest entry before `order` that conflicts with a claim of `range`: the others probably
+    /// end before it.
     fn latest(&self, order: u64, range: &RangeInclusive<u64>, mode: Mode) -> Option<&Entry> {
         let (first, last) = (*range.start(), *range.end());
         let lowest = (first.saturating_sub(self.reach), 0);
@@ -122,8 +121,8 @@ impl State {
     }
 }
 
-/// A right; given back on drop.
-#[must_use = "the right is given back when this is dropped"]
+/// A granted right, released on drop.
+#[must_use = "the right is released when this is dropped"]
 pub struct Claim<'a> {
     claims: &'a Claims,
     first: u64,
@@ -134,7 +133,7 @@ impl Drop for Claim<'_> {
     fn drop(&mut self) {
         let entry = self.claims.lock().entries.remove(&(self.first, self.order));
         let entry = entry.expect("a claim stands until it is dropped");
-        // Whoever listens began under the lock, so that no fence is needed.
+        // Listeners register under the lock, so no fence is needed.
         entry.end.notify(usize::MAX.relaxed());
     }
 }

@@ -1,5 +1,5 @@
-//! Flushes that share one sync: whoever asks while a run is under way waits for it to end, and then
-//! one of those who wait leads one more run for all of them.
+//! Flushes that share one sync: a call that arrives while a run is under way waits for it to end,
+//! and then one of the waiting calls leads one more run for all of them.
 //!
 //! ```text
 //! A ──┬─ run 1 (A leads) ─┬─────────────────────────
@@ -12,15 +12,15 @@
 //!
 //! Invariants
 //! - I1 At most one run is under way.
-//! - I2 A call returns only the result of a run that began after the call; so what was done before
-//!   the call is in it, if the closure looks only when it is called.
-//! - I3 A run that was given up half-way (its future was dropped, or panicked) gives no result to
-//!   anybody; those who waited for it need the next one.
-//! - I4 Where no run is under way and somebody waits, one of those who wait has been woken and was
-//!   not polled since. If that one is dropped, it wakes another.
+//! - I2 A call returns only the result of a run that began after the call; so it covers everything
+//!   done before the call, provided the closure collects its work only when it is called.
+//! - I3 A run that was abandoned (its future was dropped, or panicked) has no result; the calls
+//!   that waited for it need the next one.
+//! - I4 If no run is under way and calls wait, one of them has been woken and was not polled since.
+//!   If that one is dropped, it wakes another.
 //! - I5 No waker is woken under the lock.
 //!
-//! Callers may be on any thread; the run is on the executor of who leads it.
+//! Callers may be on any thread; the run is on the executor of the call that leads it.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -28,14 +28,14 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Runs that are shared by all who wait for one, each with an outcome of type `T`.
+/// Runs that are shared by all waiting calls, each with an outcome of type `T`.
 pub struct GroupSync<T> {
     state: Mutex<State<T>>,
 }
 
 struct State<T> {
     is_running: bool,
-    /// Runs begun; the number of the last one.
+    /// Runs begun so far, which is the number of the last one.
     begun: u64,
     waiting: BTreeMap<u64, Waiter<T>>,
     next_key: u64,
@@ -50,7 +50,7 @@ struct Waiter<T> {
 }
 
 impl<T> State<T> {
-    /// Somebody who may lead the next run.
+    /// The waker of a call that may lead the next run.
     fn successor(&self) -> Option<Waker> {
         let unserved = |waiter: &&Waiter<T>| waiter.outcome.is_none();
         if self.is_running {
@@ -68,14 +68,14 @@ impl<T> Default for GroupSync<T> {
 }
 
 impl<T: Clone> GroupSync<T> {
-    /// Nobody waits, nothing runs.
+    /// Nothing waits, nothing runs.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Gives the result of a run that began after this call: of `lead`, or of another caller's.
-    /// `lead` is called at most once, and what it makes durable must be gathered when it is called,
-    /// not before. All who waited for a run get the same.
+    /// Returns the result of a run that began after this call: of `lead`, or of another caller's.
+    /// `lead` is called at most once, and must collect what it makes durable when it is called, not
+    /// before. All calls that waited for a run get the same result.
     pub async fn run(&self, lead: impl AsyncFnOnce() -> T) -> T {
         match (Turn { group: self, key: None }).await {
             Role::Served(outcome) => outcome,
@@ -95,7 +95,7 @@ impl<T> GroupSync<T> {
     }
 }
 
-/// What a call comes to be.
+/// The role of a call.
 enum Role<'a, T> {
     Leads(RunUnderWay<'a, T>),
     Served(T),
@@ -104,7 +104,7 @@ enum Role<'a, T> {
 /// A call that waits for its role.
 struct Turn<'a, T> {
     group: &'a GroupSync<T>,
-    /// Its place in `waiting`, once it has one.
+    /// Its key in `waiting`, once it has one.
     key: Option<u64>,
 }
 
@@ -161,14 +161,14 @@ impl<T> Drop for Turn<'_, T> {
     }
 }
 
-/// The run that is under way. Dropped without [`RunUnderWay::end`], it is given up (I3).
+/// The run that is under way. Dropped without [`RunUnderWay::end`], it is abandoned (I3).
 struct RunUnderWay<'a, T> {
     group: &'a GroupSync<T>,
     number: u64,
 }
 
 impl<T: Clone> RunUnderWay<'_, T> {
-    /// Gives `outcome` to all who needed this run; dropping `self` finds the next leader.
+    /// Delivers `outcome` to all calls that needed this run; dropping `self` finds the next leader.
     fn end(self, outcome: &T) {
         let mut served = Vec::new();
         let mut state = self.group.lock();

@@ -1,7 +1,7 @@
-//! What tasks wait for, on whatever thread they run: one kind of waiting in each file.
+//! Synchronization of tasks on any thread: one kind of waiting in each file.
 //!
-//! Nothing here blocks a thread: a lock is held for a few steps in memory, and who has to wait
-//! leaves a waker.
+//! Nothing here blocks a thread: locks are held for a few steps in memory only, and a task that has
+//! to wait leaves a waker.
 
 mod claims;
 mod group;

@@ -1,9 +1,9 @@
-//! A notice that a task can wait for, left from any thread.
+//! A notification from any thread that a task can wait for.
 
 use super::Waiters;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Holds one notice, which one waiter takes.
+/// Holds one notification for one waiter.
 #[derive(Default)]
 pub struct Notify {
     is_set: AtomicBool,
@@ -11,13 +11,13 @@ pub struct Notify {
 }
 
 impl Notify {
-    /// Leaves a notice, unless there is one that nobody has taken.
+    /// Leaves a notification, unless there is already one.
     pub fn set(&self) {
         self.is_set.store(true, Ordering::SeqCst);
         self.waiters.wake_all();
     }
 
-    /// Waits for the next notice, and takes it.
+    /// Waits for the next notification, and takes it.
     pub async fn wait(&self) {
         self.waiters.until(|| self.is_set.swap(false, Ordering::SeqCst).then_some(())).await;
     }
@@ -30,19 +30,19 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn notices_that_nobody_took_are_one() {
+    fn notifications_that_nobody_took_are_merged() {
         let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
         executor.block_on(async {
             let (notify, pause) = (Notify::default(), Duration::from_millis(1));
             notify.set();
             notify.set();
             notify.wait().await;
-            assert!(timeout(pause, notify.wait()).await.is_err(), "there was but one");
+            assert!(timeout(pause, notify.wait()).await.is_err(), "there was only one");
         });
     }
 
     #[test]
-    fn every_notice_from_another_thread_arrives() {
+    fn every_notification_from_another_thread_arrives() {
         let (asked, answered) = (Notify::default(), Notify::default());
         let run = |first: &Notify, then: &Notify| {
             let executor = Executor::new(Backend::Pool).expect("a backend");

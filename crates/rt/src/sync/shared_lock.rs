@@ -1,10 +1,10 @@
-//! A lock that many share and that one has alone, for tasks on any thread; whoever wants to be
-//! alone goes before those who want to share. To share costs an atomic addition.
+//! A lock that either many tasks share or one holds alone, for tasks on any thread; a task that
+//! wants to be alone goes first. Sharing costs an atomic addition.
 //!
 //! Invariants
-//! - I1 While an [`Alone`] is complete there is no [`Sharing`], and never are there two [`Alone`].
-//! - I2 Who waits is registered before its last look; whoever makes room wakes all who wait.
-//! - I3 Once somebody wants to be alone nobody new shares: it waits for those only that were there.
+//! - I1 While an [`Alone`] is granted there is no [`Sharing`], and there are never two [`Alone`].
+//! - I2 A task is registered before its last check; whatever makes room wakes all waiting tasks.
+//! - I3 Once a task wants to be alone no new one shares: it waits only for those already there.
 
 use super::Waiters;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,31 +12,31 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The lock.
 #[derive(Default)]
 pub struct SharedLock {
-    /// How many share, and [`ALONE`] if somebody is alone or waits until it is.
+    /// How many share, plus [`ALONE`] if a task is alone or waits to be.
     state: AtomicUsize,
     waiters: Waiters,
 }
 
 const ALONE: usize = 1 << (usize::BITS - 1);
 
-/// One of those who share.
-#[must_use = "the lock is given back when this is dropped"]
+/// A share of the lock.
+#[must_use = "the lock is released when this is dropped"]
 pub struct Sharing<'a>(&'a SharedLock);
 
-/// The one who is alone, or will be when those who share are done.
-#[must_use = "the lock is given back when this is dropped"]
+/// The lock held alone, or reserved until those that share are done.
+#[must_use = "the lock is released when this is dropped"]
 pub struct Alone<'a>(&'a SharedLock);
 
 impl SharedLock {
-    /// Shares, unless somebody is alone.
+    /// Shares the lock, unless a task is alone.
     #[inline]
     pub fn try_share(&self) -> Option<Sharing<'_>> {
         let sharing = Sharing(self);
-        // Dropping it takes the count back where it may not stay.
+        // If it may not share, dropping it restores the count.
         (self.state.fetch_add(1, Ordering::SeqCst) & ALONE == 0).then_some(sharing)
     }
 
-    /// Shares as soon as nobody is alone.
+    /// Shares the lock as soon as no task is alone.
     #[inline]
     pub async fn share(&self) -> Sharing<'_> {
         match self.try_share() {
@@ -47,12 +47,12 @@ impl SharedLock {
 
     #[cold]
     async fn share_later(&self) -> Sharing<'_> {
-        // An attempt that fails wakes those who wait, so it is made only where it may succeed.
+        // A failed attempt wakes the waiting tasks, so it is made only if it may succeed.
         let is_open = || self.state.load(Ordering::SeqCst) & ALONE == 0;
         self.waiters.until(|| if is_open() { self.try_share() } else { None }).await
     }
 
-    /// Waits until everybody else is done.
+    /// Takes the lock alone, as soon as everybody else is done.
     pub async fn alone(&self) -> Alone<'_> {
         let claim = || {
             let before = self.state.fetch_or(ALONE, Ordering::SeqCst);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_to_share_sleeps_until_the_other_is_done() {
+    fn task_that_waits_to_share_sleeps_until_the_other_is_done() {
         let woken = Arc::new(Woken::default());
         let waker = Waker::from(Arc::clone(&woken));
         let mut context = Context::from_waker(&waker);
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_alone_is_alone_whatever_the_order() {
+    fn alone_excludes_everybody_in_any_order() {
         for seed in 0..50 {
             let lock = SharedLock::default();
             let (sharing, alone, done) = (Cell::new(0), Cell::new(0), Cell::new(0));
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn threads_lose_no_wake_up_and_no_update() {
         let lock = SharedLock::default();
-        // Read and written back in two steps: an update is lost if two do it at once.
+        // Read and written back in two steps: an update is lost if two tasks do it at once.
         let sum = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for thread in 0..4 {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_waiting_to_be_alone_lets_the_others_on() {
+    fn task_that_gives_up_waiting_to_be_alone_unblocks_the_others() {
         let lock = SharedLock::default();
         let sharing = lock.try_share();
         {

@@ -14,7 +14,7 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// Raises the flag and wakes everybody who waits for it.
+    /// Raises the flag and wakes everything that waits for it.
     pub fn raise(&self) {
         self.is_raised.store(true, Ordering::SeqCst);
         self.event.notify(usize::MAX);
@@ -29,7 +29,8 @@ impl Signal {
     /// Wakes `waker` when the flag is raised, at once if it is, until what it gives is dropped.
     pub fn subscribe(&self, waker: &Waker) -> Subscription {
         let mut listener = self.event.listen();
-        // Registered before the look, so that a flag that is raised now is noticed by one of both.
+        // Registered before the check, so that a flag raised in between is noticed by one of the
+        // two.
         let registered = Pin::new(&mut listener).poll(&mut Context::from_waker(waker));
         if registered.is_ready() || self.is_raised() {
             waker.wake_by_ref();

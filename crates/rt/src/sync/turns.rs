@@ -1,4 +1,4 @@
-//! Turns: coroutines on several threads that do one step in the order of their tickets.
+//! Turns: tasks on several threads that do one step in the order of their tickets.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -15,7 +15,7 @@ pub struct Turns {
 struct State {
     /// The ticket whose turn it is.
     now: u64,
-    /// Nobody's turn comes any more.
+    /// There are no more turns.
     ended: bool,
     waiting: BTreeMap<u64, Waker>,
 }
@@ -37,7 +37,7 @@ impl Turns {
         .await
     }
 
-    /// Ends the turn that is on.
+    /// Ends the current turn.
     pub fn advance(&self) {
         let mut state = self.lock();
         state.now += 1;
@@ -49,7 +49,7 @@ impl Turns {
         }
     }
 
-    /// Ends all turns: who waits goes on with the news.
+    /// Ends all turns, and wakes everything that waits for one.
     pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;

@@ -1,36 +1,35 @@
-//! Tasks that wait until something is so: each looks, and looks again whenever it is woken.
+//! Tasks that wait for a condition: each checks it, and checks again whenever it is woken.
 //!
 //! Invariants
-//! - I1 A task is registered before its last look; whoever makes it so changes the state first and
-//!   wakes afterwards. So no wake-up is lost.
+//! - I1 A task is registered before its last check; a change of the state comes first, the wake-up
+//!   afterwards. So no wake-up is lost.
 //! - I2 A task is registered at most once, and only while its future waits.
 
 use event_listener::{Event, listener};
 
-/// Tasks that wait for a state that others change.
+/// Tasks that wait for others to change a state.
 #[derive(Default)]
 pub struct Waiters {
     event: Event,
 }
 
 impl Waiters {
-    /// Waits until `look` finds something. It is called at once, and again after each
-    /// [`Self::wake_all`]; what fails must not wake those who wait, itself among them.
-    pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
+    /// Waits until `check` returns something. It is called at once, and again after each
+    /// [`Self::wake_all`]; a check that fails must not wake the waiting tasks.
+    pub async fn until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         loop {
-            if let Some(found) = look() {
+            if let Some(found) = check() {
                 return found;
             }
             listener!(self.event => woken);
-            if let Some(found) = look() {
+            if let Some(found) = check() {
                 return found;
             }
             woken.await;
         }
     }
 
-    /// Lets everyone who waits look again. Costs a fence and a look at a pointer as long as nobody
-    /// ever waited.
+    /// Makes every waiting task check again. Costs a fence and a load as long as none ever waited.
     #[inline]
     pub fn wake_all(&self) {
         self.event.notify(usize::MAX);
@@ -74,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn change_between_the_two_looks_is_seen() {
+    fn change_between_the_two_checks_is_seen() {
         let (waiters, looks) = (Waiters::default(), AtomicUsize::new(0));
         let second = || (looks.fetch_add(1, Ordering::SeqCst) == 1).then_some(());
         let mut waiting = pin!(waiters.until(second));

@@ -1,4 +1,4 @@
-//! What the tests of the runtime share: a run on each backend, files to read, sockets, tasks.
+//! Helpers of the runtime's tests: a run on each backend, files to read, sockets, tasks.
 
 use mica_rt::{Access, Backend, Executor, File, Socket, Stream, sleep, spawn};
 use std::cell::Cell;
@@ -30,12 +30,12 @@ pub(crate) fn real_backends() -> Vec<Backend> {
     }
 }
 
-/// Bytes of which no two neighbours of a block are the same.
+/// Bytes in which no two neighbouring blocks are the same.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| u8::try_from((at + at / 251) % 251).unwrap()).collect()
 }
 
-/// A file of `content`, open with `access`. `None` where the file system knows no O_DIRECT.
+/// A file of `content`, open with `access`. `None` if the file system does not support O_DIRECT.
 pub(crate) fn file_of(content: &[u8], access: Access) -> Option<Arc<File>> {
     let mut made = tempfile::NamedTempFile::new().unwrap();
     made.write_all(content).unwrap();
@@ -43,8 +43,8 @@ pub(crate) fn file_of(content: &[u8], access: Access) -> Option<Arc<File>> {
     open(made.path(), std::fs::File::options().read(true), access)
 }
 
-/// An empty file, open with `access`, and its path; it is removed at the end. `None` where the file
-/// system knows no O_DIRECT.
+/// An empty file, open with `access`, and its path; it is removed at the end. `None` if the file
+/// system does not support O_DIRECT.
 pub(crate) fn empty_file(access: Access) -> Option<(tempfile::TempPath, Arc<File>)> {
     let path = tempfile::NamedTempFile::new().unwrap().into_temp_path();
     let file = open(&path, std::fs::File::options().read(true).write(true), access)?;
@@ -59,7 +59,7 @@ fn open(path: &Path, options: &mut OpenOptions, access: Access) -> Option<Arc<Fi
     match options.custom_flags(flags).open(path) {
         Ok(file) => Some(Arc::new(File::new(file.into(), access))),
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            eprintln!("skipped O_DIRECT: {} knows none", std::env::temp_dir().display());
+            eprintln!("skipped O_DIRECT: {} does not support it", std::env::temp_dir().display());
             None
         }
         Err(error) => panic!("{error}"),

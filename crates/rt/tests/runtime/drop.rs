@@ -61,7 +61,7 @@ fn buffer_of_a_dropped_simulated_operation_is_not_reused_before_it_completes() {
     });
 }
 
-/// Reads that are dropped at every moment of their life, with more in flight than any queue holds.
+/// Reads that are dropped at any point of their life, with more in flight than any queue holds.
 #[test]
 fn reads_dropped_at_any_moment_leave_the_others_alone() {
     let content = crate::common::pattern(1 << 20);

@@ -1,4 +1,4 @@
-//! Executors that end, and what they leave: tasks, operations, other executors.
+//! Executors that end, and what they leave behind: tasks, operations, other executors.
 
 use crate::common::{file_of, pattern, real_backends, socket_pair};
 use mica_rt::{Access, Buf, Executor, read_at, sleep, spawn, timeout, yield_now};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-/// Says when it is dropped.
+/// Records when it is dropped.
 struct Dropped(Arc<AtomicUsize>);
 
 impl Drop for Dropped {
@@ -18,7 +18,7 @@ impl Drop for Dropped {
 }
 
 #[test]
-fn executor_that_ends_drops_its_tasks_and_what_comes_later() {
+fn executor_that_ends_drops_its_tasks_and_later_work() {
     for backend in real_backends() {
         let dropped = Arc::new(AtomicUsize::new(0));
         let executor = Executor::new(backend).unwrap();
@@ -101,7 +101,7 @@ fn executor_may_end_inside_another() {
 
 #[test]
 #[should_panic(expected = "an executor inside an executor")]
-fn block_on_inside_an_executor_is_told() {
+fn block_on_inside_an_executor_panics() {
     let outer = Executor::new(mica_rt::Backend::Pool).unwrap();
     outer.block_on(async {
         Executor::new(mica_rt::Backend::Pool).unwrap().block_on(async {});

@@ -1,4 +1,4 @@
-//! The runtime from outside: what every backend has to do, and what the simulator adds.
+//! The runtime from outside: the duties of every backend, and what the simulator adds.
 
 #![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
 

@@ -1,4 +1,4 @@
-//! Each backend reads the same, one read or thousands at once.
+//! Each backend reads the same way, one read or thousands at once.
 
 use crate::common::{Group, file_of, on_each_backend, pattern};
 use mica_rt::{Access, Buf, read_at};
@@ -28,7 +28,7 @@ fn reads_are_whole_and_short_only_at_the_end() {
 }
 
 #[test]
-fn direct_reads_come_to_an_end_that_is_not_aligned() {
+fn direct_reads_reach_an_end_that_is_not_aligned() {
     for len in [8192, 8192 + 512, 8192 + 1, 511, 4096 + 4095] {
         let content = pattern(len);
         let Some(file) = file_of(&content, Access::Direct) else { return };
@@ -45,7 +45,7 @@ fn direct_reads_come_to_an_end_that_is_not_aligned() {
 }
 
 #[test]
-fn error_of_the_system_comes_back_with_the_buffer() {
+fn error_of_the_system_is_returned_with_the_buffer() {
     on_each_backend(|| async {
         let directory = std::fs::File::open(std::env::temp_dir()).unwrap();
         let file = Arc::new(mica_rt::File::new(directory.into(), Access::Buffered));
@@ -57,7 +57,7 @@ fn error_of_the_system_comes_back_with_the_buffer() {
 
 /// More at once than a submission queue holds, and than a completion queue holds.
 #[test]
-fn thousands_of_reads_at_once_all_come_back() {
+fn thousands_of_concurrent_reads_all_complete() {
     let content = pattern(1 << 20);
     on_each_backend(|| async {
         let file = file_of(&content, Access::Buffered).unwrap();
@@ -78,7 +78,7 @@ fn thousands_of_reads_at_once_all_come_back() {
 }
 
 #[test]
-fn direct_reads_at_once_all_come_back() {
+fn concurrent_direct_reads_all_complete() {
     let content = pattern(1 << 20);
     let Some(file) = file_of(&content, Access::Direct) else { return };
     on_each_backend(|| async {

@@ -41,7 +41,7 @@ fn auto_falls_back_to_the_pool_and_does_the_same() {
     assert_eq!(results_of(&unfiltered, &content), results);
 }
 
-/// What comes out of a bit of everything.
+/// The results of a bit of everything.
 fn results_of(executor: &Executor, content: &[u8]) -> Vec<(usize, Vec<u8>)> {
     executor.block_on(async {
         let mut results = Vec::new();

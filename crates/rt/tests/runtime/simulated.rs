@@ -1,4 +1,4 @@
-//! The simulator's backend: time is virtual, order follows from the seed, a dead end is told.
+//! The simulator's backend: time is virtual, order follows from the seed, a deadlock panics.
 
 use mica_rt::{Backend, Buf, Executor, now, simulate, sleep, spawn, yield_now};
 use std::cell::{Cell, RefCell};
@@ -52,11 +52,11 @@ fn order_follows_from_the_seed() {
 
 #[test]
 #[should_panic(expected = "never happens")]
-fn wait_for_nothing_is_told() {
+fn deadlock_panics() {
     sim(1).block_on(std::future::pending::<()>());
 }
 
-/// On a real machine time passes also while a task spins.
+/// On a real machine time passes even while a task spins.
 #[test]
 fn task_that_spins_lets_time_pass() {
     sim(1).block_on(async {

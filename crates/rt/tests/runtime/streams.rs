@@ -1,4 +1,4 @@
-//! Each backend carries bytes over sockets the same, and through memory: sends, receives, ends.
+//! Each backend carries bytes the same way, over sockets and in memory: sends, receives, ends.
 
 use crate::common::{Group, on_each_backend, pattern, socket_pair};
 use mica_rt::{Buf, Executor, Socket, Stream, sleep, timeout, yield_now};
@@ -41,7 +41,7 @@ async fn exchange(left: Stream, right: Stream) {
         let content = content.clone();
         group.spawn(async move {
             let received = receive_all(to, content.len()).await;
-            assert!(received == content, "other bytes came out than went in");
+            assert!(received == content, "the bytes received differ from those sent");
         });
     }
     group.finish().await;
@@ -134,9 +134,9 @@ fn accept_waits_for_a_connection() {
     });
 }
 
-/// What arrives after a receive was given up belongs to the next one.
+/// What arrives after a receive was cancelled belongs to the next one.
 #[test]
-fn recv_that_was_dropped_takes_nothing_that_comes_later() {
+fn recv_that_was_dropped_takes_nothing_that_arrives_later() {
     on_each_backend(|| async {
         let (stream, mut peer) = socket_pair();
         for round in 0..50_u8 {
@@ -151,7 +151,7 @@ fn recv_that_was_dropped_takes_nothing_that_comes_later() {
 }
 
 #[test]
-fn thousands_of_receives_can_be_given_up_at_once() {
+fn thousands_of_receives_can_be_cancelled_at_once() {
     on_each_backend(|| async {
         let (stream, _peer) = socket_pair();
         for _ in 0..3 {

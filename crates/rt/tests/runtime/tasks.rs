@@ -1,4 +1,4 @@
-//! Each backend runs tasks the same: time, fairness, work and wake-ups from other threads.
+//! Each backend runs tasks the same way: time, fairness, work and wake-ups from other threads.
 
 use crate::common::{Group, file_of, on_each_backend, pattern, real_backends};
 use mica_rt::{
@@ -35,7 +35,7 @@ fn sleeps_end_in_the_order_of_their_times() {
 }
 
 #[test]
-fn timeout_lets_what_is_in_time_through() {
+fn timeout_passes_on_what_is_in_time() {
     on_each_backend(|| async {
         assert_eq!(timeout(Duration::from_secs(5), async { 3 }).await, Ok(3));
         assert!(timeout(Duration::from_millis(2), sleep(Duration::from_secs(5))).await.is_err());
@@ -64,7 +64,7 @@ fn busy_task_starves_nobody() {
             while done.get() < 2 {
                 yield_now().await;
                 let took = now().saturating_since(began);
-                assert!(took < Duration::from_secs(60), "only {} of 2 came", done.get());
+                assert!(took < Duration::from_secs(60), "only {} of 2 finished", done.get());
             }
         }
     });
@@ -127,7 +127,7 @@ impl Flag {
     }
 }
 
-/// Two executors wake each other in turn; a wake-up that is lost hangs them both. Once with the
+/// Two executors wake each other in turn; a lost wake-up hangs them both. Once with the
 /// future of `block_on`, once with a task.
 #[test]
 fn wake_ups_across_threads_are_never_lost() {
@@ -167,9 +167,9 @@ fn wake_ups_across_threads_are_never_lost() {
     }
 }
 
-/// What panics in a task of its own ends who waits for it, and neither others nor the executor.
+/// A panic in a task affects what waits for it, and neither others nor the executor.
 #[test]
-fn a_panic_of_a_task_goes_on_in_who_waits() {
+fn panic_of_a_task_resumes_in_what_waits_for_it() {
     on_each_backend(|| async {
         let fails = || {
             spawn(async {
@@ -186,7 +186,7 @@ fn a_panic_of_a_task_goes_on_in_who_waits() {
 }
 
 #[test]
-fn a_panic_that_nobody_waits_for_ends_nothing_else() {
+fn panic_that_nobody_waits_for_ends_nothing_else() {
     on_each_backend(|| async {
         spawn(async { panic!("this panic is part of the test") });
         sleep(Duration::from_millis(1)).await;
@@ -196,7 +196,7 @@ fn a_panic_that_nobody_waits_for_ends_nothing_else() {
         let (handle, done) = (executor.handle(), Arc::new(AtomicBool::new(false)));
         let is_done = Arc::clone(&done);
         std::thread::spawn(move || {
-            // In what makes the future, and in the future.
+            // In the closure that makes the future, and in the future.
             handle.spawn_with(|| -> std::future::Ready<()> {
                 panic!("this panic is part of the test")
             });

@@ -1,4 +1,4 @@
-//! Each backend gives the same results: writes, syncs, changes of space, and their errors.
+//! Each backend returns the same results: writes, syncs, changes of space, and their errors.
 
 use crate::common::{empty_file, on_each_backend, pattern, real_backends};
 use mica_rt::{
@@ -24,7 +24,7 @@ fn errno<T>(result: std::io::Result<T>) -> Option<i32> {
 }
 
 #[test]
-fn what_was_written_is_read_back_and_in_the_file() {
+fn written_data_is_read_back_and_in_the_file() {
     let content = pattern(3 * 4096 + 700);
     for access in [Access::Buffered, Access::Direct] {
         let Some((path, file)) = empty_file(access) else { continue };
@@ -33,7 +33,7 @@ fn what_was_written_is_read_back_and_in_the_file() {
             std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
             let (count, buf) = write_at(&file, Buf::from_slice(&content[..len]), 8192).await;
             assert_eq!(count.unwrap(), len);
-            assert_eq!(*buf, content[..len], "the buffer comes back as it was");
+            assert_eq!(*buf, content[..len], "the buffer is returned unchanged");
             sync_data(&file).await.unwrap();
             let (count, buf) = read_at(&file, Buf::new(16_384), 8192).await;
             assert_eq!(count.unwrap(), len);
@@ -49,7 +49,7 @@ fn what_was_written_is_read_back_and_in_the_file() {
 
 /// More at once than a submission queue holds.
 #[test]
-fn thousands_of_writes_at_once_all_arrive() {
+fn thousands_of_concurrent_writes_all_arrive() {
     let content = pattern(3000 * 61);
     let (path, file) = empty_file(Access::Buffered).unwrap();
     on_each_backend(|| async {
@@ -67,14 +67,14 @@ fn thousands_of_writes_at_once_all_arrive() {
 }
 
 #[test]
-fn space_is_taken_zeroed_and_given_back() {
+fn space_is_allocated_zeroed_and_freed() {
     let (path, file) = empty_file(Access::Buffered).unwrap();
     let supported = Executor::new(Backend::Pool).unwrap().block_on(async {
         fallocate(&file, FallocateFlags::empty(), 0, 1 << 20).await.is_ok()
             && fallocate(&file, FallocateFlags::ZERO_RANGE, 0, 4096).await.is_ok()
     });
     if !supported {
-        eprintln!("skipped: this file system knows no fallocate");
+        eprintln!("skipped: this file system does not support fallocate");
         return;
     }
     on_each_backend(|| async {
@@ -92,7 +92,7 @@ fn space_is_taken_zeroed_and_given_back() {
 }
 
 #[test]
-fn errors_of_the_system_come_back() {
+fn errors_of_the_system_are_returned() {
     let (path, _) = empty_file(Access::Buffered).unwrap();
     on_each_backend(|| async {
         let full = device("/dev/full");
@@ -112,7 +112,7 @@ fn errors_of_the_system_come_back() {
 }
 
 #[test]
-fn simulator_knows_no_files() {
+fn simulator_has_no_files() {
     let (_, file) = empty_file(Access::Buffered).unwrap();
     Executor::new(Backend::Sim { seed: 3 }).unwrap().block_on(async {
         let (result, buf) = write_at(&file, Buf::zeroed(5), 0).await;
@@ -153,7 +153,7 @@ fn buffer_of_a_dropped_write_is_not_reused_before_the_kernel_is_done() {
         let mut read = vec![0; LEN];
         reader.read_exact(&mut read).unwrap();
         assert_eq!(read, [1; LEN]);
-        // The kernel goes on with the write when the executor lets it.
+        // The kernel continues the write when the executor lets it.
         sleep(Duration::from_millis(20)).await;
         reader.read_exact(&mut read).unwrap();
         assert_eq!(read, [2; LEN], "the buffer was reused while in flight");
@@ -169,7 +169,7 @@ fn locks_are_seen_by_other_descriptions_of_the_file_and_end_with_theirs() {
     other.lock_shared(101, 1).unwrap();
     assert!(other.is_locked_elsewhere(100, 1).unwrap());
     assert!(!other.is_locked_elsewhere(102, 50).unwrap());
-    assert!(!file.is_locked_elsewhere(100, 1).unwrap(), "its own lock is in nobody's way");
+    assert!(!file.is_locked_elsewhere(100, 1).unwrap(), "its own lock does not conflict");
     assert!(file.is_locked_elsewhere(90, 20).unwrap());
     drop(other);
     assert!(!file.is_locked_elsewhere(90, 20).unwrap());

@@ -1,4 +1,4 @@
-//! What `stat` tells of the file, and what of it may be changed: as QEMU's FUSE export does.
+//! What `stat` reports for the file, and which attributes may be changed: as in QEMU's FUSE export.
 
 use fuser::{Errno, FileAttr, FileType, INodeNo};
 use mica_units::SECTOR_BYTES;
@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-/// Whether others than who started the server may use the file (FUSE's `allow_other`).
+/// Whether users other than the one who started the server may use the file (FUSE's `allow_other`).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum AllowOther {
     /// They may, as far as the file's mode lets them.
     On,
     /// They may not.
     Off,
-    /// They may if the system allows to allow it.
+    /// They may if the system permits that.
     #[default]
     Auto,
 }
@@ -39,10 +39,10 @@ pub(super) struct Attributes {
     access: Access,
     others: Others,
     owner: Mutex<Owner>,
-    /// When it was changed last, in nanoseconds since 1970.
+    /// Time of the last change, in nanoseconds since 1970.
     changed: AtomicU64,
-    /// The file whose allocation is told as the disk's. It is held open because its name may lead
-    /// to the disk itself by now, and that question would never be answered.
+    /// The file whose allocation is reported as the disk's. It is held open because its name may
+    /// lead to the disk itself by now, and that `stat` would never be answered.
     image: Option<File>,
 }
 
@@ -57,10 +57,10 @@ const READ_BITS: u16 = 0o400;
 const WRITE_BITS: u16 = 0o200;
 const ANY_WRITE_BITS: u16 = 0o222;
 const OTHERS_BITS: u16 = 0o077;
-/// What programs read and write at once if they go by it.
+/// The I/O size suggested to programs.
 const BLOCK_BYTES: u32 = 4096;
 
-/// Changes of attributes that are asked for.
+/// Requested changes of attributes.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(super) struct Change {
     pub(super) mode: Option<u32>,
@@ -86,15 +86,15 @@ impl Attributes {
         self.access
     }
 
-    /// The disk was changed just now.
+    /// Records that the disk was changed just now.
     pub(super) fn touch(&self) {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
         self.changed.store(nanoseconds, Ordering::Relaxed);
     }
 
-    /// What `stat` is told.
-    pub(super) fn tell(&self, disk_len: u64) -> FileAttr {
+    /// The answer to `stat`.
+    pub(super) fn stat(&self, disk_len: u64) -> FileAttr {
         let owner = *self.owner.lock().unwrap_or_else(PoisonError::into_inner);
         let changed = Duration::from_nanos(self.changed.load(Ordering::Relaxed));
         let changed = SystemTime::UNIX_EPOCH + changed;
@@ -121,11 +121,11 @@ impl Attributes {
         Some(self.image.as_ref()?.metadata().ok()?.blocks())
     }
 
-    /// Does `change`, or nothing of it.
+    /// Applies all of `change`, or nothing.
     pub(super) fn set(&self, change: Change) -> Result<(), Errno> {
         let mode = change.mode.map(|mode| u16::try_from(mode & 0o7777).expect("12 bits"));
         if let Some(mode) = mode {
-            // Bits that could not do what they say are refused.
+            // Bits that would have no effect are refused.
             if self.others == Others::Denied && mode & OTHERS_BITS != 0 {
                 return Err(Errno::EPERM);
             }
@@ -155,26 +155,26 @@ mod tests {
     #[test]
     fn mode_follows_what_the_disk_takes_and_what_the_mount_allows() {
         let writable = Attributes::new(Access::ReadWrite, Others::Allowed, None);
-        assert_eq!(writable.tell(512).perm, 0o600);
+        assert_eq!(writable.stat(512).perm, 0o600);
         assert_eq!(writable.set(mode(0o100_664)), Ok(()));
-        assert_eq!(writable.tell(512).perm, 0o664);
+        assert_eq!(writable.stat(512).perm, 0o664);
 
         let readable = Attributes::new(Access::Read, Others::Denied, None);
-        assert_eq!(readable.tell(512).perm, 0o400);
+        assert_eq!(readable.stat(512).perm, 0o400);
         assert_eq!(readable.set(mode(0o600)), Err(Errno::EROFS));
         assert_eq!(readable.set(mode(0o440)), Err(Errno::EPERM));
         let owner = Change { uid: Some(1), ..Change::default() };
         assert_eq!(readable.set(owner), Err(Errno::EOPNOTSUPP));
-        assert_eq!(readable.tell(512).perm, 0o400);
+        assert_eq!(readable.stat(512).perm, 0o400);
     }
 
     #[test]
     fn change_that_is_refused_changes_nothing() {
         let attributes = Attributes::new(Access::Read, Others::Allowed, None);
-        let before = attributes.tell(0);
+        let before = attributes.stat(0);
         let both = Change { mode: Some(0o666), uid: Some(12), gid: Some(34) };
         assert_eq!(attributes.set(both), Err(Errno::EROFS));
-        assert_eq!(attributes.tell(0), before);
+        assert_eq!(attributes.stat(0), before);
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().expect("a file");
         file.as_file().set_len(1 << 20).expect("sparse");
         let image = Some(file.reopen().expect("opened"));
-        assert_eq!(Attributes::new(Access::Read, Others::Denied, image).tell(1 << 20).blocks, 0);
-        assert_eq!(Attributes::new(Access::Read, Others::Denied, None).tell(1 << 20).blocks, 2048);
+        assert_eq!(Attributes::new(Access::Read, Others::Denied, image).stat(1 << 20).blocks, 0);
+        assert_eq!(Attributes::new(Access::Read, Others::Denied, None).stat(1 << 20).blocks, 2048);
     }
 }

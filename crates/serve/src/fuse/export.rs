@@ -1,4 +1,4 @@
-//! What is served as a file, for all that handle its requests.
+//! The served disk, as the handlers of its requests see it.
 
 use super::attributes::Attributes;
 use super::gate::Gate;
@@ -8,13 +8,13 @@ use mica_rt::sync::SharedLock;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-/// What the kernel's requests are about.
+/// The target of the kernel's requests.
 pub(super) struct Export {
     pub(super) gate: Arc<Gate>,
     pub(super) attributes: Attributes,
     pub(super) discard: Discard,
     pub(super) edges: SharedLock,
-    /// For each executor, and last for the thread that takes requests.
+    /// One for each executor, and the last for the thread that takes requests.
     pub(super) stats: Box<[QueueStats]>,
     pub(super) failures_logged: AtomicU32,
 }

@@ -1,7 +1,7 @@
 //! The kernel's requests: taken from it on one thread, handed to the executors, answered there.
 //!
-//! What needs the disk goes through the gate and to an executor. What does not is answered here, so
-//! that `stat` never waits for I/O.
+//! Requests that need the disk go through the gate and to an executor. The others are answered
+//! here, so that `stat` never waits for I/O.
 
 use super::attributes::{Access, Change};
 use super::export::Export;
@@ -18,17 +18,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// The file, as the kernel's requests come to it.
+/// The file, as the kernel sees it.
 pub(super) struct DiskFile {
     pub(super) export: Arc<Export>,
-    /// The executors. Not what owns them: the last of these may be dropped on one of them.
+    /// The executors. Not their owner: this may be dropped last, and on one of them.
     pub(super) workers: Vec<Handle>,
     pub(super) next: AtomicUsize,
 }
 
 /// Asynchronous requests that the kernel sends at once.
 const BACKGROUND_MAX: u16 = 128;
-/// How long the kernel believes what it was told of attributes.
+/// How long the kernel may cache attributes.
 const ATTRIBUTES_FOR: Duration = Duration::from_secs(1);
 const STATFS_BLOCK_BYTES: u32 = 4096;
 const NAME_BYTES_MAX: u32 = 255;
@@ -51,7 +51,7 @@ macro_rules! refuse {
 refuse!(ReplyData, ReplyWrite, ReplyEmpty, ReplyLseek);
 
 impl DiskFile {
-    /// Has `work` done on one of the executors as soon as there is room for `bytes`.
+    /// Runs `work` on one of the executors as soon as there is room for `bytes`.
     fn hand_over<R, F>(
         &self,
         bytes: usize,
@@ -68,7 +68,7 @@ impl DiskFile {
         let export = Arc::clone(&self.export);
         self.workers[worker].spawn_with(move || async move {
             let task = Task { export: Arc::clone(&export), entered, worker };
-            // What is dropped without an answer answers with EIO.
+            // A reply that is dropped answers with EIO.
             if catch_panic(async move { work(task, reply).await }).await.is_err() {
                 export.stats[worker].panics.add(1);
                 tracing::error!("a request of a FUSE file ended by a failure in the server");
@@ -76,15 +76,15 @@ impl DiskFile {
         });
     }
 
-    /// Counts what this thread refuses.
+    /// Counts a request that this thread refuses.
     fn refuse_here(&self, errno: Errno) -> Errno {
         self.export.stats[self.workers.len()].refused.add(1);
         errno
     }
 
-    fn tell(&self, reply: ReplyAttr) {
+    fn reply_attributes(&self, reply: ReplyAttr) {
         match self.export.gate.disk_len() {
-            Some(len) => reply.attr(&ATTRIBUTES_FOR, &self.export.attributes.tell(len)),
+            Some(len) => reply.attr(&ATTRIBUTES_FOR, &self.export.attributes.stat(len)),
             None => reply.error(Errno::ESHUTDOWN),
         }
     }
@@ -95,7 +95,7 @@ impl Filesystem for DiskFile {
         let refused = || io::Error::other("a limit that FUSE does not take");
         config.set_max_write(REQUEST_BYTES).map_err(|_| refused())?;
         config.set_max_background(BACKGROUND_MAX).map_err(|_| refused())?;
-        // Each makes something faster or possible; an older kernel does without.
+        // Each makes something faster or possible; older kernels do without.
         for wish in [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP] {
             let _ = config.add_capabilities(wish);
         }
@@ -103,7 +103,7 @@ impl Filesystem for DiskFile {
     }
 
     fn getattr(&self, _: &Request, _: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        self.tell(reply);
+        self.reply_attributes(reply);
     }
 
     fn setattr(
@@ -125,13 +125,13 @@ impl Filesystem for DiskFile {
         reply: ReplyAttr,
     ) {
         let outcome = match size {
-            // Also for `O_TRUNC`: a disk is not emptied by a slip of `>`.
+            // Also for `O_TRUNC`: a stray `>` does not empty a disk.
             Some(size) if Some(size) != self.export.gate.disk_len() => Err(Errno::EPERM),
             None if atime.is_some() || mtime.is_some() => Err(Errno::EOPNOTSUPP),
             _ => self.export.attributes.set(Change { mode, uid, gid }),
         };
         match outcome {
-            Ok(()) => self.tell(reply),
+            Ok(()) => self.reply_attributes(reply),
             Err(errno) => reply.error(self.refuse_here(errno)),
         }
     }
@@ -158,7 +158,7 @@ impl Filesystem for DiskFile {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        // The kernel asks for no more than it was told to.
+        // The kernel asks for no more than it was configured to.
         let size = size.min(REQUEST_BYTES);
         self.hand_over(size as usize, reply, async move |task, reply| {
             match task.settle(task.read(offset, size).await) {
@@ -182,7 +182,7 @@ impl Filesystem for DiskFile {
     ) {
         let is_durable = flags.0 & libc::O_DSYNC != 0;
         let durability = if is_durable { Durability::Durable } else { Durability::Done };
-        // The thread's own memory is used again for the next request.
+        // The thread's own memory is reused for the next request.
         let payload = Buf::from_slice(data);
         self.hand_over(data.len(), reply, async move |task, reply| {
             match task.settle(task.write(offset, payload, durability).await) {
@@ -227,7 +227,7 @@ impl Filesystem for DiskFile {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        // The kernel does the others by itself.
+        // The kernel handles the others by itself.
         let what = match whence {
             libc::SEEK_DATA => Seek::Data,
             libc::SEEK_HOLE => Seek::Hole,

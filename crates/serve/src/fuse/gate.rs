@@ -1,12 +1,12 @@
-//! How much may be under way at once, and the end of it.
+//! Limits how much is under way at once, and drains it.
 //!
 //! The thread that takes requests from the kernel passes each through here before it hands it over.
-//! If there is no room it waits; the kernel holds the rest back meanwhile.
+//! If there is no room it waits, and the kernel holds back the rest.
 //!
 //! Invariants
 //! - I1 Nobody reaches the disk but through [`Entered`], and after [`Gate::close`] nobody enters.
-//! - I2 What entered leaves when it is dropped, which is after its answer; so a gate that is
-//!   drained owes the kernel nothing.
+//! - I2 A request leaves when it is dropped, which is after its answer; so once the gate is drained
+//!   every request is answered.
 
 use crate::budget::{Party, Pool, Share};
 use mica_block::Disk;
@@ -19,8 +19,8 @@ pub(super) const REQUEST_BYTES: u32 = 1 << 20;
 pub(super) const REQUESTS_MAX: usize = 256;
 /// Data of these requests.
 pub(super) const BUDGET_BYTES: usize = 16 << 20;
-/// As much of it as a file has for itself, whatever others do; the rest is of the budget of the
-/// process.
+/// The part of it that a file has for itself, no matter what others do; the rest comes from the
+/// budget of the process.
 const RESERVE_BYTES: usize = 2 * REQUEST_BYTES as usize;
 
 /// The gate before one disk.
@@ -52,7 +52,7 @@ impl Gate {
     }
 
     /// Waits until there is room for a request with `bytes` of data; `None` once closed. It waits
-    /// for others of its file only: one that is alone gets in.
+    /// only for others of its file: a request that is alone gets in.
     pub(super) fn enter(self: &Arc<Self>, bytes: usize) -> Option<Entered> {
         let bytes = bytes.min(BUDGET_BYTES);
         let is_full = |state: &mut State| {
@@ -73,15 +73,15 @@ impl Gate {
         self.lock().disk.as_ref().map(|disk| disk.geometry().len)
     }
 
-    /// Lets nobody in any more.
+    /// Admits no more requests.
     pub(super) fn close(&self) {
         let disk = self.lock().disk.take();
         self.changed.notify_all();
-        // Whatever the disk does when it goes, it does outside of the lock.
+        // The disk is dropped outside of the lock.
         drop(disk);
     }
 
-    /// Waits until nobody is inside, for at most `limit`. Gives how many still are.
+    /// Waits until all requests have left, for at most `limit`. Returns how many have not.
     pub(super) fn drain(&self, limit: Duration) -> usize {
         let is_busy = |state: &mut State| state.requests > 0;
         let waited = self.changed.wait_timeout_while(self.lock(), limit, is_busy);
@@ -98,7 +98,7 @@ impl Entered {
         &*self.disk
     }
 
-    /// Whether the gate has been closed since: what takes long gives up then.
+    /// Whether the gate has been closed since: long requests then give up.
     pub(super) fn is_closing(&self) -> bool {
         self.gate.lock().disk.is_none()
     }
@@ -129,7 +129,7 @@ mod tests {
         Gate::new(Arc::new(MemoryDisk::new(1 << 20)), &Pool::new(POOL_BYTES))
     }
 
-    /// Enters on a thread of its own, and tells whether it got in.
+    /// Enters on a thread of its own, and reports whether it got in.
     fn enter_elsewhere(gate: &Arc<Gate>, bytes: usize) -> mpsc::Receiver<bool> {
         let (sender, receiver) = mpsc::channel();
         let gate = Arc::clone(gate);

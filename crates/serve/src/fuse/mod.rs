@@ -1,17 +1,17 @@
 //! The FUSE server: a disk of mica as a raw file, for foreign tools and for loop mounts.
 //!
 //! ```text
-//! server     mounts, starts, and the way down
+//! server     mounts, starts, and shuts down
 //!   └ file       kernel ⇄ requests                      a thread of its own
 //!       └ gate       how much may be under way
 //!           └ request    request ─▶ disk ─▶ answer      a task on one of the executors
-//! mounts     who mounts and unmounts, which may be another process
+//! mounts     mounting and unmounting, perhaps by another process
 //!   └ mount      what is mounted where
 //! ```
 //!
-//! The file has to exist: it is mounted over, as QEMU's FUSE export does it, and shows again when
-//! the server ends. The kernel keeps nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache),
-//! so that what other servers write to the same disk is seen at once, and what was answered has
+//! The file has to exist: it is mounted over, as by QEMU's FUSE export, and reappears when the
+//! server ends. The kernel caches nothing of the disk (`FOPEN_DIRECT_IO`, no writeback cache), so
+//! that what other servers write to the same disk is visible at once, and acknowledged writes have
 //! reached the disk.
 
 mod attributes;

@@ -1,4 +1,4 @@
-//! What is mounted over a file, and taking it away.
+//! Mounts over a file, and removing them.
 //!
 //! A server that was killed leaves its mount behind: every use of the file fails with "Transport
 //! endpoint is not connected" then. Such a dead mount is cleared; a living one never is.
@@ -28,21 +28,21 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub(super) struct MountPoint {
     path: PathBuf,
-    /// By which it is known whatever becomes of its path.
+    /// Identifies it even if its path changes.
     id: Option<MountId>,
 }
 
-/// The numbers of a mount and of its file system. The kernel gives both again to others once they
-/// are free; that of the file system is not as long as its server has the connection.
+/// The numbers of a mount and of its file system. The kernel reuses both once they are free; that
+/// of the file system is in use as long as its server has the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct MountId {
     mount: u64,
     device: (u32, u32),
 }
 
-/// Dead mounts over one file that are cleared.
+/// Most dead mounts over one file that are cleared.
 const DEAD_MAX: usize = 16;
-/// How long a server has to say that it lives.
+/// How long a server has to show that it is alive.
 const LIVING_LIMIT: Duration = Duration::from_secs(5);
 /// Symbolic links that lead from one to the next.
 const LINKS_MAX: usize = 40;
@@ -104,12 +104,12 @@ fn resolve(file: &Path) -> io::Result<PathBuf> {
     Err(Errno::LOOP.into())
 }
 
-/// Asks who serves `path` a question that the kernel cannot answer; `None` if there is no answer.
+/// Asks the server of `path` a question that the kernel cannot answer; `None` without an answer.
 fn probe(path: &Path) -> Option<std::result::Result<(), Errno>> {
     let (sender, receiver) = mpsc::channel();
     let path = path.to_owned();
     let asking = std::thread::Builder::new().name("mica-fuse-probe".to_owned());
-    // Of its file system: attributes would be answered from memory for a server just killed.
+    // About its file system: attributes might come from the cache, even for a server just killed.
     // The thread of a question that is never answered ends with the process.
     let asked = asking.spawn(move || sender.send(rustix::fs::statfs(&path).map(drop)));
     asked.ok()?;
@@ -117,15 +117,15 @@ fn probe(path: &Path) -> Option<std::result::Result<(), Errno>> {
 }
 
 impl MountPoint {
-    /// What was just mounted over `path`.
+    /// The mount that was just made over `path`.
     pub(super) fn just_mounted(path: PathBuf) -> Self {
-        // Without a table of mounts the path alone has to do.
+        // Without a mount table the path alone has to do.
         let id = top(&path).ok().flatten().map(|entry| entry.id);
         Self { path, id }
     }
 
-    /// Takes it away, whoever still uses it: what is under way, and what they ask later, fails.
-    /// That it is gone already is no error.
+    /// Removes it, even if it is in use: requests under way and later ones fail. It is no error if
+    /// it is already gone.
     pub(super) fn unmount(&self) -> Result<()> {
         let path = match self.id {
             None => self.path.clone(),
@@ -149,7 +149,7 @@ pub(super) fn identity(path: &Path) -> io::Result<(u64, u64)> {
     path.metadata().map(|found| (found.dev(), found.ino()))
 }
 
-/// Mounts something over the file at `path`; gives where the kernel's requests come from.
+/// Mounts over the file at `path`; returns the source of the kernel's requests.
 pub(super) fn mount_over(
     path: &Path,
     is_writable: bool,
@@ -169,20 +169,20 @@ pub(super) fn mount_over(
     flags.set(MountFlags::RDONLY, !is_writable);
     match mount(SOURCE, path, "fuse", flags, Some(&*options)) {
         Ok(()) => Ok(device),
-        // Users who may not mount have a program that does it for them.
+        // Unprivileged users have a program that mounts for them.
         Err(Errno::PERM) => mount_as_user(path, is_writable, others),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Where the kernel's side of FUSE is.
+/// The kernel's FUSE device.
 const DEVICE: &str = "/dev/fuse";
-/// What mounts of ours come from.
+/// The source that our mounts show.
 const SOURCE: &str = "mica";
 const MOUNT_PROGRAMS: [&str; 2] = ["fusermount3", "fusermount"];
 
-/// The program opens the device, mounts, and passes the descriptor on: over a socket whose number
-/// a variable says, and which is its standard input here.
+/// The program opens the device, mounts, and passes on the descriptor: over a socket whose number
+/// is in an environment variable, and which is its standard input here.
 fn mount_as_user(path: &Path, is_writable: bool, others: &str) -> io::Result<OwnedFd> {
     let access = if is_writable { "rw" } else { "ro" };
     let options = format!("fsname={SOURCE},noatime,default_permissions,{access}{others}");
@@ -199,13 +199,13 @@ fn mount_as_user(path: &Path, is_writable: bool, others: &str) -> io::Result<Own
                 continue;
             }
         };
-        // Its own end of the socket goes with the command.
+        // The command owns its end of the socket.
         drop(command);
         let device = receive_one(&ours);
         let mut said = String::new();
-        let told = child.stderr.take().map(|mut told| told.read_to_string(&mut said));
+        let read = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut said));
         child.wait()?;
-        told.transpose()?;
+        read.transpose()?;
         return device.map_err(|error| match said.trim() {
             "" => error,
             said => io::Error::new(io::ErrorKind::PermissionDenied, said.replace('\n', "; ")),
@@ -227,8 +227,8 @@ fn receive_one(socket: &UnixStream) -> io::Result<OwnedFd> {
         }
     }
     for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(mut came) = message
-            && let Some(device) = came.next()
+        if let RecvAncillaryMessage::ScmRights(mut received) = message
+            && let Some(device) = received.next()
         {
             return Ok(device);
         }
@@ -240,7 +240,7 @@ fn detach(path: &Path) -> Result<()> {
     let flags = UnmountFlags::FORCE | UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
     match unmount(path, flags) {
         Ok(()) | Err(Errno::INVAL) => Ok(()),
-        // Users who may not unmount have a program that does it for them.
+        // Unprivileged users have a program that unmounts for them.
         Err(Errno::PERM) if unmount_as_user(path) => Ok(()),
         Err(error) => {
             let context = format!("unmounting {}", path.display());
@@ -258,7 +258,7 @@ fn unmount_as_user(path: &Path) -> bool {
     })
 }
 
-/// A line of the table of mounts.
+/// A line of the mount table.
 #[derive(PartialEq, Eq, Debug)]
 struct Entry {
     id: MountId,
@@ -266,7 +266,7 @@ struct Entry {
     is_fuse: bool,
 }
 
-/// The FUSE mount that `path` shows, if it shows one.
+/// The FUSE mount visible at `path`, if there is one.
 fn top(path: &Path) -> Result<Option<Entry>> {
     let on_top = table()?.into_iter().rfind(|entry| entry.path == path);
     Ok(on_top.filter(|entry| entry.is_fuse))
@@ -313,7 +313,7 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Whether a mount can be asked for at all: what FUSE's options cannot say is refused.
+/// Whether a mount is possible at all: names that FUSE's options cannot express are refused.
 pub(super) fn check_name(path: &Path) -> Result<()> {
     if path.as_os_str().as_bytes().contains(&b'\n') {
         let context = format!("{:?} cannot be mounted over: its name has a line end", path);

@@ -1,7 +1,7 @@
-//! Who mounts files for a server, and unmounts them.
+//! Mounting files for a server, and unmounting them.
 //!
-//! A server that puts itself into a sandbox may do neither. So another process may do it, which
-//! gives it the descriptor of the mount; the server takes the kernel's requests from there.
+//! A server in a sandbox may do neither. So another process may do it, which hands over the
+//! descriptor of the mount; the server takes the kernel's requests from there.
 
 use super::attributes::AllowOther;
 use super::mount::{self, MountPoint};
@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// What is to be mounted over a file.
+/// A request to mount over a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MountRequest {
     /// The regular file.
@@ -28,29 +28,29 @@ pub struct MountRequest {
 /// A mount.
 #[derive(Debug)]
 pub struct Mounted {
-    /// Where the kernel's requests come from.
+    /// The source of the kernel's requests.
     pub device: OwnedFd,
     /// Whether others than this user may use it.
     pub is_for_others: bool,
-    /// Mounts of servers that are gone, which were taken away before.
+    /// Number of mounts of dead servers that were removed first.
     pub cleared: usize,
 }
 
-/// Who mounts.
+/// Mounts and unmounts files.
 pub trait Mounts: Send + Sync {
-    /// Mounts something over a file. The mount that a killed server left there is cleared.
+    /// Mounts over a file. A mount that a killed server left there is cleared.
     ///
     /// # Errors
     /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if
-    /// the file is no regular file, or the image itself; else what the system says.
+    /// the file is no regular file, or the image itself; else any error of the system.
     fn mount(&self, request: &MountRequest) -> Result<Mounted>;
 
-    /// Takes away what was mounted over `file`, whoever still uses it: what is under way, and what
-    /// they ask later, fails. That it is gone already is no error. The connection must not have
-    /// ended: what is mounted is known by numbers that are given to others after that.
+    /// Removes the mount over `file`, even if it is in use: requests under way and later ones fail.
+    /// It is no error if it is already gone. The connection must not have ended: the mount is
+    /// identified by numbers that are reused after that.
     ///
     /// # Errors
-    /// `Denied` if something else is mounted over it; else what the system says.
+    /// `Denied` if something else is mounted over it; else any error of the system.
     fn unmount(&self, file: &Path) -> Result<()>;
 }
 

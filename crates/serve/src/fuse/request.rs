@@ -1,8 +1,7 @@
-//! What the kernel asks for, done on an executor.
+//! The kernel's requests, executed on an executor.
 //!
-//! What is more than the disk has is answered as a block device does: reads are cut short, writes
-//! too, and a write that begins at the end or beyond finds no space. Nothing makes the disk longer
-//! or shorter.
+//! Requests beyond the end are handled as by a block device: reads and writes are truncated, and a
+//! write that begins at the end or beyond finds no space. Nothing changes the length of the disk.
 
 use super::attributes::Access;
 use super::export::Export;
@@ -18,18 +17,18 @@ use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// A request that is under way, on the executor that it was given to.
+/// A request under way, on its executor.
 pub(super) struct Task {
     pub(super) export: Arc<Export>,
     pub(super) entered: Entered,
-    /// Which executor it is.
+    /// The index of the executor.
     pub(super) worker: usize,
 }
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// For what is asked.
+    /// The request is invalid or unsupported.
     Refused(Errno),
     /// The disk failed.
     Failed(Error),
@@ -43,7 +42,7 @@ impl From<Error> for Failure {
 
 type Outcome<T> = std::result::Result<T, Failure>;
 
-/// What `lseek` looks for.
+/// The target of an `lseek`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Seek {
     Data,
@@ -55,7 +54,7 @@ pub(super) enum Seek {
 pub(super) enum Durability {
     /// When it is done.
     Done,
-    /// When it is durable, as who opened the file asks (`O_SYNC`, `O_DSYNC`).
+    /// When it is durable, as requested when the file was opened (`O_SYNC`, `O_DSYNC`).
     Durable,
 }
 
@@ -66,7 +65,7 @@ enum Emptying {
     Zero,
 }
 
-/// Failed requests of one file that are logged.
+/// Most failed requests of one file that are logged.
 const FAILURES_LOGGED_MAX: u32 = 16;
 
 impl Task {
@@ -82,7 +81,7 @@ impl Task {
         &self.export.stats[self.worker]
     }
 
-    /// Counts and logs what did not work, and says which errno it is.
+    /// Counts and logs a failure, and returns its errno.
     pub(super) fn settle<T>(&self, outcome: Outcome<T>) -> std::result::Result<T, Errno> {
         outcome.map_err(|failure| match failure {
             Failure::Refused(errno) => {
@@ -95,7 +94,7 @@ impl Task {
                 if logged < FAILURES_LOGGED_MAX {
                     tracing::warn!(?error, "a request of a FUSE file failed");
                 } else {
-                    // Counting on would wrap one day, and the log begin anew.
+                    // Counting further would wrap some day, and restart the log.
                     self.export.failures_logged.store(FAILURES_LOGGED_MAX, Ordering::Relaxed);
                 }
                 errno_of(&error)
@@ -103,7 +102,7 @@ impl Task {
         })
     }
 
-    /// Reads `len` bytes at `at`, or what there is of them.
+    /// Reads `len` bytes at `at`, or as many as there are.
     pub(super) async fn read(&self, at: u64, len: u32) -> Outcome<Buf> {
         self.stats().reads.add(1);
         let began = now();
@@ -120,7 +119,7 @@ impl Task {
         Ok(read)
     }
 
-    /// Writes `payload` at `at`, as far as there is room. Gives how many bytes it wrote.
+    /// Writes `payload` at `at`, as far as there is room. Returns how many bytes it wrote.
     pub(super) async fn write(
         &self,
         at: u64,
@@ -145,7 +144,7 @@ impl Task {
         Ok(u32::try_from(range.len()).expect("within the payload"))
     }
 
-    /// Makes durable what was answered.
+    /// Makes durable what was acknowledged.
     pub(super) async fn flush(&self) -> Outcome<()> {
         self.stats().flushes.add(1);
         let began = now();
@@ -164,7 +163,7 @@ impl Task {
             Some(mode) if mode == FallocateFlags::PUNCH_HOLE | keep => Emptying::Punch,
             Some(mode) if mode == FallocateFlags::ZERO_RANGE | keep => Emptying::Zero,
             Some(FallocateFlags::ZERO_RANGE) if is_inside => Emptying::Zero,
-            // Whatever would make the disk longer.
+            // Anything that would extend the disk.
             Some(mode) if mode.is_empty() || mode == FallocateFlags::ZERO_RANGE => {
                 let errno = if is_inside { Errno::EOPNOTSUPP } else { Errno::ENOSPC };
                 return Err(Failure::Refused(errno));
@@ -207,7 +206,7 @@ impl Task {
         Ok(())
     }
 
-    /// Where the next data, or the next hole, is from `from` on. Behind the last byte is a hole.
+    /// The start of the next data, or the next hole, from `from` on. There is a hole at the end.
     pub(super) async fn seek(&self, from: i64, what: Seek) -> Outcome<i64> {
         let beyond = || Failure::Refused(Errno::ENXIO);
         let from = u64::try_from(from).map_err(|_| beyond())?;
@@ -229,7 +228,7 @@ impl Task {
             if let Some(found) = extents.iter().find(is_it) {
                 return offset_of(found.start.bytes());
             }
-            // A large disk has many windows: others have their turn between them.
+            // A large disk has many windows: other tasks run between them.
             yield_now().await;
         }
         if what == Seek::Hole { offset_of(end) } else { Err(beyond()) }
@@ -242,7 +241,7 @@ impl Task {
         }
     }
 
-    /// What lies on the disk of `len` bytes at `at`.
+    /// The part of `len` bytes at `at` that is on the disk.
     fn cut(&self, at: u64, len: u64) -> Option<GuestRange> {
         let len = self.disk_len().checked_sub(at)?.min(len);
         GuestRange::new(GuestOffset::new(at), len).filter(|range| !range.is_empty())
@@ -259,7 +258,7 @@ fn errno_of(error: &Error) -> Errno {
         ErrorKind::Denied => Errno::EROFS,
         ErrorKind::Unsupported => Errno::EOPNOTSUPP,
         ErrorKind::Invalid => Errno::EINVAL,
-        // What users of files know of a disk that cannot be read or written.
+        // The usual error of a disk that cannot be read or written.
         _ => Errno::EIO,
     }
 }

@@ -1,8 +1,8 @@
-//! The server of one file: mounting, the thread that takes the kernel's requests, and the way down.
+//! The server of one file: mounting, the thread that takes the kernel's requests, and shutdown.
 //!
-//! At the end nobody gets in any more, what is under way is answered, and then the file is
-//! unmounted, whoever still has it open: what they ask fails from then on. Each step has a limit,
-//! so that a disk that hangs, or one that lies on its own file, holds nobody up.
+//! At shutdown no more requests are admitted, those under way are answered, and then the file is
+//! unmounted, even if it is open: later requests fail. Each step has a time limit, so that a disk
+//! that hangs, or one that is stored on its own file, holds nobody up.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
 use super::export::Export;
@@ -27,27 +27,27 @@ use std::time::Duration;
 
 /// A disk, and the file that it is served as.
 pub struct ServerConfig {
-    /// The regular file that is mounted over. It must be none that the disk itself is made of.
+    /// The regular file that is mounted over. It must not be part of the disk itself.
     pub file: PathBuf,
-    /// What is served.
+    /// The disk.
     pub disk: Arc<dyn Disk>,
-    /// The image whose allocated blocks are told as the file's, as QEMU does. Without it all of the
-    /// disk counts as allocated.
+    /// The image whose allocated blocks are reported as the file's, as in QEMU. Without it the
+    /// whole disk counts as allocated.
     pub image: Option<PathBuf>,
-    /// What becomes of holes that are punched.
+    /// What happens to holes that are punched.
     pub discard: Discard,
     /// Whether others than this user may use the file.
     pub allow_other: AllowOther,
     /// The executors.
     pub workers: Arc<Workers>,
-    /// Who mounts it over the file, and unmounts that in the end.
+    /// Mounts it over the file, and unmounts it in the end.
     pub mounts: Arc<dyn Mounts>,
 }
 
-/// For the requests under way to end at shutdown.
+/// Time for the requests under way to end at shutdown.
 const DRAIN_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
-/// For the kernel to let go of the connection after that. Only users without privileges wait: for
-/// who still has the file open.
+/// Time for the kernel to release the connection after that. Only unprivileged users wait: for
+/// processes that still have the file open.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Starts servers.
@@ -58,7 +58,7 @@ impl Server {
     /// Mounts the disk over the file and serves it.
     ///
     /// # Errors
-    /// As [`Mounts::mount`]; else what the system says.
+    /// As [`Mounts::mount`]; else any error of the system.
     pub fn start(config: ServerConfig) -> Result<Running> {
         let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
         let image = image.as_deref().map(open_image).transpose()?;
@@ -90,7 +90,7 @@ impl Server {
             }
             Err(error) => {
                 let error = Error::from_io(format!("serving a disk as {}", file.display()), error);
-                // What failed first is told.
+                // The first failure is reported.
                 let _ = mounts.unmount(&file);
                 Err(error)
             }
@@ -98,7 +98,7 @@ impl Server {
     }
 }
 
-/// Opens `image` for nothing but to ask what it is. Gives its device and inode too.
+/// Opens `image` only to inspect it. Returns its device and inode too.
 fn open_image(image: &Path) -> Result<(File, (u64, u64))> {
     let failed = |error| Error::from_io(format!("looking at {}", image.display()), error);
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(image);
@@ -107,8 +107,9 @@ fn open_image(image: &Path) -> Result<(File, (u64, u64))> {
     Ok((opened, (found.dev(), found.ino())))
 }
 
-/// Starts the thread that takes the kernel's requests from `device`. Gives a descriptor of that
-/// which is there as long as the thread takes requests, and where it says that it takes no more.
+/// Starts the thread that takes the kernel's requests from `device`. Returns a descriptor of the
+/// device that stays open as long as the thread takes requests, and the channel that reports its
+/// end.
 fn take_requests(
     device: OwnedFd,
     file: &Path,
@@ -142,7 +143,7 @@ fn take_requests(
     Ok((watched, ended))
 }
 
-/// The kernel's end of a mount, to be asked whether that is still there.
+/// The kernel's end of a mount, to check whether it still exists.
 pub(super) struct Device(Mutex<Option<OwnedFd>>);
 
 impl Device {
@@ -174,7 +175,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// What it did so far.
+    /// Its counters so far.
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
         self.export.stats.iter().for_each(|stats| stats.add_to(&mut sum));
@@ -195,8 +196,8 @@ impl Running {
         if left > 0 {
             tracing::warn!(file, left, "requests of a FUSE file did not end in time");
         }
-        // If somebody has unmounted it, what is mounted there now is not ours. The thread may not
-        // have heard of it yet.
+        // If somebody has unmounted it, whatever is mounted there now is not ours. The thread may
+        // not know that yet.
         if self.ended.try_recv().is_ok() {
             return;
         }

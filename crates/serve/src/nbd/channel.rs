@@ -1,7 +1,7 @@
-//! What the bytes of a connection go through: the socket as it is, or TLS over it.
+//! The transport of a connection: the plain socket, or TLS over it.
 //!
 //! The handshake and the session are compiled for each of the two, so that a connection in plain
-//! text knows nothing of the other.
+//! text pays nothing for TLS.
 
 use crate::tls::TlsStream;
 use mica_rt::{Buf, Stream};

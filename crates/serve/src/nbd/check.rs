@@ -1,4 +1,4 @@
-//! From a request's bytes to what is to be done: every check that needs no I/O.
+//! From a request's bytes to the action: every check that needs no I/O.
 
 use super::limits::{
     BUDGET_BYTES, PAYLOAD_BYTES_MAX, PIECE_BYTES, STATUS_CHARGE_BYTES, ZEROES_CHARGE_BYTES,
@@ -13,7 +13,7 @@ use mica_block::Zeroes;
 use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
 
-/// A request after it was checked: what is to be done, with all it takes to do it.
+/// A checked request: the action, with everything needed to execute it.
 pub(super) enum Action {
     Read(Read),
     Status(Status),
@@ -32,7 +32,7 @@ pub(super) enum Action {
 }
 
 impl Action {
-    /// What it counts for in the budget.
+    /// What it is charged to the budget.
     pub(super) fn charge_bytes(&self) -> usize {
         match self {
             Self::Read(read) => usize::try_from(read.range.len()).expect("at most the payload"),
@@ -56,7 +56,7 @@ fn charge_of(range: GuestRange) -> usize {
     if is_whole(range) { len } else { 2 * len }
 }
 
-/// What requests are checked against.
+/// The rules that requests are checked against.
 #[derive(Clone, Copy)]
 pub(super) struct Rules {
     pub(super) disk_len: u64,
@@ -85,7 +85,7 @@ impl Rules {
             return Action::Refuse { cookie, error: ErrorCode::Inval };
         }
         if !self.is_writable {
-            // Nothing is ever written here, so everything written is stable.
+            // Nothing is ever written here, so everything is stable.
             return Action::Succeed { cookie };
         }
         Action::Change(Change { cookie, kind: ChangeKind::Flush, answer: Answer::Done })

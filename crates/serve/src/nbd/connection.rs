@@ -1,4 +1,4 @@
-//! One connection from accept to close: handshake, session, and what is said about its end.
+//! One connection from accept to close: handshake, session, and the log of its end.
 
 use super::channel::Channel;
 use super::export::Export;
@@ -27,12 +27,12 @@ pub(super) struct QueueShared {
 /// What the connections of a queue have in common.
 pub(super) struct Common {
     pub(super) exports: Vec<Arc<Export>>,
-    /// Of each export, in the same order.
+    /// One for each export, in the same order.
     edges: Vec<SharedLock>,
     pub(super) limits: Limits,
-    /// What its clients have of the process's memory.
+    /// The memory of the process that its clients hold.
     pub(super) party: Arc<Party>,
-    /// How often strangers may make a queue do the arithmetic of a TLS handshake.
+    /// How often strangers may make a queue compute a TLS handshake.
     tls_handshakes: Limiter,
     pub(super) stop: Arc<Signal>,
 }
@@ -50,7 +50,7 @@ impl Common {
         Self { exports, edges, limits, party: Party::new(pool), tls_handshakes, stop }
     }
 
-    /// What the changes of `disk` have in common. Exports of one disk have it from the first.
+    /// The lock of changes of `disk`. Exports of one disk share that of the first.
     fn edges(&self, disk: &Arc<dyn Disk>) -> &SharedLock {
         let is_of = |export: &Arc<Export>| Arc::ptr_eq(&export.disk, disk);
         let index = self.exports.iter().position(is_of).expect("the disk of an export");
@@ -58,7 +58,7 @@ impl Common {
     }
 }
 
-/// What a listener has for those who connect there: TLS, if it has that.
+/// The TLS of a listener, if it has any.
 pub(super) type Secured = Option<(Tls, TlsPolicy)>;
 
 /// Serves `stream` until it ends, and closes it. A panic ends this connection only.
@@ -98,7 +98,7 @@ async fn serve_inner(
             run(stream, transmission, common, stats).await;
         }
         Ok(Ok(Begun::Tls(tls, transmission))) => {
-            // In a box, so that a connection in plain text is not made larger by it.
+            // Boxed, so that it does not enlarge connections in plain text.
             Box::pin(run(&tls, transmission, common, stats)).await;
             tls.close().await;
         }
@@ -115,7 +115,7 @@ async fn serve_inner(
     }
 }
 
-/// What a handshake led to.
+/// The result of a handshake.
 enum Begun<'a> {
     Plain(Transmission),
     Tls(TlsStream<'a>, Transmission),
@@ -150,7 +150,7 @@ async fn shake_hands<'a>(
     }
 }
 
-/// The transmission phase, and what is said about its end.
+/// The transmission phase, and the log of its end.
 async fn run(
     channel: &impl Channel,
     transmission: Transmission,
@@ -170,7 +170,7 @@ async fn run(
     tracing::debug!(why = %ended, "a session ended");
 }
 
-/// Runs `future`, or gives it up when `stop` is raised.
+/// Runs `future`, or drops it when `stop` is raised.
 pub(super) async fn unless_stopped<F: Future>(stop: &Arc<Signal>, future: F) -> Option<F::Output> {
     let mut future = pin!(future);
     let mut stopped = pin!(stop.raised());

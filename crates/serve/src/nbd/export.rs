@@ -1,19 +1,19 @@
-//! A disk as clients find it.
+//! A disk as clients see it.
 
 use crate::discard::Discard;
 use mica_block::Disk;
 use std::fmt;
 use std::sync::Arc;
 
-/// A disk and what it is called.
+/// A disk and its name.
 pub struct Export {
-    /// What is served.
+    /// The disk.
     pub disk: Arc<dyn Disk>,
     /// Its name. The first export is also served under the empty name.
     pub name: String,
     /// Shown to people who list the exports; may be empty.
     pub description: String,
-    /// What becomes of space that clients do not need any more.
+    /// What happens to space that clients no longer need.
     pub discard: Discard,
 }
 

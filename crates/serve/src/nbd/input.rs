@@ -2,12 +2,12 @@
 //! session is.
 //!
 //! One receive may bring many requests, or a part of one. A request is given out when its header is
-//! there; if it has a payload, the session says what becomes of it ([`Input::fill`] or
-//! [`Input::skip`]) and gets it when all of it is there.
+//! there; if it has a payload, the session decides what to do with it ([`Input::fill`] or
+//! [`Input::skip`]) and gets it when it is complete.
 //!
 //! A payload ends in a buffer of its own, which starts on a page and goes to the disk as it is.
 //! What the receive buffer has of it already is copied; the rest, if it is long, is received
-//! straight into its place. So short payloads come many to a system call, and long ones are not
+//! straight into place. So many short payloads arrive in one system call, and long ones are not
 //! copied.
 
 use super::limits::{
@@ -36,7 +36,7 @@ pub(super) struct Input {
     end: usize,
     /// What the next receive may bring at most, if it is not for a payload's own buffer.
     receive_bytes: usize,
-    /// The start of a header whose rest has not come yet.
+    /// The start of a header whose rest has not arrived yet.
     header: [u8; Request::BYTES],
     header_len: usize,
     payload: Payload,

@@ -3,8 +3,8 @@
 //! What one connection holds at most: one receive buffer ([`RECEIVE_BYTES_MAX`]), [`SLOTS_MAX`]
 //! requests, and [`BUDGET_BYTES`] of data that arrives to be written, is being written or read, or
 //! waits to be sent. Of these, [`RESERVE_BYTES`] are its own; the rest is what it may have of the
-//! budget of the process ([`crate::budget`]). What is larger than it may have now goes piece by
-//! piece: a read is sent as it comes, a write is done as its payload comes. A connection over TLS
+//! budget of the process ([`crate::budget`]). Larger requests are handled piece by piece: a read is
+//! sent as it is read, a write is done as its payload arrives. A connection over TLS
 //! holds at most a mebibyte more: what it received and decrypted, and what it encrypted and sends
 //! (the head of `tls/stream.rs`).
 //!
@@ -36,7 +36,8 @@ pub(super) const SLOTS_MAX: usize = 256;
 /// Data of one connection that arrives to be written, is being written or read, or waits to be
 /// sent.
 pub(super) const BUDGET_BYTES: usize = 8 << 20;
-/// As much of it as a connection has for itself, whatever others do: two windows of a read.
+/// The part of it that a connection has for itself, no matter what others do: two windows of a
+/// read.
 pub(super) const RESERVE_BYTES: usize = 512 << 10;
 const _: () = assert!(RESERVE_BYTES as u64 >= 2 * WINDOW_BYTES, "one is sent, one is read");
 /// A write is done in pieces of at most this size, as they arrive.
@@ -49,7 +50,7 @@ pub(super) const REPLIES_QUEUED_MAX: usize = 1024;
 pub(super) const BATCH_BYTES_MAX: usize = 1 << 20;
 /// A read is planned and read in pieces of at most this size.
 pub(super) const WINDOW_BYTES: u64 = 256 << 10;
-/// Pieces after which others have their turn, where none of them waits for anything.
+/// Pieces after which other tasks run, if none of the pieces waits for anything.
 pub(super) const WINDOWS_PER_TURN: u64 = 16;
 /// Operations of one piece that run at once.
 pub(super) const WINDOW_OPS_MAX: usize = 32;
@@ -60,20 +61,20 @@ pub(super) const RECEIVE_BYTES_MIN: usize = 4 << 10;
 pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
 /// What is left of a payload is received straight into its own buffer if it is at least this long.
 pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
-/// What writing zeros counts for in the budget at most: a disk that has to write them out does so
-/// in pieces of about this size.
+/// Most that writing zeros is charged to the budget: a disk that has to write them out does so in
+/// pieces of about this size.
 pub(super) const ZEROES_CHARGE_BYTES: usize = 512 << 10;
 /// Descriptors in one reply to a block status request.
 pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
 /// A block status request is planned in windows of this size, so that a plan is short also where
 /// every sector is an extent of its own.
 pub(super) const STATUS_WINDOW_BYTES: u64 = 4 << 20;
-/// What a block status request counts for in the budget: the plan of a window, and its answer.
+/// What a block status request is charged to the budget: the plan of a window, and its answer.
 pub(super) const STATUS_CHARGE_BYTES: usize = 512 << 10;
 /// Payload bytes within which a client that sends a payload must make progress.
 pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
 /// TLS handshakes of all clients in a second: each takes about a millisecond of a queue that has
-/// disks to serve. Who comes in between waits, within the handshake's deadline.
+/// disks to serve. Further clients wait, within the handshake's deadline.
 pub(super) const TLS_HANDSHAKES: Rates = Rates { iops: 200, iops_burst: 50, bps: 0, bps_burst: 0 };
 /// Failed requests of one connection that are logged.
 pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
@@ -85,12 +86,11 @@ pub struct Limits {
     pub connections_max: usize,
     /// From the connection to the end of the handshake.
     pub handshake_deadline: Duration,
-    /// From the first byte of a request to its last. Between requests a client may be idle for
-    /// ever.
+    /// From the first byte of a request to its last. Between requests a client may be idle forever.
     pub request_deadline: Duration,
-    /// For a client to take a batch of replies (at most 1 MiB).
+    /// Time for a client to take a batch of replies (at most 1 MiB).
     pub send_deadline: Duration,
-    /// For the requests in flight to end at shutdown.
+    /// Time for the requests in flight to end at shutdown.
     pub drain_deadline: Duration,
 }
 

@@ -32,7 +32,7 @@ pub(super) enum Refused {
     /// The client broke the protocol, or asked for an export that is not there in the old way,
     /// which has no other answer.
     Malformed(&'static str),
-    /// The client goes on and on.
+    /// The client never comes to an end.
     TooMuch,
     /// There is no TLS, though both sides wanted it.
     Tls(io::Error),
@@ -53,20 +53,20 @@ impl fmt::Display for Refused {
     }
 }
 
-/// What TLS is to the options that come now.
+/// The state of TLS for the next options.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Security {
     /// There is none.
     Plain,
     /// A client may start it.
     Offered,
-    /// A client has to start it: nothing is told before ("FORCEDTLS mode").
+    /// A client has to start it: nothing is disclosed before ("FORCEDTLS mode").
     Required,
     /// It is there.
     Established,
 }
 
-/// How a handshake goes on.
+/// How a handshake continues.
 pub(super) enum Negotiated {
     /// To the transmission phase.
     Transmission(Transmission),
@@ -87,7 +87,7 @@ pub(super) async fn negotiate(
     options(channel, inbox, exports, flags, security).await
 }
 
-/// Goes on with the handshake behind TLS.
+/// Continues the handshake behind TLS.
 pub(super) async fn haggle(
     channel: &impl Channel,
     exports: &[Arc<Export>],
@@ -132,7 +132,7 @@ async fn options<C: Channel>(
             negotiation.step(header.option, &data, &mut out)?
         };
         if matches!(step, Step::StartTls) && !inbox.rest().is_empty() {
-            // Whoever sent it did so before it was encrypted: not to be believed afterwards.
+            // It was sent before encryption began, so it must not be trusted afterwards.
             return Err(Refused::Malformed("plain text behind STARTTLS"));
         }
         send(channel, &out).await?;
@@ -178,7 +178,7 @@ fn is_known(option: u32) -> bool {
     )
 }
 
-/// What was negotiated so far. Knows no I/O: options go in, replies come out.
+/// What was negotiated so far. Does no I/O: options go in, replies come out.
 struct Negotiation<'a> {
     exports: &'a [Arc<Export>],
     flags: u16,
@@ -443,7 +443,7 @@ impl<'a, C: Channel> Inbox<'a, C> {
         Ok(out)
     }
 
-    /// `len` bytes; the memory for them grows as they come.
+    /// `len` bytes; the memory for them grows as they arrive.
     async fn data(&mut self, len: usize) -> Result<Vec<u8>, Refused> {
         let mut out = Vec::new();
         while out.len() < len {

@@ -132,8 +132,8 @@ impl ErrorCode {
         self as u32
     }
 
-    /// What a client is told about an error of the disk. Total: a kind that is new tells EIO.
-    /// ENOTSUP is not given: the protocol keeps it for fast zeroing.
+    /// The code that a client gets for an error of the disk. Total: unknown kinds are EIO. ENOTSUP
+    /// is not used: the protocol reserves it for fast zeroing.
     pub(super) fn of(error: &Error) -> Self {
         match error.kind() {
             ErrorKind::Invalid | ErrorKind::Limit => Self::Inval,
@@ -210,7 +210,7 @@ fn put<const N: usize>(out: &mut [u8; N], at: usize, field: &[u8]) {
     out[at..at + field.len()].copy_from_slice(field);
 }
 
-/// What the server says first.
+/// The server's greeting.
 pub(super) fn greeting() -> [u8; 18] {
     let mut out = [0; 18];
     put(&mut out, 0, &NBDMAGIC.to_be_bytes());

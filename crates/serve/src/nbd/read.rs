@@ -3,8 +3,8 @@
 //! A piece ("window") ends at a multiple of its size on the disk, so that its parts are aligned.
 //! With structured replies each piece goes out as chunks as soon as it is there. A simple reply
 //! promises all its data with its header, so the pieces are kept until the last one is there; only
-//! a read that is larger than what the session may hold goes out as it comes, and where that fails
-//! midway the connection has to end ("NBD_CMD_READ", Simple replies). So does a structured read
+//! a read that is larger than the session may hold is sent as it is read, and if that fails midway
+//! the connection has to end ("NBD_CMD_READ", Simple replies). So does a structured read
 //! that must not be divided.
 
 use super::limits::{WINDOW_BYTES, WINDOW_OPS_MAX, WINDOWS_PER_TURN};
@@ -81,7 +81,7 @@ pub(super) async fn read_long<'a>(
         pace.steps(1).await;
         let contents = read_window(shared.disk, window, plan.take()).await;
         let contents = contents.map_err(|failure| Failure {
-            // A header is out already that promised what cannot be kept.
+            // A header has already promised what cannot be delivered.
             ends_connection: assembly == Assembly::Stream && window.start() > range.start(),
             ..failure
         })?;

@@ -1,4 +1,4 @@
-//! The server: listeners, connections spread over shared executors, and the way down.
+//! The server: listeners, connections spread over shared executors, and shutdown.
 //!
 //! The first executor accepts and hands connections out in turn. At shutdown the listeners close
 //! first, then every session answers what it has admitted and ends; what is not over by the
@@ -22,11 +22,11 @@ use std::time::Duration;
 pub struct ServerConfig {
     /// Where clients connect.
     pub listeners: Vec<Listener>,
-    /// What they get; at least one.
+    /// What they are offered; at least one.
     pub exports: Vec<Export>,
     /// The executors; connections are spread over them.
     pub workers: Arc<Workers>,
-    /// What clients may cost.
+    /// Limits of what clients may use.
     pub limits: Limits,
 }
 
@@ -34,7 +34,7 @@ pub struct ServerConfig {
 #[derive(Debug)]
 pub struct Server;
 
-/// After an accept that failed for want of something (descriptors, memory).
+/// Pause after an accept that failed for lack of resources (descriptors, memory).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 impl Server {
@@ -77,7 +77,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// What it did so far.
+    /// Its counters so far.
     pub fn counters(&self) -> Counters {
         let mut sum = Counters::default();
         self.dispatch.peers.iter().for_each(|peer| peer.shared.stats.add_to(&mut sum));
@@ -98,7 +98,7 @@ impl Running {
     }
 
     fn stop_and_wait(&mut self) {
-        // Socket files go first, so that no client finds a server that is going away.
+        // Socket files go first, so that no client finds a server that is shutting down.
         self.listeners.clear();
         self.stop.raise();
         let Dispatch { common, open, given_up, .. } = &*self.dispatch;

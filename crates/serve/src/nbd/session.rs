@@ -31,7 +31,7 @@
 //!   deadline runs; while it owes nothing none does.
 //! - I6 Whatever ends the session, everything it holds goes with it: buffers that the kernel still
 //!   uses stay with their operations.
-//! - I7 A request that changes the disk is not given up half-way when its client goes: the session
+//! - I7 A request that changes the disk is not abandoned when its client disconnects: the session
 //!   stays until it is done, so that the request counts as in flight while its I/O is.
 
 use super::channel::Channel;
@@ -69,7 +69,7 @@ pub(super) struct Transmission {
     pub(super) style: ReplyStyle,
     /// Whether `base:allocation` was selected.
     pub(super) status: bool,
-    /// Bytes that came right behind the last option.
+    /// Bytes received right behind the last option.
     pub(super) leftover: Vec<u8>,
 }
 
@@ -149,13 +149,13 @@ pub(super) async fn transmit(
 enum Urgency {
     /// By itself, for a client that sends a request only when it has the reply to the last one.
     Now,
-    /// With the next receive in one system call. A client with many requests under way gets
-    /// larger batches by it: what it sent meanwhile is taken in first.
+    /// With the next receive in one system call. A client with many requests under way gets larger
+    /// batches that way: what it has sent in the meantime is processed first.
     WithTheTurn,
 }
 
-/// So many receives in a row that brought one request each, with nothing else going on, tell a
-/// client that waits for every reply.
+/// This many receives in a row that brought one request each, with nothing else under way, indicate
+/// a client that waits for every reply.
 const LONE_RECEIVES: u32 = 64;
 
 /// The wakers of the parts that are not slots.
@@ -196,7 +196,7 @@ struct Session<'a> {
     /// The next request, while there is no room for it.
     held_back: Option<Action>,
     draining: Option<Ended>,
-    /// Set by a request whose failure cannot be told to the client.
+    /// Set by a request whose failure cannot be reported to the client.
     broken: bool,
     /// When the request that is arriving began to, and the steps it had made by then.
     arriving: Option<(Instant, u64)>,
@@ -335,7 +335,7 @@ impl<'a> Session<'a> {
             }
             let (taken, was_idle) = (self.taken, self.is_answered());
             self.admit_all()?;
-            // A receive that only brought more of a payload tells nothing.
+            // A receive that only brought more of a payload indicates nothing.
             if self.taken != taken {
                 let is_lone = was_idle && self.taken == taken + 1;
                 self.lone_receives = if is_lone { self.lone_receives.saturating_add(1) } else { 0 };
@@ -343,7 +343,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Sends what waits. Tells whether a send ended.
+    /// Sends what waits. Returns whether a send ended.
     fn poll_send<S>(
         &mut self,
         mut sending: Pin<&mut Option<S>>,
@@ -427,7 +427,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Sees the requests to their end that change the disk (I7). Nobody is told of it.
+    /// Completes the requests that change the disk (I7). Nobody gets an answer.
     async fn end_changes(&mut self) {
         self.slots.drop_reads();
         poll_fn(|context| {

@@ -14,7 +14,7 @@ pub(super) struct Failure {
     pub(super) error: Error,
     /// `None` for a request that has no range: clients take no offset there.
     pub(super) offset: Option<GuestOffset>,
-    /// What the client is told.
+    /// The code that the client gets.
     pub(super) code: ErrorCode,
     /// Whether the reply has begun in a way that cannot be taken back.
     pub(super) ends_connection: bool,
@@ -66,7 +66,7 @@ impl<'a> Shared<'a> {
         self.room.until(|| has_room().then_some(())).await;
     }
 
-    /// A batch is out: who waits for room looks again.
+    /// A batch was sent: requests that wait for room check again.
     pub(super) fn sent(&self) {
         self.outgoing.borrow_mut().sent();
         self.room.wake_all();
@@ -77,14 +77,14 @@ impl<'a> Shared<'a> {
         self.charged_bytes.get() + self.outgoing.borrow().held_bytes()
     }
 
-    /// Counts `bytes` until what it gives is dropped.
+    /// Charges `bytes` until the returned charge is dropped.
     pub(super) fn charge(self: &Rc<Self>, bytes: usize) -> Charge<'a> {
         self.charged_bytes.set(self.charged_bytes.get() + bytes);
         Charge { shared: Rc::clone(self), bytes }
     }
 }
 
-/// A request's share of the budget, given back when dropped.
+/// A request's share of the budget, released when dropped.
 pub(super) struct Charge<'a> {
     shared: Rc<Shared<'a>>,
     bytes: usize,
@@ -95,7 +95,7 @@ impl Charge<'_> {
         self.bytes
     }
 
-    /// Gives `bytes` of it back.
+    /// Releases `bytes` of it.
     pub(super) fn release(&mut self, bytes: usize) {
         assert!(bytes <= self.bytes, "more was released than charged");
         self.bytes -= bytes;

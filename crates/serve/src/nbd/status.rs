@@ -18,7 +18,7 @@ pub(super) struct Status {
     pub(super) extents_max: usize,
 }
 
-/// Serves `status`. Tells about at least one byte, and never about more than was asked.
+/// Serves `status`. Describes at least one byte, and never more than was requested.
 pub(super) async fn block_status<'a>(
     shared: Rc<Shared<'a>>,
     status: Status,
@@ -42,11 +42,11 @@ pub(super) async fn block_status<'a>(
             }
         }
         if window.end() < range.end() {
-            // A request may cover many windows: others have their turn between them.
+            // A request may cover many windows: other tasks run between them.
             yield_now().await;
         }
     }
-    assert!(!descriptors.list.is_empty(), "a status tells about at least one byte");
+    assert!(!descriptors.list.is_empty(), "a status describes at least one byte");
     shared.outgoing.borrow_mut().status(cookie, &descriptors.encode());
     drop(charge);
     Ok(Outcome::Answered)

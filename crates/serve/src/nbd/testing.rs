@@ -1,4 +1,4 @@
-//! A server without sockets, its disks, and a client that says exactly what a test tells it to.
+//! A server without sockets, its disks, and a client that is scripted by a test.
 
 mod client;
 mod disks;

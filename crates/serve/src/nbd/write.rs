@@ -11,7 +11,7 @@
 //!
 //! Zeros and discards of up to 4 GiB are divided into pieces that need no memory of their own, one
 //! after the other. A request with FUA is answered after a flush: NBD asks for this request's bytes
-//! only, the disk flushes all there is, together with whoever else waits for a flush.
+//! only, the disk flushes everything, together with all others that wait for a flush.
 
 use super::limits::{PIECE_ALIGN, PIECE_BYTES};
 use super::protocol::ErrorCode;
@@ -220,7 +220,7 @@ async fn write_zeroes(shared: &Shared<'_>, range: GuestRange, how: Zeroes) -> Re
         })?;
         at = piece.end();
         if at < range.end() {
-            // Others have their turn between the pieces.
+            // Other tasks run between the pieces.
             yield_now().await;
         }
     }

@@ -1,4 +1,4 @@
-//! A disk in memory that is written, and that tells what was asked of it.
+//! A writable disk in memory that records its requests.
 
 use super::gauge::{Gauge, Held};
 use mica_block::{

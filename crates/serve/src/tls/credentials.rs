@@ -24,18 +24,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a server shows to its clients, and whom it lets in.
+/// The server's credentials, and the clients that it admits.
 #[derive(Clone)]
 pub struct Tls {
     pub(super) config: Arc<ServerConfig>,
 }
 
-/// Who may connect.
+/// The clients that may connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Clients {
     /// Those with a certificate that a CA in `ca-cert.pem` vouches for.
     Verified,
-    /// Anybody: only the server shows who it is.
+    /// Anybody: only the server is authenticated.
     Any,
 }
 
@@ -237,7 +237,7 @@ impl Certificates {
             Err(error @ (Unfit::Date(_) | Unfit::Purpose)) => {
                 return Err(invalid(format!("the certificate in {path} {error}")));
             }
-            // Who vouches for it is not known here if no CA is given.
+            // Its issuer is unknown here if no CA is given.
             Err(Unfit::Issuer) if clients == Clients::Any => {}
             Err(error) => tracing::warn!("the certificate in {path} {error}"),
         }

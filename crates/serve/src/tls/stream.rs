@@ -73,7 +73,7 @@ impl<'a> TlsStream<'a> {
     /// Carries out the handshake. The caller puts a deadline on it.
     ///
     /// # Errors
-    /// Why there is no connection; the peer was told.
+    /// Why there is no connection; the peer was notified.
     pub(crate) async fn accept(stream: &'a Stream, tls: &Tls) -> io::Result<Self> {
         let connection =
             UnbufferedServerConnection::new(Arc::clone(&tls.config)).map_err(io::Error::other)?;

@@ -1,4 +1,4 @@
-//! A small public key infrastructure, made anew for each test, and a client that uses it.
+//! A small public key infrastructure, created for each test, and a client that uses it.
 
 use super::{Clients, Tls};
 use mica_rt::{Buf, Stream};
@@ -26,7 +26,7 @@ pub(crate) struct Pki {
     ca: CertifiedIssuer<'static, KeyPair>,
 }
 
-/// Who a client is.
+/// The identity of a client.
 pub(crate) struct Identity {
     certificate: rcgen::Certificate,
     key: KeyPair,
@@ -107,7 +107,7 @@ impl Pki {
         Tls::load(self.path(), clients).expect("good certificates")
     }
 
-    /// A client that knows this CA and says who it is.
+    /// A client that trusts this CA and presents a certificate.
     pub(crate) fn connect(
         &self,
         identity: Option<&Identity>,

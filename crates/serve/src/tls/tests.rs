@@ -242,8 +242,8 @@ fn record_that_was_changed_on_the_way_ends_the_connection() {
         assert!(server.recv(buf).await.0.is_err());
         assert!(server.send(VecDeque::from([Buf::from_slice(b"x")])).await.is_err());
         server.close().await;
-        let told = testing::receive(&mut client.connection, &client.stream).await;
-        assert!(told.expect_err("an alert").to_string().contains("BadRecordMac"));
+        let received = testing::receive(&mut client.connection, &client.stream).await;
+        assert!(received.expect_err("an alert").to_string().contains("BadRecordMac"));
     });
 }
 

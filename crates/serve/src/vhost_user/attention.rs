@@ -1,15 +1,15 @@
-//! Whether a queue that has nothing to do looks at its ring for a while before it sleeps.
+//! Whether an idle queue polls its ring for a while before it sleeps.
 //!
 //! A driver that sends the next request as soon as it has the answer to the last one makes the
-//! queue sleep and wake for each: a notification, which for a real guest is an exit, and a way
-//! through the scheduler. To look for as long as that takes costs no more. Where looking found
-//! nothing it is not done again, until a sleep turns out to have been short.
+//! queue sleep and wake for each: a notification, which for a real guest is an exit, and a trip
+//! through the scheduler. Polling for as long as that takes costs no more. If polling found nothing
+//! it is not repeated until a sleep turns out to have been short.
 
 use mica_rt::Instant;
 use std::time::Duration;
 
-/// How long it looks: about as long as a sleep and its end take, so that looking in vain costs no
-/// more than what it would have saved.
+/// How long it polls: about as long as a sleep and a wake-up take, so that polling in vain costs no
+/// more than it would have saved.
 const LOOK: Duration = Duration::from_micros(50);
 /// A sleep up to this long was short.
 const SHORT_SLEEP: Duration = Duration::from_micros(60);

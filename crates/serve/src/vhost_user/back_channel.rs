@@ -1,4 +1,4 @@
-//! The back channel of a session: how the device tells its front end that its configuration changed
+//! The back channel of a session: how the device notifies its front end of a changed configuration
 //! (QEMU's specification, "Back-end message types").
 //!
 //! Invariants
@@ -31,12 +31,12 @@ const HEADER_BYTES: usize = 12;
 /// A header and a number.
 const REPLY_BYTES: usize = HEADER_BYTES + 8;
 
-/// What became of a notice.
+/// The outcome of a notice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Notice {
-    /// No front end is there that wants to know: the next one asks by itself.
+    /// No interested front end is connected: the next one asks by itself.
     Nobody,
-    /// It was sent. This front end gives no answers.
+    /// It was sent. This front end does not answer.
     Sent,
     /// The front end has taken it.
     Taken,
@@ -75,10 +75,10 @@ impl BackChannel {
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Tells the front end that the configuration has changed.
+    /// Notifies the front end that the configuration has changed.
     ///
     /// # Errors
-    /// `Io` if it cannot be told, refuses it, or gives no answer in time.
+    /// `Io` if it cannot be notified, refuses, or does not answer in time.
     pub(super) fn notify(&self) -> Result<Notice> {
         let _notifying = self.notifying.lock().unwrap_or_else(PoisonError::into_inner);
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -102,7 +102,7 @@ impl BackChannel {
     }
 }
 
-/// Answers that came after nobody waited for them any more.
+/// Discards answers that arrived after nobody waited for them any more.
 fn discard_late_replies(socket: &OwnedFd) {
     let mut bytes = [0; 64 * REPLY_BYTES];
     // As many as the channel may hold, and no more: a front end may send without end.
@@ -145,7 +145,7 @@ fn wait_reply(socket: &OwnedFd) -> Result<()> {
     match is_reply {
         true if bytes[HEADER_BYTES..] == [0; 8] => Ok(()),
         true => refuse("a front end refuses a notice"),
-        false => refuse("a front end answers something else than it was told"),
+        false => refuse("a front end sent an answer to something else"),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Descriptor chains: what a driver puts on a ring, read without believing it.
 //!
 //! Split virtqueues, with indirect tables (virtio 1.3, sections 2.7.5 to 2.7.8). A chain is read
-//! from guest memory once, so that a driver that changes it meanwhile gets an odd request and
+//! from guest memory once, so that a driver that changes it concurrently gets an odd request and
 //! nothing else.
 
 use std::fmt;
@@ -45,7 +45,7 @@ pub(super) struct Chain {
     pub(super) writable: Vec<Piece>,
 }
 
-/// Why a chain is none.
+/// Why a chain is invalid.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Malformed {
     /// A number beyond the table.

@@ -13,22 +13,22 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// What the queues of a device have in common.
 pub(super) struct Common {
     pub(super) disk: Arc<dyn Disk>,
-    /// Of each queue.
+    /// One for each queue.
     pub(super) stats: Vec<QueueStats>,
     pub(super) discard: Discard,
     pub(super) limiter: Option<Limiter>,
     pub(super) back_channel: BackChannel,
-    /// What the driver is told as the disk's serial number.
+    /// The disk's serial number, as shown to the driver.
     pub(super) id: [u8; ID_BYTES as usize],
     pub(super) losses: Losses,
-    /// What its queues have of the process's memory.
+    /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
 }
 
-/// Sessions that lost memory of theirs.
+/// Sessions that lost some of their memory.
 #[derive(Default)]
 pub(super) struct Losses {
-    /// Whether the one that is, or was last, did.
+    /// Whether the current or last one did.
     pub(super) is_broken: AtomicBool,
     count: AtomicU64,
 }

@@ -1,11 +1,11 @@
-//! What the session tells a queue while it runs, and how it waits for the queue's end.
+//! How the session changes the settings of a running queue, and waits for the queue's end.
 //!
 //! Invariants
-//! - I1 A queue looks at `version` on every turn and takes over what changed before it does
-//!   anything else; whoever changes something wakes it.
-//! - I2 `ended` is set once, when the queue's task is gone: from then on it touches nothing. That
-//!   is the drop of `Ending`, which travels with the task from before it exists, so that it comes
-//!   also where the executor ends first or never takes the task.
+//! - I1 A queue checks `version` on every turn and adopts any change before it does anything else;
+//!   every change wakes it.
+//! - I2 `ended` is set once, when the queue's task is gone: from then on it touches nothing. It is
+//!   set by the drop of `Ending`, which belongs to the task from before it exists, so that it is
+//!   set even if the executor ends first or never runs the task.
 
 use super::log::DirtyLog;
 use super::memory::Memory;
@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
-/// What a queue has to know.
+/// The settings of a queue.
 #[derive(Clone)]
 pub(super) struct QueueSettings {
     /// The version of this copy.
@@ -53,31 +53,31 @@ impl QueueSettings {
         self.error = error;
     }
 
-    /// Takes over what changed.
+    /// Adopts any change.
     #[inline]
     pub(super) fn refresh(&mut self, control: &Control) {
         if control.version.load(Ordering::Acquire) != self.seen {
-            let before = std::mem::replace(self, control.told());
+            let before = std::mem::replace(self, control.settings());
             let is_same = match (&before.call, &self.call) {
                 (Some(before), Some(now)) => Arc::ptr_eq(before, now),
                 (before, now) => before.is_none() == now.is_none(),
             };
-            // What ended before was told to the other descriptor, which nobody may listen to now.
+            // Earlier completions went to the old descriptor, which nobody may listen to now.
             if !is_same {
                 self.call();
             }
         }
     }
 
-    /// Tells the driver that requests have ended.
+    /// Notifies the driver that requests have ended.
     pub(super) fn call(&self) {
         if let Some(call) = &self.call {
             call.ring();
         }
     }
 
-    /// Tells the front end that the queue is broken.
-    pub(super) fn tell_error(&self) {
+    /// Notifies the front end that the queue is broken.
+    pub(super) fn report_error(&self) {
         if let Some(error) = &self.error {
             error.ring();
         }
@@ -92,15 +92,15 @@ pub(super) struct Control {
 }
 
 struct State {
-    told: QueueSettings,
+    settings: QueueSettings,
     waker: Option<Waker>,
     ended: bool,
     base: Option<u16>,
 }
 
 impl Control {
-    pub(super) fn new(told: QueueSettings) -> Arc<Self> {
-        let state = State { told, waker: None, ended: false, base: None };
+    pub(super) fn new(settings: QueueSettings) -> Arc<Self> {
+        let state = State { settings, waker: None, ended: false, base: None };
         Arc::new(Self {
             version: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -112,13 +112,13 @@ impl Control {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes what the queue is told (I1).
-    pub(super) fn tell(&self, change: impl FnOnce(&mut QueueSettings)) {
+    /// Changes the settings of the queue (I1).
+    pub(super) fn update(&self, change: impl FnOnce(&mut QueueSettings)) {
         let waker = {
             let mut state = self.lock();
-            change(&mut state.told);
-            state.told.seen += 1;
-            self.version.store(state.told.seen, Ordering::Release);
+            change(&mut state.settings);
+            state.settings.seen += 1;
+            self.version.store(state.settings.seen, Ordering::Release);
             state.waker.clone()
         };
         if let Some(waker) = waker {
@@ -126,11 +126,11 @@ impl Control {
         }
     }
 
-    pub(super) fn told(&self) -> QueueSettings {
-        self.lock().told.clone()
+    pub(super) fn settings(&self) -> QueueSettings {
+        self.lock().settings.clone()
     }
 
-    /// Who is woken by changes.
+    /// Sets the waker that changes wake.
     pub(super) fn set_waker(&self, waker: &Waker) {
         let mut state = self.lock();
         match &mut state.waker {
@@ -152,9 +152,9 @@ impl Control {
 
     /// Stops the queue and waits until it has, for as long as its disk takes for what is in flight:
     /// guest memory is in the hands of the kernel until then. Gives the index of the first request
-    /// that was not begun, if it came to a proper end.
+    /// that was not begun, if it ended properly.
     pub(super) fn stop(&self) -> Option<u16> {
-        self.tell(|told| told.stop = true);
+        self.update(|settings| settings.stop = true);
         let mut state = self.lock();
         while !state.ended {
             let waited = self.changed.wait_timeout(state, STOP_WARNING);
@@ -171,7 +171,7 @@ impl Control {
 /// How long a stop takes before that is worth a word, and again after that.
 const STOP_WARNING: Duration = Duration::from_secs(10);
 
-/// Whoever waits for the queue to stop learns of its end by the drop of this (I2).
+/// Dropping this signals the end of the queue (I2).
 pub(super) struct Ending(pub(super) Arc<Control>);
 
 impl Drop for Ending {

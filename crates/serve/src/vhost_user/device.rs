@@ -42,7 +42,7 @@ pub(super) struct Device {
     workers: Vec<Handle>,
     features: u64,
     protocol_features: u64,
-    /// What came with the message that is being handled, where it opens the back channel.
+    /// The descriptor of the current message, if it opens the back channel.
     pub(super) peeked: Option<OwnedFd>,
     regions: Vec<Region>,
     memory: Option<Arc<Memory>>,
@@ -77,7 +77,7 @@ impl Device {
         }
     }
 
-    /// Refuses to go on with memory that is gone.
+    /// Fails if some memory of the session is gone.
     fn check_lost(&self) -> Result<()> {
         if self.lost.is_lost() {
             self.common.note_lost();
@@ -106,7 +106,7 @@ impl Device {
             Some(base) => vring.base = base,
             None => {
                 tracing::error!(index, "a queue ended by a failure in the server");
-                // Where it was is not known: it starts when the front end sets it up anew.
+                // Its position is unknown: it starts when the front end sets it up again.
                 vring.kick = None;
             }
         }
@@ -156,13 +156,13 @@ impl Device {
         queue.set_next_used(used_idx.map_err(|_| Error::InvalidParam)?.0);
         // That was the first look at the rings.
         self.check_lost()?;
-        let mut told = QueueSettings::new(Arc::clone(memory));
-        told.enabled = vring.enabled || !has(self.features, F_PROTOCOL_FEATURES);
-        told.log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
-        told.used_log_at = vring.used_log_at;
-        told.set_call(vring.call.clone());
-        told.set_error(vring.error.clone());
-        let control = Control::new(told);
+        let mut settings = QueueSettings::new(Arc::clone(memory));
+        settings.enabled = vring.enabled || !has(self.features, F_PROTOCOL_FEATURES);
+        settings.log = self.log.clone().filter(|_| has(self.features, F_LOG_ALL));
+        settings.used_log_at = vring.used_log_at;
+        settings.set_call(vring.call.clone());
+        settings.set_error(vring.error.clone());
+        let control = Control::new(settings);
         let setup = Setup {
             common: Arc::clone(&self.common),
             index,
@@ -178,10 +178,10 @@ impl Device {
         Ok(())
     }
 
-    /// Tells a running queue something that needs no stop.
-    fn tell(&mut self, index: u32, change: impl FnOnce(&mut QueueSettings)) -> Result<()> {
+    /// Changes settings of a running queue that need no stop.
+    fn update(&mut self, index: u32, change: impl FnOnce(&mut QueueSettings)) -> Result<()> {
         if let Some(control) = &self.vring(index)?.running {
-            control.tell(change);
+            control.update(change);
         }
         Ok(())
     }
@@ -201,7 +201,7 @@ impl Device {
         all
     }
 
-    /// Has all queues work on `regions`.
+    /// Switches all queues to `regions`.
     fn set_regions(&mut self, regions: Vec<Region>) -> Result<()> {
         if regions.len() > REGIONS_MAX {
             return Err(Error::InvalidParam);
@@ -254,15 +254,17 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_mem_table(
         &mut self,
-        told: &[VhostUserMemoryRegion],
+        message: &[VhostUserMemoryRegion],
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<vhost::VhostUserMemoryRegionBase>>> {
-        if told.len() != files.len() {
+        if message.len() != files.len() {
             return Err(Error::IncorrectFds);
         }
-        let regions =
-            told.iter().zip(files).map(|(told, file)| Region::map(*told, file, &self.lost));
+        let regions = message
+            .iter()
+            .zip(files)
+            .map(|(message, file)| Region::map(*message, file, &self.lost));
         let regions: mica_block::Result<Vec<_>> = regions.collect();
         self.set_regions(regions.map_err(|error| invalid(&error))?)?;
         Ok(None)
@@ -333,18 +335,18 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let call = vring::bell(fd)?;
         self.vring(u32::from(index))?.call.clone_from(&call);
-        // What ended before, and was told to nobody because the server died in between, is told
-        // now. A queue that runs rings it once more when it has taken it over.
+        // If the server died before it notified the driver of a completion, that is done now. A
+        // running queue rings the new descriptor once more when it has adopted it.
         if let Some(call) = &call {
             call.ring();
         }
-        self.tell(u32::from(index), |told| told.set_call(call))
+        self.update(u32::from(index), |settings| settings.set_call(call))
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let error = vring::bell(fd)?;
         self.vring(u32::from(index))?.error.clone_from(&error);
-        self.tell(u32::from(index), |told| told.set_error(error))
+        self.update(u32::from(index), |settings| settings.set_error(error))
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -385,7 +387,7 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
         self.vring(index)?.enabled = enable;
-        self.tell(index, |told| told.enabled = enable)?;
+        self.update(index, |settings| settings.enabled = enable)?;
         self.start(usize::try_from(index).map_err(|_| Error::InvalidParam)?)
     }
 
@@ -424,12 +426,12 @@ impl VhostUserBackendReqHandlerMut for Device {
         Ok((VhostUserInflight::new(len, 0, queues, queue_size), file))
     }
 
-    fn set_inflight_fd(&mut self, told: &VhostUserInflight, file: File) -> Result<()> {
-        let (queues, queue_size) = (told.num_queues, told.queue_size);
+    fn set_inflight_fd(&mut self, message: &VhostUserInflight, file: File) -> Result<()> {
+        let (queues, queue_size) = (message.num_queues, message.queue_size);
         if queues > QUEUES_MAX || queue_size > QUEUE_SIZE_MAX {
             return Err(Error::InvalidParam);
         }
-        let place = (told.mmap_offset, told.mmap_size);
+        let place = (message.mmap_offset, message.mmap_size);
         let inflight = Inflight::map(file, place, (queues, queue_size), &self.lost);
         self.inflight = Some(inflight.map_err(|error| invalid(&error))?);
         Ok(())
@@ -441,22 +443,24 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn add_mem_region(
         &mut self,
-        told: &VhostUserSingleMemoryRegion,
+        message: &VhostUserSingleMemoryRegion,
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
-        let region = Region::map(**told, file, &self.lost).map_err(|error| invalid(&error))?;
+        let region = Region::map(**message, file, &self.lost).map_err(|error| invalid(&error))?;
         let mut regions = self.regions.clone();
         regions.push(region);
         self.set_regions(regions)?;
         Ok(None)
     }
 
-    fn remove_mem_region(&mut self, told: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let key =
-            |told: &VhostUserMemoryRegion| (told.guest_phys_addr, told.memory_size, told.user_addr);
+    fn remove_mem_region(&mut self, message: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let key = |message: &VhostUserMemoryRegion| {
+            (message.guest_phys_addr, message.memory_size, message.user_addr)
+        };
         let mut regions = self.regions.clone();
-        let Some(index) = regions.iter().position(|region| key(&region.told) == key(told)) else {
+        let Some(index) = regions.iter().position(|region| key(&region.layout) == key(message))
+        else {
             return Err(Error::InvalidParam);
         };
         regions.remove(index);
@@ -480,9 +484,9 @@ impl VhostUserBackendReqHandlerMut for Device {
         Err(Error::InvalidOperation("there is no shared memory"))
     }
 
-    fn set_log_base(&mut self, told: &VhostUserLog, file: File) -> Result<()> {
+    fn set_log_base(&mut self, message: &VhostUserLog, file: File) -> Result<()> {
         let Some(memory) = &self.memory else { return Err(Error::InvalidParam) };
-        let place = (told.mmap_offset, told.mmap_size);
+        let place = (message.mmap_offset, message.mmap_size);
         let log = DirtyLog::map(file, place, memory, &self.lost);
         let log = Arc::new(log.map_err(|error| invalid(&error))?);
         // Whatever ends after the reply is in this log, so that none is lost between two.

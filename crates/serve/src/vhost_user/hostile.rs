@@ -61,7 +61,7 @@ pub fn survive(input: &[u8]) -> Counters {
     let served = Arc::clone(&common);
     let server = std::thread::spawn(move || session(far, &served, workers.handles()));
     if talk(&near, image, messages) {
-        // The queues look at their rings meanwhile.
+        // The queues poll their rings concurrently.
         pause(Duration::from_micros(300));
     }
     drop(near);

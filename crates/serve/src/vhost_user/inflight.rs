@@ -1,8 +1,8 @@
-//! Requests in flight, written down where they outlive the server (vhost-user, "Inflight I/O
+//! Requests in flight, recorded where they outlive the server (vhost-user, "Inflight I/O
 //! tracking").
 //!
 //! For each queue a region of shared memory says which heads were taken and not given back, in
-//! which order. The front end keeps it; whoever serves next takes them again, in that order.
+//! which order. The front end keeps it; the next server repeats them, in that order.
 //!
 //! ```text
 //! header  features u64 | version u16 | desc_num u16 | last_batch_head u16 | used_idx u16
@@ -14,7 +14,7 @@
 //!   ring names it: a crash between the two repeats a request, which is harmless, and never
 //!   forgets one.
 //! - I2 `used_idx` is what the used ring's index was when the marks were last cleared. If a crash
-//!   came between the two, they differ, and the one head that `last_batch_head` names is done.
+//!   happened between the two, they differ, and the one head that `last_batch_head` names is done.
 
 use super::lost::{Lost, Pages, Watched};
 use mica_block::{Error, ErrorKind, Result};
@@ -55,7 +55,7 @@ impl Inflight {
     /// Makes one, and the file that holds it.
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub(super) fn create(queues: u16, queue_size: u16) -> Result<(u64, File)> {
         let explain = |error: rustix::io::Errno| Error::from_io("in-flight requests", error.into());
         let len = queue_bytes(queue_size) as u64 * u64::from(queues);
@@ -67,10 +67,10 @@ impl Inflight {
         Ok((len, file.into()))
     }
 
-    /// Maps what a front end hands over; `lost` is told if it goes away.
+    /// Maps what a front end hands over; `lost` is notified if it disappears.
     ///
     /// # Errors
-    /// `Invalid` if it is too short; else what the system says.
+    /// `Invalid` if it is too short; else any error of the system.
     pub(super) fn map(
         file: File,
         (offset, len): (u64, u64),

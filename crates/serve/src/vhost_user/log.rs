@@ -23,7 +23,7 @@ impl DirtyLog {
     /// Maps `len` bytes at `offset` of `file`, which have a bit for each page of `memory`.
     ///
     /// # Errors
-    /// `Invalid` if they do not; else what the system says.
+    /// `Invalid` if they do not; else any error of the system.
     pub(super) fn map(
         file: File,
         (offset, len): (u64, u64),
@@ -52,7 +52,7 @@ impl DirtyLog {
         let Some(last) = len.checked_sub(1).and_then(|rest| at.0.checked_add(rest)) else { return };
         for page in at.0 >> PAGE_BITS..=last >> PAGE_BITS {
             let Ok(byte) = usize::try_from(page / 8) else { return };
-            // The log may be shorter than memory that came later; nothing there is marked.
+            // The log may be shorter than memory that was added later; nothing there is marked.
             let Ok(bits) = self.map.get_atomic_ref::<AtomicU8>(byte) else { return };
             bits.fetch_or(1 << (page % 8), Ordering::AcqRel);
         }
@@ -73,9 +73,9 @@ mod tests {
 
     #[test]
     fn pages_that_are_touched_are_marked_and_no_others() {
-        let told = VhostUserMemoryRegion::new(0, 1 << 20, 0, 0);
+        let layout = VhostUserMemoryRegion::new(0, 1 << 20, 0, 0);
         let lost = Arc::default();
-        let region = Region::map(told, file(1 << 20), &lost).expect("maps");
+        let region = Region::map(layout, file(1 << 20), &lost).expect("maps");
         let memory = Memory::new(vec![region], &lost);
         let memory = memory.expect("one region");
         let shared = file(64);

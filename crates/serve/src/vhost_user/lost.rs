@@ -1,7 +1,7 @@
-//! Guest memory that goes away under us.
+//! Guest memory that disappears while it is mapped.
 //!
 //! A front end can truncate a file that it shares with us, or run out of the memory that backs it.
-//! Whoever touches what is gone gets SIGBUS, which ends the process, and with it the disks of all
+//! An access to what is gone raises SIGBUS, which ends the process, and with it the disks of all
 //! other guests. So every mapping of a front end's file is **watched**: a fault in one puts pages
 //! of zeros there, marks the memory as **lost**, and goes on; the device that has it is broken from
 //! then on ([`super::common::Common::note_lost`]), and nobody else is. The kernel gets no signal
@@ -13,7 +13,7 @@
 //! - I1 An entry names a mapping from before it is touched until after it was touched for the last
 //!   time, and gives it up before it is unmapped: what the handler replaces is a guest's.
 //! - I2 Entries are never freed, only used again, so that the handler may walk them at any time. It
-//!   passes over those that change meanwhile: they are not of memory that its thread touches.
+//!   skips those that change concurrently: they do not belong to memory that its thread touches.
 //! - I3 A fault anywhere else, and a SIGBUS that somebody sent, end the process as ever.
 
 use std::ffi::c_void;
@@ -30,12 +30,12 @@ impl Lost {
     /// Also of a fault just now, on this thread.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
-        // What was read before may have been what told us.
+        // The read before may have been the one that faulted.
         compiler_fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed)
     }
 
-    /// For who learns of it in another way.
+    /// For code that finds out in another way.
     pub(super) fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -71,7 +71,7 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Of `file`. Whose mapping faults, `lost` is told.
+    /// The facts about `file`. If its mapping faults, `lost` is notified.
     pub(super) fn of(file: &std::fs::File, lost: &Arc<Lost>) -> Self {
         let normal = rustix::param::page_size();
         // A huge page is replaced as a whole, or not at all.
@@ -170,7 +170,7 @@ impl Entry {
         }
     }
 
-    /// Does `change`. Only who has taken the entry calls this.
+    /// Applies `change`. Only the owner of the entry calls this.
     fn change(&self, change: impl FnOnce()) {
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version.wrapping_add(1), Ordering::Relaxed);
@@ -337,7 +337,7 @@ mod tests {
         for _ in 0..1000 {
             drop(watched(&shared, &lost));
         }
-        // Other tests run meanwhile.
+        // Other tests run concurrently.
         assert!(entries().count() < before + 500);
     }
 

@@ -25,19 +25,19 @@ const PAGE_BYTES: u64 = 4096;
 /// One region.
 #[derive(Clone)]
 pub(super) struct Region {
-    pub(super) told: VhostUserMemoryRegion,
+    pub(super) layout: VhostUserMemoryRegion,
     mapped: Arc<Watched<Arc<GuestRegionMmap>>>,
     shared: SharedMemory,
 }
 
 impl Region {
-    /// Maps the region that `told` describes; `lost` is told if it goes away.
+    /// Maps the region that `layout` describes; `lost` is notified if it disappears.
     ///
     /// # Errors
-    /// `Invalid` if the file does not have it; else what the system says.
-    pub(super) fn map(told: VhostUserMemoryRegion, file: File, lost: &Arc<Lost>) -> Result<Self> {
+    /// `Invalid` if the file does not have it; else any error of the system.
+    pub(super) fn map(layout: VhostUserMemoryRegion, file: File, lost: &Arc<Lost>) -> Result<Self> {
         let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("guest memory: {what}"));
-        let (start, len, offset) = (told.guest_phys_addr, told.memory_size, told.mmap_offset);
+        let (start, len, offset) = (layout.guest_phys_addr, layout.memory_size, layout.mmap_offset);
         let metadata = file.metadata().map_err(|error| Error::from_io("guest memory", error))?;
         if !metadata.is_file() {
             return Err(invalid("a descriptor that is no file"));
@@ -50,7 +50,7 @@ impl Region {
         if !start.is_multiple_of(PAGE_BYTES) || !len.is_multiple_of(PAGE_BYTES) {
             return Err(invalid("a region that is not in whole pages"));
         }
-        if start.checked_add(len).is_none() || told.user_addr.checked_add(len).is_none() {
+        if start.checked_add(len).is_none() || layout.user_addr.checked_add(len).is_none() {
             return Err(invalid("a region beyond 64 bits"));
         }
         let size = usize::try_from(len).map_err(|_| invalid("a region that is too long"))?;
@@ -65,7 +65,7 @@ impl Region {
         // SAFETY: `mapped` owns the mapping of `size` bytes; all other accesses of this process
         // are those of `vm_memory`, which are volatile.
         let shared = unsafe { SharedMemory::new(memory, size, Box::new(Arc::clone(&mapped))) };
-        Ok(Self { told, mapped, shared })
+        Ok(Self { layout, mapped, shared })
     }
 }
 
@@ -86,12 +86,12 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// The memory in `regions`, which all tell `lost` if they go away.
+    /// The memory in `regions`, which all notify `lost` if they disappear.
     ///
     /// # Errors
     /// `Invalid` if they overlap.
     pub(super) fn new(mut regions: Vec<Region>, lost: &Arc<Lost>) -> Result<Self> {
-        regions.sort_by_key(|region| region.told.guest_phys_addr);
+        regions.sort_by_key(|region| region.layout.guest_phys_addr);
         let mapped = regions.iter().map(|region| Arc::clone(&**region.mapped)).collect();
         // `vm_memory` makes no memory of no regions that way; a guest may lose its last one.
         let guest = match regions.is_empty() {
@@ -111,18 +111,18 @@ impl Memory {
 
     /// The guest address of what the front end has at `user` in its own address space.
     pub(super) fn guest_address(&self, user: u64) -> Option<GuestAddress> {
-        self.regions.iter().find_map(|Region { told, .. }| {
-            let within = user.checked_sub(told.user_addr)?;
-            (within < told.memory_size).then(|| GuestAddress(told.guest_phys_addr + within))
+        self.regions.iter().find_map(|Region { layout, .. }| {
+            let within = user.checked_sub(layout.user_addr)?;
+            (within < layout.memory_size).then(|| GuestAddress(layout.guest_phys_addr + within))
         })
     }
 
     /// The bytes of `piece`, in place; `None` if the guest does not have them in one region.
     pub(super) fn buf(&self, piece: Piece) -> Option<Buf> {
         let at = piece.at.raw_value();
-        let after = self.regions.partition_point(|region| region.told.guest_phys_addr <= at);
+        let after = self.regions.partition_point(|region| region.layout.guest_phys_addr <= at);
         let region = &self.regions[after.checked_sub(1)?];
-        let within = usize::try_from(at - region.told.guest_phys_addr).ok()?;
+        let within = usize::try_from(at - region.layout.guest_phys_addr).ok()?;
         region.shared.buf(within, piece.len as usize)
     }
 
@@ -146,13 +146,13 @@ impl Memory {
 
     /// Bytes from `at` to the end of its region.
     fn left_in_region(&self, at: GuestAddress) -> Option<u64> {
-        let after = self.regions.partition_point(|region| region.told.guest_phys_addr <= at.0);
-        let told = self.regions[after.checked_sub(1)?].told;
-        (told.guest_phys_addr + told.memory_size).checked_sub(at.0).filter(|left| *left > 0)
+        let after = self.regions.partition_point(|region| region.layout.guest_phys_addr <= at.0);
+        let layout = self.regions[after.checked_sub(1)?].layout;
+        (layout.guest_phys_addr + layout.memory_size).checked_sub(at.0).filter(|left| *left > 0)
     }
 
     /// The last address, and one.
     pub(super) fn end(&self) -> u64 {
-        self.regions.last().map_or(0, |last| last.told.guest_phys_addr + last.told.memory_size)
+        self.regions.last().map_or(0, |last| last.layout.guest_phys_addr + last.layout.memory_size)
     }
 }

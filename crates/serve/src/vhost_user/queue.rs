@@ -1,13 +1,13 @@
-//! One virtqueue: a task that takes requests from the ring, does them and gives them back.
+//! One virtqueue: a task that takes requests from the ring, executes and returns them.
 //!
 //! ```text
 //! kick ─▶ take heads ─▶ parse ─▶ slots in flight ─▶ status, used ring ─▶ call, if the driver wants
 //! ```
 //!
 //! Invariants
-//! - I1 Every head that was taken is given back exactly once, whatever became of its request.
+//! - I1 Every head that was taken is returned exactly once, whatever the outcome of its request.
 //! - I2 The status and the data of a request are in guest memory before the used ring names it.
-//! - I3 A queue that is told to stop takes nothing more, and has stopped when nothing of it is in
+//! - I3 A queue that is asked to stop takes nothing more, and has stopped when nothing of it is in
 //!   flight: then the device touches no guest memory for it any more.
 //! - I4 Before the task waits it has asked to be notified and looked at the ring after that, so
 //!   that no request lies there unseen.
@@ -62,7 +62,7 @@ pub(super) struct Setup {
     pub(super) inflight: Option<InflightQueue>,
 }
 
-/// Serves a queue until it is told to stop.
+/// Serves a queue until it is asked to stop.
 pub(super) async fn serve(setup: Setup) {
     let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
@@ -71,7 +71,7 @@ pub(super) async fn serve(setup: Setup) {
     let disk = &*common.disk;
     let size = usize::from(queue.size());
     let wake_set = WakeSet::new(size + PARTS);
-    let told = control.told();
+    let settings = control.settings();
     let mut running = Running {
         disk,
         stats: &common.stats[index],
@@ -99,7 +99,7 @@ pub(super) async fn serve(setup: Setup) {
         queue,
         kick,
         inflight,
-        told,
+        settings,
     };
     running.recover();
     let base = poll_fn(|context| {
@@ -188,7 +188,7 @@ struct Running<'a> {
     table: Table,
     kick: Arc<Socket>,
     inflight: Option<InflightQueue>,
-    told: QueueSettings,
+    settings: QueueSettings,
     /// Memory for requests that are not done in place (I6): what it may have, and what is used.
     share: Share,
     used_bytes: usize,
@@ -205,8 +205,8 @@ struct Running<'a> {
     extents: Vec<Extent>,
     /// Heads that were taken, the next one last, and not begun yet.
     waiting: Vec<u16>,
-    /// How many of them, the next ones, the server before this one took: they cannot be left in the
-    /// ring, as it may have given back others that came later.
+    /// How many of them, the next ones, were taken by the previous server: they cannot be left in
+    /// the ring, as it may have returned later ones.
     recovered: usize,
     attention: Attention,
     kicked: Option<LocalFuture<'static, std::io::Result<()>>>,
@@ -223,10 +223,10 @@ impl<'a> Running<'a> {
         self.slots.len() - self.free.len()
     }
 
-    /// Takes up what a server before this one left.
+    /// Recovers what the previous server left.
     fn recover(&mut self) {
         let Some(inflight) = &mut self.inflight else { return };
-        let guest = &self.told.memory.guest;
+        let guest = &self.settings.memory.guest;
         let Ok(used_idx) = self.queue.used_idx(guest, Ordering::Acquire) else { return };
         let mut heads = inflight.recover(used_idx.0);
         self.queue.set_next_used(used_idx.0);
@@ -249,12 +249,12 @@ impl<'a> Running<'a> {
 
     fn poll_rounds(&mut self, control: &Control) -> Poll<u16> {
         for _ in 0..ROUNDS_MAX {
-            self.told.refresh(control);
+            self.settings.refresh(control);
             self.turn_at = mica_rt::now();
             let ended = self.poll_slots();
             self.poll_timer();
-            if self.told.stop {
-                let ended_at_once = self.told.enabled && self.take_recovered();
+            if self.settings.stop {
+                let ended_at_once = self.settings.enabled && self.take_recovered();
                 self.call_if(ended || ended_at_once);
                 return match self.used() {
                     0 => Poll::Ready(self.base()),
@@ -265,12 +265,12 @@ impl<'a> Running<'a> {
             let taken_before = self.queue.next_avail();
             // Whatever it was that found it gone.
             self.check_lost();
-            let ended_at_once = match self.told.enabled && !self.is_broken {
+            let ended_at_once = match self.settings.enabled && !self.is_broken {
                 true => self.take_requests(),
                 false => false,
             };
             self.call_if(ended || ended_at_once);
-            if !self.told.enabled || self.is_broken || !self.may_take() {
+            if !self.settings.enabled || self.is_broken || !self.may_take() {
                 return Poll::Pending;
             }
             if self.queue.next_avail() != taken_before {
@@ -292,7 +292,7 @@ impl<'a> Running<'a> {
         }
         let pause = self.attention.pause(self.turn_at);
         if pause == Pause::Begin
-            && let Err(error) = self.queue.disable_notification(&self.told.memory.guest)
+            && let Err(error) = self.queue.disable_notification(&self.settings.memory.guest)
         {
             self.break_off(&error);
         }
@@ -303,19 +303,19 @@ impl<'a> Running<'a> {
         !self.looks_in_place()
     }
 
-    /// Looks at the ring for a moment without a turn of the executor, where nothing is in flight
-    /// here: with pauses between the looks, so that the driver's processor is not slowed down by
-    /// ours. Whether something came.
+    /// Polls the ring for a moment without a turn of the executor, if nothing is in flight here:
+    /// with pauses in between, so that the driver's processor is not slowed down by ours. Returns
+    /// whether something arrived.
     fn looks_in_place(&self) -> bool {
-        let guest = &self.told.memory.guest;
-        let came = || {
+        let guest = &self.settings.memory.guest;
+        let arrived = || {
             let avail = self.queue.avail_idx(guest, Ordering::Acquire);
             avail.is_ok_and(|index| index.0 != self.queue.next_avail())
         };
         self.used() == 0
             && (0..LOOKS_IN_PLACE).any(|_| {
                 std::hint::spin_loop();
-                came()
+                arrived()
             })
     }
 
@@ -334,7 +334,7 @@ impl<'a> Running<'a> {
         if !self.waiting.is_empty() {
             return true;
         }
-        match self.queue.enable_notification(&self.told.memory.guest) {
+        match self.queue.enable_notification(&self.settings.memory.guest) {
             Ok(more) => {
                 self.log_avail_event();
                 more
@@ -349,12 +349,12 @@ impl<'a> Running<'a> {
     fn break_off(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.is_broken, true) {
             self.stats.broken_queues.add(1);
-            tracing::warn!(%why, "a queue is broken and is not served until it is set up anew");
-            self.told.tell_error();
+            tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            self.settings.report_error();
         }
     }
 
-    /// A queue whose memory is gone is served no more: what its rings say was never said.
+    /// A queue whose memory is gone is no longer served: its rings contain nothing real.
     fn check_lost(&mut self) {
         if self.lost.is_lost() && !self.is_broken {
             self.common.note_lost();
@@ -393,7 +393,7 @@ impl<'a> Running<'a> {
         }
     }
 
-    /// Begins what the server before this one took. Whether a request has ended already.
+    /// Begins what the previous server took. Returns whether a request has already ended.
     fn take_recovered(&mut self) -> bool {
         let mut ended = false;
         while self.recovered > 0
@@ -411,7 +411,7 @@ impl<'a> Running<'a> {
         ended
     }
 
-    /// Takes what is there. Whether a request has ended already.
+    /// Takes what is there. Returns whether a request has already ended.
     fn take_requests(&mut self) -> bool {
         if self.waiting.is_empty()
             && let Err(error) = self.take_heads()
@@ -436,7 +436,7 @@ impl<'a> Running<'a> {
 
     /// Takes heads from the ring.
     fn take_heads(&mut self) -> std::result::Result<(), virtio_queue::Error> {
-        let memory = Arc::clone(&self.told.memory);
+        let memory = Arc::clone(&self.settings.memory);
         let room = self.free.len();
         let mut heads = std::mem::take(&mut self.waiting);
         for chain in self.queue.iter(&memory.guest)?.take(room) {

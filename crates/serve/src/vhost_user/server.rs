@@ -1,5 +1,5 @@
 //! The server of one device: its socket, the thread that takes its messages, the executors of its
-//! queues, and the way down.
+//! queues, and shutdown.
 
 use super::back_channel::{self, BackChannel, Notice};
 use super::common::Common;
@@ -28,13 +28,13 @@ const _: () = assert!(CONFIG_BYTES <= 256, "the protocol's own bound");
 pub struct ServerConfig {
     /// Where the front end connects: one at a time.
     pub listener: Listener,
-    /// What is served.
+    /// The disk.
     pub disk: Arc<dyn Disk>,
     /// Virtqueues; each runs on one of the executors.
     pub queues: u16,
-    /// What the driver is told as the serial number; at most 20 bytes count.
+    /// The serial number that is shown to the driver; at most 20 bytes count.
     pub serial: String,
-    /// What becomes of space that the guest does not need any more.
+    /// What happens to space that the guest no longer needs.
     pub discard: Discard,
     /// How much the guest may do.
     pub rates: Rates,
@@ -50,7 +50,7 @@ impl Server {
     /// Starts serving.
     ///
     /// # Errors
-    /// `Invalid` for a configuration that makes no sense; else what the system says.
+    /// `Invalid` for a configuration that makes no sense; else any error of the system.
     pub fn start(config: ServerConfig) -> Result<Running> {
         let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
@@ -92,14 +92,14 @@ pub struct Running {
 }
 
 impl Running {
-    /// What it did so far.
+    /// Its counters so far.
     pub fn counters(&self) -> Counters {
         self.common.counters()
     }
 
-    /// Tells the front end that the disk has another length, after
-    /// [`mica_block::Manage::resize`]. Waits for its answer, for a few seconds at most; not to be
-    /// called by a thread that the guest waits for.
+    /// Notifies the front end of a new length of the disk, after [`mica_block::Manage::resize`].
+    /// Waits for its answer, for a few seconds at most; not to be called on a thread that the guest
+    /// waits for.
     ///
     /// # Errors
     /// `Io` if a front end is there and does not take it: it goes on with the length that it
@@ -108,7 +108,7 @@ impl Running {
         self.common.back_channel.notify()
     }
 
-    /// [`Running::notify_resize`] for who cannot hold the device while it waits.
+    /// [`Running::notify_resize`] for callers that cannot hold the device while it waits.
     pub fn resize_notifier(&self) -> impl FnOnce() -> Result<Notice> + Send + use<> {
         let common = Arc::clone(&self.common);
         move || common.back_channel.notify()
@@ -119,8 +119,8 @@ impl Running {
         self.stop.session.lock().unwrap_or_else(PoisonError::into_inner).0.is_some()
     }
 
-    /// Whether the device serves no more, because its front end took memory away that it had
-    /// shared. A front end that connects anew is served.
+    /// Whether the device is no longer served, because its front end took away memory that it had
+    /// shared. A front end that reconnects is served.
     pub fn is_broken(&self) -> bool {
         self.common.is_broken()
     }
@@ -224,7 +224,7 @@ fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Sto
     stop.end();
 }
 
-/// Serves a front end until it goes.
+/// Serves a front end until it disconnects.
 pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handle]) {
     tracing::info!("a front end has connected");
     let device = Device::new(Arc::clone(common), workers.to_vec());

@@ -1,4 +1,4 @@
-//! A guest with its memory, its rings and its monitor, which do exactly what a test tells them to.
+//! A guest with its memory, its rings and its monitor, scripted by a test.
 
 mod disk;
 mod front_end;
@@ -50,13 +50,13 @@ impl Guest {
         let mut start = 0;
         let mut files = Vec::new();
         for len in lens {
-            let told = VhostUserMemoryRegion::new(start, *len, USER + start, 0);
-            files.push((told, file(*len)));
+            let layout = VhostUserMemoryRegion::new(start, *len, USER + start, 0);
+            files.push((layout, file(*len)));
             start += len;
         }
         let lost = Arc::default();
-        let map = |(told, file): &(VhostUserMemoryRegion, File)| {
-            Region::map(*told, file.try_clone().expect("a file"), &lost).expect("maps")
+        let map = |(layout, file): &(VhostUserMemoryRegion, File)| {
+            Region::map(*layout, file.try_clone().expect("a file"), &lost).expect("maps")
         };
         let memory = Memory::new(files.iter().map(map).collect(), &lost).expect("in order");
         Arc::new(Self { files, memory })

@@ -1,7 +1,7 @@
-//! Reads and writes between a disk and pieces of guest memory, in place where that can be.
+//! Reads and writes between a disk and pieces of guest memory, in place where possible.
 //!
 //! A transfer goes in windows, so that what it holds is bounded: by its window, and by what the
-//! queue may hold for it ([`Cost`]). Others have their turn between two windows. Within a window
+//! queue may hold for it ([`Cost`]). Other tasks run between two windows. Within a window
 //! each part that is one extent and one piece is one operation on the guest's own memory. Where a
 //! driver divides its memory so that pieces are no whole sectors, or so finely that an operation
 //! each would cost more than a copy, the window goes through a buffer of ours.
@@ -24,7 +24,7 @@ const PIECES_MAX: usize = 8;
 /// Memory of ours that one request takes.
 #[derive(Clone, Copy)]
 pub(super) struct Cost {
-    /// For the list of its pieces, as it came and divided.
+    /// For the list of its pieces, as received and as divided.
     pieces: usize,
     /// For a window that goes through a buffer.
     window: usize,

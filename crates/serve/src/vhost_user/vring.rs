@@ -1,4 +1,4 @@
-//! What a front end says of a queue, and the descriptors that it gives for it.
+//! A front end's setup of a queue, and the descriptors that it passes for it.
 
 use super::control::Control;
 use mica_rt::{Doorbell, Socket};
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::sync::Arc;
 use vhost::vhost_user::{Error, Result};
 
-/// What the front end said of a queue.
+/// The front end's setup of a queue.
 #[derive(Default)]
 pub(super) struct Vring {
     pub(super) size: u16,

@@ -1,4 +1,4 @@
-//! A store that takes its time.
+//! A store that is slow.
 
 use super::{Operation, Operations};
 use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness};
@@ -7,16 +7,16 @@ use mica_units::HostOffset;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a [`DelayStore`] does.
+/// Options of a [`DelayStore`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DelayOptions {
-    /// What takes longer.
+    /// The operations that take longer.
     pub operations: Operations,
-    /// Time that passes before an operation goes on to the store beneath.
+    /// Delay before an operation is passed on to the store below.
     pub time: Duration,
 }
 
-/// A store that takes its time.
+/// A store that is slow.
 pub struct DelayStore {
     inner: Arc<dyn Store>,
     options: DelayOptions,

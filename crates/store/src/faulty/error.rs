@@ -23,26 +23,26 @@ pub enum When {
     },
     /// Every one whose number, counted from 1, is a multiple of this.
     Every(u64),
-    /// The one of this number, counted from 1.
+    /// The one with this number, counted from 1.
     Nth(u64),
-    /// All from the one of this number on, counted from 1.
+    /// All from this number on, counted from 1.
     From(u64),
     /// Those that touch one of these ranges of the store, in bytes. A sync touches all of it.
     Ranges(Vec<Range<u64>>),
 }
 
-/// What an [`ErrorStore`] does.
+/// Options of an [`ErrorStore`].
 #[derive(Clone, PartialEq, Debug)]
 pub struct ErrorOptions {
     /// Which operations are counted, and may fail.
     pub operations: Operations,
     /// Which of these fail.
     pub when: When,
-    /// With which errno of the system.
+    /// The errno that they fail with.
     pub errno: i32,
 }
 
-/// A store whose operations fail, with nothing done.
+/// A store whose operations fail and do nothing.
 pub struct ErrorStore {
     inner: Arc<dyn Store>,
     options: ErrorOptions,

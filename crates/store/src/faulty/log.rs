@@ -1,4 +1,4 @@
-//! A store that tells of each of its operations.
+//! A store that logs each of its operations.
 
 use super::Operation;
 use mica_block::{ChangeFuture, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness};
@@ -6,17 +6,17 @@ use mica_rt::{Buf, Instant, now};
 use mica_units::HostOffset;
 use std::sync::{Arc, OnceLock};
 
-/// Takes the lines of a log, without an end of line.
+/// Receives the lines of a log, without line endings.
 pub type Sink = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// What a [`LogStore`] does.
+/// Options of a [`LogStore`].
 #[derive(Clone)]
 pub struct LogOptions {
-    /// Where its lines go: `<seconds> <op> <store> offset=<bytes> len=<bytes> <outcome>`.
+    /// The destination of its lines: `<seconds> <op> <store> offset=<bytes> len=<bytes> <outcome>`.
     pub sink: Sink,
 }
 
-/// A store that tells of each of its operations, when it is over.
+/// A store that logs each of its operations when it completes.
 pub struct LogStore {
     inner: Arc<dyn Store>,
     options: LogOptions,
@@ -43,7 +43,7 @@ impl LogStore {
     }
 }
 
-/// A line that is written when its operation is over.
+/// A line that is written when its operation completes.
 struct Line {
     start: Instant,
     began: Instant,

@@ -1,5 +1,5 @@
-//! Stores that stand on a store and misbehave, for tests and for users who want to see what
-//! happens: each takes what it needs in a struct of its own and leaves everything else alone.
+//! Stores that wrap another store and misbehave, for tests and for users who want to see what
+//! happens: each takes its options in a struct of its own and leaves everything else alone.
 
 mod delay;
 mod error;

@@ -1,4 +1,4 @@
-//! Which operations of a store a fault is about.
+//! The operations of a store that a fault applies to.
 
 use mica_block::Space;
 
@@ -11,11 +11,11 @@ pub enum Operation {
     Write,
     /// Making durable.
     Sync,
-    /// Giving space back.
+    /// Freeing space.
     Punch,
     /// Making a range read as zeros.
     Zero,
-    /// Getting space for a range.
+    /// Allocating space for a range.
     Allocate,
     /// Changing the length.
     SetLen,
@@ -33,7 +33,7 @@ impl Operation {
         Self::SetLen,
     ];
 
-    /// As it is written in logs and on the command line.
+    /// Its name in logs and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read",

@@ -1,12 +1,12 @@
-//! Whether a file that is opened again is what it was when it was closed.
+//! Whether a reopened file is still what it was when it was closed.
 //!
 //! While a descriptor is open its locks keep writers out; without one they do not. The same
-//! identity decides here as in the seal of an index ([`Identity`]): another file, length or time of
-//! the last write is an error. Where only the change time is another, somebody may have written and
-//! set the time of the last write back, or only changed a mode, an owner, a name or a link, as
-//! backups do. Then, and where stamps are too coarse to tell, the content decides: the format's own
-//! proof, which reads what the map of the image rests on. An image that has none (raw, or not
-//! indexed yet) is taken for what it was, with a warning.
+//! identity decides here as in the seal of an index ([`Identity`]): a different file, length or
+//! time of the last write is an error. If only the change time differs, somebody may have written
+//! and set the time of the last write back, or only changed a mode, an owner, a name or a link, as
+//! backups do. Then, and if timestamps are too coarse to decide, the content decides: the format's
+//! own proof, which reads what the map of the image depends on. An image without a proof (raw, or
+//! not indexed yet) is assumed to be unchanged, with a warning.
 
 use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;
@@ -19,15 +19,15 @@ use mica_rt::{Buf, File};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// What a look at a file that was opened again says.
+/// The result of checking a reopened file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Verdict {
     Same,
-    /// The content has to tell.
+    /// The content has to decide.
     Unproven,
-    /// It is another; what happened to it.
+    /// It is a different one; what happened to it.
     Other(&'static str),
-    /// Its content was found to be another.
+    /// Its content was found to be different.
     Refused,
 }
 
@@ -40,7 +40,7 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
     if is_other_file(before, now) {
         return Verdict::Other("was replaced");
     }
-    // Who takes no locks, or shares the image with writers, has no word on what it is.
+    // Without locks, or if the image is shared with writers, changes are not ours to judge.
     if locking == Locking::On {
         if slot.refused.as_ref() == Some(now) {
             return Verdict::Refused;
@@ -52,8 +52,8 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
     if before.len != now.len {
         return Verdict::Other("changed its length");
     }
-    let is_told = before == now && now.proves_unchanged_since(slot.closed_ns);
-    if locking == Locking::On && !is_told { Verdict::Unproven } else { Verdict::Same }
+    let is_proved = before == now && now.proves_unchanged_since(slot.closed_ns);
+    if locking == Locking::On && !is_proved { Verdict::Unproven } else { Verdict::Same }
 }
 
 impl Handle {
@@ -66,7 +66,7 @@ impl Handle {
         Error::new(ErrorKind::Io, what)
     }
 
-    /// Takes a file for what it was, though nothing proves that.
+    /// Assumes that a file is unchanged, though nothing proves that.
     pub(super) fn accept_unproven(&self, slot: &mut Slot, now: Identity) {
         if slot.identity != now {
             tracing::warn!(
@@ -79,7 +79,7 @@ impl Handle {
     }
 }
 
-/// That a handle's file is being proved, for as long as this lives.
+/// Marks that a handle's file is being proved, for as long as this lives.
 pub(crate) struct Proving(Arc<Handle>);
 
 impl Proving {
@@ -96,8 +96,8 @@ impl Drop for Proving {
     }
 }
 
-/// A file that was opened again and has to be proved by its content. Nobody else opens the handle
-/// meanwhile.
+/// A reopened file that has to be proved by its content. Nobody else opens the handle in the
+/// meantime.
 pub(crate) struct Unproven {
     pub(super) file: Arc<File>,
     pub(super) now: Identity,
@@ -105,15 +105,15 @@ pub(crate) struct Unproven {
 }
 
 impl Unproven {
-    /// The file, for what is no content.
+    /// The file, for anything but its content.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
-    /// The file, once its content says that it is what it was.
+    /// The file, once its content proves that it is unchanged.
     ///
     /// # Errors
-    /// `Io` if it is not; what reading it says.
+    /// `Io` if it is not; else any error of reading it.
     pub(crate) async fn prove(self, align: Alignment) -> Result<Arc<File>> {
         let Self { file, now, proving } = self;
         let handle = &proving.0;
@@ -183,7 +183,7 @@ impl Store for Reopened {
     }
 }
 
-/// Now, by the clock that stamps files.
+/// The current time, by the clock that stamps files.
 pub(super) fn now_ns() -> i128 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
     nanoseconds(now.tv_sec, u64::try_from(now.tv_nsec).unwrap_or(0))

@@ -1,8 +1,8 @@
-//! Who holds a lock: a search through what the system tells of processes.
+//! Who holds a lock: a search through what the system reports about processes.
 //!
-//! A lock outlives its process for a moment: what the process had under way in its rings holds the
-//! file until it is cancelled. Whoever comes then waits instead of being refused, but only where
-//! the holder is known to be dead, or nothing tells that it lives.
+//! A lock outlives its process for a moment: operations in its rings hold the file until they are
+//! cancelled. The next process to open the image waits then instead of being refused, but only if
+//! the holder is known to be dead, or nothing shows that it is alive.
 
 use mica_rt::File;
 use rustix::fd::{AsFd, AsRawFd};
@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What is to be found out: who, besides the process that asks, locks a byte of a file.
+/// The question which process, other than the one that asks, locks a byte of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LockQuestion {
     /// The file.
@@ -30,13 +30,13 @@ pub struct LockQuestion {
 /// Who holds a lock.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Holder {
-    /// A process that lives, by name and number.
+    /// A living process, by name and number.
     Living(String),
     /// A process that is about to die.
     Dying(String),
     /// No process of this system.
     Nobody,
-    /// Not everything could be seen.
+    /// Not every process could be inspected.
     Unknown,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The cause of an error: a lock is held, and nothing tells that its holder lives.
+/// The cause of an error: a lock is held, and nothing shows that its holder is alive.
 #[derive(Debug)]
 struct NotSeenAlive(Duration);
 
@@ -63,13 +63,13 @@ impl fmt::Display for NotSeenAlive {
 
 impl std::error::Error for NotSeenAlive {}
 
-/// For the system to release what a dead process held: its rings end after it.
+/// Time for the system to release what a dead process held: its rings end after it.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
-/// The same for a holder that may live where nobody sees it.
+/// The same for a holder that may be alive out of our sight.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
 
 impl Holder {
-    /// What the lock of `file` being held is caused by, if that may end by itself.
+    /// The cause of a conflict on `file`, if it may resolve itself.
     pub(super) fn cause(&self, file: &File) -> Option<io::Error> {
         let limit = match self {
             Self::Living(_) => return None,
@@ -81,8 +81,8 @@ impl Holder {
     }
 }
 
-/// For how long it is worth trying again what failed with `error`: a lock was held by a process
-/// that is dead, or may be.
+/// For how long it is worth retrying what failed with `error`: a lock was held by a process that is
+/// dead, or may be.
 pub fn lock_patience(error: &mica_block::Error) -> Option<Duration> {
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
@@ -95,7 +95,7 @@ pub fn lock_patience(error: &mica_block::Error) -> Option<Duration> {
     None
 }
 
-/// Whether other hosts may hold locks of it.
+/// Whether other hosts may hold locks on it.
 fn is_shared_by_hosts(file: &File) -> bool {
     /// NFS, SMB (three numbers), Ceph, GFS2, OCFS2, 9P, FUSE.
     const KINDS: [u64; 9] = [
@@ -110,23 +110,23 @@ fn is_shared_by_hosts(file: &File) -> bool {
         0x6573_5546,
     ];
     fstatfs(file).map_or(true, |found| {
-        // All these numbers have 32 bits, whatever the field has.
+        // All these numbers have 32 bits, whatever the width of the field.
         KINDS.contains(&(u64::from_ne_bytes(found.f_type.to_ne_bytes()) & 0xffff_ffff))
     })
 }
 
 type Search = dyn Fn(&LockQuestion) -> Holder + Send + Sync;
 
-/// What searches, if not the thread that asks.
+/// The function that searches, if not on the thread that asks.
 static SEARCH: Mutex<Option<Arc<Search>>> = Mutex::new(None);
 
-/// Lets `search` find out who holds locks from now on: for a process in a sandbox, to which the
-/// system tells nothing of other processes.
+/// From now on uses `search` to find lock holders: for a process in a sandbox, which cannot see
+/// other processes.
 pub fn search_holders_with(search: impl Fn(&LockQuestion) -> Holder + Send + Sync + 'static) {
     *SEARCH.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(search));
 }
 
-/// Who locks `byte` of `file`, besides this descriptor.
+/// The process that locks `byte` of `file`, other than through this descriptor.
 pub(super) fn holder(file: &File, byte: u64) -> Holder {
     let Ok(found) = fstat(file) else { return Holder::Unknown };
     let question = LockQuestion {
@@ -142,11 +142,11 @@ pub(super) fn holder(file: &File, byte: u64) -> Holder {
     }
 }
 
-/// Most descriptors of other processes that are looked at.
+/// Most descriptors of other processes that are inspected.
 const DESCRIPTORS_MAX: usize = 1 << 16;
 
 /// Answers `question` from `/proc`. A lock of an open file description names no process, but each
-/// process tells the locks behind its descriptors.
+/// process lists the locks behind its descriptors.
 pub fn find_holder(question: &LockQuestion) -> Holder {
     let own = format!("/proc/{}/fdinfo/{}", question.process, question.descriptor);
     let is_process = |name: &String| name.bytes().all(|digit| digit.is_ascii_digit());
@@ -157,7 +157,7 @@ pub fn find_holder(question: &LockQuestion) -> Holder {
         let folder = format!("/proc/{process}/fdinfo");
         let descriptors = match names(Path::new(&folder)) {
             Ok(descriptors) => descriptors,
-            // It has ended meanwhile.
+            // It has ended in the meantime.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(_) => {
                 is_complete = false;
@@ -170,9 +170,9 @@ pub fn find_holder(question: &LockQuestion) -> Holder {
         left -= descriptors.len();
         for number in descriptors {
             let descriptor = format!("{folder}/{number}");
-            let Ok(told) = fs::read_to_string(&descriptor) else { continue };
+            let Ok(text) = fs::read_to_string(&descriptor) else { continue };
             let LockQuestion { inode, byte, .. } = *question;
-            if descriptor != own && told.lines().any(|line| locks_byte(line, inode, byte)) {
+            if descriptor != own && text.lines().any(|line| locks_byte(line, inode, byte)) {
                 return named(&process);
             }
         }
@@ -187,14 +187,14 @@ fn names(folder: &Path) -> io::Result<Vec<String>> {
 
 /// Whether `/proc` shows all processes of this system.
 fn sees_all_processes() -> bool {
-    /// The number that the kernel gives the name space that it begins with.
+    /// The number of the kernel's initial namespace.
     const FIRST: &str = "pid:[4026531836]";
     fs::read_link("/proc/self/ns/pid").is_ok_and(|space| space.as_os_str() == FIRST)
 }
 
 fn named(process: &str) -> Holder {
-    let told = |what: &str| fs::read_to_string(format!("/proc/{process}/{what}"));
-    let name: String = told("comm").unwrap_or_default();
+    let read = |what: &str| fs::read_to_string(format!("/proc/{process}/{what}"));
+    let name: String = read("comm").unwrap_or_default();
     let name: String = name.chars().filter(|letter| !letter.is_control()).collect();
     let name = format!("{name}, process {process}");
     match process.parse().is_ok_and(mica_rt::is_dying) {
@@ -203,9 +203,9 @@ fn named(process: &str) -> Holder {
     }
 }
 
-/// Whether a line of a descriptor's information tells a lock of `byte` of this inode:
-/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`. Not compared is the device: some file
-/// systems show another number there than to those who ask for it.
+/// Whether a line of a descriptor's information shows a lock on `byte` of this inode:
+/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`. The device is not compared: some file
+/// systems show a different number there than `stat` does.
 fn locks_byte(line: &str, inode: u64, byte: u64) -> bool {
     let Some(lock) = line.strip_prefix("lock:") else { return false };
     let mut words = lock.split_ascii_whitespace().rev();
@@ -228,7 +228,7 @@ mod tests {
 
     /// A process that locks a byte of `path`.
     fn locking(path: &Path) -> std::process::Child {
-        // Python's lockf takes locks of a process, which are told in the same way.
+        // Python's lockf takes locks of a process, which are listed in the same way.
         let script = "import fcntl,sys\nf=open(sys.argv[1],'r+')\n\
                       fcntl.lockf(f,fcntl.LOCK_EX,1,201)\nprint('x',flush=True)\n\
                       sys.stdin.read()";
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn locks_are_read_as_the_kernel_tells_them() {
+    fn locks_are_parsed_as_the_kernel_lists_them() {
         let line = "lock:\t1: OFDLCK  ADVISORY  READ -1 fe:00:1234 100 101";
         assert!(locks_byte(line, 1234, 100) && locks_byte(line, 1234, 101));
         assert!(!locks_byte(line, 1234, 102) && !locks_byte(line, 1234, 99));

@@ -25,7 +25,7 @@ fn errors(when: When) -> ErrorStore {
 }
 
 #[test]
-fn delay_takes_its_time_and_then_reads() {
+fn delay_passes_before_the_read() {
     in_sim(|| async {
         let (operations, time) = (Operations::READS, Duration::from_secs(60));
         let store = DelayStore::new(memory(), DelayOptions { operations, time });
@@ -36,7 +36,7 @@ fn delay_takes_its_time_and_then_reads() {
 }
 
 #[test]
-fn every_third_read_fails_with_the_errno_that_was_asked_for() {
+fn every_third_read_fails_with_the_requested_errno() {
     in_sim(|| async {
         let store = errors(When::Every(3));
         for number in 1..=9 {
@@ -105,7 +105,7 @@ fn log_has_one_line_for_each_operation() {
 }
 
 #[test]
-fn operation_of_a_number_fails_and_nothing_of_it_is_done() {
+fn operation_with_the_number_fails_and_does_nothing() {
     in_sim(|| async {
         let memory = Arc::new(MemoryStore::new_writable("memory", vec![5; 100]));
         let operations = Operations::from(Operation::Write).with(Operation::Sync);
@@ -151,7 +151,7 @@ fn operations_fail_from_a_number_on() {
 }
 
 #[test]
-fn delay_and_log_know_every_operation() {
+fn delay_and_log_cover_every_operation() {
     in_sim(|| async {
         let lines: Arc<Mutex<Vec<String>>> = Arc::default();
         let sunk = Arc::clone(&lines);

@@ -1,4 +1,4 @@
-//! Files: every alignment, the end, holes, and what is no image.
+//! Files: every alignment, the end, holes, and files that are not images.
 
 use crate::{on_each_backend, open, pattern, read};
 use mica_block::{ErrorKind, Run, RunKind, Store};
@@ -17,7 +17,7 @@ fn write_file(folder: &Path, content: &[u8]) -> PathBuf {
     path
 }
 
-/// What a read of `content` gives: its bytes, then zeros.
+/// The result of a read of `content`: its bytes, then zeros.
 fn expected(content: &[u8], offset: u64, len: usize) -> Vec<u8> {
     let start = usize::try_from(offset).unwrap_or(usize::MAX);
     let there = content.get(start..).unwrap_or_default();
@@ -49,7 +49,7 @@ fn every_alignment_reads_the_bytes_and_zeros_past_the_end() {
 }
 
 #[test]
-fn direct_read_into_an_unaligned_part_of_a_buffer_gives_that_part_back() {
+fn direct_read_into_an_unaligned_part_of_a_buffer_returns_that_part() {
     let folder = tempfile::tempdir().unwrap();
     let content = pattern(16_384);
     let path = write_file(folder.path(), &content);
@@ -80,7 +80,7 @@ fn offsets_that_no_file_reaches_read_as_zeros() {
 }
 
 #[test]
-fn runs_tell_holes_from_data() {
+fn runs_distinguish_holes_from_data() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("sparse");
     let mut file = std::fs::File::create(&path).unwrap();
@@ -94,7 +94,7 @@ fn runs_tell_holes_from_data() {
         let hole = |len| Run { kind: RunKind::Hole, len };
         let data = |len| Run { kind: RunKind::Data, len };
         if run(0, 1 << 30) == data(2 << 20) {
-            eprintln!("skipped: this file system does not tell holes");
+            eprintln!("skipped: this file system does not report holes");
             return;
         }
         assert_eq!(run(0, 1 << 30), hole(1 << 20));
@@ -110,7 +110,7 @@ fn runs_tell_holes_from_data() {
 }
 
 #[test]
-fn what_is_no_image_is_refused_without_being_opened() {
+fn anything_but_an_image_is_refused_without_being_opened() {
     let folder = tempfile::tempdir().unwrap();
     let fifo = folder.path().join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
@@ -131,7 +131,7 @@ fn what_is_no_image_is_refused_without_being_opened() {
 }
 
 #[test]
-fn symbolic_link_is_told_from_what_it_names() {
+fn symbolic_link_is_distinguished_from_its_target() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_file(folder.path(), b"abc");
     let link = folder.path().join("link");
@@ -150,7 +150,7 @@ fn identity_changes_with_the_content() {
     let identity = || Located::find(&path).unwrap().identity(3);
     let before = identity();
     assert_eq!(before, identity());
-    // Longer than the tick of the clock that stamps files.
+    // Longer than a tick of the clock that stamps files.
     let pause = async { mica_rt::sleep(std::time::Duration::from_millis(20)).await };
     Executor::new(Backend::Pool).unwrap().block_on(pause);
     std::fs::write(&path, b"xyz").unwrap();

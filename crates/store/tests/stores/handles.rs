@@ -80,7 +80,7 @@ fn store_dropped_while_its_read_waits_leaves_nothing_open() {
 }
 
 #[test]
-fn layer_in_use_keeps_its_descriptor_over_those_passed_by() {
+fn layer_in_use_keeps_its_descriptor_over_those_read_once() {
     let folder = tempfile::tempdir().unwrap();
     let paths = numbered_files(folder.path(), 40);
     on_each_backend(|| async {
@@ -106,7 +106,7 @@ async fn read_reopened(stores: &[Arc<FileStore>]) -> mica_block::Result<Vec<u8>>
 }
 
 #[test]
-fn file_that_was_replaced_is_told() {
+fn file_that_was_replaced_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         let paths = numbered_files(folder.path(), 20);
@@ -128,7 +128,7 @@ fn file_that_was_replaced_is_told() {
 }
 
 #[test]
-fn file_that_changed_its_length_is_told() {
+fn file_that_changed_its_length_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         let paths = numbered_files(folder.path(), 20);
@@ -141,7 +141,7 @@ fn file_that_changed_its_length_is_told() {
 }
 
 #[test]
-fn file_that_became_something_else_is_told_and_hangs_nobody() {
+fn file_that_became_something_else_is_reported_and_hangs_nobody() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         let paths = numbered_files(folder.path(), 20);

@@ -1,5 +1,4 @@
-//! QEMU's locks of images, between stores of one process: they keep each other out like those of
-//! two.
+//! QEMU's image locks, between stores of one process: they conflict like those of two processes.
 
 use crate::{on_each_backend, read};
 use mica_block::{ErrorKind, Result, Store};
@@ -57,13 +56,13 @@ fn readers_share_and_keep_out_writers() {
     let folder = tempfile::tempdir().unwrap();
     let path = image(folder.path());
     let readers = [(); 3].map(|()| reader(&path, Locking::On).unwrap());
-    assert_denied(writer(&path, Locking::On), "lets nobody write it");
+    assert_denied(writer(&path, Locking::On), "allows nobody to write it");
     drop(readers);
     let _lenient = reader(&path, Locking::ForceShare).unwrap();
     writer(&path, Locking::On).unwrap();
 }
 
-/// The bytes that QEMU's raw driver takes and looks at.
+/// The bytes that QEMU's raw driver locks and checks.
 #[test]
 fn locked_bytes_are_those_of_qemu() {
     let folder = tempfile::tempdir().unwrap();
@@ -96,7 +95,7 @@ fn refused_opener_leaves_no_locks_behind() {
 
 /// A permission that somebody uses or does not share, without a whole opener around it.
 #[test]
-fn each_lock_of_others_that_contradicts_is_honoured() {
+fn each_conflicting_lock_of_others_is_honoured() {
     let folder = tempfile::tempdir().unwrap();
     let path = image(folder.path());
     for (byte, reads, writes) in [
@@ -116,8 +115,8 @@ fn each_lock_of_others_that_contradicts_is_honoured() {
     }
 }
 
-/// Descriptors are short, so that a layer's is closed, and its locks with it. They are taken again
-/// with the next descriptor, or the read says why not.
+/// Descriptors are scarce, so that a layer's is closed, which releases its locks. They are taken
+/// again with the next descriptor, or the read says why not.
 #[test]
 fn locks_are_taken_again_when_a_layer_is_opened_again() {
     let folder = tempfile::tempdir().unwrap();
@@ -135,7 +134,7 @@ fn locks_are_taken_again_when_a_layer_is_opened_again() {
         assert_denied(read(&store, 0, 10).await, "holds the image for writing");
         drop(second);
         assert_eq!(read(&store, 0, 10).await.unwrap(), [1; 10]);
-        assert_denied(writer(&path, Locking::On), "lets nobody write it");
+        assert_denied(writer(&path, Locking::On), "allows nobody to write it");
         for other in &others {
             read(other, 0, 10).await.unwrap();
         }
@@ -143,7 +142,7 @@ fn locks_are_taken_again_when_a_layer_is_opened_again() {
         for other in &others {
             read(other, 0, 10).await.unwrap();
         }
-        // Nobody kept this writer out. What it wrote is not taken for the layer.
+        // Nobody kept this writer out. What it wrote is not mistaken for the layer.
         mica_rt::sleep(std::time::Duration::from_millis(20)).await;
         let third = writer(&path, Locking::On).unwrap();
         third.write_at(Buf::from_slice(&[1; 10]), HostOffset::ZERO).await.0.unwrap();
@@ -154,7 +153,7 @@ fn locks_are_taken_again_when_a_layer_is_opened_again() {
     });
 }
 
-/// As other hypervisors lock: all of the file, for themselves.
+/// Some hypervisors lock the whole file exclusively.
 #[test]
 fn file_that_is_locked_as_a_whole_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! Stores from outside, on each backend that does real I/O.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test fails at the first error")]
 
 mod faulty;
 mod files;

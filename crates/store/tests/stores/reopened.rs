@@ -1,4 +1,4 @@
-//! Files that are changed while their descriptor was given up, under the locks of images.
+//! Files that are changed while their descriptor is closed, with image locks.
 
 use crate::{on_each_backend, read};
 use mica_block::{ContentProof, ErrorKind, LocalFuture, Result, Store, read_exact};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// The image is what it was if its first bytes are.
+/// The image is unchanged if its first bytes are.
 struct FirstBytes {
     were: [u8; 4],
     asked: AtomicUsize,
@@ -57,7 +57,7 @@ impl Layers {
         proof
     }
 
-    /// Makes the image give its descriptor up.
+    /// Makes the image give up its descriptor.
     async fn pass_by(&self) {
         for _ in 0..2 {
             for other in &self.others {
@@ -85,10 +85,10 @@ fn write_unseen(path: &Path, at: u64, bytes: &[u8]) {
     set_back(path, before);
 }
 
-/// The time of the last write was compared and nothing else: tables that were changed and had that
-/// set back were read as if nothing had been.
+/// Once, only the time of the last write was compared: changed tables with that time set back were
+/// read as if nothing had happened.
 #[test]
-fn tables_that_changed_under_the_same_time_are_refused_until_they_are_what_they_were() {
+fn tables_that_changed_under_the_same_time_are_refused_until_they_are_restored() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         for cache in [CacheMode::Writeback, CacheMode::None] {
@@ -133,7 +133,8 @@ fn backup_that_links_and_changes_modes_breaks_no_disk() {
                 }
                 assert_eq!(layers.image.len().unwrap(), 8192);
             }
-            // Changed just now, so that stamps may prove nothing: but never once for each read.
+            // Changed just now, so that timestamps may prove nothing: but it is not proved at each
+            // read.
             let asked = proof.map(|proof| proof.asked.load(Ordering::Relaxed));
             assert!(asked.is_none_or(|asked| (3..=6).contains(&asked)), "{asked:?}");
         }
@@ -141,7 +142,7 @@ fn backup_that_links_and_changes_modes_breaks_no_disk() {
 }
 
 #[test]
-fn read_that_is_given_up_while_the_file_is_proved_leaves_it_to_the_next() {
+fn read_that_is_cancelled_while_the_file_is_proved_leaves_that_to_the_next() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         let layers = Layers::open(folder.path(), CacheMode::Writeback);

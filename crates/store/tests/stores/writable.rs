@@ -30,7 +30,7 @@ impl Random {
     }
 }
 
-/// What the operations of a store do, in the plainest words.
+/// A minimal model of a store.
 #[derive(Default)]
 struct Model(Vec<u8>);
 
@@ -159,7 +159,7 @@ fn writes_into_one_block_at_once_do_not_lose_one_another() {
 }
 
 #[test]
-fn write_of_a_part_goes_on_when_nobody_waits_for_it() {
+fn write_of_a_part_continues_when_nobody_waits_for_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     std::fs::write(&path, vec![1; 8192]).unwrap();
@@ -185,7 +185,7 @@ fn write_of_a_part_goes_on_when_nobody_waits_for_it() {
 }
 
 #[test]
-fn buffer_comes_back_from_every_way_of_writing() {
+fn buffer_is_returned_from_every_way_of_writing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     std::fs::write(&path, b"").unwrap();
@@ -322,7 +322,7 @@ impl Drop for SmallFileSystem {
     }
 }
 
-/// Asked once more, the system says that all is well: it has told of the failure and forgotten it.
+/// The next sync of the system succeeds: it has reported the failure once and forgotten it.
 #[test]
 fn no_sync_succeeds_after_one_that_failed() {
     let skipped = || eprintln!("skipped: no file system or loop device can be made here");

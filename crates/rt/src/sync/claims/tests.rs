@@ -17,7 +17,7 @@ struct Model {
 }
 
 impl Model {
-    /// Notes a grant, which nothing that is granted may keep out (I2).
+    /// Records a grant, which must not conflict with any other (I2).
     fn grant(&self, range: RangeInclusive<u64>, mode: Mode) -> u64 {
         let mut granted = self.granted.borrow_mut();
         for (_, other, other_mode) in &*granted {
@@ -46,7 +46,7 @@ fn random_range(random: &mut u64) -> RangeInclusive<u64> {
     first..=first + len
 }
 
-/// Tasks claim at random, some of them give up waiting; all of them come to an end (I3, I4).
+/// Tasks claim at random, some of them give up waiting; all of them finish (I3, I4).
 #[test]
 fn claims_that_overlap_are_shared_whatever_the_order() {
     for seed in 0..200 {
@@ -83,7 +83,7 @@ fn claims_that_overlap_are_shared_whatever_the_order() {
 }
 
 #[test]
-fn claims_are_granted_in_the_order_in_which_they_were_asked_for() {
+fn claims_are_granted_in_the_order_of_the_requests() {
     simulated(1).block_on(async {
         let (claims, granted) = (Claims::default(), RefCell::new(Vec::new()));
         let held = claims.claim(7).await;
@@ -111,7 +111,7 @@ fn claims_are_granted_in_the_order_in_which_they_were_asked_for() {
 }
 
 #[test]
-fn claim_that_is_given_up_while_it_waits_lets_the_next_on() {
+fn claim_that_is_given_up_while_it_waits_unblocks_the_next() {
     simulated(1).block_on(async {
         let claims = Claims::default();
         let _held = claims.claim_range(0..=4, Mode::Shared).await;
@@ -129,7 +129,7 @@ fn claim_that_is_given_up_while_it_waits_lets_the_next_on() {
 }
 
 #[test]
-fn one_claims_and_the_others_hear_when_it_ends() {
+fn one_claims_and_the_others_are_woken_when_it_ends() {
     simulated(1).block_on(async {
         let (claims, loads) = (Claims::default(), Cell::new(0));
         let load = async || {
@@ -147,7 +147,7 @@ fn one_claims_and_the_others_hear_when_it_ends() {
 #[test]
 fn threads_lose_no_wake_up_and_no_update() {
     let claims = Claims::default();
-    // Read and written back in two steps: an update is lost if two do it at once.
+    // Read and written back in two steps: an update is lost if two tasks do it at once.
     let sum = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for thread in 0..4_u64 {

@@ -65,7 +65,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// A sync that ends when it is told to.
+/// A sync that ends on demand.
 #[derive(Default)]
 struct Device {
     runs: Cell<u32>,
@@ -138,7 +138,7 @@ fn a_leader_that_is_dropped_half_way_hands_over() {
     assert_eq!((first.woken(), second.woken()), (1, 0));
     assert!(first.is_pending());
     assert_eq!(device.runs.get(), 2);
-    // The one that took over goes too: what it was to do for the other is done by the other.
+    // The one that took over is dropped too: the other leads then.
     drop(first);
     assert_eq!(second.woken(), 1);
     device.is_open.set(true);

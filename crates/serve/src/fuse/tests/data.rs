@@ -110,11 +110,11 @@ fn fallocate_empties_and_never_makes_longer() {
         assert_eq!(call(punch | FallocateFlags::KEEP_SIZE, 4096, 512), None);
         assert_eq!(call(zero | FallocateFlags::KEEP_SIZE, 8192, 512), None);
         assert_eq!(call(zero, 16_384, 512), None);
-        let told = disk.events();
+        let events = disk.events();
         let unmap = Zeroes { may_unmap: true, fast: false };
-        assert_eq!(told[0], Event::Zeroes { at: 4096, len: 512, how: unmap });
-        assert_eq!(told[1], Event::Zeroes { at: 8192, len: 512, how: Zeroes::default() });
-        assert_eq!(told[2], Event::Zeroes { at: 16_384, len: 512, how: Zeroes::default() });
+        assert_eq!(events[0], Event::Zeroes { at: 4096, len: 512, how: unmap });
+        assert_eq!(events[1], Event::Zeroes { at: 8192, len: 512, how: Zeroes::default() });
+        assert_eq!(events[2], Event::Zeroes { at: 16_384, len: 512, how: Zeroes::default() });
 
         let (inside, across) = ((0, 4096), (LEN - 512, 1024));
         assert_eq!(call(FallocateFlags::empty(), inside.0, inside.1), Some(Errno::OPNOTSUPP));
@@ -176,12 +176,12 @@ fn sync_and_close_and_synchronous_writes_flush_the_disk() {
             disk.events();
         }
         drop(File::open(path).expect("opened"));
-        assert_eq!(disk.events(), [], "who cannot write has nothing to flush");
+        assert_eq!(disk.events(), [], "without write access there is nothing to flush");
     });
 }
 
 #[test]
-fn errors_of_the_disk_are_told_and_end_nothing() {
+fn errors_of_the_disk_are_reported_and_end_nothing() {
     let Some(place) = Place::new() else { return };
     let no_space = ErrorKind::NoSpace;
     let disk = MemoryDisk { bad: 4096..8192, kind: no_space, ..MemoryDisk::new(LEN) };

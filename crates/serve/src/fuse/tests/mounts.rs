@@ -1,4 +1,4 @@
-//! What is mounted, who finds what, and the end.
+//! Mounting, finding mounts, and unmounting.
 
 use super::*;
 use crate::testing::clock::until;
@@ -88,7 +88,7 @@ fn image_is_not_hidden_under_its_own_disk() {
 /// The story: the thread that takes requests had not heard of it yet, the kernel had given the
 /// numbers of the first mount to the second, and the end of the first server took that away.
 #[test]
-fn mount_that_the_user_took_away_is_no_error_and_what_came_after_stays() {
+fn mount_that_the_user_removed_is_no_error_and_a_later_one_stays() {
     let Some(place) = Place::new() else { return };
     let first = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
     assert!(!first.device.is_gone());
@@ -127,7 +127,7 @@ fn started_and_stopped_again_and_again_it_leaves_nothing() {
             assert_eq!(File::open(path).expect("opened").read_at(&mut [0; 9], 3).expect("read"), 9);
         });
     }
-    // Other tests of this process come and go meanwhile, some of them with hundreds.
+    // Other tests of this process run concurrently, some of them with hundreds.
     until("as few files are open as before", || count() < before + 20);
 }
 

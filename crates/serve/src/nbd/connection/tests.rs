@@ -25,7 +25,7 @@ fn disk() -> PatternDisk {
     PatternDisk::data(4 * MIB)
 }
 
-/// Servers whose clients show who they are, or not, for both versions of TLS.
+/// Servers whose clients authenticate, or not, for both versions of TLS.
 fn secured(
     clients: Clients,
     policy: TlsPolicy,
@@ -73,7 +73,7 @@ async fn assert_reads(client: &mut Client, at: u64, len: u32) {
 }
 
 #[test]
-fn disk_is_read_behind_tls_and_the_end_is_told() {
+fn disk_is_read_behind_tls_and_the_end_is_announced() {
     secured(Clients::Verified, TlsPolicy::Required, async |world, pki, version| {
         let identity = pki.client(|_| {});
         let mut client = established(world, pki, Some(&identity), version).await;
@@ -121,7 +121,7 @@ fn disk_is_written_behind_tls() {
 }
 
 #[test]
-fn nothing_is_told_before_tls_where_it_is_required() {
+fn nothing_is_disclosed_before_tls_where_it_is_required() {
     secured(Clients::Any, TlsPolicy::Required, async |world, pki, version| {
         let mut client = greeted(world).await;
         let name = info_data(b"disk", &[]);
@@ -285,7 +285,7 @@ fn revoked_clients_are_kept_out() {
         world.secured = Some((current.clone(), TlsPolicy::Required));
         assert!(is_let_in(&world, &pki, Some(&good), &TLS13).await);
         assert!(!is_let_in(&world, &pki, Some(&revoked), &TLS13).await);
-        // Nobody knows who was revoked since.
+        // Later revocations are unknown.
         world.secured = Some((outdated.clone(), TlsPolicy::Required));
         assert!(!is_let_in(&world, &pki, Some(&good), &TLS13).await);
     });

@@ -57,7 +57,7 @@ fn unknown_export_in_the_old_way_ends_the_connection() {
 }
 
 #[test]
-fn go_tells_what_was_asked_for() {
+fn go_returns_the_requested_information() {
     simulated(disk, async |world| {
         let mut client = structured(&world).await;
         for option in [option::INFO, option::GO] {

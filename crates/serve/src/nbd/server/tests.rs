@@ -198,7 +198,7 @@ fn client_that_sends_3000_reads_and_takes_no_reply_harms_nobody() {
 
 #[test]
 fn deadlines_hold_over_sockets() {
-    // Long enough for the handshake of who behaves, on a machine that is busy.
+    // Long enough for the handshake of a well-behaved client, on a busy machine.
     let short = Duration::from_secs(1);
     let limits = Limits {
         handshake_deadline: short,

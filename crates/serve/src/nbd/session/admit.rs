@@ -52,8 +52,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The next request that is to be admitted. Writes whose payload is complete are started here:
-    /// they had their room before it came.
+    /// The next request to admit. Writes whose payload is complete are started here: they had their
+    /// room before it arrived.
     fn next_action(&mut self) -> Result<Option<Action>, Ended> {
         loop {
             let request = match self.input.next().map_err(|_| Ended::Malformed)? {
@@ -75,7 +75,7 @@ impl<'a> Session<'a> {
                         continue;
                     }
                     (Some(Awaited::Refused(action)), None) => return Ok(Some(action)),
-                    _ => unreachable!("a payload is there for who awaits it"),
+                    _ => unreachable!("a payload is there only for a write that awaits it"),
                 },
                 Next::Request(request) => request,
             };
@@ -303,7 +303,8 @@ impl<'a> Session<'a> {
         self.shared.outgoing.borrow_mut().success(cookie);
     }
 
-    /// The disk failed a request: tells the client which kind of failure, and the log which.
+    /// The disk failed a request: reports the kind of failure to the client, and the details to the
+    /// log.
     fn fail(&mut self, cookie: u64, failure: Failure) {
         let Failure { error, offset, code, ends_connection } = failure;
         // That zeros would be slow is an answer.

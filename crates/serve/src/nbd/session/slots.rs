@@ -31,7 +31,7 @@ pub(super) enum Work<'a> {
         range: GuestRange,
         _held: (Charge<'a>, Sharing<'a>),
     },
-    /// Anything longer. One that changes the disk is seen to its end, whatever the client does.
+    /// Anything longer. One that changes the disk is completed, whatever the client does.
     Long {
         future: LocalFuture<'a, std::result::Result<Outcome, Failure>>,
         cookie: u64,
@@ -92,7 +92,7 @@ impl<'a> Slots<'a> {
         let slot = &mut self.list[index];
         let mut context = Context::from_waker(&slot.waker);
         let finished = match &mut slot.work {
-            // Woken by what it no longer waits for.
+            // A stale wake-up.
             Work::None => return None,
             Work::Read { io, cookie, offset, .. } => match Pin::new(io).poll(&mut context) {
                 Poll::Pending => return None,

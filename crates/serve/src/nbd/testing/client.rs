@@ -1,4 +1,4 @@
-//! A client that says exactly what a test tells it to, and the bytes that it says and hears.
+//! A client that is scripted by a test, and the bytes that it sends and receives.
 
 #[cfg(test)]
 use crate::tls::testing;

@@ -31,7 +31,7 @@ fn simulated(disk: impl Fn() -> MemoryDisk, test: impl AsyncFn(World, Arc<Memory
     simulated_memory(disk, Discard::Unmap, test);
 }
 
-/// Bytes that tell their place and the request that wrote them.
+/// Bytes that show their place and the request that wrote them.
 fn payload(cookie: u64, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at as u64 * 7 + at as u64 / 251 + cookie * 31).to_le_bytes()[0]).collect()
 }
@@ -104,7 +104,7 @@ fn writes_are_in_flight_side_by_side_and_within_the_budget() {
 }
 
 #[test]
-fn payload_beyond_the_budget_is_written_as_it_comes() {
+fn payload_beyond_the_budget_is_written_as_it_arrives() {
     let disk = || MemoryDisk { latency: slow().latency, ..MemoryDisk::new(64 * MIB) };
     simulated(disk, async |world, disk| {
         let mut client = world.simple_session().await;
@@ -221,7 +221,7 @@ fn discards_are_dropped_where_they_are_ignored() {
 }
 
 #[test]
-fn changes_that_make_no_sense_are_refused_and_the_session_goes_on() {
+fn changes_that_make_no_sense_are_refused_and_the_session_continues() {
     simulated(small, async |world, disk| {
         let mut client = world.simple_session().await;
         let end = 8 * MIB;
@@ -271,7 +271,7 @@ fn payload_of_a_refused_write_is_skipped_whatever_its_length() {
 }
 
 #[test]
-fn errors_of_the_disk_are_told_as_what_they_are() {
+fn errors_of_the_disk_are_reported_by_kind() {
     for (kind, code) in [
         (ErrorKind::NoSpace, ENOSPC),
         (ErrorKind::Denied, EPERM),

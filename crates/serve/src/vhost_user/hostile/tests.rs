@@ -155,7 +155,7 @@ fn server_survives_sessions_that_are_nearly_right() {
             Err(_) => panic!("input {seed}"),
         }
     }
-    // How many depends on how soon the queues get their turn; that both kinds came does not.
+    // How many depends on how soon the queues run; that both kinds occurred does not.
     assert!(done > count / 64, "only {done} requests got through");
     assert!(malformed > count / 64, "only {malformed} were malformed");
 }

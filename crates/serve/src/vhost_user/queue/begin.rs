@@ -29,7 +29,7 @@ pub(super) enum Begun {
 impl<'a> Running<'a> {
     /// Begins the request at `head`.
     pub(super) fn begin(&mut self, head: u16) -> Begun {
-        let memory = Arc::clone(&self.told.memory);
+        let memory = Arc::clone(&self.settings.memory);
         // Of each request, as the disk may have become longer.
         let disk_len = self.disk.geometry().len;
         let rules = Rules { disk_len, is_writable: self.is_writable };
@@ -61,9 +61,9 @@ impl<'a> Running<'a> {
             self.is_full = true;
             return Begun::Later;
         }
-        // A stop waits for what a server before this one took, and not for its rates.
+        // A stop waits for what the previous server took, but not for its rate limits.
         if let Some(limiter) = &self.common.limiter
-            && !self.told.stop
+            && !self.settings.stop
         {
             let bytes = match &request.action {
                 Action::Read(range) | Action::Write(range) => range.len(),
@@ -83,7 +83,7 @@ impl<'a> Running<'a> {
         self.start(head, request, (cost, memory))
     }
 
-    /// Marks `head` as in flight, unless the server before this one did.
+    /// Marks `head` as in flight, unless the previous server did.
     fn mark_taken(&mut self, head: u16) {
         if head < self.queue.size()
             && self.recovered == 0

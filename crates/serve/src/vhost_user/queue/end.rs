@@ -1,4 +1,4 @@
-//! How a request is given back: its status, the used ring, the dirty log, the driver's call.
+//! How a request is returned: its status, the used ring, the dirty log, the driver's call.
 
 use super::{Kind, Running, Slot};
 use crate::vhost_user::chain::{Malformed, Piece};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
-/// A request that is to be given back.
+/// A request that is to be returned.
 pub(super) struct Ended {
     pub(super) head: u16,
     pub(super) status_at: GuestAddress,
@@ -51,17 +51,17 @@ impl<'a> Running<'a> {
         self.end(&Ended { head, status_at, memory, status, written });
     }
 
-    /// Gives a request back (I2).
+    /// Returns a request (I2).
     pub(super) fn end(&mut self, ended: &Ended) {
         let Ended { head, status_at, memory, status, written } = ended;
         let bytes: u32 = written.iter().fold(0, |sum, piece| sum.saturating_add(piece.len));
-        if let Some(log) = &self.told.log {
+        if let Some(log) = &self.settings.log {
             written.iter().for_each(|piece| log.mark(piece.at, u64::from(piece.len)));
             log.mark(*status_at, 1);
         }
         // Memory that went away takes nothing; the used ring may still be there.
-        let told = memory.guest.write_obj(*status as u8, *status_at);
-        let len = if told.is_ok() { bytes.saturating_add(1) } else { 0 };
+        let written = memory.guest.write_obj(*status as u8, *status_at);
+        let len = if written.is_ok() { bytes.saturating_add(1) } else { 0 };
         self.give_back(*head, len);
     }
 
@@ -72,7 +72,7 @@ impl<'a> Running<'a> {
     }
 
     pub(super) fn give_back(&mut self, head: u16, len: u32) {
-        let memory = Arc::clone(&self.told.memory);
+        let memory = Arc::clone(&self.settings.memory);
         let is_head = head < self.queue.size();
         if is_head && let Some(inflight) = &self.inflight {
             inflight.about_to_end(head);
@@ -83,14 +83,14 @@ impl<'a> Running<'a> {
         if is_head && let Some(inflight) = &self.inflight {
             inflight.ended(head, self.queue.next_used());
         }
-        if let Some(log) = &self.told.log {
+        if let Some(log) = &self.settings.log {
             self.log_used(log);
         }
     }
 
     /// Logs that the index was written up to which the driver need not kick.
     pub(super) fn log_avail_event(&self) {
-        if let (Some(log), Some(at)) = (&self.told.log, self.told.used_log_at) {
+        if let (Some(log), Some(at)) = (&self.settings.log, self.settings.used_log_at) {
             let after = 4 + u64::from(self.queue.size()) * 8;
             let at = if self.queue.event_idx_enabled() { at.wrapping_add(after) } else { at };
             log.mark(GuestAddress(at), 2);
@@ -100,7 +100,7 @@ impl<'a> Running<'a> {
     fn log_used(&self, log: &DirtyLog) {
         let size = u64::from(self.queue.size());
         let slot = u64::from(self.queue.next_used().wrapping_sub(1)) % size;
-        let Some(at) = self.told.used_log_at else { return };
+        let Some(at) = self.settings.used_log_at else { return };
         log.mark(GuestAddress(at.wrapping_add(2)), 2);
         log.mark(GuestAddress(at.wrapping_add(4 + slot * 8)), 8);
     }
@@ -109,8 +109,8 @@ impl<'a> Running<'a> {
         if !ended {
             return;
         }
-        match self.queue.needs_notification(&self.told.memory.guest) {
-            Ok(true) => self.told.call(),
+        match self.queue.needs_notification(&self.settings.memory.guest) {
+            Ok(true) => self.settings.call(),
             Ok(false) => {}
             Err(error) => self.break_off(&error),
         }

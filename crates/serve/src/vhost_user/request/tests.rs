@@ -73,7 +73,7 @@ fn others_are_flushes_questions_or_unsupported() {
     }
 }
 
-fn told(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
@@ -87,30 +87,30 @@ fn emptied(kind: u32, ranges: &[Vec<u8>]) -> Action {
 #[test]
 fn flags_of_emptied_ranges_are_those_of_the_specification() {
     let one = |may_unmap| vec![ZeroRange { range: range(512, 1024), may_unmap }];
-    assert_eq!(emptied(DISCARD, &[told(1, 2, 0)]), Action::Discard(one(false)));
-    assert_eq!(emptied(DISCARD, &[told(1, 2, 1)]), UNSUPPORTED);
-    assert_eq!(emptied(WRITE_ZEROES, &[told(1, 2, 0)]), Action::WriteZeroes(one(false)));
-    assert_eq!(emptied(WRITE_ZEROES, &[told(1, 2, 1)]), Action::WriteZeroes(one(true)));
+    assert_eq!(emptied(DISCARD, &[segment(1, 2, 0)]), Action::Discard(one(false)));
+    assert_eq!(emptied(DISCARD, &[segment(1, 2, 1)]), UNSUPPORTED);
+    assert_eq!(emptied(WRITE_ZEROES, &[segment(1, 2, 0)]), Action::WriteZeroes(one(false)));
+    assert_eq!(emptied(WRITE_ZEROES, &[segment(1, 2, 1)]), Action::WriteZeroes(one(true)));
     for kind in [DISCARD, WRITE_ZEROES] {
-        assert_eq!(emptied(kind, &[told(1, 2, 2)]), UNSUPPORTED);
-        assert_eq!(emptied(kind, &[told(1, 2, 1 << 31)]), UNSUPPORTED);
-        assert_eq!(emptied(kind, &[told(1, 2, 0), told(1, 2, 4)]), UNSUPPORTED);
+        assert_eq!(emptied(kind, &[segment(1, 2, 2)]), UNSUPPORTED);
+        assert_eq!(emptied(kind, &[segment(1, 2, 1 << 31)]), UNSUPPORTED);
+        assert_eq!(emptied(kind, &[segment(1, 2, 0), segment(1, 2, 4)]), UNSUPPORTED);
     }
 }
 
 #[test]
 fn emptied_ranges_are_bounded() {
     for kind in [DISCARD, WRITE_ZEROES] {
-        let many = |count: usize| vec![told(0, 1, 0); count];
+        let many = |count: usize| vec![segment(0, 1, 0); count];
         assert!(!matches!(emptied(kind, &many(32)), Action::Refuse(_)));
         assert_eq!(emptied(kind, &many(33)), IO_ERROR);
         assert_eq!(emptied(kind, &[]), IO_ERROR);
         assert_eq!(emptied(kind, &[vec![0; 15]]), IO_ERROR);
         assert_eq!(emptied(kind, &[vec![0; 17]]), IO_ERROR);
-        assert_eq!(emptied(kind, &[told(2047, 2, 0)]), IO_ERROR);
-        assert_eq!(emptied(kind, &[told(0, 1, 0), told(u64::MAX, 1, 0)]), IO_ERROR);
-        assert_eq!(emptied(kind, &[told(0, RANGE_SECTORS_MAX + 1, 0)]), IO_ERROR);
-        let nothing = emptied(kind, &[told(5, 0, 0)]);
+        assert_eq!(emptied(kind, &[segment(2047, 2, 0)]), IO_ERROR);
+        assert_eq!(emptied(kind, &[segment(0, 1, 0), segment(u64::MAX, 1, 0)]), IO_ERROR);
+        assert_eq!(emptied(kind, &[segment(0, RANGE_SECTORS_MAX + 1, 0)]), IO_ERROR);
+        let nothing = emptied(kind, &[segment(5, 0, 0)]);
         assert!(
             matches!(nothing, Action::Discard(all) | Action::WriteZeroes(all) if all.is_empty())
         );
@@ -120,7 +120,7 @@ fn emptied_ranges_are_bounded() {
 #[test]
 fn disk_that_is_only_read_is_not_changed() {
     let rules = Rules { is_writable: false, ..RULES };
-    let data = told(0, 1, 0);
+    let data = segment(0, 1, 0);
     assert_eq!(parse(rules, WRITE, 0, (512, 0), &[]), Ok(IO_ERROR));
     assert_eq!(parse(rules, DISCARD, 0, (16, 0), &data), Ok(IO_ERROR));
     assert_eq!(parse(rules, WRITE_ZEROES, 0, (16, 0), &data), Ok(IO_ERROR));

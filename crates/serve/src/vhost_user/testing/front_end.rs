@@ -94,7 +94,7 @@ impl FrontEnd {
         out
     }
 
-    /// The next message, and the descriptor that came with it.
+    /// The next message, and the descriptor that accompanies it.
     fn receive(&self) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut header = [0; 12];
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -139,7 +139,7 @@ impl FrontEnd {
         Ok(answer == 0_u64.to_le_bytes())
     }
 
-    pub(in crate::vhost_user) fn tell(&self, code: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+    pub(in crate::vhost_user) fn command(&self, code: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
         assert!(self.order(code, payload, fds).expect("an answer"), "message {code} is refused");
     }
 
@@ -162,11 +162,11 @@ impl FrontEnd {
     pub(in crate::vhost_user) fn share(&self, guest: &Guest) {
         let count = u32::try_from(guest.files.len()).expect("few");
         let mut table = [count.to_le_bytes(), [0; 4]].concat();
-        for (told, _) in &guest.files {
-            table.extend(region(told.guest_phys_addr, told.memory_size, told.user_addr));
+        for (layout, _) in &guest.files {
+            table.extend(region(layout.guest_phys_addr, layout.memory_size, layout.user_addr));
         }
         let fds: Vec<_> = guest.files.iter().map(|(_, file)| file.as_fd()).collect();
-        self.tell(code::SET_MEM_TABLE, &table, &fds);
+        self.command(code::SET_MEM_TABLE, &table, &fds);
     }
 
     pub(in crate::vhost_user) fn addresses(&self, ring: &Ring) {
@@ -176,7 +176,7 @@ impl FrontEnd {
             .collect::<Vec<u8>>();
         let places = [USER + ring.desc(), USER + ring.used(), USER + ring.avail(), ring.used()];
         payload.extend(places.into_iter().flat_map(u64::to_le_bytes));
-        self.tell(code::SET_VRING_ADDR, &payload, &[]);
+        self.command(code::SET_VRING_ADDR, &payload, &[]);
     }
 
     /// Sets a ring up from where it is, and enables it.
@@ -190,11 +190,11 @@ impl FrontEnd {
     }
 
     pub(in crate::vhost_user) fn set(&self, code: u32, ring: &Ring, number: u32) {
-        self.tell(code, &pair(ring.index, number), &[]);
+        self.command(code, &pair(ring.index, number), &[]);
     }
 
     pub(in crate::vhost_user) fn hand(&self, code: u32, ring: &Ring, fd: &impl AsFd) {
-        self.tell(code, &u64::from(ring.index).to_le_bytes(), &[fd.as_fd()]);
+        self.command(code, &u64::from(ring.index).to_le_bytes(), &[fd.as_fd()]);
     }
 
     /// Stops a ring; where it is to go on.

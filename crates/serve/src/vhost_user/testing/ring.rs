@@ -169,7 +169,8 @@ impl Ring {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).expect("kicks");
     }
 
-    /// Kicks if the device wants that for what came since `before` (virtio 1.3, section 2.7.10).
+    /// Kicks if the device wants that for what was added since `before` (virtio 1.3, section
+    /// 2.7.10).
     pub(in crate::vhost_user) fn kick_if_wanted(&self, before: u16) {
         fence(Ordering::SeqCst);
         let event = self.number(self.used() + 4 + u64::from(self.size) * 8);

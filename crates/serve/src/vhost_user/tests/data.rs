@@ -207,7 +207,7 @@ fn ignored_discards_are_answered_and_zeros_keep_their_space() {
 }
 
 #[test]
-fn disk_that_fails_gives_an_error_and_the_queue_goes_on() {
+fn failing_disk_returns_an_error_and_the_queue_continues() {
     let mut disk = TestDisk::new(MIB);
     disk.bad = 4096..4097;
     let world = World::new(disk);

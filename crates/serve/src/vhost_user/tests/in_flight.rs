@@ -26,14 +26,14 @@ fn start(
     front_end.negotiate(ring.way);
     front_end.share(guest);
     let (len, file) = region.unwrap_or_else(|| self::region(&front_end));
-    front_end.tell(code::SET_INFLIGHT_FD, &inflight_message(len, 2, 64), &[file.as_fd()]);
+    front_end.command(code::SET_INFLIGHT_FD, &inflight_message(len, 2, 64), &[file.as_fd()]);
     front_end.start(ring);
     (front_end, (len, file))
 }
 
 /// What a server that was killed leaves: heads that it took and did not give back, out of order.
 #[test]
-fn what_was_in_flight_is_done_again_in_order_and_given_back_once() {
+fn requests_in_flight_are_repeated_in_order_and_returned_once() {
     for event_idx in [false, true] {
         let way = Way { event_idx, ..Way::default() };
         let world = World::new(TestDisk::new(MIB));

@@ -87,10 +87,10 @@ fn regions_come_and_go_one_by_one() {
     };
     let at = 8 * MIB;
     assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 1, "there is no such memory");
-    front_end.tell(code::ADD_MEM_REG, &region(at), &[second.files[0].1.as_fd()]);
+    front_end.command(code::ADD_MEM_REG, &region(at), &[second.files[0].1.as_fd()]);
     assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 0);
     assert_eq!(second.get(0, 512), [0xee; 512]);
-    front_end.tell(code::REM_MEM_REG, &region(at), &[]);
+    front_end.command(code::REM_MEM_REG, &region(at), &[]);
     assert_eq!(rings[0].run(0, 0, &[(at, 512, true)]).0, 1);
     assert!(!front_end.order(code::REM_MEM_REG, &region(at), &[]).expect("an answer"));
     world.assert_serves();
@@ -103,7 +103,7 @@ fn call_descriptor_is_replaced_while_the_queue_runs() {
     for round in 0..200 {
         rings[0].request(1, round % 64, &[(MIB, 512, false)]);
         rings[0].kick();
-        // Whichever it was told to: the new one is told as well.
+        // Whichever descriptor was used: the new one is rung as well.
         rings[0].call = event();
         let call = rings[0].call.try_clone().expect("a descriptor");
         front_end.hand(code::SET_VRING_CALL, &rings[0], &call);
@@ -178,7 +178,7 @@ fn panic_of_a_request_ends_its_queue_and_no_other() {
     assert_eq!(world.counters().broken_queues, 1);
 }
 
-/// A request hangs in the disk, the front end goes, and the server is told to end meanwhile.
+/// A request hangs in the disk, the front end disconnects, and the server is asked to end.
 #[test]
 fn shutdown_waits_for_what_is_in_flight() {
     let mut world = World::new(TestDisk::new(MIB));
@@ -199,7 +199,7 @@ fn shutdown_waits_for_what_is_in_flight() {
     assert_eq!(rings[0].take_used().len(), 1);
 }
 
-/// The flag that it does not block belongs to all who have the event.
+/// The non-blocking flag is shared by all owners of the event.
 #[test]
 fn kick_that_is_made_blocking_holds_nothing_up() {
     let world = World::new(TestDisk::new(MIB));

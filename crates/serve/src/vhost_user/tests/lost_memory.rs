@@ -27,7 +27,7 @@ impl Machine {
         // A file that is as good as theirs, without their seals.
         let in_flight = memfd(MIB);
         let message = inflight_message(MIB, 2, 64);
-        front_end.tell(code::SET_INFLIGHT_FD, &message, &[in_flight.as_fd()]);
+        front_end.command(code::SET_INFLIGHT_FD, &message, &[in_flight.as_fd()]);
         let rings = [0, 1].map(|index| Ring::new(&guest, index, 64, Way::default()));
         let errors = [event(), event()];
         for (ring, error) in rings.iter().zip(&errors) {
@@ -45,7 +45,7 @@ impl Machine {
     }
 }
 
-/// Has a front end do `harm` and then `use` what is left; a device beside it knows nothing of it.
+/// A front end does `harm` and then uses what is left; another device is not affected.
 fn survives(harm: impl Fn(&Machine), touch: impl Fn(&mut Machine)) {
     let (world, beside) = (World::new(TestDisk::new(MIB)), World::new(TestDisk::new(MIB)));
     let mut machine = Machine::new(&world);
@@ -69,7 +69,7 @@ fn survives(harm: impl Fn(&Machine), touch: impl Fn(&mut Machine)) {
     world.assert_serves();
     assert!(!world.server.as_ref().expect("it runs").is_broken());
     let (front_end, mut rings) = world.guest(Way::default());
-    assert_eq!(rings[0].read(1, 512), (0, vec![1; 512]), "and nothing was written meanwhile");
+    assert_eq!(rings[0].read(1, 512), (0, vec![1; 512]), "and nothing was written in between");
     drop(front_end);
 }
 

@@ -36,7 +36,7 @@ fn capacity(front_end: &FrontEnd) -> u64 {
 /// The front end's end of a back channel.
 fn back_channel(front_end: &FrontEnd) -> UnixStream {
     let (near, far) = UnixStream::pair().expect("a pair");
-    front_end.tell(code::SET_BACKEND_REQ_FD, &[], &[far.as_fd()]);
+    front_end.command(code::SET_BACKEND_REQ_FD, &[], &[far.as_fd()]);
     near.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     near
 }
@@ -57,7 +57,7 @@ fn reply(mut channel: &UnixStream, code: u32, value: u64) {
 }
 
 #[test]
-fn front_end_is_told_and_its_guest_reaches_the_new_part() {
+fn front_end_is_notified_and_its_guest_reaches_the_new_part() {
     let world = world();
     let (front_end, mut rings) = world.guest(Way::default());
     let channel = back_channel(&front_end);
@@ -66,19 +66,19 @@ fn front_end_is_told_and_its_guest_reaches_the_new_part() {
     grow(&world);
     assert_eq!(rings[0].write(2048, &[7; 512]), 0, "the very next request");
     scope(|scope| {
-        let told = scope.spawn(|| notify(&world));
+        let notified = scope.spawn(|| notify(&world));
         assert_eq!(receive(&channel), (2, 1 | 8));
         // As QEMU does: the session answers while the notice waits.
         assert_eq!(capacity(&front_end), 4096);
         reply(&channel, 2, 0);
-        assert_eq!(told.join().expect("no panic").expect("told"), Notice::Taken);
+        assert_eq!(notified.join().expect("no panic").expect("notified"), Notice::Taken);
     });
     assert_eq!(rings[1].read(2048, 512), (0, vec![7; 512]));
     assert_eq!(rings[1].read(4096, 512).0, 1, "beyond the new end");
 }
 
 #[test]
-fn front_end_without_replies_is_told_all_the_same() {
+fn front_end_without_replies_is_notified_too() {
     let world = world();
     let front_end = world.connect();
     let (protocol, _) = front_end.ask(code::GET_PROTOCOL_FEATURES, &[]);
@@ -92,7 +92,7 @@ fn front_end_without_replies_is_told_all_the_same() {
     front_end.say(code::SET_BACKEND_REQ_FD, &[], &[far.as_fd()]);
     grow(&world);
     assert_eq!(capacity(&front_end), 4096);
-    assert_eq!(notify(&world).expect("told"), Notice::Sent);
+    assert_eq!(notify(&world).expect("notified"), Notice::Sent);
     assert_eq!(receive(&channel), (2, 1));
 }
 

@@ -171,8 +171,8 @@ fn rings_that_contradict_themselves_end_alone() {
         rings[0].kick();
         let mut fds = [rustix::event::PollFd::new(&error, rustix::event::PollFlags::IN)];
         let timeout = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
-        let told = rustix::event::poll(&mut fds, Some(&timeout)).expect("polls");
-        assert_eq!(told, 1, "break {number}");
+        let ready = rustix::event::poll(&mut fds, Some(&timeout)).expect("polls");
+        assert_eq!(ready, 1, "break {number}");
         assert_eq!(rings[1].write(1, &[1; 512]), 0);
         front_end.stop(&rings[0]);
         drop(front_end);
@@ -292,7 +292,7 @@ fn count_of(what: &str) -> usize {
     std::fs::read_dir(format!("/proc/self/{what}")).expect("a directory").count()
 }
 
-/// Other tests run meanwhile, so that the counts are not exact.
+/// Other tests run concurrently, so the counts are not exact.
 #[test]
 fn a_thousand_sessions_leave_nothing_behind() {
     let world = World::new(TestDisk::new(MIB));

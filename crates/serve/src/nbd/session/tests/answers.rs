@@ -62,7 +62,7 @@ fn unfragmented_reads_come_in_one_chunk() {
 }
 
 #[test]
-fn zeros_are_told_and_not_sent() {
+fn zeros_are_described_and_not_sent() {
     let holes = || PatternDisk { kind: |_| ExtentKind::Hole, ..PatternDisk::data(64 * MIB) };
     simulated(holes, async |world| {
         let mut client = world.session().await;

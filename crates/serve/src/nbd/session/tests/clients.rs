@@ -136,7 +136,7 @@ fn client_that_leaves_in_the_middle_of_a_request_is_gone_at_once() {
 }
 
 #[test]
-fn request_that_comes_a_byte_a_second_has_a_deadline_and_idleness_has_none() {
+fn request_that_trickles_in_has_a_deadline_and_idleness_has_none() {
     simulated(small, async |world| {
         let mut idle = world.session().await;
         let mut client = world.session().await;
@@ -163,7 +163,7 @@ fn request_that_comes_a_byte_a_second_has_a_deadline_and_idleness_has_none() {
 }
 
 #[test]
-fn payload_that_comes_steadily_has_no_deadline_and_a_trickle_has() {
+fn payload_that_arrives_steadily_has_no_deadline_and_a_trickle_has() {
     simulated(small, async |world| {
         let mut client = world.session().await;
         client.request(0, command::WRITE, 1, 0, 1 << 20).await;

@@ -1,4 +1,4 @@
-//! Disks that fail: what is told, and what ends.
+//! Disks that fail: what is reported, and what ends.
 
 use super::*;
 use crate::nbd::protocol::command_flag;
@@ -7,7 +7,7 @@ use crate::nbd::testing::{
 };
 
 #[test]
-fn failed_read_is_told_with_its_offset_and_the_session_goes_on() {
+fn failed_read_is_reported_with_its_offset_and_the_session_continues() {
     for latency in [None, Some(Duration::from_millis(1))] {
         let bad =
             move || PatternDisk { bad: 5 * 4096..6 * 4096, latency, ..PatternDisk::data(4 * MIB) };

@@ -24,7 +24,7 @@ fn reads_that_are_too_long_are_refused_without_memory() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_refused_and_the_session_goes_on() {
+fn requests_that_make_no_sense_are_refused_and_the_session_continues() {
     simulated(small, async |world| {
         let mut client = world.session().await;
         let cases = [

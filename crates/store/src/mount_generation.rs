@@ -1,9 +1,9 @@
-//! Whether the system still has in memory what was written and not made durable.
+//! Whether the system still holds in memory what was written and not made durable.
 //!
-//! It has lost that if the file system was mounted anew since, or the device came anew, which may
-//! happen without a new start of the machine. sysfs has a folder for each mounted file system of
-//! most kinds, and for each device; it goes and comes with them, and the kernel gives no two of its
-//! folders one inode number. Asking for a number opens nothing, so that it works in a sandbox.
+//! It has lost that if the file system was remounted since, or the device was reattached, which may
+//! happen without a reboot. sysfs has a directory for each mounted file system of most kinds, and
+//! for each device; it appears and disappears with them, and the kernel never reuses the inode
+//! number of such a directory. Asking for a number opens nothing, so that it works in a sandbox.
 
 use crate::kind::FileKind;
 use rustix::fs::{Stat, major, minor, readlink, stat};
@@ -11,16 +11,16 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Where sysfs is.
+/// The mount point of sysfs.
 const SYS: &str = "/sys";
-/// File systems that have a folder of the name of their device.
+/// File systems with a directory named after their device.
 const FILE_SYSTEMS: [&str; 4] = ["ext4", "xfs", "f2fs", "nilfs2"];
-/// What comes anew with what a loop device or a network block device is connected to; of a
-/// partition, that of its disk.
+/// Entries that are recreated when a loop device or a network block device is reconnected; for a
+/// partition, those of its disk.
 const CONNECTIONS: [&str; 4] = ["loop", "pid", "../loop", "../pid"];
 
-/// A number for the time since the file system or device of the file of this `stat` came; `None`
-/// where nothing tells.
+/// A number that identifies the current mount of the file system, or attachment of the device, of
+/// the file of this `stat`; `None` if nothing identifies it.
 pub(crate) fn of(kind: FileKind, stat: &Stat) -> Option<u64> {
     match kind {
         FileKind::Regular => of_file_system(Path::new(SYS), stat.st_dev),
@@ -31,7 +31,7 @@ pub(crate) fn of(kind: FileKind, stat: &Stat) -> Option<u64> {
 fn of_file_system(sys: &Path, device: u64) -> Option<u64> {
     let number = format!("{}:{}", major(device), minor(device));
     let Ok(link) = readlink(sys.join("dev/block").join(&number), Vec::new()) else {
-        // Of one without a device, what writes its pages back.
+        // For one without a device, its writeback.
         return inode(&sys.join("class/bdi").join(number));
     };
     let name = Path::new(OsStr::from_bytes(link.as_bytes())).file_name()?;
@@ -58,7 +58,7 @@ mod tests {
     use std::fs::{create_dir, create_dir_all};
     use std::os::unix::fs::symlink;
 
-    /// A folder like sysfs, with a disk 8:0 of the name `sda`.
+    /// A directory like sysfs, with a disk 8:0 named `sda`.
     fn sysfs() -> tempfile::TempDir {
         let sys = tempfile::tempdir().expect("a folder");
         for folder in ["dev/block", "block/sda", "fs/ext4/sda", "class/bdi/0:77"] {
@@ -68,7 +68,7 @@ mod tests {
         sys
     }
 
-    /// Removes a folder and makes it again, as another inode.
+    /// Removes a directory and recreates it, as another inode.
     fn renew(folder: &Path) {
         let other = folder.with_file_name("other");
         create_dir(&other).expect("made");
@@ -77,31 +77,31 @@ mod tests {
     }
 
     #[test]
-    fn file_system_that_was_mounted_anew_is_another() {
+    fn remounted_file_system_is_a_different_one() {
         let sys = sysfs();
         let (disk, none) = (rustix::fs::makedev(8, 0), rustix::fs::makedev(0, 77));
         for (device, folder) in [(disk, "fs/ext4/sda"), (none, "class/bdi/0:77")] {
-            let before = of_file_system(sys.path(), device).expect("told");
+            let before = of_file_system(sys.path(), device).expect("a number");
             assert_eq!(of_file_system(sys.path(), device), Some(before));
             renew(&sys.path().join(folder));
-            let after = of_file_system(sys.path(), device).expect("told");
+            let after = of_file_system(sys.path(), device).expect("a number");
             assert_ne!(after, before, "{folder}");
         }
         assert_eq!(of_file_system(sys.path(), rustix::fs::makedev(0, 78)), None);
     }
 
     #[test]
-    fn device_that_came_anew_or_was_connected_anew_is_another() {
+    fn reattached_or_reconnected_device_is_a_different_one() {
         let sys = sysfs();
-        let life = || of_device(sys.path(), rustix::fs::makedev(8, 0));
-        let mut seen = vec![life().expect("told")];
-        assert_eq!(life(), Some(seen[0]));
+        let generation = || of_device(sys.path(), rustix::fs::makedev(8, 0));
+        let mut seen = vec![generation().expect("a number")];
+        assert_eq!(generation(), Some(seen[0]));
         renew(&sys.path().join("block/sda"));
-        seen.push(life().expect("told"));
+        seen.push(generation().expect("a number"));
         create_dir(sys.path().join("block/sda/loop")).expect("made");
-        seen.push(life().expect("told"));
+        seen.push(generation().expect("a number"));
         renew(&sys.path().join("block/sda/loop"));
-        seen.push(life().expect("told"));
+        seen.push(generation().expect("a number"));
         let mut distinct = seen.clone();
         distinct.sort_unstable();
         distinct.dedup();
