@@ -130,22 +130,20 @@ impl LogHeader {
     }
 }
 
-/// The header of the log in `out` that goes by `name`.
+/// The header of the log in `out`, if that goes by `name`: the later one. The other one counts only
+/// while the later one is not whole; what it says besides is of the past.
 pub(super) fn read_header(out: &dyn RedoMemory, name: u32) -> Result<Option<LogHeader>> {
-    let mut found: Option<LogHeader> = None;
+    let mut last: Option<LogHeader> = None;
     for at in HEADERS_AT {
         let mut bytes = [0; HEADER_BYTES];
         out.read_at(at, &mut bytes)?;
         let header = LogHeader::decode(&bytes);
-        let header = header.filter(|header| header.names.contains(&name));
-        let is_later = |header: &LogHeader| {
-            found.as_ref().is_none_or(|found| found.sequence < header.sequence)
-        };
-        if let Some(header) = header.filter(is_later) {
-            found = Some(header);
+        let before = last.as_ref().map_or(0, |last| last.sequence);
+        if let Some(header) = header.filter(|header| header.sequence > before) {
+            last = Some(header);
         }
     }
-    Ok(found)
+    Ok(last.filter(|header| header.names.contains(&name)))
 }
 
 /// Where the other half begins than the one of `at`, of a log with this `capacity`.
