@@ -171,3 +171,63 @@ pub(super) fn names_log(bits: u64) -> Option<u32> {
 pub(super) fn name_after(name: u32) -> u32 {
     name.wrapping_add(1).max(1)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    struct Memory(Mutex<Vec<u8>>);
+
+    impl Memory {
+        fn put(&self, names: [u32; 2], sequence: u64) {
+            let (salt, boot, start, number) = (1, 2, RECORDS_AT, 3);
+            let header = LogHeader { salt, names, boot, start, number, sequence };
+            let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
+            self.write_at(at, &header.encode()).expect("it has room");
+        }
+
+        fn goes_by(&self, name: u32) -> Option<u64> {
+            read_header(self, name).expect("it is read").map(|header| header.sequence)
+        }
+    }
+
+    impl RedoMemory for Memory {
+        fn boot(&self) -> u128 {
+            2
+        }
+
+        fn capacity(&self) -> u64 {
+            RECORDS_AT
+        }
+
+        fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
+            let at = usize::try_from(at).expect("small");
+            buf.copy_from_slice(&self.0.lock().expect("one thread")[at..at + buf.len()]);
+            Ok(())
+        }
+
+        fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
+            let at = usize::try_from(at).expect("small");
+            self.0.lock().expect("one thread")[at..at + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        }
+
+        fn remove(&self) {}
+    }
+
+    /// The story: the header before had the old name still, and an older copy of the image was
+    /// believed by it.
+    #[test]
+    fn name_that_was_given_up_is_no_name_while_the_header_before_has_it() {
+        let memory = Memory(Mutex::new(vec![0; 4096]));
+        assert_eq!(memory.goes_by(7), None);
+        memory.put([7, 8], 1);
+        assert_eq!((memory.goes_by(7), memory.goes_by(8)), (Some(1), Some(1)));
+        memory.put([8, 8], 2);
+        assert_eq!((memory.goes_by(7), memory.goes_by(8)), (None, Some(2)));
+        // The later one is not whole: its writer died while it was written.
+        memory.write_at(HEADERS_AT[0] + 20, &[0xff]).expect("it has room");
+        assert_eq!((memory.goes_by(7), memory.goes_by(8)), (Some(1), Some(1)));
+    }
+}
