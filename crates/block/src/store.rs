@@ -142,7 +142,8 @@ pub trait Store: Send + Sync {
     fn witness(&self) -> Witness;
 
     /// Writes all of `buf` from `offset` on. Whoever reads after it completed sees it; durable it
-    /// is after the next [`Store::sync`]. The store grows where the end is beyond its own.
+    /// is after the next [`Store::sync`]. The store grows where the end is beyond its own. `buf` is
+    /// never changed, and may be a guest's memory: what has to be changed is changed in a copy.
     ///
     /// An error leaves each sector of the range old or new. Fails with `Denied` where the store
     /// was opened for reading.
@@ -252,7 +253,7 @@ impl Future for IoFuture {
             Self::File(read) => Pin::new(&mut read.op).poll(context).map(|(result, mut buf)| {
                 let result = match result {
                     Ok(count) => {
-                        buf[count..].fill(0);
+                        buf.fill_part(count..buf.len(), 0);
                         Ok(())
                     }
                     Err(error) => {

@@ -112,7 +112,7 @@ async fn write_piece(disk: &dyn Disk, at: u64, piece: &[u8]) -> Result<(), Failu
         true => Buf::new(piece.len()),
         false => read_piece(disk, start, stop - start).await?,
     };
-    buf[within..within + piece.len()].copy_from_slice(piece);
+    buf.put(within, piece);
     let (result, _) = disk.write(GuestOffset::new(start), buf).await;
     Ok(result?)
 }

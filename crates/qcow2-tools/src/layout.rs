@@ -377,7 +377,7 @@ fn gather(segments: Vec<(Place, u64, Source)>, piece: Buf) -> Vec<Write> {
                 Source::Piece(range) => &piece[range.clone()],
                 Source::Own(bytes) => bytes.as_slice(),
             };
-            bytes[done..done + from.len()].copy_from_slice(from);
+            bytes.put(done, from);
             done += from.len();
         }
         Write { place, at: HostOffset::new(at), bytes }

@@ -116,7 +116,7 @@ impl Resizer {
         }
         let mut table = Buf::zeroed(len_of(new));
         let before = read_exact(store, self.header.l1_offset, len_of(old)).await?;
-        table[..before.len()].copy_from_slice(&before);
+        table.put(0, &before);
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
         let at = match space.take(bits.clusters_for(new)).await {
             Ok(at) => at,
@@ -271,7 +271,7 @@ impl Resizer {
         let store = &*self.image.store;
         let mut table = read_exact(store, at, self.cluster_len()).await?;
         let before = Buf::from_slice(&table);
-        table[len_of(first) * l2.entry_bytes()..].fill(0);
+        table.fill_part(len_of(first) * l2.entry_bytes()..table.len(), 0);
         write_all(store, table, at).await?;
         store.sync().await?;
         self.free_entries(space, &before, first).await
@@ -320,16 +320,15 @@ impl Resizer {
     async fn write_header(&self) -> Result<()> {
         let store: &dyn Store = &*self.image.store;
         let mut sector = read_exact(store, HostOffset::ZERO, len_of(SECTOR_BYTES)).await?;
-        let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
-        put(field::SIZE, &self.header.size.to_be_bytes());
-        put(field::L1_ENTRIES, &self.header.l1_entries.to_be_bytes());
-        put(field::L1_OFFSET, &self.header.l1_offset.bytes().to_be_bytes());
+        sector.put(field::SIZE, &self.header.size.to_be_bytes());
+        sector.put(field::L1_ENTRIES, &self.header.l1_entries.to_be_bytes());
+        sector.put(field::L1_OFFSET, &self.header.l1_offset.bytes().to_be_bytes());
         if self.header.version == Version::V3 {
-            let field = &mut sector[field::AUTOCLEAR..field::AUTOCLEAR + 8];
+            let field = &mut sector.own_bytes()[field::AUTOCLEAR..field::AUTOCLEAR + 8];
             let bits = field.first_chunk().map_or(0, |bits| u64::from_be_bytes(*bits));
             field.copy_from_slice(&(bits & AUTOCLEAR_KEPT).to_be_bytes());
             // The lowest bit of the incompatible features.
-            sector[field::INCOMPATIBLE + 7] |= u8::from(self.header.incompatible.dirty);
+            sector.own_bytes()[field::INCOMPATIBLE + 7] |= u8::from(self.header.incompatible.dirty);
         }
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await

@@ -27,7 +27,7 @@ impl DecodedClusters {
         layer: LayerNumber,
         cluster: GuestOffset,
         within: usize,
-        part: &mut [u8],
+        part: &mut Buf,
     ) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |kept: &&Kept| kept.layer == layer && kept.cluster == cluster;

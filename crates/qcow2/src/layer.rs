@@ -387,25 +387,27 @@ impl Layer {
     pub(crate) async fn read_deferred(
         &self,
         start: GuestOffset,
-        mut buf: Buf,
+        buf: Buf,
         decoded: &DecodedClusters,
     ) -> (Result<()>, Buf) {
-        let mut done = 0;
-        while done < buf.len() {
-            let Some(tables) = &self.tables else {
-                return (Err(self.explain(changed())), buf);
-            };
-            let at = GuestOffset::new(start.bytes() + done as u64);
+        let Some(tables) = &self.tables else {
+            return (Err(self.explain(changed())), buf);
+        };
+        let mut rest = buf;
+        let mut done = rest.split_to(0);
+        while !rest.is_empty() {
+            let at = GuestOffset::new(start.bytes() + done.len() as u64);
             let within = tables.l2.cluster_bits.offset_within(at.bytes());
             let left = usize::try_from(tables.l2.cluster_bits.bytes() - within).expect("2 MiB");
-            let count = left.min(buf.len() - done);
-            let part = &mut buf[done..done + count];
-            if let Err(error) = self.read_deferred_part(tables, at, part, decoded).await {
-                return (Err(self.explain(error)), buf);
+            let mut part = rest.split_to(left.min(rest.len()));
+            let read = self.read_deferred_part(tables, at, &mut part, decoded).await;
+            done.join(part);
+            if let Err(error) = read {
+                done.join(rest);
+                return (Err(self.explain(error)), done);
             }
-            done += count;
         }
-        (Ok(()), buf)
+        (Ok(()), done)
     }
 
     /// Reads a part of one cluster.
@@ -413,7 +415,7 @@ impl Layer {
         &self,
         tables: &Tables,
         at: GuestOffset,
-        part: &mut [u8],
+        part: &mut Buf,
         decoded: &DecodedClusters,
     ) -> Result<()> {
         let l2 = tables.l2;
@@ -439,7 +441,8 @@ impl Layer {
                 let len = usize::try_from(len).expect("at most two clusters");
                 let input = read_exact(&*self.store, host, len).await?;
                 let mut output = Buf::new(usize::try_from(cluster_bits.bytes()).expect("2 MiB"));
-                let unpack = mica_qcow2_format::decompress(tables.compression, &input, &mut output);
+                let unpack =
+                    mica_qcow2_format::decompress(tables.compression, &input, output.own_bytes());
                 unpack.map_err(|error| {
                     error.wrap(format!("compressed cluster {cluster} at {host}"))
                 })?;

@@ -9,19 +9,24 @@
 //!   one is [`Buf::split_to`], which divides a range; [`Buf::join`] puts two ranges together.
 //! - I2 Every byte of a block was initialised (zeroed when the block was made).
 //! - I3 A block's memory is freed when the last `Buf` is gone, never before.
+//! - I4 Bytes are changed through their address, without a reference ([`Buf::put`], [`Buf::fill`],
+//!   the kernel). Only [`Buf::own_bytes`] gives out a `&mut [u8]`, and never to foreign memory.
 //!
-//! Memory that is shared with another program ([`SharedMemory`]) is a block of its own kind. I1
-//! cannot hold there: the other program changes the bytes whenever it likes, and may name the same
-//! bytes twice. Such a `Buf` is handed to the kernel, filled, or copied; no decision may rest on
-//! reading its bytes twice.
+//! Memory that is shared with another program ([`SharedMemory`]) is **foreign**. I1 cannot hold
+//! there: the other program changes the bytes whenever it likes, and may name the same bytes twice.
+//! Such a `Buf` is handed to the kernel, filled, or copied; no decision may rest on reading its
+//! bytes twice.
 //!
 //! Freed blocks go to a small list of the thread, so that the data path does not allocate.
 
+use rustix::io::Errno;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::io;
+use std::ops::{Deref, Range};
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -37,9 +42,9 @@ pub struct Buf {
 
 struct Block {
     memory: NonNull<u8>,
-    /// Its capacity and alignment; of shared memory, its length.
+    /// Its capacity and alignment; of foreign memory, its length.
     layout: Layout,
-    /// Keeps shared memory mapped; `None` for memory of our own.
+    /// Keeps foreign memory mapped; `None` for memory of our own.
     owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
@@ -140,10 +145,151 @@ impl Buf {
         self.len -= count;
     }
 
+    /// Its length in bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether its length is zero.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether another program may change its bytes at any time ([`SharedMemory`]).
+    #[inline]
+    pub fn is_foreign(&self) -> bool {
+        self.block.as_ref().is_some_and(|block| block.owner.is_some())
+    }
+
+    /// The same bytes, but treated as foreign from here on. Tests show with it that a path can be
+    /// given a guest's memory.
+    #[must_use]
+    pub fn into_foreign(self) -> Self {
+        let Some(block) = &self.block else { return self };
+        let (start, len) = (self.start, self.len);
+        // The same range of the same memory; the owner never uses what it keeps (I1).
+        let (memory, layout) = (block.memory, block.layout);
+        let block = Block { memory, layout, owner: Some(Box::new(self)) };
+        Self { block: Some(Arc::new(block)), start, len }
+    }
+
+    /// Fills all of it with `byte`.
+    #[inline]
+    pub fn fill(&mut self, byte: u8) {
+        self.fill_part(0..self.len, byte);
+    }
+
+    /// Fills the bytes of `part` with `byte`.
+    ///
+    /// # Panics
+    /// If it reaches beyond the end.
+    #[inline]
+    pub fn fill_part(&mut self, part: Range<usize>, byte: u8) {
+        let (memory, len) = self.place(part);
+        // SAFETY: the place lies in the block, and no reference to it is made (I4).
+        unsafe { memory.write_bytes(byte, len) }
+    }
+
+    /// Copies `bytes` over all of it.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline]
+    pub fn copy_from_slice(&mut self, bytes: &[u8]) {
+        assert_eq!(self.len, bytes.len(), "a copy is as long as the buffer");
+        self.put(0, bytes);
+    }
+
+    /// Copies `bytes` over those from `at` on.
+    ///
+    /// # Panics
+    /// If they reach beyond the end.
+    #[inline]
+    pub fn put(&mut self, at: usize, bytes: &[u8]) {
+        let (memory, len) = self.place(at..at + bytes.len());
+        // SAFETY: the place lies in the block, and no reference to it is made (I4). `bytes` may
+        // overlap it where both are foreign, which `copy_from` allows.
+        unsafe { memory.copy_from(bytes.as_ptr(), len) }
+    }
+
+    /// Its bytes, to be changed in place. Only for memory of our own: a buffer that may come from
+    /// a caller's caller is changed with [`Buf::put`] and [`Buf::fill_part`].
+    ///
+    /// # Panics
+    /// If they are foreign.
+    #[inline]
+    pub fn own_bytes(&mut self) -> &mut [u8] {
+        assert!(!self.is_foreign(), "no `&mut` is made to foreign memory");
+        let (memory, len) = self.place(0..self.len);
+        // SAFETY: the range lies in the block, is initialised (I2), and `&mut self` borrows the
+        // only `Buf` that covers it (I1), because it is not foreign.
+        unsafe { std::slice::from_raw_parts_mut(memory, len) }
+    }
+
+    /// Where the kernel writes what it reads into the bytes from `at` on, and how many there are.
+    /// Whoever passes this to the kernel keeps the buffer until the kernel is done.
+    ///
+    /// # Panics
+    /// If `at` is beyond the end.
+    #[inline]
+    pub(crate) fn target(&mut self, at: usize) -> (*mut u8, usize) {
+        self.place(at..self.len)
+    }
+
+    /// Reads from `offset` of `file` into the bytes from `at` on.
+    pub(crate) fn read_from(
+        &mut self,
+        file: impl AsFd,
+        at: usize,
+        offset: u64,
+    ) -> Result<usize, Errno> {
+        let (memory, len) = self.target(at);
+        let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
+        let file = file.as_fd().as_raw_fd();
+        // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
+        let count = unsafe { libc::pread(file, memory.cast(), len, offset) };
+        usize::try_from(count).map_err(|_| last_errno())
+    }
+
+    /// As [`Buf::read_from`]; fails with `AGAIN` rather than wait for a device.
+    pub(crate) fn read_now(
+        &mut self,
+        file: impl AsFd,
+        at: usize,
+        offset: u64,
+    ) -> Result<usize, Errno> {
+        let (memory, len) = self.target(at);
+        let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
+        let file = file.as_fd().as_raw_fd();
+        let part = libc::iovec { iov_base: memory.cast(), iov_len: len };
+        // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
+        let count = unsafe { libc::preadv2(file, &raw const part, 1, offset, libc::RWF_NOWAIT) };
+        usize::try_from(count).map_err(|_| last_errno())
+    }
+
+    /// Address and length of `part`.
+    #[inline]
+    fn place(&mut self, part: Range<usize>) -> (*mut u8, usize) {
+        let Range { start, end } = part;
+        assert!(start <= end && end <= self.len, "{start}..{end} of {} bytes", self.len);
+        let memory = match &self.block {
+            None => NonNull::dangling().as_ptr(),
+            // SAFETY: the part lies in the buffer, and the buffer in the block.
+            Some(block) => unsafe { block.memory.as_ptr().add(self.start + start) },
+        };
+        (memory, end - start)
+    }
+
     /// Whether address and length are multiples of `align`.
     pub fn is_aligned(&self, align: usize) -> bool {
         (self.as_ptr().addr() | self.len) & (align - 1) == 0
     }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
 impl Deref for Buf {
@@ -157,19 +303,6 @@ impl Deref for Buf {
             // only `Buf` that covers it (I1).
             Some(block) => unsafe {
                 std::slice::from_raw_parts(block.memory.as_ptr().add(self.start), self.len)
-            },
-        }
-    }
-}
-
-impl DerefMut for Buf {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut [u8] {
-        match &self.block {
-            None => &mut [],
-            // SAFETY: as in `deref`; `&mut self` makes the access unique.
-            Some(block) => unsafe {
-                std::slice::from_raw_parts_mut(block.memory.as_ptr().add(self.start), self.len)
             },
         }
     }
@@ -315,6 +448,70 @@ mod tests {
         assert!(!freed.load(std::sync::atomic::Ordering::Relaxed));
         drop(buf);
         assert!(freed.load(std::sync::atomic::Ordering::Relaxed));
+    }
+
+    #[test]
+    fn bytes_are_put_and_filled_in_memory_of_either_kind() {
+        let own = Buf::from_slice(b"abcdef");
+        let foreign = Buf::from_slice(b"abcdef").into_foreign();
+        assert_eq!((own.is_foreign(), foreign.is_foreign()), (false, true));
+        for mut buf in [own, foreign] {
+            let is_foreign = buf.is_foreign();
+            buf.put(1, b"xy");
+            buf.fill_part(4..5, b'z');
+            assert_eq!(&*buf, b"axydzf");
+            let mut tail = buf.split_to(2);
+            std::mem::swap(&mut buf, &mut tail);
+            tail.copy_from_slice(b"1234");
+            buf.join(tail);
+            assert_eq!(&*buf, b"ax1234");
+            assert_eq!(buf.is_foreign(), is_foreign);
+            buf.put(6, b"");
+            buf.fill_part(6..6, 0);
+            buf.fill(0);
+            assert_eq!(&*buf, [0; 6]);
+        }
+    }
+
+    #[test]
+    fn memory_treated_as_foreign_is_reused_when_it_is_gone() {
+        let buf = Buf::zeroed(8192);
+        let address = buf.as_ptr();
+        let foreign = buf.into_foreign();
+        assert_eq!(foreign.as_ptr(), address);
+        assert_ne!(Buf::new(8192).as_ptr(), address);
+        drop(foreign);
+        assert_eq!(Buf::new(8192).as_ptr(), address);
+        assert!(Buf::new(0).into_foreign().is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "foreign memory")]
+    fn no_reference_is_made_to_change_foreign_memory() {
+        Buf::new(2).into_foreign().own_bytes().fill(0);
+    }
+
+    #[test]
+    #[should_panic(expected = "3..5 of 4 bytes")]
+    fn bytes_beyond_the_end_are_not_put() {
+        Buf::new(4).put(3, b"xy");
+    }
+
+    #[test]
+    fn file_is_read_into_foreign_memory() {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, b"abcdef").unwrap();
+        let mut buf = Buf::zeroed(4).into_foreign();
+        assert_eq!(buf.read_from(&file, 1, 2), Ok(3));
+        assert_eq!(&*buf, b"\0cde");
+        assert_eq!(buf.read_from(&file, 0, 4), Ok(2));
+        assert_eq!(&*buf, b"efde");
+        assert_eq!(buf.read_from(&file, 0, u64::MAX), Err(Errno::INVAL));
+        match buf.read_now(&file, 2, 0) {
+            Ok(count) => assert_eq!((count, &*buf), (2, &b"efab"[..])),
+            // A file system that cannot say whether it would wait.
+            Err(error) => assert!(matches!(error, Errno::AGAIN | Errno::OPNOTSUPP), "{error}"),
+        }
     }
 
     #[test]

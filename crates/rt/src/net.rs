@@ -163,7 +163,7 @@ impl MemoryStream {
                 return Poll::Pending;
             }
             let count = pipe.bytes.len().min(buf.len());
-            for (to, from) in buf.iter_mut().zip(pipe.bytes.drain(..count)) {
+            for (to, from) in buf.own_bytes().iter_mut().zip(pipe.bytes.drain(..count)) {
                 *to = from;
             }
             if let Some(writer) = pipe.writer.take() {

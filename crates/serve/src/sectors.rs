@@ -83,12 +83,12 @@ async fn write_parts(disk: &dyn Disk, range: GuestRange, bytes: &[u8]) -> Result
     let mut buf = Buf::new(usize::try_from(outer_len).expect("a payload and a bit"));
     let at = |offset: u64| usize::try_from(offset - first).expect("within the buffer");
     if start != first {
-        buf[..SECTOR].copy_from_slice(&read_sector(disk, first).await?);
+        buf.put(0, &read_sector(disk, first).await?);
     }
     if !end.is_multiple_of(SECTOR_BYTES) && (last != first || start == first) {
-        buf[at(last)..].copy_from_slice(&read_sector(disk, last).await?);
+        buf.put(at(last), &read_sector(disk, last).await?);
     }
-    buf[at(start)..at(end)].copy_from_slice(bytes);
+    buf.put(at(start), bytes);
     write_whole(disk, GuestOffset::new(first), buf).await
 }
 

@@ -107,8 +107,8 @@ impl Store for MemoryStore {
         let start = usize::try_from(offset.bytes()).unwrap_or(usize::MAX);
         let there = bytes.get(start..).unwrap_or_default();
         let count = there.len().min(buf.len());
-        buf[..count].copy_from_slice(&there[..count]);
-        buf[count..].fill(0);
+        buf.put(0, &there[..count]);
+        buf.fill_part(count..buf.len(), 0);
         ready(Ok(()), buf)
     }
 

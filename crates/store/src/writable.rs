@@ -225,13 +225,13 @@ impl Inner {
         let skipped = usize::try_from(offset - start).expect("less than a block");
         // Only the first and the last block have bytes to preserve.
         if skipped > 0 {
-            self.read_block(&mut around[..block], start).await?;
+            self.read_block(&mut around.own_bytes()[..block], start).await?;
         }
         let last = around_len - block;
         if asked_end < end && (last > 0 || skipped == 0) {
-            self.read_block(&mut around[last..], end - block as u64).await?;
+            self.read_block(&mut around.own_bytes()[last..], end - block as u64).await?;
         }
-        around[skipped..skipped + bytes.len()].copy_from_slice(bytes);
+        around.put(skipped, bytes);
         let (result, _) = self.write_blocks(around, HostOffset::new(start)).await;
         let wanted = if result.is_ok() { len.max(asked_end) } else { len };
         if self.kind == FileKind::Regular && end > len && self.len()? > wanted {

@@ -197,7 +197,7 @@ fn pad(bytes: Buf, len: usize) -> Buf {
         return bytes;
     }
     let mut padded = Buf::zeroed(len);
-    padded[..bytes.len()].copy_from_slice(&bytes);
+    padded.put(0, &bytes);
     padded
 }
 

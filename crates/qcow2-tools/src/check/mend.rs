@@ -89,7 +89,9 @@ async fn write_words(store: &dyn Store, mut patches: Vec<Patch>) -> Result<()> {
         let mut span = read_exact(store, HostOffset::new(start), len).await?;
         for patch in now {
             let at = usize::try_from(patch.at - start).unwrap_or(usize::MAX);
-            if let Some(word) = span.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+            if let Some(word) =
+                span.own_bytes().get_mut(at..).and_then(|rest| rest.first_chunk_mut())
+            {
                 *word = patch.word.to_be_bytes();
             }
         }

@@ -20,8 +20,8 @@ impl Store for Bytes {
         let at = usize::try_from(offset.bytes()).unwrap_or(usize::MAX);
         let there = self.0.get(at..).unwrap_or_default();
         let len = there.len().min(buf.len());
-        buf[..len].copy_from_slice(&there[..len]);
-        buf[len..].fill(0);
+        buf.put(0, &there[..len]);
+        buf.fill_part(len..buf.len(), 0);
         IoFuture::Ready(Some((Ok(()), buf)))
     }
 

@@ -34,8 +34,8 @@ impl Store for Room {
         let bytes = self.bytes.lock().expect("nobody panicked");
         let there = bytes.get(at..).unwrap_or_default();
         let len = there.len().min(buf.len());
-        buf[..len].copy_from_slice(&there[..len]);
-        buf[len..].fill(0);
+        buf.put(0, &there[..len]);
+        buf.fill_part(len..buf.len(), 0);
         IoFuture::Ready(Some((Ok(()), buf)))
     }
 

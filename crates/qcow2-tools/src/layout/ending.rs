@@ -139,7 +139,7 @@ impl Ending {
         let mut block = Buf::zeroed(usize::try_from(bits.bytes()).expect("at most 2 MiB"));
         let mut set = |cluster: u64, count: u64| {
             let index = usize::try_from(cluster - first).unwrap_or(usize::MAX);
-            width.set(&mut block, index, count).ok_or_else(|| {
+            width.set(block.own_bytes(), index, count).ok_or_else(|| {
                 let what = format!("refcount {count} does not fit {} bits", width.bits());
                 Error::new(ErrorKind::Limit, what)
             })

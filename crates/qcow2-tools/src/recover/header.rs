@@ -72,7 +72,7 @@ async fn change(store: &dyn Store, change: impl FnOnce(&mut [u8])) -> Result<()>
     // A few hundred bytes.
     let len = usize::try_from(SECTOR_BYTES).unwrap_or(usize::MAX);
     let mut sector = read_exact(store, HostOffset::ZERO, len).await?;
-    change(&mut sector);
+    change(sector.own_bytes());
     write_all(store, sector, HostOffset::ZERO).await?;
     store.sync().await
 }

@@ -41,12 +41,12 @@ pub(super) async fn correct(
         let mut block = read_block(store, counted, at).await?;
         let mut changed = None;
         if let Some(clusters) = in_file {
-            let done = set(counted, &mut block, clusters, mode, &mut changed);
+            let done = set(counted, block.own_bytes(), clusters, mode, &mut changed);
             all.leaks += done.leaks;
             all.corruptions += done.corruptions;
         }
         if mode == RepairMode::All {
-            clear_beyond(counted, &mut block, index, &mut changed);
+            clear_beyond(counted, block.own_bytes(), index, &mut changed);
         }
         if let Some((start, end)) = sectors(counted, changed) {
             let piece = Buf::from_slice(block.get(start..end).unwrap_or_default());

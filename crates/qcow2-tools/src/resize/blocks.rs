@@ -46,7 +46,7 @@ impl Resizer {
             u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits.bits();
         let mut table = read_exact(store, table_at, len_of(bytes)).await?;
         let mut dropped = Vec::new();
-        for (region, entry) in (0..).zip(table.as_chunks_mut::<8>().0) {
+        for (region, entry) in (0..).zip(table.own_bytes().as_chunks_mut::<8>().0) {
             let says = RefcountTableEntry(u64::from_be_bytes(*entry));
             // A malformed entry is for a check to mend.
             let Ok(Some(at)) = says.decode(self.header.cluster_bits) else { continue };

@@ -105,7 +105,7 @@ impl Resizer {
             let start = index << l2.entries_bits();
             for cluster in first.max(start)..end.min(start + l2.entries()) {
                 let says = L2Entry::Data(HostOffset::new(cluster << bits.bits()));
-                l2.put_raw(&mut table, len_of(cluster - start), l2.encode(says, true));
+                l2.put_raw(table.own_bytes(), len_of(cluster - start), l2.encode(says, true));
             }
             write_all(&*store, table, at).await?;
             *entry = L1Entry::encode(at, true).0;

@@ -94,7 +94,7 @@ impl Store for FutureStore {
         let field = self.size.to_be_bytes();
         IoFuture::boxed(async move {
             let (result, mut buf) = read.await;
-            patch(&mut buf, offset, &field);
+            patch(buf.own_bytes(), offset, &field);
             (result, buf)
         })
     }
@@ -108,7 +108,7 @@ impl Store for FutureStore {
         IoFuture::boxed(async move {
             let field = Buf::new(8);
             match store.read_at(field, HostOffset::new(field::SIZE as u64)).await {
-                (Ok(()), field) => patch(&mut buf, offset, &field),
+                (Ok(()), field) => patch(buf.own_bytes(), offset, &field),
                 (Err(error), _) => return (Err(error), buf),
             }
             store.write_at(buf, offset).await

@@ -30,7 +30,7 @@ impl Map {
             let count = buf_len(left).min(buf.len() - done);
             let part = GuestRange::new(at, count as u64).expect("a part of the disk");
             match self.read_cluster_again(layer, part).await {
-                Ok(visible) => buf[done..done + count].copy_from_slice(&visible),
+                Ok(visible) => buf.put(done, &visible),
                 Err(error) => return (Err(error), buf),
             }
             done += count;

@@ -48,7 +48,7 @@ pub(super) async fn contradiction(
         let len = usize::try_from(count).expect("a piece") * L1Entry::BYTES;
         let old = read_exact(store, HostOffset::new(at), len).await?;
         let mut new = old.to_vec();
-        replay.lay_over(&mut new, at);
+        replay.lay_over(len, at, |at, bytes| new[at..at + bytes.len()].copy_from_slice(bytes));
         let entries = old.as_chunks().0.iter().zip(new.as_chunks().0).zip(first..);
         for ((old, new), index) in entries {
             let [old, new] = [old, new].map(|entry| L1Entry(u64::from_be_bytes(*entry)));

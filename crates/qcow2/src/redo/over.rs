@@ -26,7 +26,7 @@ impl Store for Over {
         IoFuture::boxed(async move {
             let (result, mut buf) = reading.await;
             if result.is_ok() && offset.checked_add(buf.len() as u64).is_some() {
-                replay.lay_over(&mut buf, offset.bytes());
+                replay.lay_over(buf.len(), offset.bytes(), |at, bytes| buf.put(at, bytes));
             }
             (result, buf)
         })

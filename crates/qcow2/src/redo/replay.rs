@@ -118,15 +118,16 @@ impl Replay {
             .map(|(at, page)| (HostOffset::new(*at), &page.bytes[..]))
     }
 
-    /// Copies the pages over `buf`, which is what the file has at `at`.
-    pub(super) fn lay_over(&self, buf: &mut [u8], at: u64) {
-        let end = at + buf.len() as u64;
+    /// Puts the pages over the `len` bytes that the file has at `at`: `put` gets each part, and
+    /// where among those bytes it belongs.
+    pub(super) fn lay_over(&self, len: usize, at: u64, mut put: impl FnMut(usize, &[u8])) {
+        let end = at + len as u64;
         for (start, page) in self.pages.range(at / self.page_bytes * self.page_bytes..end) {
             let from = at.max(*start);
             let stop = end.min(start + self.page_bytes);
             let within = |of: u64, at: u64| usize::try_from(at - of).expect("within a buffer");
             let content = &page.bytes[within(*start, from)..within(*start, stop)];
-            buf[within(at, from)..within(at, stop)].copy_from_slice(content);
+            put(within(at, from), content);
         }
     }
 
@@ -210,7 +211,7 @@ impl Replay {
                 page.step = Step::Tables;
             }
             page.is_logged = true;
-            page.bytes[within..within + count].copy_from_slice(&content[done..done + count]);
+            page.bytes.put(within, &content[done..done + count]);
             done += count;
         }
         Ok(())
@@ -224,7 +225,7 @@ impl Replay {
         };
         let page = self.page(store, (at, Step::Early), false).await?;
         if width.get(&page.bytes, within) == Some(1) {
-            width.set(&mut page.bytes, within, 0).expect("zero fits");
+            width.set(page.bytes.own_bytes(), within, 0).expect("zero fits");
         }
         Ok(())
     }
@@ -266,7 +267,7 @@ impl Replay {
             return Ok(None);
         };
         let mut entry = read_exact(store, HostOffset::new(entry_at), 8).await?;
-        self.lay_over(&mut entry, entry_at);
+        self.lay_over(entry.len(), entry_at, |at, bytes| entry.put(at, bytes));
         let entry = entry.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
         let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(None) };
         let index = cluster & (width.block_entries(bits) - 1);

@@ -197,10 +197,10 @@ fn assemble(
             counters.copied_written_bytes.fetch_add(part.len, Ordering::Relaxed);
         }
         match part.source {
-            Source::Guest => guest.copy_to(&mut bytes[to]),
-            Source::Zeros => bytes[to].fill(0),
+            Source::Guest => guest.copy_to(&mut bytes.own_bytes()[to]),
+            Source::Zeros => bytes.fill_part(to, 0),
             Source::Visible(_) => {
-                bytes[to].copy_from_slice(&visible.next().expect("each was read"));
+                bytes.put(to.start, &visible.next().expect("each was read"));
                 counters.copied_read_bytes.fetch_add(part.len, Ordering::Relaxed);
             }
         }

@@ -220,7 +220,7 @@ impl Guest {
             return front.split_to(len);
         }
         let mut bytes = Buf::new(len);
-        self.copy_to(&mut bytes);
+        self.copy_to(bytes.own_bytes());
         bytes
     }
 

@@ -179,7 +179,7 @@ impl Writer {
         let count = bits.clusters_for(table_bytes(entries));
         let mut table = Buf::zeroed(len_of(count << bits.bits()));
         let known = read_exact(store, old_at, len_of(table_bytes(before))).await?;
-        table[..known.len()].copy_from_slice(&known);
+        table.put(0, &known);
         let run = self.reserve_run(count).await?;
         let at = HostOffset::new(run.first << bits.bits());
         let written = async {

@@ -93,7 +93,7 @@ impl Writer {
         }
         let Ok(len) = usize::try_from(bitmaps.directory_bytes) else { return Ok(false) };
         let mut directory = read_exact(store, at, len).await?;
-        if !mark_bitmaps_in_use(&mut directory, bitmaps.count) {
+        if !mark_bitmaps_in_use(directory.own_bytes(), bitmaps.count) {
             return Ok(false);
         }
         self.metadata.ranges.check(at, bitmaps.directory_bytes)?;

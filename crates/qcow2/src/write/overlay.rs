@@ -20,7 +20,7 @@ impl MetadataStore {
 
     /// Copies what is in memory over `buf`, which is what the file has at `offset`; whether that
     /// was all of it.
-    fn overlay(metadata: &Metadata, buf: &mut [u8], offset: HostOffset) -> bool {
+    fn overlay(metadata: &Metadata, buf: &mut Buf, offset: HostOffset) -> bool {
         let state = metadata.lock();
         let page_bytes = state.page_bytes();
         let end = offset.bytes() + buf.len() as u64;
@@ -31,7 +31,7 @@ impl MetadataStore {
             let len = usize::try_from(stop - at).expect("within a page");
             let to = usize::try_from(at - offset.bytes()).expect("within the buffer");
             match state.get(HostOffset::new(at), len) {
-                Some(bytes) => buf[to..to + len].copy_from_slice(bytes),
+                Some(bytes) => buf.put(to, bytes),
                 None => complete = false,
             }
             at = stop;

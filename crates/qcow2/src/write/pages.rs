@@ -468,7 +468,7 @@ impl PageState {
         for joined in chunks.flat_map(|chunk| chunk.chunks(JOINED_MAX)) {
             let len = usize::try_from(page_bytes).expect("4 KiB");
             let mut buf = Buf::new(joined.len() * len);
-            for (number, part) in joined.iter().zip(buf.chunks_exact_mut(len)) {
+            for (number, part) in joined.iter().zip(buf.own_bytes().chunks_exact_mut(len)) {
                 let page = self.pages.get_mut(number).expect("I1: a dirty page is here");
                 part.copy_from_slice(&page.bytes);
                 page.dirty = None;

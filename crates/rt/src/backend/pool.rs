@@ -16,9 +16,9 @@ use crate::remote::Remote;
 use crate::socket::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::Errno;
 use std::collections::VecDeque;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -111,7 +111,7 @@ impl Pool {
             OpKind::Recv { socket, buf } => {
                 self.try_or_wait(key, socket, PollFlags::IN, |socket| {
                     let flags = rustix::net::RecvFlags::DONTWAIT;
-                    rustix::net::recv(socket, &mut buf[..], flags).map(|(_, count)| count)
+                    rustix::net::recv(socket, buf.own_bytes(), flags).map(|(_, count)| count)
                 })
             }
             OpKind::Send { socket, parts } => {
@@ -209,8 +209,7 @@ impl Pool {
         let done = resume_at(file, done);
         let offset = offset + done as u64;
         if file.access() == Access::Buffered {
-            let mut slices = [IoSliceMut::new(&mut buf[done..])];
-            match rustix::io::preadv2(file, &mut slices, offset, ReadWriteFlags::NOWAIT) {
+            match buf.read_now(file, done, offset) {
                 Ok(count) => return Some(code_of(Ok(count))),
                 // Not cached, or a file system without NOWAIT support: a thread reads it.
                 Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INVAL) => {}
@@ -310,7 +309,7 @@ impl Job {
     fn run(&mut self) -> Result<usize, Errno> {
         let file = &*self.file;
         match &mut self.work {
-            Work::Read { buf, done, offset } => rustix::io::pread(file, &mut buf[*done..], *offset),
+            Work::Read { buf, done, offset } => buf.read_from(file, *done, *offset),
             Work::Write { buf, done, offset } => rustix::io::pwrite(file, &buf[*done..], *offset),
             Work::SyncData => fdatasync(file).map(|()| 0),
             Work::Fallocate { mode, offset, len } => {

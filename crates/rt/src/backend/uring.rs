@@ -83,10 +83,10 @@ impl Uring {
         let entry = match op {
             OpKind::Read { file, buf, offset, done } => {
                 let from = resume_at(file, *done);
-                let left = &mut buf[from..];
-                let length = u32_of(left.len().min(LENGTH_MAX));
+                let (memory, left) = buf.target(from);
+                let length = u32_of(left.min(LENGTH_MAX));
                 let at = *offset + from as u64;
-                opcode::Read::new(Fd(file.raw()), left.as_mut_ptr(), length).offset(at).build()
+                opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done } => {
                 // A short write continues in the ring, which reports why it was short.
@@ -110,7 +110,7 @@ impl Uring {
             }
             OpKind::Recv { socket, buf } => {
                 let length = u32_of(buf.len().min(LENGTH_MAX));
-                opcode::Recv::new(Fd(socket.raw()), buf.as_mut_ptr(), length).build()
+                opcode::Recv::new(Fd(socket.raw()), buf.target(0).0, length).build()
             }
             OpKind::Send { socket, parts } => send_entry(Fd(socket.raw()), parts),
             OpKind::Readable { socket } => {

@@ -11,7 +11,7 @@ fn sim(seed: u64) -> Executor {
 
 async fn take(latency: Duration) -> u8 {
     let work = |buf: &mut Buf| {
-        buf[0] = 42;
+        buf.own_bytes()[0] = 42;
         Ok(1)
     };
     let (count, buf) = simulate(Buf::new(1), latency, Box::new(work)).await;

@@ -64,7 +64,7 @@ impl Input {
     /// Starts with `bytes`, which the client sent right behind its last option.
     pub(super) fn new(bytes: &[u8]) -> Self {
         let mut buf = Buf::new(bytes.len().max(RECEIVE_BYTES_MIN));
-        buf[..bytes.len()].copy_from_slice(bytes);
+        buf.put(0, bytes);
         Self {
             buf: Some(buf),
             at: 0,
@@ -127,7 +127,7 @@ impl Input {
             Payload::Filled(filling) => {
                 let count = bytes.len().min(filling.len - filling.filled);
                 let end = filling.filled + count;
-                filling.buf[filling.filled..end].copy_from_slice(&bytes[..count]);
+                filling.buf.put(filling.filled, &bytes[..count]);
                 filling.filled = end;
                 let is_over = end == filling.len;
                 // Begun straight, it stays so: its end is not worth another way.
@@ -217,7 +217,7 @@ mod tests {
             let mut buf = input.take_buf().expect("all is used up");
             assert!(buf.len() <= RECEIVE_BYTES_MAX || input.is_partial());
             let count = buf.len().min(step).min(bytes.len());
-            buf[..count].copy_from_slice(&bytes[..count]);
+            buf.put(0, &bytes[..count]);
             bytes = &bytes[count..];
             input.put_buf(buf, count);
             loop {

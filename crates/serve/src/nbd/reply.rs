@@ -194,7 +194,7 @@ impl Outgoing {
             self.seal_small();
             self.small = Buf::new(SMALL_BYTES);
         }
-        self.small[self.packed..self.packed + bytes.len()].copy_from_slice(bytes);
+        self.small.put(self.packed, bytes);
         self.packed += bytes.len();
         self.queued_bytes += bytes.len();
     }

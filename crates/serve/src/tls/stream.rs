@@ -109,7 +109,7 @@ impl<'a> TlsStream<'a> {
 
     /// As [`Stream::recv`]; gives 0 only if the peer said goodbye.
     pub(crate) async fn recv(&self, mut buf: Buf) -> (io::Result<usize>, Buf) {
-        let taken = self.state.borrow_mut().take_plain(&mut buf);
+        let taken = self.state.borrow_mut().take_plain(buf.own_bytes());
         if taken > 0 {
             return (Ok(taken), buf);
         }
@@ -117,7 +117,7 @@ impl<'a> TlsStream<'a> {
             if self.state.borrow().peer_closed {
                 return (Ok(0), buf);
             }
-            match self.receive_records(&mut buf).await {
+            match self.receive_records(buf.own_bytes()).await {
                 Ok(0) => {}
                 result => return (result, buf),
             }
@@ -228,7 +228,7 @@ impl State {
             return Err(failed_before());
         }
         assert_eq!(self.incoming.len(), INCOMING_BYTES, "one receive at a time");
-        self.incoming.copy_within(self.at..self.end, 0);
+        self.incoming.own_bytes().copy_within(self.at..self.end, 0);
         self.end -= self.at;
         self.at = 0;
         if self.end == INCOMING_BYTES {
@@ -259,7 +259,7 @@ impl State {
         }
         let mut filled = 0;
         loop {
-            let bytes = &mut self.incoming[self.at..self.end];
+            let bytes = &mut self.incoming.own_bytes()[self.at..self.end];
             let UnbufferedStatus { mut discard, state } =
                 self.connection.process_tls_records(bytes);
             let outcome = match state {
@@ -329,7 +329,8 @@ impl State {
         }
         let plain_max = left.min(SEALED_RECORDS_MAX * RECORD_BYTES);
         let mut sealed = Buf::new(plain_max + SEALED_RECORDS_MAX * RECORD_OVERHEAD_BYTES);
-        let (_, written) = self.drive(&mut [], |traffic| seal(traffic, bufs, &mut sealed))?;
+        let (_, written) =
+            self.drive(&mut [], |traffic| seal(traffic, bufs, sealed.own_bytes()))?;
         match written {
             Some(Ok(len)) => sealed.truncate(len),
             Some(Err(error)) => return Err(io::Error::other(error)),
@@ -373,7 +374,7 @@ fn seal(
             if small.is_empty() {
                 small = Buf::new(RECORD_BYTES);
             }
-            let packed = pack(bufs, &mut small);
+            let packed = pack(bufs, small.own_bytes());
             at += traffic.encrypt(&small[..packed], &mut out[at..])?;
             records += 1;
         }

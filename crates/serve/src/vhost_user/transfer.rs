@@ -86,7 +86,7 @@ pub(super) async fn read(
                     from = read.next().ok_or_else(too_short)?;
                 }
                 let count = from.len().min(buf.len() - done);
-                buf[done..done + count].copy_from_slice(&from[..count]);
+                buf.put(done, &from[..count]);
                 from.advance(count);
                 done += count;
             }
@@ -115,7 +115,7 @@ pub(super) async fn write(
                 let mut whole = Buf::new(bytes_len(range.len()));
                 let mut done = 0;
                 for buf in bufs {
-                    whole[done..done + buf.len()].copy_from_slice(&buf);
+                    whole.put(done, &buf);
                     done += buf.len();
                 }
                 if memory.is_lost() {

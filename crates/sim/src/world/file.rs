@@ -3,6 +3,7 @@
 use super::{Latency, ReadFault};
 use crate::power::{Change, Draw, Journal, Loss};
 use mica_block::Identity;
+use mica_rt::Buf;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -49,11 +50,11 @@ impl SimFile {
     }
 
     /// Fills what there is and gives how much that is.
-    pub(super) fn read(&self, buf: &mut [u8], offset: u64) -> usize {
+    pub(super) fn read(&self, buf: &mut Buf, offset: u64) -> usize {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         let there = self.bytes.get(start..).unwrap_or_default();
         let count = there.len().min(buf.len());
-        buf[..count].copy_from_slice(&there[..count]);
+        buf.put(0, &there[..count]);
         count
     }
 

@@ -59,14 +59,17 @@ impl Store for Encrypted {
                 Ok(end) => end.saturating_sub(offset.bytes()).min(buf.len() as u64),
                 Err(_) => 0,
             };
-            encrypt(&mut buf[..usize::try_from(held).unwrap()], offset.bytes());
+            let held = usize::try_from(held).unwrap();
+            let mut plain = buf[..held].to_vec();
+            encrypt(&mut plain, offset.bytes());
+            buf.put(0, &plain);
             (end.and(result), buf)
         })
     }
 
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         let mut encrypted = Buf::from_slice(&buf);
-        encrypt(&mut encrypted, offset.bytes());
+        encrypt(encrypted.own_bytes(), offset.bytes());
         let writing = self.inner.write_at(encrypted, offset);
         IoFuture::boxed(async move { (writing.await.0, buf) })
     }

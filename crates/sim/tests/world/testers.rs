@@ -155,7 +155,7 @@ impl Disk for Raw {
             // As a cache that is not told of a write: the first sector is as it was at first.
             if at == HostOffset::ZERO && world.random_below(4) == 0 {
                 let mut stale = buf;
-                stale[..512].copy_from_slice(&initial()[..512]);
+                stale.put(0, &initial()[..512]);
                 drop(store);
                 return (result, stale);
             }

@@ -26,7 +26,7 @@ impl Space {
         let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
         let mut block = Buf::zeroed(len);
         let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
-        self.width.set(&mut block, index, 1).expect("one fits");
+        self.width.set(block.own_bytes(), index, 1).expect("one fits");
         // It is here still when the log gets it.
         let _pinned = self.metadata.pin(host, self.bits.bytes());
         self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), Beneath::Same);
@@ -159,7 +159,7 @@ impl GrownTable {
         let clusters = usize::try_from(self.blocks + self.table_clusters).expect("few");
         let mut bytes = Buf::zeroed(clusters * cluster);
         let blocks_len = usize::try_from(self.blocks).expect("few") * cluster;
-        let (blocks, table) = bytes.split_at_mut(blocks_len);
+        let (blocks, table) = bytes.own_bytes().split_at_mut(blocks_len);
         let entries = space.width.block_entries(space.bits);
         let region_start = self.start / entries * entries;
         for counted in self.start..self.end() {

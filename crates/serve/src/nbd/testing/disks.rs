@@ -119,7 +119,7 @@ impl Disk for PatternDisk {
         let start = extent.start.bytes();
         let is_bad = touches(&self.bad, extent);
         let fill = move |buf: &mut Buf| {
-            for (at, byte) in (start..).zip(buf.iter_mut()) {
+            for (at, byte) in (start..).zip(buf.own_bytes().iter_mut()) {
                 *byte = pattern(at);
             }
             if is_bad { Err(io::Error::from_raw_os_error(5)) } else { Ok(buf.len()) }
