@@ -5,6 +5,7 @@
 mod faulty;
 mod files;
 mod handles;
+mod judged;
 mod locks;
 mod reopened;
 mod writable;

@@ -1,5 +1,6 @@
 //! Writing: every alignment, neighbours in one block, space, length, and the stores that refuse.
 
+use crate::judged::Judged;
 use crate::{on_each_backend, open, pattern, read};
 use mica_block::{ErrorKind, Space, Store, write_all};
 use mica_rt::{Backend, Buf, Executor, join_all};
@@ -104,7 +105,8 @@ fn random_operations_on_files_do_what_the_model_does() {
     on_each_backend(|| async {
         for mode in MODES {
             for seed in 0..4 {
-                compare_with_model(&open_writable(&path, mode), seed, 100).await;
+                let store = Judged(Arc::new(open_writable(&path, mode)));
+                compare_with_model(&store, seed, 100).await;
             }
         }
     });
@@ -114,7 +116,8 @@ fn random_operations_on_files_do_what_the_model_does() {
 fn random_operations_in_memory_do_what_the_model_does() {
     on_each_backend(|| async {
         for seed in 0..4 {
-            compare_with_model(&MemoryStore::new_writable("memory", vec![1; 10]), seed, 200).await;
+            let memory = MemoryStore::new_writable("memory", vec![1; 10]);
+            compare_with_model(&Judged(Arc::new(memory)), seed, 200).await;
         }
     });
 }
