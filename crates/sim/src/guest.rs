@@ -144,7 +144,10 @@ impl Guest {
     pub async fn write(&self, first: u64, count: u64) -> Result<()> {
         let (ticket, range) = self.begin(Request::Write, first, count);
         let content = self.model.borrow().content(&ticket);
-        let (result, _) = self.disk.write(range.start(), Buf::from_slice(&content)).await;
+        let (result, buf) = self.disk.write(range.start(), memory(&content)).await;
+        // What it took apart does not come back whole.
+        let is_whole = buf.len() == content.len();
+        assert!(!is_whole || *buf == content, "a write leaves its buffer as it is");
         self.end_change(&ticket, &result);
         result
     }
@@ -159,7 +162,7 @@ impl Guest {
         let ended = {
             let work = async {
                 match writes {
-                    true => self.disk.write(range.start(), Buf::from_slice(&content)).await.0,
+                    true => self.disk.write(range.start(), memory(&content)).await.0,
                     false => self.disk.discard(range).await,
                 }
             };
@@ -344,6 +347,11 @@ fn range_of(first: u64, count: u64) -> GuestRange {
     GuestRange::new(start, count * SECTOR_BYTES).expect("a range of a small disk")
 }
 
+/// `bytes` in memory that a disk has to treat as that of a virtual machine.
+fn memory(bytes: &[u8]) -> Buf {
+    Buf::from_slice(bytes).into_foreign()
+}
+
 /// Reads `range` of `disk`.
 ///
 /// # Errors
@@ -356,6 +364,6 @@ pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     // Whatever is not filled must not look right.
     let poisoned = vec![0xdd; usize::try_from(range.len()).expect("a small disk")];
-    let bytes = read_extents(disk, &extents, Buf::from_slice(&poisoned)).await?;
+    let bytes = read_extents(disk, &extents, memory(&poisoned)).await?;
     Ok(bytes.to_vec())
 }
