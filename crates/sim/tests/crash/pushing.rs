@@ -55,7 +55,7 @@ impl Growing {
         let beneath = self.tops.borrow()[number - 1].clone();
         let mut wish = ImageWish {
             cluster_bytes: Some(512 << world.random_below(8)),
-            backing_name: Some(beneath.file_name().unwrap().to_owned().into()),
+            backing_name: Some(beneath.file_name().unwrap().to_owned()),
             backing_format: Some("qcow2".to_owned()),
             ..ImageWish::default()
         };
@@ -103,7 +103,8 @@ impl Subject for Growing {
             drop(self.open.take());
             let top = self.top(world).await;
             let mut leaks = 0;
-            for one in self.tops.borrow().clone() {
+            let tops = self.tops.borrow().clone();
+            for one in tops {
                 leaks += self.subject(one.clone()).check(world).await?;
                 if one == top {
                     break;
