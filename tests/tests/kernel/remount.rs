@@ -73,7 +73,7 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
         let Answer::Done(bytes) = read else { panic!("{read:?}") };
         let foreign = bytes.iter().filter(|byte| ![BASE, WRITTEN].contains(byte)).count();
         assert_eq!(foreign, 0, "{options:?}: {}", server.log());
-        assert!(server.log().contains("mounted anew"), "{options:?}: {}", server.log());
+        assert!(server.log().contains("been remounted"), "{options:?}: {}", server.log());
         // Who writes says where the log is kept; another one is to find what this one found.
         let writes = options == place;
         assert_eq!(server.log().contains(".lost"), writes, "{options:?}: {}", server.log());
