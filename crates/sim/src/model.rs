@@ -13,7 +13,6 @@
 //! - R3 What a read shows while no request touches the sector stays: everything else is gone.
 //! - R4 When a flush is acknowledged, versions that were gone when it started never reappear. Any
 //!   other may be there after a crash, and nothing else.
-//!   other may be there after a crash, and nothing else.
 
 use mica_units::{GuestRange, SECTOR_BYTES};
 use std::collections::BTreeMap;
