@@ -27,7 +27,7 @@ pub(super) struct Subject<'a> {
     pub(super) image: &'a Path,
     /// Its format.
     pub(super) format: &'a str,
-    /// Who owns the disk.
+    /// The owners of the disk's parts.
     pub(super) owners: Option<&'a OwnerMap>,
     /// Bytes of the disk that one L2 table speaks for.
     pub(super) table_bytes: u64,

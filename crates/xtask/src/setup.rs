@@ -6,7 +6,7 @@ use mica_tests::shell;
 use mica_tests::tools::{self, Tool};
 use std::process::Command;
 
-/// Where apt is told of backports.
+/// Where apt's entry for backports goes.
 const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/mica-backports.sources";
 
 /// Installs what is missing; does nothing, and needs no rights, if nothing is.

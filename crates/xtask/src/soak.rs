@@ -50,7 +50,7 @@ enum What {
 
 /// How one of them is run.
 struct Soak {
-    /// What cargo is told to test, and words of the names of the tests.
+    /// What cargo has to test, and parts of the names of the tests.
     test: &'static [&'static str],
     /// The variable that says how often, and how often in a night.
     count: (&'static str, u64),

@@ -17,7 +17,7 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::{Duration, SystemTime};
 
-/// How often it is told how far it is.
+/// How often progress is printed.
 const PAUSE: Duration = Duration::from_millis(500);
 /// Set where mounts are the program's own.
 const ENTERED: &str = "MICA_STORM_NAMESPACE";

@@ -13,7 +13,7 @@ use std::process::Stdio;
 
 /// How many tests run at one time.
 const THREADS_PER_PROCESSOR: usize = 2;
-/// How many of the slowest tests are told.
+/// How many of the slowest tests are listed.
 const SLOWEST: usize = 12;
 
 /// Which tests.

@@ -69,7 +69,7 @@ fn judge(mut arrows: Arrows, listed: &BTreeSet<Arrow>, findings: &mut Vec<Findin
             findings.push(Finding::new(FILE, what));
         }
     }
-    // One circle at a time, each opened once it is told.
+    // One circle at a time, each opened once it is reported.
     while let Some(circle) = circle(&arrows) {
         let names: Vec<_> = circle.iter().map(|file| file.display().to_string()).collect();
         let what = format!(

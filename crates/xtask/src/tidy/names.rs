@@ -1,4 +1,4 @@
-//! Which files of a crate name which others of it, as far as paths in the text tell.
+//! Which files of a crate name which others of it, judging by paths in the text.
 //!
 //! A path is followed through re-exports to the file that has the item: who names
 //! `crate::index::Slice` names `index/slice.rs` where `index.rs` has but `pub use slice::Slice`. A
