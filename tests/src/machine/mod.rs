@@ -229,7 +229,7 @@ fn device(disk: Disk<'_>) -> Result<Vec<String>> {
     Ok(options)
 }
 
-/// How QEMU is told to connect again: it counts milliseconds since 9.2, and seconds before.
+/// QEMU's option to reconnect: it counts milliseconds since 9.2, and seconds before.
 fn reconnect() -> Result<&'static str> {
     let said = Command::new(tools::QEMU_SYSTEM.program).arg("--version").output()?.stdout;
     let said = String::from_utf8_lossy(&said);

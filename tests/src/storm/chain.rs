@@ -127,7 +127,7 @@ impl Chain<'_> {
         }
     }
 
-    /// What must be there now, for who has what killed servers left.
+    /// What must be there now, given what killed servers left.
     pub(super) fn view(&self) -> View {
         if self.state.is_lossy { View::Lossy } else { View::Kept }
     }

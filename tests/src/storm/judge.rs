@@ -6,7 +6,7 @@ use super::stamp::{self, Seen, Seq, Writer};
 use super::state::State;
 use super::story::{Fault, Outcome, Wrong};
 
-/// Runs of wrong sectors that are told.
+/// Runs of wrong sectors that are listed.
 const RUNS_MAX: usize = 8;
 
 /// Holds the bytes of a whole disk against what it may be. What it is.
@@ -53,7 +53,7 @@ fn wrong(bad: &Bad) -> Wrong {
     }
     match bad.writer {
         Writer::Foreign => Wrong::Undone,
-        // Its place in time tells whether it is too old, or was gone already.
+        // Its place in time shows whether it is too old, or was gone already.
         Writer::Guest => {
             let base = bad.lossy.first().copied().unwrap_or(0);
             let is_older = seq == 0 || stamp::order(seq) < stamp::order(base);

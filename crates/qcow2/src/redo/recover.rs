@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 const NOTHING_FITS: &str = "left nothing here that fits";
 const HEADER_CHANGED: &str = "another program has since changed its header, or made it shorter";
 const REMOUNTED: &str = "its file system has since been remounted, or its device reattached";
-const WRITTEN_SINCE: &str = "another program has since overwritten what it had changed";
+const WRITTEN_SINCE: &str = "another program has since written over what it had changed";
 
 /// Applies to the image at `path`, open for writing as `store`, what a writer that died had
 /// acknowledged. Does nothing if there was none.
@@ -168,7 +168,7 @@ fn warn_of_another(path: &Path, place: &Path) {
         image = %path.display(),
         log = %place.display(),
         "its last writer did not close it; what it left is another user's: here the image is read \
-         without writes that were not flushed, and who opens it as that user has them"
+         without writes that were not flushed, and that user sees them"
     );
 }
 
