@@ -1,4 +1,4 @@
-//! The verdict on what was read, in words that lead to what is wrong.
+//! The verdict on what was read, in words that lead to the fault.
 
 use super::model::{Bad, View};
 use super::stamp::SECTOR;
@@ -9,7 +9,7 @@ use super::story::{Fault, Outcome, Wrong};
 /// Runs of wrong sectors that are listed.
 const RUNS_MAX: usize = 8;
 
-/// Holds the bytes of a whole disk against what it may be. What it is.
+/// Compares the bytes of a whole disk with what it may be. Returns what it is.
 pub(super) fn disk(state: &State, bytes: &[u8], view: View, what: &str) -> Outcome<Vec<Seq>> {
     let (len, wanted) = ((bytes.len() / SECTOR) as u64, state.model.len());
     if len == wanted {
