@@ -263,7 +263,7 @@ fn image_is_opened_for_writing_once_and_its_bytes_change() {
     assert_eq!(read_all(&*ours.open(&path).unwrap().store), b"IMage");
     drop(image);
     let reader = theirs.open(&path).unwrap();
-    assert!(denied(ours.open_writable(&path)).contains("nobody write it"));
+    assert!(denied(ours.open_writable(&path)).contains("nobody to write it"));
     ours.open(&path).unwrap();
     drop(reader);
     ours.open_writable(&path).unwrap();
