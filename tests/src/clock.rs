@@ -16,7 +16,7 @@ pub fn sleep(duration: Duration) {
     std::thread::sleep(duration);
 }
 
-/// Asks `done` again and again, every `pause`, until it gives something or `limit` has passed.
+/// Calls `done` repeatedly, every `pause`, until it returns a value or `limit` has passed.
 pub fn poll<T>(limit: Duration, pause: Duration, mut done: impl FnMut() -> Option<T>) -> Option<T> {
     let start = now();
     loop {

@@ -1,4 +1,4 @@
-//! Runs a program to its end, with a limit of time and all that it says.
+//! Runs a program to its end, with a time limit, and captures its output.
 
 use crate::clock;
 use std::ffi::OsStr;
@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long a program may take unless its caller says otherwise.
+/// How long a program may take unless its caller sets another limit.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// A program that has ended.
@@ -40,7 +40,7 @@ impl Finished {
     /// Its standard output.
     ///
     /// # Panics
-    /// If it failed; with everything it said.
+    /// If it failed; with its whole output.
     #[track_caller]
     pub fn ok(self) -> String {
         assert!(self.status.success(), "{self}");
@@ -57,10 +57,10 @@ impl Finished {
         serde_json::from_str(&said).unwrap_or_else(|error| panic!("no JSON ({error}):\n{said}"))
     }
 
-    /// What it said to standard error, which must be one clear line.
+    /// Its standard error, which must be one clear line.
     ///
     /// # Panics
-    /// If it succeeded, was ended by a signal, panicked, or said nothing or a novel.
+    /// If it succeeded, was ended by a signal, panicked, or printed nothing or too much.
     #[track_caller]
     pub fn refusal(self) -> String {
         assert!(self.code().is_some_and(|code| code != 0), "not refused: {self}");
@@ -117,7 +117,7 @@ pub fn finish_within(command: &mut Command, limit: Duration) -> Finished {
     Finished { command: name, status, stdout, stderr, wall }
 }
 
-/// Waits for `child` to end; kills it, and gives `None`, if it has not after `limit`.
+/// Waits for `child` to end; kills it and returns `None` if it has not ended after `limit`.
 pub fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     // Short programs are awaited closely, long ones without burning a core.
     let mut pause = Duration::from_micros(200);
@@ -141,7 +141,7 @@ fn gather(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut said = Vec::new();
         if let Some(mut pipe) = pipe {
-            // What was said before an error is still worth showing.
+            // Output from before an error is still worth showing.
             let _ = pipe.read_to_end(&mut said);
         }
         String::from_utf8_lossy(&said).into_owned()

@@ -1,5 +1,5 @@
-//! A client that writes: requests in flight at once, and answers with the error that the server
-//! gave. What a test of the write path needs of NBD; the protocol itself is tested elsewhere.
+//! A client that writes: concurrent requests, and answers with the server's error. Covers what a
+//! test of the write path needs of NBD; the protocol itself is tested elsewhere.
 
 use crate::nbd::{self, Connection, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC};
 use crate::server::Server;
@@ -19,7 +19,7 @@ pub const EIO: u32 = 5;
 /// No space left.
 pub const ENOSPC: u32 = 28;
 
-/// What a guest asks for.
+/// A guest's requests.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Request {
     /// Bytes from here.
@@ -54,7 +54,7 @@ pub enum Request {
         /// How many.
         len: u32,
     },
-    /// All that was answered becomes durable.
+    /// Everything that was acknowledged becomes durable.
     Flush,
 }
 
@@ -77,7 +77,7 @@ impl Answer {
     }
 }
 
-/// A connection on which requests may be under way.
+/// A connection on which requests may be in flight.
 #[derive(Debug)]
 pub struct Guest {
     connection: Connection,
@@ -110,7 +110,7 @@ impl Guest {
         self.len() == 0
     }
 
-    /// Sends `request`; its cookie.
+    /// Sends `request`; returns its cookie.
     ///
     /// # Errors
     /// If the server is gone.
@@ -157,7 +157,7 @@ impl Guest {
         Ok((cookie, Answer::Done(bytes)))
     }
 
-    /// Sends `request` and waits for its answer; nothing else may be under way.
+    /// Sends `request` and waits for its answer; nothing else may be in flight.
     ///
     /// # Errors
     /// If the server is gone or breaks the protocol.

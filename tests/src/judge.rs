@@ -1,12 +1,12 @@
-//! The judgement that most tests come to: what mica serves is what QEMU reads.
+//! The verdict that most tests end with: mica serves what QEMU reads.
 
 use crate::server::Server;
 use crate::{nbd, qemu};
 use std::fs;
 use std::path::Path;
 
-/// Holds what mica serves of `image` in `dir` against what QEMU reads of it: byte for byte with a
-/// client of ours, and once more by `qemu-img compare` as the client.
+/// Compares what mica serves of `image` in `dir` with what QEMU reads of it: byte for byte with our
+/// own client, and again with `qemu-img compare` as the client.
 ///
 /// # Panics
 /// If they differ, or either cannot read it.
@@ -19,7 +19,7 @@ pub fn same_as_qemu(dir: &Path, image: &str) {
     fs::remove_file(dir.join(flat)).expect("it was just written");
 }
 
-/// Holds what mica, with `more` options, serves of `image` in `dir` against raw file `raw` there.
+/// Compares what mica, with `more` options, serves of `image` in `dir` with raw file `raw` there.
 ///
 /// # Panics
 /// If they differ, or mica does not serve it.
@@ -42,7 +42,7 @@ pub fn same_as_raw(dir: &Path, image: &str, raw: &str, more: &[&str]) {
 /// With the first byte that differs.
 #[track_caller]
 pub fn same_bytes(what: &str, served: &[u8], wanted: &[u8]) {
-    // All at once: byte by byte it takes as long as all else in a test, as that is built.
+    // All at once: in this kind of build, byte by byte takes as long as the rest of a test.
     if served == wanted {
         return;
     }

@@ -1,7 +1,7 @@
-//! What black-box tests and benches share: foreign tools, servers, and an NBD client of our own.
+//! What black-box tests and benches share: foreign tools, servers, and our own NBD client.
 //!
-//! Nothing here knows what mica looks like inside; it is a program that is started, asked and
-//! stopped like its peers. Only processes that this crate started are ever signalled.
+//! Nothing here knows mica's internals; it is a program that is started, queried and stopped like
+//! its peers. Only processes that this crate started are ever signalled.
 
 pub mod clock;
 pub mod command;

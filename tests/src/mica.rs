@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The binary: what `MICA_BIN` names, else the one that cargo builds beside the running test, built
-/// anew first, so that no test ever judges yesterday's program.
+/// first, so that no test ever judges yesterday's program.
 ///
 /// # Panics
 /// If it cannot be built.

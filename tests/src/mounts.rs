@@ -1,5 +1,5 @@
-//! Disks as files (FUSE) and file systems in folders. What was mounted here is unmounted when it is
-//! dropped, whatever became of the test.
+//! Disks as files (FUSE) and file systems in folders. Anything mounted here is unmounted on drop,
+//! whatever the outcome of the test.
 
 use crate::{clock, command};
 use anyhow::{Context, Result, bail};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// How long FUSE may take to come and go, and a file system to be free.
+/// How long FUSE may take to start and stop, and a file system to become free.
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Others look for a free loop device at the same time, and may be faster.
@@ -21,11 +21,11 @@ pub struct FuseFile {
 }
 
 impl FuseFile {
-    /// Makes the disk of `uri` a file in `folder`, which is made. `None` if the system has no FUSE
-    /// for us.
+    /// Makes the disk of `uri` a file in `folder`, which is created. `None` if the system has no
+    /// FUSE for us.
     ///
     /// # Panics
-    /// If `folder` cannot be made, or `nbdfuse` not be started.
+    /// If `folder` cannot be created, or `nbdfuse` cannot be started.
     pub fn mount(folder: &Path, uri: &str) -> Option<Self> {
         std::fs::create_dir_all(folder).expect("made");
         let mut nbdfuse = Command::new("nbdfuse");
@@ -49,7 +49,7 @@ impl FuseFile {
         self.folder.join("disk")
     }
 
-    /// Takes the file away; all that was written has reached the server then.
+    /// Removes the file; everything written has then reached the server.
     ///
     /// # Panics
     /// If it is in use.
@@ -68,7 +68,7 @@ impl FuseFile {
 
 impl Drop for FuseFile {
     fn drop(&mut self) {
-        // After `unmount` it has ended; else a test fails, and nothing must stay mounted.
+        // After `unmount` it has ended; otherwise a test is failing, and nothing must stay mounted.
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
             let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
             let _ = self.child.kill();
@@ -85,7 +85,7 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// Mounts a file system of memory, of at most `mib` MiB, at `folder`, which is made.
+    /// Mounts a memory file system of at most `mib` MiB at `folder`, which is created.
     ///
     /// # Errors
     /// If that is not allowed.
@@ -93,7 +93,8 @@ impl Mount {
         Self::new(&["-t", "tmpfs", "-o", &format!("size={mib}M")], Path::new("tmpfs"), folder)
     }
 
-    /// Mounts the ext4 in file `image` at `folder`, which is made. Its loop device goes with it.
+    /// Mounts the ext4 in file `image` at `folder`, which is created. Its loop device is removed
+    /// with it.
     ///
     /// # Errors
     /// If that is not allowed, or the file system is broken.
@@ -123,12 +124,12 @@ impl Mount {
         &self.folder
     }
 
-    /// Unmounts it; all that was written has reached what it lies on then.
+    /// Unmounts it; everything written has then reached the storage beneath.
     ///
     /// # Panics
     /// If it stays in use.
     pub fn unmount(mut self) {
-        // A ring lets go of its files a moment after its process has ended.
+        // A ring releases its files a moment after its process has ended.
         let free = clock::poll(LIMIT, PAUSE, || {
             let output = Command::new("umount").arg(&self.folder).output();
             output.is_ok_and(|output| output.status.success()).then_some(())

@@ -23,7 +23,7 @@ const INFO_BLOCK_SIZE: u16 = 3;
 const CLIENT_FLAGS: u32 = 3;
 /// Bytes of a read of ours.
 const READ_BYTES: usize = 1 << 20;
-/// How long a server may keep silent.
+/// How long a server may stay silent.
 const SILENCE_MAX: Duration = Duration::from_secs(120);
 
 /// First bytes of a request.
@@ -46,7 +46,7 @@ pub const CMD_WRITE: u16 = 1;
 pub const CMD_DISCONNECT: u16 = 2;
 /// Command: make durable what was written.
 pub const CMD_FLUSH: u16 = 3;
-/// Command: say what is data, hole and zero.
+/// Command: report what is data, hole and zero.
 pub const CMD_BLOCK_STATUS: u16 = 7;
 /// Request flag: one extent only.
 pub const FLAG_REQ_ONE: u16 = 1 << 3;
@@ -66,7 +66,7 @@ pub struct Wish {
     pub allocation: bool,
 }
 
-/// A client that has shaken hands.
+/// A client after its handshake.
 #[derive(Debug)]
 pub struct Connection {
     /// The socket, in transmission.
@@ -75,7 +75,7 @@ pub struct Connection {
     pub len: u64,
     /// Its transmission flags.
     pub flags: u16,
-    /// Minimum, preferred and maximum block size, if the server says.
+    /// Minimum, preferred and maximum block size, if the server states them.
     pub block_sizes: Option<[u32; 3]>,
     /// Whether replies are structured.
     pub structured: bool,

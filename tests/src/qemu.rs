@@ -1,4 +1,4 @@
-//! QEMU's tools: they make images, change them, and judge them.
+//! QEMU's tools: they create images, change them, and judge them.
 
 use crate::command::{self, Finished};
 use std::ffi::OsStr;
@@ -33,10 +33,10 @@ pub fn io(dir: &Path, options: &[&str], image: &str, commands: &[&str]) {
     assert!(!failed.iter().any(|word| said.contains(word)), "qemu-io {commands:?}: {said}");
 }
 
-/// Makes image `name` in `dir` with `qemu-img create`.
+/// Creates image `name` in `dir` with `qemu-img create`.
 ///
 /// # Panics
-/// If it cannot be made.
+/// If it cannot be created.
 #[track_caller]
 pub fn create(dir: &Path, name: &str, options: &[&str], size: &str) {
     let mut args = vec!["create", "-q", "-f", "qcow2"];
@@ -48,10 +48,10 @@ pub fn create(dir: &Path, name: &str, options: &[&str], size: &str) {
     img(dir, args).ok();
 }
 
-/// Makes overlay `name` on qcow2 image `backing`, both in `dir`.
+/// Creates overlay `name` on qcow2 image `backing`, both in `dir`.
 ///
 /// # Panics
-/// If it cannot be made.
+/// If it cannot be created.
 #[track_caller]
 pub fn overlay(dir: &Path, name: &str, backing: &str, options: &[&str]) {
     let mut all = vec!["-b", backing, "-F", "qcow2"];

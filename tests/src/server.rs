@@ -1,5 +1,5 @@
 //! Starts a block server, waits until it serves, measures and stops it. Only processes that were
-//! started here are signalled, by the handle that starting them gave.
+//! started here are signalled, through the handle from starting them.
 
 use crate::{clock, command, mica, nbd};
 use anyhow::{Context, Result, bail};
@@ -15,7 +15,7 @@ const OPEN_LIMIT: Duration = Duration::from_secs(300);
 /// How long a server may take to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// A server that was started here. Dropping it ends it without mercy.
+/// A server that was started here. Dropping it kills it.
 #[derive(Debug)]
 pub struct Server {
     child: Child,
@@ -30,7 +30,7 @@ pub struct Server {
 pub struct Stopped {
     /// How it ended.
     pub status: ExitStatus,
-    /// All that it said.
+    /// Its whole output.
     pub log: String,
     /// Whether it left its socket behind.
     pub socket_left: bool,
@@ -40,7 +40,7 @@ impl Server {
     /// Starts mica on `image`, read-only, with `more` options.
     ///
     /// # Errors
-    /// If it does not come to serve.
+    /// If it does not get to serve.
     pub fn mica(image: &Path, format: &str, more: &[&str]) -> Result<Self> {
         Self::mica_writable(image, format, &[&["--read-only"], more].concat())
     }
@@ -48,7 +48,7 @@ impl Server {
     /// Starts mica on `image`, to be written, with `more` options.
     ///
     /// # Errors
-    /// If it does not come to serve.
+    /// If it does not get to serve.
     pub fn mica_writable(image: &Path, format: &str, more: &[&str]) -> Result<Self> {
         Self::start("", |socket| {
             let mut serve = Command::new(mica::binary());
@@ -61,7 +61,7 @@ impl Server {
     /// Starts the server that `command` makes for a socket, and waits until it serves `export`.
     ///
     /// # Errors
-    /// If it ends, or does not serve in time; with what it said.
+    /// If it ends, or does not serve in time; with its output.
     pub fn start(export: &str, command: impl FnOnce(&Path) -> Command) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("mica-").tempdir()?;
         let socket = folder.path().join("socket");
@@ -102,7 +102,7 @@ impl Server {
         self.child.id()
     }
 
-    /// Connects a client of ours.
+    /// Connects our own client.
     ///
     /// # Errors
     /// If the handshake fails.
@@ -110,7 +110,7 @@ impl Server {
         nbd::Connection::open(&self.socket(), &self.export, wish)
     }
 
-    /// What it has said so far.
+    /// Its output so far.
     pub fn log(&self) -> String {
         let log = fs::read(self.folder.path().join("log")).unwrap_or_default();
         String::from_utf8_lossy(&log).into_owned()
@@ -126,7 +126,7 @@ impl Server {
         Duration::from_nanos(nanoseconds.sum())
     }
 
-    /// Memory that it has now, and at most had, in bytes.
+    /// Memory that it uses now, and its peak, in bytes.
     pub fn memory(&self) -> (u64, u64) {
         let text = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
         let field = |name: &str| {

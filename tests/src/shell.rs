@@ -1,4 +1,4 @@
-//! Runs programs in the open: what is run is shown, and so is what it says.
+//! Runs programs visibly: both the command and its output are shown.
 
 use anyhow::{Context, Result, ensure};
 use std::ffi::OsStr;
@@ -17,10 +17,10 @@ pub fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// Where cargo puts what it builds.
+/// Cargo's target directory.
 ///
 /// # Errors
-/// If it does not say.
+/// If cargo does not report it.
 pub fn target() -> Result<PathBuf> {
     let metadata = cargo(["metadata", "--no-deps", "--format-version", "1"]).output()?;
     ensure!(metadata.status.success(), "cargo metadata: {}", metadata.status);

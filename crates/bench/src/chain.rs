@@ -76,7 +76,7 @@ impl Options {
     }
 }
 
-/// Measures and writes it all.
+/// Measures everything and writes the results.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let layers = options.layers();
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;

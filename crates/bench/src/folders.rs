@@ -20,10 +20,10 @@ pub(super) struct Folders {
 }
 
 impl Folders {
-    /// An empty folder for images, which goes with what it holds.
+    /// An empty folder for images, removed with its contents on drop.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If it cannot be created.
     pub(super) fn work(&self) -> Result<TempDir> {
         let mut builder = tempfile::Builder::new();
         builder.prefix("mica-bench-");
@@ -32,10 +32,10 @@ impl Folders {
         Ok(builder.tempdir_in(folder)?)
     }
 
-    /// The folder for the results, made if it is not there.
+    /// The folder for the results, created if it does not exist.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If it cannot be created.
     pub(super) fn out(&self) -> Result<PathBuf> {
         let out = shell::root().join(&self.out);
         fs::create_dir_all(&out)?;

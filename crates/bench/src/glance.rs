@@ -1,4 +1,4 @@
-//! A table of mica beside qemu-nbd on a few images: what the demonstration ends with.
+//! A table of mica beside qemu-nbd on a few images: the end of the demonstration.
 
 use super::measure::{self, Subject};
 use super::peers::Peer;

@@ -2,22 +2,22 @@
 
 use serde::Serialize;
 
-/// A goal and how far it is reached.
+/// A goal and how far it is met.
 #[derive(Debug, Serialize)]
 pub(super) struct Goal {
-    /// What is wanted, in words.
+    /// The goal, in words.
     pub(super) what: String,
-    /// The figure that is wanted, in words.
+    /// The required figure, in words.
     pub(super) wanted: String,
     /// What was measured; nothing if it was not.
     pub(super) measured: Option<f64>,
-    /// Whether it is reached.
+    /// Whether it is met.
     pub(super) reached: Option<bool>,
     /// Why there is no figure.
     pub(super) note: Option<String>,
 }
 
-/// A bound that a figure has to keep.
+/// A bound for a figure.
 #[derive(Clone, Copy)]
 pub(super) enum Bound {
     AtLeast(f64),

@@ -4,7 +4,7 @@ use super::goal::{Bound, Goal};
 use super::peers::MICA;
 use super::samples::Samples;
 
-/// The peers that a figure is held against: the better of them counts.
+/// The peers that a figure is compared with: the better of them counts.
 const QEMU: &[&str] = &["qemu-nbd", "qemu-storage-daemon"];
 
 /// Judges all goals.

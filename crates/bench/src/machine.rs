@@ -1,4 +1,4 @@
-//! The machine that a bench runs on: figures without it mean nothing.
+//! The machine that a bench runs on: without it figures mean nothing.
 
 use anyhow::{Context as _, Result};
 use mica_tests::shell;
@@ -7,14 +7,14 @@ use std::process::Command;
 
 /// The machine that it was measured on.
 pub(super) struct Machine {
-    /// The day, as results are named.
+    /// The date, as in the names of results.
     pub(super) date: String,
-    /// What is told of it: what, and what it says.
+    /// Facts about it: name and value.
     pub(super) facts: Vec<(String, String)>,
 }
 
 impl Machine {
-    /// Asks the machine and the programs on it.
+    /// Queries the machine and the programs on it.
     ///
     /// # Errors
     /// If it does not even know the date.

@@ -1,4 +1,4 @@
-//! One run of one server: what is asked of it, in which order, and what is noted.
+//! One run of one server: the requests, their order, and the figures recorded.
 
 use super::peers::{Peer, Running};
 use super::samples::Sample;
@@ -27,9 +27,9 @@ pub(super) struct Subject<'a> {
     pub(super) image: &'a Path,
     /// Its format.
     pub(super) format: &'a str,
-    /// Who owns the disk.
+    /// The owners of the disk's parts.
     pub(super) owners: Option<&'a OwnerMap>,
-    /// Bytes of the disk that one L2 table speaks for.
+    /// Bytes of the disk that one L2 table covers.
     pub(super) table_bytes: u64,
     /// How long random reads last.
     pub(super) random: Duration,
@@ -64,8 +64,8 @@ pub(super) fn warm(peer: &Peer, subject: Subject<'_>, sample: &mut Sample) -> Re
     finish(running, sample, requests)
 }
 
-/// Nothing warm but what `drop_caches` leaves: the caller has dropped the page cache. What is read
-/// is read for the first time.
+/// Nothing is warm except what `drop_caches` leaves: the caller has dropped the page cache. All
+/// reads are first reads.
 ///
 /// # Errors
 /// As [`warm`].
@@ -96,8 +96,8 @@ pub(super) enum Cold {
     Sequential,
 }
 
-/// The first time that a server without any sidecar meets the chain: open, random reads at once,
-/// one pass over the whole disk, random reads again.
+/// A server without any sidecar encounters the chain for the first time: open, random reads at
+/// once, one pass over the whole disk, random reads again.
 ///
 /// # Errors
 /// As [`warm`].
@@ -230,7 +230,7 @@ fn load(
     Load { request, pattern, bytes, depth, limit, owners: None, seed: 0 }
 }
 
-/// Stops the server and notes its own counts.
+/// Stops the server and records its own counts.
 fn finish(running: Running, sample: &mut Sample, requests: u64) -> Result<()> {
     let Some(figures) = running.stop()? else { return Ok(()) };
     let map = figures["map"].as_object().into_iter().flatten();

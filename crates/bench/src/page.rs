@@ -1,11 +1,11 @@
-//! What the pages of all benches have: what was measured and where, the goals, tables, the plots.
+//! The pages of all benches: what was measured and where, the goals, tables, the plots.
 
 use super::goal::Goal;
 use super::plots::Plot;
 use super::samples::Samples;
 use std::fmt::Write;
 
-/// What a bench found.
+/// The findings of a bench.
 pub(super) struct Found<'a> {
     /// Facts of the machine.
     pub(super) machine: &'a [(String, String)],
@@ -15,7 +15,7 @@ pub(super) struct Found<'a> {
     pub(super) samples: &'a Samples,
     /// What they mean for the goals.
     pub(super) goals: &'a [Goal],
-    /// What was drawn of them.
+    /// Plots of them.
     pub(super) plots: &'a [Plot],
 }
 
@@ -83,9 +83,9 @@ pub(super) type Column = (&'static str, &'static str, usize);
 
 /// A table of medians.
 pub(super) struct Table<'a> {
-    /// What stands above it.
+    /// Its heading.
     pub(super) title: &'a str,
-    /// What its first column names.
+    /// The heading of its first column.
     pub(super) first: &'a str,
     /// The figures.
     pub(super) columns: &'a [Column],
@@ -93,9 +93,9 @@ pub(super) struct Table<'a> {
 
 /// Rows of a table: a part of the samples, with a row for each server.
 pub(super) struct Rows {
-    /// What the first column says.
+    /// The entry in the first column.
     pub(super) name: String,
-    /// The same, where it is told that runs failed.
+    /// The same, for the note that runs failed.
     pub(super) in_words: String,
     /// The part.
     pub(super) part: String,
@@ -104,7 +104,7 @@ pub(super) struct Rows {
 }
 
 impl Table<'_> {
-    /// Puts it on `page`, and beneath it what went wrong; nothing if there are no rows.
+    /// Adds it to `page`, followed by its failures; nothing if there are no rows.
     pub(super) fn put(&self, page: &mut String, samples: &Samples, rows: &[Rows]) {
         if rows.is_empty() {
             return;
@@ -141,7 +141,7 @@ impl Table<'_> {
     }
 }
 
-/// Puts a table of `part` in which each number of layers has its rows.
+/// Adds a table of `part` in which each number of layers has its rows.
 pub(super) fn by_layers(
     page: &mut String,
     samples: &Samples,
@@ -158,7 +158,7 @@ pub(super) fn by_layers(
     Table { title, first: "layers", columns }.put(page, samples, &rows.collect::<Vec<_>>());
 }
 
-/// A figure with the digits that mean something.
+/// A figure with its significant digits.
 pub(super) fn digits(value: f64, significant: usize) -> String {
     let size = value.abs();
     let whole = if size >= 1000.0 {

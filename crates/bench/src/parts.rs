@@ -66,7 +66,7 @@ pub(super) struct Chain {
     folder: tempfile::TempDir,
     /// The active layer.
     pub(super) image: PathBuf,
-    /// Who owns the disk.
+    /// The owner of each part of the disk.
     pub(super) owners: OwnerMap,
     /// How many layers there are.
     pub(super) layers: u32,
@@ -126,7 +126,7 @@ impl Chain {
         Ok(done.wall)
     }
 
-    /// Builds the index anew and notes what that took.
+    /// Rebuilds the index and records what that took.
     fn build(&self, context: &Context<'_>, samples: &mut Samples) {
         let mut build = Sample::new("index", MICA, self.layers, 0);
         note(&mut build, |sample| {
@@ -140,7 +140,7 @@ impl Chain {
         samples.push(build);
     }
 
-    /// Reads all its files, so that the page cache has them: else it is whoever comes second that
+    /// Reads all its files, so that the page cache has them: otherwise the second one
     /// finds them there.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ pub(super) struct Peer {
     pub(super) name: String,
     kind: Kind,
     access: Access,
-    /// Options besides those that every run has.
+    /// Options in addition to those of every run.
     more: Vec<String>,
     /// What QEMU opens instead of the image.
     node: Option<String>,
@@ -227,7 +227,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// Stops it and gives its own figures, if it has any.
+    /// Stops it and returns its own figures, if it has any.
     ///
     /// # Errors
     /// If it does not stop, or not well.

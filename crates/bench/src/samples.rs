@@ -1,4 +1,4 @@
-//! What was measured, run by run, and the medians of it.
+//! What was measured, run by run, and its medians.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 /// One run of one server.
 #[derive(Clone, Default, Debug, Serialize)]
 pub(super) struct Sample {
-    /// What part of the bench it belongs to.
+    /// The part of the bench it belongs to.
     pub(super) part: String,
-    /// Who served.
+    /// The server.
     pub(super) server: String,
     /// Layers of the chain.
     pub(super) layers: u32,
@@ -18,7 +18,7 @@ pub(super) struct Sample {
     pub(super) metrics: BTreeMap<String, f64>,
     /// Distributions by name.
     pub(super) curves: BTreeMap<String, Vec<[f64; 2]>>,
-    /// Programs that wanted a processor when the run began, this bench's own among them.
+    /// Programs that were ready to run when the run began, including this bench's own.
     pub(super) load_average: f64,
     /// Why there are no figures, or not all.
     pub(super) error: Option<String>,
@@ -34,7 +34,7 @@ impl Sample {
         Self { part, server, layers, repeat, load_average, ..Self::default() }
     }
 
-    /// Notes a figure.
+    /// Records a figure.
     pub(super) fn put(&mut self, name: impl Into<String>, value: f64) {
         self.metrics.insert(name.into(), value);
     }
@@ -47,7 +47,7 @@ pub(super) struct Samples {
 }
 
 impl Samples {
-    /// Adds a run, and says it.
+    /// Adds a run, and prints it.
     pub(super) fn push(&mut self, sample: Sample) {
         let Sample { part, server, layers, repeat, .. } = &sample;
         match &sample.error {
@@ -102,7 +102,7 @@ impl Samples {
         layers
     }
 
-    /// Servers that `part` has runs of, in the order of their first.
+    /// Servers that `part` has runs of, in the order of their first runs.
     pub(super) fn servers(&self, part: &str) -> Vec<String> {
         let mut servers: Vec<String> = Vec::new();
         for run in self.runs.iter().filter(|run| run.part == part) {
@@ -124,7 +124,7 @@ impl Samples {
     }
 }
 
-/// The middle of `values`; the mean of the middle two where their number is even.
+/// The middle of `values`; the mean of the middle two if their number is even.
 pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);

@@ -29,7 +29,7 @@ pub(super) fn in_order<T>(things: &[T], repeat: u32) -> Vec<&T> {
     order
 }
 
-/// Measures; what goes wrong becomes the sample's error.
+/// Measures; a failure becomes the sample's error.
 pub(super) fn note(sample: &mut Sample, measure: impl FnOnce(&mut Sample) -> Result<()>) {
     if let Err(error) = measure(sample) {
         let text = format!("{error:#}");

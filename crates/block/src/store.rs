@@ -43,7 +43,7 @@ pub enum Space {
 }
 
 /// What tells whether the system has lost what was written and not synced, though it was not
-/// started anew: the file system may have been mounted anew, or the device have come anew.
+/// started anew: the file system may have been remounted, or its device have come back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Witness {
     /// Nothing tells.

@@ -22,7 +22,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 /// A first read of this many bytes has all that [`Header::decode`] needs of nearly every image;
-/// [`Header::bytes_needed`] tells when it does not.
+/// [`Header::bytes_needed`] reports when it does not.
 pub const HEADER_READ_BYTES: usize = 4096;
 /// Largest active L1 table.
 pub const L1_BYTES_MAX: u64 = 32 << 20;

@@ -99,7 +99,7 @@ impl RefcountTableEntry {
         Self(block.bytes() & OFFSET_MASK)
     }
 
-    /// Where the refcount block is, or `None` where there is none: all its refcounts are 0.
+    /// Where the refcount block is, or `None` if there is none: all its refcounts are 0.
     ///
     /// # Errors
     /// `Corrupt` if the address is not a multiple of the cluster size.

@@ -38,7 +38,7 @@ pub struct SnapshotEntry {
     pub id: String,
     /// Its name.
     pub name: String,
-    /// Where its L1 table starts. Not checked: who reads it checks it first.
+    /// Where its L1 table starts. Not checked: a reader must check it first.
     pub l1_offset: HostOffset,
     /// Number of entries in its L1 table. Not checked either.
     pub l1_entries: u32,

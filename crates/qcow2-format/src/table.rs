@@ -36,7 +36,7 @@ impl L1Entry {
         Self(table.bytes() & OFFSET_MASK | if copied { COPIED } else { 0 })
     }
 
-    /// Where the L2 table is, or `None` where there is none.
+    /// Where the L2 table is, or `None` if there is none.
     ///
     /// # Errors
     /// `Corrupt` if the address is not a multiple of the cluster size.
@@ -251,7 +251,7 @@ impl L2Format {
         if !host.is_aligned(self.cluster_bits.bytes()) {
             return Err(self.unaligned(raw));
         }
-        // Offset 0 is a place only in a data file, where COPIED tells it from "nowhere".
+        // Offset 0 is a place only in a data file, where COPIED distinguishes it from "nowhere".
         let placed = host != HostOffset::ZERO || (self.data_file && raw.copied());
         if self.extended {
             return Self::subclusters(raw, placed.then_some(host));

@@ -1,8 +1,8 @@
-//! Makes a new image, as `qemu-img create` does: the layout is that of [`ImageWriter`] with nothing
-//! in it, so that there is one place that lays out files.
+//! Creates a new image, as `qemu-img create` does: the layout is that of an empty [`ImageWriter`],
+//! so that files are laid out in one place only.
 //!
-//! The header is written last, when all that it names is durable: what a power cut leaves of an
-//! image that was not finished is no image.
+//! The header is written last, when everything that it names is durable: the remains of an image
+//! that a power cut interrupted are not an image.
 
 mod options;
 
@@ -13,10 +13,10 @@ use mica_block::{Error, Result, Space, Store, write_all};
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
-/// Bytes of zeros that are written at once.
+/// Bytes of zeros that are written at a time.
 const ZEROS_BYTES: u64 = 1 << 20;
 
-/// Where an image is made. Both stores are empty.
+/// Where an image is created. Both stores are empty.
 #[derive(Clone, Copy)]
 pub struct Stores<'a> {
     /// The image itself.
@@ -25,10 +25,10 @@ pub struct Stores<'a> {
     pub data: Option<&'a dyn Store>,
 }
 
-/// Makes the image that is planned, without data.
+/// Creates the planned image, without data.
 ///
 /// # Errors
-/// What the stores say; `Limit` if the tables of the image would be too long.
+/// Any error of the stores; `Limit` if the tables of the image would be too long.
 pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
     let preallocation = plan.preallocation;
     let mut writer = ImageWriter::new(plan)?;
@@ -41,7 +41,7 @@ pub async fn create(plan: ImagePlan, stores: Stores<'_>) -> Result<()> {
     finish(writer, stores).await
 }
 
-/// Writes what ends an image: the tables, and when they are durable the header.
+/// Writes the end of an image: the tables, and when they are durable the header.
 ///
 /// # Errors
 /// As [`create`].
@@ -82,7 +82,7 @@ async fn write_each(stores: Stores<'_>, writes: Vec<Write>) -> Result<()> {
     Ok(())
 }
 
-/// Gives `len` bytes at `at` the space that was asked for.
+/// Reserves the requested space for `len` bytes at `at`.
 async fn give_space(
     store: &dyn Store,
     preallocation: Preallocation,
@@ -96,10 +96,10 @@ async fn give_space(
     }
 }
 
-/// Writes `len` bytes of zeros at `at`, so that the space is there whatever the file system can do.
+/// Writes `len` bytes of zeros at `at`, so that the space exists whatever the file system supports.
 ///
 /// # Errors
-/// What the store says.
+/// Any error of the store.
 pub async fn write_zeros(store: &dyn Store, at: HostOffset, len: u64) -> Result<()> {
     let (mut at, mut left) = (at.bytes(), len);
     while left > 0 {
@@ -111,7 +111,7 @@ pub async fn write_zeros(store: &dyn Store, at: HostOffset, len: u64) -> Result<
     Ok(())
 }
 
-/// The result of a call with the store's name.
+/// The result of a call, with the store's name.
 fn named<T>(store: &dyn Store, result: Result<T>) -> Result<T> {
     result.map_err(|error: Error| error.wrap(store.name()))
 }

@@ -1,4 +1,4 @@
-//! What an image says about itself. Opens that one file and nothing that it names.
+//! The contents of an image's header and tables. Opens that one file and nothing that it names.
 
 use mica_block::{Error, Images, OpenImage, Result};
 use mica_qcow2::read_over;
@@ -7,11 +7,11 @@ use mica_qcow2::{read_header, read_header_as};
 use mica_qcow2_format::{BitmapEntry, Header, ImageName, SnapshotEntry, parse_image_name};
 use std::path::{Path, PathBuf};
 
-/// Snapshots that are listed; what an image has beyond is only counted, so that a small file cannot
-/// make a large answer.
+/// Snapshots that are listed; any more are only counted, so that a small file cannot produce a
+/// large answer.
 pub const SNAPSHOTS_LISTED_MAX: usize = 1024;
 
-/// What an image says about itself.
+/// What an image records about itself.
 pub struct ImageInfo {
     /// The open file.
     pub image: OpenImage,
@@ -23,10 +23,10 @@ pub struct ImageInfo {
     pub bitmaps: Vec<BitmapEntry>,
 }
 
-/// Reads what the qcow2 image at `path` says about itself.
+/// Reads what the qcow2 image at `path` records about itself.
 ///
 /// # Errors
-/// If it is no qcow2 image that mica reads.
+/// If it is not a qcow2 image that mica reads.
 pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
     let step = async {
         let image = images.open(path)?;
@@ -41,7 +41,7 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
 /// Opens the image at `path` for [`check`](crate::check::check).
 ///
 /// # Errors
-/// If it is no qcow2 image that can be checked.
+/// If it is not a qcow2 image that can be checked.
 pub async fn open_for_check(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
         let image = read_over(images, path, images.open(path)?).await?;
@@ -56,7 +56,7 @@ impl ImageInfo {
     /// states for it.
     ///
     /// # Errors
-    /// If the name is none that mica follows, or the policy forbids it.
+    /// If mica does not follow such a name, or the policy forbids it.
     pub fn backing(
         &self,
         images: &dyn Images,

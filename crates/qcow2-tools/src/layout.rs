@@ -1,5 +1,5 @@
-//! Lays out a new image in one go, from the start of the disk to its end. Pure: it says which bytes
-//! go where, and does no I/O.
+//! Lays out a new image in one go, from the start of the disk to its end. Pure: it determines which
+//! bytes go where, and does no I/O.
 //!
 //! ```text
 //! header | L1 | data and L2 tables in the order of the disk | refcount blocks | refcount table
@@ -7,11 +7,11 @@
 //!
 //! Invariants
 //! - I1 Clusters are taken one after the other and never given back: all from 0 to the end are in
-//!   use, once, but for those that compressed clusters share.
-//! - I2 Clusters of the disk come in ascending order, so that one L2 table is open at a time.
-//! - I3 No cluster is shared by more than its refcount can count.
+//!   use, once, except those that compressed clusters share.
+//! - I2 Clusters of the disk are passed in ascending order, so that one L2 table is open at a time.
+//! - I3 No cluster is shared by more users than its refcount can count.
 //!
-//! [`ImageWriter::end`] gives what comes after the data, and the header at the very last.
+//! [`ImageWriter::end`] produces what follows the data, and the header at the very end.
 
 mod compress;
 mod ending;
@@ -29,7 +29,7 @@ use mica_units::{ClusterBits, GuestOffset, HostOffset};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Which file bytes go to.
+/// The file that bytes go to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
     /// The image.
@@ -49,12 +49,12 @@ pub struct Write {
     pub bytes: Buf,
 }
 
-/// What one cluster of the disk holds.
+/// The contents of one cluster of the disk.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Content {
     /// Nothing: what lies beneath shows.
     Unallocated,
-    /// Bytes in all of it.
+    /// Bytes throughout.
     Data,
     /// Bytes in some subclusters, zeros in others; those in neither set show what lies beneath.
     /// Without subclusters there is one: bit 0.
@@ -66,14 +66,14 @@ pub enum Content {
     },
     /// Bytes, compressed to these.
     Packed(Vec<u8>),
-    /// A place in which nothing was written, so that it reads as zeros.
+    /// A place that was never written, so that it reads as zeros.
     Reserved,
 }
 
-/// What [`ImageWriter::reserve_table`] gave places.
+/// What [`ImageWriter::reserve_table`] allocated.
 #[derive(Debug)]
 pub struct Reserved {
-    /// Where the clusters are that have a place now, and how long they are together.
+    /// The place of the clusters that were allocated, and their total length.
     pub data: Option<(Place, HostOffset, u64)>,
     /// What is to be written.
     pub writes: Vec<Write>,
@@ -88,15 +88,15 @@ pub struct ImageWriter {
     table: Option<(u64, Vec<u8>)>,
     /// L2 tables that were reserved, for [`Self::reserve_table`].
     tables_reserved: u64,
-    /// First cluster that is not taken, in bytes.
+    /// First cluster that is not taken, as a byte offset.
     next: u64,
     /// The bytes behind the last compressed cluster that the next one may use.
     tail: Range<u64>,
-    /// How often clusters are counted beyond once (I1).
+    /// How often clusters are counted more than once (I1).
     shared: BTreeMap<u64, u64>,
 }
 
-/// A run of bytes on its way to a write.
+/// A run of bytes waiting to be written.
 enum Source {
     /// A range of the piece that is being placed.
     Piece(Range<usize>),
@@ -114,7 +114,7 @@ impl Source {
 }
 
 impl ImageWriter {
-    /// A writer of an image that holds nothing yet.
+    /// A writer of an empty image.
     ///
     /// # Errors
     /// `Limit` if this machine has no room for its L1 table.
@@ -140,11 +140,11 @@ impl ImageWriter {
         &self.plan
     }
 
-    /// Gives places to the clusters of the disk from `start` on: `contents` says what they hold,
-    /// and `piece` has their bytes, whole clusters, even for those without any.
+    /// Allocates the clusters of the disk from `start` on: `contents` describes what they hold, and
+    /// `piece` has their bytes, whole clusters, even for those without any.
     ///
     /// # Errors
-    /// `Limit` if the file becomes longer than the format can say.
+    /// `Limit` if the file becomes longer than the format allows.
     pub fn place(
         &mut self,
         start: GuestOffset,
@@ -203,11 +203,11 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Gives a place to every cluster of the next L2 table, if the plan wants them preallocated;
-    /// `None` when there is no table left.
+    /// Allocates every cluster of the next L2 table, if the plan wants them preallocated; `None`
+    /// when no table is left.
     ///
     /// # Errors
-    /// `Limit` if the file becomes longer than the format can say.
+    /// `Limit` if the file becomes longer than the format allows.
     pub fn reserve_table(&mut self) -> Result<Option<Reserved>> {
         let l2 = self.plan.l2;
         if self.plan.preallocation == Preallocation::Off
@@ -232,22 +232,23 @@ impl ImageWriter {
         Ok(Some(Reserved { data: Some((place, host, len)), writes }))
     }
 
-    /// Ends the L2 table that is open. Nothing is placed afterwards.
+    /// Ends the L2 table that is open. Nothing is allocated afterwards.
     ///
     /// # Errors
-    /// `Limit` if the file becomes longer than the format can say.
+    /// `Limit` if the file becomes longer than the format allows.
     pub fn take_last_table(&mut self) -> Result<Vec<Write>> {
         let table = self.close_table();
         let segments = table.map(|(at, table)| (Place::Image, at, Source::Own(table)));
         Ok(gather(segments.into_iter().collect(), Buf::new(0)))
     }
 
-    /// How long the data file has to be, if there is one: as the disk, for who reads it alone.
+    /// Required length of the data file, if there is one: that of the disk, for programs that read
+    /// it alone.
     pub fn data_file_len(&self) -> Option<u64> {
         self.plan.data_file.as_ref().map(|_| self.plan.size)
     }
 
-    /// What comes after the data.
+    /// What follows the data.
     ///
     /// # Errors
     /// `Limit` if the refcount table would be longer than QEMU reads.
@@ -264,7 +265,7 @@ impl ImageWriter {
         1 << self.cluster_bits().bits()
     }
 
-    /// Makes table number `index` the one that is filled; gives the one before, if it ends here.
+    /// Makes table number `index` the one being filled; returns the previous one, if it ends here.
     fn open_table(&mut self, index: u64) -> Option<(u64, Vec<u8>)> {
         match &self.table {
             Some((open, _)) if *open == index => return None,
@@ -276,7 +277,7 @@ impl ImageWriter {
         closed
     }
 
-    /// Gives the open table its place.
+    /// Allocates the open table.
     fn close_table(&mut self) -> Option<(u64, Vec<u8>)> {
         let (index, table) = self.table.take()?;
         let at = self.next;
@@ -303,7 +304,7 @@ impl ImageWriter {
         l2.put_raw(table, index, l2.encode(entry, true));
     }
 
-    /// Takes `count` clusters in a row for those of the disk from `guest` on.
+    /// Takes `count` contiguous clusters for those of the disk from `guest` on.
     fn take_clusters(&mut self, guest: GuestOffset, count: u64) -> (Place, HostOffset) {
         if self.plan.l2.data_file {
             return (Place::DataFile, HostOffset::new(guest.bytes()));
@@ -313,8 +314,8 @@ impl ImageWriter {
         (Place::Image, HostOffset::new(at))
     }
 
-    /// Takes `len` bytes, less than a cluster, for a compressed cluster: behind the one before if
-    /// the two may share a cluster.
+    /// Takes `len` bytes, less than a cluster, for a compressed cluster: directly after the
+    /// previous one if the two may share a cluster.
     fn take_packed(&mut self, len: u64) -> Result<CompressedCluster> {
         let bits = self.cluster_bits();
         let shared = bits.cluster_of(self.tail.start);
@@ -341,7 +342,7 @@ impl ImageWriter {
     }
 }
 
-/// Joins segments that follow each other; a piece that goes out as it came in is not copied.
+/// Joins adjacent segments; a piece that is written unchanged is not copied.
 fn gather(segments: Vec<(Place, u64, Source)>, piece: Buf) -> Vec<Write> {
     let mut runs: Vec<(Place, u64, usize, Vec<Source>)> = Vec::new();
     for (place, at, source) in segments {

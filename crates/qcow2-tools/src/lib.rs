@@ -1,4 +1,4 @@
-//! What is done to qcow2 images that nobody uses: checking and repairing them, making new ones,
+//! Operations on qcow2 images that nobody uses: checking and repairing them, creating new ones,
 //! changing their length. Internal crate.
 
 pub mod check;

@@ -1,4 +1,4 @@
-//! How long a new image will be, as `qemu-img measure` counts: never less than it takes.
+//! The length that a new image will have, counted as `qemu-img measure` does: never too small.
 
 use crate::create::{ImagePlan, Preallocation};
 use crate::layout::refcount_area;
@@ -6,20 +6,20 @@ use mica_block::{Detail, Disk, Result};
 use mica_qcow2_format::{BitmapEntry, L1Entry};
 use mica_units::{ClusterBits, GuestOffset, GuestRange};
 
-/// Bytes of the disk that are planned at once: more where little is there.
+/// Bytes of the disk that are planned at a time: more if they hold little.
 const WINDOW_BYTES_MIN: u64 = 256 << 20;
 const WINDOW_BYTES_MAX: u64 = 1 << 52;
-/// Extents of a window from which on the next one is small again.
+/// Number of extents in a window from which on the next one is small again.
 const EXTENTS_MANY: usize = 1024;
 /// Fixed fields of an entry of the bitmap directory.
 const BITMAP_ENTRY_BYTES: u64 = 24;
 
-/// Lengths of a file that is not there yet, in bytes.
+/// Lengths of a file that does not exist yet, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Measure {
-    /// What the content needs.
+    /// Needed for the content.
     pub required: u64,
-    /// What is needed when every cluster is written.
+    /// Needed once every cluster is written.
     pub fully_allocated: u64,
 }
 
@@ -43,7 +43,7 @@ pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
 /// Bytes of the clusters of `bits` that hold something of `disk` other than zeros.
 ///
 /// # Errors
-/// What kept the disk's map from being read.
+/// Any failure to read the disk's map.
 pub async fn data_bytes(disk: &dyn Disk, bits: ClusterBits) -> Result<u64> {
     let len = disk.geometry().len;
     let (mut total, mut counted_to, mut at) = (0, 0, 0);

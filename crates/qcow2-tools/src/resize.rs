@@ -1,4 +1,4 @@
-//! Makes the disk of an image that nobody uses longer or shorter.
+//! Makes the disk of an image that is not in use longer or shorter.
 //!
 //! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
 //! show ─▶ the new size. Shorter: the new size with a shorter L1 table ─▶ what is beyond is freed,
@@ -6,10 +6,10 @@
 //!
 //! Invariants
 //! - I1 What the header names is durable before the header is, so that a power cut leaves the old
-//!   length or the new one; at worst with leaks.
-//! - I2 Nothing but zeros is ever in the part by which a disk grew: neither what a longer backing
-//!   file has there, nor what the image kept from a longer life.
-//! - I3 A cluster is freed after nothing durable names it.
+//!   length or the new one; at worst clusters leak.
+//! - I2 The part by which a disk grew never holds anything but zeros: neither what a longer backing
+//!   file has there, nor what the image kept from a time when it was longer.
+//! - I3 A cluster is freed only after nothing durable names it.
 
 mod blocks;
 mod data;
@@ -32,7 +32,7 @@ use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A raw data file: what a new length keeps true. Bitmaps are refused before.
+/// A raw data file: it stays one at the new length. Bitmaps are refused earlier.
 const AUTOCLEAR_KEPT: u64 = 2;
 
 /// An image whose length is to be changed.
@@ -45,10 +45,10 @@ pub struct Resizer {
 }
 
 impl Resizer {
-    /// Opens the image at `path`, for nobody else.
+    /// Opens the image at `path` exclusively.
     ///
     /// # Errors
-    /// If it is no image that can be written, or its length cannot be changed.
+    /// If it is not an image that can be written, or its length cannot be changed.
     pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
         let step = async {
             let image = images.open_writable(path)?;
@@ -75,7 +75,7 @@ impl Resizer {
     /// Makes the disk `size` bytes long, a multiple of a sector.
     ///
     /// # Errors
-    /// `Invalid` if no image of these clusters is that long; what the store says.
+    /// `Invalid` if no image with clusters of this size can be that long; any error of the store.
     pub async fn resize(&mut self, size: u64) -> Result<()> {
         let entries = self.header.l1_entries_for(size)?;
         match size.cmp(&self.disk_bytes()) {
@@ -100,7 +100,7 @@ impl Resizer {
         self.write_header().await
     }
 
-    /// Makes the L1 table longer, in its clusters if it fits them, else elsewhere.
+    /// Makes the L1 table longer, within its clusters if it fits them, otherwise elsewhere.
     async fn grow_l1(&mut self, entries: u32) -> Result<()> {
         let bits = self.header.cluster_bits;
         let bytes = |entries: u32| u64::from(entries) * L1Entry::BYTES as u64;
@@ -127,7 +127,7 @@ impl Resizer {
         write_all(store, table, at).await?;
         space.commit().await?;
         let old_at = self.header.l1_offset;
-        // The refcount table may have got another place meanwhile.
+        // The refcount table may have moved in the meantime.
         self.header = read_header(store).await?;
         self.header.l1_offset = at;
         self.header.l1_entries = entries;
@@ -140,12 +140,12 @@ impl Resizer {
         space.give_back(at.bytes() + new).await
     }
 
-    /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and has all
-    /// refcounts made right. So tables find a place that are longer than what a refcount block
-    /// counts.
+    /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and then repairs
+    /// all refcounts. So a table that is longer than what a refcount block counts finds a place,
+    /// too.
     async fn move_l1_and_count(&mut self, table: Buf, entries: u32) -> Result<()> {
         let store = &*self.image.store;
-        // What was reserved in the search was never written.
+        // Clusters that were reserved in the search were never written.
         self.header = read_header(store).await?;
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
         let at = space.end(self.header.cluster_bits.clusters_for(table.len() as u64)).await?;
@@ -157,7 +157,7 @@ impl Resizer {
         self.write_header().await?;
         self.header = repair_dirty(Arc::clone(&self.image.store), &self.header).await?;
         if self.header.incompatible.dirty {
-            let what = "the refcounts could not be mended: `mica check` says what is wrong";
+            let what = "the refcounts could not be repaired: `mica check` says what is wrong";
             return Err(Error::new(ErrorKind::Corrupt, what));
         }
         Ok(())
@@ -194,7 +194,7 @@ impl Resizer {
         zeroed.and(closed)
     }
 
-    /// Up to where the tables speak of what lies beyond `end`; `end` if they do not.
+    /// The end of what the tables cover beyond `end`; `end` if they cover nothing there.
     async fn kept_end(&self, end: u64) -> Result<u64> {
         let l2 = self.header.l2_format();
         let l1 = self.read_l1().await?;
@@ -204,7 +204,7 @@ impl Resizer {
         match beyond {
             None => Ok(end),
             Some(0) => {
-                // Only the table in which the disk ends is there, which is the usual case.
+                // Only the table in which the disk ends exists, which is the usual case.
                 let Some(at) = L1Entry(l1[len_of(first)]).decode(l2.cluster_bits)? else {
                     return Ok(end);
                 };
@@ -254,8 +254,8 @@ impl Resizer {
         }
     }
 
-    /// Forgets what the table in which the disk ends now has beyond that end. One that a snapshot
-    /// shares stays: what it says beyond the end is zeroed if the disk grows again.
+    /// Clears the entries beyond the new end in the table in which the disk ends. A table shared
+    /// with a snapshot stays: its entries beyond the end are zeroed if the disk grows again.
     async fn cut_table(&self, space: &FileSpace, entry: L1Entry, size: u64) -> Result<()> {
         let l2 = self.header.l2_format();
         let Some(at) = entry.decode(l2.cluster_bits)? else { return Ok(()) };
@@ -277,7 +277,7 @@ impl Resizer {
         self.free_entries(space, &before, first).await
     }
 
-    /// Frees what the entries of `table` from `first` on name.
+    /// Frees what the entries of `table` name, from entry `first` on.
     async fn free_entries(&self, space: &FileSpace, table: &[u8], first: u64) -> Result<()> {
         let l2 = self.header.l2_format();
         if l2.data_file {
@@ -299,7 +299,7 @@ impl Resizer {
                         space.free(host, 1).await?;
                     }
                 }
-                // What it names is not known: it leaks, which a check mends.
+                // Its target is not known: it leaks, and a check repairs that.
                 Err(_) => {}
             }
         }
@@ -316,7 +316,8 @@ impl Resizer {
         1 << self.header.cluster_bits.bits()
     }
 
-    /// Writes size and L1 table into the header's first sector, all at once, and makes it durable.
+    /// Writes size and L1 table into the header's first sector in one write, and makes that
+    /// durable.
     async fn write_header(&self) -> Result<()> {
         let store: &dyn Store = &*self.image.store;
         let mut sector = read_exact(store, HostOffset::ZERO, len_of(SECTOR_BYTES)).await?;

@@ -1,7 +1,7 @@
 //! A chain of images as one disk.
 //!
-//! Opening walks the backing names from the active layer down, reads each header, and keeps of a
-//! layer only what reading needs. No step recurses by layer, and nothing of a layer but its header
+//! Opening follows the backing names from the active layer down, reads each header, and keeps only
+//! what reading needs of a layer. No step recurses by layer, and nothing of a layer but its header
 //! is read before a guest asks for it.
 
 mod manage;
@@ -28,7 +28,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Least budget of a chain's cache: below it the cache holds no slice of a usual disk.
+/// Least budget of a chain's cache: a smaller one could not hold a slice of a usual disk.
 pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
@@ -36,28 +36,28 @@ pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
 /// Whether the sidecars are used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum IndexUse {
-    /// Read where they fit; see [`Chain::build_index`] for how they are written.
+    /// Read if they fit; see [`Chain::build_index`] for how they are written.
     Read,
     /// Not at all: every slice is resolved by a walk.
     Ignore,
 }
 
-/// Makes the refcounts of an image right that has this header; gives the header that it has then.
+/// Repairs the refcounts of an image with this header; returns the header that it then has.
 pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Header>>;
 
 /// How a chain is opened.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
-    /// Most bytes that the chain's cache holds; at least [`CACHE_BYTES_MIN`] are taken.
+    /// Most bytes that the chain's cache holds; less than [`CACHE_BYTES_MIN`] is raised to that.
     pub cache_bytes: u64,
     /// Whether the sidecars are used.
     pub index: IndexUse,
     /// An internal snapshot of the active layer, by id or name, to read instead of its present.
     pub snapshot: Option<String>,
-    /// Whether the active layer is written.
+    /// Whether the active layer is to be written.
     pub writable: bool,
-    /// Who repairs an image that its last writer has not closed, before it is written. Without it
-    /// such an image is refused.
+    /// Repairs an image that its last writer has not closed, before it is written. Without it such
+    /// an image is refused.
     pub repair: Option<Repair>,
 }
 
@@ -78,10 +78,10 @@ impl Default for ChainOptions {
 pub struct Chain {
     map: Arc<Map>,
     gate: Arc<Gate>,
-    /// Who writes the active layer. It is loaded by those only who are inside the gate, so that it
-    /// is another one only while the gate is held.
+    /// The writer of the active layer. It is loaded only inside the gate, so that it is replaced
+    /// only while the gate is held.
     writer: Arc<ArcSwapOption<Writer>>,
-    /// Who puts a layer on top, one at a time.
+    /// Serializes putting layers on top.
     pushing: Arc<Claims>,
     repair: Option<Repair>,
 }
@@ -90,15 +90,15 @@ impl Chain {
     /// Opens the chain whose active layer is the qcow2 image at `path`.
     ///
     /// # Errors
-    /// What makes an image unusable, with its path; the policy's refusal of a name; a loop; for
-    /// writing also an image that is marked as corrupt, and a snapshot.
+    /// Anything that makes an image unusable, with its path; the policy's refusal of a name; a
+    /// loop; for writing also an image that is marked as corrupt, and a snapshot.
     pub async fn open(
         images: Arc<dyn Images>,
         path: &Path,
         options: &ChainOptions,
     ) -> Result<Self> {
         if options.writable && options.snapshot.is_some() {
-            let context = "an internal snapshot is opened for reading only";
+            let context = "an internal snapshot can only be opened for reading";
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let wanted = (options.snapshot.as_deref(), options.writable);
@@ -119,17 +119,17 @@ impl Chain {
         Ok(Self { map, gate, writer, pushing, repair: options.repair })
     }
 
-    /// How many layers, from the base, the index speaks for.
+    /// How many layers, from the base, the index covers.
     pub fn indexed_layers(&self) -> usize {
         self.map.index.tree().covered()
     }
 
-    /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
-    /// layers when `progress` breaks.
+    /// Brings the sidecars of all frozen layers up to date; returns how many it wrote. Stops
+    /// between two layers when `progress` breaks.
     ///
     /// # Errors
     /// If a layer cannot be read or a sidecar cannot be written. What was written before stays
-    /// good.
+    /// valid.
     pub async fn build_index(
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
@@ -142,8 +142,8 @@ impl Chain {
         self.map.layers().frozen().last().map_or(0, |layer| layer.len())
     }
 
-    /// Does a change of the disk in a task of its own: a client that goes away does not leave it
-    /// half-way.
+    /// Runs a change of the disk in a task of its own: a client that disconnects does not leave it
+    /// half-done.
     fn change<T: 'static>(
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> T + 'static,
@@ -158,7 +158,7 @@ impl Chain {
         }))
     }
 
-    /// The same, of a disk that may be opened for reading only.
+    /// The same for a disk that may be open for reading only.
     fn change_if_writable(
         &self,
         work: impl AsyncFnOnce(Arc<Writer>) -> Result<()> + 'static,

@@ -1,4 +1,4 @@
-//! The clusters that were decompressed last, so that small reads in a row decompress once.
+//! The clusters that were decompressed last, so that consecutive small reads decompress once.
 
 use mica_rt::Buf;
 use mica_units::{GuestOffset, LayerNumber};

@@ -1,5 +1,5 @@
-//! What a plan tells beyond what reading needs: which layer ends the search for a hole, which holes
-//! lie in clusters, and which parts of a raw image its file knows as holes.
+//! The detail of a plan beyond what reading needs: which layer ends the search for a hole, which
+//! holes lie in clusters, and which parts of a raw image are holes in its file.
 
 use crate::layer::Layer;
 use crate::layers::Layers;
@@ -8,11 +8,11 @@ use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
 use mica_rt::Pace;
 use mica_units::{GuestOffset, HostOffset};
 
-/// Runs of files that one plan asks for; beyond, the rest is told as data.
+/// Runs of files that one plan queries; beyond that, the rest is reported as data.
 const FILE_RUNS_MAX: usize = 4096;
-/// A question to a file system counts for so many extents.
+/// A query to a file system counts as this many extents.
 const STEPS_PER_FILE_RUN: u64 = 16;
-/// So many layers that are looked at count for one.
+/// This many layers that are examined count as one.
 const LAYERS_PER_STEP: u64 = 8;
 
 impl Map {
@@ -23,7 +23,7 @@ impl Map {
         }
         let mut file_runs = 0;
         let mut pace = Pace::new(EXTENTS_PER_TURN);
-        // What an extent takes at most, where every layer is asked.
+        // The most that an extent costs, if every layer is queried.
         let layers = self.layers();
         let of_layers = layers.all().len() as u64 / LAYERS_PER_STEP;
         let planned = std::mem::take(extents);
@@ -36,7 +36,7 @@ impl Map {
                     pace.steps(of_layers).await;
                 }
                 ExtentKind::Data if layer.tables.is_none() => {
-                    // Zeros by the file's word: it is this layer that owns them, in their place.
+                    // Zeros according to the file: this layer owns them, in their place.
                     let hole = ExtentKind::ZeroAllocated;
                     let told = (&mut file_runs, &mut *extents);
                     append_file_runs(layer, (extent, hole), told, &mut pace).await?;
@@ -60,7 +60,7 @@ async fn append_holes(layers: &Layers, hole: Extent, extents: &mut Vec<Extent>) 
     while at < end {
         let above = layers.frozen().iter().rposition(|layer| layer.len() <= at);
         let upper = &layers.all()[above.map_or(0, |position| position + 1)..];
-        // That holds up to where the next layer above this one ends.
+        // That holds up to the end of the next layer above this one.
         let next = upper.iter().map(|layer| layer.len()).filter(|len| *len > at);
         let stop = next.min().unwrap_or(end).min(end);
         let start = GuestOffset::new(at);
@@ -71,7 +71,7 @@ async fn append_holes(layers: &Layers, hole: Extent, extents: &mut Vec<Extent>) 
     Ok(())
 }
 
-/// Tells which parts of a hole lie in clusters of `layer`, which ends the search.
+/// Reports which parts of a hole lie in clusters of `layer`, which ends the search.
 async fn append_hole_of(layer: &Layer, hole: Extent, extents: &mut Vec<Extent>) -> Result<()> {
     let mut at = hole.start;
     for (range, host) in layer.holes_in_clusters(hole.range()).await? {
@@ -85,7 +85,7 @@ async fn append_hole_of(layer: &Layer, hole: Extent, extents: &mut Vec<Extent>) 
     Ok(())
 }
 
-/// Pushes the hole that starts where `hole` does and ends at `end`, if it is not empty.
+/// Pushes the hole from the start of `hole` to `end`, if it is not empty.
 fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
     let len = end.bytes() - hole.start.bytes();
     if len > 0 {
@@ -93,7 +93,7 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
     }
 }
 
-/// Divides a data extent where its file has holes, which become extents of the kind `hole`.
+/// Splits a data extent at the holes of its file, which become extents of the kind `hole`.
 async fn append_file_runs(
     layer: &Layer,
     (extent, hole): (Extent, ExtentKind),

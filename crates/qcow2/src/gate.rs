@@ -1,22 +1,22 @@
-//! Who is inside a chain: so that space is given to others only when nobody may touch it, and so
-//! that the layer that is written can be changed between two writes.
+//! Tracks who is inside a chain, so that space is reused only when nobody may touch it, and so that
+//! the active layer can be replaced between two writes.
 //!
 //! Invariants
-//! - I1 What a request found in the map is not put to another use before the request is done.
+//! - I1 A place that a request found in the map is not reused before the request is done.
 //! - I2 While the gate is held no change of the disk is under way, and none begins.
 
 use mica_rt::sync::{EndedPhase, InFlight, OwnedInFlight, Requests, Waiters};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is under way on a chain.
+/// Everything under way on a chain.
 #[derive(Default)]
 pub(crate) struct Gate {
-    /// All that may touch a place that the map names or named.
+    /// Everything that may touch a place that the map names or named.
     requests: Arc<Requests>,
-    /// Writes straight to their place, whatever became of those who asked for them.
+    /// Writes straight to their place, even if the requests behind them were dropped.
     in_place: Arc<Requests>,
-    /// All other changes of the disk, and those that wait to be let in.
+    /// All other changes of the disk, including those that wait to be admitted.
     changes: Arc<Requests>,
     asked: Arc<Requests>,
     is_held: AtomicBool,
@@ -29,7 +29,7 @@ pub(crate) struct Changing {
     _request: OwnedInFlight,
 }
 
-/// A moment after which nothing is under way that was so before.
+/// A moment, which is over when everything that was under way then has ended.
 #[derive(Clone, Copy)]
 pub(crate) struct Moment {
     requests: EndedPhase,
@@ -37,13 +37,13 @@ pub(crate) struct Moment {
 }
 
 impl Gate {
-    /// Counts a request until what this gives is dropped.
+    /// Counts a request until the returned value is dropped.
     #[inline]
     pub(crate) fn enter(&self) -> InFlight<'_> {
         self.requests.enter()
     }
 
-    /// Counts a change that is asked for: it is not idle from here on.
+    /// Counts a change that is requested: the chain is not idle from here on.
     pub(crate) fn ask(&self) -> OwnedInFlight {
         self.asked.enter_owned()
     }
@@ -52,11 +52,12 @@ impl Gate {
     #[inline]
     pub(crate) fn enter_in_place(&self) -> Option<OwnedInFlight> {
         let entered = self.in_place.enter_owned();
-        // After it counts: whoever holds the gate waits for it, or it sees that (I2).
+        // After it is counted: either the holder of the gate waits for it, or it sees the gate
+        // (I2).
         (!self.is_held.load(Ordering::SeqCst)).then_some(entered)
     }
 
-    /// Counts a change that was asked for; waits while the gate is held.
+    /// Counts a change that was requested; waits while the gate is held.
     pub(crate) async fn enter_change(&self) -> Changing {
         let enter = || {
             let change = self.changes.enter_owned();
@@ -77,7 +78,7 @@ impl Gate {
         self.in_place.grace().await;
     }
 
-    /// Waits until nothing is under way, and nothing waits to be.
+    /// Waits until nothing is under way, and nothing waits to be admitted.
     pub(crate) async fn idle(&self) {
         while !(self.asked.is_idle() && self.requests.is_idle() && self.in_place.is_idle()) {
             self.asked.grace().await;
@@ -85,21 +86,21 @@ impl Gate {
         }
     }
 
-    /// A moment for [`Self::is_over`]; `None` while what was under way at the last one still is.
+    /// A moment for [`Self::is_over`]; `None` until everything from the last one is done.
     pub(crate) fn moment(&self) -> Option<Moment> {
-        // In place first: if that cannot be, the other was not ended in vain.
+        // In place first: if that is impossible, the other was not ended in vain.
         let in_place = self.in_place.end_phase()?;
         let requests = self.requests.end_phase()?;
         Some(Moment { requests, in_place })
     }
 
-    /// Whether all that was under way at `moment` is done (I1).
+    /// Whether everything that was under way at `moment` is done (I1).
     pub(crate) fn is_over(&self, moment: Moment) -> bool {
         self.requests.is_drained(moment.requests) && self.in_place.is_drained(moment.in_place)
     }
 
-    /// Holds the gate: when this is ready no change is under way, and none begins until what it
-    /// gives is dropped. One task at a time may hold it.
+    /// Holds the gate: once this is ready no change is under way, and none begins until the
+    /// returned value is dropped. Only one task at a time may hold it.
     pub(crate) async fn hold(&self) -> HeldGate<'_> {
         let was_held = self.is_held.swap(true, Ordering::SeqCst);
         assert!(!was_held, "one task at a time holds the gate");

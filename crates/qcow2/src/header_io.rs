@@ -18,7 +18,7 @@ pub async fn read_header_as(
 ) -> Result<Header> {
     let file_len = store.len()?;
     let mut bytes = read_start(store, file_len, HEADER_READ_BYTES).await?;
-    // A long header or name says so in what was read; each round reads more, up to a cluster.
+    // A long header or name shows in what was read; each round reads more, up to a cluster.
     loop {
         let needed = Header::bytes_needed(&bytes)?;
         if needed <= bytes.len() || bytes.len() as u64 >= file_len {
@@ -33,7 +33,7 @@ async fn read_start(store: &dyn Store, file_len: u64, len: usize) -> Result<Buf>
     read_exact(store, HostOffset::ZERO, len).await
 }
 
-/// Opens the data file that the image at `path` names; gives its path, too.
+/// Opens the data file that the image at `path` names; returns its path, too.
 pub fn open_data_file(
     images: &dyn Images,
     path: &Path,

@@ -3,8 +3,8 @@
 use mica_units::HostOffset;
 use std::sync::{PoisonError, RwLock};
 
-/// Where an L1 table is, and how many entries it has: of an image that is written, this changes
-/// when its disk becomes longer.
+/// The place of an L1 table and its number of entries: for an image that is being written, both
+/// change when its disk grows.
 pub(crate) struct L1Place(RwLock<(HostOffset, u32)>);
 
 impl L1Place {

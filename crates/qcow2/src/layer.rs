@@ -1,11 +1,11 @@
-//! One image of a chain: its tables, and what it says by itself.
+//! One image of a chain: its tables, and what it holds by itself.
 //!
 //! A layer knows nothing of the layers beneath it. It answers two questions: which bytes of a
-//! window it owns ([`Layer::own_runs`]), and what stands in a cluster that an index cannot describe
+//! window it owns ([`Layer::own_runs`]), and what is in a cluster that an index cannot describe
 //! ([`Layer::read_deferred`]).
 //!
-//! Memory is bounded: a small L1 table is kept once it was read, a large one is read where it is
-//! needed, and no L2 table is kept at all: the chain's slices are.
+//! Memory is bounded: a small L1 table is kept once it was read, a large one is read as needed, and
+//! no L2 table is kept at all: the chain's slices are.
 
 use crate::decoded::DecodedClusters;
 use crate::index::slice::{Entry, EntryKind, Run, Runs};
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// L1 entries that are looked at in one read.
+/// L1 entries that are read at a time.
 const L1_SCAN_ENTRIES: u64 = 8192;
 /// Largest L1 table that a layer keeps in memory.
 const L1_KEPT_BYTES_MAX: usize = 4096;
@@ -33,27 +33,26 @@ pub(crate) struct Layer {
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
     pub(crate) identity: Identity,
-    /// Where the digest of a seal that fits goes, to prove the file by should it be opened again.
+    /// The digest of a seal that fits: it proves the file, should that be opened again.
     pub(crate) content: ProofSlot,
-    /// Bytes of the disk that it speaks for, a multiple of a sector. It grows with a disk that is
-    /// made longer while it is written.
+    /// Bytes of the disk that it covers, a multiple of a sector. It grows with a disk that is
+    /// extended while it is written.
     pub(crate) len: AtomicU64,
     pub(crate) tables: Option<Tables>,
-    /// What its writer says, while it has one.
+    /// What its writer publishes, while it has one.
     pub(crate) live: Option<Live>,
 }
 
 /// The tables of a qcow2 image. A raw image has none.
 pub(crate) struct Tables {
     pub(crate) l2: L2Format,
-    /// Where the L1 table is; shared with who writes it.
+    /// The place of the L1 table; shared with the layer's writer.
     pub(crate) l1_place: Arc<L1Place>,
     pub(crate) compression: Compression,
-    /// Whether they are being written: then nothing of them is kept here.
+    /// Whether they are being written: then none of them is cached here.
     pub(crate) is_live: bool,
     l1: OnceLock<Box<[L1Entry]>>,
-    /// Whether more clusters are in use than its file takes space for; see
-    /// [`Layer::is_preallocated`].
+    /// Whether more clusters are in use than its file occupies; see [`Layer::is_preallocated`].
     preallocated: OnceLock<bool>,
 }
 
@@ -96,7 +95,7 @@ impl Tables {
     }
 }
 
-/// The entries in `table`, a whole L2 table, that speak for `part`, which it speaks for.
+/// The entries for `part` in `table`, a whole L2 table that covers it.
 pub(crate) fn l2_part(l2: L2Format, table: &[u8], part: GuestRange) -> &[u8] {
     let last = GuestOffset::new(part.end().bytes() - 1);
     let entry_bytes = l2.entry_bytes();
@@ -115,7 +114,7 @@ fn beyond_64_bits(what: &str) -> Error {
 }
 
 impl Layer {
-    /// Bytes of the disk that it speaks for, a multiple of a sector.
+    /// Bytes of the disk that it covers, a multiple of a sector.
     pub(crate) fn len(&self) -> u64 {
         self.len.load(Ordering::Acquire)
     }
@@ -153,15 +152,15 @@ impl Layer {
             Some(bytes) => {
                 self.append_l2_runs(tables, &bytes, part, window.start(), &mut runs);
             }
-            // Reading there fails with the reason, as in QEMU; all else stays readable.
+            // Reading there fails with the reason, as in QEMU; everything else stays readable.
             None => runs.push(self.deferred_run(part, window.start())),
         })
         .await?;
         Ok(runs)
     }
 
-    /// Shows `visitor` the entries of each L2 table that speaks for a part of `range`, with that
-    /// part; nothing in the place of a table that cannot be: its L1 entry is malformed.
+    /// Shows `visitor` the entries of each L2 table that covers a part of `range`, with that part;
+    /// `None` for a table that cannot exist: its L1 entry is malformed.
     async fn visit_tables(
         &self,
         tables: &Tables,
@@ -189,8 +188,8 @@ impl Layer {
         Ok(())
     }
 
-    /// The parts of `range`, which this layer does not own, that lie in clusters that it has for
-    /// other subclusters, with their places.
+    /// The parts of `range`, which this layer does not own, that lie in clusters that it allocated
+    /// for other subclusters, with their places.
     pub(crate) async fn holes_in_clusters(
         &self,
         range: GuestRange,
@@ -220,7 +219,7 @@ impl Layer {
         Ok(holes)
     }
 
-    /// How far from `at` on, at most to `end`, the L1 table names no L2 table.
+    /// How far from `at` on, up to `end` at most, the L1 table names no L2 table.
     pub(crate) async fn unowned_until(
         &self,
         at: GuestOffset,
@@ -267,7 +266,7 @@ impl Layer {
         read_exact(&*self.store, offset, len).await
     }
 
-    /// Appends what the entries in `bytes`, which speak for `part`, say.
+    /// Appends the runs of the entries in `bytes`, which cover `part`.
     pub(crate) fn append_l2_runs(
         &self,
         tables: &Tables,
@@ -306,7 +305,7 @@ impl Layer {
     }
 
     /// Whether a cluster of an active layer that is written must not be written in place: something
-    /// else names it too, or the image claims that it lies over metadata.
+    /// else names it too, or the image claims that it overlaps metadata.
     fn is_shared(&self, tables: &Tables, raw: RawL2Entry) -> bool {
         let Some(live) = &self.live else { return false };
         if live.held.has(raw.offset().bytes() >> tables.l2.cluster_bits.bits()) {
@@ -342,8 +341,8 @@ impl Layer {
         }
     }
 
-    /// The run for `range`, which lies `skipped` bytes into a cluster that is `entry`, and shared
-    /// with something else or not.
+    /// The run for `range`, which lies `skipped` bytes into a cluster whose entry is `entry`, and
+    /// which may be shared with something else.
     fn run_of(
         &self,
         (entry, shared): (L2Entry, bool),
@@ -371,19 +370,20 @@ impl Layer {
         run_at(range, window, Entry::without_host(EntryKind::Deferred, self.number))
     }
 
-    /// Whether the image's file takes clearly less space than its clusters in use would: then
-    /// clusters may lie in holes of the file. QEMU decides so too, and asks the file only then.
+    /// Whether the image's file occupies clearly less space than its clusters in use would: then
+    /// clusters may lie in holes of the file. QEMU uses the same rule, and queries the file only
+    /// then.
     pub(crate) async fn is_preallocated(&self) -> bool {
         let Some(tables) = &self.tables else { return false };
         if let Some(known) = tables.preallocated.get() {
             return *known;
         }
-        // What cannot be found out is told as data, which is never wrong.
+        // What cannot be determined is reported as data, which is never wrong.
         let found = crate::preallocated::is_preallocated(&*self.store).await.unwrap_or(false);
         *tables.preallocated.get_or_init(|| found)
     }
 
-    /// Reads what an index cannot describe: asks the layer's own L2 entries.
+    /// Reads what an index cannot describe: consults the layer's own L2 entries.
     pub(crate) async fn read_deferred(
         &self,
         start: GuestOffset,

@@ -1,12 +1,11 @@
 //! The layers of a chain at one time, from the base.
 //!
-//! A layer has a number, by which all that is kept in memory names it, and a position, which is
-//! what the sidecars name it by. A number is a layer's for as long as the layer is open; a position
-//! changes when a layer beneath comes or goes. Layers that were opened together are numbered from
-//! the base.
+//! A layer has a number, which names it in memory, and a position, which names it in the sidecars.
+//! A layer keeps its number for as long as it is open; its position changes when a layer beneath it
+//! is added or removed. Layers that were opened together are numbered from the base.
 //!
 //! Invariants
-//! - I1 No two layers have one number.
+//! - I1 No two layers share a number.
 //! - I2 There is at least one layer.
 
 use crate::layer::Layer;
@@ -19,7 +18,7 @@ pub(crate) struct Layers {
     order: Vec<Arc<Layer>>,
     /// Positions by number.
     positions: Vec<Option<u16>>,
-    /// Whether each number is the layer's position, too.
+    /// Whether each number is also the layer's position.
     are_positions_numbers: bool,
 }
 
@@ -27,7 +26,7 @@ impl Layers {
     /// The layers in `order`, from the base.
     ///
     /// # Panics
-    /// If there is none, if two have one number, or if there are more than
+    /// If there is none, if two share a number, or if there are more than
     /// [`LayerNumber::COUNT_MAX`].
     pub(crate) fn new(order: Vec<Arc<Layer>>) -> Self {
         let count = order.iter().map(|layer| layer.number.index() + 1).max();
@@ -65,7 +64,7 @@ impl Layers {
     /// The layer with this number.
     ///
     /// # Panics
-    /// If there is none: whoever has a number from a plan holds the layer's chain.
+    /// If there is none: a caller with a number from a plan holds the layer's chain.
     #[inline]
     pub(crate) fn get(&self, number: LayerNumber) -> &Arc<Layer> {
         match self.are_positions_numbers {
@@ -94,14 +93,14 @@ impl Layers {
         self.are_positions_numbers
     }
 
-    /// A number that no layer has; `None` if there are as many layers as there may be.
+    /// A number that no layer has; `None` if the chain has as many layers as it may have.
     pub(crate) fn free_number(&self) -> Option<LayerNumber> {
         let gap = self.positions.iter().position(Option::is_none);
         LayerNumber::new(gap.unwrap_or(self.positions.len()))
     }
 
-    /// These with `frozen` in the place of the uppermost one, whose number it has, and `active` on
-    /// top.
+    /// These layers with `frozen` in place of the uppermost one, whose number it has, and `active`
+    /// on top.
     pub(crate) fn pushed(&self, frozen: Arc<Layer>, active: Arc<Layer>) -> Self {
         let mut order = self.frozen().to_vec();
         assert_eq!(frozen.number, self.active().number, "it is the same layer");

@@ -1,7 +1,6 @@
 //! The map of a chain: which layer owns which bytes of the disk, and where they are.
 //!
-//! It plans and reads, and knows no writer: whoever writes a layer says through the index what has
-//! changed.
+//! It plans and reads, and knows no writer: a layer's writer reports its changes through the index.
 
 mod read;
 
@@ -19,16 +18,16 @@ use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Extents of a plan after which others have their turn.
+/// Extents of a plan after which other tasks get a turn.
 pub(crate) const EXTENTS_PER_TURN: u64 = 1024;
 
 /// The layers of a chain as one.
 pub(crate) struct Map {
     pub(crate) images: Arc<dyn Images>,
-    /// As they are now. Who needs them to stay the same for a while takes [`Self::layers`].
+    /// The present layers. A caller that needs a stable set takes [`Self::layers`].
     layers: ArcSwap<Layers>,
-    /// Bytes of the disk, and as many as are published: while it is being made longer, the new part
-    /// is there for this process before it is for anybody else.
+    /// Bytes of the disk, and the published length: while the disk is growing, this process can use
+    /// the new part before anybody else.
     len: AtomicU64,
     published_len: AtomicU64,
     pub(crate) index: Index,
@@ -36,11 +35,11 @@ pub(crate) struct Map {
     pub(crate) decoded: Arc<DecodedClusters>,
 }
 
-/// What planning from memory leaves.
+/// What is left to do after planning from memory.
 pub(crate) enum Rest {
     /// Nothing: the range cannot be planned.
     Impossible(Error),
-    /// All from this byte of the range on.
+    /// Everything from this byte of the range on.
     From(u64),
 }
 
@@ -64,13 +63,13 @@ impl Map {
         })
     }
 
-    /// Bytes of the disk. Whoever asks twice may get two answers.
+    /// Bytes of the disk. Two calls may return different values.
     pub(crate) fn len(&self) -> u64 {
         self.len.load(Ordering::Acquire)
     }
 
-    /// Makes reads and writes up to `len` possible. Slices that end at the old or the new end are
-    /// loaded again.
+    /// Enables reads and writes up to `len`. Slices that end at the old or the new end are loaded
+    /// again.
     pub(crate) fn set_len(&self, len: u64) {
         let before = self.len();
         self.layers().active().set_len(len);
@@ -80,17 +79,17 @@ impl Map {
         }
     }
 
-    /// Bytes of the disk for everybody.
+    /// The published length of the disk, in bytes.
     pub(crate) fn published_len(&self) -> u64 {
         self.published_len.load(Ordering::Acquire)
     }
 
-    /// Makes the length visible to everybody.
+    /// Publishes the length.
     pub(crate) fn publish_len(&self, len: u64) {
         self.published_len.store(len, Ordering::Release);
     }
 
-    /// The layers as they are now.
+    /// The present layers.
     pub(crate) fn layers(&self) -> Arc<Layers> {
         self.layers.load_full()
     }
@@ -102,13 +101,13 @@ impl Map {
         Err(beyond_end(self.len(), range.end()))
     }
 
-    /// Makes `layers` the chain's. What the slices in memory say must be true of them, too.
+    /// Replaces the chain's layers. The slices in memory must be true of the new ones too.
     pub(crate) fn replace_layers(&self, layers: Layers) {
         self.layers.store(Arc::new(layers));
         self.index.cache.outdate_loading();
     }
 
-    /// Plans `range` from what is in memory, if that is enough; what is left to be done if not.
+    /// Plans `range` from memory, if that is enough; returns what is left to do if it is not.
     /// `extents` is empty.
     #[inline]
     pub(crate) fn plan_now(
@@ -118,7 +117,7 @@ impl Map {
         extents: &mut Vec<Extent>,
     ) -> std::result::Result<(), Rest> {
         self.check_range(range).map_err(Rest::Impossible)?;
-        // Whoever wants detail may ask for very much at once, and waits for it.
+        // A request for detail may cover very much at once, and may wait.
         let done = if detail == Detail::Read { self.plan_cached(range, extents) } else { 0 };
         match done == range.len() && detail == Detail::Read {
             true => Ok(()),
@@ -139,7 +138,7 @@ impl Map {
         Ok(extents)
     }
 
-    /// Plans from cached slices; how much of `range` was planned before one was missing.
+    /// Plans from cached slices; returns how much of `range` was planned before one was missing.
     #[inline]
     fn plan_cached(&self, range: GuestRange, extents: &mut Vec<Extent>) -> u64 {
         let mut done = 0;
@@ -204,7 +203,7 @@ impl Map {
                     let (result, buf) = layer.read_deferred(start, buf, &decoded).await;
                     match result {
                         Ok(()) => (result, buf),
-                        // The layer may have been written since the plan.
+                        // The layer may have been written since the range was planned.
                         Err(_) => Box::pin(map.read_again(&layer, start, buf)).await,
                     }
                 })

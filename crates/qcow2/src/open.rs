@@ -1,10 +1,10 @@
-//! Opening the images of a chain: from the active layer down by their backing names, in a loop, and
-//! of each no more than its header.
+//! Opening the images of a chain: from the active layer down by their backing names, in a loop,
+//! reading only the header of each.
 //!
 //! Invariants
 //! - I1 No format is guessed: the user states the active layer's, each overlay its base's.
-//! - I2 A name is followed only where [`Images::resolve`] lets it be.
-//! - I3 A file stands in a chain once: loops are found by identity.
+//! - I2 A name is followed only if [`Images::resolve`] permits it.
+//! - I3 A file appears in a chain only once: loops are found by identity.
 
 use crate::header_io::{open_data_file, read_header};
 use crate::layer::{Layer, Tables};
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-/// An image that was opened while walking down.
+/// An image that was opened on the way down.
 struct Opened {
     path: PathBuf,
     image: OpenImage,
@@ -32,7 +32,7 @@ enum OpenedKind {
     Qcow2(Box<Header>),
 }
 
-/// The layers of the chain whose active layer is at `path`, from the base; of the active layer the
+/// The layers of the chain whose active layer is at `path`, from the base; for the active layer the
 /// internal snapshot, if one is named. With the metadata of the active layer, if that is written.
 pub(crate) async fn open_layers(
     images: &dyn Images,
@@ -106,7 +106,7 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
 enum ImageFormat {
     Raw,
     Qcow2,
-    /// Nobody said: raw, unless that would surely be wrong.
+    /// Unstated: raw, unless that would surely be wrong.
     Unstated,
 }
 
@@ -127,7 +127,7 @@ async fn open_one(
         None => None,
         Some(backing) => {
             let ImageName { path: name, format } = parse_image_name(&backing.name)?;
-            // Only one of the two says a format, or both must agree.
+            // Either only one of the two states a format, or both must agree.
             let stated = match (&backing.format, &format) {
                 (Some(one), Some(other)) if one != other => {
                     let context =
@@ -218,8 +218,8 @@ async fn build_layer(
     Ok((layer, written))
 }
 
-/// Opens the image at `path` to be written on top of `beneath`, of whose active layer it is an
-/// overlay that has nothing.
+/// Opens the image at `path` to be written on top of `beneath`, as an empty overlay of the active
+/// layer of that.
 pub(crate) async fn open_overlay(
     images: &dyn Images,
     path: &Path,
@@ -228,7 +228,7 @@ pub(crate) async fn open_overlay(
     let opened = async {
         let refuse = |what: &str| Err(Error::new(ErrorKind::Invalid, what));
         let Some(number) = beneath.free_number() else {
-            let context = format!("the chain has {} layers already", LayerNumber::COUNT_MAX);
+            let context = format!("the chain already has {} layers", LayerNumber::COUNT_MAX);
             return Err(Error::new(ErrorKind::Limit, context));
         };
         let image = images.open_writable(path)?;
@@ -242,16 +242,16 @@ pub(crate) async fn open_overlay(
         match below {
             Some((below, ImageFormat::Qcow2))
                 if same_file(images.identify(&below)?, active.identity) => {}
-            _ => return refuse("it is no overlay of the active layer"),
+            _ => return refuse("it is not an overlay of the active layer"),
         }
         let (layer, metadata) = build_layer(images, opened, number, (None, true)).await?;
-        let Some(metadata) = metadata else { return refuse("it is no qcow2 image") };
+        let Some(metadata) = metadata else { return refuse("it is not a qcow2 image") };
         if layer.len() != active.len() {
-            return refuse("it is not as long as the active layer");
+            return refuse("its length differs from that of the active layer");
         }
         let end = GuestOffset::new(layer.len());
         if layer.unowned_until(GuestOffset::ZERO, end).await? != end {
-            return refuse("it has data already");
+            return refuse("it already has data");
         }
         Ok((layer, metadata))
     };
@@ -262,7 +262,7 @@ fn same_file(one: Identity, other: Identity) -> bool {
     (one.device, one.inode) == (other.device, other.inode)
 }
 
-/// The layer `written`, whose writer has closed its `file`, as one that nobody writes any more.
+/// The layer `written`, whose writer has closed its `file`, as one that is no longer written.
 pub(crate) async fn freeze(
     images: &dyn Images,
     written: &Layer,

@@ -1,16 +1,16 @@
 //! Whether clusters of an image may lie in holes of its file.
 //!
 //! An image whose clusters were allocated without being written (`preallocation=metadata`), or that
-//! was written around zeros, has more clusters in use than its file takes space for. Its map is
-//! then told with the file's holes, as `qemu-img map` does; else the file is not asked, which saves
-//! a system call for each extent.
+//! was written around zeros, has more clusters in use than its file occupies. Its map is then
+//! reported with the file's holes, as `qemu-img map` does; otherwise the file is not queried, which
+//! saves a system call for each extent.
 
 use crate::header_io::read_header;
 use mica_block::{Result, Store, read_exact};
 use mica_qcow2_format::{Header, RefcountTableEntry};
 use mica_units::HostOffset;
 
-/// The rule of QEMU: at least a ninth more clusters in use than fit in the space, and two more.
+/// QEMU's rule: at least a ninth more clusters in use than fit in the space, plus two.
 pub(crate) async fn is_preallocated(store: &dyn Store) -> Result<bool> {
     let header = read_header(store).await?;
     let cluster_bytes = header.cluster_bits.bytes();

@@ -7,7 +7,7 @@ use mica_qcow2_format::{
 };
 use mica_units::HostOffset;
 
-/// Piece in which the snapshot table is read.
+/// Size of the pieces in which the snapshot table is read.
 const PIECE_BYTES: usize = 64 << 10;
 
 /// The internal snapshots of an image, in the order of its table; at most `limit` of them.
@@ -24,7 +24,7 @@ pub async fn list(store: &dyn Store, header: &Header, limit: usize) -> Result<Ve
     Ok(found)
 }
 
-/// The snapshot whose id or else whose name is `wanted`.
+/// The snapshot whose id, or failing that whose name, is `wanted`.
 pub(crate) async fn find(
     store: &dyn Store,
     header: &Header,

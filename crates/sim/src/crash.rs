@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-/// A guest that is not served after so much time, by the simulator's clock, never will be.
+/// A guest that is not served within this simulated time never will be.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// How a disk is opened.
@@ -23,26 +23,26 @@ const PATIENCE: Duration = Duration::from_secs(600);
 pub enum Mode {
     /// For reading.
     Read,
-    /// For writing too; what a crash left may be mended.
+    /// For writing too; damage from a crash may be repaired.
     Write,
 }
 
-/// What the scenarios need to know of the disk that is tried.
+/// The scenarios' interface to the disk under test.
 pub trait Subject {
     /// Opens it.
     fn open<'a>(&'a self, world: &'a World, mode: Mode)
     -> LocalFuture<'a, Result<Arc<dyn Manage>>>;
 
-    /// Judges the files while nobody has them open, and gives how much space they leak. Where they
-    /// are corrupt, says so.
+    /// Judges the files while nobody has them open, and returns how much space they leak. Fails if
+    /// they are corrupt.
     fn check<'a>(&'a self, world: &'a World) -> LocalFuture<'a, std::result::Result<u64, String>>;
 
-    /// Whether what was acknowledged is there after the process died, flushed or not.
+    /// Whether acknowledged writes survive the death of the process, flushed or not.
     fn outlives_the_process(&self) -> bool {
         false
     }
 
-    /// Has another program judge the files, which show what `model` says.
+    /// Makes another program judge the files, which show what `model` allows.
     fn judge_elsewhere(&self, world: &World, model: &ModelDisk) {
         let _ = (world, model);
     }
@@ -51,13 +51,13 @@ pub trait Subject {
 /// When the power goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cut {
-    /// After so many operations that change files.
+    /// After this many operations that change files.
     After(u64),
-    /// After so many syncs and then so many operations.
+    /// After this many syncs and then this many operations.
     AfterSyncs(u64, u64),
-    /// When so much time has passed.
+    /// When this much time has passed.
     At(Duration),
-    /// Not at all, but the process dies when so much time has passed.
+    /// Not at all, but the process dies when this much time has passed.
     KillAt(Duration),
     /// Not at all.
     Never,
@@ -72,7 +72,7 @@ pub enum Ending {
     Cut,
 }
 
-/// Runs `future` until the power goes, if it does first.
+/// Runs `future` until it ends or the power goes.
 pub async fn until_power_cut<F: Future>(world: &World, future: F) -> Option<F::Output> {
     let mut future = pin!(future);
     let mut cut = world.power_cut();
@@ -93,12 +93,12 @@ pub async fn until_power_cut<F: Future>(world: &World, future: F) -> Option<F::O
     .await
 }
 
-/// A scenario on one disk: rounds of work, each of which ends in a power cut or a close.
+/// A scenario on one disk: rounds of work, each ending in a power cut or a close.
 pub struct Crashes<'a> {
     world: &'a World,
     subject: &'a dyn Subject,
     model: Rc<RefCell<ModelDisk>>,
-    /// Space that is leaked: what a crash leaked may stay.
+    /// Leaked space: what a crash leaked may stay.
     leaks: u64,
 }
 
@@ -113,11 +113,11 @@ impl<'a> Crashes<'a> {
         Rc::clone(&self.model)
     }
 
-    /// A guest works until the power goes, or until it is done and closes the disk; then what is
-    /// there is judged.
+    /// A guest works until the power goes, or until it is done and closes the disk; then the result
+    /// is judged.
     ///
     /// # Panics
-    /// If it is not what it may be.
+    /// If the result is not permitted.
     pub async fn round(&mut self, cut: Cut, loss: Loss, work: impl AsyncFnOnce(&Guest)) -> Ending {
         let armed = Rc::new(Cell::new(true));
         match cut {
@@ -171,11 +171,11 @@ impl<'a> Crashes<'a> {
         ending
     }
 
-    /// A guest works while `fault` strikes, whatever comes of it; then the power goes, or where
-    /// `loss` is `None` the process dies, and what is there is judged. Gives whether it struck.
+    /// A guest works while `fault` strikes, whatever the consequences; then the power goes, or if
+    /// `loss` is `None` the process dies, and the result is judged. Returns whether it struck.
     ///
     /// # Panics
-    /// If nobody is told of the fault, or what is there is not what it may be.
+    /// If nobody gets an error from the fault, or the result is not permitted.
     pub async fn fault_round(
         &mut self,
         fault: ChangeFault,
@@ -185,7 +185,7 @@ impl<'a> Crashes<'a> {
         self.world.inject_change(fault);
         let all = async {
             let Ok(disk) = self.open(Mode::Write).await else { return 1 };
-            // What a failed sync has lost is lost, whatever its reason.
+            // What a failed sync has lost is lost, whatever the reason.
             let errors = match (fault.operation, fault.errno) {
                 (Operation::Write, crate::ENOSPC) => Errors::ForLackOfSpace,
                 _ => Errors::Expected,
@@ -199,19 +199,20 @@ impl<'a> Crashes<'a> {
         let failed = mica_rt::timeout(PATIENCE, all).await.expect("the guest is served");
         let struck = self.world.heal_changes();
         assert!(struck || failed == 0, "nothing struck, but {failed} requests failed");
-        // What only gives space back, or one try at what is not needed yet, may fail in silence.
+        // Operations that only free space, or a first attempt at something not needed yet, may fail
+        // silently.
         let matters = match fault.operation {
             Operation::Sync => true,
             Operation::Write => fault.lasting,
             _ => false,
         };
-        assert!(failed > 0 || !struck || !matters, "nobody was told that {fault:?} struck");
+        assert!(failed > 0 || !struck || !matters, "nobody noticed that {fault:?} struck");
         match loss {
             Some(loss) => self.world.cut_power(loss),
             None => self.world.kill(),
         }
         match loss {
-            // Where something failed, nothing more than after a crash can be asked for.
+            // After a failure, no more can be demanded than after a crash.
             None if self.subject.outlives_the_process() => {
                 self.model.borrow_mut().crash();
                 self.expect_takeover().await;
@@ -229,7 +230,7 @@ impl<'a> Crashes<'a> {
         self.model.borrow_mut().crash();
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the crash: {error}"));
-        // Who only reads mends nothing, and must see the same.
+        // A reader repairs nothing, and must see the same.
         if self.world.random_below(2) == 0 {
             self.settle(Mode::Read).await;
         }
@@ -237,8 +238,8 @@ impl<'a> Crashes<'a> {
         self.expect_clean().await;
     }
 
-    /// After the process died: who opens the disk for writing next goes on where it was. Who only
-    /// reads sees the same.
+    /// After the process died: the next process to open the disk for writing continues where it
+    /// was. A reader sees the same.
     async fn expect_takeover(&mut self) {
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the process died: {error}"));
@@ -247,7 +248,7 @@ impl<'a> Crashes<'a> {
         }
         self.settle(Mode::Write).await;
         let checked = self.subject.check(self.world).await;
-        self.leaks = checked.unwrap_or_else(|error| panic!("after it was taken over: {error}"));
+        self.leaks = checked.unwrap_or_else(|error| panic!("after the log was replayed: {error}"));
     }
 
     /// After a clean close.
@@ -265,7 +266,7 @@ impl<'a> Crashes<'a> {
         self.leaks = leaks;
     }
 
-    /// Has another program judge.
+    /// Makes another program judge.
     ///
     /// # Panics
     /// As [`Subject::judge_elsewhere`] does.
@@ -287,8 +288,7 @@ impl<'a> Crashes<'a> {
     }
 }
 
-/// A cut at random: within the first `operations` operations, or within about the time that as many
-/// take.
+/// A random cut: within the first `operations` operations, or within about the time that they take.
 pub fn cut_at_random(world: &World, operations: u64) -> (Cut, Loss) {
     let loss = loss_at_random(world);
     let number = 1 + world.random_below(operations);
@@ -301,13 +301,13 @@ pub fn cut_at_random(world: &World, operations: u64) -> (Cut, Loss) {
     (cut, loss)
 }
 
-/// A loss at random.
+/// A random loss.
 pub fn loss_at_random(world: &World) -> Loss {
     let losses = Loss::ALL.len() as u64;
     usize::try_from(world.random_below(losses)).map_or(Loss::Torn, |at| Loss::ALL[at])
 }
 
-/// A load at random for a disk of `sectors` sectors.
+/// A random load for a disk of `sectors` sectors.
 pub fn load_at_random(world: &World, sectors: u64) -> Load {
     let longest = [16, 64, 1024][usize::try_from(world.random_below(3)).unwrap_or(0)];
     Load {

@@ -1,5 +1,5 @@
-//! A guest that writes, reads and judges what it reads: several requests at once, often for the
-//! same sectors.
+//! A guest that writes, reads and judges what it reads: several requests concurrently, often for
+//! the same sectors.
 
 use crate::{ModelDisk, Request, Ticket, World};
 use mica_block::{Detail, Disk, Error, Extent, Manage, Result, Zeroes, read_extents};
@@ -13,26 +13,26 @@ use std::time::Duration;
 /// What a guest does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Load {
-    /// Requests under way at once.
+    /// Concurrent requests.
     pub tasks: u64,
     /// Requests of each task.
     pub requests: u64,
     /// Most sectors of a request.
     pub sectors_max: u64,
-    /// Of so many requests one is a flush.
+    /// One request in this many is a flush.
     pub flush_one_in: u64,
-    /// Of so many writes one is given up half-way; none where it is zero.
+    /// One write in this many is abandoned halfway; 0 for none.
     pub give_up_one_in: u64,
 }
 
 /// Whether requests may fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Errors {
-    /// None may: nothing was told to fail.
+    /// None may: no fault was injected.
     Unexpected,
     /// They may, and what was acknowledged counts all the same.
     Expected,
-    /// They may for lack of space, which may come back: then the disk goes on.
+    /// They may for lack of space, which may become available again: then the disk continues.
     ForLackOfSpace,
 }
 
@@ -43,22 +43,22 @@ pub struct Guest {
     model: Rc<RefCell<ModelDisk>>,
     errors: Errors,
     failed: Cell<u64>,
-    /// A flush has failed, and for good: none may succeed, and no write either.
+    /// A flush has failed, permanently: none may succeed, and no write either.
     latched: Cell<bool>,
     cuts: u64,
-    /// Requests that were given up: they may still happen.
+    /// Requests that were abandoned: they may still take effect.
     given_up: RefCell<Vec<Ticket>>,
 }
 
-/// After so long nothing of a request that was given up is under way.
+/// After this long, nothing of an abandoned request is still running.
 const AFTERMATH: Duration = Duration::from_secs(10);
-/// Sectors that requests crowd in.
+/// Sectors that requests concentrate on.
 const CROWD_SECTORS: u64 = 96;
-/// How much is read at once to see all of a disk.
+/// How much is read at a time to see all of a disk.
 const STEP_SECTORS: u64 = 512;
 
 impl Guest {
-    /// A guest on `disk`, which shows what `model` says.
+    /// A guest on `disk`, which shows what `model` allows.
     pub fn new(
         world: &World,
         disk: Arc<dyn Manage>,
@@ -124,7 +124,7 @@ impl Guest {
             0 => self.below(sectors),
             _ => (crowd + self.below(CROWD_SECTORS)) % sectors,
         };
-        // Whole units take other paths than parts do.
+        // Whole units take different paths than parts do.
         if self.below(3) == 0 {
             let unit = 1 << self.below(9);
             first -= first % unit;
@@ -140,7 +140,7 @@ impl Guest {
     /// Writes `count` sectors from `first` on.
     ///
     /// # Errors
-    /// What the disk says.
+    /// Any error of the disk.
     pub async fn write(&self, first: u64, count: u64) -> Result<()> {
         let (ticket, range) = self.begin(Request::Write, first, count);
         let content = self.model.borrow().content(&ticket);
@@ -171,7 +171,7 @@ impl Guest {
         match ended {
             Ok(result) => self.end_change(&ticket, &result),
             Err(_) => {
-                self.world.trace(|| format!("guest: {ticket:?} is given up"));
+                self.world.trace(|| format!("guest: {ticket:?} is abandoned"));
                 self.given_up.borrow_mut().push(ticket);
             }
         }
@@ -180,7 +180,7 @@ impl Guest {
     /// Makes `count` sectors from `first` on read as zeros.
     ///
     /// # Errors
-    /// What the disk says.
+    /// Any error of the disk.
     pub async fn write_zeroes(&self, first: u64, count: u64, how: Zeroes) -> Result<()> {
         let (ticket, range) = self.begin(Request::Zeroes, first, count);
         let mut result = self.disk.write_zeroes(range, how).await;
@@ -194,7 +194,7 @@ impl Guest {
     /// Discards `count` sectors from `first` on.
     ///
     /// # Errors
-    /// What the disk says.
+    /// Any error of the disk.
     pub async fn discard(&self, first: u64, count: u64) -> Result<()> {
         let (ticket, range) = self.begin(Request::Discard, first, count);
         let result = self.disk.discard(range).await;
@@ -205,7 +205,7 @@ impl Guest {
     /// Flushes.
     ///
     /// # Errors
-    /// What the disk says.
+    /// Any error of the disk.
     pub async fn flush(&self) -> Result<()> {
         let (ticket, _) = self.begin(Request::Flush, 0, 0);
         let was_latched = self.latched.get();
@@ -217,7 +217,7 @@ impl Guest {
     /// Ends the writing.
     ///
     /// # Errors
-    /// What the disk says.
+    /// Any error of the disk.
     pub async fn close(&self) -> Result<()> {
         if !self.given_up.borrow().is_empty() {
             mica_rt::sleep(AFTERMATH).await;
@@ -264,8 +264,8 @@ impl Guest {
         }
     }
 
-    /// After a crash: reads all of the disk, judges whether that may be left of it, and takes it
-    /// for what is there from now on.
+    /// After a crash: reads all of the disk, judges whether that may be left, and takes it as the
+    /// present contents.
     ///
     /// # Errors
     /// If it cannot be read.
@@ -296,7 +296,7 @@ impl Guest {
         (self.model.borrow_mut().begin(request, range), range)
     }
 
-    /// What is answered once the power is gone reaches nobody.
+    /// Answers given once the power is gone reach nobody.
     fn power_is_gone(&self) -> bool {
         self.world.cuts() > self.cuts
     }
@@ -333,7 +333,7 @@ impl Guest {
     fn fail(&self, request: Request, error: &Error) {
         self.failed.set(self.failed.get() + 1);
         if self.errors == Errors::Unexpected {
-            panic!("nothing was told to fail, but a {request:?} does: {error:?}");
+            panic!("no fault was injected, but a {request:?} fails: {error:?}");
         }
     }
 }
@@ -355,14 +355,14 @@ fn memory(bytes: &[u8]) -> Buf {
 /// Reads `range` of `disk`.
 ///
 /// # Errors
-/// What the disk says.
+/// Any error of the disk.
 ///
 /// # Panics
-/// If the plan is none of `range`.
+/// If the plan does not cover `range`.
 pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
     let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
-    // Whatever is not filled must not look right.
+    // Bytes that are not filled must not look right.
     let poisoned = vec![0xdd; usize::try_from(range.len()).expect("a small disk")];
     let bytes = read_extents(disk, &extents, memory(&poisoned)).await?;
     Ok(bytes.to_vec())

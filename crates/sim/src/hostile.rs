@@ -1,6 +1,6 @@
-//! Bytes of a stranger as each of the files that mica reads. The fuzz targets in `fuzz/` throw
-//! random bytes, a test throws the corpus. Every function here returns, whatever the bytes are, or
-//! the bytes have found a bug.
+//! A stranger's bytes as each of the files that mica reads. The fuzz targets in `fuzz/` pass random
+//! bytes, a test passes the corpus. Every function here returns, whatever the bytes are, or the
+//! bytes have found a bug.
 
 use crate::{TinyImage, TinySpec, World};
 use mica_block::{Detail, Disk, Extent, Images};
@@ -26,7 +26,7 @@ const RAW: &str = "/chain/base.raw";
 /// Extents of a plan that are read, and bytes of each.
 const EXTENTS_READ_MAX: usize = 64;
 const EXTENT_BYTES_MAX: u64 = 64 << 10;
-/// A plan of more than this asks layers where they end; of less it does not.
+/// A larger plan asks layers where they end; a smaller one does not.
 const LONG_PLAN_BYTES: u64 = (1 << 30) + (8 << 20);
 
 /// A header: what decodes, encodes; and what was encoded decodes to the same.
@@ -36,17 +36,17 @@ const LONG_PLAN_BYTES: u64 = (1 << 30) + (8 << 20);
 pub fn header(bytes: &[u8]) {
     let file_len = bytes.len() as u64;
     let _ = Header::decode_for_check(bytes, file_len);
-    // An enemy's snapshots may follow anything.
+    // A malicious image's snapshots may follow anything.
     if let Ok(SnapshotDecoded::Entry { len, .. }) = SnapshotEntry::decode(bytes) {
         assert!(len <= bytes.len());
     }
     let Ok(mut header) = Header::decode(bytes, file_len) else { return };
     let Ok(mut encoded) = header.encode() else { return };
-    // In a file it stands in a cluster.
+    // In a file it is within a cluster.
     encoded.resize(1 << header.cluster_bits.bits(), 0);
     let again = Header::decode(&encoded, file_len.max(encoded.len() as u64));
     let mut again = again.expect("what mica encodes it decodes");
-    // What is documented as not encoded again.
+    // Documented as not encoded.
     header.stale_bitmaps = false;
     for side in [&mut header, &mut again] {
         side.feature_names.clear();
@@ -104,10 +104,10 @@ pub fn check(bytes: &[u8]) {
     });
 }
 
-/// A sidecar of a chain: the chain shows the right bytes all the same. The first byte says which
-/// layer's (bits 0 and 1) and what the rest is: the sidecar itself, or (bit 2) changes of the good
-/// one, three bytes each. With bit 3 its sums are made good, which only the layer's owner can do:
-/// then the chain may lie, and must not fail.
+/// A sidecar of a chain: the chain shows the right bytes all the same. The first byte selects the
+/// layer (bits 0 and 1) and the meaning of the rest: the sidecar itself, or (bit 2) changes of the
+/// good one, three bytes each. With bit 3 its checksums are corrected, which only the layer's owner
+/// can do: then the chain may show wrong bytes, and must not fail.
 ///
 /// # Panics
 /// If the chain shows something else.
@@ -134,7 +134,7 @@ pub fn sidecar(bytes: &[u8]) {
         });
         if mode & 8 == 0 {
             let shown = read_chain(&world, top, IndexUse::Read).await;
-            assert!(shown == *right, "a bad sidecar was believed");
+            assert!(shown == *right, "a bad sidecar was trusted");
         }
         let images: Arc<dyn Images> = Arc::new(world.clone());
         let chain = Chain::open(images, top.as_ref(), &ChainOptions::default()).await;
@@ -144,7 +144,7 @@ pub fn sidecar(bytes: &[u8]) {
         read_here_and_there(&chain).await;
         if mode & 8 == 0 {
             let shown = read_chain(&world, top, IndexUse::Read).await;
-            assert!(shown == *right, "what was built anew is wrong");
+            assert!(shown == *right, "what was rebuilt is wrong");
         }
     });
 }
@@ -170,7 +170,7 @@ fn simulated(body: impl AsyncFnOnce(World)) {
 }
 
 async fn build(chain: &Chain) {
-    // An image that makes no sense gets no index.
+    // A malformed image gets no index.
     let _ = chain.build_index(&mut |_| ControlFlow::Continue(())).await;
 }
 
@@ -233,7 +233,7 @@ impl GoodChain {
             let options = ChainOptions::default();
             let chain = Chain::open(images, this.top().as_ref(), &options).await;
             let indexed = chain.expect("a good chain").indexed_layers();
-            assert_eq!(indexed, this.sidecars.len(), "the sidecars are believed as they are");
+            assert_eq!(indexed, this.sidecars.len(), "the sidecars are trusted as they are");
         });
         this
     }
@@ -307,7 +307,8 @@ async fn read_here_and_there(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     shown
 }
 
-/// Plans a range; whether that went well. A plan is in order, without a gap, and all of the range.
+/// Plans a range; returns whether that succeeded. A plan is sorted, has no gap, and covers the
+/// range.
 async fn plan(
     chain: &Chain,
     start: u64,
@@ -333,7 +334,7 @@ async fn plan(
 const SIDECAR_HEADER_BYTES: usize = 256;
 const NODE_HEADER_BYTES: usize = 8;
 
-/// Makes the sums of the header and nodes of the sidecar of `layer` good, as far as the nodes'
+/// Corrects the checksums in the header and nodes of the sidecar of `layer`, as far as the nodes'
 /// lengths make sense.
 pub fn make_sums_good(sidecar: &mut [u8], layer: u16) {
     let Some((header, _)) = sidecar.split_at_mut_checked(SIDECAR_HEADER_BYTES) else { return };

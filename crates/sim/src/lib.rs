@@ -1,6 +1,6 @@
-//! The simulated world: files in memory that answer after virtual time, fail when told to, lose
-//! what was not synced when the power goes, change behind the reader's back and lie. Internal
-//! crate, for tests.
+//! The simulated world: files in memory that answer after virtual time, fail on demand, lose what
+//! was not synced when the power goes, change behind the reader's back and lie. Internal crate, for
+//! tests.
 //!
 //! ```text
 //! scenario(runs, |world| async { .. })      one executor on Backend::Sim per seed

@@ -1,17 +1,17 @@
-//! A disk in a few lines, which says what another one may show.
+//! A disk in a few lines, which defines what another one may show.
 //!
 //! Words: a **version** of a sector is what one request made of it. A request is **sure** when it
-//! was acknowledged and says what the sector is from then on: writes and zeroes are, a discard
-//! never is, nor is a request that failed. A version is **gone** since the moment from which no
-//! read may show it any more.
+//! was acknowledged and determines the sector from then on: writes and zeroes do, a discard never
+//! does, nor does a request that failed. A version is **gone** from the moment after which no read
+//! may show it any more.
 //!
 //! Rules
 //! - R1 A version is gone when a sure request is acknowledged that started after the version's own
 //!   request had ended. So of requests that overlap in time, any may win.
 //! - R2 A read shows a version that started before the read ended, and was not gone when the read
 //!   started.
-//! - R3 What a read shows while no request touches the sector stays: all else is gone.
-//! - R4 When a flush is acknowledged, versions that were gone when it started never come back. Any
+//! - R3 What a read shows while no request touches the sector stays: everything else is gone.
+//! - R4 When a flush is acknowledged, versions that were gone when it started never reappear. Any
 //!   other may be there after a crash, and nothing else.
 
 use mica_units::{GuestRange, SECTOR_BYTES};
@@ -25,17 +25,17 @@ const _: () = assert!(SECTOR as u64 == SECTOR_BYTES);
 /// Marks what the model writes; its low bits carry the number of the write.
 const MAGIC: u64 = 0x4d49_4341_0000_0000;
 const STAMP_BYTES: usize = 16;
-/// A moment that does not come.
+/// A moment that never arrives.
 const NEVER: u64 = u64::MAX;
 
-/// What a request is.
+/// The kind of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request {
     /// Sectors get the bytes of [`ModelDisk::content`].
     Write,
     /// Sectors get zeros.
     Zeroes,
-    /// Sectors get zeros, or stay.
+    /// Sectors get zeros, or stay as they are.
     Discard,
     /// Sectors are read.
     Read,
@@ -43,7 +43,7 @@ pub enum Request {
     Flush,
 }
 
-/// A request under way.
+/// A request in progress.
 #[must_use = "a request that is not ended stays under way"]
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ticket {
@@ -64,9 +64,9 @@ impl Ticket {
 #[derive(Clone)]
 pub struct ModelDisk {
     initial: Vec<u8>,
-    /// Sectors of which there is more to say than that they are as they were.
+    /// Sectors that may differ from their initial contents.
     touched: BTreeMap<u64, Vec<Version>>,
-    /// When the reads under way started, by their numbers.
+    /// When the reads in progress started, by their numbers.
     reads: BTreeMap<u64, u64>,
     /// Moments so far: each start and each end of a request is one.
     now: u64,
@@ -86,14 +86,14 @@ struct Version {
     number: u64,
     end: u64,
     gone: u64,
-    /// Whether not even a crash brings it back.
+    /// Whether not even a crash can bring it back.
     over: bool,
 }
 
 const FIRST: Version =
     Version { value: Value::Initial, number: 0, end: 0, gone: NEVER, over: false };
 
-/// A sector that shows what it must not.
+/// A sector with contents that it must not show.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Wrong {
     what: String,
@@ -109,7 +109,7 @@ impl ModelDisk {
     /// A disk that holds `initial`.
     ///
     /// # Panics
-    /// If that is no whole number of sectors.
+    /// If that is not a whole number of sectors.
     pub fn new(initial: Vec<u8>) -> Self {
         assert_eq!(initial.len() % SECTOR, 0, "a disk has whole sectors");
         Self { initial, touched: BTreeMap::new(), reads: BTreeMap::new(), now: 0, requests: 0 }
@@ -120,7 +120,7 @@ impl ModelDisk {
         (self.initial.len() / SECTOR) as u64
     }
 
-    /// A request for `range` starts. For a flush the range means nothing.
+    /// A request for `range` starts. For a flush the range is ignored.
     pub fn begin(&mut self, request: Request, range: GuestRange) -> Ticket {
         self.now += 1;
         self.requests += 1;
@@ -176,9 +176,9 @@ impl ModelDisk {
         }
     }
 
-    /// R4: versions that were gone at `start` never come back.
+    /// R4: versions that were gone at `start` never reappear.
     fn forget_gone(&mut self, start: u64) {
-        // Reads under way may show them still.
+        // Reads in progress may still show them.
         let oldest = self.reads.values().copied().min().unwrap_or(NEVER);
         for versions in self.touched.values_mut() {
             for version in &mut *versions {
@@ -191,10 +191,10 @@ impl ModelDisk {
     /// The read of `ticket` ends with `bytes`.
     ///
     /// # Errors
-    /// The first sector that shows what it must not.
+    /// The first sector with contents that it must not show.
     ///
     /// # Panics
-    /// If that is not as much as was asked for.
+    /// If the length differs from what was requested.
     pub fn end_read(&mut self, ticket: &Ticket, bytes: &[u8]) -> Result<(), Wrong> {
         self.end(ticket, true);
         let (now, start) = (self.now, ticket.start);
@@ -218,8 +218,8 @@ impl ModelDisk {
         Ok(())
     }
 
-    /// The power went, or the process died: requests under way never end, and what is there is for
-    /// [`Self::settle`] to say.
+    /// The power went, or the process died: requests in progress never end, and [`Self::settle`]
+    /// decides what is there.
     pub fn crash(&mut self) {
         self.now += 1;
         self.reads.clear();
@@ -232,8 +232,8 @@ impl ModelDisk {
         }
     }
 
-    /// The process died, and whatever was acknowledged is to be there: as [`Self::crash`] after a
-    /// flush of all that had ended.
+    /// The process died, and everything acknowledged must be there: as [`Self::crash`] after a
+    /// flush of everything that had ended.
     pub fn die(&mut self) {
         self.reads.clear();
         self.now += 1;
@@ -241,10 +241,11 @@ impl ModelDisk {
         self.crash();
     }
 
-    /// After a crash the disk shows `bytes` from sector `first` on; so it is, from now on.
+    /// After a crash the disk shows `bytes` from sector `first` on; from now on that is its
+    /// contents.
     ///
     /// # Errors
-    /// The first sector that shows what it must not.
+    /// The first sector with contents that it must not show.
     pub fn settle(&mut self, first: u64, bytes: &[u8]) -> Result<(), Wrong> {
         for (sector, bytes) in (first..).zip(bytes.as_chunks::<SECTOR>().0) {
             self.judge(sector, bytes, |_| true)?;
@@ -255,7 +256,7 @@ impl ModelDisk {
         Ok(())
     }
 
-    /// What the disk shows where only one thing is possible; `None` where there are several.
+    /// What the disk shows if only one version is possible; `None` if there are several.
     pub fn bytes(&self) -> Option<Vec<u8>> {
         let mut bytes = self.initial.clone();
         for (sector, versions) in &self.touched {
@@ -293,7 +294,7 @@ impl ModelDisk {
         Err(Wrong { what })
     }
 
-    /// What `bytes` are, for a person.
+    /// A description of `bytes` for a person.
     fn describe(&self, sector: u64, bytes: &[u8; SECTOR]) -> String {
         let stamps: Vec<_> = bytes.chunks(STAMP_BYTES).map(stamp_in).collect();
         let whole = stamps.iter().all(|stamp| *stamp == stamps[0]);
@@ -342,7 +343,7 @@ fn stamped(sector: u64, number: u64) -> [u8; SECTOR] {
     bytes
 }
 
-/// The sector and the number of the write that `stamp` speaks of, if it is one.
+/// The sector and the number of the write that `stamp` identifies, if it is one.
 fn stamp_in(stamp: &[u8]) -> Option<(u64, u64)> {
     let sector = u64::from_le_bytes(*stamp.first_chunk()?);
     let number = u64::from_le_bytes(*stamp.get(8..)?.first_chunk()?) ^ MAGIC;

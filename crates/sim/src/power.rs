@@ -1,12 +1,12 @@
-//! What of a file outlives a power cut.
+//! What survives of a file after a power cut.
 //!
 //! Readers see a change when its operation completes. Until a sync that was called later, it is
-//! **volatile**: the power cut decides about it. A file that is written keeps a [`Journal`]: the
-//! bytes that are **durable**, and the volatile changes since, in the order of their completion.
+//! **volatile**: a power cut decides about it. A file that is written keeps a [`Journal`]: the
+//! bytes that are **durable**, and the volatile changes since, in order of completion.
 //!
 //! Invariants
-//! - I1 The durable bytes with all volatile changes made to them are what readers see; unless a
-//!   sync failed: then readers see more than will ever be durable, as in a page cache.
+//! - I1 The durable bytes with all volatile changes applied are what readers see; unless a sync
+//!   failed: then readers see more than will ever be durable, as in a page cache.
 //! - I2 A sync makes durable what completed before it was called, and nothing else.
 //! - I3 A growth is a change of its own: without it the data beyond the old end is gone; without
 //!   the data, the new space is zeros.
@@ -14,11 +14,11 @@
 use mica_units::SECTOR_BYTES;
 use std::collections::BTreeMap;
 
-/// Bytes of a sector: the most that a disk writes all or nothing.
+/// Size of a sector: the most that a disk writes atomically.
 const SECTOR: usize = 512;
 const _: () = assert!(SECTOR as u64 == SECTOR_BYTES);
 
-/// What a power cut, or a sync that fails, does to the volatile changes of a file.
+/// What a power cut, or a failed sync, does to the volatile changes of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Loss {
     /// All are kept.
@@ -49,11 +49,11 @@ pub(crate) type Draw<'a> = &'a mut dyn FnMut(u64) -> u64;
 pub(crate) enum Change {
     /// Bytes are written.
     Data { at: usize, bytes: Vec<u8> },
-    /// A range becomes zeros, as far as the file reaches.
+    /// A range becomes zeros, up to the end of the file.
     Zeros { at: usize, len: usize },
-    /// The file is at least this long.
+    /// The file becomes at least this long.
     Grow { len: usize },
-    /// The file is this long: shorter than it was.
+    /// The file becomes this long: shorter than it was.
     Shrink { len: usize },
 }
 
@@ -67,7 +67,7 @@ impl Change {
         (end > file_len).then_some(Self::Grow { len: end })
     }
 
-    /// Makes the change to `file`.
+    /// Applies the change to `file`.
     pub(crate) fn apply(&self, file: &mut Vec<u8>) {
         match self {
             Self::Data { at, bytes } => {
@@ -86,13 +86,13 @@ impl Change {
         }
     }
 
-    /// The sectors of a write of which a device writes some: each by the toss of a coin.
+    /// The sectors of a partial write that reach the device: each by the toss of a coin.
     pub(crate) fn torn(&self, draw: Draw<'_>) -> Vec<Self> {
         let Self::Data { at, bytes } = self else { return vec![self.clone()] };
         let mut kept = Vec::new();
         let mut start = 0;
         while start < bytes.len() {
-            // Sectors are the file's, wherever the write starts.
+            // Sector boundaries are the file's, wherever the write starts.
             let end = bytes.len().min(start + SECTOR - (at + start) % SECTOR);
             if draw(2) == 0 {
                 kept.push(Self::Data { at: at + start, bytes: bytes[start..end].to_vec() });
@@ -115,13 +115,13 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// A file whose `durable` bytes are all that there are.
+    /// A file with only `durable` bytes.
     pub(crate) fn new(durable: Vec<u8>) -> Self {
         let (changes, in_flight) = (Vec::new(), BTreeMap::new());
         Self { durable, changes, next: 0, in_flight, started: 0 }
     }
 
-    /// Notes that an operation started which will make `change`; gives its name.
+    /// Records that an operation started which will make `change`; returns its name.
     pub(crate) fn start(&mut self, change: Change) -> u64 {
         self.started += 1;
         self.in_flight.insert(self.started, change);
@@ -133,13 +133,13 @@ impl Journal {
         self.in_flight.remove(&name)
     }
 
-    /// Notes that `change` was made.
+    /// Records that `change` was made.
     pub(crate) fn push(&mut self, change: Change) {
         self.changes.push((self.next, change));
         self.next += 1;
     }
 
-    /// What a sync that is called now is to make durable.
+    /// What a sync that is called now will make durable.
     pub(crate) fn mark(&self) -> u64 {
         self.next
     }
@@ -152,8 +152,8 @@ impl Journal {
         }
     }
 
-    /// A sync failed: what was volatile at `mark` is durable or lost for good, and no later sync
-    /// will say so.
+    /// A sync failed: what was volatile at `mark` is durable or permanently lost, and no later sync
+    /// will report it.
     pub(crate) fn fail_sync(&mut self, mark: u64, draw: Draw<'_>) {
         let later = self.changes.partition_point(|(number, _)| *number < mark);
         let decided: Vec<_> = self.changes.drain(..later).map(|(_, change)| change).collect();
@@ -162,9 +162,9 @@ impl Journal {
         self.durable = survivors(durable, &decided, loss, draw);
     }
 
-    /// What the file is after a power cut.
+    /// The file after a power cut.
     pub(crate) fn cut(mut self, loss: Loss, draw: Draw<'_>) -> Vec<u8> {
-        // What is in flight may be on the disk, too; its order is anybody's guess.
+        // Writes in flight may be on the disk, too, in any order.
         let mut in_flight: Vec<_> = std::mem::take(&mut self.in_flight).into_values().collect();
         if loss == Loss::Nothing {
             in_flight.retain(|_| draw(2) == 0);
@@ -178,8 +178,8 @@ impl Journal {
         survivors(self.durable, &changes, loss, draw)
     }
 
-    /// What the file is, which has `bytes`, when the process died: what it had in flight is done,
-    /// or half done, or not, in any order.
+    /// The file, which has `bytes`, after the process died: its operations in flight are done, or
+    /// half done, or not done, in any order.
     pub(crate) fn die(mut self, mut bytes: Vec<u8>, draw: Draw<'_>) -> Vec<u8> {
         let mut in_flight: Vec<_> = std::mem::take(&mut self.in_flight).into_values().collect();
         while !in_flight.is_empty() {
@@ -197,7 +197,7 @@ impl Journal {
         bytes
     }
 
-    /// Whether nothing is volatile and nothing is under way.
+    /// Whether nothing is volatile and nothing is in progress.
     #[cfg(test)]
     pub(crate) fn is_settled(&self) -> bool {
         self.changes.is_empty() && self.in_flight.is_empty()
@@ -208,11 +208,11 @@ fn index(draw: Draw<'_>, count: usize) -> usize {
     usize::try_from(draw(count as u64)).unwrap_or(0)
 }
 
-/// `durable` with those of `changes` that `loss` leaves.
+/// `durable` with those of `changes` that `loss` spares.
 fn survivors(durable: Vec<u8>, changes: &[Change], loss: Loss, draw: Draw<'_>) -> Vec<u8> {
     let turn = index(draw, changes.len() + 1);
-    // The data may be there without the growth that it came with, and a later growth still covers
-    // it (I3): so the length is told from the buffer.
+    // The data may be there without the growth that belonged to it, and a later growth still covers
+    // it (I3): so the length follows from the buffer.
     let mut len = durable.len();
     let mut bytes = durable;
     for (number, change) in changes.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Runs a scenario from many seeds and says how to replay the one that fails.
+//! Runs a scenario from many seeds and reports how to replay the one that fails.
 
 use crate::World;
 use mica_rt::{Backend, Executor};
@@ -8,14 +8,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// When set, scenarios run from this seed alone.
 pub const SEED_VARIABLE: &str = "MICA_SIM_SEED";
 
-/// When set, scenarios run from this many seeds: for long nights.
+/// When set, scenarios run from this many seeds: for overnight runs.
 pub const RUNS_VARIABLE: &str = "MICA_SIM_RUNS";
 
 /// When set, the first of these seeds.
 pub const FIRST_VARIABLE: &str = "MICA_SIM_FIRST";
 
-/// Runs `body` in a world and an executor of its own for each of `runs` seeds. Where one fails, it
-/// prints the command that replays it.
+/// Runs `body` in a world and an executor of its own for each of `runs` seeds. If one fails, prints
+/// the command that replays it.
 ///
 /// # Panics
 /// As `body` does.

@@ -1,10 +1,10 @@
-//! Images of a few clusters, made entry by entry, for tests that need a certain table: also one
-//! that no writer would make. Refcounts are missing: reading asks for none.
+//! Images of a few clusters, made entry by entry, for tests that need a particular table, including
+//! ones that no writer would make. Refcounts are missing: reading does not need them.
 
 use mica_qcow2_format::{L1Entry, L2Entry, L2Format, RawL2Entry, Version};
 use mica_units::{ClusterBits, HostOffset};
 
-/// What a [`TinyImage`] is to be like.
+/// The properties of a [`TinyImage`].
 #[derive(Clone, Debug)]
 pub struct TinySpec {
     /// Size of a cluster as a power of two, 9 to 21.
@@ -30,10 +30,10 @@ pub struct TinyImage {
 const L1_CLUSTER: u64 = 2;
 
 impl TinyImage {
-    /// An image that has nothing.
+    /// An empty image.
     ///
     /// # Panics
-    /// If the spec asks for what the format does not have.
+    /// If the format does not allow the spec.
     pub fn new(spec: &TinySpec) -> Self {
         let cluster_bits = ClusterBits::new(spec.cluster_bits).expect("a cluster size of qcow2");
         let l2 = L2Format {
@@ -84,7 +84,7 @@ impl TinyImage {
         self.l1_entries
     }
 
-    /// Where L1 entry `index` stands in the file.
+    /// Where L1 entry `index` is in the file.
     pub fn l1_at(&self, index: u64) -> usize {
         let at = L1_CLUSTER * self.l2.cluster_bits.bytes() + index * L1Entry::BYTES as u64;
         usize::try_from(at).expect("a small image")

@@ -1,12 +1,13 @@
 //! Files in memory as the code under test sees them: through [`Images`] and [`Store`].
 //!
 //! - A store is bound to its file, as a descriptor is: a file that was replaced goes on being read
-//!   by those who opened it, and an opener gets the new one, with another identity.
-//! - A read or a write takes effect when it completes, so that what is written meanwhile may be
-//!   seen. What is written is volatile until a later sync: see `power.rs`.
-//! - One store at a time is open for writing.
-//! - Nothing here depends on anything but the seed and the order of calls. Mica's own order follows
-//!   from the executor's seed.
+//! - A store is bound to its file, as a descriptor is: a file that was replaced can still be read
+//!   by those who opened it, while a new opener gets the new one, with another identity.
+//! - A read or a write takes effect when it completes, so a read may see concurrent writes. What is
+//!   written is volatile until a later sync: see `power.rs`.
+//! - Only one store at a time is open for writing.
+//! - Everything depends only on the seed and the order of calls. Mica's own order follows from the
+//!   executor's seed.
 
 mod fault;
 mod file;
@@ -37,7 +38,7 @@ pub enum Latency {
     Remote,
 }
 
-/// What shall happen to reads of a file.
+/// The faults of reads of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadFault {
     /// The read with this number, counted from 1 as of now, fails with this errno.
@@ -64,14 +65,14 @@ struct State {
     sidecars_denied: bool,
     redo_memories: BTreeMap<PathBuf, Vec<u8>>,
     memory_is_full: bool,
-    /// Whether file systems tell that they were mounted anew.
+    /// Whether file systems report that they were remounted.
     tells_life: bool,
     changes: Changes,
 }
 
 /// A world begins at this time, so that file times are not near zero, nor whole seconds.
 const START_NS: i128 = 1_700_000_000_000_456_789;
-/// Time passes by this much at each change, so that each has a time of its own.
+/// Time advances by this much at each change, so that each has a time of its own.
 const TICK_NS: i128 = 1_000_000;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -108,7 +109,7 @@ impl World {
         files.into_iter().map(|(path, file)| (path, lock(&file).bytes.clone())).collect()
     }
 
-    /// A number below `bound` that follows from the seed and from how many were drawn before.
+    /// A number below `bound`, determined by the seed and by how many were drawn before.
     ///
     /// # Panics
     /// If `bound` is zero.
@@ -116,13 +117,13 @@ impl World {
         lock(&self.state).random() % bound
     }
 
-    /// Lets `duration` pass by the clock that stamps files. That of the executor is another.
+    /// Advances the clock that stamps files by `duration`. The executor's clock is separate.
     pub fn pass_time(&self, duration: Duration) {
         lock(&self.state).now_ns += i128::try_from(duration.as_nanos()).unwrap_or(i128::MAX / 4);
     }
 
-    /// Puts a file of `bytes` at `path`. One that is there already is replaced by a new inode:
-    /// those who have it open keep it.
+    /// Puts a file of `bytes` at `path`. An existing one is replaced by a new inode: those who have
+    /// it open keep it.
     pub fn put(&self, path: impl AsRef<Path>, bytes: Vec<u8>) {
         let path = normal(path.as_ref());
         let mut state = lock(&self.state);
@@ -148,7 +149,7 @@ impl World {
     }
 
     /// Changes the content and sets the modification time back, as `touch -d` and `cp -p` do. The
-    /// change time tells, as it does on a real file system.
+    /// change time reveals it, as on a real file system.
     ///
     /// # Panics
     /// If there is no such file.
@@ -160,7 +161,7 @@ impl World {
         });
     }
 
-    /// Changes the content and no time: a second change within one tick of the file system's clock.
+    /// Changes the content but no time: a second change within one tick of the file system's clock.
     ///
     /// # Panics
     /// If there is no such file.
@@ -176,7 +177,7 @@ impl World {
         self.with_file(path.as_ref(), |file| file.latency = latency);
     }
 
-    /// Adds a fault to the file at `path`. Reads are counted from now.
+    /// Adds a fault to the file at `path`. Reads are counted from now on.
     ///
     /// # Panics
     /// If there is no such file.
@@ -187,7 +188,7 @@ impl World {
         });
     }
 
-    /// Takes all faults of the file at `path` away.
+    /// Removes all faults of the file at `path`.
     ///
     /// # Panics
     /// If there is no such file.
@@ -210,8 +211,8 @@ impl World {
         Some(bytes)
     }
 
-    /// Makes the sidecar of the layer at `path` lie: `change` gets its content, whole and in
-    /// place. Gives whether there is one.
+    /// Falsifies the sidecar of the layer at `path`: `change` gets its content, whole and in place.
+    /// Returns whether there is one.
     pub fn change_sidecar(
         &self,
         path: impl AsRef<Path>,
@@ -224,8 +225,8 @@ impl World {
         })
     }
 
-    /// Inverts one bit of the sidecar of the layer at `path`, which one is drawn at random. Gives
-    /// the byte that it is in, or `None` if there is none to invert.
+    /// Inverts one bit, drawn at random, of the sidecar of the layer at `path`. Returns the byte
+    /// that it is in, or `None` if there is no bit to invert.
     pub fn flip_sidecar_bit(&self, path: impl AsRef<Path>) -> Option<usize> {
         let len = self.sidecar(path.as_ref())?.len();
         if len == 0 {
@@ -237,7 +238,7 @@ impl World {
         Some(byte)
     }
 
-    /// Adds a fault to reads of the sidecar of the layer at `path`. Gives whether there is one.
+    /// Adds a fault to reads of the sidecar of the layer at `path`. Returns whether there is one.
     pub fn inject_sidecar(&self, path: impl AsRef<Path>, fault: ReadFault) -> bool {
         let file = lock(&self.state).sidecars.get(&normal(path.as_ref())).cloned();
         file.is_some_and(|file| {
@@ -248,17 +249,18 @@ impl World {
         })
     }
 
-    /// Whether sidecars may be written: a folder that is read-only, or one that is not.
+    /// Whether sidecars may be written: the folder is writable or read-only.
     pub fn deny_sidecars(&self, denied: bool) {
         lock(&self.state).sidecars_denied = denied;
     }
 
-    /// Whether the memory that outlives a process takes nothing more.
+    /// Whether the memory that outlives a process is full.
     pub fn fill_memory(&self, is_full: bool) {
         lock(&self.state).memory_is_full = is_full;
     }
 
-    /// Whether file systems tell that they were mounted anew; if not, only the times of files do.
+    /// Whether file systems report that they were remounted; if not, only the times of files show
+    /// it.
     pub fn tell_life(&self, tells: bool) {
         lock(&self.state).tells_life = tells;
     }
@@ -305,12 +307,12 @@ impl Images for World {
         let file = self.file(path)?;
         let mut locked = lock(&file);
         if locked.writer.upgrade().is_some() {
-            let what = format!("{} is open for writing already", path.display());
+            let what = format!("{} is already open for writing", path.display());
             return Err(Error::new(ErrorKind::Denied, what));
         }
         let writer = Arc::new(());
         locked.writer = Arc::downgrade(&writer);
-        // From now on it matters what is durable.
+        // From now on durability matters.
         locked.journal();
         let identity = locked.identity();
         drop(locked);

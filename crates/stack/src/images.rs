@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct ImageOptions {
     /// Which files images may name.
     pub names: Names,
-    /// Directories whose files they may name besides.
+    /// Directories whose files they may name in addition.
     pub allow_paths: Vec<PathBuf>,
     /// Whether reads and writes go through the host's page cache.
     pub cache: CacheMode,
@@ -24,16 +24,16 @@ pub struct ImageOptions {
     pub handles: Arc<Handles>,
     /// Where the indexes of layers are kept.
     pub sidecars: SidecarPlace,
-    /// Where writers leave what they acknowledged and did not flush.
+    /// Where writers keep their redo logs.
     pub redo: RedoPlace,
-    /// What shall go wrong with what is done to images, the first next to the file.
+    /// Faults of operations on images, the first next to the file.
     pub faults: Vec<Fault>,
     /// Whether QEMU's locks of images are taken and honoured.
     pub locking: Locking,
 }
 
 impl ImageOptions {
-    /// The options that nobody asked anything of, with this bound on open descriptors.
+    /// The default options, with this bound on open descriptors.
     pub fn new(handles: Arc<Handles>) -> Self {
         Self {
             names: Names::default(),
@@ -48,7 +48,7 @@ impl ImageOptions {
     }
 }
 
-/// Image files of the host. Each command that names an image makes one of these.
+/// Image files of the host. Each command that names an image creates one of these.
 pub struct FileImages {
     policy: Arc<Policy>,
     sidecars: FileSidecars,
@@ -64,7 +64,7 @@ impl FileImages {
     /// The files that belong to the image that the user `named`.
     ///
     /// # Errors
-    /// If there is no such image, or an option names a directory that is not there.
+    /// If there is no such image, or an option names a directory that does not exist.
     pub fn new(named: &Path, options: ImageOptions) -> Result<Self> {
         let ImageOptions { names, allow_paths, cache, handles, sidecars, redo, faults, locking } =
             options;
@@ -108,7 +108,7 @@ impl Images for FileImages {
     fn open_writable(&self, path: &Path) -> Result<OpenImage> {
         let mut located = self.policy.find(path)?;
         let store = WritableFile::open(&mut located, self.cache, self.locking, &self.handles)?;
-        // Its descriptor is its own, and stays open.
+        // Its descriptor is separate, and stays open.
         let image = self.opened(&located, store, ProofSlot::default())?;
         self.written.add(&image);
         Ok(image)
@@ -132,7 +132,7 @@ impl Images for FileImages {
     }
 
     fn now_ns(&self) -> i128 {
-        // The coarse clock is the one that file systems stamp with: whatever changes after this
+        // File systems take their stamps from the coarse clock: anything that changes after this
         // call is stamped with this time or a later one.
         let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
         i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)

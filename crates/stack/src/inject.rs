@@ -1,5 +1,5 @@
-//! What the user asked to go wrong: `--inject delay=2ms`, `--inject error=1%,errno=EIO`,
-//! `--inject error=nth:3,op=write+sync`.
+//! Faults that the user requested: `--inject delay=2ms`, `--inject error=1%,errno=EIO`, `--inject
+//! error=nth:3,op=write+sync`.
 
 use mica_block::{Error, ErrorKind, Result, Store};
 use mica_store::faulty::{
@@ -12,14 +12,14 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// One thing that shall go wrong with what is done to images, or be told of it.
+/// A fault of operations on images, or a log of them.
 #[derive(Clone)]
 pub enum Fault {
     /// Reads, or other operations, take longer.
     Delay(DelayOptions),
     /// Some reads, or other operations, fail.
     Error(ErrorOptions),
-    /// Each operation is told.
+    /// Each operation is logged.
     Log(LogOptions),
 }
 
@@ -166,7 +166,7 @@ fn open_log(file: &str) -> Result<Sink> {
     let output = Mutex::new(output);
     Ok(Arc::new(move |line| {
         let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
-        // A log that cannot be written must not stop what it tells of.
+        // A log that cannot be written must not stop the operations that it records.
         let _ = writeln!(output, "{line}");
     }))
 }

@@ -1,4 +1,4 @@
-//! A disk of zeros that costs no I/O: what a server can do at most. What is written to it is
+//! A disk of zeros that costs no I/O: the upper bound of what a server can do. Writes to it are
 //! dropped.
 
 use crate::raw::{beyond_the_end, check_range};
@@ -20,7 +20,7 @@ impl NullDisk {
     /// A disk of `len` bytes, for reading.
     ///
     /// # Errors
-    /// If that is no multiple of 512.
+    /// If that is not a multiple of 512.
     pub fn new(len: u64) -> Result<Self> {
         if !len.is_multiple_of(SECTOR_BYTES) {
             let what = format!("a disk of {len} bytes: the length must be a multiple of 512");
@@ -29,7 +29,7 @@ impl NullDisk {
         Ok(Self { geometry: Geometry { len, preferred_bytes: 4096 }, is_writable: false })
     }
 
-    /// The same, to be written too.
+    /// The same, for writing too.
     #[must_use]
     pub fn writable(self) -> Self {
         Self { is_writable: true, ..self }
@@ -53,7 +53,7 @@ impl Disk for NullDisk {
             return Planned::Ready(Err(error));
         }
         let kind = match detail {
-            // Called data, so that a server sends as many bytes as for a disk that has some.
+            // Reported as data, so that a server sends as many bytes as for a disk that has some.
             Detail::Read => ExtentKind::Data,
             Detail::Allocation => ExtentKind::Hole,
         };

@@ -42,7 +42,7 @@ impl FromStr for Format {
             "raw" => Ok(Self::Raw),
             "null" => Ok(Self::Null),
             _ => {
-                let context = format!("the format {text:?} is not known: mica reads qcow2 and raw");
+                let context = format!("unknown format {text:?}: mica reads qcow2 and raw");
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }
@@ -59,7 +59,7 @@ enum Purpose {
 /// Opens what the user named, for reading; for [`Format::Null`] that is a size in bytes.
 ///
 /// # Errors
-/// What makes the image unusable, in one line with its path.
+/// Anything that makes the image unusable, in one line with its path.
 pub async fn open(
     named: &Path,
     format: Format,
@@ -69,8 +69,8 @@ pub async fn open(
     open_for(Purpose::Read, named, format, images, chain).await
 }
 
-/// As [`open`], for reading and writing. Whoever gets the disk must end with [`Manage::close`]. The
-/// disk itself says whether it can be written: an internal snapshot cannot.
+/// As [`open`], for reading and writing. The caller must end with [`Manage::close`]. The disk
+/// itself reports whether it can be written: an internal snapshot cannot.
 ///
 /// # Errors
 /// As [`open`], and if another program has the image open.
@@ -83,11 +83,11 @@ pub async fn open_writable(
     open_for(Purpose::Write, named, format, images, chain).await
 }
 
-/// How often an image is tried that a dead process still holds: at first, and at most.
+/// How often to retry an image that a dead process still holds: at first, and at most.
 const HELD_TURNS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
 
-/// Opens it, and waits for a while where what keeps it from being opened is a process that is dead:
-/// the system lets go of what it held a moment later.
+/// Opens it, and waits for a while if only a dead process keeps it from being opened: the system
+/// releases what that held a moment later.
 async fn open_for(
     purpose: Purpose,
     named: &Path,
@@ -105,7 +105,7 @@ async fn open_for(
         match lock_patience(&error) {
             Some(patience) if waited < patience => {
                 if waited.is_zero() {
-                    tracing::warn!("{error}: waiting until the system lets go of it");
+                    tracing::warn!("{error}: waiting until the system releases it");
                 }
             }
             _ => return Err(error),
@@ -131,7 +131,8 @@ async fn open_now(
         Format::Null => {
             let text = named.to_string_lossy();
             let size = parse_size(&text).ok_or_else(|| {
-                let context = format!("{text:?} is no size: write it like 8G for the null format");
+                let context =
+                    format!("{text:?} is not a size: write it like 8G for the null format");
                 Error::new(ErrorKind::Invalid, context)
             })?;
             let disk = NullDisk::new(size)?;

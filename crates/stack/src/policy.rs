@@ -3,16 +3,17 @@
 //! Images are written by strangers and name other files: their backing file, their data file. An
 //! image that names /etc/shadow must not get it. So:
 //!
-//! - I1 The user's own word is law: the image that the user named is opened wherever it lies.
-//! - I2 Any other file is opened only if it lies in an allowed directory or below it. Where it lies
-//!   is asked of the inode that was found, after all symbolic links, and that same inode is opened:
-//!   no name is looked up twice.
+//! - I1 The user's own word is law: the image that the user named is opened wherever it is.
+//! - I2 Any other file is opened only if it is in an allowed directory or below it. Its place is
+//!   determined from the inode that was found, after all symbolic links, and that same inode is
+//!   opened: no name is looked up twice.
 //! - I3 A directory is allowed because the user gave it (`--names`, `--allow-path`), or because the
 //!   user named an image in it and did not say otherwise. The latter never allows `/`, nor anything
-//!   of /dev, /proc or /sys.
+//!   in /dev, /proc or /sys.
 //! - I4 A name is a path, never a protocol. One that looks like a protocol is refused, lest someone
-//!   expects it to be followed.
-//! - I5 What cannot be judged is refused: without /proc, all but the image that the user named.
+//!   expect it to be followed.
+//! - I5 What cannot be judged is refused: without /proc, everything but the image that the user
+//!   named.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::{FileKind, Located};
@@ -20,16 +21,16 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Which files images may name, besides those that an option gives.
+/// Which files images may name, in addition to those that an option gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Names {
-    /// Those in the directory of the image that the user named, and below.
+    /// Those in the directory of the image that the user named, and below it.
     #[default]
     Beside,
     /// No others.
     Given,
-    /// None at all, whatever else is given: in a directory that holds images of several owners,
-    /// the image of one could name that of another.
+    /// None at all, whatever else is given: in a directory with images of several owners, one
+    /// owner's image could name another's.
     None,
 }
 
@@ -43,8 +44,8 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    /// The policy for the image that the user `named`, whose layers may name these, and what lies
-    /// in `allow_paths`.
+    /// The policy for the image that the user `named`, whose layers may name these, and anything in
+    /// `allow_paths`.
     pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
         let mut policy = Self { named: absolute(named)?, names, allowed: Vec::new() };
         if names == Names::None {
@@ -60,8 +61,8 @@ impl Policy {
             return Ok(policy);
         }
         let located = Located::find(&policy.named)?;
-        // Where the user sees it and, behind a symbolic link, where it is: relative names of its
-        // backing files start from the one, absolute ones most often name the other.
+        // Both where the user sees it and, behind a symbolic link, where it is: relative names of
+        // its backing files start from the former, absolute ones usually name the latter.
         let seen = policy.named.parent().and_then(|parent| parent.canonicalize().ok());
         let real = match located.kind() {
             FileKind::Regular => located.real_path().ok(),
@@ -76,7 +77,7 @@ impl Policy {
         Ok(policy)
     }
 
-    /// The file that `name`, which stands in the image at `referrer`, means.
+    /// The file that `name`, as recorded in the image at `referrer`, refers to.
     pub(crate) fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
         let bytes = name.as_os_str().as_bytes();
         if bytes.is_empty() || bytes.contains(&0) {
@@ -91,7 +92,7 @@ impl Policy {
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         if self.names == Names::None {
-            // Before anything is looked at, so that an image cannot ask what there is.
+            // Before anything is looked up, so that an image cannot find out what exists.
             let what = format!(
                 "{} names the file {name:?}, and --names none lets images name no files: if it \
                  may, give --names beside, or --names DIRECTORY",
@@ -104,8 +105,8 @@ impl Policy {
         match self.find(&path) {
             Ok(_) => Ok(path),
             Err(error) if error.kind() == ErrorKind::Denied => Err(error),
-            // It cannot be found. That is told only of places where it might be opened, so that
-            // an image cannot ask what else is on this host.
+            // It cannot be found. That is reported only for places where it might be opened, so
+            // that an image cannot find out what else is on this host.
             Err(_) => self.judge(&path, &likely_place(&absolute(&path)?)).map(|()| path),
         }
     }
@@ -138,11 +139,11 @@ impl Policy {
     }
 }
 
-/// The directories, and files of their own, in which a chain may open what its layers name: for who
-/// tells the kernel as much. The image that the user `named` may lie elsewhere.
+/// The directories, and individual files, in which a chain may open what its layers name: for a
+/// caller that passes them to the kernel. The image that the user `named` may be elsewhere.
 ///
 /// # Errors
-/// If there is no such image, or an option names a directory that is not there.
+/// If there is no such image, or an option names a directory that does not exist.
 pub fn allowed_places(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(Policy::new(named, names, allow_paths)?.allowed)
 }
@@ -152,13 +153,13 @@ fn absolute(path: &Path) -> Result<PathBuf> {
         .map_err(|error| Error::from_io(format!("finding {}", path.display()), error))
 }
 
-/// Whether an image that lies here may open what else lies here (I3).
+/// Whether an image in one place may open a file in the other (I3).
 fn may_be_implied(directory: &Path) -> bool {
     let special = ["/dev", "/proc", "/sys"];
     directory.parent().is_some() && !special.iter().any(|place| directory.starts_with(place))
 }
 
-/// A colon before any slash is how QEMU tells a protocol, `json:` among them.
+/// A colon before any slash is how QEMU recognizes a protocol, including `json:`.
 fn looks_like_protocol(name: &[u8]) -> bool {
     name.iter().take_while(|byte| **byte != b'/').any(|byte| *byte == b':')
 }
@@ -178,7 +179,7 @@ fn likely_place(path: &Path) -> PathBuf {
                 rest.push(name);
                 ancestor = parent;
             }
-            // It goes up from something that is not there: nowhere that may be opened.
+            // It goes up from something that does not exist: nowhere that may be opened.
             _ => return PathBuf::new(),
         }
     }
@@ -191,7 +192,7 @@ fn shell_word(path: &Path) -> String {
     if text.chars().all(plain) {
         text.into_owned()
     } else if text.chars().any(char::is_control) {
-        // No word of a shell, but nothing that a terminal obeys either.
+        // Not a shell word, but nothing that a terminal obeys either.
         format!("{text:?}")
     } else {
         format!("'{}'", text.replace('\'', r"'\''"))

@@ -1,11 +1,11 @@
 //! A raw image: the bytes of the disk are the bytes of the store.
 //!
-//! Writes go straight to the store, side by side. What one of them leaves to be done is a sync,
-//! which flushes share. A sync that fails leaves nobody knowing which writes are durable: the disk
-//! is **latched** then: it takes no more writes, and no flush succeeds.
+//! Writes go straight to the store, concurrently. All that remains after a write is a sync, which
+//! flushes share. After a failed sync nobody knows which writes are durable: the disk is
+//! **latched** then: it accepts no more writes, and no flush succeeds.
 //!
-//! The store keeps its length unless the disk is made longer. Where it is no multiple of a sector,
-//! the part of the last sector that is not there reads as zeros and is not written.
+//! The store keeps its length unless the disk is extended. If that is not a multiple of a sector,
+//! the missing part of the last sector reads as zeros and is not written.
 
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
@@ -27,11 +27,11 @@ pub struct RawDisk {
     writer: Option<Writer>,
 }
 
-/// What writing takes.
+/// The state for writing.
 struct Writer {
     /// Length of the store in bytes.
     store_len: AtomicU64,
-    /// Whether the disk is being made longer.
+    /// Whether the disk is being extended.
     is_resizing: AtomicBool,
     syncs: GroupSync,
     /// Syncs so far.
@@ -46,26 +46,26 @@ const PREFERRED_BYTES: u32 = 4096;
 /// Zeros that have to be written out are written in pieces of at most this size.
 const ZEROES_BYTES_MAX: u64 = 512 << 10;
 
-/// Most runs that one plan asks the file system for; what lies beyond is called data, which is
-/// always true enough.
+/// Most runs that one plan queries the file system for; anything beyond is reported as data, which
+/// is always true enough.
 const RUNS_MAX: usize = 1 << 14;
-/// Runs after which others have their turn: each takes two system calls.
+/// Runs after which other tasks get a turn: each takes two system calls.
 const RUNS_PER_TURN: u64 = 64;
 
 impl RawDisk {
     /// The disk in the raw image at `path`.
     ///
     /// # Errors
-    /// What opening it gives.
+    /// Any error of opening it.
     pub fn open(images: &dyn Images, path: &Path) -> Result<Self> {
         let image = images.open(path)?;
         Self::new(image.store)
     }
 
-    /// As [`Self::open`], to be written too.
+    /// As [`Self::open`], for writing too.
     ///
     /// # Errors
-    /// What opening it gives.
+    /// Any error of opening it.
     pub fn open_writable(images: &dyn Images, path: &Path) -> Result<Self> {
         let image = images.open_writable(path)?;
         Self::new_writable(image.store)
@@ -75,7 +75,7 @@ impl RawDisk {
     /// the store are zeros, as in QEMU.
     ///
     /// # Errors
-    /// If the length cannot be had, or no disk is that long.
+    /// If the length cannot be determined, or no disk is that long.
     pub fn new(store: Arc<dyn Store>) -> Result<Self> {
         let len = store.len().map_err(|error| error.wrap(store.name()))?;
         let len = len.checked_next_multiple_of(SECTOR_BYTES).ok_or_else(|| {
@@ -84,7 +84,7 @@ impl RawDisk {
         Ok(Self { store, len: AtomicU64::new(len), writer: None })
     }
 
-    /// As [`Self::new`], to be written too; `store` was opened for that.
+    /// As [`Self::new`], for writing too; `store` was opened for that.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -101,7 +101,7 @@ impl RawDisk {
         Ok(Self { writer: Some(writer), ..disk })
     }
 
-    /// What writing `range` takes, if the disk takes it.
+    /// The state for writing `range`, if the disk accepts that.
     fn writer(&self, range: GuestRange) -> Result<&Writer> {
         let writer = self.usable_writer()?;
         check_range(range, self.geometry())?;
@@ -114,7 +114,8 @@ impl RawDisk {
         Ok(writer)
     }
 
-    /// Makes what the store got from `before` to `len` read as zeros, or cuts it off again.
+    /// Makes the part by which the store grew from `before` to `len` read as zeros, or truncates it
+    /// again.
     async fn zero_new(&self, before: u64, len: u64) -> Result<()> {
         if self.store.reads_unwritten_as_zeros() {
             return Ok(());
@@ -126,7 +127,7 @@ impl RawDisk {
         zeroed
     }
 
-    /// Asks the file system for the runs of `range`.
+    /// Queries the file system for the runs of `range`.
     async fn plan_runs(&self, range: GuestRange, extents: &mut Vec<Extent>) -> Result<()> {
         let mut pace = Pace::new(RUNS_PER_TURN);
         let mut at = range.start();
@@ -139,7 +140,7 @@ impl RawDisk {
                 let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
                 let kind = match run.kind {
                     RunKind::Data => ExtentKind::Data,
-                    // Zeros by the file's word, and they have a place in it.
+                    // Zeros according to the file, and they have a place in it.
                     RunKind::Hole => ExtentKind::ZeroAllocated,
                 };
                 assert!(run.len > 0 && run.len <= left, "a store broke its contract");
@@ -255,17 +256,17 @@ impl Disk for RawDisk {
 }
 
 impl Manage for RawDisk {
-    /// A block device is as long as it is: it was made longer before, and here that is noticed.
+    /// A block device has a fixed length: it was extended elsewhere, and here that is noticed.
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let writer = self.usable_writer()?;
             check_longer(self.geometry().len, len)?;
             let Some(_resizing) = Resizing::begin(&writer.is_resizing) else {
-                let what = "the disk is being made longer already";
+                let what = "the disk is already being extended";
                 return Err(Error::new(ErrorKind::Invalid, what));
             };
             let done = async {
-                // Who made it longer before has put there what is to be there.
+                // Whoever extended it has already put the right contents there.
                 let before = self.store.len()?;
                 if before < len {
                     self.store.set_len(len).await?;
@@ -280,7 +281,7 @@ impl Manage for RawDisk {
         })
     }
 
-    /// The store's operations are all: nothing goes on behind them.
+    /// The store's operations are all there are: nothing else runs in the background.
     fn idle(&self) -> LocalFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }
@@ -320,7 +321,7 @@ impl Manage for RawDisk {
     }
 }
 
-/// While a disk is made longer.
+/// Present while a disk is being extended.
 struct Resizing<'a>(&'a AtomicBool);
 
 impl<'a> Resizing<'a> {
@@ -336,8 +337,8 @@ impl Drop for Resizing<'_> {
 }
 
 impl Writer {
-    /// How much of `range` lies in the store, from its start on: all of it, but for a last sector
-    /// that is only begun.
+    /// How much of `range` lies in the store, counted from its start: all of it, except in an
+    /// incomplete last sector.
     fn bytes_there(&self, range: GuestRange) -> u64 {
         let end = range.end().bytes().min(self.store_len.load(Ordering::Acquire));
         end.saturating_sub(range.start().bytes())
@@ -348,7 +349,7 @@ impl Writer {
             None => Ok(()),
             Some(error) => {
                 let name = store.name();
-                let what = format!("{name} is written no more, because a sync of it failed");
+                let what = format!("{name} is no longer written, because a sync of it failed");
                 Err(error.clone().wrap(what))
             }
         }

@@ -1,23 +1,21 @@
-//! Where writers leave what they acknowledged and did not flush, for who comes after them: a file
-//! of its own for each image that is being written, in a file system that is memory, in a
-//! [`folder`] of this user.
+//! The redo logs of writers, kept for the next process to open an image: one file for each image
+//! that is being written, in a memory-backed file system, in a [`folder`] of this user.
 //!
-//! A file is named by its image's device and inode: an image that was renamed, or that is mounted
-//! elsewhere by now, has it still. So nothing tells that an image was deleted after its writer was
-//! killed, and its file stays until the machine starts anew, or a new image has that inode and is
-//! written to. It takes what metadata that writer had changed since its last flush.
+//! A file is named by its image's device and inode: an image that was renamed, or that is now
+//! mounted elsewhere, still has it. So nothing shows that an image was deleted after its writer was
+//! killed, and its file stays until the machine restarts, or a new image has that inode and is
+//! written to. It is as large as the metadata that this writer had changed since its last flush.
 //!
 //! Invariants
-//! - I1 A file is believed only if it is a regular one of this user, that nobody else can write and
+//! - I1 A file is trusted only if it is a regular one of this user, that nobody else can write and
 //!   that has no other name. It is never reached through a symbolic link.
-//! - I2 There is no file before the first write and none after a clean close. What was not used is
-//!   kept beside it as `….lost`, one for each image, until the machine starts anew: nobody reads
-//!   it.
-//! - I3 A writer has its file locked as long as it lives, whatever becomes of the image's own
-//!   locks: some file systems have none, and whoever wants none takes none. So nobody reads or
-//!   removes the file of a writer that lives.
-//! - I4 Where a file is not in the usual directory, a note in this user's usual folder says where
-//!   it is: for telling who looks in the wrong place, and nothing else.
+//! - I2 No file exists before the first write or after a clean close. An unused log is kept beside
+//!   it as `….lost`, one for each image, until the machine restarts: nothing reads it.
+//! - I3 A writer keeps its file locked as long as it lives, whatever happens to the image's own
+//!   locks: some file systems lack them, and users can turn them off. So nobody reads or removes
+//!   the file of a living writer.
+//! - I4 If a file is not in the usual directory, a note in this user's usual folder gives its
+//!   place: for a hint to a process that looks in the wrong place, and nothing else.
 
 pub(crate) mod folder;
 pub(crate) mod logs;
@@ -42,7 +40,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub enum RedoPlace {
     /// Nowhere: a writer that is killed loses what was not flushed.
     Nowhere,
-    /// In a folder of this user, which is made in this directory.
+    /// In a folder of this user, which is created in this directory.
     Directory(PathBuf),
 }
 
@@ -52,27 +50,27 @@ impl Default for RedoPlace {
     }
 }
 
-/// Memory that every Linux has.
+/// Memory-backed and present on every Linux.
 fn usual_directory() -> PathBuf {
     PathBuf::from("/dev/shm")
 }
 
-/// Bytes of such a file at most. It takes as much memory as was written between two flushes.
+/// Most bytes of such a file. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-/// The end of a name that says where a file is.
+/// The end of the name of a note with a file's place.
 const ELSEWHERE: &str = ".elsewhere";
 const NOTE_BYTES_MAX: u64 = 4096;
-/// How often a file that lost its name while it was locked is opened anew.
+/// How often a file that lost its name while it was being locked is reopened.
 const TRIES_MAX: u32 = 8;
 
 /// The file of one image.
 pub(crate) struct RedoFile {
     folder: PathBuf,
-    /// Whose it is.
+    /// Its owner.
     user: u32,
     name: String,
-    /// The folder that says where this one is, if that is not the usual place (I4).
+    /// The folder with the note of its place, if that is not the usual one (I4).
     usual: Option<PathBuf>,
     boot: u128,
     /// How the file is locked while it is open (I3).
@@ -81,7 +79,7 @@ pub(crate) struct RedoFile {
 }
 
 impl RedoFile {
-    /// For the image that `identity` is of; nothing where there is no place for it.
+    /// For the image identified by `identity`; `None` if there is no place for it.
     pub(crate) fn new(place: &RedoPlace, identity: Identity) -> Option<Self> {
         Self::of_user(place, identity, own_user())
     }
@@ -99,7 +97,7 @@ impl RedoFile {
         Some(Self { folder, user, name, usual, boot, lock, file: Mutex::default() })
     }
 
-    /// Where this user has a file for the image, if `place` is not where it is.
+    /// Where this user has a file for the image, if that is not in `place`.
     pub(crate) fn elsewhere(place: &RedoPlace, identity: Identity) -> Option<PathBuf> {
         let usual = folder::path_of(&usual_directory(), own_user());
         Self::elsewhere_than(place, &usual, identity)
@@ -121,8 +119,8 @@ impl RedoFile {
         })
     }
 
-    /// Says in the usual folder where this file is. That it cannot is no harm but that nobody is
-    /// told.
+    /// Records in the usual folder where this file is. A failure only means that nobody gets the
+    /// hint.
     fn tell(&self) {
         let Some(usual) = &self.usual else { return };
         let told = folder::make(usual).and_then(|folder| {
@@ -134,7 +132,7 @@ impl RedoFile {
             note.write_all_at(place.as_os_str().as_bytes(), 0).map_err(|error| self.explain(error))
         });
         if let Err(error) = told {
-            tracing::debug!(%error, "nobody is told where a log is");
+            tracing::debug!(%error, "the place of a log could not be noted");
         }
     }
 
@@ -149,11 +147,11 @@ impl RedoFile {
         format!("{}{ELSEWHERE}", self.name)
     }
 
-    /// The same, to read what a writer left that died; nothing where a writer lives. Root has what
-    /// the image's `owner` left, too.
+    /// The same, to read the log of a writer that died; `None` if the writer lives. Root also reads
+    /// the log of the image's `owner`.
     ///
     /// # Errors
-    /// What the system says.
+    /// Any error of the system.
     pub(crate) fn orphaned(place: &RedoPlace, identity: Identity, owner: u32) -> Result<Vec<Self>> {
         let own = own_user();
         let other = Some(owner).filter(|owner| own == 0 && *owner != 0);
@@ -177,7 +175,7 @@ impl RedoFile {
     }
 
     /// The file that another user has for the image, which `owner` owns. Only root and the owner
-    /// are asked for: anybody else could put a file there and keep the image from being opened.
+    /// count: anybody else could put a file there and keep the image from being opened.
     pub(crate) fn of_another(place: &RedoPlace, identity: Identity, owner: u32) -> Option<PathBuf> {
         let RedoPlace::Directory(directory) = place else { return None };
         let own = own_user();
@@ -202,7 +200,7 @@ impl RedoFile {
         Error::from_io(self.path().display().to_string(), error.into())
     }
 
-    /// Opens the file (I1) and locks it (I3); `None` if there is none and it is not to be made.
+    /// Opens the file (I1) and locks it (I3); `None` if it does not exist and is not to be created.
     fn open(&self, create: bool) -> Result<Option<File>> {
         for _ in 0..TRIES_MAX {
             let Some(file) = self.open_unlocked(create)? else { return Ok(None) };
@@ -211,7 +209,7 @@ impl RedoFile {
             if stat.st_nlink > 0 {
                 return self.check_ours(file, &stat, create);
             }
-            // Who had it locked before has removed it.
+            // The process that had it locked before has removed it.
         }
         Err(self.explain(Errno::BUSY))
     }
@@ -219,7 +217,7 @@ impl RedoFile {
     fn open_unlocked(&self, create: bool) -> Result<Option<File>> {
         let folder = match create {
             true => Some(folder::make(&self.folder)?),
-            // Somebody else put something there: it keeps nobody from opening the image.
+            // Somebody else put something there: that must not keep the image from being opened.
             false => folder::find_of(&self.folder, self.user).unwrap_or_else(|error| {
                 tracing::warn!(%error, "what was not flushed is not looked for");
                 None
@@ -227,7 +225,7 @@ impl RedoFile {
         };
         let Some(folder) = folder else { return Ok(None) };
         let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        // Who serves for reading only may do no more here.
+        // A process that serves for reading only may have fewer rights here.
         let is_shared = self.lock == FlockOperation::NonBlockingLockShared;
         let flags = flags | if is_shared { OFlags::RDONLY } else { OFlags::RDWR };
         let flags = if create { flags | OFlags::CREATE } else { flags };
@@ -246,11 +244,11 @@ impl RedoFile {
         match flock(file, self.lock) {
             Ok(()) => Ok(()),
             Err(Errno::WOULDBLOCK) => {
-                let what = "a process that lives writes the image, or reads it";
+                let what = "a living process has the image open for writing or reading";
                 let context = format!("{}: {what}", self.path().display());
                 Err(Error::new(ErrorKind::Denied, context))
             }
-            // Nobody can have locked it there, so that nothing says that its writer is dead.
+            // Nobody can have locked it there, so nothing proves that its writer is dead.
             Err(error) if self.lock == FlockOperation::NonBlockingLockShared => {
                 Err(Error::new(ErrorKind::Denied, self.explain(error).to_string()))
             }
@@ -261,8 +259,8 @@ impl RedoFile {
         }
     }
 
-    /// The file, if there is one, which is locked, and its folder, if the name in it is this file's
-    /// still: it may be another's by now (I3).
+    /// The file, if it exists, which is locked, and its folder, if the name in it still belongs to
+    /// this file: it may be another's by now (I3).
     fn take(&self) -> Option<(File, Option<OwnedFd>)> {
         let mut file = self.lock();
         let there = match file.take().map_or_else(|| self.open(false), |file| Ok(Some(file))) {
@@ -281,7 +279,7 @@ impl RedoFile {
         Some((there, folder))
     }
 
-    /// `file`, if it is ours alone.
+    /// `file`, if it is this user's alone.
     fn check_ours(&self, file: File, stat: &Stat, create: bool) -> Result<Option<File>> {
         let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
             && stat.st_uid == self.user
@@ -305,7 +303,7 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// What the note at `path` says, in a folder that is this user's alone.
+/// The contents of the note at `path`, in a folder that is this user's alone.
 fn read_note(path: &Path) -> Option<PathBuf> {
     let mut note = OpenOptions::new();
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
@@ -360,8 +358,8 @@ impl RedoMemory for RedoFile {
             self.tell();
         }
         let there = file.as_ref().expect("it was made");
-        // The head is written with every group. A file that lost its name meanwhile (a session
-        // that ends takes its user's) outlives nobody.
+        // The header is written with every group. A file that lost its name in the meantime (the
+        // end of a session removes its user's files) is of no use to a successor.
         let is_named = at != 0 || fstat(there).is_ok_and(|stat| stat.st_nlink > 0);
         if !is_named {
             *file = None;
@@ -373,7 +371,7 @@ impl RedoMemory for RedoFile {
     fn remove(&self) {
         let Some((there, folder)) = self.take() else { return };
         self.tell_no_more();
-        // Where its name cannot be taken away, there is nothing in it.
+        // If its name cannot be removed, it is emptied instead.
         if let Err(error) = there.set_len(0) {
             tracing::warn!(path = %self.path().display(), %error, "a log keeps what is in it");
         }
@@ -382,7 +380,7 @@ impl RedoMemory for RedoFile {
         {
             tracing::warn!(path = %self.path().display(), %error, "a file stays behind");
         }
-        // Locked until it has no name any more (I3).
+        // Locked until it no longer has a name (I3).
         drop(there);
     }
 
@@ -540,7 +538,7 @@ mod tests {
         let theirs = their_folder.join(name_of(identity(1)));
         std::fs::create_dir(&their_folder).expect("made");
         std::fs::write(&theirs, b"log").expect("writes");
-        // It says that it is another's, and is not: somebody put it there.
+        // It claims to be another's, and is not: somebody put it there.
         assert_eq!(RedoFile::of_another(&place, identity(1), user.wrapping_add(1)), None);
         if user == 0 {
             std::os::unix::fs::chown(&theirs, Some(1), None).expect("root may");

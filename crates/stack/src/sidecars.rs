@@ -4,11 +4,11 @@
 //! fits its seal would show a guest the wrong bytes. So:
 //!
 //! - I1 A sidecar is read only if it is a regular file, reached without a symbolic link at its end,
-//!   that nobody could write but those who can write the layer: its owner is the layer's owner,
-//!   this process, or root, and not everyone may write it.
-//! - I2 A sidecar is written to a file that is new, in the same directory, made durable and then
-//!   put in its place: all of it or nothing, and never through a symbolic link.
-//! - I3 A block device has no sidecar: nothing tells that its content changed.
+//!   that only those who can write the layer could have written: its owner is the layer's owner,
+//!   this process, or root, and it is not writable by everyone.
+//! - I2 A sidecar is written to a new file in the same directory, made durable and then put in its
+//!   place: all of it or nothing, and never through a symbolic link.
+//! - I3 A block device has no sidecar: nothing shows that its content changed.
 
 use crate::policy::Policy;
 use mica_block::{Error, ErrorKind, Result, Sidecars, Store};
@@ -36,10 +36,10 @@ pub enum SidecarPlace {
     Directory(PathBuf),
 }
 
-/// What a sidecar's name ends in.
+/// The suffix of a sidecar's name.
 const SUFFIX: &str = ".mica-index";
 
-/// Sidecars of the layers that the policy lets be opened.
+/// Sidecars of the layers that the policy permits to be opened.
 pub(crate) struct FileSidecars {
     place: SidecarPlace,
     policy: Arc<Policy>,
@@ -50,7 +50,7 @@ pub(crate) struct FileSidecars {
 struct Spot {
     directory: PathBuf,
     name: OsString,
-    /// Whether the directory comes from a layer, so that no symbolic link may have come into it.
+    /// Whether the directory comes from a layer, so that its path must not contain a symbolic link.
     beside: bool,
 }
 
@@ -83,7 +83,7 @@ impl FileSidecars {
             Err(error) => {
                 return match error.kind() {
                     ErrorKind::NotFound => Ok(None),
-                    // Nobody can have made one.
+                    // Nobody can have created one.
                     _ if error.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) => {
                         Ok(None)
                     }
@@ -112,7 +112,7 @@ impl FileSidecars {
 
     /// Where the layer's sidecar may be, the place to write it to first.
     fn spots(&self, layer: &Located) -> Result<Vec<Spot>> {
-        // Without /proc only the image that the user named gets here, by its own name.
+        // Without /proc only the image that the user named arrives here, by its own name.
         let real = layer.real_path().unwrap_or_else(|_| layer.path().to_owned());
         let (Some(directory), Some(file_name)) = (real.parent(), real.file_name()) else {
             let what = format!("{} has no directory", real.display());
@@ -173,7 +173,7 @@ impl Sidecars for FileSidecars {
         for spot in self.spots(layer)? {
             match spot.remove() {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => {}
-                // What lies beside the layer is not ours where the user keeps indexes elsewhere.
+                // A file beside the layer is not ours if the user keeps indexes elsewhere.
                 Err(Errno::ACCESS | Errno::PERM | Errno::ROFS)
                     if spot.beside && self.place != SidecarPlace::BesideLayers => {}
                 Err(error) => {
@@ -205,7 +205,7 @@ impl Spot {
 
     fn write(&self, layer: &Located, content: &[u8]) -> std::io::Result<()> {
         let directory = self.open_directory()?;
-        // Whoever may read the layer may read its index.
+        // Anyone who may read the layer may read its index.
         let mode = Mode::from_raw_mode(layer.mode() & 0o044 | 0o600);
         let (temporary, file) = create_new(&directory, mode)?;
         let written = (|| {
@@ -216,7 +216,7 @@ impl Spot {
             Ok(())
         })();
         if written.is_err() {
-            // The first error is the one to tell.
+            // The first error is the one to report.
             let _ = unlinkat(&directory, &temporary, AtFlags::empty());
         }
         written
@@ -229,7 +229,7 @@ impl Spot {
     }
 }
 
-/// Makes a file of a new name in `directory`.
+/// Creates a file of a new name in `directory`.
 fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, OwnedFd)> {
     /// Names that a crashed process of the same number may have left.
     const ATTEMPTS: usize = 64;
@@ -247,9 +247,9 @@ fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, Ow
     Err(Errno::EXIST)
 }
 
-/// A name for the sidecar of the layer at `real` in a directory that it shares with those of other
-/// layers: a digest of the path, and the layer's own name for people. The seal inside tells two
-/// layers apart whose digests are the same.
+/// A name for the sidecar of the layer at `real` in a directory shared by the sidecars of several
+/// layers: a digest of the path, and the layer's own name for people. The seal inside distinguishes
+/// two layers with the same digest.
 fn name_elsewhere(real: &Path, file_name: &OsStr) -> OsString {
     /// Longest part of the layer's name: with digest and suffix it must stay within 255 bytes.
     const NAME_BYTES_MAX: usize = 200;

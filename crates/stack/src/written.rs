@@ -22,8 +22,8 @@ impl WrittenImages {
         self.lock().push(Written { device, inode, store });
     }
 
-    /// Whether what was `located` is open for writing here: then its lock is our own, and whoever
-    /// opens it once more may find out that the chain bites its tail.
+    /// Whether what was `located` is open for writing here: then its lock is our own, and opening
+    /// it again may reveal that the chain forms a loop.
     pub(crate) fn has(&self, located: &Located) -> bool {
         let Identity { device, inode, .. } = located.identity(0);
         let mut written = self.lock();

@@ -59,7 +59,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// cargo-deny where it is installed; else the licence part of it, done here.
+/// cargo-deny if it is installed; else the licence part of it, done here.
 fn deny() -> Result<()> {
     let there = Command::new("cargo-deny").arg("--version").stdout(Stdio::null()).status();
     if there.is_ok_and(|status| status.success()) {
@@ -80,7 +80,7 @@ fn deny() -> Result<()> {
     Ok(())
 }
 
-/// Whether an SPDX expression can be met with what we take: each part of an AND by one of an OR.
+/// Whether the licences we accept satisfy an SPDX expression: each part of an AND by one of an OR.
 fn licence_is_fine(expression: &str) -> bool {
     let expression = expression.replace(['(', ')'], " ").replace('/', " OR ");
     expression

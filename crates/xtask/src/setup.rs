@@ -6,10 +6,10 @@ use mica_tests::shell;
 use mica_tests::tools::{self, Tool};
 use std::process::Command;
 
-/// Where apt is told of backports.
+/// Where apt's entry for backports goes.
 const BACKPORTS_FILE: &str = "/etc/apt/sources.list.d/mica-backports.sources";
 
-/// Installs what is missing; does nothing, and needs no rights, if nothing is.
+/// Installs what is missing; does nothing, and needs no privileges, if nothing is.
 pub(crate) fn run() -> Result<()> {
     if is_done() {
         println!("all foreign programs are there");
@@ -40,7 +40,7 @@ pub(crate) fn missing() -> Vec<Tool> {
     tools::ALL.iter().copied().filter(|tool| !tool.is_there()).collect()
 }
 
-/// Tries the packages that may have the program until it is there: Debian moved some of them.
+/// Tries the packages that may have the program until it is present: Debian moved some of them.
 fn install(tool: Tool) -> Result<()> {
     for package in tool.packages {
         if tool.is_there() {
@@ -48,7 +48,7 @@ fn install(tool: Tool) -> Result<()> {
         }
         // A package of this name need not exist in this release: then the next one may.
         let installed = shell::run(install_command().arg(package)).or_else(|error| {
-            // Where a part of QEMU is a backport, the rest has to be one, too.
+            // If a part of QEMU is a backport, the rest has to be one, too.
             let Some(suite) = backports(package)? else { return Err(error) };
             shell::run(install_command().args(["--target-release", &suite, package]))
         });
@@ -62,7 +62,7 @@ fn install(tool: Tool) -> Result<()> {
     }
 }
 
-/// What is there already must not be pushed out.
+/// Programs that are already installed must not be removed.
 fn install_command() -> Command {
     let mut command = apt();
     command.args(["install", "--yes", "--no-install-recommends", "--no-remove"]);
@@ -100,7 +100,7 @@ fn backports(package: &str) -> Result<Option<String>> {
     Ok(Some(suite))
 }
 
-/// What `command` prints.
+/// The output of `command`.
 fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?}"))?;
     ensure!(output.status.success(), "{command:?}: {}", output.status);

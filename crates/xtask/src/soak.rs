@@ -1,8 +1,8 @@
-//! The long forms of random tests: what CI runs for seconds, for as long as one likes.
+//! The long forms of random tests: CI runs them for seconds, this for as long as one likes.
 //!
-//! Each is a test like all others, told by a variable how often to do what it does, and by another
-//! where its random numbers begin. A round does each of them so often as a night should; further
-//! rounds begin elsewhere.
+//! Each is an ordinary test with one variable for the number of repetitions and another for the
+//! start of its random numbers. A round runs each of them as often as suits a night; further rounds
+//! start elsewhere.
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
@@ -50,7 +50,7 @@ enum What {
 
 /// How one of them is run.
 struct Soak {
-    /// What cargo is told to test, and words of the names of the tests.
+    /// What cargo has to test, and parts of the names of the tests.
     test: &'static [&'static str],
     /// The variable that says how often, and how often in a night.
     count: (&'static str, u64),
@@ -102,7 +102,7 @@ impl What {
     }
 }
 
-/// Runs it; all of it, though something fails.
+/// Runs it; all of it, even if something fails.
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(options.times > 0.0, "--times is a number above 0");
     let program = match &options.program {
@@ -127,7 +127,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             let seed = options.seed + round * count;
             let mut test = shell::cargo(["test", "--locked", "--package"]);
             test.args(soak.test).arg("--nocapture");
-            // What cannot be run here fails: nobody looks for words of it in so much output.
+            // A test that cannot run here fails: nobody would find a note about it in so much
+            // output.
             test.env("MICA_BIN", &program).env("CI", "1").env(variable, count.to_string());
             test.envs(soak.seed.map(|variable| (variable, seed.to_string())));
             let since = clock::now();
@@ -147,8 +148,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// `times` as much as `count`, but not less than a tenth: some tests ask that faults were met
-/// often.
+/// `times` as much as `count`, but at least a tenth: some tests require that faults occurred often.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "above 0, and small")]
 #[expect(clippy::cast_precision_loss, reason = "numbers of a few digits")]
 fn scaled(count: u64, times: f64) -> u64 {

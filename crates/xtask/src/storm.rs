@@ -1,5 +1,4 @@
-//! The storm over random chains, from the command line: what it is to do, how far it is, and what
-//! came of it.
+//! The storm over random chains, from the command line: its options, its progress, and its results.
 
 use crate::setup;
 use anyhow::{Context, Result, anyhow, ensure};
@@ -17,9 +16,9 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::{Duration, SystemTime};
 
-/// How often it is told how far it is.
+/// How often progress is printed.
 const PAUSE: Duration = Duration::from_millis(500);
-/// Set where mounts are the program's own.
+/// Set if mounts are the program's own.
 const ENTERED: &str = "MICA_STORM_NAMESPACE";
 /// Lines of a fault that are shown.
 const LINES_MAX: usize = 12;
@@ -102,8 +101,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Starts this program again where its mounts are its own, so that none of them stays, however it
-/// ends. Where that is not allowed they are unmounted at its end.
+/// Restarts this program with its own mount namespace, so that no mount remains, however it ends.
+/// If that is not allowed they are unmounted at its end.
 fn enter_own_namespace() {
     if !rustix::process::geteuid().is_root() || std::env::var_os(ENTERED).is_some() {
         return;
@@ -115,7 +114,7 @@ fn enter_own_namespace() {
     eprintln!("mounts are seen by others: unshare: {error}");
 }
 
-/// What `MICA_BIN` names, else the release build, made now.
+/// The program named by `MICA_BIN`, else the release build, built now.
 fn binary() -> Result<PathBuf> {
     if let Some(binary) = std::env::var_os("MICA_BIN") {
         // Servers run elsewhere.
@@ -132,7 +131,7 @@ fn seed_of_now() -> Result<u64> {
     Ok(SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_secs())
 }
 
-/// Runs the storm, and shows on a terminal how far it is, and everywhere what goes wrong.
+/// Runs the storm; shows its progress on a terminal, and faults everywhere.
 fn watch(storm: &storm::Options, summary: &Summary) -> Result<()> {
     let is_terminal = std::io::stderr().is_terminal();
     let (ended, end) = mpsc::channel();
@@ -140,7 +139,7 @@ fn watch(storm: &storm::Options, summary: &Summary) -> Result<()> {
     std::thread::scope(|scope| {
         let runner = scope.spawn(move || {
             let outcome = storm::run(storm, summary);
-            // The other end waits for as long as this runs.
+            // The other end stays open for as long as this runs.
             let _ = ended.send(());
             outcome
         });
@@ -159,7 +158,7 @@ fn watch(storm: &storm::Options, summary: &Summary) -> Result<()> {
                     told,
                     start.elapsed()
                 );
-                // Nobody watches where it cannot be shown.
+                // A failure to print means that nobody is watching.
                 let _ = std::io::stderr().flush();
             }
         }

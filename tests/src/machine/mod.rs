@@ -1,7 +1,7 @@
 //! A virtual machine: QEMU, Debian's kernel, and an initramfs with a busybox and a script.
 //!
-//! It runs under KVM where that boots a guest, else under TCG, where it takes some seconds to come
-//! up. Its console is what it says to the host; a line to its console is what the host says to it.
+//! It runs under KVM if that boots a guest, else under TCG, where it takes some seconds to start.
+//! Its console carries its output to the host; a line written to the console is its input.
 
 mod archive;
 pub mod parts;
@@ -36,12 +36,12 @@ const MODULES: &[&str] = &[
     "ext4",
 ];
 const MEMORY: &str = "256M";
-/// How long a machine may take to come up under KVM; if it does not, there is no KVM for us.
+/// How long a machine may take to start under KVM; if it takes longer, there is no KVM for us.
 const KVM_LIMIT: Duration = Duration::from_secs(6);
-/// How long a machine may take between two things that its test waits for.
+/// How long a machine may take between two outputs that its test waits for.
 const LIMIT: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(10);
-/// What no console of a healthy machine says.
+/// Text that never appears on the console of a healthy machine.
 const BAD_SIGNS: &[&str] = &[
     "MACHINE-FAILED",
     "I/O error",
@@ -76,7 +76,7 @@ pub struct Work<'a> {
     pub programs: &'a [Tool],
 }
 
-/// A running machine. Dropping it is pulling its plug.
+/// A running machine. Dropping it pulls the plug.
 #[derive(Debug)]
 pub struct Machine {
     child: Child,
@@ -84,7 +84,7 @@ pub struct Machine {
     folder: TempDir,
 }
 
-/// Whether machines can be had, and `more` tools; as [`tools::present`].
+/// Whether machines are available, and `more` tools; as [`tools::present`].
 #[must_use = "a test without its tools has to end"]
 pub fn present(more: &[Tool]) -> bool {
     let tools = [&[tools::QEMU_SYSTEM], more].concat();
@@ -121,16 +121,16 @@ impl Machine {
         Ok(Self { child, stdin, folder })
     }
 
-    /// What it has said so far, and QEMU with it.
+    /// Its output so far, and QEMU's.
     pub fn console(&self) -> String {
         let said = fs::read(self.folder.path().join("console")).unwrap_or_default();
         String::from_utf8_lossy(&said).replace('\r', "")
     }
 
-    /// Waits until `found` finds on its console what it looks for.
+    /// Waits until `found` finds what it is looking for on the console.
     ///
     /// # Panics
-    /// If the machine ends before, or does not come to say it.
+    /// If the machine ends first, or never prints it.
     #[track_caller]
     pub fn wait_for<T>(&mut self, found: impl Fn(&str) -> Option<T>) -> T {
         self.wait_within(LIMIT, found).unwrap_or_else(|error| panic!("{error:#}"))
@@ -139,7 +139,7 @@ impl Machine {
     /// The same for at most `limit`.
     ///
     /// # Errors
-    /// If the machine ends before, or does not come to say it; with its console.
+    /// If the machine ends first, or never prints it; with its console.
     pub fn wait_within<T>(
         &mut self,
         limit: Duration,
@@ -158,7 +158,7 @@ impl Machine {
         self.child.id()
     }
 
-    /// Gives it a line to read on its console.
+    /// Writes a line to its console.
     ///
     /// # Errors
     /// If it has ended.
@@ -191,7 +191,7 @@ impl Drop for Machine {
     }
 }
 
-/// What QEMU runs machines with. `/dev/kvm` may be there and still boot nothing, so it is tried.
+/// The accelerator for machines. `/dev/kvm` may exist and still boot nothing, so it is tried.
 pub fn accelerator() -> &'static str {
     static ACCELERATOR: OnceLock<&str> = OnceLock::new();
     ACCELERATOR.get_or_init(|| {
@@ -229,7 +229,7 @@ fn device(disk: Disk<'_>) -> Result<Vec<String>> {
     Ok(options)
 }
 
-/// How QEMU is told to connect again: it counts milliseconds since 9.2, and seconds before.
+/// QEMU's option to reconnect: it counts milliseconds since 9.2, and seconds before.
 fn reconnect() -> Result<&'static str> {
     let said = Command::new(tools::QEMU_SYSTEM.program).arg("--version").output()?.stdout;
     let said = String::from_utf8_lossy(&said);
@@ -239,7 +239,7 @@ fn reconnect() -> Result<&'static str> {
     Ok(if numbers >= vec![9, 2] { "reconnect-ms=100" } else { "reconnect=1" })
 }
 
-/// All that the machine has at first.
+/// The machine's initial files.
 fn initramfs(disk: Disk<'_>, work: &Work<'_>) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     archive.file("/init", INIT.as_bytes());
@@ -270,10 +270,10 @@ fn initramfs(disk: Disk<'_>, work: &Work<'_>) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
-/// What `program` loads, by the names that it is loaded by.
+/// The libraries that `program` loads, by the names that it uses.
 ///
 /// # Errors
-/// If not all of it is there.
+/// If some of them are missing.
 pub fn libraries(program: &Path) -> Result<Vec<String>> {
     let output = Command::new("ldd").arg(program).output().context("ldd")?;
     ensure!(output.status.success(), "ldd {}: {}", program.display(), output.status);

@@ -1,4 +1,4 @@
-//! What a machine is made of that no program on the host's path is: Debian's kernel, and a busybox
+//! The parts of a machine that are not programs on the host's path: Debian's kernel, and a busybox
 //! that needs no libraries. Both are downloaded and unpacked into a folder of ours, by `cargo xtask
 //! setup`, so that nothing becomes the host's kernel.
 
@@ -23,7 +23,7 @@ pub fn are_there() -> bool {
     folder().is_dir()
 }
 
-/// Downloads and unpacks what is missing. Needs the lists of packages to be new, but no rights.
+/// Downloads and unpacks what is missing. Needs up-to-date package lists, but no privileges.
 ///
 /// # Errors
 /// If apt does not have it.
@@ -37,7 +37,7 @@ pub fn download() -> Result<()> {
     }
     fs::create_dir_all(&new)?;
     run(Command::new("apt-get")
-        // apt's own user may not write here, and would say so.
+        // apt's own user may not write here, and would complain.
         .args(["--quiet", "--option", "APT::Sandbox::User=root"])
         .args(["download", &newest_kernel()?, BUSYBOX_PACKAGE])
         .current_dir(&new))?;
@@ -45,7 +45,7 @@ pub fn download() -> Result<()> {
         run(Command::new("dpkg-deb").arg("--extract").arg(&package).arg(&new))?;
         fs::remove_file(package)?;
     }
-    // Only what is whole gets the name that is looked for.
+    // Only a complete folder gets the final name.
     fs::rename(&new, &done).context("naming the machine's parts")
 }
 

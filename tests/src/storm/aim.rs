@@ -1,5 +1,5 @@
-//! Where on a disk something happens: anywhere, or where much happens already, at borders of
-//! clusters and across them.
+//! Where on a disk something happens: anywhere, or where much already happens, at cluster borders
+//! and across them.
 
 use super::stamp::SECTOR;
 use mica_units::Rng;
@@ -30,7 +30,7 @@ impl Aim {
         self.place(rng, count)
     }
 
-    /// A range for a write of much.
+    /// A range for a large write.
     pub(super) fn long(&self, rng: &mut Rng) -> Range<u64> {
         let count = 64 + rng.below(960);
         let room = self.sectors.saturating_sub(count) + 1;

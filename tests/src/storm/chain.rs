@@ -1,4 +1,4 @@
-//! The chain that a storm goes over, and what the storm knows of it.
+//! The chain that a storm passes over, and what the storm knows of it.
 
 use super::aim::Aim;
 use super::judge;
@@ -17,34 +17,34 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// What a chain's steps need to know of the run.
+/// A run's context for the steps of a chain.
 #[derive(Debug)]
 pub(super) struct World<'a> {
     pub(super) binary: &'a Path,
-    /// The option of `mica` that says where a writer's log is kept.
+    /// The option of `mica` for the place of a writer's log.
     pub(super) log_option: &'a str,
     pub(super) kinds: &'a Kinds,
     pub(super) counts: &'a Counts,
     pub(super) places: &'a Places,
     pub(super) story: Story,
     pub(super) seed: u64,
-    /// Clients at most.
+    /// Most clients.
     pub(super) clients: u64,
     pub(super) run: PathBuf,
     pub(super) log: PathBuf,
     pub(super) images: PathBuf,
     pub(super) ground: Ground,
-    /// What is wrong so far.
+    /// The faults found so far.
     pub(super) noted: &'a Mutex<Vec<Fault>>,
 }
 
 impl World<'_> {
-    /// Whether the run does this, and the dice say so.
+    /// Whether the run includes this, and the dice choose it.
     pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
         rng.percent(percent) && self.kinds.has(kind)
     }
 
-    /// Runs `mica` among the images; it has to end by itself, and not by a panic.
+    /// Runs `mica` among the images; it has to end by itself, and not with a panic.
     pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
         let binary = self.binary.display().to_string();
         let log = self.log.display().to_string();
@@ -77,13 +77,13 @@ impl Chain<'_> {
         self.world.story.tell(step);
     }
 
-    /// Something was refused, as it may be; QEMU may leave clusters behind then.
+    /// Something was refused, as is permitted; QEMU may leave clusters behind then.
     pub(super) fn refused(&mut self, said: &crate::command::Finished) {
         self.tell(format_args!("  refused: {}", said.stderr.trim()));
         self.state.leaks = None;
     }
 
-    /// Notes what is wrong and does not keep the chain from going on.
+    /// Records a fault that does not keep the chain from continuing.
     pub(super) fn note(&self, fault: Fault) {
         self.tell(format_args!("  {}: {}", fault.wrong.name(), fault.what));
         self.world.noted.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
@@ -127,12 +127,12 @@ impl Chain<'_> {
         }
     }
 
-    /// What must be there now, for who has what killed servers left.
+    /// What must be there now, given what killed servers left.
     pub(super) fn view(&self) -> View {
         if self.state.is_lossy { View::Lossy } else { View::Kept }
     }
 
-    /// Makes image `name` of `shape`, by QEMU or mica, and counts nothing.
+    /// Creates image `name` of `shape`, by QEMU or mica, without counting it.
     pub(super) fn create(
         &self,
         rng: &mut Rng,
@@ -143,7 +143,8 @@ impl Chain<'_> {
     ) -> Outcome {
         let len = (sectors * SECTOR as u64).to_string();
         let mut options = shape.options(name);
-        // mica takes a data file where it takes all names; QEMU takes it from where it runs.
+        // mica resolves a data file as it resolves all names; QEMU resolves it from its own
+        // directory.
         let mut args = vec!["create", "-q", "-f", "qcow2"];
         if let Some(backing) = backing {
             args.extend(["-b", &backing.name, "-F", backing.format()]);
@@ -205,7 +206,7 @@ impl Chain<'_> {
         Ok(format!("write -q {flags}-s {} {}", pattern.display(), in_bytes(range)))
     }
 
-    /// QEMU writes compressed clusters to image `name`, which has nothing yet.
+    /// QEMU writes compressed clusters to image `name`, which is still empty.
     pub(super) fn compressed_writes(&mut self, rng: &mut Rng, name: &str, aim: &Aim) -> Outcome {
         let (mut commands, mut from) = (Vec::new(), rng.below(2048));
         for number in 0..1 + rng.below(6) {
@@ -217,7 +218,7 @@ impl Chain<'_> {
         foreign::io(&self.world.images, name, &commands)
     }
 
-    /// The disk as QEMU reads it now, which has to be right.
+    /// The disk as QEMU reads it now, which must be right.
     pub(super) fn judge_by_qemu(&self, view: View, what: &str) -> Outcome<Vec<Seq>> {
         let raw = self.world.run.join("flat.raw");
         let bytes = foreign::flatten(&self.world.images, &self.active().name, &[], &raw)?;
@@ -225,12 +226,12 @@ impl Chain<'_> {
         judge::disk(&self.state, &bytes, view, &format!("{what}, read by QEMU"))
     }
 
-    /// Adds a layer of its own `shape` and length, and writes to it.
+    /// Adds a layer with its own `shape` and length, and writes to it.
     pub(super) fn add_layer(&mut self, rng: &mut Rng, shape: Shape, sectors: u64) -> Outcome {
         let name = format!("{}.qcow2", self.new_name("layer"));
         let backing = self.state.layers.last().cloned();
         self.create(rng, &name, &shape, backing.as_ref(), sectors)?;
-        // What is beyond the end of a shorter layer is zeros, whatever is below.
+        // Beyond the end of a shorter layer are zeros, whatever is below.
         self.state.model.resize(sectors);
         self.state.layers.push(Layer { name: name.clone(), shape: Some(shape) });
         let aim = self.aim();

@@ -63,7 +63,7 @@ fn put_back(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     Ok(())
 }
 
-/// As `cp` does it: a file that is there keeps its inode.
+/// As `cp` does it: an existing file keeps its inode.
 fn copy_file(from: &Path, to: &Path, keeps_times: bool) -> Outcome {
     let (from, to) = (from.display().to_string(), to.display().to_string());
     let preserve = if keeps_times { "--preserve=timestamps" } else { "--preserve=mode" };
@@ -87,7 +87,7 @@ pub(super) fn touch(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     };
     chain.tell(format_args!("  touch {}: {time:?}", files[at]));
     file.set_times(FileTimes::new().set_modified(time))?;
-    // Its file system says that it was changed, and by whom nobody knows.
+    // Its file system records that it was changed, but not by whom.
     chain.state.is_lossy |= chain.state.is_pending;
     chain.state.is_contested |= chain.state.is_pending;
     Ok(())

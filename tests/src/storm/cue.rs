@@ -1,5 +1,5 @@
-//! The moment for a kill: most that goes wrong does so just after something that is rare, and can
-//! be seen in the image's file.
+//! The moment for a kill: most faults occur just after something rare that can be seen in the
+//! image's file.
 
 use super::load::Stage;
 use super::story::Outcome;
@@ -10,12 +10,12 @@ use std::path::Path;
 use std::time::Duration;
 
 const HEADER_BYTES: usize = 104;
-/// Where the header names the log; what is before moves when tables do.
+/// Where the header names the log; anything before it changes when tables move.
 const AUTOCLEAR_AT: usize = 88;
-/// Looks at the file for each at the clients.
+/// Looks at the file between two looks at the clients.
 const LOOKS: u32 = 32;
 
-/// What is waited for.
+/// The event that is waited for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cue {
     /// Nothing.
@@ -43,7 +43,7 @@ impl Moment {
         Self { cue, pause: Duration::from_micros(rng.below(most)) }
     }
 
-    /// Waits for it, or until no client works any more.
+    /// Waits for it, or until no client is working any more.
     pub(super) fn wait(self, image: &Path, stage: &Stage) -> Outcome {
         if self.cue != Cue::Now {
             let file = File::open(image)?;

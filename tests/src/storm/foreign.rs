@@ -1,5 +1,5 @@
-//! QEMU's tools on images that nobody serves. They wait for the locks of a server that was killed
-//! a moment ago, and no error of theirs is a panic here.
+//! QEMU's tools on images that nobody serves. They wait for the locks of a server that was killed a
+//! moment ago, and their errors are not panics here.
 
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// How long an image may stay locked when its writer was killed.
+/// How long an image may stay locked after its writer was killed.
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 const LIMIT: Duration = Duration::from_secs(120);
 /// How programs say that another one holds an image or a socket.
@@ -31,8 +31,8 @@ pub(super) fn run<S: AsRef<OsStr>>(program: &str, dir: &Path, args: &[S]) -> Out
     last.ok_or_else(|| trouble("nothing was run"))
 }
 
-/// Whether a program says that it cannot begin since another one, which may be dying, holds what it
-/// needs.
+/// Whether a program reports that it cannot begin since another one, which may be dying, holds what
+/// it needs.
 pub(super) fn is_held(said: &str) -> bool {
     HELD.iter().any(|text| said.contains(text))
 }
@@ -42,7 +42,7 @@ pub(super) fn img<S: AsRef<OsStr>>(dir: &Path, args: &[S]) -> Outcome<String> {
     succeeded(run("qemu-img", dir, args)?)
 }
 
-/// What a program said, which has to have succeeded.
+/// The output of a program, which must have succeeded.
 pub(super) fn succeeded(said: Finished) -> Outcome<String> {
     match said.status.success() {
         true => Ok(said.stdout),
@@ -50,7 +50,7 @@ pub(super) fn succeeded(said: Finished) -> Outcome<String> {
     }
 }
 
-/// Runs `qemu-io` commands on a qcow2 image, which all have to succeed.
+/// Runs `qemu-io` commands on a qcow2 image, which must all succeed.
 pub(super) fn io(dir: &Path, image: &str, commands: &[String]) -> Outcome {
     let mut args = vec!["-f", "qcow2"];
     for command in commands {

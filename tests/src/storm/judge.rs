@@ -1,4 +1,4 @@
-//! The verdict on what was read, in words that lead to what is wrong.
+//! The verdict on what was read, in words that lead to the fault.
 
 use super::model::{Bad, View};
 use super::stamp::SECTOR;
@@ -6,10 +6,10 @@ use super::stamp::{self, Seen, Seq, Writer};
 use super::state::State;
 use super::story::{Fault, Outcome, Wrong};
 
-/// Runs of wrong sectors that are told.
+/// Runs of wrong sectors that are listed.
 const RUNS_MAX: usize = 8;
 
-/// Holds the bytes of a whole disk against what it may be. What it is.
+/// Compares the bytes of a whole disk with what it may be. Returns what it is.
 pub(super) fn disk(state: &State, bytes: &[u8], view: View, what: &str) -> Outcome<Vec<Seq>> {
     let (len, wanted) = ((bytes.len() / SECTOR) as u64, state.model.len());
     if len == wanted {
@@ -53,7 +53,7 @@ fn wrong(bad: &Bad) -> Wrong {
     }
     match bad.writer {
         Writer::Foreign => Wrong::Undone,
-        // Its place in time tells whether it is too old, or was gone already.
+        // Its place in time shows whether it is too old, or was gone already.
         Writer::Guest => {
             let base = bad.lossy.first().copied().unwrap_or(0);
             let is_older = seq == 0 || stamp::order(seq) < stamp::order(base);

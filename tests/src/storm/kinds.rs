@@ -1,5 +1,5 @@
-//! What a storm is made of, by name: shapes of images, and what happens to them. A run can be told
-//! to keep to some of it.
+//! The parts of a storm, by name: shapes of images, and what happens to them. A run can be
+//! restricted to some of them.
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = $text:literal, $group:ident;)+) => {
@@ -11,12 +11,12 @@ macro_rules! kinds {
             /// All of them.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// What it is called.
+            /// Its name.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$name => $text),+ }
             }
 
-            /// What it does, in words.
+            /// A description.
             pub fn about(self) -> &'static str {
                 match self { $(Self::$name => concat!($($doc),+).trim_ascii()),+ }
             }
@@ -98,7 +98,7 @@ kinds! {
     Read = "read", Event;
 }
 
-/// The kinds that a run keeps to.
+/// The kinds that a run is restricted to.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Kinds(Vec<Kind>);
 
@@ -113,7 +113,7 @@ impl Kinds {
     /// without those that `without` names.
     ///
     /// # Errors
-    /// The name that is none.
+    /// The unknown name.
     pub fn parse(only: &[String], without: &[String]) -> Result<Self, String> {
         let [only, without] = [only, without].map(|names| {
             let names = names.iter().map(|name| {

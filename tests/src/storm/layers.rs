@@ -77,7 +77,8 @@ pub(super) fn rebase(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
 
 /// The image gets an overlay, which is the active layer from then on.
 pub(super) fn add_overlay(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
-    // What a killed server left of a backing file is for who opens it as the active layer.
+    // What a killed server left of a backing file is for the next process to open that as the
+    // active layer.
     if chain.state.is_pending || chain.state.layers.len() > 8 {
         return Ok(());
     }

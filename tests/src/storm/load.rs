@@ -20,7 +20,7 @@ use std::time::Duration;
 /// How long a client waits for a server that takes over.
 const MOVE_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(1);
-/// How often a range that is in use is aimed at anew.
+/// How often another range is drawn if one is in use.
 const AIMS: u32 = 6;
 
 /// What the clients have to expect.
@@ -186,7 +186,7 @@ impl Stage {
             }
             outcome
         });
-        // What a client saw tells more than what came of it.
+        // What a client saw says more than its result.
         match self.board().faults.pop() {
             Some(fault) => Err(fault),
             None => outcome,
@@ -352,7 +352,7 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// An answer came.
+    /// An answer arrived.
     fn take(&mut self, cookie: u64, answer: Answer) -> Outcome {
         let doing = self.under_way.remove(&cookie).expect("it was asked for");
         self.counts.requests.add();

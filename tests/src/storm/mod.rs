@@ -95,7 +95,7 @@ impl std::fmt::Display for Finding {
     }
 }
 
-/// What came of a run.
+/// The result of a run.
 #[derive(Default, Debug)]
 pub struct Summary {
     /// What was done.
@@ -190,7 +190,7 @@ fn one(
         Err(story::trouble(text.unwrap_or_default()))
     });
     summary.counts.chains.add();
-    // What ended the chain tells most.
+    // What ended the chain is most informative.
     let Some(fault) = outcome.err().or_else(|| lock(&noted).pop()) else { return Ok(()) };
     let kept = keep(options, places, &images, seed, &fault)?;
     let replay =

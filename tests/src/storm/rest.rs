@@ -121,7 +121,7 @@ pub(super) fn check(chain: &mut Chain<'_>, what: &str) -> Outcome {
     Ok(())
 }
 
-/// An image with lazy refcounts is repaired by whoever opens it next: a copy of it, here.
+/// An image with lazy refcounts is repaired by the next process to open it: a copy of it, here.
 fn check_dirty(chain: &Chain<'_>, name: &str, what: &str) -> Outcome {
     let copy = "dirty.qcow2";
     fs::copy(chain.path(name), chain.path(copy))?;

@@ -102,11 +102,11 @@ pub(super) struct Served {
     pub(super) manner: Manner,
 }
 
-/// Where a server that is refused a start says that a log is, in another place than it was told.
+/// The place of the log, as reported by a server that refuses to start because it looks elsewhere.
 fn left_elsewhere(log: &str) -> Option<PathBuf> {
     let (_, rest) = log.split_once("what its last writer left is in ")?;
     let (place, advice) = rest.split_once(": ")?;
-    advice.starts_with("name ").then(|| PathBuf::from(place))
+    advice.starts_with("pass ").then(|| PathBuf::from(place))
 }
 
 impl Served {

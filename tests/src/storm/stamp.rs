@@ -2,8 +2,8 @@
 //! does not belong, or again where it was overwritten, is known for what it is.
 //!
 //! A sector of 512 bytes is the same 16 bytes again and again: the disk and the sector's number in
-//! it, then a number that no other write of this disk has. A number tells who wrote it, and later
-//! writes have greater ones. A sector of zeros has the number 0.
+//! it, then a number that no other write of this disk has. A number identifies its writer, and
+//! later writes have greater ones. A sector of zeros has the number 0.
 
 /// Bytes of a sector.
 pub(super) const SECTOR: usize = 512;

@@ -18,7 +18,7 @@ pub enum Wrong {
     LostFlushed,
     /// What was acknowledged is gone where it had to be kept.
     LostAcknowledged,
-    /// Old or lost content came back.
+    /// Old or lost content reappeared.
     CameBack,
     /// Where unflushed writes may be lost, some are and some are not.
     Mixed,

@@ -4,7 +4,7 @@ use super::host::{self, MIB, Verdict, random};
 use mica_tests::machine::{self, Disk, Machine, Work};
 use mica_tests::{mica, qemu, tools};
 
-/// The guest is told of the new length by an interrupt; it does not look for it.
+/// The guest learns the new length through an interrupt; it does not poll for it.
 const SCRIPT: &str = r#"
 dd if=/host/data of=/dev/vda bs=1M oflag=direct 2>/dev/null
 echo "SECTORS-BEFORE $(cat /sys/block/vda/size)"

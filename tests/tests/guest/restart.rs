@@ -1,5 +1,5 @@
 //! mica ends and comes back under a guest that writes. The guest only waits: it sees no error, and
-//! all that it was told is written is there.
+//! everything acknowledged to it is there.
 
 use super::host::{self, MIB, Verdict};
 use mica_gen::Rng;

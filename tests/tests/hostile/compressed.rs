@@ -32,7 +32,7 @@ fn rubbish_fails_alone() {
 
 #[test]
 fn data_that_inflates_beyond_its_cluster_stops_there() {
-    // Deflate: one byte, then copies of 258 bytes at distance one, for ever: 1,000 times its
+    // Deflate: one byte, then copies of 258 bytes at distance one, forever: 1,000 times its
     // length. The bits of a fixed block: literal 'A', then length 258 (code 285), distance 1 (code
     // 0).
     let mut bits = vec![true, true, false];

@@ -1,4 +1,4 @@
-//! Images that name files which nobody gave to whoever wrote the image.
+//! Images that name files to which the author of the image has no right.
 
 use super::harm::Victim;
 use mica_tests::{mica, qemu};

@@ -202,7 +202,7 @@ const HARMS: &[Harm] = &[
         2,
     ),
     (
-        "no COPIED flag where there is none",
+        "no COPIED flag where none belongs",
         |dir, at| {
             let at = at.l2 + 8;
             let entry = read_u64(dir, at) & !(1 << 63);

@@ -4,7 +4,7 @@ use mica_tests::{mica, qemu, tools};
 use serde_json::Value;
 use std::path::Path;
 
-/// Fields of an image that both must tell alike.
+/// Fields of an image that both must report alike.
 const FIELDS: &[&str] = &[
     "virtual-size",
     "format",

@@ -254,7 +254,7 @@ fn over_a_longer_backing_file_a_data_file_shows_zeros() {
     assert_eq!(said.code(), Some(0), "{said}");
 }
 
-/// Whoever reads the raw file and whoever reads the image see the same.
+/// Readers of the raw file and of the image see the same.
 #[test]
 fn a_raw_data_file_stays_the_whole_disk() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
@@ -279,7 +279,7 @@ fn a_raw_data_file_stays_the_whole_disk() {
         ] {
             mica_in(dir, &["resize", "-q", "--shrink", "image.qcow2", size]).ok();
             assert_eq!(len(dir, "data.raw"), bytes, "{options} {size}");
-            // Who writes to the raw file alone is seen through the image.
+            // Writes to the raw file alone show through the image.
             byte += 1;
             let write = format!("write -P {byte} {} 64k", bytes - (64 << 10));
             qemu::io(dir, &["-f", "raw"], "data.raw", &[&write]);

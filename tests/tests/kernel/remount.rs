@@ -28,7 +28,7 @@ fn mounted(file: &Path, folder: &Path) -> Option<Mount> {
         .ok()
 }
 
-/// An image whose base is there for good, and a server of it that is killed.
+/// An image whose base is permanent, and a server of it that is killed.
 #[track_caller]
 fn written_and_killed(dir: &Path, place: &[&str]) {
     fs::write(dir.join("base.raw"), vec![BASE; 8 * MIB]).expect("written");
@@ -73,8 +73,8 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
         let Answer::Done(bytes) = read else { panic!("{read:?}") };
         let foreign = bytes.iter().filter(|byte| ![BASE, WRITTEN].contains(byte)).count();
         assert_eq!(foreign, 0, "{options:?}: {}", server.log());
-        assert!(server.log().contains("mounted anew"), "{options:?}: {}", server.log());
-        // Who writes says where the log is kept; another one is to find what this one found.
+        assert!(server.log().contains("been remounted"), "{options:?}: {}", server.log());
+        // The writer reports where it keeps the log; another one must find what this one found.
         let writes = options == place;
         assert_eq!(server.log().contains(".lost"), writes, "{options:?}: {}", server.log());
         if writes {

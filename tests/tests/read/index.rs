@@ -77,7 +77,7 @@ fn an_index_is_built_told_and_dropped_and_leaves_images_as_they_are() {
     let built: Vec<_> = sidecars(dir).iter().map(|file| fs::read(file).expect("read")).collect();
     index("build", dir, &manifest, &[]);
     let again: Vec<_> = sidecars(dir).iter().map(|file| fs::read(file).expect("read")).collect();
-    assert!(built == again, "what fits is not built anew");
+    assert!(built == again, "what fits is not rebuilt");
     assert!(images(dir) == before, "images stay as they are");
     index("drop", dir, &manifest, &[]);
     assert!(sidecars(dir).is_empty());

@@ -32,7 +32,7 @@ impl Run {
             zero: flag("zero"),
             data: flag("data"),
             present: flag("present"),
-            // qemu-img before 8.2 does not tell.
+            // qemu-img before 8.2 does not report that.
             compressed: extent["compressed"].as_bool().unwrap_or(false),
             offset: extent["offset"].as_u64(),
         }

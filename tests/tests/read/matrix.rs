@@ -20,7 +20,7 @@ struct Form {
 }
 
 impl Form {
-    /// What `qemu-img create -o` is told.
+    /// The argument of `qemu-img create -o`.
     fn options(self) -> String {
         let mut options = format!("cluster_size={},compat={}", self.cluster, self.version);
         if self.version == "1.1" {

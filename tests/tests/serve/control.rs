@@ -242,7 +242,7 @@ fn clients_that_misbehave_disturb_nobody() {
     assert!([414, 431].contains(&status), "{status}");
     disk.read(0, 4096).expect("served on");
     let (status, body) = world.over_tcp("POST /v1/drain HTTP/1.1\r\nhost: localhost\r\n\r\n");
-    assert_eq!(status, 404, "nothing is told over TCP: {body}");
+    assert_eq!(status, 404, "nothing is revealed over TCP: {body}");
     assert_eq!(world.json(&["ctl", "status"])["disks"][1]["state"], "serving");
     // Its request was never whole; the end does not wait for it for long either.
     assert!(world.server.stop().expect("it stops").status.success());

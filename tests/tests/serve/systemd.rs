@@ -1,4 +1,4 @@
-//! What a server tells systemd, and what it takes from it. The test is systemd.
+//! What a server reports to systemd, and what it takes from it. The test is systemd.
 
 use mica_tests::{clock, command, mica, nbd, tools};
 use rustix::process::{Pid, Signal, kill_process};
@@ -42,7 +42,7 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
     let _ = fs::remove_file(&socket);
     let notified = UnixDatagram::bind(&socket).expect("bound");
     let (sender, told) = mpsc::channel();
-    // Whoever tells systemd something does not wait for it.
+    // Notifying systemd does not wait for it.
     std::thread::spawn(move || {
         let mut bytes = [0; 4096];
         while let Ok(count) = notified.recv(&mut bytes) {
@@ -114,7 +114,7 @@ fn readiness_sockets_and_the_end_are_told() {
     let service = start(dir.path(), [None, None], &[]);
 
     let told = service.told_until("READY=1");
-    // Whoever is told may connect.
+    // A client that knows it may connect.
     assert_eq!(length(&dir.path().join("web1.nbd")), 1 << 20);
     let has = |what: &str| told.iter().any(|told| told.contains(what));
     assert!(has("FDSTORE=1\nFDNAME=stored@web1"), "{told:?}");
@@ -173,7 +173,7 @@ fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() 
     assert!(named.len() == 2 && named[0] == named[1], "{told}");
     let pid = named[0].parse().ok().and_then(Pid::from_raw).expect(&told);
     assert_ne!(pid, old);
-    // The new one was told of no watchdog, and says that it lives all the same.
+    // The new one got no watchdog, and reports that it is alive all the same.
     for _ in 0..5 {
         service.told_until("WATCHDOG=1");
     }

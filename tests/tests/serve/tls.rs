@@ -103,7 +103,7 @@ impl Served {
         ]
     }
 
-    /// Whoever came before did no harm.
+    /// Earlier clients did no harm.
     #[track_caller]
     fn end(self) {
         self.server.connect(&nbd::Wish::default()).expect("it serves");

@@ -59,7 +59,7 @@ fn assert_holds(dir: &Path, offset: u64, byte: u8) {
     assert_eq!(read, Answer::Done(vec![byte; 4096]), "at {offset}");
 }
 
-/// The state of its disk, as the server tells it.
+/// The state of its disk, as the server reports it.
 fn state(dir: &Path) -> String {
     let status = ["ctl", "status", "--output", "json", "--control", "control"];
     let status = command::finish(Command::new(mica::binary()).args(status).current_dir(dir)).json();
@@ -89,7 +89,7 @@ fn disk_that_cannot_be_closed_is_served_by_nobody_and_said_to_be_failed() {
         assert_eq!(new.ended(), Some(1), "{failing}: {}", new.log());
         assert!(new.log().contains("could not hand over"), "{failing}: {}", new.log());
         assert_eq!(state(dir), "failed", "{failing}: {}", old.log());
-        // Who has it learns of it, and is not left waiting for what was lost.
+        // Its client learns of it, and is not left waiting for what was lost.
         assert!(client.read(1 << 20, 4096).is_err(), "{failing}");
         assert!(UnixStream::connect(dir.join("socket")).is_err(), "{failing}: {}", old.log());
         old.signal(Signal::TERM);

@@ -14,7 +14,7 @@ use std::{sync::Arc, sync::Mutex};
 const SLOT_BYTES: u64 = 64 << 10;
 const SLOTS: u64 = 64;
 
-/// A client that writes until it is told to stop.
+/// A client that writes until it has to stop.
 struct Writer {
     shared: Arc<Shared>,
     thread: JoinHandle<()>,

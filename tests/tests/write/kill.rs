@@ -1,6 +1,6 @@
 //! mica is killed in the middle of many writes. What was acknowledged before an acknowledged flush
 //! is there, nothing is there that nobody wrote, and mica and QEMU both go on with the image. Where
-//! it is mica that goes on, all that was acknowledged is there, for who only reads it too.
+//! it is mica that goes on, all that was acknowledged is there, for a mere reader too.
 //!
 //! `MICA_KILLS` says how often for each shape. A kill loses nothing that reached the page cache;
 //! power cuts, which do, are simulated elsewhere.
@@ -95,7 +95,7 @@ impl Guests {
         &mut self.sectors[usize::try_from(number).expect("small")]
     }
 
-    /// From now on all that was acknowledged has to be there.
+    /// From now on everything acknowledged has to be there.
     fn expect_all_acknowledged(&mut self) {
         for stamp in &mut self.sectors {
             stamp.least = stamp.acknowledged;
@@ -215,7 +215,7 @@ fn start_right_after_a_kill_waits_until_the_system_lets_go() {
     for round in 0..ROUNDS {
         let server = start().unwrap_or_else(|error| panic!("round {round}: {error:#}"));
         let log = server.log();
-        waited += usize::from(log.contains("waiting until the system lets go"));
+        waited += usize::from(log.contains("waiting until the system releases it"));
         assert!(log.lines().count() <= 1, "{log}");
         let mut guest = Guest::connect(&server).expect("served");
         // Much is being written out when it is killed.

@@ -22,7 +22,7 @@ pub(crate) struct Load<'a> {
     pub(crate) depth: usize,
     /// How long at most; a pattern that ends may end it before.
     pub(crate) limit: Duration,
-    /// Who owns the disk; without, nothing is verified.
+    /// The owners of the disk's parts; without them nothing is verified.
     pub(crate) owners: Option<&'a OwnerMap>,
     /// Seed of what is random.
     pub(crate) seed: u64,
@@ -37,7 +37,7 @@ pub(crate) enum Request {
     BlockStatus,
 }
 
-/// What came of a load.
+/// The result of a load.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Outcome {
     /// Time it took.

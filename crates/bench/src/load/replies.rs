@@ -31,7 +31,7 @@ pub(crate) enum Content<'a> {
     Failed(u32),
 }
 
-/// Bytes that came in and are not taken apart yet.
+/// Bytes that were received and are not parsed yet.
 pub(crate) struct Replies {
     room: Vec<u8>,
     start: usize,

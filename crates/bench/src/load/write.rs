@@ -27,7 +27,7 @@ pub(crate) struct WriteLoad<'a> {
     pub(crate) durable: Durable,
     /// How long at most; the writes may end before.
     pub(crate) limit: Duration,
-    /// Who writes, as stamped on each sector.
+    /// The writer, as stamped on each sector.
     pub(crate) generation: u64,
 }
 
@@ -42,7 +42,7 @@ pub(crate) enum Durable {
     Each,
 }
 
-/// What came of writes.
+/// The result of writes.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Written {
     /// Time it took.

@@ -1,4 +1,4 @@
-//! The images that are written: each kind made anew for each run, from the same base.
+//! The images that are written: each kind created again for each run, from the same base.
 
 use crate::load::stamp;
 use anyhow::{Result, ensure};
@@ -62,7 +62,7 @@ impl Kind {
         }
     }
 
-    /// Its format, as servers are told.
+    /// Its format, as passed to servers.
     pub(super) fn format(self) -> &'static str {
         if self == Self::Raw { "raw" } else { "qcow2" }
     }

@@ -5,7 +5,7 @@ use super::{Checker, Finding};
 use mica_block::Result;
 
 impl Checker<'_> {
-    /// Compares the references that were counted with the refcounts on disk.
+    /// Compares the counted references with the refcounts on disk.
     pub(super) async fn compare(&mut self) -> Result<()> {
         let cluster_count = self.references.cluster_count();
         let entries_bits = self.refcounts.block_entries_bits();
@@ -52,7 +52,7 @@ impl Checker<'_> {
         }
     }
 
-    /// As [`Self::compare_with_block`] with a block of zeros; passes over what has no references.
+    /// As [`Self::compare_with_block`] with a block of zeros; skips clusters without references.
     fn compare_with_zero(&mut self, first: u64, end: u64, highest: &mut u64) {
         let mut cluster = first;
         while let Some(next) = self.references.next_counted(cluster).filter(|&next| next < end) {

@@ -3,8 +3,8 @@
 use mica_units::HostOffset;
 use std::fmt;
 
-/// Something that is wrong. `Display` says it as `qemu-img check` does, so that scripts that read
-/// those lines read these.
+/// A fault in the image. `Display` words it as `qemu-img check` does, so that scripts that parse
+/// those lines can parse these.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Finding {
@@ -31,7 +31,7 @@ pub enum Finding {
         /// Number of the first cluster.
         cluster: u64,
     },
-    /// More references than a refcount can say.
+    /// More references than a refcount can hold.
     TooManyReferences {
         /// The cluster.
         offset: u64,
@@ -58,7 +58,7 @@ pub enum Finding {
         /// The entry.
         entry: u64,
     },
-    /// A compressed cluster with the flag that says that it may be overwritten.
+    /// A compressed cluster with the flag that marks it as safe to overwrite.
     CompressedCopied {
         /// Its place.
         offset: HostOffset,

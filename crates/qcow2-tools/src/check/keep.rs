@@ -1,4 +1,4 @@
-//! What a walk over an image is for, and what it keeps for a repair besides the counts.
+//! The purpose of a walk over an image, and what it keeps for a repair besides the counts.
 
 use super::CheckReport;
 use super::refcounts::Refcounts;
@@ -6,11 +6,11 @@ use super::references::References;
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::ClusterBits;
 
-/// Most separate ranges that are kept of one kind. What a real image names beyond its end is one
-/// lost tail; only an enemy names so many.
+/// Most separate ranges that are kept of one kind. A real image has one lost tail beyond its end;
+/// only a malicious one names so many.
 const RANGES_MAX: usize = 1 << 20;
 
-/// What a walk is for.
+/// The purpose of a walk.
 #[derive(Clone, Copy)]
 pub(crate) enum Task<'a> {
     /// To judge the image.
@@ -35,7 +35,7 @@ pub(crate) struct Counted {
     pub(crate) refcounts: Refcounts,
     /// Length of the file in whole sectors.
     pub(crate) file_bytes: u64,
-    /// Words that were mended.
+    /// Words that were repaired.
     pub(crate) mended: u64,
     /// What [`Task::Keep`] and [`Task::WithoutRefcounts`] keep; else nothing.
     pub(crate) kept: Kept,
@@ -44,14 +44,14 @@ pub(crate) struct Counted {
 /// What is kept for a repair.
 #[derive(Default)]
 pub(crate) struct Kept {
-    /// Where all is that is neither an L2 table nor the guest's.
+    /// The places of everything that is neither an L2 table nor the guest's.
     pub(crate) places: Places,
-    /// Clusters that something names which reaches beyond the end of the file. Their references are
-    /// not counted.
+    /// Clusters that are named by something that extends beyond the end of the file. Their
+    /// references are not counted.
     pub(crate) beyond: Ranges,
     /// The refcount table and what it names, for [`Task::WithoutRefcounts`].
     pub(crate) structure: Ranges,
-    /// A refcount block stands where something else does. Narrow refcounts do not show that.
+    /// A refcount block overlaps something else. Narrow refcounts do not show that.
     pub(crate) shared_block: bool,
 }
 
@@ -92,7 +92,7 @@ impl Keep {
             return Ok(());
         }
         let (first, last) = clusters(bits, offset, len);
-        // Tails are mostly named in their order.
+        // Tails are mostly named in order.
         match self.beyond.last_mut() {
             Some((_, end)) if *end + 1 == first => *end = last,
             _ => self.beyond.push((first, last)),
@@ -123,7 +123,7 @@ fn clusters(bits: ClusterBits, offset: u64, len: u64) -> (u64, u64) {
     (bits.cluster_of(offset), bits.cluster_of(offset.saturating_add(len - 1)))
 }
 
-/// Sets of clusters, in order and apart.
+/// Sets of clusters, sorted and disjoint.
 #[derive(Default)]
 pub(crate) struct Ranges {
     ranges: Vec<(u64, u64)>,
@@ -158,7 +158,7 @@ impl Ranges {
 /// How many places cover each cluster.
 #[derive(Default)]
 pub(crate) struct Places {
-    /// From each of these clusters on there are so many, up to the next.
+    /// From each of these clusters on there are this many, up to the next.
     steps: Vec<(u64, u32)>,
 }
 

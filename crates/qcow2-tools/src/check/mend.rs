@@ -1,8 +1,8 @@
-//! Entries of tables that a walk writes where it found them wrong.
+//! Entries of tables that a walk corrects where it finds them wrong.
 //!
-//! - I1. A table is written only where nothing else of the image's own stands: no header, no
-//!   refcounts, no other kind of table. An entry of an enemy that names the header as a table would
-//!   else have the header written.
+//! - I1. A table is written only if nothing else of the image's own is there: no header, no
+//!   refcounts, no other kind of table. Otherwise a malicious entry that names the header as a
+//!   table would cause the header to be overwritten.
 //! - I2. An entry lies in one sector, so a power cut leaves it old or new.
 
 use super::tables::has_data;
@@ -15,7 +15,7 @@ use mica_units::{HostOffset, SECTOR_BYTES};
 const SPAN_BYTES_MAX: u64 = 1 << 16;
 const COPIED: u64 = 1 << 63;
 
-/// A word of eight bytes that is to be written.
+/// A word of eight bytes to be written.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Patch {
     pub(super) at: u64,
@@ -23,7 +23,7 @@ pub(super) struct Patch {
 }
 
 impl Checker<'_> {
-    /// A flag is wrong in the entry `word` at `at`: it is told, or turned.
+    /// A flag is wrong in the entry `word` at `at`: it is reported, or flipped.
     pub(super) fn wrong_flag(&mut self, finding: Finding, at: u64, word: u64, times: u64) {
         match self.task {
             Task::MendFlags(_) => self.patches.push(Patch { at, word: word ^ COPIED }),
@@ -31,7 +31,7 @@ impl Checker<'_> {
         }
     }
 
-    /// A cluster without data has a place that is none: QEMU makes it a cluster of zeros without a
+    /// A cluster without data has an invalid place: QEMU makes it a cluster of zeros without a
     /// place, which reads the same.
     pub(super) fn mend_unaligned(&mut self, raw: RawL2Entry, format: L2Format, at: u64) {
         let aligned = raw.offset().is_aligned(format.cluster_bits.bytes());
@@ -46,7 +46,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Writes what changes in the active L1 table, unless something else stands there too.
+    /// Writes what changes in the active L1 table, unless something else is there too.
     pub(super) async fn apply_to_l1(&mut self) -> Result<()> {
         let patches = std::mem::take(&mut self.patches);
         let Task::MendFlags(places) = self.task else { return Ok(()) };
@@ -59,7 +59,7 @@ impl Checker<'_> {
         write_words(&*self.store, patches).await
     }
 
-    /// Writes what changes in the L2 table at `table_at`, unless something else stands there.
+    /// Writes what changes in the L2 table at `table_at`, unless something else is there.
     pub(super) async fn apply_to_l2(&mut self, table_at: u64) -> Result<()> {
         let patches = std::mem::take(&mut self.patches);
         let (Task::MendFlags(places) | Task::MendEntries(places)) = self.task else {

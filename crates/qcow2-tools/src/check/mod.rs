@@ -1,21 +1,21 @@
-//! The reading check: whether the refcounts and the flags of an image are what its tables say.
+//! The reading check: whether the refcounts and the flags of an image agree with its tables.
 //!
-//! The judgement is that of `qemu-img check` without `-r`: the same things count, as often. Nothing
-//! is written, unless a repair (`recover`) asks for it: then the walk that finds a wrong entry
-//! writes the right one.
+//! The verdict is that of `qemu-img check` without `-r`: the same things count, equally often.
+//! Nothing is written, unless a repair (`recover`) requests it: then the walk that finds a wrong
+//! entry writes the right one.
 //!
 //! Words: a **reference** is a mention of a cluster by the header, a table or a data structure of
-//! the image; a **refcount** is what the image says of the number of references. A cluster with
-//! fewer references than its refcount is a **leak**: space is lost. One with more is a
-//! **corruption**: it may be given away while it is in use.
+//! the image; a **refcount** is the number of references that the image has recorded. A cluster
+//! with fewer references than its refcount is a **leak**: space is lost. One with more is a
+//! **corruption**: it may be allocated while it is in use.
 //!
 //! - I1. Memory is bounded by the length of the file and by the limits of the format, never by the
 //!   length of the disk: references to clusters beyond the end of the file are reported, not kept.
 //! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so
-//!   a check costs what the tables in the file cost, and an enemy cannot multiply it.
-//! - I3. All that QEMU counts is independent of the order of reading, except the refcount blocks
-//!   among each other, which are counted in the order of the refcount table.
-//! - I4. An error ends the check only where QEMU ends it, which is exit status 1 of `qemu-img`.
+//!   a check costs what the tables in the file cost, and a malicious image cannot multiply that.
+//! - I3. Everything that QEMU counts is independent of the order of reading, except the refcount
+//!   blocks among each other, which are counted in the order of the refcount table.
+//! - I4. An error ends the check only if it ends QEMU's, which is exit status 1 of `qemu-img`.
 //!
 //! ```text
 //! header ─▶ refcount blocks ─▶ which clusters have refcount one        refcounts.rs
@@ -58,12 +58,12 @@ const CLUSTER_COUNT_MAX: u64 = i32::MAX as u64;
 /// Highest end of a read that QEMU allows.
 const HOST_END_MAX: u64 = (i64::MAX as u64) & !((1 << 30) - 1);
 
-/// Checks the image in `store`, whose header is `header` as
-/// [`Header::decode_for_check`] gives it. What is found goes to `observer` as it is found.
+/// Checks the image in `store`, whose header is `header` as returned by
+/// [`Header::decode_for_check`]. Findings are passed to `observer` as they are made.
 ///
 /// # Errors
-/// What keeps `qemu-img check` from a judgement: reads that fail, a snapshot table or bitmaps that
-/// make no sense, a file of more than 2^31 clusters.
+/// Anything that keeps `qemu-img check` from a verdict: reads that fail, a malformed snapshot table
+/// or bitmaps, a file of more than 2^31 clusters.
 pub async fn check(
     store: Arc<dyn Store>,
     header: &Header,
@@ -114,12 +114,13 @@ pub(crate) async fn count(
     Ok(Counted { report, references, refcounts, file_bytes, mended, kept: keep.finish() })
 }
 
-/// Who wants to know what a check finds and how far it is.
+/// Receives the findings of a check and its progress.
 pub trait Observer {
-    /// Something was found. What counts several times because a table is shared is told once.
+    /// Something was found. A fault that counts several times because a table is shared is reported
+    /// once.
     fn finding(&mut self, finding: Finding);
 
-    /// The check went on.
+    /// The check made progress.
     fn progress(&mut self, progress: Progress) {
         let _ = progress;
     }
@@ -131,7 +132,7 @@ impl<F: FnMut(Finding)> Observer for F {
     }
 }
 
-/// How far a check is. The total grows while tables are discovered.
+/// The progress of a check. The total grows while tables are discovered.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Progress {
     /// Tables and refcount blocks that were read.
@@ -140,12 +141,12 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// What a check found, in the counts of `qemu-img check`.
+/// The results of a check, in the counts of `qemu-img check`.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct CheckReport {
     /// Contradictions that may cost data.
     pub corruptions: u64,
-    /// Clusters that nobody uses and nobody can.
+    /// Clusters that nobody uses and that cannot be allocated.
     pub leaks: u64,
     /// Things that could not be judged.
     pub check_errors: u64,
@@ -153,7 +154,7 @@ pub struct CheckReport {
     pub image_end_offset: u64,
     /// Clusters of the disk.
     pub total_clusters: u64,
-    /// Of them, those that have a place in the file.
+    /// The ones among them that have a place in the file.
     pub allocated_clusters: u64,
     /// Of those, the ones that do not follow the cluster before them.
     pub fragmented_clusters: u64,
@@ -161,21 +162,21 @@ pub struct CheckReport {
     pub compressed_clusters: u64,
 }
 
-/// What a report comes to.
+/// The verdict of a report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// Nothing is wrong.
     Clean,
-    /// Space is lost, no more.
+    /// Space is lost, nothing more.
     Leaks,
     /// Data may be lost.
     Corrupt,
-    /// Not all could be judged.
+    /// Not everything could be judged.
     Incomplete,
 }
 
 impl CheckReport {
-    /// What it comes to.
+    /// The verdict.
     pub fn verdict(&self) -> Verdict {
         if self.check_errors > 0 {
             Verdict::Incomplete
@@ -201,7 +202,7 @@ impl Verdict {
     }
 }
 
-/// A check under way.
+/// A check in progress.
 struct Checker<'a> {
     store: Arc<dyn Store>,
     header: &'a Header,
@@ -215,7 +216,7 @@ struct Checker<'a> {
     progress: Progress,
     task: Task<'a>,
     keep: Keep,
-    /// Words of the table at hand that are to be written.
+    /// Words of the current table that are to be written.
     patches: Vec<mend::Patch>,
     /// Words that were written.
     mended: u64,
@@ -249,8 +250,8 @@ impl Checker<'_> {
         }
     }
 
-    /// As [`Self::refer`], for what is neither an L2 table nor the guest's: nothing may be mended
-    /// over it.
+    /// As [`Self::refer`], for anything that is neither an L2 table nor the guest's: nothing may be
+    /// corrected on top of it.
     fn refer_place(&mut self, offset: u64, len: u64, times: u64) -> Result<()> {
         self.keep.place(self.header.cluster_bits, offset, len);
         self.refer(offset, len, times)
@@ -268,7 +269,7 @@ impl Checker<'_> {
                 format!("a table of {len} bytes at {offset:#x} ends beyond 2^63"),
             ));
         };
-        // The last cluster need not be there whole.
+        // The last cluster need not be complete.
         if end >= self.file_bytes + bits.bytes() {
             self.corruption(Finding::BeyondEnd { offset, len }, times);
             return self.keep.beyond(bits, offset, len);
@@ -311,7 +312,7 @@ impl Checker<'_> {
 
 /// What the checker keeps of the internal snapshots.
 struct Snapshots {
-    /// L1 tables that are worth a look: place, entries, and how many snapshots have exactly this
+    /// L1 tables that are worth examining: place, entries, and how many snapshots have exactly this
     /// one.
     l1_tables: Vec<(HostOffset, u32, u64)>,
     /// Length of the table of snapshots.

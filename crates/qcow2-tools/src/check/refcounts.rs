@@ -1,7 +1,7 @@
 //! The refcounts that the image has on disk.
 //!
-//! The check of a flag asks only whether a refcount is one; so that is what is kept of all blocks,
-//! a bit for each cluster. The blocks are read again where a message wants the refcount itself.
+//! The check of a flag needs only whether a refcount is one; so a bit for each cluster is kept of
+//! all blocks. A block is read again if a message needs the refcount itself.
 
 use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
 use mica_block::Result;
@@ -15,7 +15,7 @@ pub(crate) enum Block {
     /// Nowhere: all its refcounts are 0.
     None,
     At(u64),
-    /// At a place where no block can be.
+    /// At an invalid place.
     Unreadable,
 }
 
@@ -24,9 +24,9 @@ pub(crate) enum Block {
 pub(super) enum One {
     Yes,
     No,
-    /// QEMU says nothing of a flag whose refcount it cannot read.
+    /// QEMU does not report a flag whose refcount it cannot read.
     Unreadable,
-    /// Of a cluster beyond the end of the file: nothing is kept of those.
+    /// Of a cluster beyond the end of the file: nothing is kept for those.
     Unknown,
 }
 
@@ -118,7 +118,7 @@ impl Refcounts {
 }
 
 impl Checker<'_> {
-    /// Reads the refcount table, and of all blocks which refcounts are one.
+    /// Reads the refcount table, and from all blocks which refcounts are one.
     pub(super) async fn load_refcounts(&mut self) -> Result<()> {
         let header = self.header;
         let bytes = u64::from(header.refcount_table_clusters) * header.cluster_bits.bytes();

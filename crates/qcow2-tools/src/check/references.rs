@@ -1,4 +1,4 @@
-//! The references to each cluster of the file, counted as narrow as the image counts them.
+//! The references to each cluster of the file, counted with the image's own refcount width.
 
 use mica_qcow2_format::RefcountWidth;
 
@@ -18,12 +18,12 @@ impl References {
         Self { width, chunks: Vec::new(), cluster_count }
     }
 
-    /// Clusters of the file, and one more if its last one was found to be in use beyond the end.
+    /// Clusters of the file, plus one if its last one was found to be in use beyond the end.
     pub(crate) fn cluster_count(&self) -> u64 {
         self.cluster_count
     }
 
-    /// Counts `times` references more; returns how many of them exceed the highest refcount. The
+    /// Counts `times` more references; returns how many of them exceed the highest refcount. The
     /// caller keeps `cluster` within the file.
     pub(super) fn add(&mut self, cluster: u64, times: u64) -> u64 {
         self.cluster_count = self.cluster_count.max(cluster + 1);
@@ -61,7 +61,7 @@ impl References {
 
     fn place(&self, cluster: u64) -> (usize, usize) {
         let bits = self.chunk_entries_bits();
-        // Checked files have less than 2^31 clusters and one.
+        // Checked files have at most 2^31 clusters.
         let narrow = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
         (narrow(cluster >> bits), narrow(cluster & ((1 << bits) - 1)))
     }

@@ -8,9 +8,9 @@ use mica_qcow2_format::{
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
 
-/// Bytes of the table that are read at once.
+/// Bytes of the table that are read at a time.
 const PIECE_BYTES: usize = 1 << 18;
-/// Extra data that version 3 asks for.
+/// Extra data that version 3 requires.
 const EXTRA_BYTES_MIN: u32 = 16;
 
 impl Checker<'_> {
@@ -63,7 +63,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Whether the entry's L1 table can be looked at.
+    /// Whether the entry's L1 table can be examined.
     fn has_l1(&mut self, entry: &SnapshotEntry) -> bool {
         let bytes = u64::from(entry.l1_entries) * L1Entry::BYTES as u64;
         let (id, name) = Snapshots::name(entry);
@@ -81,7 +81,7 @@ impl Checker<'_> {
     }
 }
 
-/// The part of the table that is at hand: its next bytes, from `at` on.
+/// The part of the table in memory: its next bytes, from `at` on.
 struct Window {
     at: u64,
     bytes: Vec<u8>,

@@ -1,6 +1,6 @@
 //! L1 and L2 tables: the references in them, and the flags of their entries.
 //!
-//! L1 tables are read first and tell which L2 tables are mentioned, and how often. Each L2 table is
+//! L1 tables are read first and show which L2 tables are mentioned, and how often. Each L2 table is
 //! then read once, in the order of the file.
 
 use super::refcounts::One;
@@ -30,13 +30,13 @@ impl Mentions {
     }
 }
 
-/// L2 tables that wait to be read, by their place.
+/// L2 tables waiting to be read, by their place.
 #[derive(Default)]
 pub(super) struct Tables {
     waiting: BTreeMap<u64, Mentions>,
 }
 
-/// A flag that must be compared with a refcount that is not at hand.
+/// A flag that must be compared with a refcount that is not in memory.
 struct Question {
     /// Where the entry is.
     at: u64,
@@ -59,7 +59,7 @@ impl Checker<'_> {
         let bytes = u64::from(entries) * L1Entry::BYTES as u64;
         self.refer_place(at.bytes(), bytes, mentions.all())?;
         let mut at = at.bytes();
-        // Beyond the end of the file there are zeros: no tables.
+        // Beyond the end of the file are zeros: no tables.
         let end = at.saturating_add(bytes).min(self.file_bytes);
         let mut index = 0;
         while at < end {
@@ -111,7 +111,7 @@ impl Checker<'_> {
             waiting.snapshots = waiting.snapshots.saturating_add(mentions.snapshots);
         }
         if self.tables.waiting.len() >= TABLES_MAX {
-            // Reading tables has patches of its own.
+            // Reading tables uses patches of its own.
             self.apply_to_l1().await?;
             self.read_waiting().await?;
         }
@@ -172,7 +172,7 @@ impl Checker<'_> {
             match kind {
                 Kind::Compressed => self.refer_compressed(index, raw, mentions)?,
                 Kind::Placed => {
-                    // The table at offset 0 is no table; QEMU does not look at its flags.
+                    // The table at offset 0 is not a table; QEMU does not look at its flags.
                     if mentions.active > 0 && at != 0 {
                         questions.extend(self.question(raw, format, entry_at));
                     }
@@ -246,7 +246,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// What is to be asked of the flag of a cluster with a place, if anything.
+    /// What has to be checked about the flag of a cluster with a place, if anything.
     fn question(&self, raw: RawL2Entry, format: L2Format, at: u64) -> Option<Question> {
         let cluster = format.cluster_bits.cluster_of(raw.offset().bytes());
         let ask = match format.data_file {
@@ -273,7 +273,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Whether the flag that says "the refcount is one" needs a look at the refcount.
+    /// Whether the flag "the refcount is one" has to be compared with the refcount.
     fn is_one(&self, cluster: u64, copied: bool) -> Flag {
         match (self.refcounts.is_one(cluster), copied) {
             (One::Yes, true) | (One::No, false) | (One::Unreadable, _) => Flag::Fine,
@@ -293,7 +293,7 @@ enum Flag {
     Ask,
 }
 
-/// What QEMU's `qcow2_get_cluster_type` says, without any judgement.
+/// The result of QEMU's `qcow2_get_cluster_type`, without any verdict.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Unallocated,

@@ -1,4 +1,4 @@
-//! What a new image is to be like: the wish of a user, checked, becomes a plan.
+//! The properties of a new image: the user's wishes, once checked, become a plan.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{
@@ -9,15 +9,15 @@ use mica_units::{ClusterBits, HostOffset, SECTOR_BYTES};
 use std::ffi::OsString;
 use std::str::FromStr;
 
-/// Size of a cluster where nobody asked for another; QEMU's.
+/// Default size of a cluster; QEMU's.
 const CLUSTER_BITS_DEFAULT: u32 = 16;
-/// Size of a cluster of an overlay with subclusters: then a subcluster is the 4 KiB that guests
-/// write most, and nothing is copied for them.
+/// Default size of a cluster in an overlay with subclusters: then a subcluster is the 4 KiB that
+/// guests write most, and nothing is copied for them.
 const CLUSTER_BITS_OVERLAY: u32 = 17;
 /// Clusters of images with extended L2 entries are at least this big.
 const CLUSTER_BITS_MIN_EXTENDED: u32 = 14;
 
-/// How much of a new image gets its place when it is made.
+/// How much of a new image is allocated when it is created.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Preallocation {
     /// Nothing.
@@ -57,13 +57,13 @@ impl FromStr for Preallocation {
 /// The file beside an image that holds the guest's data.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DataFile {
-    /// Its name, as the image says it.
+    /// Its name, as the image records it.
     pub name: OsString,
     /// Whether it is a raw disk by itself.
     pub raw: bool,
 }
 
-/// What someone wishes of a new image; where nothing is said, the default holds.
+/// The user's wishes for a new image; unset ones take the default.
 #[derive(Clone, Default, Debug)]
 pub struct ImageWish {
     /// Version of the format.
@@ -78,7 +78,7 @@ pub struct ImageWish {
     pub lazy_refcounts: Option<bool>,
     /// How compressed clusters will be compressed.
     pub compression: Option<Compression>,
-    /// What gets its place at once.
+    /// What is allocated at once.
     pub preallocation: Option<Preallocation>,
     /// Name of the backing file.
     pub backing_name: Option<OsString>,
@@ -90,7 +90,7 @@ pub struct ImageWish {
     pub data_file_raw: bool,
 }
 
-/// What a new image will be; checked, so that it can be made.
+/// The properties of a new image; checked, so that it can be created.
 #[derive(Clone, Debug)]
 pub struct ImagePlan {
     /// Length of the disk; a multiple of a sector.
@@ -103,7 +103,7 @@ pub struct ImagePlan {
     pub lazy_refcounts: bool,
     /// How compressed clusters are compressed.
     pub compression: Compression,
-    /// What gets its place at once.
+    /// What is allocated at once.
     pub preallocation: Preallocation,
     /// The backing file.
     pub backing: Option<BackingName>,
@@ -125,8 +125,8 @@ pub struct TablePlaces {
 }
 
 impl ImageWish {
-    /// Whether all that is wished for goes together, and what comes of it for a disk of `size`
-    /// bytes. What QEMU refuses is refused, in its words.
+    /// Checks that the wishes are compatible, and makes a plan of them for a disk of `size` bytes.
+    /// What QEMU refuses is refused, in its words.
     ///
     /// # Errors
     /// `Invalid` with the reason.
@@ -195,8 +195,8 @@ impl ImageWish {
                  is enabled",
             ));
         }
-        // Whoever reads the raw file and whoever reads the image must see the same bytes, whatever
-        // either of them writes: so every cluster has its place from the start, as QEMU has it.
+        // Readers of the raw file and of the image must see the same bytes, whatever is written
+        // through either: so every cluster has its place from the start, as in QEMU.
         Ok(match preallocation {
             Preallocation::Off if self.data_file_raw => Preallocation::Metadata,
             other => other,

@@ -1,13 +1,13 @@
-//! Compresses clusters as QEMU can read them: deflate with its window of 4 KiB and no header, zstd
-//! as one frame.
+//! Compresses clusters in the forms that QEMU can read: deflate with a window of 4 KiB and no
+//! header, zstd as one frame.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::Compression;
 
-/// QEMU inflates with this window, as a power of two; a larger one it cannot read.
+/// QEMU inflates with this window, as a power of two; it cannot read a larger one.
 const DEFLATE_WINDOW_BITS: u8 = 12;
 
-/// How much time goes into making clusters small.
+/// How much time to spend on making clusters small.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum CompressionLevel {
     /// As little as possible.
@@ -56,7 +56,7 @@ impl Compressor {
         Ok(Self { stream })
     }
 
-    /// `cluster` compressed, or `None` where that does not make it smaller.
+    /// `cluster` compressed, or `None` if that does not make it smaller.
     ///
     /// # Errors
     /// If the compressor fails.
@@ -81,8 +81,8 @@ impl Compressor {
     }
 }
 
-/// Room for whatever deflate makes of `len` bytes: zlib-rs 0.6 keeps what did not fit for the next
-/// cluster, and panics there.
+/// Room for anything that deflate makes of `len` bytes: zlib-rs 0.6 keeps what did not fit for the
+/// next cluster, and panics there.
 fn deflated_len_max(len: usize) -> usize {
     len + len / 8 + 1024
 }

@@ -1,4 +1,4 @@
-//! What ends an image that is written in one go: L1 table, refcounts, header.
+//! The end of an image that is written in one go: L1 table, refcounts, header.
 
 use super::refcounts::{RefcountArea, refcount_area};
 use super::{Place, Write};
@@ -9,7 +9,7 @@ use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::collections::BTreeMap;
 
-/// The end of an image. The header comes last, when all the rest is durable.
+/// The end of an image. The header is last, when everything else is durable.
 #[derive(Debug)]
 pub struct Ending {
     plan: ImagePlan,
@@ -51,15 +51,15 @@ impl Ending {
         self.table_at() + (self.area.table << self.plan.l2.cluster_bits.bits())
     }
 
-    /// Whether the file is empty: never, it has a header.
+    /// Whether the file is empty: never, as it has a header.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The next bytes to be written, `None` when all but the header is.
+    /// The next bytes to be written, `None` when everything but the header has been.
     ///
     /// # Errors
-    /// `Limit` if a refcount does not fit, which would be an error of the writer.
+    /// `Limit` if a refcount does not fit, which would be a bug of the writer.
     pub fn next_write(&mut self) -> Result<Option<Write>> {
         let write = |at: u64, bytes: &[u8]| Write {
             place: Place::Image,

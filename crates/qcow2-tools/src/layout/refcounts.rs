@@ -1,4 +1,4 @@
-//! How many clusters the refcounts of a file take, which count themselves too.
+//! How many clusters the refcounts of a file take, including the counts of these clusters.
 
 use mica_qcow2_format::{RefcountTableEntry, RefcountWidth};
 use mica_units::ClusterBits;
@@ -13,13 +13,13 @@ pub struct RefcountArea {
 }
 
 impl RefcountArea {
-    /// All of it.
+    /// The total.
     pub fn clusters(self) -> u64 {
         self.blocks + self.table
     }
 }
 
-/// What a file needs that has `clusters` clusters besides.
+/// The needs of a file that has `clusters` other clusters.
 pub fn refcount_area(width: RefcountWidth, bits: ClusterBits, clusters: u64) -> RefcountArea {
     let mut area = RefcountArea { blocks: 0, table: 0 };
     loop {

@@ -1,8 +1,8 @@
 //! The lost tail of a file: clusters beyond its end that tables name.
 //!
-//! They read as zeros. After a power cut that is how data looks whose length never became durable.
-//! A file that is too short by them is made long enough: then they can be counted, and nobody takes
-//! their places for something else. The guest reads the same zeros as before.
+//! They read as zeros. After a power cut this is how data looks whose length never became durable.
+//! A file that is too short for them is extended: then they can be counted, and their places are
+//! not used for anything else. The guest reads the same zeros as before.
 
 use crate::check::Counted;
 use mica_qcow2_format::Header;
@@ -12,13 +12,13 @@ const GROWTH_FACTOR: u64 = 64;
 /// A file may double, and this much more, for a single name: 1 GiB.
 const GROWTH_BYTES: u64 = 1 << 30;
 
-/// How long the file should be, if it is too short. What lies far off, with little between, is no
-/// lost tail but a wrong entry, and stays where it is.
+/// The required length of the file, if it is too short. A lone name far beyond the end is not a
+/// lost tail but a wrong entry, and is left alone.
 pub(super) fn wanted_len(header: &Header, counted: &Counted) -> Option<u64> {
     let bits = header.cluster_bits;
     let end = bits.clusters_for(counted.file_bytes);
     let limit = end_max(header, counted);
-    // Tables may be lost too, and with them the names of much that was there.
+    // Tables may be lost too, and with them the names of many clusters.
     let near = 2 * end + bits.clusters_for(GROWTH_BYTES);
     let mut named = 0_u64;
     let mut wanted = None;

@@ -1,5 +1,5 @@
-//! What a repair changes of the header: single fields, in its first sector, so that a power cut
-//! leaves the old header or the new one and nothing else of it is touched.
+//! The header fields that a repair changes: single ones, in its first sector, so that a power cut
+//! leaves the old header or the new one, and the rest of it is untouched.
 
 use super::Repairer;
 use mica_block::{Result, Store, read_exact, write_all};
@@ -7,11 +7,11 @@ use mica_qcow2_format::{Header, field};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
 const DIRTY_AND_CORRUPT: u64 = 3;
-/// Bitmaps, and a raw data file: a repair changes nothing that they speak of.
+/// Bitmaps, and a raw data file: a repair changes nothing that they describe.
 const AUTOCLEAR_KNOWN: u64 = 3;
 
 impl Repairer {
-    /// Clears the bits that say that the image is not to be trusted, after all else is durable.
+    /// Clears the bits that mark the image as untrustworthy, after everything else is durable.
     pub(super) async fn clear_marks(&mut self) -> Result<()> {
         let incompatible = &mut self.header.incompatible;
         if !incompatible.dirty && !incompatible.corrupt {
@@ -26,7 +26,8 @@ impl Repairer {
         .await
     }
 
-    /// Clears the bits that a writer who does not know them must clear, before anything is written.
+    /// Clears the bits that a writer that does not know them must clear, before anything is
+    /// written.
     pub(super) async fn clear_autoclear(&mut self) -> Result<()> {
         if self.header.autoclear.unknown == 0 {
             return Ok(());
@@ -36,7 +37,7 @@ impl Repairer {
     }
 }
 
-/// Names the refcount table that `header` names.
+/// Writes the place of the refcount table, as in `header`.
 pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> Result<()> {
     change(store, |sector| {
         let offset = header.refcount_table_offset.bytes().to_be_bytes();
@@ -49,7 +50,7 @@ pub(super) async fn name_refcount_table(store: &dyn Store, header: &Header) -> R
     .await
 }
 
-/// Names the snapshot table that `header` names.
+/// Writes the place of the snapshot table, as in `header`.
 pub(super) async fn name_snapshot_table(store: &dyn Store, header: &Header) -> Result<()> {
     change(store, |sector| {
         let field = sector.iter_mut().skip(field::SNAPSHOT_TABLE);

@@ -6,18 +6,18 @@
 //!
 //! - I1. A power cut at any point leaves an image that can be repaired again and reads the same.
 //!   Each step is durable before the next begins, and no step needs more than those before it.
-//! - I2. Refcounts that cannot be mended where they stand are written anew in clusters that nothing
-//!   names; the header names them in one sector, once they are durable.
-//! - I3. Clusters beyond the end of the file that something names are taken: the file grows over
-//!   them rather than that one of them is used for something else.
+//! - I2. Refcounts that cannot be corrected in place are rebuilt in clusters that nothing names;
+//!   the header names them in one sector, once they are durable.
+//! - I3. Clusters beyond the end of the file that something names are claimed: the file is extended
+//!   over them, so that none of them is used for anything else.
 //! - I4. Memory, time and growth are bounded by the length of the file, not by what a header or an
-//!   entry says.
-//! - I5. The bits dirty and corrupt are cleared last, and only if a check of the whole image finds
+//!   entry claims.
+//! - I5. The dirty and corrupt bits are cleared last, and only if a check of the whole image finds
 //!   no corruption any more.
 //!
 //! ```text
 //! count ─▶ entries, the lost tail, snapshots                check::mend, grow, snapshots
-//!       ─▶ refcounts: in place, or anew                       refcounts, rebuild
+//!       ─▶ refcounts: in place, or rebuilt                    refcounts, rebuild
 //!       ─▶ flags "refcount is one"                            check::mend
 //!       ─▶ check ─▶ bits                                      header
 //! ```
@@ -38,15 +38,15 @@ use std::path::Path;
 use std::sync::Arc;
 use watch::{Found, Watch};
 
-/// How often a repair begins again with what it left.
+/// How many times a repair starts over with what it left.
 const ROUNDS_MAX: u32 = 3;
 
-/// What is repaired.
+/// The extent of a repair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RepairMode {
     /// Refcounts that are too high.
     Leaks,
-    /// All that can be repaired.
+    /// Everything that can be repaired.
     All,
 }
 
@@ -55,7 +55,7 @@ pub enum RepairMode {
 pub struct Repaired {
     /// Clusters that were not in use and can be used again.
     pub leaks: u64,
-    /// Contradictions that are no more.
+    /// Contradictions that were resolved.
     pub corruptions: u64,
 }
 
@@ -73,7 +73,7 @@ pub struct Repair {
 /// Opens the image at `path` for [`repair`].
 ///
 /// # Errors
-/// If it is no qcow2 image that can be checked, or cannot be written.
+/// If it is not a qcow2 image that can be checked, or it cannot be written.
 pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
     let step = async {
         let image = images.open_writable(path)?;
@@ -84,12 +84,13 @@ pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenIm
     step.await.map_err(|error: Error| error.wrap(path.display().to_string()))
 }
 
-/// Repairs the image in `store`, whose header is `header` as [`Header::decode_for_check`] gives it.
-/// What the first check finds, and the last, goes to `observer`.
+/// Repairs the image in `store`, whose header is `header` as returned by
+/// [`Header::decode_for_check`]. The findings of the first check, and of the last, are passed to
+/// `observer`.
 ///
 /// # Errors
-/// As [`check`]; `Corrupt` if only leaks are to be repaired and refcounts are so broken that they
-/// must be written anew; `Limit` if there is no room for that; what a write or a sync says.
+/// As [`check`]; `Corrupt` if only leaks are to be repaired and the refcounts are so broken that
+/// they must be rebuilt; `Limit` if there is no room for that; any failure of a write or a sync.
 pub async fn repair(
     store: Arc<dyn Store>,
     header: &Header,
@@ -100,12 +101,12 @@ pub async fn repair(
     Ok(repairer.run(observer).await?.0)
 }
 
-/// Repairs an image that was not closed by its last writer, before it is opened for writing.
-/// Returns its header as it is then.
+/// Repairs an image that its last writer did not close, before it is opened for writing. Returns
+/// its header after that.
 ///
-/// QEMU opens what it could not wholly repair. Here an image is refused if a write could still
-/// hurt: if a cluster has more users than its refcount can say, or tables name clusters far beyond
-/// the end of the file. Other corruptions are left as they are, and the image stays dirty.
+/// QEMU opens even what it could not wholly repair. Here an image is refused if a write could still
+/// do damage: if a cluster has more users than its refcount can hold, or tables name clusters far
+/// beyond the end of the file. Other corruptions are left as they are, and the image stays dirty.
 ///
 /// # Errors
 /// As [`repair`]; `Corrupt` for what is refused.
@@ -122,13 +123,13 @@ pub async fn repair_dirty(store: Arc<dyn Store>, header: &Header) -> Result<Head
     if left.unsafe_to_write() || repair.after.check_errors > 0 {
         return Err(Error::new(
             ErrorKind::Corrupt,
-            "the image was not closed and could not be repaired: `mica check` says what is left",
+            "the image was not closed and could not be repaired: `mica check` lists what is left",
         ));
     }
     Ok(repairer.header)
 }
 
-/// The same, as [`ChainOptions::repair`](mica_qcow2::ChainOptions::repair) wants it.
+/// The same, in the form of [`ChainOptions::repair`](mica_qcow2::ChainOptions::repair).
 pub fn repair_for_opening(
     store: Arc<dyn Store>,
     header: Header,
@@ -136,7 +137,7 @@ pub fn repair_for_opening(
     Box::pin(async move { repair_dirty(store, &header).await })
 }
 
-/// A repair under way.
+/// A repair in progress.
 struct Repairer {
     store: Arc<dyn Store>,
     header: Header,
@@ -162,7 +163,7 @@ impl Repairer {
         }
         let is_clean = before.corruptions == 0 && before.check_errors == 0;
         if is_clean && before.leaks == 0 {
-            // Marks may be there still.
+            // Marks may still be set.
             self.clear_marks().await?;
             return Ok((Repair { before, repaired: self.repaired, after: before }, found));
         }
@@ -174,7 +175,7 @@ impl Repairer {
             let mut watch = Watch { observer, found: Found::default() };
             let after = check(Arc::clone(&self.store), &self.header, &mut watch).await?;
             let left = watch.found;
-            // Where a table names the header as a table, what is written changes what is counted.
+            // If a table names the header as a table, writing changes what is counted.
             if self.mode == RepairMode::All && left.repairable() && rounds < ROUNDS_MAX {
                 rounds += 1;
                 (counted, found) = self.count(&mut |_: Finding| {}).await?;
@@ -187,7 +188,7 @@ impl Repairer {
         }
     }
 
-    /// All that can be mended, once.
+    /// Everything that can be corrected, once.
     async fn mend_all(&mut self, counted: Counted, found: Found) -> Result<()> {
         let (counted, found) = match self.mode {
             RepairMode::Leaks => (counted, found),
@@ -196,7 +197,7 @@ impl Repairer {
         let repaired_before = self.repaired;
         let kept = self.mend_refcounts(counted, &found).await?;
         let flags_may_be_wrong = found.flags > 0 || self.repaired != repaired_before;
-        // As in QEMU: with refcounts that are wrong a flag cannot be judged.
+        // As in QEMU: a flag cannot be judged by wrong refcounts.
         let flags_can_be_judged = self.mode == RepairMode::All || !found.more_than_flags();
         if flags_may_be_wrong && flags_can_be_judged {
             self.mend(Task::MendFlags(&kept.places)).await?;
@@ -210,8 +211,8 @@ impl Repairer {
         Ok((counted, watch.found))
     }
 
-    /// Mends entries and snapshots that QEMU mends, and makes room for a tail that was lost. Counts
-    /// again if it did anything.
+    /// Corrects the entries and snapshots that QEMU corrects, and makes room for a lost tail.
+    /// Counts again if it did anything.
     async fn mend_all_but_refcounts(
         &mut self,
         counted: Counted,
@@ -239,7 +240,7 @@ impl Repairer {
         Ok((counted, found))
     }
 
-    /// Makes the refcounts say what was counted. Returns where all is afterwards.
+    /// Sets the refcounts to what was counted. Returns the resulting places of everything.
     async fn mend_refcounts(&mut self, counted: Counted, found: &Found) -> Result<Kept> {
         let anew = self.mode == RepairMode::All
             && (found.broken_structure > 0 || rebuild::is_needed(&self.header, &counted));
@@ -259,7 +260,7 @@ impl Repairer {
         Ok(counted.kept)
     }
 
-    /// Walks over the image and writes the entries that `task` is about.
+    /// Walks over the image and writes the entries that are subject to `task`.
     async fn mend(&mut self, task: Task<'_>) -> Result<()> {
         let ignore = &mut |_: Finding| {};
         let counted = count(Arc::clone(&self.store), &self.header, task, ignore).await?;

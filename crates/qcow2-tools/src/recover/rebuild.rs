@@ -1,4 +1,4 @@
-//! All refcounts anew: a table and its blocks in clusters that nothing names.
+//! Rebuilding all refcounts: a table and its blocks in clusters that nothing names.
 //!
 //! The old structure, sound or not, is left alone until the header names the new one: a power cut
 //! before that leaves the image as it was. Afterwards the old one is not counted, so it is free.
@@ -18,12 +18,12 @@ use mica_units::{ClusterBits, HostOffset};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// How often the file may grow before there is room. Each time what is beyond its end gets less.
+/// How often the file may grow until there is room. Each time less is left beyond its end.
 const ROUNDS_MAX: u32 = 8;
 /// Longest write, unless a cluster is longer.
 const WRITE_BYTES_MAX: usize = 1 << 20;
 
-/// Whether refcounts have no block of their own to stand in, or the table is not all in the file.
+/// Whether refcounts lack a block of their own, or the table is not entirely in the file.
 pub(super) fn is_needed(header: &Header, counted: &Counted) -> bool {
     let bits = header.cluster_bits;
     let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
@@ -44,15 +44,15 @@ pub(super) fn is_needed(header: &Header, counted: &Counted) -> bool {
     false
 }
 
-/// Writes all refcounts anew and names them in the header. Returns the header, and where all is but
-/// the refcounts.
+/// Rebuilds all refcounts and names them in the header. Returns the header, and the places of
+/// everything but the refcounts.
 pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(Header, Kept)> {
     for _ in 0..ROUNDS_MAX {
         let ignore = &mut |_: Finding| {};
         let counted = count(Arc::clone(&store), header, Task::WithoutRefcounts, ignore).await?;
         let plan = Plan::new(header, &counted)?;
         if plan.end() > counted.references.cluster_count() {
-            // What was beyond the end may now be in the file: it has to be counted.
+            // Clusters that were beyond the end may now be in the file: they have to be counted.
             store.set_len(plan.end() << header.cluster_bits.bits()).await?;
             store.sync().await?;
             continue;
@@ -68,12 +68,12 @@ pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(H
     Err(no_room())
 }
 
-/// Where the new structure is to be: the table, then its blocks in their order.
+/// The place of the new structure: the table, then its blocks in order.
 struct Plan {
     /// First cluster.
     start: u64,
     table_clusters: u64,
-    /// The blocks that there are to be, by their index in the table.
+    /// The blocks to be created, by their index in the table.
     blocks: BTreeSet<u64>,
 }
 
@@ -130,7 +130,7 @@ impl Plan {
                 let references =
                     if own.contains(&cluster) { 1 } else { counted.references.get(cluster) };
                 if references > 0 {
-                    // References are counted as narrow as refcounts: they always fit.
+                    // References are counted in the same width as refcounts: they always fit.
                     let set = width.set(&mut block, number, references);
                     debug_assert!(set.is_some(), "in the block");
                 }
@@ -166,8 +166,8 @@ impl<'a> Free<'a> {
         Self { counted, taken: Ranges::new(beyond.chain(structure).collect()) }
     }
 
-    /// The first of so many free clusters, the first such run. The file ends where it ends: beyond
-    /// it all is free that nothing names.
+    /// The first run of this many free clusters. The file may end inside it: beyond its end
+    /// everything that nothing names is free.
     pub(super) fn first_run(&self, len: u64) -> u64 {
         let mut start = 1;
         loop {
@@ -186,7 +186,7 @@ impl<'a> Free<'a> {
     }
 }
 
-/// Writes what is appended, in long pieces.
+/// Writes what is appended, in large pieces.
 struct Writer<'a> {
     store: &'a dyn Store,
     at: u64,

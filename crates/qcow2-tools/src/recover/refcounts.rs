@@ -1,7 +1,7 @@
-//! Refcounts that are mended where they stand.
+//! Refcounts that are corrected in place.
 //!
-//! Nothing is allocated for it, so the order of writes does not matter: a refcount is set to the
-//! number of references that durable tables have.
+//! This allocates nothing, so the order of writes does not matter: a refcount is set to the number
+//! of references that durable tables hold.
 
 use super::{RepairMode, Repaired};
 use crate::check::{Block, Counted};
@@ -25,7 +25,7 @@ pub(super) async fn differences(store: &dyn Store, counted: &Counted) -> Result<
     Ok(all)
 }
 
-/// Sets the refcounts that differ, as far as `mode` goes and there are blocks for them.
+/// Corrects the refcounts that differ, as far as `mode` permits and blocks exist.
 pub(super) async fn correct(
     store: &dyn Store,
     counted: &Counted,
@@ -56,7 +56,7 @@ pub(super) async fn correct(
     Ok(all)
 }
 
-/// The clusters, first and end, that block `index` speaks of; `None` beyond the last cluster.
+/// The clusters, first and end, that block `index` covers; `None` beyond the last cluster.
 pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<(u64, u64)> {
     let bits = counted.refcounts.block_entries_bits();
     let count = counted.references.cluster_count();
@@ -64,7 +64,7 @@ pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<(u64, u64)> {
     (first < count).then(|| (first, count.min((index + 1) << bits)))
 }
 
-/// Where block `index` is, if it is one in the file.
+/// The place of block `index`, if it is valid and in the file.
 pub(super) fn block_at(counted: &Counted, index: u64) -> Option<u64> {
     match counted.refcounts.block(index) {
         Block::At(at) if at < counted.file_bytes => Some(at),
@@ -121,7 +121,7 @@ fn set(
             RepairMode::Leaks => refcount > references,
             RepairMode::All => refcount != references,
         };
-        // References are counted as narrow as refcounts: they always fit.
+        // References are counted in the same width as refcounts: they always fit.
         if wanted && width.set(block, number, references).is_some() {
             done.leaks += u64::from(refcount > references);
             done.corruptions += u64::from(refcount < references);
@@ -132,7 +132,7 @@ fn set(
 }
 
 /// Clears the refcounts of clusters beyond the end of the file that nothing names: no check counts
-/// them, but they would be leaks as soon as the file grows.
+/// them, but they would become leaks as soon as the file grows.
 fn clear_beyond(counted: &Counted, block: &mut [u8], index: u64, changed: &mut Changed) {
     let bits = counted.refcounts.block_entries_bits();
     let width = counted.refcounts.width();

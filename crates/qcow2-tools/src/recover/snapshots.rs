@@ -1,7 +1,7 @@
-//! Snapshots without the extra data that version 3 asks for: the table is written anew with it.
+//! Snapshots without the extra data that version 3 requires: the table is rewritten with it.
 //!
-//! The new table stands in clusters that nothing names until the header does, in one sector. Its
-//! refcounts, and those of the old one, are mended with all others afterwards.
+//! The new table is in clusters that nothing names until the header does, in one sector. Its
+//! refcounts, and those of the old one, are corrected with all others afterwards.
 
 use super::header::name_snapshot_table;
 use super::rebuild::Free;
@@ -13,21 +13,21 @@ use mica_qcow2_format::{
 use mica_rt::Buf;
 use mica_units::HostOffset;
 
-/// Bytes of the old table that are read at once.
+/// Bytes of the old table that are read at a time.
 const PIECE_BYTES: usize = 1 << 18;
-/// Where an entry says how much extra data it has.
+/// The field of an entry that holds the length of its extra data.
 const EXTRA_LEN_AT: usize = 36;
 const FIXED_BYTES: usize = 40;
-/// Extra data that version 3 asks for: the length of the machine's state and that of the disk.
+/// Extra data that version 3 requires: the length of the machine's state and that of the disk.
 const EXTRA_BYTES: usize = 16;
 
-/// Writes the table anew, with all that entries lack; returns the header that names it.
+/// Rewrites the table with everything that entries lack; returns the header that names it.
 pub(super) async fn complete(
     store: &dyn Store,
     header: &Header,
     counted: &Counted,
 ) -> Result<Header> {
-    debug_assert!(header.version == Version::V3, "version 2 asks for nothing");
+    debug_assert!(header.version == Version::V3, "version 2 requires nothing");
     let mut table = complete_table(store, header).await?;
     if table.len() as u64 > SNAPSHOT_TABLE_BYTES_MAX {
         let context = "the snapshot table is too long to be completed";
@@ -68,7 +68,7 @@ async fn complete_table(store: &dyn Store, header: &Header) -> Result<Vec<u8>> {
     Ok(table)
 }
 
-/// Appends the entry in `bytes`, as it is but for extra data that is missing.
+/// Appends the entry in `bytes`, unchanged but for missing extra data.
 fn append_complete(table: &mut Vec<u8>, bytes: &[u8], entry: &SnapshotEntry, disk_bytes: u64) {
     let extra_len = usize::try_from(entry.extra_bytes).unwrap_or(usize::MAX);
     let (fixed, rest) = bytes.split_at_checked(FIXED_BYTES).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What a check found, as far as a repair must know.
+//! The findings of a check, as far as a repair needs them.
 
 use crate::check::{Finding, Observer, Progress};
 
@@ -7,17 +7,17 @@ use crate::check::{Finding, Observer, Progress};
 pub(super) struct Found {
     /// Wrong flags "refcount is one".
     pub(super) flags: u64,
-    /// Mentions of what lies beyond the end of the file.
+    /// References to places beyond the end of the file.
     pub(super) beyond: u64,
-    /// Clusters without data at places that are none.
+    /// Clusters without data at invalid places.
     pub(super) mendable_entries: bool,
     /// Snapshots without the extra data of version 3.
     pub(super) incomplete_snapshots: u64,
     /// Faults of the refcount structure itself.
     pub(super) broken_structure: u64,
-    /// QEMU would write all refcounts anew: it does not raise a refcount of 0 in its place.
+    /// QEMU would rebuild all refcounts: it does not raise a refcount of 0 in place.
     pub(super) needs_rebuild: bool,
-    /// Clusters that have more users than a refcount can say.
+    /// Clusters that have more users than a refcount can hold.
     overfull: u64,
     /// Refcounts that differ.
     refcounts: u64,
@@ -25,7 +25,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Whether anything is wrong but leaks and flags.
+    /// Whether anything but leaks and flags is wrong.
     pub(super) fn more_than_flags(&self) -> bool {
         self.others + self.beyond + self.overfull + self.broken_structure > 0
     }
@@ -35,7 +35,7 @@ impl Found {
         self.beyond + self.overfull + self.broken_structure > 0
     }
 
-    /// Whether a repair of all would do anything.
+    /// Whether a repair of everything would have any effect.
     pub(super) fn repairable(&self) -> bool {
         self.flags + self.refcounts + self.broken_structure > 0 || self.mendable_entries
     }
@@ -72,7 +72,7 @@ impl Found {
     }
 }
 
-/// Listens to a check and passes on what it hears.
+/// Observes a check and passes its findings on.
 pub(super) struct Watch<'o> {
     pub(super) observer: &'o mut dyn Observer,
     pub(super) found: Found,

@@ -1,4 +1,4 @@
-//! Refcount blocks that count nothing any more: they would hold the end of a file that got shorter.
+//! Refcount blocks that no longer count anything: they would prevent a shrunk file from ending.
 
 use super::{Resizer, len_of};
 use mica_block::{Result, read_exact, write_all};
@@ -8,23 +8,23 @@ use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// A refcount block that the table does not name any more.
+/// A refcount block that the table no longer names.
 struct Dropped {
     at: HostOffset,
-    /// Whether its own count stood in it, and went with it.
+    /// Whether it held its own count, which is then gone too.
     own: bool,
 }
 
 impl Resizer {
-    /// Drops the blocks that count nothing but themselves. All counts are durable. Gives the
-    /// clusters as they are then.
+    /// Drops the blocks that count nothing but themselves. All counts are durable. Returns the
+    /// resulting clusters.
     pub(super) async fn drop_empty_blocks(&self, mut space: FileSpace) -> Result<FileSpace> {
         loop {
             let dropped = self.unname_empty_blocks(&space).await?;
             if dropped.is_empty() {
                 return Ok(space);
             }
-            // One that was counted in another may leave that one empty, too.
+            // A block counted in another one may leave that empty, too.
             let freed = space.take_freed();
             space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
             space.put_freed(freed);
@@ -38,7 +38,7 @@ impl Resizer {
         }
     }
 
-    /// Takes blocks that count nothing but themselves out of the refcount table, durably.
+    /// Durably removes from the refcount table the blocks that count nothing but themselves.
     async fn unname_empty_blocks(&self, space: &FileSpace) -> Result<Vec<Dropped>> {
         let store = &*self.image.store;
         let table_at = self.header.refcount_table_offset;
@@ -48,7 +48,7 @@ impl Resizer {
         let mut dropped = Vec::new();
         for (region, entry) in (0..).zip(table.own_bytes().as_chunks_mut::<8>().0) {
             let says = RefcountTableEntry(u64::from_be_bytes(*entry));
-            // A malformed entry is for a check to mend.
+            // A malformed entry is left to a check.
             let Ok(Some(at)) = says.decode(self.header.cluster_bits) else { continue };
             if !space.is_alone(at) {
                 continue;

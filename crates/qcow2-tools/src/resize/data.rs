@@ -1,4 +1,4 @@
-//! Images that keep their data in a file of its own: cluster by cluster where the guest has them.
+//! Images that keep their data in a separate file: cluster by cluster where the guest has them.
 
 use super::future::FutureImages;
 use super::{Resizer, len_of};
@@ -33,15 +33,15 @@ impl DataFile {
         self.raw
     }
 
-    /// Has `images` give it to who opens it.
+    /// Makes `images` pass it to whoever opens it.
     pub(super) fn held_by(&self, images: &mut FutureImages) {
         images.hold(&self.path, &self.image);
     }
 
-    /// Makes it as long as a disk of `new` bytes, with nothing but zeros behind the `old` ones.
+    /// Extends it to a disk of `new` bytes, with nothing but zeros after the `old` ones.
     ///
     /// # Errors
-    /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to cut off.
+    /// `Unsupported` if it is a raw disk with data behind its end: that is not ours to remove.
     pub(super) async fn lengthen(&self, old: u64, new: u64, bits: ClusterBits) -> Result<()> {
         let store = &*self.image.store;
         let len = store.len()?;
@@ -64,7 +64,7 @@ impl DataFile {
         self.set_len(new).await
     }
 
-    /// Ends it where a disk of `size` bytes does.
+    /// Truncates it to a disk of `size` bytes.
     pub(super) async fn shorten(&self, size: u64) -> Result<()> {
         match self.image.store.len()? > size {
             true => self.set_len(size).await,
@@ -83,8 +83,8 @@ impl DataFile {
 }
 
 impl Resizer {
-    /// Gives every cluster by which the disk grows to `size` its place in the data file, so that
-    /// who reads that file alone and who reads the image see the same, whatever either writes.
+    /// Allocates in the data file every cluster by which the disk grows to `size`, so that readers
+    /// of that file alone and of the image see the same, whatever is written through either.
     pub(super) async fn place_new(&mut self, size: u64) -> Result<()> {
         let l2 = self.header.l2_format();
         let bits = l2.cluster_bits;
@@ -111,7 +111,7 @@ impl Resizer {
             *entry = L1Entry::encode(at, true).0;
         }
         space.commit().await?;
-        // The refcount table may have got another place meanwhile.
+        // The refcount table may have moved in the meantime.
         self.header = read_header(&*store).await?;
         let named: Vec<u8> =
             l1[len_of(from)..=len_of(to)].iter().flat_map(|entry| entry.to_be_bytes()).collect();

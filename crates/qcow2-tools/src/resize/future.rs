@@ -1,5 +1,5 @@
-//! An image as it will be: its header says the new size already, while the file still says the old
-//! one. So the writing engine prepares the new part of a disk before anyone else can see it.
+//! An image as it will be: the header seen here already has the new size, while the file still has
+//! the old one. So the writing engine prepares the new part of a disk before anyone else sees it.
 
 use mica_block::{
     Identity, Images, IoFuture, LocalFuture, NoRedoLogs, NoSidecars, OpenImage, RedoLogs, Result,
@@ -12,15 +12,15 @@ use std::sync::Arc;
 
 use mica_qcow2_format::field;
 
-/// The images of a chain, of which one has its future size.
+/// The images of a chain, one of which has its future size.
 pub(super) struct FutureImages {
     images: Arc<dyn Images>,
-    /// Files that are open already, and open to nobody else.
+    /// Files that are already open, exclusively.
     held: Vec<(PathBuf, OpenImage)>,
 }
 
 impl FutureImages {
-    /// All that `images` has, but `image` at `path` with `size` bytes.
+    /// The same as `images`, except for `image` at `path` with `size` bytes.
     pub(super) fn new(images: Arc<dyn Images>, path: &Path, image: &OpenImage, size: u64) -> Self {
         let store = Arc::new(FutureStore {
             store: Arc::clone(&image.store),
@@ -31,7 +31,7 @@ impl FutureImages {
         Self { images, held: vec![(path.to_owned(), image)] }
     }
 
-    /// The same with one more file that is open already.
+    /// The same with one more file that is already open.
     pub(super) fn hold(&mut self, path: &Path, image: &OpenImage) {
         self.held.push((path.to_owned(), image.clone()));
     }
@@ -71,7 +71,7 @@ impl Images for FutureImages {
     }
 }
 
-/// A store whose header shows another size than it keeps.
+/// A store whose header shows a different size than the file holds.
 struct FutureStore {
     store: Arc<dyn Store>,
     size: u64,

@@ -1,4 +1,4 @@
-//! A chain as its owner sees it: control, figures, and the index.
+//! A chain from its owner's side: control, statistics, and the index.
 
 use crate::chain::Chain;
 use mica_block::{

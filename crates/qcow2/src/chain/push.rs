@@ -5,14 +5,13 @@
 //!   ─▶ the layers ─▶ the writer ─▶ let go
 //! ```
 //!
-//! Reads go on all the time: what is in memory of the map stays true, as the new layer has nothing.
-//! Changes wait while the gate is held: as long as a flush takes of what was written since the one
-//! before.
+//! Reads continue throughout: the map in memory stays true, as the new layer is empty. Changes wait
+//! while the gate is held: as long as it takes to flush what was written since the previous flush.
 //!
 //! Invariants
-//! - I1 What was acknowledged before the gate is held is durable in the layer that is frozen, and
+//! - I1 What was acknowledged before the gate is held is durable in the layer that gets frozen, and
 //!   nothing else is in it; what is acknowledged later is in the new layer.
-//! - I2 After an error the chain is as it was.
+//! - I2 After an error the chain is unchanged.
 
 use super::{Chain, not_writable, open_writer};
 use crate::open::{freeze, open_overlay};
@@ -21,13 +20,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl Chain {
-    /// Puts the image at `path` on top: an overlay of the active layer, which has nothing yet.
-    /// From then on it is the one that is written.
+    /// Puts the image at `path` on top: an empty overlay of the active layer. From then on it is
+    /// the one that is written.
     ///
     /// # Errors
     /// `Denied` if the chain is open for reading only, or if the policy forbids the image;
-    /// `Invalid` if the image is no such overlay; `Limit` if the chain has as many layers as it may
-    /// have; else what the stores say.
+    /// `Invalid` if the image is no such overlay; `Limit` if the chain already has as many layers
+    /// as it may have; else any error of the stores.
     pub async fn push(&self, path: &Path) -> Result<()> {
         let _alone = self.pushing.claim(0).await;
         let Some(writer) = self.writer.load_full() else { return Err(not_writable()) };
@@ -36,7 +35,7 @@ impl Chain {
         let (layer, metadata) = open_overlay(&*map.images, path, &before).await?;
         let layer = Arc::new(layer);
         let next = open_writer(map, &layer, metadata, &self.gate, self.repair).await?;
-        // So that little is left for the time in which changes wait.
+        // So that little is left to flush while changes wait.
         self.flush().await?;
         let held = self.gate.hold().await;
         writer.close().await?;

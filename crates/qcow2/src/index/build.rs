@@ -1,9 +1,9 @@
-//! Writing the sidecars: layer by layer from the base, each from the tree beneath and what the
-//! layer itself says.
+//! Writing the sidecars: layer by layer from the base, each from the tree beneath and the layer's
+//! own tables.
 //!
 //! Invariants
 //! - I1 A sidecar is written only for a layer whose file was the same before and after it was read.
-//! - I2 Whoever reads meanwhile is undisturbed: a longer tree is published in one step.
+//! - I2 Concurrent readers are undisturbed: a longer tree is published in one step.
 
 use crate::index::scan::{Builder, Scan, Stop, append_node};
 use crate::index::sidecar::{HEADER_BYTES, Header, SidecarId};
@@ -16,18 +16,17 @@ use mica_units::HostOffset;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-/// Layers after which a longer tree is published while more are built.
+/// Number of layers after which a longer tree is published while more are built.
 const PUBLISH_EVERY: usize = 64;
 
-/// Rounds of a build that finds sidecars on its way that cannot be read; each writes them anew or
-/// tries once more.
+/// Rounds of a build that encounters unreadable sidecars; each rewrites them or retries once.
 const ROUNDS_MAX: usize = 16;
-/// Largest sidecar that is read whole to be sealed again; a larger one is made anew.
+/// Largest sidecar that is read whole to be sealed again; a larger one is rebuilt.
 const RESEALED_BYTES_MAX: u64 = 1 << 30;
 
 impl Map {
-    /// Reads the seals from the base up and takes the tree as far as they hold without reading a
-    /// layer. Costs one small read for each layer.
+    /// Reads the seals from the base up and adopts the tree as far as they hold without reading a
+    /// layer. Costs one small read per layer.
     pub(crate) async fn adopt_sidecars(&self) {
         let generation = self.index.next_generation();
         let mut tree = Tree { generation, ..Tree::default() };
@@ -48,7 +47,7 @@ impl Map {
     /// The state of each frozen layer's seal, from the base.
     ///
     /// # Errors
-    /// None: what cannot be read counts as missing.
+    /// None: a seal that cannot be read counts as missing.
     pub(crate) async fn seal_states(&self) -> Vec<(SealState, u64)> {
         let mut states = Vec::new();
         let mut parent = None;
@@ -74,13 +73,13 @@ impl Map {
         states
     }
 
-    /// What sidecars call `layer`.
+    /// The name of `layer` in sidecars.
     pub(crate) fn position_of(&self, layer: &Layer) -> u16 {
         let position = self.layers().position(layer.number);
         u16::try_from(position).expect("bounded by the chain's length")
     }
 
-    /// The seal of a layer's sidecar; `None` too where a node of it was found to be bad.
+    /// The seal of a layer's sidecar; `None` also if one of its nodes was found to be bad.
     async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
         if self.index.is_distrusted(self.position_of(layer)) {
             return None;
@@ -88,7 +87,7 @@ impl Map {
         let store = self.images.sidecars().open(&layer.path).ok().flatten()?;
         let bytes = read_exact(&*store, HostOffset::ZERO, HEADER_BYTES).await.ok()?;
         let header = Header::decode(&bytes)?;
-        // A file that was cut loses nodes: its length is part of what was sealed.
+        // A truncated file loses nodes: its length is part of what was sealed.
         (store.len().ok()? == header.len).then_some((header, store))
     }
 
@@ -112,7 +111,7 @@ impl Map {
     /// Removes the sidecars of all frozen layers.
     ///
     /// # Errors
-    /// What the system says; the others are removed all the same.
+    /// Any error of the system; the others are removed all the same.
     pub(crate) fn drop_index(&self) -> Result<()> {
         self.index.publish(Tree::default());
         let mut outcome = Ok(());
@@ -123,12 +122,12 @@ impl Map {
         outcome
     }
 
-    /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
-    /// layers when `progress` breaks.
+    /// Brings the sidecars of all frozen layers up to date; returns how many it wrote. Stops
+    /// between two layers when `progress` breaks.
     ///
     /// # Errors
     /// If a layer cannot be read or a sidecar cannot be written. What was written before stays
-    /// good.
+    /// valid.
     pub(crate) async fn build_index(
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
@@ -145,11 +144,11 @@ impl Map {
                 Err(Stop::Failed(error)) => return Err(error),
             }
         }
-        let context = "sidecars cannot be read back, though they were written anew";
+        let context = "sidecars cannot be read back, though they were rewritten";
         Err(Error::new(ErrorKind::Io, context))
     }
 
-    /// Extends the tree as far as it goes, and publishes it.
+    /// Extends the tree as far as possible, and publishes it.
     async fn build_round(
         &self,
         progress: &mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
@@ -157,11 +156,11 @@ impl Map {
     ) -> std::result::Result<(), Stop> {
         let mut tree = (*self.index.tree()).clone();
         if tree.id.is_none() {
-            // A damaged sidecar was forgotten, or none was adopted: the seals say where to start.
+            // A damaged sidecar was forgotten, or none was adopted: the seals show where to start.
             self.adopt_sidecars().await;
             tree = (*self.index.tree()).clone();
         }
-        // What is written anew below must not be taken for what lay in its place before.
+        // A sidecar rewritten below must not be confused with the one that it replaces.
         tree.generation = self.index.next_generation();
         let mut builder = Builder::new(tree.root());
         let all = self.layers();
@@ -189,7 +188,8 @@ impl Map {
         outcome
     }
 
-    /// Adds `layer` to the tree: by its sidecar if its content proves it, else by a new one.
+    /// Adds `layer` to the tree: through its sidecar if its content proves it, else through a new
+    /// one.
     async fn extend_tree(
         &self,
         builder: &mut Builder,
@@ -214,7 +214,7 @@ impl Map {
             if header.digest == digest
                 && let Some(content) = self.resealed(layer, &header, &*store).await
             {
-                // Where no stamps ever prove anything, a new seal proves no more than the old one.
+                // If stamps never prove anything, a new seal proves no more than the old one.
                 if layer.identity.has_stamps() {
                     self.images.sidecars().write(&layer.path, &content)?;
                 }
@@ -256,7 +256,7 @@ impl Map {
         self.adopt_written(layer, tree, &header).await
     }
 
-    /// Takes a sidecar that was just written into the tree: from the file, as everyone else will.
+    /// Adds a sidecar that was just written to the tree: read from the file, as everyone else will.
     async fn adopt_written(
         &self,
         layer: &Layer,
@@ -264,17 +264,17 @@ impl Map {
         written: &Header,
     ) -> std::result::Result<(), Stop> {
         self.index.trust(self.position_of(layer));
-        // Another process that serves the same layers may have put its own there meanwhile.
+        // Another process that serves the same layers may have put its own there in the meantime.
         let seal = self.read_seal(layer).await.filter(|(header, _)| header.id == written.id);
         let (header, store) = seal.ok_or(Stop::Changed)?;
         adopt(layer, tree, &header, store);
         Ok(())
     }
 
-    /// The sidecar's content under a new seal: the layer proved to be the same by what is in it.
-    /// `None` if the content is not what was sealed, or cannot be read.
+    /// The sidecar's content under a new seal: that content proved the layer to be the same. `None`
+    /// if it is not what was sealed, or cannot be read.
     async fn resealed(&self, layer: &Layer, header: &Header, store: &dyn Store) -> Option<Vec<u8>> {
-        // The length may be an enemy's word: a file can be sparse.
+        // The length cannot be trusted: a file can be sparse.
         if header.len > RESEALED_BYTES_MAX {
             return None;
         }
@@ -292,14 +292,14 @@ impl Map {
         Some(content)
     }
 
-    /// I1: what was read is of the state that the seal will name.
+    /// I1: what was read belongs to the state that the seal will name.
     fn require_unchanged(&self, layer: &Layer) -> std::result::Result<(), Stop> {
         let now = self.images.identify(&layer.path)?;
         if now == layer.identity { Ok(()) } else { Err(Stop::Changed) }
     }
 }
 
-/// Takes the sidecar of `layer` into the tree. From now on its digest proves the layer, should its
+/// Adds the sidecar of `layer` to the tree. From now on its digest proves the layer, should its
 /// file be opened again.
 fn adopt(layer: &Layer, tree: &mut Tree, header: &Header, store: Arc<dyn Store>) {
     tree.push(header.root, header.id, Some(store));

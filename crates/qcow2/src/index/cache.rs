@@ -1,11 +1,12 @@
 //! The slices in memory: one cache for the whole chain, with a budget in bytes.
 //!
 //! Invariants
-//! - I1 The slices held never weigh more than the budget, what the cache itself needs for each
-//!   included.
+//! - I1 The slices held never weigh more than the budget, including the cache's own overhead for
+//!   each.
 //! - I2 A slice is loaded by one task at a time; the others wait for it.
-//! - I3 What a loader read before a writer changed owners never replaces what the writer made of
-//!   the slice: each change counts, and a loader whose count is old keeps its slice to itself.
+//! - I3 What a loader read before a writer changed owners never replaces the writer's version of
+//!   the slice: each change is counted, and a loader with an outdated count does not publish its
+//!   slice.
 
 use crate::index::slice::Slice;
 use mica_rt::sync::{Claim, Claims};
@@ -13,12 +14,12 @@ use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What the cache needs for one slice besides the slice: its table entry and the shared counters.
+/// The cache's overhead for one slice: its table entry and the shared counters.
 const ENTRY_BYTES: usize = 64;
-/// The weight by which the first tables are sized.
+/// The weight from which the first tables are sized.
 const TYPICAL_SLICE_BYTES: u64 = 512;
 
-/// Counters of changes: enough that loaders and writers of other slices seldom share one.
+/// Counters of changes: enough that loaders and writers of other slices rarely share one.
 const VERSIONS: usize = 64;
 
 #[derive(Clone)]
@@ -35,7 +36,7 @@ pub(crate) struct SliceCache {
     slices: Cache<u64, Arc<Slice>, MemoryWeight>,
     budget_bytes: u64,
     loading: Claims,
-    /// How often owners were changed, by the slice's number.
+    /// How many times owners were changed, by the slice's number.
     versions: [Mutex<u64>; VERSIONS],
 }
 
@@ -60,19 +61,19 @@ impl SliceCache {
         self.budget_bytes
     }
 
-    /// The right to load `key`. Waits while another task has it; `None` then, as the slice may be
+    /// The right to load `key`. Waits while another task has it; then `None`, as the slice may be
     /// there now.
     pub(crate) async fn claim(&self, key: u64) -> Option<Claim<'_>> {
         self.loading.claim_or_wait(key).await
     }
 
-    /// How often owners in slice `number`, or one that shares its counter, were changed.
+    /// How many times owners in slice `number`, or one that shares its counter, were changed.
     pub(crate) fn version(&self, number: u64) -> u64 {
         *self.version_of(number)
     }
 
-    /// Puts a slice in that was loaded since `version` was asked for, unless owners changed since:
-    /// then it may say what was before.
+    /// Inserts a slice that was loaded since `version` was read, unless owners changed since: then
+    /// it may be out of date.
     pub(crate) fn insert_loaded(&self, number: u64, slice: Arc<Slice>, version: u64) {
         let current = self.version_of(number);
         if *current == version {
@@ -80,8 +81,8 @@ impl SliceCache {
         }
     }
 
-    /// Replaces the slice by what `change` makes of it, if it is in the cache. `change` gives
-    /// nothing to have it loaded anew.
+    /// Replaces the slice by the result of `change`, if it is in the cache. If `change` returns
+    /// `None`, it will be loaded again.
     pub(crate) fn change(&self, number: u64, change: impl FnOnce(&Slice) -> Option<Slice>) {
         let mut version = self.version_of(number);
         *version += 1;
@@ -92,7 +93,7 @@ impl SliceCache {
         }
     }
 
-    /// Slices that are being loaded now are not kept.
+    /// Slices that are being loaded now are not cached.
     pub(crate) fn outdate_loading(&self) {
         for version in &self.versions {
             *version.lock().unwrap_or_else(PoisonError::into_inner) += 1;

@@ -15,11 +15,11 @@ use std::sync::atomic::Ordering;
 
 /// Slices that are loaded together when the chain has to be walked, or a guest reads in sequence.
 pub(crate) const WINDOW_SLICES: u64 = 8;
-/// Layers whose tables are read side by side in a walk.
+/// Layers whose tables are read concurrently in a walk.
 const WALK_BATCH: usize = 64;
-/// Least run without an owner that is worth asking every layer for.
+/// Shortest run without an owner for which consulting every layer pays off.
 const SKIP_BYTES_MIN: u64 = 1 << 30;
-/// Layers above the tree up to which a miss loads one slice; with more it loads a window.
+/// Layers above the tree up to which a miss loads one slice; with more, it loads a window.
 const FEW_LAYERS: usize = 8;
 /// Read for a node whose length is not known yet: most slices and all directories fit.
 const NODE_READ_BYTES: usize = 1024;
@@ -73,9 +73,8 @@ impl Map {
         Ok(wanted.expect("the window holds the slice"))
     }
 
-    /// How many bytes from `at` on nobody owns, where that is clear from the L1 tables alone and
-    /// worth the asking; at most up to `end`. So a disk of an exabyte with nothing on it is planned
-    /// in a moment.
+    /// How many bytes from `at` on nobody owns, if that is clear from the L1 tables alone and worth
+    /// finding out; at most up to `end`. So an empty disk of an exabyte is planned in a moment.
     pub(crate) async fn skip_unowned(
         &self,
         at: GuestOffset,
@@ -87,7 +86,7 @@ impl Map {
         let mut unowned_end = end;
         for layer in self.layers().all() {
             unowned_end = layer.unowned_until(at, unowned_end).await?;
-            // Whole slices only, so that a slice in the cache is always a whole one's truth.
+            // Only whole slices, so that a cached slice always describes a whole one.
             let len = (unowned_end.bytes() >> SLICE_BITS << SLICE_BITS).saturating_sub(at.bytes());
             if unowned_end != end && len < SKIP_BYTES_MIN {
                 return Ok(None);
@@ -96,14 +95,14 @@ impl Map {
         Ok(Some(unowned_end.bytes() - at.bytes()))
     }
 
-    /// Who owns slices `first..end`: from the top down, each layer gets what none above it has, and
-    /// at the bottom the tree gets the rest.
+    /// Who owns slices `first..end`: from the top down, each layer gets what no layer above it has,
+    /// and at the bottom the tree gets the rest.
     async fn resolve(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
         let start = GuestOffset::new(first << SLICE_BITS);
         let stop = GuestOffset::new((end << SLICE_BITS).min(self.len()));
         let window = GuestRange::between(start, stop).expect("slices of the disk");
         let sectors = sectors_of(window.len());
-        // I2: what lies beyond the end of a layer that was passed belongs to nobody.
+        // I2: beyond the end of a layer that was passed nobody owns anything.
         let mut limit = sectors;
         let mut runs = Runs::default();
         let layers = self.layers();
@@ -136,13 +135,13 @@ impl Map {
         Ok(Runs::overlay(&lowest, &runs))
     }
 
-    /// What the tree says of slices `first..end`.
+    /// What the tree has for slices `first..end`.
     async fn tree_runs(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
         let mut runs = Runs::default();
         if tree.covered() == 0 {
             return Ok(runs);
         }
-        // Side by side: on a cold device a window takes as long as its slowest slice.
+        // Concurrently: on a cold device a window takes as long as its slowest slice.
         let leaves = (first..end).map(|number| self.tree_leaf(tree, number));
         let leaves = mica_rt::join_all(leaves).await;
         for ((number, leaf), position) in (first..end).zip(leaves).zip(0_u32..) {
@@ -153,7 +152,7 @@ impl Map {
                     self.base_slice(tree, number).append_runs(sector, &mut runs);
                 }
                 Err(bad) => {
-                    // A sidecar that lies is forgotten: the chain itself has the truth.
+                    // A sidecar that is wrong is forgotten: the chain itself has the truth.
                     self.forget_sidecar(bad);
                     let tree = self.index.tree();
                     return Box::pin(self.resolve(&tree, first, end)).await;
@@ -190,8 +189,8 @@ impl Map {
     ) -> std::result::Result<Slice, BadNode> {
         let node = read_node(tree, at).await?;
         let payload = open_node(&node, at).map_err(|_| BadNode::damaged(at))?;
-        // A sidecar speaks for its layer and those below: whoever owns a layer below has no word on
-        // what is read of one above.
+        // A sidecar covers its layer and those below: the owner of a lower layer must not decide
+        // what is read from a higher one.
         let positions = usize::from(at.file()) + 1;
         let slice = Slice::decode(payload, positions).ok_or(BadNode::damaged(at))?;
         let layers = self.layers();
@@ -221,8 +220,8 @@ impl Map {
         Ok(directory)
     }
 
-    /// Slice `number` where `tree` has no leaf for it: a raw base shows through, as far as no layer
-    /// that the tree speaks for is shorter, and nothing else is there.
+    /// Slice `number` if `tree` has no leaf for it: a raw base shows through, as far as no layer
+    /// that the tree covers is shorter, and nothing else is there.
     pub(crate) fn base_slice(&self, tree: &Tree, number: u64) -> Slice {
         let layers = self.layers();
         let limit = raw_base_limit(&layers.all()[..tree.covered()]);
@@ -239,7 +238,7 @@ impl Map {
         let BadNode { file, reason } = bad;
         if let Some(layer) = self.layers().all().get(usize::from(file)) {
             let path = layer.path.display();
-            tracing::warn!(layer = %path, ?reason, "the index of this layer is of no use");
+            tracing::warn!(layer = %path, ?reason, "the index of this layer is unusable");
         }
         self.index.forget(file, reason);
         self.index_call.set();
@@ -258,7 +257,7 @@ async fn read_node(tree: &Tree, at: NodeRef) -> std::result::Result<Buf, BadNode
     }
 }
 
-/// A node that is of no use, and with it the sidecar that it lies in.
+/// An unusable node, and with it the sidecar that it lies in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct BadNode {
     file: u16,

@@ -1,18 +1,18 @@
 //! The chain index: one map for the whole chain.
 //!
-//! The map of the frozen layers is a persistent radix tree in their sidecars ([`sidecar`]). A
-//! slice in the cache ([`cache`]) is the merge of that tree's leaf with what the layers above it
-//! say, so that one look-up answers at any depth. Where there is no sidecar, the slice is resolved
-//! by one walk down the chain ([`load`]), kept, and the sidecars are written in the background
+//! The map of the frozen layers is a persistent radix tree in their sidecars ([`sidecar`]). A slice
+//! in the cache ([`cache`]) is the merge of that tree's leaf with what the layers above the tree
+//! own, so that one look-up answers at any depth. Without a sidecar the slice is resolved by one
+//! walk down the chain ([`load`]) and kept, and the sidecars are written in the background
 //! ([`build`]).
 //!
 //! Invariants
-//! - I1 A slice says for each sector the uppermost layer that owns it: what a walk of the chain,
-//!   layer by layer, would find.
-//! - I2 A layer hides everything beneath beyond its own end.
-//! - I3 What the tree has no leaf for is owned by a raw base, as far as no layer that the tree
-//!   speaks for is shorter; else by nobody.
-//! - I4 Owners of slices in the cache stay right for the chain's life: frozen layers do not change.
+//! - I1 A slice names for each sector the uppermost layer that owns it: the one that a walk of the
+//!   chain, layer by layer, would find.
+//! - I2 Beyond its own end a layer hides everything beneath.
+//! - I3 A part without a leaf in the tree is owned by a raw base, as far as no layer that the tree
+//!   covers is shorter; beyond that by nobody.
+//! - I4 Owners in cached slices stay right for the chain's life: frozen layers do not change.
 
 pub(crate) mod build;
 pub(crate) mod cache;
@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Share of the budget that directories of the tree may take: one part in this many.
 const DIRECTORY_SHARE: u64 = 8;
-/// Bytes of a directory in memory, with what the cache needs for it.
+/// Bytes of a directory in memory, including the cache's overhead.
 const DIRECTORY_MEMORY_BYTES: u64 = 384;
 
 /// The map's state at one layer.
@@ -46,34 +46,34 @@ type Directory = mica_map::Directory<NodeRef>;
 /// The index of one chain.
 pub(crate) struct Index {
     pub(crate) cache: SliceCache,
-    /// By the generation of the tree that read them: a node's place says nothing about a sidecar
-    /// that was written anew.
+    /// By the generation of the tree that read them: a node's place identifies nothing once a
+    /// sidecar was rewritten.
     directories: Cache<(u64, NodeRef), Arc<Directory>>,
     tree: RwLock<Arc<Tree>>,
-    /// Sidecars that could not be read, with how often; see [`Index::is_distrusted`].
+    /// Sidecars that could not be read, and how often; see [`Index::is_distrusted`].
     distrusted: Mutex<HashMap<u16, u32>>,
     pub(crate) counters: Counters,
     generations: AtomicU64,
-    /// The slice that was loaded last, to see that a guest reads on.
+    /// The slice that was loaded last, to detect a guest that reads sequentially.
     last_loaded: AtomicU64,
 }
 
-/// What the sidecars say: the map of the lowest layers of the chain.
+/// The contents of the sidecars: the map of the lowest layers of the chain.
 #[derive(Clone, Default)]
 pub(crate) struct Tree {
-    /// The tree's root at each layer that it speaks for, from the base.
+    /// The tree's root at each layer that it covers, from the base.
     roots: Vec<Root>,
     /// The sidecar of each of those layers; a raw base has none.
     sidecars: Vec<Option<Arc<dyn Store>>>,
     /// The name of the uppermost sidecar, if there is one.
     id: Option<SidecarId>,
-    /// Unlike that of every tree whose sidecars may have been others; see
+    /// Different from that of every tree whose sidecars may have been others; see
     /// [`Index::next_generation`].
     generation: u64,
 }
 
 impl Tree {
-    /// How many layers, from the base, the tree speaks for.
+    /// How many layers, from the base, the tree covers.
     pub(crate) fn covered(&self) -> usize {
         self.roots.len()
     }
@@ -88,13 +88,12 @@ impl Tree {
         self.id = Some(id);
     }
 
-    /// Speaks for no more than the lowest `layers` layers from now on.
+    /// Restricts the tree to the lowest `layers` layers from now on.
     fn cut(&mut self, layers: usize, generation: u64) {
         if layers < self.covered() {
             self.roots.truncate(layers);
             self.sidecars.truncate(layers);
-            // Without a name nothing can be built on what is left before the seals were read
-            // again.
+            // Without a name nothing can build on the rest until the seals have been read again.
             self.id = None;
             self.generation = generation;
         }
@@ -105,7 +104,7 @@ impl Tree {
     }
 }
 
-/// Counted since the chain was opened.
+/// Counters since the chain was opened.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) hits: AtomicU64,
@@ -134,7 +133,7 @@ impl Index {
         }
     }
 
-    /// The tree as far as it is known now.
+    /// The tree, as far as it is known now.
     pub(crate) fn tree(&self) -> Arc<Tree> {
         Arc::clone(&self.tree.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -171,36 +170,36 @@ impl Index {
         *published = Arc::new(tree);
     }
 
-    /// Whether the sidecar of layer `number` has to be written anew, whatever its seal says: it
-    /// had a damaged node, or could not be read time and again.
+    /// Whether the sidecar of layer `number` has to be rewritten, whatever its seal: it had a
+    /// damaged node, or repeatedly could not be read.
     pub(crate) fn is_distrusted(&self, number: u16) -> bool {
         self.lock_distrusted().get(&number).is_some_and(|failures| *failures >= FAILURES_MAX)
     }
 
-    /// The sidecar of layer `number` was written anew.
+    /// The sidecar of layer `number` was rewritten.
     pub(crate) fn trust(&self, number: u16) {
         self.lock_distrusted().remove(&number);
     }
 
-    /// Taken after the tree's lock where both are held.
+    /// Taken after the tree's lock if both are held.
     fn lock_distrusted(&self) -> MutexGuard<'_, HashMap<u16, u32>> {
         self.distrusted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Why a node of a sidecar is of no use.
+/// Why a node of a sidecar is unusable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum BadNodeReason {
-    /// Its bytes are not what they must be.
+    /// Its bytes are wrong.
     Damaged,
     /// It could not be read: the file was replaced, or the device failed.
     Unreadable,
 }
 
-/// How often a sidecar may be unreadable before it is written anew.
+/// How often a sidecar may be unreadable before it is rewritten.
 const FAILURES_MAX: u32 = 3;
 
-/// How far a raw base shows through `layers`, in bytes; zero if the base is no raw image.
+/// How far a raw base shows through `layers`, in bytes; zero if the base is not a raw image.
 pub(crate) fn raw_base_limit(layers: &[Arc<Layer>]) -> u64 {
     match layers.first() {
         Some(base) if base.tables.is_none() => {

@@ -1,9 +1,9 @@
-//! Where a node of the chain's map is: in which sidecar, and where there.
+//! The place of a node of the chain's map: the sidecar, and the offset there.
 
 use mica_map::Reference;
 use std::fmt;
 
-/// The number of a layer, whose sidecar has the node, and its offset there.
+/// The number of the layer whose sidecar has the node, and its offset there.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct NodeRef(u64);
 
@@ -26,7 +26,7 @@ impl NodeRef {
         self.0 & ((1 << OFFSET_BITS) - 1)
     }
 
-    /// As it stands in a header. Zero is no node: there is the header itself.
+    /// As encoded in a header. Zero is not a node: the header itself is there.
     pub(crate) fn to_le_bytes(this: Option<Self>) -> [u8; 8] {
         this.map_or(0, |node| node.0).to_le_bytes()
     }
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(NodeRef::from_bytes(&[1; 7]), None);
     }
 
-    /// The payload by hand: one child at index 2, in the order of bytes that sidecars have.
+    /// The payload by hand: one child at index 2, in the byte order of sidecars.
     #[test]
     fn directory_names_lower_sidecars_and_lower_places_only() {
         let at = NodeRef::new(3, 500).expect("it fits");

@@ -3,8 +3,8 @@
 //! Invariants
 //! - I1 Memory is bounded: one L2 table, the directories of the tree, a bounded number of slices,
 //!   and the sidecar that is being written. A layer whose L1 table claims more than its file holds
-//!   gets none: a small file could ask for a sidecar of any size.
-//! - I2 Each slice is written once: what is written cannot be read before the sidecar is in place.
+//!   gets none: otherwise a small file could demand a sidecar of any size.
+//! - I2 Each slice is written once: a written slice cannot be read before the sidecar is in place.
 
 use crate::index::load::{BadNode, sectors_of};
 use crate::index::node_ref::NodeRef;
@@ -20,7 +20,7 @@ use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Directories that the builder keeps from layer to layer: some MiB.
+/// Directories that the builder keeps from layer to layer: a few MiB.
 const KEPT_DIRECTORIES_MAX: usize = 16 << 10;
 /// Slices that the builder keeps from layer to layer, in bytes.
 const KEPT_SLICES_BYTES_MAX: usize = 8 << 20;
@@ -30,7 +30,7 @@ const KEPT_SLICES_BYTES_MAX: usize = 8 << 20;
 pub(super) enum Stop {
     /// A layer changed while it was read.
     Changed,
-    /// A sidecar below could not be read: it was forgotten, and may have to be written first.
+    /// A sidecar below could not be read: it was forgotten, and may have to be rewritten first.
     Useless,
     Failed(Error),
 }
@@ -148,7 +148,7 @@ impl Scan {
     }
 }
 
-/// Appends a node to the sidecar of layer `number`, of which `content` is what there is so far.
+/// Appends a node to the sidecar of layer `number`, whose present contents are `content`.
 pub(super) fn append_node(content: &mut Vec<u8>, number: u16, payload: &[u8]) -> NodeRef {
     let at = NodeRef::new(number, content.len() as u64);
     let at = at.expect("a sidecar is smaller than 256 TiB");
@@ -156,14 +156,14 @@ pub(super) fn append_node(content: &mut Vec<u8>, number: u16, payload: &[u8]) ->
     at
 }
 
-/// A sidecar that is being made.
+/// A sidecar under construction.
 struct SidecarContent {
     bytes: Vec<u8>,
 }
 
 impl SidecarContent {
-    /// A layer that ends before the one beneath hides what lies beyond its end: here the slices
-    /// that lie there whole.
+    /// A layer that ends before the one beneath hides everything beyond its end: this handles the
+    /// slices that lie there as a whole.
     async fn cut_beyond(
         &mut self,
         map: &Map,
@@ -181,8 +181,8 @@ impl SidecarContent {
         Ok(())
     }
 
-    /// And here the slice in which the layer ends. It is the last one, so that if the layer wrote
-    /// it already the builder still keeps it: a sidecar that is not in its place cannot be read.
+    /// And this the slice in which the layer ends. It is the last one, so that if the layer already
+    /// wrote it the builder still keeps it: a sidecar that is not in its place cannot be read.
     async fn cut_within(
         &mut self,
         map: &Map,
@@ -236,16 +236,16 @@ fn cuts(map: &Map, layer: &Layer) -> bool {
     position > 0 && layer.len() < layers.all()[position - 1].len()
 }
 
-/// Slices whose runs are being gathered: small tables speak for parts of one.
+/// Slices whose runs are being gathered: small tables cover only parts of one.
 #[derive(Default)]
 struct PendingSlice {
     slices: std::collections::VecDeque<(u64, Runs)>,
 }
 
 impl PendingSlice {
-    /// Takes in what `layer` says of the part of slice `number` that its `table`, which speaks for
-    /// `part`, covers; where there is no table, as its L1 entry is malformed, runs that fail when
-    /// they are read. Gives up to where the disk is known now.
+    /// Takes in what `layer` has in the part of slice `number` that its `table`, which covers
+    /// `part`, covers; without a table, as its L1 entry is malformed, runs that fail when they are
+    /// read. Returns up to where the disk is now known.
     fn gather(
         &mut self,
         (layer, tables): (&Layer, &Tables),
@@ -267,7 +267,7 @@ impl PendingSlice {
         part.end()
     }
 
-    /// The runs of slice `number`, which is the last one asked for or a later one.
+    /// The runs of slice `number`, which is the latest one requested or a later one.
     fn runs(&mut self, number: u64) -> &mut Runs {
         if self.slices.back().is_none_or(|(last, _)| *last != number) {
             self.slices.push_back((number, Runs::default()));

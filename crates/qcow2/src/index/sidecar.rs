@@ -7,17 +7,17 @@
 //! +--------+----------+----------+- - -+--------------+
 //! ```
 //!
-//! The map in layer k's sidecar speaks for layers 0..=k. Its nodes name nodes in this file and in
-//! the sidecars of layers below, by layer number. docs/formats/sidecar.md has all of it.
+//! The map in layer k's sidecar covers layers 0..=k. Its nodes name nodes in this file and in the
+//! sidecars of layers below, by layer number. docs/formats/sidecar.md specifies the format.
 //!
 //! Invariants
 //! - I1 A sidecar is derived data: without it everything is slower once, and nothing is wrong.
 //! - I2 It is trusted only under its seal: the layer is the file that was indexed, unchanged
 //!   ([`Header::fits_unread`], or by content: [`Header::digest`]), and the sidecar below is the one
-//!   that it was built on ([`Header::parent`]). Digest and names are such that not even the owner
-//!   of a layer can make two contents that have the same.
-//! - I3 It is written whole and put in place by a rename; every node has a checksum; so a half
-//!   written or damaged one is noticed, and rebuilt.
+//!   that it was built on ([`Header::parent`]). Digest and names are collision-resistant even
+//!   against the owner of a layer.
+//! - I3 It is written whole and put in place by a rename, and every node has a checksum; so a
+//!   half-written or damaged one is noticed, and rebuilt.
 
 use super::Root;
 use super::node_ref::NodeRef;
@@ -28,22 +28,22 @@ use mica_map::HEIGHT_MAX;
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of the header.
+/// Size of the header.
 pub(crate) const HEADER_BYTES: usize = 256;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICAIDX\n";
-/// Those of other versions are no sidecars: they are rebuilt.
+/// Files of other versions are not sidecars: they are rebuilt.
 pub(crate) const VERSION: u32 = 2;
 
-/// What the names of sidecars are, as opposed to all else that is digested.
+/// Separates the names of sidecars from everything else that is digested.
 const CONTEXT: &str = "mica sidecar 2: name of a sidecar";
 
-/// The name of a sidecar: a digest of what it says and of its parent's name.
+/// The name of a sidecar: a digest of its contents and of its parent's name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct SidecarId([u8; 32]);
 
 impl SidecarId {
-    /// As it stands in a header. Zeros are no name: nobody can make a sidecar that has it.
+    /// As encoded in a header. Zeros are not a name: nobody can create a sidecar that has it.
     fn to_bytes(this: Option<Self>) -> [u8; 32] {
         this.map_or([0; 32], |id| id.0)
     }
@@ -58,17 +58,17 @@ impl SidecarId {
 pub(crate) struct Header {
     /// Number of the layer in its chain.
     pub(crate) layer: u16,
-    /// Bytes of the disk that the layer speaks for.
+    /// Bytes of the disk that the layer covers.
     pub(crate) layer_len: u64,
     /// The layer's file when it was sealed.
     pub(crate) identity: Identity,
-    /// When it was sealed, by the clock that stamps the file.
+    /// When it was sealed, by the clock that stamps files.
     pub(crate) sealed_ns: i128,
     /// Of the layer's header, L1 table and L2 tables.
     pub(crate) digest: TablesDigest,
     /// The sidecar's name.
     pub(crate) id: SidecarId,
-    /// The name of the sidecar of the layer below; the base has none.
+    /// The name of the sidecar of the layer below; `None` for the base.
     pub(crate) parent: Option<SidecarId>,
     /// The map of the chain up to this layer.
     pub(crate) root: Root,
@@ -97,7 +97,7 @@ struct RawHeader {
     parent: [u8; 32],
     digest: [u8; 32],
     padding: [u8; 68],
-    /// CRC-32C of all bytes before.
+    /// CRC-32C of all bytes before this field.
     checksum: U32,
 }
 
@@ -133,13 +133,13 @@ impl Header {
         bytes
     }
 
-    /// The header in `bytes`; `None` if they are no header of this version.
+    /// Decodes the header in `bytes`; `None` if it is not one of this version.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let raw = RawHeader::read_from_bytes(bytes.get(..HEADER_BYTES)?).ok()?;
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         let root = Root { node: NodeRef::from_le_bytes(raw.root), height: raw.height };
         let is_ours = raw.magic == MAGIC && raw.version == VERSION && raw.checksum == sum;
-        // The map of layers 0..=k can lie in no sidecar above k's.
+        // The map of layers 0..=k cannot lie in a sidecar above k's.
         let root_is_here = root.node.is_none_or(|node| node.file() <= raw.layer.get());
         if !is_ours || !root_is_here || raw.height > HEIGHT_MAX {
             return None;
@@ -166,12 +166,12 @@ impl Header {
     /// Whether file and timestamps prove that the layer is unchanged, without reading it.
     ///
     /// A layer that was changed just before it was sealed could have been changed again within the
-    /// same tick of its file system's clock: it has to prove itself by content.
+    /// same tick of its file system's clock: it has to be verified by content.
     pub(crate) fn fits_unread(&self, now: &Identity) -> bool {
         self.identity == *now && now.proves_unchanged_since(self.sealed_ns)
     }
 
-    /// The name of a sidecar with these contents; none of the tables where the layer is raw.
+    /// The name of a sidecar with these contents; without tables if the layer is raw.
     pub(crate) fn id_of(
         parent: Option<SidecarId>,
         digest: Option<TablesDigest>,
@@ -191,7 +191,7 @@ impl Header {
 }
 
 fn ns_field(ns: i128) -> I64 {
-    // Years 1678 to 2262; a time beyond compares as changed, which is slower and right.
+    // Years 1678 to 2262; a time outside them compares as changed, which is slower but correct.
     i64::try_from(ns).unwrap_or(i64::MIN).into()
 }
 
@@ -242,7 +242,7 @@ mod tests {
         assert!(!header.fits_unread(&header.identity));
     }
 
-    /// FAT has stamps of two seconds, and a second was waited for.
+    /// FAT has stamps of two seconds, and only one second passed.
     #[test]
     fn layer_with_stamps_of_two_seconds_is_not_trusted_unread_two_seconds_after() {
         let mut header = header();
@@ -251,7 +251,7 @@ mod tests {
         assert!(!header.fits_unread(&header.identity));
     }
 
-    /// What is beyond the field stands for no stamps at all, and equals none.
+    /// A value outside the field means no stamps at all, and equals none.
     #[test]
     fn layer_without_stamps_is_never_trusted_unread() {
         let mut header = header();

@@ -1,14 +1,13 @@
 //! A slice of the map of a chain: who owns which bytes of 4 MiB of the disk.
 //!
-//! A slice is a sorted list of runs. A run speaks for as many sectors as one owner holds in one
-//! place, so one form serves clusters of every size, subclusters, layers that end in the middle of
-//! a cluster, and the vast hole: it is as long as owners differ, and no longer.
+//! A slice is a sorted list of runs. A run covers as many sectors as one owner holds in one place,
+//! so one form serves clusters of every size, subclusters, layers that end in the middle of a
+//! cluster, and the vast hole: a slice has as many runs as its owners require, and no more.
 //!
 //! Invariants
 //! - I1 The runs of a slice cover it exactly: the first starts at sector 0, each ends where the
-//!   next
-//!   starts, the last ends with the slice.
-//! - I2 Two neighbours never say what one run could say.
+//!   next starts, the last ends with the slice.
+//! - I2 No two neighbours could be one run.
 //! - I3 A host offset is a multiple of a sector.
 
 use mica_block::{Extent, ExtentKind};
@@ -23,29 +22,29 @@ pub(crate) const SLICE_SECTORS: u32 = 8192;
 
 const _: () = assert!(SLICE_SECTORS as u64 * SECTOR_BYTES == SLICE_BYTES);
 
-/// Bytes that one run takes, in memory and in a sidecar.
+/// Size of a run, in memory and in a sidecar.
 pub(crate) const RUN_BYTES: usize = 10;
 
-/// Who owns a sector, and where it is: 16 bits of layer (its number, in a sidecar its position), 3
-/// of kind, 45 of host sector.
+/// The owner of a sector, and its place: 16 bits of layer (its number, in a sidecar its position),
+/// 3 of kind, 45 of host sector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Entry(u64);
 
-/// What an entry says.
+/// The meaning of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum EntryKind {
     /// No layer holds anything.
     Hole,
-    /// Zeros by the layer's word, without a cluster.
+    /// Zeros recorded by the layer, without a cluster.
     Zero,
-    /// Zeros by the layer's word, with a cluster.
+    /// Zeros recorded by the layer, with a cluster.
     ZeroAllocated,
     /// At the host sector.
     Data,
     /// At the host sector, which something else may name too: it is not written in place. Only in
-    /// memory, of an active layer that is written.
+    /// memory, for an active layer that is being written.
     SharedData,
-    /// The layer's own L2 entry says the rest: compressed, beyond 16 PiB, or malformed.
+    /// Only the layer's own L2 entry has the rest: compressed, beyond 16 PiB, or malformed.
     Deferred,
 }
 
@@ -69,7 +68,7 @@ impl Entry {
         Self(u64::from(layer.as_u16()) << LAYER_SHIFT | code << HOST_BITS)
     }
 
-    /// An entry at `host`; deferred to the layer where that does not fit.
+    /// An entry at `host`; deferred to the layer if that does not fit.
     pub(crate) fn at_host(kind: EntryKind, layer: LayerNumber, host: HostOffset) -> Self {
         let code: u64 = match kind {
             EntryKind::ZeroAllocated => 2,
@@ -78,7 +77,7 @@ impl Entry {
             _ => unreachable!("these have no place"),
         };
         let sector = host.bytes() / SECTOR_BYTES;
-        // A run of a slice must not leave the field either, however far its end is.
+        // A run of a slice must not leave the field either, wherever it ends.
         let fits = sector <= HOST_MASK - u64::from(SLICE_SECTORS) * 64;
         if !fits || !host.is_aligned(SECTOR_BYTES) {
             return Self::without_host(EntryKind::Deferred, layer);
@@ -118,7 +117,7 @@ impl Entry {
         matches!(self.kind(), Data | SharedData | ZeroAllocated)
     }
 
-    /// What the run that starts with `self` says `sectors` sectors on.
+    /// The meaning of the run that starts with `self`, `sectors` sectors further on.
     pub(crate) fn advanced(self, sectors: u32) -> Self {
         if self.has_host() { Self(self.0 + u64::from(sectors)) } else { self }
     }
@@ -147,7 +146,7 @@ impl Entry {
     }
 }
 
-/// Sectors of a window, from its start, that one entry speaks for.
+/// Sectors of a window, counted from its start, that one entry covers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Run {
     pub(crate) start: u32,
@@ -155,14 +154,14 @@ pub(crate) struct Run {
     pub(crate) entry: Entry,
 }
 
-/// Runs of a window, sorted and disjoint; what lies between them has no owner yet.
+/// Runs of a window, sorted and disjoint; the sectors between them have no owner yet.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Runs {
     runs: Vec<Run>,
 }
 
 impl Runs {
-    /// Appends a run, which starts at or after the end of the last; joins it where it goes on.
+    /// Appends a run, which starts at or after the end of the last; joins it if it continues that.
     pub(crate) fn push(&mut self, run: Run) {
         if run.start >= run.end || run.entry == Entry::HOLE {
             return;
@@ -177,7 +176,7 @@ impl Runs {
         self.runs.push(run);
     }
 
-    /// Whether the layer's own entries have to be asked for a part of it.
+    /// Whether the layer's own entries have to be consulted for a part of it.
     pub(crate) fn any_deferred(&self) -> bool {
         self.runs.iter().any(|run| run.entry.kind() == EntryKind::Deferred)
     }
@@ -186,8 +185,8 @@ impl Runs {
         self.runs.is_empty()
     }
 
-    /// Whether each of the first `sectors` sectors has an owner. Others may have one too: what an
-    /// upper layer holds beyond the end of a shorter one.
+    /// Whether each of the first `sectors` sectors has an owner. Later ones may have one too:
+    /// sectors that an upper layer holds beyond the end of a shorter one.
     pub(crate) fn cover(&self, sectors: u32) -> bool {
         let mut end = 0;
         for run in &self.runs {
@@ -207,7 +206,7 @@ impl Runs {
         }
     }
 
-    /// Both lists as one; where they overlap, `above` owns.
+    /// Merges both lists; where they overlap, `above` owns.
     pub(crate) fn overlay(below: &Self, above: &Self) -> Self {
         let mut merged = Self { runs: Vec::with_capacity(below.runs.len() + above.runs.len()) };
         let mut beneath = below.runs.iter().copied().peekable();
@@ -288,7 +287,7 @@ impl SliceBuilder {
     }
 }
 
-/// A slice, ready to be looked up.
+/// A slice, ready for look-ups.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Slice {
     starts: Box<[u16]>,
@@ -296,7 +295,7 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// Bytes of memory that it takes, itself and its allocations.
+    /// Bytes of memory that it uses, including its allocations.
     pub(crate) fn memory_bytes(&self) -> usize {
         const ALLOCATIONS: usize = 3 * 16;
         size_of::<Self>() + ALLOCATIONS + self.starts.len() * RUN_BYTES
@@ -306,7 +305,7 @@ impl Slice {
         self.starts.get(index + 1).map_or(SLICE_SECTORS, |start| u32::from(*start))
     }
 
-    /// Where `len` bytes at `at` of the disk stand, if all of them stand in one run of `layer` that
+    /// Where `len` bytes at `at` of the disk are, if all of them lie in one run of `layer` that
     /// nothing else names.
     #[inline]
     pub(crate) fn own_place(
@@ -364,9 +363,9 @@ impl Slice {
         }
     }
 
-    /// The slice in which `above` owns what it covers.
+    /// The slice in which `above` owns the sectors it covers.
     pub(crate) fn overlaid(&self, above: &Runs) -> Self {
-        /// Up to so many runs it is cheaper to put each in than to build the slice anew.
+        /// Up to this many runs it is cheaper to insert each than to rebuild the slice.
         const FEW_RUNS: usize = 4;
         if let [first, rest @ ..] = &above.runs[..]
             && rest.len() < FEW_RUNS
@@ -378,7 +377,7 @@ impl Slice {
         Runs::overlay(&beneath, above).slice_at(0)
     }
 
-    /// The slice in which `run` owns what it covers.
+    /// The slice in which `run` owns the sectors it covers.
     fn with_run(&self, run: Run) -> Self {
         let end = run.end.min(SLICE_SECTORS);
         let at = |sector: u32| self.starts.partition_point(|start| u32::from(*start) <= sector) - 1;
@@ -404,7 +403,7 @@ impl Slice {
         Self { starts: builder.starts.into(), entries: builder.entries.into() }
     }
 
-    /// The slice's runs with an owner, moved to start at `sector` of a window.
+    /// The slice's runs with an owner, shifted to start at `sector` of a window.
     pub(crate) fn append_runs(&self, sector: u32, runs: &mut Runs) {
         for (index, entry) in self.entries.iter().enumerate() {
             let start = sector + u32::from(self.starts[index]);
@@ -412,7 +411,7 @@ impl Slice {
         }
     }
 
-    /// The same with other names for the layers; `None` where a layer has none.
+    /// The same with other names for the layers; `None` if a layer has none.
     pub(crate) fn renamed(
         &self,
         mut name: impl FnMut(LayerNumber) -> Option<LayerNumber>,
@@ -422,7 +421,7 @@ impl Slice {
         Some(Self { starts: self.starts.clone(), entries: entries? })
     }
 
-    /// As it stands in a sidecar: the starts, then the entries, little-endian.
+    /// As encoded in a sidecar: the starts, then the entries, little-endian.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.starts.len() * RUN_BYTES);
         for start in &self.starts {
@@ -434,8 +433,8 @@ impl Slice {
         bytes
     }
 
-    /// The slice with these bytes in the index of a chain of `layers` layers; `None` if it breaks
-    /// an invariant.
+    /// Decodes these bytes as a slice of the index of a chain of `layers` layers; `None` if they
+    /// break an invariant.
     pub(crate) fn decode(bytes: &[u8], layers: usize) -> Option<Self> {
         if bytes.is_empty() || !bytes.len().is_multiple_of(RUN_BYTES) {
             return None;

@@ -1,8 +1,8 @@
 //! Reading a layer's tables once, in order, with their digest.
 //!
-//! The digest covers all that the map of a layer follows from: the header with its extensions, the
-//! L1 table, and each L2 table that lies in the file. It is one that nobody can make two contents
-//! for, so that it proves a layer against its owner too.
+//! The digest covers everything that determines the map of a layer: the header with its extensions,
+//! the L1 table, and each L2 table that lies in the file. It is collision-resistant, so that it
+//! proves a layer even against its owner.
 
 use crate::layer::Layer;
 use mica_block::{ContentProof, Error, ErrorKind, LocalFuture, Result, Store, read_exact};
@@ -17,13 +17,13 @@ use super::slice::SLICE_BITS;
 /// A digest of a layer's tables.
 pub(crate) type TablesDigest = blake3::Hash;
 
-/// What the digests of tables are, as opposed to all else that is digested.
+/// Separates the digests of tables from everything else that is digested.
 pub(super) const CONTEXT: &str = "mica sidecar 2: tables of a layer";
-/// Piece in which L1 tables are read.
+/// Size of the pieces in which L1 tables are read.
 const L1_PIECE_BYTES: u64 = 64 << 10;
 /// Bytes of the image's first cluster that the digest covers: the header and its extensions.
 const DIGEST_HEADER_BYTES: u64 = 64 << 10;
-/// Slices of a layer that malformed L1 entries may speak for: 256 GiB of the disk.
+/// Slices of a layer that malformed L1 entries may cover: 256 GiB of the disk.
 const MALFORMED_SLICES_MAX: u64 = 1 << 16;
 
 /// Where the tables of a layer are.
@@ -32,13 +32,13 @@ pub(crate) struct TableSource {
     l2: L2Format,
     l1_at: HostOffset,
     l1_entries: u32,
-    /// Bytes of the disk that the layer speaks for.
+    /// Bytes of the disk that the layer covers.
     len: u64,
     path: Box<Path>,
 }
 
 impl TableSource {
-    /// Those of `layer`; none where it is a raw image.
+    /// Those of `layer`; `None` if it is a raw image.
     pub(crate) fn of(layer: &Layer) -> Option<Self> {
         let tables = layer.tables.as_ref()?;
         let (l1_at, l1_entries) = tables.l1_place.get();
@@ -47,10 +47,11 @@ impl TableSource {
     }
 
     /// Reads them from `store` and shows `visitor` each L2 table, with the part of the disk that it
-    /// speaks for; nothing in the place of one whose L1 entry is malformed. Gives their digest.
+    /// covers; `None` instead of a table whose L1 entry is malformed. Returns their digest.
     ///
     /// # Errors
-    /// What reading says, and `visitor`; `Corrupt` if the L1 table claims more than the file holds.
+    /// Any error of reading or of `visitor`; `Corrupt` if the L1 table claims more than the file
+    /// holds.
     pub(crate) async fn read<E: From<Error>>(
         &self,
         store: &dyn Store,
@@ -80,7 +81,7 @@ impl TableSource {
                         digest.update(&table);
                         visitor(part, Some(&table)).await?;
                     }
-                    // What lies beyond the end of the file reads as zeros and so names nothing.
+                    // Entries beyond the end of the file read as zeros and so name nothing.
                     Ok(_) => {}
                     Err(_) => {
                         claims.malformed(part)?;
@@ -93,7 +94,7 @@ impl TableSource {
         Ok(digest.finalize())
     }
 
-    /// The bytes of the disk that the table of L1 entry `l1_index` speaks for.
+    /// The bytes of the disk that the table of L1 entry `l1_index` covers.
     fn part(&self, l1_index: u64) -> Option<GuestRange> {
         let start = l1_index.checked_mul(1 << self.l2.table_bits())?;
         let end = start.checked_add(1 << self.l2.table_bits())?.min(self.len);
@@ -116,7 +117,7 @@ pub(super) fn slices_of(part: GuestRange) -> std::ops::RangeInclusive<u64> {
     part.start().bytes() >> SLICE_BITS..=(part.end().bytes() - 1) >> SLICE_BITS
 }
 
-/// What a layer's L1 table has claimed so far. No writer names a table twice in it.
+/// What a layer's L1 table has claimed so far. No writer names a table in it twice.
 struct Claims<'a> {
     source: &'a TableSource,
     file_bytes: u64,
@@ -144,12 +145,12 @@ impl Claims<'_> {
     }
 
     fn refused(&self, why: &str) -> Error {
-        let context = format!("{why}: it gets no index, and `mica check` says more");
+        let context = format!("{why}: it gets no index; `mica check` has details");
         self.source.explain(Error::new(ErrorKind::Corrupt, context))
     }
 }
 
-/// That a layer's tables are those of a seal that fitted it.
+/// Evidence that a layer's tables are those of a seal that fitted it.
 pub(crate) struct SealedTables {
     pub(crate) source: Arc<TableSource>,
     pub(crate) digest: TablesDigest,

@@ -1,11 +1,11 @@
-//! Host clusters that are not written in place for now: what the guest has there is about to become
-//! zeros.
+//! Host clusters that are temporarily not written in place: the guest's data there is about to
+//! become zeros.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The clusters, by number, and how many hold each.
+/// The clusters by number, with the number of holders of each.
 #[derive(Default)]
 pub(crate) struct HeldClusters {
     count: AtomicUsize,
@@ -13,8 +13,8 @@ pub(crate) struct HeldClusters {
 }
 
 impl HeldClusters {
-    /// Nobody writes to `clusters` in place from now on, but for writes that have found their place
-    /// already, until what this gives is dropped.
+    /// From now on nobody writes to `clusters` in place, except for writes that have already found
+    /// their place, until the returned value is dropped.
     pub(crate) fn hold(&self, clusters: Vec<u64>) -> Held<'_> {
         let mut held = self.lock();
         for cluster in &clusters {

@@ -1,12 +1,12 @@
-//! Where an image's metadata is, so that no data is ever written over it, whatever an image's
+//! The places of an image's metadata, so that data is never written over it, whatever the image's
 //! refcounts and tables claim.
 //!
 //! Invariants
-//! - I1 What is held is bounded by what the image spends: eight bytes for each L2 table and
-//!   refcount block that lies apart within its file, less for those that follow one another,
-//!   nothing for entries that name what is beyond the file's end.
-//! - I2 A table is written only if it is there alone: within the file, or made here, and named
-//!   once.
+//! - I1 Memory is bounded by what the image itself spends: eight bytes for each L2 table and
+//!   refcount block that lies apart within its file, less for contiguous ones, nothing for entries
+//!   that name places beyond the end of the file.
+//! - I2 A table is written only if it is alone in its place: within the file, or created here, and
+//!   named once.
 
 mod runs;
 
@@ -19,7 +19,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// Entries of a table that are sorted at once while an image is opened: 4 MiB of them.
 const BATCH_ENTRIES: usize = 1 << 19;
 
-/// Metadata of the length of a cluster, of which there may be many.
+/// Metadata of a cluster's length, of which there may be many.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum TableKind {
     L2,
@@ -47,14 +47,14 @@ pub(crate) struct MetadataRanges {
 
 #[derive(Default)]
 struct State {
-    /// Header and the tables of tables, of which there is one each: where they end, by their start.
+    /// Header and the tables of tables, of which there is one each: their ends, by their starts.
     areas: BTreeMap<u64, (u64, &'static str)>,
     /// L2 tables and refcount blocks.
     tables: ClusterRuns,
-    /// Where tables and blocks lie over other metadata: nothing is written to these.
+    /// Places where tables and blocks overlap other metadata: nothing is written to these.
     contested: ClusterRuns,
-    /// Clusters that the file had when it was opened. What is named beyond that, and was not made
-    /// here, is nothing.
+    /// Clusters that the file had when it was opened. A place beyond them counts only if it was
+    /// allocated here.
     file_clusters: Option<u64>,
 }
 
@@ -63,7 +63,7 @@ impl MetadataRanges {
         Self { bits, state: RwLock::default() }
     }
 
-    /// The file has so many clusters; tables that are named beyond were not made by any writer.
+    /// The file has this many clusters; tables named beyond them were not made by any writer.
     pub(crate) fn set_file_clusters(&self, clusters: u64) {
         self.write().file_clusters = Some(clusters);
     }
@@ -86,7 +86,7 @@ impl MetadataRanges {
         self.add_sorted(&[self.bits.cluster_of(at.bytes())], kind);
     }
 
-    /// Takes in the tables or blocks that a table of an image names, all but those beyond the file.
+    /// Takes in the tables or blocks that a table of an image names, except those beyond the file.
     pub(crate) fn gather(&self, kind: TableKind) -> Gathered<'_> {
         let end = self.read().file_clusters.unwrap_or(u64::MAX);
         Gathered { ranges: self, kind, end, clusters: Vec::new() }
@@ -107,11 +107,11 @@ impl MetadataRanges {
             rest = later;
         }
         tables.merge(rest, kind == TableKind::RefcountBlock, |cluster| known.push(cluster));
-        // A cluster may have come many times; that it did so is said once.
+        // A cluster may be named many times; that is reported once.
         contested.merge(&known, false, |_| ());
     }
 
-    /// Whether the table or block at `at` is there alone, so that it may be written.
+    /// Checks that the table or block at `at` is alone there, so that it may be written.
     ///
     /// # Errors
     /// `Corrupt` if it is not.
@@ -131,7 +131,7 @@ impl MetadataRanges {
         Err(Error::new(ErrorKind::Corrupt, context))
     }
 
-    /// What was at `at` is there no more.
+    /// What was at `at` is no longer there.
     pub(crate) fn remove(&self, at: HostOffset) {
         let mut state = self.write();
         if state.areas.remove(&at.bytes()).is_none() {
@@ -139,7 +139,7 @@ impl MetadataRanges {
         }
     }
 
-    /// Whether a range holds no metadata.
+    /// Checks that a range holds no metadata.
     ///
     /// # Errors
     /// `Corrupt` if it does; the image contradicts itself.
@@ -205,7 +205,7 @@ impl Gathered<'_> {
         }
     }
 
-    /// Nothing more comes.
+    /// All tables have been added.
     pub(crate) fn finish(mut self) {
         self.take_in();
     }

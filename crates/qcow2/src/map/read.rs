@@ -1,4 +1,4 @@
-//! Reads that follow a plan, and those whose plan turned out to be older than the tables.
+//! Reads that follow a plan, and reads whose plan turned out to be older than the tables.
 
 use super::Map;
 use crate::layer::Layer;
@@ -8,12 +8,12 @@ use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often, and for how long each time, a reader waits until a link is published.
+/// How often, and for how long each time, a reader waits for a link to be published.
 const PUBLISH_WAITS_MAX: u32 = 10_000;
 const PUBLISH_WAIT: Duration = Duration::from_millis(1);
 
 impl Map {
-    /// Reads what was planned as encoded in `layer`, which is written, and failed to be read so:
+    /// Reads what was planned as encoded in `layer`, which is being written, after that failed:
     /// some of its clusters were overwritten or discarded since.
     pub(crate) async fn read_again(
         self: &Arc<Self>,
@@ -39,7 +39,7 @@ impl Map {
     }
 
     /// The same for a part of one cluster. Between a link and its publication the plan is older
-    /// than the entry; then both are asked again until they agree.
+    /// than the entry; then both are queried again until they agree.
     async fn read_cluster_again(self: &Arc<Self>, layer: &Layer, part: GuestRange) -> Result<Buf> {
         let mut waits = 0;
         loop {

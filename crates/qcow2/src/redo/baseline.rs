@@ -1,9 +1,9 @@
-//! What a log says of the image besides what it changes: the state that its groups go on from.
+//! What a log records of the image besides its changes: the state that its groups build on.
 
 use super::format::{HEADER, SPACE, append_head};
 use mica_qcow2_format::Header;
 
-/// Runs of unused clusters that are listed; what there is beyond is leaked.
+/// Runs of unused clusters that are listed; any more are leaked.
 pub(super) const RUNS_MAX: usize = 64;
 const RUN_BYTES: usize = 16;
 const FIELDS_WORDS: usize = 8;
@@ -11,8 +11,8 @@ const FIELDS_WORDS: usize = 8;
 /// A run of host clusters: the first one's number, and how many.
 pub(crate) type Run = (u64, u64);
 
-/// Every field of the header that a writer changes, or another program might, and a number that is
-/// one higher with each change that a writer made.
+/// Every field of the header that a writer, or another program, might change, and a number that
+/// grows by one with each change by a writer.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct HeaderFields {
     pub(crate) generation: u64,
@@ -27,7 +27,7 @@ pub(crate) struct HeaderFields {
 }
 
 impl HeaderFields {
-    /// What `header` says, as generation `generation`.
+    /// The fields of `header`, as generation `generation`.
     pub(crate) fn of(header: &Header, generation: u64) -> Self {
         Self {
             generation,
@@ -38,7 +38,7 @@ impl HeaderFields {
         }
     }
 
-    /// Whether `header` says this.
+    /// Whether `header` has these fields.
     pub(super) fn is_in(&self, header: &Header) -> bool {
         *self == Self::of(header, self.generation)
     }
@@ -70,7 +70,7 @@ impl HeaderFields {
     }
 }
 
-/// What the header says, and while a change of it is under way, what it may say already.
+/// The fields of the header, and during a change also those that it may already have.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct HeaderState {
     pub(crate) now: HeaderFields,
@@ -86,7 +86,7 @@ impl HeaderState {
         words.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
     }
 
-    /// What a record says; `None` if it is none.
+    /// Decodes a record; `None` if it is malformed.
     pub(super) fn decode(content: &[u8]) -> Option<Self> {
         let (words, []) = content.as_chunks::<8>() else { return None };
         let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
@@ -100,18 +100,18 @@ impl HeaderState {
         follows.then_some(Self { now, next: Some(next) })
     }
 
-    /// Whether `header` is one that the writer may have left.
+    /// Whether the writer may have left `header`.
     pub(super) fn allows(&self, header: &Header) -> bool {
         self.now.is_in(header) || self.next.is_some_and(|next| next.is_in(header))
     }
 }
 
-/// What is known of the clusters of the file.
+/// What is known of the file's clusters.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct SpaceState {
     /// The file is at least this long.
     pub(crate) min_file_len: u64,
-    /// Clusters that are counted and that nothing links: the counts are durable, or in the log.
+    /// Clusters that are counted and not linked: the counts are durable, or in the log.
     pub(crate) unused: Vec<Run>,
 }
 
@@ -126,7 +126,7 @@ impl SpaceState {
         }
     }
 
-    /// What a record says; `None` if it is none.
+    /// Decodes a record; `None` if it is malformed.
     pub(super) fn decode(min_file_len: u64, content: &[u8]) -> Option<Self> {
         let (words, []) = content.as_chunks::<8>() else { return None };
         let (pairs, []) = words.as_chunks::<2>() else { return None };
@@ -135,7 +135,7 @@ impl SpaceState {
     }
 }
 
-/// What the groups of a log go on from.
+/// What the groups of a log build on.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct LogBaseline {
     pub(crate) header: HeaderState,

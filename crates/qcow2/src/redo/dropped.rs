@@ -1,15 +1,17 @@
-//! What a log takes away from the guest: bytes that the image has in a place of their own, and that
-//! its tables do not name any more once the log is applied.
+//! The bytes that a log takes away from the guest: the image has them in a place of their own, and
+//! its tables no longer name them once the log is applied.
 //!
-//! Who writes the image meanwhile and leaves the tables as they are can have written to just these
-//! bytes: to clusters of which an entry says that they are the image's alone ("copied"). All else
-//! that such a program does changes a table or a count, which the log's sums tell. A writer makes
-//! what it drops zeros in the file before its log says so (`write/zero.rs`); so if these bytes are
-//! zeros still, nobody wrote there, and if they are not, somebody did, and has the right of way.
+//! A program that writes the image in the meantime and leaves the tables as they are may have
+//! written to exactly these bytes: to clusters whose entry marks them as the image's alone
+//! ("copied"). Anything else that such a program does changes a table or a count, which the log's
+//! sums reveal. A writer zeroes the bytes it drops in the file before its log records that
+//! (`write/zero.rs`); so if these bytes are still zeros, nobody wrote there, and if they are not,
+//! somebody did, and that write prevails.
 //!
 //! Invariants
-//! - I1 The writer asks [`dropped_units`] what it has to make zeros, and whoever replays its log
-//!   asks the same function what has to be zeros still ([`super::evidence`]).
+//! - I1 The writer calls [`dropped_units`] to learn what it has to zero, and the process that
+//!   replays its log calls the same function to learn what still has to be zeros
+//!   ([`super::evidence`]).
 
 use mica_qcow2_format::{L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};
@@ -21,14 +23,14 @@ pub(crate) struct DroppedUnits {
     pub(crate) units: u32,
 }
 
-/// Which bytes that `old` gives to guest cluster `guest` alone are its own no more with `new`.
+/// Which bytes that `old` gives to guest cluster `guest` alone are no longer its own with `new`.
 pub(crate) fn dropped_units(
     l2: L2Format,
     guest: GuestOffset,
     old: RawL2Entry,
     new: RawL2Entry,
 ) -> Option<DroppedUnits> {
-    // In a data file nothing is ever shared.
+    // In a data file nothing is shared.
     let (host, units) = placed(l2, guest, old).filter(|_| old.copied() || l2.data_file)?;
     let kept = placed(l2, guest, new).filter(|(kept, _)| *kept == host).map_or(0, |(_, kept)| kept);
     let units = units & !kept;
@@ -46,7 +48,7 @@ fn placed(l2: L2Format, guest: GuestOffset, raw: RawL2Entry) -> Option<(HostOffs
     }
 }
 
-/// The ranges of a place that `dropped` speaks of, as offset and length.
+/// The ranges of a place that `dropped` covers, as offset and length.
 pub(crate) fn ranges_of(l2: L2Format, dropped: DroppedUnits) -> Vec<(HostOffset, u64)> {
     let unit = 1_u64 << l2.subcluster_bits();
     let count = (l2.cluster_bits.bytes() / unit).min(32);

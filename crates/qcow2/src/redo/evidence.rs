@@ -1,12 +1,12 @@
-//! Whether what a log does to the tables of an image fits the image that is there.
+//! Whether the changes that a log makes to the tables of an image fit the image found.
 //!
-//! Sums of pages say that nobody changed what the log changes ([`super::expected`]). Here is the
-//! rest, which follows from the tables alone, so that no operation of a writer can forget to write
-//! it down: the tables of the file are compared with those that the log makes of them.
+//! Sums of pages prove that nobody changed what the log changes ([`super::expected`]). This file
+//! checks the rest, which follows from the tables alone, so that no operation of a writer can
+//! forget to record it: the tables of the file are compared with those that the log makes of them.
 //!
 //! Invariants
-//! - I1 What is dropped is zeros in the file: see [`super::dropped`].
-//! - I2 What is linked is counted: nobody else has been given it.
+//! - I1 Dropped bytes are zeros in the file: see [`super::dropped`].
+//! - I2 Linked clusters are counted: they were given to nobody else.
 
 use super::dropped::{dropped_units, ranges_of};
 use super::replay::Replay;
@@ -14,13 +14,13 @@ use mica_block::{Result, RunKind, Store, read_exact};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};
 
-/// Entries of an L1 table that are read in one piece.
+/// Entries of an L1 table that are read at a time.
 const L1_PIECE: u64 = 8192;
-/// Bytes that are looked at in one piece.
+/// Bytes that are checked at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-const DROPPED_SINCE: &str = "another program wrote the image since, where the guest had discarded";
-const UNCOUNTED: &str = "another program has freed since what it had taken";
+const DROPPED_SINCE: &str = "another program has since written where the guest had discarded";
+const UNCOUNTED: &str = "another program has since freed what it had allocated";
 
 /// What is asked of an image.
 struct Evidence<'a> {
@@ -31,8 +31,8 @@ struct Evidence<'a> {
     l2: L2Format,
 }
 
-/// Why what `replay` does to the image in `store`, which has this `header` and may have its data in
-/// `data`, does not fit it, if that is so.
+/// Why the changes that `replay` makes to the image in `store`, which has this `header` and may
+/// have its data in `data`, do not fit it; `None` if they do.
 pub(super) async fn contradiction(
     replay: &Replay,
     header: &Header,
@@ -62,14 +62,14 @@ pub(super) async fn contradiction(
 }
 
 impl Evidence<'_> {
-    /// Of the table that L1 entry `index` names, which was `old`.
+    /// Checks the table that L1 entry `index` names, which was `old`.
     async fn of_table(
         &self,
         index: u64,
         old: L1Entry,
         new: L1Entry,
     ) -> Result<Option<&'static str>> {
-        // A malformed entry is nobody's table.
+        // A malformed entry names no table.
         let decode = |entry: L1Entry| entry.decode(self.l2.cluster_bits).ok().flatten();
         let Some(table) = decode(new) else { return Ok(None) };
         let is_new = decode(old) != Some(table);
@@ -98,7 +98,7 @@ impl Evidence<'_> {
         Ok(None)
     }
 
-    /// Of the entry of guest cluster `guest`.
+    /// Checks the entry of guest cluster `guest`.
     async fn of_entry(
         &self,
         guest: GuestOffset,
@@ -108,7 +108,7 @@ impl Evidence<'_> {
         if let Some(dropped) = dropped_units(self.l2, guest, old, new) {
             for (at, len) in ranges_of(self.l2, dropped) {
                 if !is_zero(self.data, at, len).await? {
-                    tracing::debug!(%guest, %at, len, "what is dropped was written since");
+                    tracing::debug!(%guest, %at, len, "dropped bytes were written since");
                     return Ok(Some(DROPPED_SINCE));
                 }
             }
@@ -118,11 +118,11 @@ impl Evidence<'_> {
             Ok(L2Entry::Subclusters { host, .. }) => host,
             _ => None,
         };
-        // In a data file nothing is counted.
+        // Nothing is counted in a data file.
         let linked = place(new).filter(|host| !self.l2.data_file && place(old) != Some(*host));
         match linked {
             Some(host) if !self.is_counted(host).await? => {
-                tracing::debug!(%guest, %host, "what is linked has no count");
+                tracing::debug!(%guest, %host, "a linked cluster has no count");
                 Ok(Some(UNCOUNTED))
             }
             _ => Ok(None),

@@ -1,13 +1,13 @@
-//! What the file may have in a page that the log changes, as sums. A page in memory is what the
-//! file has, until it is changed; so a sum is taken of it before the first change of a group, and
-//! of what a group writes when that is taken. Sums are of sectors: a write that failed or was cut
-//! off may have left some of them as they were.
+//! What the file may hold in a page that the log changes, as sums. A page in memory equals the
+//! file's until it is changed; so its sum is taken before the first change of a group, and the sum
+//! of what a group writes when the group is taken. Sums are per sector: a write that failed or was
+//! cut short may have left some sectors as they were.
 
 use super::format::append_head;
 use crate::crc32c::crc32c;
 
-/// Kind of a record: the page at `at`, and those behind it, may be in the file like this. Content:
-/// how many pages u32, the sum of each sector of one u32.
+/// Kind of a record: the page at `at`, and those behind it, may look like this in the file.
+/// Content: the number of pages u32, then the sum of each sector of one page u32.
 pub(crate) const EXPECTED: u32 = 6;
 const SECTOR_BYTES: usize = 512;
 const SECTORS: usize = 8;
@@ -25,7 +25,7 @@ pub(crate) fn sums_of(page: &[u8]) -> Sums {
     sums
 }
 
-/// Neighbouring pages that are alike.
+/// Neighbouring pages with the same contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Expected {
     pub(crate) at: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Expected {
 }
 
 impl Expected {
-    /// Puts the page at `at` to the others: a new table is many that are alike.
+    /// Adds the page at `at` to the others: a new table consists of many identical ones.
     pub(super) fn push(all: &mut Vec<Self>, at: u64, page: &[u8]) {
         let sums = sums_of(page);
         if let Some(last) = all.last_mut()
@@ -56,7 +56,7 @@ impl Expected {
     }
 }
 
-/// What a record says; `None` if it is none.
+/// Decodes a record; `None` if it is malformed.
 pub(crate) fn decode_expected(at: u64, content: &[u8]) -> Option<Expected> {
     let content: &[u8; CONTENT_BYTES] = content.try_into().ok()?;
     let (numbers, _) = content.as_chunks::<4>();

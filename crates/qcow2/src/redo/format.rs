@@ -4,13 +4,13 @@ use crate::crc32c::crc32c;
 use mica_block::{RedoMemory, Result, Store, Witness};
 use std::sync::Arc;
 
-/// The autoclear bits that name the log of a writer: whoever else opens the image for writing
-/// clears them, as it must with bits that it does not know.
+/// The autoclear bits that name the log of a writer: any other program that opens the image for
+/// writing clears them, as it must with bits that it does not know.
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 pub(super) const MAGIC: [u8; 8] = *b"micalog\x05";
 pub(super) const HEADER_BYTES: usize = 64;
-/// A log has two headers, written in turn: whoever is killed while one is written leaves the other.
+/// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
 pub(super) const RECORDS_AT: u64 = 4096;
 pub(super) const GROUP_HEAD_BYTES: usize = 16;
@@ -22,22 +22,22 @@ pub(super) const EARLY: u32 = 0;
 pub(super) const LATE: u32 = 1;
 /// What is known of the clusters of the file: see [`SpaceState`](super::baseline::SpaceState).
 pub(super) const SPACE: u32 = 2;
-/// What tells whether the data that the groups up to this one link is still there: for the image
-/// file, and for the data file if there is one. Content: for each, kind u64, value i128.
+/// Evidence that the data linked by the groups up to this one is still there: for the image file,
+/// and for the data file if there is one. Content: for each, kind u64, value i128.
 pub(super) const WITNESSES: u32 = 3;
 const WITNESS_BYTES: usize = 24;
-/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content: a new table of 2 MiB
-/// is one record.
+/// A range that becomes zeros, as [`EARLY`] and [`LATE`]; it has no content, so a new table of 2
+/// MiB is one record.
 pub(super) const EARLY_ZEROS: u32 = 4;
 pub(super) const LATE_ZEROS: u32 = 5;
-/// What the header says: see [`HeaderState`](super::baseline::HeaderState).
+/// The fields of the header: see [`HeaderState`](super::baseline::HeaderState).
 pub(super) const HEADER: u32 = 7;
-/// Ranges shorter than this have content though it is zeros.
+/// Ranges shorter than this have content even if it is zeros.
 pub(super) const ZEROS_LEN_MIN: usize = 64;
-/// Pages of zeros in a log at most. Who reads it has all that it changes in memory at once.
+/// Pages of zeros in a log at most. A reader holds everything that it changes in memory at once.
 pub(super) const ZERO_PAGES_MAX: u64 = 1 << 15;
 
-/// Appends what every record begins with: it is of `len` bytes at `at`.
+/// Appends the start of every record: it is of `len` bytes at `at`.
 pub(super) fn append_head(bytes: &mut Vec<u8>, at: u64, len: usize, kind: u32) {
     let len = u32::try_from(len).expect("a page, or few numbers");
     bytes.extend_from_slice(&at.to_le_bytes());
@@ -45,7 +45,7 @@ pub(super) fn append_head(bytes: &mut Vec<u8>, at: u64, len: usize, kind: u32) {
     bytes.extend_from_slice(&kind.to_le_bytes());
 }
 
-/// What `stores` tell now.
+/// The present witnesses of `stores`.
 pub(super) fn witnesses_of(stores: &[Arc<dyn Store>]) -> Vec<Witness> {
     stores.iter().map(|store| store.witness()).collect()
 }
@@ -64,7 +64,7 @@ pub(super) fn append_witnesses(witnesses: &[Witness], bytes: &mut Vec<u8>) {
     }
 }
 
-/// What a record of witnesses says; `None` if it is none.
+/// Decodes a record of witnesses; `None` if it is malformed.
 pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
     let (told, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
     let decode = |told: &[u8; WITNESS_BYTES]| {
@@ -82,12 +82,12 @@ pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
 /// The header of a log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct LogHeader {
-    /// Goes into the checksums of its groups.
+    /// Included in the checksums of its groups.
     pub(super) salt: u32,
-    /// What the image calls it: one name, or while a group is made durable this or the next one.
+    /// The image's name for it: one or, while a group is made durable, either this or the next one.
     pub(super) names: [u32; 2],
     pub(super) boot: u128,
-    /// Where the first group is that counts.
+    /// The place of the first group that counts.
     pub(super) start: u64,
     /// Its number.
     pub(super) number: u64,
@@ -111,7 +111,7 @@ impl LogHeader {
         bytes
     }
 
-    /// The header in `bytes`, if they are one.
+    /// Decodes the header in `bytes`; `None` if it is malformed.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let sum = u32::from_le_bytes(*bytes.last_chunk()?);
         if bytes[..8] != MAGIC || sum != crc32c(&bytes[..HEADER_BYTES - 4]) {
@@ -146,14 +146,14 @@ pub(super) fn read_header(out: &dyn RedoMemory, name: u32) -> Result<Option<LogH
     Ok(last.filter(|header| header.names.contains(&name)))
 }
 
-/// Where the other half begins than the one of `at`, of a log with this `capacity`.
+/// Where the half begins that `at` is not in, of a log with this `capacity`.
 pub(super) fn other_half(at: u64, capacity: u64) -> u64 {
     let middle = capacity / 2;
     if at < middle { middle } else { RECORDS_AT }
 }
 
-/// The checksum of a group: of the log's salt and its number, too, so that what an earlier group or
-/// log left is not taken for a later one.
+/// The checksum of a group: it covers the log's salt and its number too, so that remains of an
+/// earlier group or log are not taken for a later one.
 pub(super) fn group_sum(salt: u32, number: u64, records: &[u8]) -> u32 {
     let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     sum.update(&salt.to_le_bytes());
@@ -162,12 +162,12 @@ pub(super) fn group_sum(salt: u32, number: u64, records: &[u8]) -> u32 {
     u32::try_from(sum.finalize()).expect("32 bits")
 }
 
-/// The name of a log that is among the autoclear `bits` of an image.
+/// The log's name in the autoclear `bits` of an image.
 pub(super) fn names_log(bits: u64) -> Option<u32> {
     u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0)
 }
 
-/// The name after `name`. Zero is none.
+/// The name after `name`. Zero is not a name.
 pub(super) fn name_after(name: u32) -> u32 {
     name.wrapping_add(1).max(1)
 }

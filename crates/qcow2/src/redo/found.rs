@@ -1,4 +1,4 @@
-//! A log that was found, and whether it is the one that the image means.
+//! A log that was found, and whether it is the one that the image refers to.
 
 use super::baseline::{HeaderState, Run, SpaceState};
 use super::expected::{EXPECTED, Expected, decode_expected};
@@ -9,15 +9,15 @@ use super::format::{
 use mica_block::{RedoMemory, Result, Store, Witness};
 use mica_qcow2_format::Header;
 
-/// What a log says.
+/// The contents of a log.
 pub(super) struct Found {
     /// The records of each group, in the order of the groups.
     pub(super) groups: Vec<Vec<u8>>,
-    /// What the header says after all groups.
+    /// The header's fields after all groups.
     header: Option<HeaderState>,
     /// What is known of the file's clusters after all groups.
     space: Option<SpaceState>,
-    /// What tells whether the data that the groups link is still there.
+    /// Evidence that the data that the groups link is still there.
     witnesses: Vec<Witness>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Found {
 pub(super) struct Record<'a> {
     pub(super) at: u64,
     pub(super) kind: u32,
-    /// Bytes that become zeros, of a record without content.
+    /// For a record without content: the number of bytes that become zeros.
     pub(super) zeros: u64,
     pub(super) content: &'a [u8],
 }
@@ -46,7 +46,7 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 }
 
 impl Found {
-    /// What the log says, if it goes by `name`.
+    /// Reads the log, if it answers to `name`.
     pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
         let Some(header) = read_header(memory, name)? else { return Ok(None) };
         let LogHeader { salt, boot, start, mut number, .. } = header;
@@ -76,38 +76,38 @@ impl Found {
         Ok(Some(found))
     }
 
-    /// Whether the image in `store` with this `header` is one that the log goes on from. A log that
-    /// does not say all that it goes on from is of no image.
+    /// Whether the image in `store` with this `header` is the one that the log builds on. A log
+    /// that lacks a part of its baseline belongs to no image.
     pub(super) fn fits(&self, store: &dyn Store, header: &Header) -> Result<bool> {
         let (Some(state), Some(space)) = (&self.header, &self.space) else { return Ok(false) };
         Ok(store.len()? >= space.min_file_len && state.allows(header))
     }
 
-    /// Whether nothing comes of it: no change was written down since the last flush.
+    /// Whether it has no effect: no change was recorded since the last flush.
     pub(super) fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// Whether something that was acknowledged is lost without it: a link, which is in a late page,
-    /// or in a table that is new.
+    /// Whether acknowledged writes are lost without it: a link, which is in a late page or in a new
+    /// table.
     pub(super) fn has_links(&self) -> bool {
         let kinds = self.groups.iter().flat_map(|group| records(group)).map(|record| record.kind);
         kinds.into_iter().any(|kind| matches!(kind, LATE | LATE_ZEROS))
     }
 
-    /// Clusters that are counted and that nothing links, after all groups.
+    /// Clusters that are counted and not linked, after all groups.
     pub(super) fn unused(&self) -> &[Run] {
         self.space.as_ref().map_or(&[], |space| &space.unused)
     }
 
-    /// What the file may have in pages that the log changes.
+    /// What the file may hold in pages that the log changes.
     pub(super) fn expected(&self) -> impl Iterator<Item = Expected> {
         let records = self.groups.iter().flat_map(|group| records(group));
         let records = records.filter(|record| record.kind == EXPECTED);
         records.filter_map(|record| decode_expected(record.at, record.content))
     }
 
-    /// Whether the system lost some of what was written to the image in `stores`.
+    /// Whether the system lost anything that was written to the image in `stores`.
     pub(super) fn tells_loss(&self, stores: &[&dyn Store]) -> bool {
         self.witnesses.len() != stores.len()
             || self
@@ -118,7 +118,7 @@ impl Found {
     }
 }
 
-/// The records of the group of this salt and number at `at`, if it is there.
+/// The records of the group with this salt and number at `at`, if it is there.
 fn read_group(
     memory: &dyn RedoMemory,
     (salt, number): (u32, u64),

@@ -20,14 +20,14 @@ struct Touched {
     stage: Stage,
 }
 
-/// How far the log went when a group was taken.
+/// The extent of the log when a group was taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Mark {
     end: u64,
     number: u64,
-    /// What the image calls the log from this group on.
+    /// The image's name for the log from this group on.
     pub(crate) name: u32,
-    /// The log was begun with this group, which is not in it.
+    /// The log began with this group, which is not in it.
     pub(crate) is_first: bool,
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct Log {
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     salt: u32,
-    /// How often its header was written.
+    /// How many times its header was written.
     sequence: u64,
     name: u32,
-    /// The name that the image may have already.
+    /// The name that the image may already have.
     next: Option<u32>,
-    /// Where the first group is that counts, and its number.
+    /// Where the first group that counts is, and its number.
     start: u64,
     first: u64,
     /// Where the next group goes, and its number.
@@ -52,24 +52,24 @@ pub(crate) struct Log {
     /// Sums of pages that are not in the log yet.
     expected: Vec<Expected>,
     bytes: Vec<u8>,
-    /// What it has of groups that are being made durable, and of later ones.
+    /// Its contents from groups that are being made durable, and from later ones.
     held: [Held; 2],
-    /// What the log says since the last mark: it is said again only where it changed.
+    /// What the log has recorded since the last mark: it is repeated only if it changed.
     told: Option<(LogBaseline, Vec<Witness>)>,
 }
 
-/// What a part of a log holds.
+/// The contents of a part of a log.
 #[derive(Clone, Copy, Default)]
 struct Held {
     zero_pages: u64,
-    /// Whether something changes with it.
+    /// Whether it changes anything.
     has_changes: bool,
 }
 
-/// Appends the records of ranges to a group: neighbours that become zeros are one.
+/// Appends the records of ranges to a group: neighbours that become zeros share one.
 struct Ranges<'a> {
     bytes: &'a mut Vec<u8>,
-    /// Where the record of the last range is, its kind and where the range ends, if it is zeros.
+    /// The place of the last range's record, its kind and the end of the range, if it is zeros.
     zeros: Option<(usize, u32, u64)>,
     zero_pages: u64,
 }
@@ -127,7 +127,7 @@ impl Log {
             held: [Held::default(); 2],
             told: None,
         };
-        // Somebody else's, or one that nobody took over.
+        // Another writer's log, or one that nobody replayed.
         log.out.remove();
         match log.write_header() {
             Ok(()) => Ok(log),
@@ -138,7 +138,7 @@ impl Log {
         }
     }
 
-    /// The name that it was given last.
+    /// The name that it got last.
     pub(crate) fn name(&self) -> u32 {
         self.next.unwrap_or(self.name)
     }
@@ -160,7 +160,7 @@ impl Log {
 
     /// `len` bytes at `at` are being changed.
     pub(crate) fn touch(&mut self, at: HostOffset, len: usize, stage: Stage) {
-        // The same counts, or the same entry, again and again.
+        // The same counts, or the same entry, are often touched repeatedly.
         if let Some(last) = self.touched.last()
             && (last.at, last.len, last.stage) == (at, len, stage)
         {
@@ -169,21 +169,20 @@ impl Log {
         self.touched.push(Touched { at, len, stage });
     }
 
-    /// The file may have the page at `at` as it is in `page` (I5).
+    /// The file may hold the page at `at` as it is in `page` (W5).
     pub(crate) fn expect(&mut self, at: u64, page: &[u8]) {
         Expected::push(&mut self.expected, at, page);
     }
 
-    /// Whether something was touched that is not written down.
+    /// Whether something was touched that is not recorded yet.
     pub(crate) fn is_behind(&self) -> bool {
         !self.touched.is_empty()
     }
 
-    /// Writes down what was touched, as `content` has it, and what of `baseline` the log does not
-    /// say yet.
+    /// Records what was touched, as in `content`, and what of `baseline` the log does not have yet.
     ///
     /// # Errors
-    /// If it cannot be written: then the log is not to be used any more.
+    /// If it cannot be written: then the log must not be used any more.
     pub(crate) fn append<'a>(
         &mut self,
         content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
@@ -193,7 +192,7 @@ impl Log {
         self.bytes.resize(GROUP_HEAD_BYTES, 0);
         let mut ranges = Ranges { bytes: &mut self.bytes, zeros: None, zero_pages: 0 };
         for Touched { at, len, stage } in self.touched.drain(..) {
-            // What was dropped meanwhile is named by nothing any more.
+            // What was dropped in the meantime is no longer named by anything.
             let Some(content) = content(at, len) else { continue };
             ranges.add(at.bytes(), content, stage);
         }
@@ -206,7 +205,7 @@ impl Log {
         if self.bytes.len() == GROUP_HEAD_BYTES {
             return Ok(());
         }
-        // It stays within its half, and short of its end, which is the other one's begin.
+        // It stays within its half, before the start of the other one.
         let is_full = self.end + self.bytes.len() as u64 >= self.half_end();
         if is_full || self.zero_pages() > ZERO_PAGES_MAX {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
@@ -222,9 +221,9 @@ impl Log {
         Ok(())
     }
 
-    /// Appends what of `baseline`, and of what the stores tell, is new.
+    /// Appends what is new in `baseline` and in the witnesses of the stores.
     fn append_told(&mut self, baseline: &LogBaseline) {
-        // What the group links was written before.
+        // The data that the group links was written earlier.
         let witnesses = witnesses_of(&self.stores);
         let told = self.told.as_ref();
         if told.is_none_or(|(told, _)| told.header != baseline.header) {
@@ -255,14 +254,14 @@ impl Log {
         if self.end < middle { middle } else { capacity }
     }
 
-    /// Whether it is time to flush, so that it does not become full.
+    /// Whether it is time to flush, before it becomes full.
     pub(crate) fn is_long(&self) -> bool {
         let is_short_of_room = self.half_end() - self.end < self.out.capacity() / 4;
         is_short_of_room || self.held[1].zero_pages > ZERO_PAGES_MAX / 4
     }
 
-    /// How far it goes now, for a group that is taken, and the name that the image gets with that.
-    /// What comes later goes into the other half, if that is free.
+    /// Its present extent, for a group that is taken, and the name that the image gets with that.
+    /// Later groups go into the other half, if that is free.
     ///
     /// # Errors
     /// As [`Self::append`].
@@ -278,9 +277,9 @@ impl Log {
             has_changes: before.has_changes || later.has_changes,
         };
         self.held = [both, Held::default()];
-        // What comes before is forgotten with the group.
+        // The older half is forgotten with the group.
         self.told = None;
-        // A name that was not used yet, because a group before found no space, will do.
+        // A name that went unused, because an earlier group found no space, will do.
         if self.next.is_none() {
             self.next = Some(name_after(self.name));
             self.write_header()?;
@@ -293,12 +292,12 @@ impl Log {
         Mark { end: self.end, number: self.number, name: self.name, is_first: true }
     }
 
-    /// Whether nothing changes with it.
+    /// Whether it changes nothing.
     pub(crate) fn is_empty(&self) -> bool {
         !self.held.iter().any(|held| held.has_changes)
     }
 
-    /// What came before `mark` is durable (I2), and the image has the name of `mark`.
+    /// Everything before `mark` is durable (W2), and the image has the name of `mark`.
     ///
     /// # Errors
     /// As [`Self::append`].

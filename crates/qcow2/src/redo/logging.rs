@@ -1,11 +1,11 @@
-//! When a writer has a log: from the first write on, as long as it can be
-//! written. One that is lost, because the memory for it is full, begins anew with a later group:
-//! what the image lacked before is in the file by the time that the image names the new log.
+//! The lifetime of a writer's log: it exists from the first write on, as long as it can be written.
+//! A log that is lost because the memory for it is full is restarted with a later group: everything
+//! that the image lacked before is in the file by the time the image names the new log.
 //!
 //! Invariants
-//! - I1 A log is begun only where nothing is dirty: while a group is being taken, or before the
-//!   first write.
-//! - I2 No two logs of a writer have a name in common.
+//! - I1 A log begins only when nothing is dirty: while a group is being taken, or before the first
+//!   write.
+//! - I2 No two logs of a writer share a name.
 
 use super::Stage;
 use super::baseline::LogBaseline;
@@ -15,11 +15,11 @@ use mica_block::{RedoMemory, Result, Store};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// Groups that pass at most until a log that was lost is begun again.
+/// Groups that pass at most until a lost log is restarted.
 const WAIT_MAX: u32 = 1024;
 
-/// The proof that the log allows what is about to be written into the header. Only this file makes
-/// one, and no write of the header compiles without it.
+/// The proof that the log allows the pending write to the header. Only this file creates one, and
+/// no write of the header compiles without it.
 #[must_use = "the header may be written now"]
 pub(crate) struct HeaderLogged {
     _made_here: (),
@@ -28,24 +28,24 @@ pub(crate) struct HeaderLogged {
 /// The log of a writer, if it has one.
 #[derive(Default)]
 pub(crate) struct Logging {
-    /// Where it goes; none before the first write.
+    /// The place for it; `None` before the first write.
     out: Option<Arc<dyn RedoMemory>>,
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     log: Option<Log>,
-    /// The last name that was given.
+    /// The last name that was used.
     name: u32,
-    /// The image's autoclear bits that are no name.
+    /// The image's autoclear bits that are not part of a name.
     low_bits: u64,
-    /// Groups until a lost log is begun again, now and after the next loss.
+    /// Groups until a lost log is restarted, now and after the next loss.
     wait: u32,
     next_wait: u32,
 }
 
 impl Logging {
-    /// Begins the log of a writer that has written nothing yet to the image in `stores`; its name
-    /// is one after `name`. Gives the autoclear bits of the image: `low_bits`, and the name if
-    /// there is a log.
+    /// Begins the log of a writer that has not yet written to the image in `stores`; its name comes
+    /// after `name`. Returns the autoclear bits of the image: `low_bits`, and the name if there is
+    /// a log.
     pub(crate) fn begin(
         &mut self,
         out: Arc<dyn RedoMemory>,
@@ -68,7 +68,7 @@ impl Logging {
         }
     }
 
-    /// There is no log, for some time.
+    /// There is no log for a while.
     fn lost(&mut self, error: &mica_block::Error) {
         tracing::warn!(%error, "if this process is killed, writes since the last flush are lost");
         self.wait = self.next_wait;
@@ -89,7 +89,7 @@ impl Logging {
         }
     }
 
-    /// Whether it is time to flush, so that it does not become full.
+    /// Whether it is time to flush, before the log becomes full.
     pub(crate) fn is_long(&self) -> bool {
         self.log.as_ref().is_some_and(Log::is_long)
     }
@@ -100,7 +100,7 @@ impl Logging {
         Some(self.low_bits | u64::from(mark.name) << LOG_NAME_SHIFT)
     }
 
-    /// Keeps `log`, unless it failed; what the outcome gives.
+    /// Keeps `log`, unless it failed; returns the value of the outcome.
     fn keep<T>(&mut self, log: Log, outcome: Result<T>) -> Option<T> {
         match outcome {
             Ok(done) => {
@@ -115,7 +115,7 @@ impl Logging {
         }
     }
 
-    /// A group is being taken, all of which is in the log, if there is one.
+    /// A group is being taken; all of it is in the log, if there is one.
     pub(crate) fn take_group(&mut self, has_pages: bool) -> Option<Mark> {
         match self.log.take() {
             Some(log) if !has_pages && log.is_empty() => {
@@ -138,8 +138,8 @@ impl Logging {
         }
     }
 
-    /// The image could not be given the name of a group. A log that it names already goes on under
-    /// that name; one that was begun with the group is no log.
+    /// The image could not be given the name of a group. A log that it already names continues
+    /// under that name; one that began with the group is dropped.
     pub(crate) fn not_named(&mut self, mark: &Mark, error: &mica_block::Error) {
         if let Some(log) = self.log.take_if(|_| mark.is_first) {
             log.remove();
@@ -147,7 +147,7 @@ impl Logging {
         }
     }
 
-    /// A group becomes a part of the next one: a log that goes on from it goes on from nothing.
+    /// A group is merged into the next one: a log that builds on it has lost its baseline.
     pub(crate) fn put_back(&mut self, mark: Option<Mark>) {
         if let Some(mark) = mark
             && let Some(log) = self.log.take_if(|_| mark.is_first)
@@ -156,17 +156,17 @@ impl Logging {
         }
     }
 
-    /// Whether there is a log that takes what is touched.
+    /// Whether there is a log to record what is touched.
     pub(crate) fn is_on(&self) -> bool {
         self.log.is_some()
     }
 
-    /// Whether something was touched that is not written down.
+    /// Whether something was touched that is not recorded yet.
     pub(crate) fn is_behind(&self) -> bool {
         self.log.as_ref().is_some_and(Log::is_behind)
     }
 
-    /// Writes down what was touched, as `content` has it, and what is new of `baseline`.
+    /// Records what was touched, as in `content`, and what is new in `baseline`.
     pub(crate) fn append<'a>(
         &mut self,
         content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
@@ -178,7 +178,7 @@ impl Logging {
         }
     }
 
-    /// The log says what the header is about to say: `baseline` has it.
+    /// Records what the header is about to hold, as in `baseline`.
     pub(crate) fn append_header<'a>(
         &mut self,
         content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
@@ -189,33 +189,32 @@ impl Logging {
         HeaderLogged { _made_here: () }
     }
 
-    /// The header is about to say these autoclear `bits`: the log goes by the name in them already,
-    /// or they have none.
+    /// The header is about to get these autoclear `bits`: the log already answers to the name in
+    /// them, or they hold none.
     pub(crate) fn allow_name(&self, bits: u64) -> HeaderLogged {
         let name = names_log(bits);
         let own = self.log.as_ref().map(Log::name);
-        assert!(name.is_none() || name == own, "the header names this log, or none");
+        assert!(name.is_none() || name == own, "the header names this log or none");
         HeaderLogged { _made_here: () }
     }
 
-    /// The header is about to get or lose a mark that no log speaks of: that it is dirty, or
-    /// corrupt.
+    /// The header is about to get or lose a mark that no log covers: dirty or corrupt.
     pub(crate) fn allow_marks(&self) -> HeaderLogged {
         HeaderLogged { _made_here: () }
     }
 
-    /// What the log has up to `mark` is durable.
+    /// Everything in the log up to `mark` is durable.
     pub(crate) fn forget(&mut self, mark: &Mark) {
         if let Some(mut log) = self.log.take() {
             let forgotten = log.forget(mark);
             if self.keep(log, forgotten).is_some() {
-                // There is memory again.
+                // Memory is available again.
                 self.next_wait = 0;
             }
         }
     }
 
-    /// There is no log any more, and none will be.
+    /// There is no log any more, and there will be none.
     pub(crate) fn end(&mut self) {
         self.out = None;
         if let Some(log) = self.log.take() {

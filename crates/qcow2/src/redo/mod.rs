@@ -1,6 +1,6 @@
-//! The redo log: what acknowledged writes changed in the metadata since the last group, written
-//! down where it outlives the process. A server that is killed under a running guest has lost
-//! nothing that the guest was told is written, though nothing of it was flushed.
+//! The redo log: the changes of metadata by acknowledged writes since the last group, recorded
+//! where they outlive the process. If a server is killed under a running guest, no write that was
+//! acknowledged to the guest is lost, even if none of it was flushed.
 //!
 //! ```text
 //! written  logging (when a writer has a log) ─▶ log ─▶ format
@@ -8,60 +8,63 @@
 //!                                                       └▶ evidence: may it be applied?
 //! ```
 //!
-//! `docs/formats/redo-log.md` has the bytes. A log is groups of records. What one write changed,
-//! with all that it needs, is one group, which is there wholly or not at all. Nothing of this is
-//! ever made durable: after a power cut the log is of another boot, and unflushed writes are lost
-//! as they may be.
+//! `docs/formats/redo-log.md` specifies the bytes. A log is a sequence of groups of records. The
+//! changes of one write, with everything that they need, form one group, which is present as a
+//! whole or not at all. None of this is ever made durable: after a power cut the log belongs to
+//! another boot, and unflushed writes are lost, as they may be.
 //!
-//! The image names the log in its autoclear bits 32 to 63. Whoever else opens the image for writing
-//! clears bits that it does not know, and a log that is not named is not believed. QEMU leaves them
-//! where it opens an image for reading and reopens it for writing, as a commit into it does. With
-//! every group that a flush makes durable the name changes, so that it names a state, not only a
-//! writer: an older copy that is put back into the file names a log that is no more. The image gets
-//! the new name when the group's pages are in the file, and the log goes by both names from before
-//! that until the group is durable: a writer may die at any moment between.
+//! The image names the log in its autoclear bits 32 to 63. Any other program that opens the image
+//! for writing clears bits that it does not know, and a log that is not named is not trusted. QEMU
+//! keeps them if it opens an image for reading and reopens it for writing, as a commit into it
+//! does. The name changes with every group that a flush makes durable, so that it identifies a
+//! state and not only a writer: an older copy that is put back into the file names a log that no
+//! longer exists. The image gets the new name when the group's pages are in the file, and the log
+//! answers to both names from before that until the group is durable: a writer may die at any
+//! moment in between.
 //!
 //! ```text
 //! log: old, new ─▶ pages of the group ─▶ image: new ─▶ all durable ─▶ log: new, without the group
 //! ```
 //!
-//! Invariants of who writes
+//! Invariants for the writer
 //! - W1 A change is in the log before it is in the file, and before the write that made it is
-//!   acknowledged: to apply the log leads to a state that is not older than the file.
+//!   acknowledged: applying the log leads to a state that is not older than the file.
 //! - W2 A change leaves the log only when it is durable: with the group that took it, once the
-//!   image has the name that goes with that.
-//! - W3 A log in which something is missing is no log: where it cannot be written it is removed,
-//!   and a warning says what that means.
-//! - W4 The image has a name only while the file has all that the log under this name goes on from.
-//! - W5 A page that the log changes has in the file, while this log is named, what it had when it
-//!   was changed first, or what a group that was taken made of it, or in some sectors this and in
-//!   others that. The log has a sum of each before the page may be written ([`expected`]).
-//! - W6 What the log calls unused is linked by nothing, and its counts are in the log or durable.
-//! - W7 The header is written only with a [`HeaderLogged`], which this room alone makes: its fields
-//!   that can move are in one record, as they are and as they are about to be ([`baseline`]).
-//! - W8 What a change takes away from the guest is zeros in the file before the log says so
-//!   ([`dropped`]).
+//!   image has the matching name.
+//! - W3 A log with a gap is worthless: if it cannot be written it is removed, and a warning states
+//!   the consequence.
+//! - W4 The image has a name only while the file holds the whole baseline of the log of that name.
+//! - W5 While the log is named, each page that it changes has in the file the contents from before
+//!   the first change, or those that a group that was taken gave it, or some sectors of one and
+//!   some of the other. The log has a sum of each before the page may be written ([`expected`]).
+//! - W6 Clusters that the log calls unused are linked by nothing, and their counts are in the log
+//!   or durable.
+//! - W7 The header is written only with a [`HeaderLogged`], which only this module creates: the
+//!   fields that can move are in one record, as they are and as they are about to be
+//!   ([`baseline`]).
+//! - W8 Bytes that a change takes away from the guest are zeros in the file before the log records
+//!   the change ([`dropped`]).
 //!
-//! Invariants of who reads
-//! - R1 No evidence, no write. A log is applied only if it is of this start of the machine, the
-//!   image names it, it says what it goes on from, the file is that, and nothing contradicts it:
-//!   the header, the length, the pages (W5), what is dropped (W8) and what is linked, which must be
-//!   counted ([`evidence`]), and the file system, which must not have lost anything
-//!   ([`mica_block::Witness`]). A log that says nothing changes nothing.
+//! Invariants for recovery
+//! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine, the
+//!   image names it, it records its baseline, the file matches that, and nothing contradicts it:
+//!   the header, the length, the pages (W5), the dropped bytes (W8), the linked clusters, which
+//!   must be counted ([`evidence`]), and the file system, which must not have lost anything
+//!   ([`mica_block::Witness`]). An empty log changes nothing.
 //! - R2 Otherwise it is set aside as a whole: what another program made durable outranks what this
-//!   one did not. Where something that was acknowledged is lost with it, one warning says so.
-//! - R3 A power cut meanwhile leaves an image as a power cut under the writer does: data, then
-//!   counts and tables that nothing names yet, then tables that got links, then links; each durable
-//!   before the next begins.
-//! - R4 What is unused is freed only when the image names no log any more: a process that dies
-//!   before would have it freed again, after somebody else was given it.
-//! - R5 Who only reads puts nothing into the image and leaves the log as it is.
+//!   one did not. If acknowledged writes are lost with it, one warning says so.
+//! - R3 A power cut during recovery leaves an image as a power cut under the writer does: data,
+//!   then counts and tables that nothing names yet, then tables that got links, then links; each
+//!   durable before the next begins.
+//! - R4 Unused clusters are freed only when the image no longer names a log: if the process died
+//!   earlier, they would be freed a second time, after they were given to somebody else.
+//! - R5 A process that only reads writes nothing to the image and leaves the log as it is.
 //!
-//! What is not noticed: a program that leaves the name, allocates and frees again until the tables
-//! are as they were, and has meanwhile written over clusters that the log links; and a copy that
-//! was made while the writer ran, since its last flush, and is put back in place of the image: it
-//! gets what the log has of the metadata, which is sound, but where clusters were new after the
-//! copy their data is missing. The image stays sound in both cases.
+//! Not detected: a program that keeps the name, allocates and frees until the tables are as they
+//! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
+//! while the writer ran, after its last flush, and is put back in place of the image: it gets the
+//! log's metadata, which is sound, but the data of clusters that were new after the copy is
+//! missing. The image stays sound in both cases.
 
 mod baseline;
 mod dropped;

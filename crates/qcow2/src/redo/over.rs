@@ -1,4 +1,4 @@
-//! An image that is only read, with what the log of its dead writer says laid over it.
+//! An image that is only read, with the log of its dead writer laid over it.
 
 use super::replay::Replay;
 use mica_block::{IoFuture, Result, Run, Store, StoreIdentity, Witness};
@@ -6,7 +6,7 @@ use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// The image as it is with the log.
+/// The image as the log makes it.
 pub(super) struct Over {
     below: Arc<dyn Store>,
     replay: Arc<Replay>,

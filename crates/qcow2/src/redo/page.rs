@@ -1,4 +1,4 @@
-//! That docs/formats/redo-log.md says what the code does.
+//! Checks that docs/formats/redo-log.md matches the code.
 
 use super::baseline::{HeaderFields, HeaderState, SpaceState};
 use super::expected::EXPECTED;
@@ -9,7 +9,7 @@ use super::format::{
 
 const PAGE: &str = include_str!("../../../../docs/formats/redo-log.md");
 
-/// What the page's table of constants says of `name`.
+/// The value of `name` in the page's table of constants.
 fn constant(name: &str) -> &'static str {
     let row = format!("| `{name}` | ");
     let said = PAGE.lines().find_map(|line| line.strip_prefix(&row)).expect("the page has it");

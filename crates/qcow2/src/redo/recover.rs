@@ -1,5 +1,5 @@
-//! The next process to open an image whose writer died: what the log says is put into the image
-//! before anybody looks at it; where the image is only read, over it. [`super`] has the rules.
+//! Recovery by the next process to open an image whose writer died: the log is applied to the image
+//! before anybody looks at it or, if the image is only read, laid over it. [`super`] has the rules.
 
 use super::LOG_NAME_SHIFT;
 use super::baseline::Run;
@@ -19,21 +19,21 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often a log that somebody has is asked for, and how long is waited in between.
+/// How often to retry a log that is in use, and how long to wait in between.
 const TRIES_MAX: u32 = 50;
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Why a log is not used.
 const NOTHING_FITS: &str = "left nothing here that fits";
-const HEADER_CHANGED: &str = "another program changed its header since, or made it shorter";
-const MOUNTED_ANEW: &str = "its file system was mounted anew since, or its device came anew";
-const WRITTEN_SINCE: &str = "another program wrote the image since, over what it had changed";
+const HEADER_CHANGED: &str = "another program has since changed its header, or made it shorter";
+const REMOUNTED: &str = "its file system has since been remounted, or its device reattached";
+const WRITTEN_SINCE: &str = "another program has since written over what it had changed";
 
-/// Puts into the image at `path`, open for writing as `store`, what a writer that died had
-/// acknowledged. Nothing, if there was none.
+/// Applies to the image at `path`, open for writing as `store`, what a writer that died had
+/// acknowledged. Does nothing if there was none.
 ///
 /// # Errors
-/// What a write or a sync says.
+/// Any failure of a write or a sync.
 pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
     let Some(name) = named_log(store).await? else { return Ok(()) };
     let memory = images.redo_logs().log(path)?;
@@ -44,8 +44,8 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     let Some(found) = found else {
         if let Some(place) = images.redo_logs().of_another(path)? {
             let context = format!(
-                "what its last writer left is in {}, which is of another user: open it once as \
-                 that user, or remove that file and lose what was not flushed",
+                "what its last writer left is in {}, which belongs to another user: open it as \
+                 that user once, or remove that file and lose what was not flushed",
                 place.display()
             );
             return Err(Error::new(ErrorKind::Denied, context));
@@ -53,7 +53,7 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         if let Some(place) = images.redo_logs().elsewhere(path)? {
             let directory = place.ancestors().nth(2).unwrap_or(&place);
             let context = format!(
-                "what its last writer left is in {}: name {} by --redo-dir, or remove that file \
+                "what its last writer left is in {}: pass {} as --redo-dir, or remove that file \
                  and lose what was not flushed",
                 place.display(),
                 directory.display()
@@ -64,26 +64,26 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     };
     let header = read_header(store).await?;
     let mut unused: &[Run] = &[];
-    // Who marks an image as corrupt ends its writing, and its log.
+    // Marking an image as corrupt ends the writing, and the log.
     if !found.is_empty() && !header.incompatible.corrupt {
         let data = data_store(images, path, &header, true)?;
         match usable(&found, &header, store, data.as_deref()).await? {
             Ok(replay) => {
                 let synced = sync_both(store, data.as_deref()).await;
                 if let (Err(_), Some(memory)) = (&synced, &memory) {
-                    // The kernel tells once that data was lost: who tries again would hear of
-                    // nothing, and believe the log.
+                    // The kernel reports lost data once: the next attempt would hear nothing of it,
+                    // and trust the log.
                     memory.remove();
                 }
                 synced?;
                 write_down(store, &replay).await?;
                 unused = found.unused();
-                tracing::info!(groups = found.groups.len(), "taken over from a writer that died");
+                tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
             }
             Err(why) if found.has_links() => {
                 return set_aside(path, store, memory.as_deref(), why).await;
             }
-            // Nothing is lost with it but what was counted ahead, which leaks.
+            // Only clusters that were counted ahead are lost with it: they leak.
             Err(why) => tracing::debug!(why, "a log that links nothing is not used"),
         }
     }
@@ -91,14 +91,14 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     if let Some(memory) = memory {
         memory.remove();
     }
-    // Only now: while the image names the log, somebody else may be given what is free, and the log
-    // would free it again.
+    // Only now: while the image names the log, free clusters may be given to somebody else, and the
+    // log would free them a second time.
     let mut freed = Replay::empty(&header);
     freed.free_unused(store, &header, unused).await?;
     write_down(store, &freed).await
 }
 
-/// Ends what the image has to do with a log that is not used, and says `why`.
+/// Detaches the image from a log that is not used, and warns with the reason `why`.
 async fn set_aside(
     path: &Path,
     store: &dyn Store,
@@ -119,10 +119,10 @@ fn warn_of_loss(path: &Path, why: &str, kept: Option<String>) {
     );
 }
 
-/// The image at `path`, open for reading, as it is with what a writer that died had acknowledged.
+/// The image at `path`, open for reading, including what a writer that died had acknowledged.
 ///
 /// # Errors
-/// What a read says.
+/// Any failure of a read.
 pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Result<OpenImage> {
     let Some(name) = named_log(&*image.store).await? else { return Ok(image) };
     let memories = images.redo_logs().orphaned(path)?;
@@ -148,15 +148,15 @@ pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Re
         };
         tracing::info!(
             image = %path.display(),
-            "its last writer died: it is read with what that left, which who opens it for \
-             writing next puts in"
+            "its last writer died: it is read with what that left, which the next process to \
+             open it for writing applies"
         );
         let store = Arc::new(Over::new(image.store, replay));
         return Ok(OpenImage { store, identity: image.identity, content: image.content });
     }
     match images.redo_logs().of_another(path)? {
         Some(place) => warn_of_another(path, &place),
-        // Where somebody may be writing nothing is known.
+        // Nothing is known while somebody may be writing.
         None if memories.is_empty() => {}
         None => warn_of_loss(path, NOTHING_FITS, None),
     }
@@ -167,14 +167,14 @@ fn warn_of_another(path: &Path, place: &Path) {
     tracing::warn!(
         image = %path.display(),
         log = %place.display(),
-        "its last writer did not close it; what it left is of another user: here the image is read \
-         without writes that were not flushed, and who opens it as that user has them"
+        "its last writer did not close it; what it left is another user's: here the image is read \
+         without writes that were not flushed, and that user sees them"
     );
 }
 
-/// The log in `memory` that the image calls `name`, for who has the image open for writing. A
-/// process that was killed just now lets go of its files one after the other, so that the log may
-/// be its own for a moment still.
+/// The log in `memory` that the image calls `name`, for a process that has the image open for
+/// writing. A process that was just killed closes its files one after the other, so the log may
+/// still be its own for a moment.
 async fn find_orphaned(memory: &dyn RedoMemory, name: u32) -> Result<Option<Found>> {
     let mut tries = 1;
     loop {
@@ -188,9 +188,9 @@ async fn find_orphaned(memory: &dyn RedoMemory, name: u32) -> Result<Option<Foun
     }
 }
 
-/// Says so where the image at `path`, which is read as a backing file and has this `header`, lacks
-/// what its writer acknowledged before it died. An index tells of the file alone, so the log is not
-/// laid over it.
+/// Warns if the image at `path`, which is read as a backing file and has this `header`, lacks what
+/// its writer acknowledged before it died. An index describes only the file, so the log is not laid
+/// over it.
 pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Some(name) = names_log(header.autoclear.unknown) else { return };
     let Ok(memories) = images.redo_logs().orphaned(path) else { return };
@@ -217,7 +217,7 @@ async fn named_log(store: &dyn Store) -> Result<Option<u32>> {
         return Ok(None);
     }
     let start = read_exact(store, HostOffset::ZERO, START_BYTES).await?;
-    // Version 2 has no such bits.
+    // Version 2 lacks such bits.
     if start[..8] != *b"QFI\xfb\0\0\0\x03" {
         return Ok(None);
     }
@@ -248,7 +248,7 @@ fn data_store(
     Ok(Some(open_data_file(images, path, header, writable)?.1.store))
 }
 
-/// What the log that was `found` makes of the image in these stores, or why it is not used (I1).
+/// What the log that was `found` makes of the image in these stores, or why it is not used (R1).
 async fn usable(
     found: &Found,
     header: &Header,
@@ -260,7 +260,7 @@ async fn usable(
     }
     let stores: Vec<_> = [Some(store), data].into_iter().flatten().collect();
     if found.tells_loss(&stores) {
-        return Ok(Err(MOUNTED_ANEW));
+        return Ok(Err(REMOUNTED));
     }
     let replay = Replay::plan(store, header, found).await?;
     if !replay.goes_on_from(store, found).await? {
@@ -272,7 +272,7 @@ async fn usable(
     })
 }
 
-/// Makes durable what the links of the log lead to.
+/// Makes durable the data that the links of the log lead to.
 async fn sync_both(store: &dyn Store, data: Option<&dyn Store>) -> Result<()> {
     if let Some(data) = data {
         data.sync().await?;
@@ -280,17 +280,17 @@ async fn sync_both(store: &dyn Store, data: Option<&dyn Store>) -> Result<()> {
     store.sync().await
 }
 
-/// Puts what a log makes of it into the image, whose data is durable.
+/// Writes the pages that a log makes into the image, whose data is durable.
 async fn write_down(store: &dyn Store, replay: &Replay) -> Result<()> {
     for step in Step::ALL {
         if replay.pages_of(step).next().is_none() {
-            // What is durable stays so, and a sync costs a guest's time.
+            // What is durable stays so, and a sync costs the guest time.
             continue;
         }
         for (at, bytes) in replay.pages_of(step) {
             write_all(store, Buf::from_slice(bytes), at).await?;
         }
-        // Each step before the next (I2).
+        // Each step before the next (R3).
         store.sync().await?;
     }
     Ok(())

@@ -12,15 +12,15 @@ use mica_units::HostOffset;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// Changes are put together in pages of at most this size; of a cluster, where that is smaller, so
-/// that no page is of two kinds.
+/// Changes are collected in pages of at most this size, or of a cluster if that is smaller, so that
+/// no page is of two kinds.
 const PAGE_BYTES_MAX: u64 = 4096;
-/// Pages that a log changes at most: a writer flushes long before.
+/// Pages that a log changes at most: a writer flushes long before that.
 const PAGES_MAX: usize = 1 << 16;
 const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
-/// Pages of which a log says what the file may have there at most: more than once of some.
+/// Pages for which a log lists what the file may hold, at most; some are listed repeatedly.
 const EXPECTED_MAX: usize = 4 * PAGES_MAX;
-/// Clusters that a log calls unused and that are looked at.
+/// Clusters that a log calls unused and that are examined, at most.
 const UNUSED_MAX: usize = 4096;
 
 /// When a page is written.
@@ -28,7 +28,7 @@ const UNUSED_MAX: usize = 4096;
 pub(super) enum Step {
     /// Counts, and tables that nothing names yet.
     Early,
-    /// Tables that nothing named at first, and that got links later.
+    /// Tables that nothing named at first, and that later got links.
     Tables,
     /// Links.
     Late,
@@ -40,12 +40,12 @@ impl Step {
 
 struct Page {
     step: Step,
-    /// Whether a group changes it, and not only what is unused.
+    /// Whether a group changes it, and not only the unused clusters.
     is_logged: bool,
     bytes: Buf,
 }
 
-/// The pages of an image that a log changes, as they are to be.
+/// The pages of an image that a log changes, as they will be.
 pub(super) struct Replay {
     page_bytes: u64,
     pages: BTreeMap<u64, Page>,
@@ -82,7 +82,7 @@ impl Replay {
         header: &Header,
         unused: &[Run],
     ) -> Result<()> {
-        // What is dirty is counted again, and whoever did that before may have given them away.
+        // A dirty image gets counted again, and whoever did that before may have allocated them.
         if header.compatible.lazy_refcounts || header.incompatible.dirty {
             return Ok(());
         }
@@ -131,8 +131,8 @@ impl Replay {
         }
     }
 
-    /// Whether the file in `store` has of each page what the writer of the log that was `found` may
-    /// have left there, or who was to take over from it. Otherwise somebody else wrote since.
+    /// Whether each page of the file in `store` is as the writer of the log that was `found`, or a
+    /// process that began to replay it, may have left it. Otherwise another program wrote since.
     pub(super) async fn goes_on_from(&self, store: &dyn Store, found: &Found) -> Result<bool> {
         let mut allowed: BTreeMap<u64, Vec<Sums>> = BTreeMap::new();
         for Expected { at, pages, sums } in found.expected() {
@@ -156,14 +156,14 @@ impl Replay {
             let there = sums_of(&read_exact(store, HostOffset::new(at), len).await?);
             let mut sectors = there.iter().enumerate();
             if !sectors.all(|(sector, sum)| allowed.iter().any(|sums| sums[sector] == *sum)) {
-                tracing::debug!(at, "a page of the image is another one");
+                tracing::debug!(at, "a page of the image has changed");
                 return Ok(false);
             }
         }
         Ok(true)
     }
 
-    /// The page of `at`, read first unless it `is_whole` that it is about to be changed.
+    /// The page of `at`, read first unless it is about to be overwritten as a whole (`is_whole`).
     async fn page(
         &mut self,
         store: &dyn Store,
@@ -172,7 +172,7 @@ impl Replay {
     ) -> Result<&mut Page> {
         let start = at / self.page_bytes * self.page_bytes;
         if self.pages.len() > PAGES_MAX {
-            let context = "what its last writer left changes more than a writer does";
+            let context = "what its last writer left changes more than any writer does";
             return Err(Error::new(ErrorKind::Limit, context));
         }
         match self.pages.entry(start) {
@@ -188,7 +188,7 @@ impl Replay {
         }
     }
 
-    /// Puts one record into its pages.
+    /// Applies one record to its pages.
     async fn put(
         &mut self,
         store: &dyn Store,
@@ -217,7 +217,7 @@ impl Replay {
         Ok(())
     }
 
-    /// Frees a cluster that was counted ahead, if it has that one count.
+    /// Frees a cluster that was counted ahead, if that is its only count.
     async fn free(&mut self, store: &dyn Store, header: &Header, cluster: u64) -> Result<()> {
         let width = header.refcount_width;
         let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
@@ -230,7 +230,7 @@ impl Replay {
         Ok(())
     }
 
-    /// The refcount of `cluster`; nothing where no block has it.
+    /// The refcount of `cluster`; `None` if no block has it.
     pub(super) async fn count_of(
         &self,
         store: &dyn Store,
@@ -248,7 +248,7 @@ impl Replay {
         Ok(header.refcount_width.get(&bytes, within))
     }
 
-    /// The page that has the refcount of `cluster`, and which one of it that is.
+    /// The page that has the refcount of `cluster`, and its index there.
     async fn place_of_count(
         &self,
         store: &dyn Store,

@@ -1,21 +1,21 @@
-//! Where new clusters come from: refcounts, free runs, and clusters that were counted ahead.
+//! Allocation of new clusters: refcounts, free runs, and clusters that were counted ahead.
 //!
 //! A cluster's refcount has to be durable before anything durable names the cluster. So clusters
-//! are counted ahead, a run at a time: their counts are written with one group and durable from
-//! then on, and the links of later groups need not wait for counts. What was counted and not used
-//! is given back on close; a crash leaks it, at most [`AHEAD_BYTES`].
+//! are counted ahead, a run at a time: their counts are written with one group and are durable from
+//! then on, so the links of later groups need not wait for counts. Clusters that were counted and
+//! not used are returned on close; a crash leaks at most [`AHEAD_BYTES`] of them.
 //!
 //! Invariants
 //! - I1 A cluster is given to one request only: it leaves the pool with its reservation.
 //! - I2 A cluster in the pool has refcount 1 in memory; it is durable once the group in which it
 //!   was counted is.
-//! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond all
-//!   that the file had when it was opened, and was never given out before. Where the store does not
-//!   read such bytes as zeros, none is blank.
-//! - I4 A counted cluster lies within the file: the file is made longer before the count is, so
-//!   that
-//!   a link that a power cut leaves never names a place beyond the end.
-//! - I5 No refcount block is put on a cluster with a refcount, nor where metadata is known to be.
+//! - I3 A cluster counts as blank only while nothing was ever written to it: it lies beyond the end
+//!   that the file had when it was opened, and was never allocated before. If the store does not
+//!   read such bytes as zeros, no cluster is blank.
+//! - I4 A counted cluster lies within the file: the file is extended before the count is written,
+//!   so a link that survives a power cut never names a place beyond the end.
+//! - I5 No refcount block is put on a cluster that has a refcount, nor where metadata is known to
+//!   be.
 
 mod growth;
 
@@ -33,10 +33,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) const AHEAD_BYTES: u64 = 4 << 20;
 const AHEAD_CLUSTERS_MIN: u64 = 16;
 const AHEAD_CLUSTERS_MAX: u64 = 256;
-/// The highest address that an entry can name, and one.
+/// One more than the highest address that an entry can name.
 const HOST_END: u64 = 1 << 56;
 
-/// Clusters that nobody uses and that are counted.
+/// Clusters that are counted but not used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Counted {
     first: u64,
@@ -54,18 +54,18 @@ pub(crate) struct Reserved {
     pub(crate) count: u64,
     /// The group with which their refcounts become durable.
     pub(crate) group: u64,
-    /// Whether they read as zeros and will do so after a power cut.
+    /// Whether they read as zeros, also after a power cut.
     pub(crate) blank: bool,
 }
 
 struct Clusters {
     table: Vec<u64>,
     table_offset: HostOffset,
-    /// Where the search for free clusters goes on.
+    /// Where the search for free clusters continues.
     cursor: u64,
-    /// How long the file was made here.
+    /// The length to which the file was extended here.
     min_file_len: u64,
-    /// Nothing was ever written to clusters from here on.
+    /// Nothing was ever written to the clusters from this one on.
     unwritten_from: u64,
     pool: VecDeque<Counted>,
 }
@@ -81,15 +81,15 @@ pub(crate) struct Space {
     refill: Claims,
 }
 
-/// What the search found at a cluster.
+/// The result of looking for a free run.
 enum Look {
     Free {
         first: u64,
         count: u64,
     },
-    /// Nothing free from the first cluster up to the second.
+    /// Nothing is free from the first cluster up to the second.
     On(u64, u64),
-    /// The page that would tell has to be read.
+    /// The page with the refcounts has to be read first.
     Read(HostOffset),
     /// The region has no refcount block.
     NoBlock(u64),
@@ -153,14 +153,14 @@ impl Space {
         }
     }
 
-    /// Counts the next run before the pool is empty, so that its counts are durable by then.
+    /// Counts the next run before the pool is empty, so that its counts are durable in time.
     async fn count_ahead_if_low(&self) -> Result<()> {
         let left: u64 = self.lock().pool.iter().map(|run| run.count).sum();
         if left > self.ahead() / 2 {
             return Ok(());
         }
         let Some(_claim) = self.refill.try_claim(0) else { return Ok(()) };
-        // That it fails is for the request that needs it to tell.
+        // A failure is reported to the request that needs the clusters.
         let _ = self.count_ahead(self.ahead()).await;
         Ok(())
     }
@@ -178,8 +178,9 @@ impl Space {
         Some(taken)
     }
 
-    /// What a log says of the clusters. Who calls has the pages locked: so nothing that is linked
-    /// in them is called unused, and the counts of all that is are in them, or durable.
+    /// The state of the clusters for the log. The caller has the pages locked: so nothing that is
+    /// linked in them is called unused, and the counts of everything linked are in them, or
+    /// durable.
     pub(crate) fn state(&self) -> SpaceState {
         let state = self.lock();
         SpaceState {
@@ -188,20 +189,19 @@ impl Space {
         }
     }
 
-    /// Takes clusters back that were reserved and never linked. Something may have been written
-    /// to them.
+    /// Takes back clusters that were reserved and never linked. They may have been written to.
     pub(crate) fn give_back(&self, reserved: Reserved) {
         let Reserved { first, count, group, .. } = reserved;
         self.lock().pool.push_front(Counted { first, count, group, blank: false });
     }
 
-    /// All that is counted and not used: from now on nobody's.
+    /// Empties the pool: the caller gets all clusters that are counted and not used.
     pub(crate) fn drain_pool(&self) -> Vec<u64> {
         let pool = std::mem::take(&mut self.lock().pool);
         pool.iter().flat_map(|run| run.first..run.first + run.count).collect()
     }
 
-    /// Finds a free run and counts it. The caller has the claim of refilling.
+    /// Finds a free run and counts it. The caller holds the claim of refilling.
     async fn count_ahead(&self, wanted: u64) -> Result<()> {
         loop {
             let look = self.look(wanted)?;
@@ -223,7 +223,7 @@ impl Space {
         }
     }
 
-    /// Makes the file reach up to cluster `end` (I4). The caller has the claim of refilling.
+    /// Extends the file up to cluster `end` (I4). The caller holds the claim of refilling.
     async fn lengthen(&self, end: u64) -> Result<()> {
         let store = &*self.metadata.store;
         let len = end << self.bits.bits();
@@ -233,7 +233,7 @@ impl Space {
         store.set_len(len).await.map_err(|error| error.wrap(store.name()))
     }
 
-    /// Where the file can end if clusters from `unused`, which are in rising order, are at its end.
+    /// Where the file can end if clusters from `unused`, in rising order, are at its end.
     pub(crate) async fn cut_tail(&self, unused: &[u64]) -> Result<()> {
         let store = &*self.metadata.store;
         let file_end = self.bits.clusters_for(store.len()?);
@@ -246,7 +246,7 @@ impl Space {
         store.set_len((file_end - count) << self.bits.bits()).await
     }
 
-    /// Looks from the cursor on, as far as one page of refcounts goes.
+    /// Searches from the cursor to the end of its page of refcounts.
     fn look(&self, wanted: u64) -> Result<Look> {
         let state = self.lock();
         let cluster = state.cursor;
@@ -283,7 +283,7 @@ impl Space {
         Ok(Look::Free { first, count })
     }
 
-    /// Moves the cursor on, unless something before it was freed meanwhile.
+    /// Advances the cursor, unless something before it was freed in the meantime.
     fn advance(&self, from: u64, to: u64) {
         let mut state = self.lock();
         if state.cursor >= from {
@@ -291,12 +291,12 @@ impl Space {
         }
     }
 
-    /// Bytes of a page of refcounts.
+    /// Size of a page of refcounts, in bytes.
     fn page_len(&self) -> u64 {
         self.bits.bytes().min(4096)
     }
 
-    /// Refcounts in a page.
+    /// Number of refcounts in a page.
     fn page_entries(&self) -> u64 {
         self.page_len() * 8 / u64::from(self.width.bits())
     }
@@ -307,8 +307,8 @@ impl Space {
         HostOffset::new(block.bytes() + index * u64::from(self.width.bits()) / 8)
     }
 
-    /// Counts a run that was found free, and puts it into the pool; whether its page was still
-    /// there.
+    /// Counts a run that was found free, and puts it into the pool. Returns whether its page was
+    /// still in memory.
     fn count_run(&self, first: u64, count: u64) -> bool {
         let mut pages = self.metadata.lock();
         let Ok(Some(block)) = self.block_of(first) else { return false };
@@ -348,7 +348,7 @@ impl Space {
         Ok(block)
     }
 
-    /// Sets a refcount in a page that is there.
+    /// Sets a refcount in a page that is in memory.
     fn put_count(&self, pages: &mut PageState, block: HostOffset, cluster: u64, value: u64) {
         let len = self.page_len();
         let page = HostOffset::new(self.count_at(block, cluster).bytes() / len * len);
@@ -358,7 +358,7 @@ impl Space {
         self.width.set(bytes, index, value).expect("a refcount that fits");
     }
 
-    /// The refcount of `cluster`, or nothing where there is no block for it.
+    /// The refcount of `cluster`, or `None` if there is no block for it.
     pub(crate) async fn refcount(&self, cluster: u64) -> Result<Option<u64>> {
         let Some(block) = self.block_of(cluster)? else { return Ok(None) };
         let at = self.count_at(block, cluster);
@@ -378,7 +378,7 @@ impl Space {
         }
     }
 
-    /// Takes one reference from `cluster`. With the last one it is free at once.
+    /// Takes one reference from `cluster`. After the last one it is free at once.
     pub(crate) async fn release(&self, cluster: u64) -> Result<()> {
         loop {
             let Some(count) = self.refcount(cluster).await? else { return Ok(()) };
@@ -387,7 +387,7 @@ impl Space {
             if !pages.has(self.count_at(block, cluster)) {
                 continue;
             }
-            // Less than what names it: a leak is what is left of that, at worst.
+            // Fewer than the references to it: at worst the rest becomes a leak.
             self.put_count(&mut pages, block, cluster, count.saturating_sub(1));
             drop(pages);
             if count <= 1 {

@@ -1,4 +1,4 @@
-//! Whole clusters of metadata that come and go: new tables, and those that nothing names any more.
+//! Whole clusters of metadata: new tables, and clusters that nothing names any more.
 
 use super::pages::{PAGE_BITS_MAX, Page, PageState};
 use crate::redo::Stage;
@@ -8,20 +8,20 @@ use std::cell::Cell;
 /// A page of zeros.
 pub(crate) static ZEROS: [u8; 1 << PAGE_BITS_MAX] = [0; 1 << PAGE_BITS_MAX];
 
-/// What the file has where a metadata cluster is put.
+/// What the file holds where a metadata cluster is put.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Beneath<'a> {
-    /// The same.
+    /// The same bytes.
     Same,
     /// Zeros.
     Blank,
-    /// This.
+    /// These bytes.
     Old(&'a [u8]),
 }
 
 impl PageState {
-    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early unless that is
-    /// what the file has there.
+    /// Puts a whole metadata cluster in, as `bytes` or as zeros; dirty and early unless the file
+    /// already holds exactly that.
     pub(crate) fn put_cluster(
         &mut self,
         at: HostOffset,
@@ -59,7 +59,7 @@ impl PageState {
         self.evict();
     }
 
-    /// Drops the pages of a metadata cluster that nothing names any more, changed or not.
+    /// Drops the pages of a metadata cluster that nothing names any more, dirty or not.
     pub(crate) fn drop_cluster(&mut self, at: HostOffset, len: u64) {
         let page_bytes = usize::try_from(self.page_bytes()).expect("4 KiB");
         for number in (at.bytes()..at.bytes() + len).step_by(page_bytes) {

@@ -7,19 +7,19 @@
 //! then: clusters that lost their last link ─▶ limbo ─▶ punched, counted down, free
 //! ```
 //!
-//! With the last sync the image gets the name that the log has from then on
+//! Alongside the last sync the image gets the name that the log has from then on
 //! ([`redo`](crate::redo)).
 //!
 //! One step is enough if every link of the group names clusters whose counts are durable already
 //! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
-//! What a group takes is copied: changes that come meanwhile belong to the next one, so that a
-//! link never becomes durable with a group whose data it does not belong to.
+//! A group is written from a copy: changes made in the meantime belong to the next one, so that a
+//! link never becomes durable with a group that its data does not belong to.
 //!
-//! A group whose pages find no space in the file system is put back, to be tried again with the
-//! next one; any other failure ends the writing.
+//! A group whose pages find no space in the file system is put back and retried with the next one;
+//! any other failure ends the writing.
 //!
-//! Freed clusters leave limbo when every request that was under way after the group was durable is
-//! done.
+//! Freed clusters leave limbo when every request that was under way when the group became durable
+//! is done.
 
 use super::Writer;
 use super::pages::{Dirty, Group};
@@ -32,20 +32,20 @@ use std::cell::Cell;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-/// Freed clusters after which others have their turn: a group may have freed very many.
+/// Number of freed clusters after which other tasks get a turn: a group may have freed very many.
 const CLUSTERS_PER_TURN: u64 = 256;
 
-/// Host clusters that nothing durable names any more, but requests under way may.
+/// Host clusters that nothing durable names any more, but that running requests may use.
 #[derive(Default)]
 pub(crate) struct Limbo {
-    /// Freed since the last moment.
+    /// Freed since the last drain began.
     waiting: Vec<u64>,
-    /// A moment, and what was freed before it.
+    /// A drain, and what was freed before it.
     ending: Option<(Moment, Vec<u64>)>,
 }
 
 impl Writer {
-    /// Makes durable all that completed before the call.
+    /// Makes durable everything that completed before the call.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check_usable()?;
         if !self.wrote.load(Ordering::Acquire) {
@@ -57,7 +57,7 @@ impl Writer {
     async fn commit(&self) -> Result<()> {
         self.check_usable()?;
         let committed = self.commit_group().await;
-        // Where space is all that was missing, the group was put back, and the next flush tries.
+        // If only space was missing, the group was put back, and the next flush retries it.
         if let Err(error) = &committed
             && error.kind() != ErrorKind::NoSpace
         {
@@ -86,7 +86,8 @@ impl Writer {
             self.metadata.lock().group.durable = number;
         }
         if let Err(error) = self.write_pages(late).await {
-            // Some links may be in the file. What they need must be durable before others come.
+            // Some links may be in the file. What they need must be durable before any others
+            // follow.
             if !in_two_steps {
                 self.sync(true).await?;
             }
@@ -124,8 +125,8 @@ impl Writer {
         pages.forget_logged(taken, self.space.state());
     }
 
-    /// Has the image name the log as it is from the group `taken` on, whose pages are in the file.
-    /// Whether it does.
+    /// Makes the image name the log as of the group `taken`, whose pages are in the file. Returns
+    /// whether it does.
     async fn name_log(&self, taken: &Group) -> Result<bool> {
         let Some(mark) = &taken.logged else { return Ok(false) };
         let (named, page_bytes) = {
@@ -134,11 +135,11 @@ impl Writer {
             (bits.map(|bits| (bits, pages.logging.allow_name(bits))), pages.page_bytes())
         };
         let Some((bits, logged)) = named else { return Ok(false) };
-        // A page is what a device writes for it.
+        // A page is the unit that a device writes.
         self.counters.metadata_bytes.fetch_add(page_bytes, Ordering::Relaxed);
         let at = HostOffset::new(field::AUTOCLEAR as u64);
         match self.metadata.write_header(logged, &bits.to_be_bytes(), at).await {
-            // The group needs no name to be durable.
+            // The group can be durable without the name.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 self.metadata.lock().logging.not_named(mark, &error);
                 Ok(false)
@@ -154,13 +155,13 @@ impl Writer {
         let writes: Vec<_> = pages.into_iter().map(|(at, buf)| store.write_at(buf, at)).collect();
         let results = mica_rt::join_all(writes).await.into_iter().map(|(result, _)| result);
         let error = results.filter_map(Result::err).reduce(|one, other| {
-            // Only if all that is missing is space may it be tried again.
+            // It may be retried only if nothing but space is missing.
             if one.kind() == ErrorKind::NoSpace { other } else { one }
         });
         error.map_or(Ok(()), |error| Err(error.wrap(store.name())))
     }
 
-    /// Syncs the guest's data, and the metadata where there is some.
+    /// Syncs the guest's data, and the metadata if there is any.
     async fn sync(&self, has_metadata: bool) -> Result<()> {
         if !self.l2.data_file {
             return self.sync_metadata().await;
@@ -181,7 +182,7 @@ impl Writer {
         self.metadata.sync().await
     }
 
-    /// Frees what nobody can touch any more.
+    /// Frees the clusters that no request can touch any more.
     async fn release_drained(&self) -> Result<()> {
         let drained = {
             let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
@@ -201,8 +202,8 @@ impl Writer {
         }
     }
 
-    /// Takes one reference from each of `clusters`; the space of those that lose the last goes back
-    /// to the file system first, as they may be given out again right after.
+    /// Takes one reference from each of `clusters`. Those that lose the last one first return their
+    /// space to the file system, as they may be allocated again right after.
     async fn release(&self, mut clusters: Vec<u64>) -> Result<()> {
         clusters.sort_unstable();
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
@@ -215,7 +216,7 @@ impl Writer {
         }
         let bits = self.l2.cluster_bits;
         for cluster in &last {
-            // What frees metadata is a lie of the tables.
+            // Tables that free metadata are corrupt.
             let at = HostOffset::new(cluster << bits.bits());
             if let Err(error) = self.metadata.ranges.check(at, bits.bytes()) {
                 return Err(self.note_corruption(error).await);
@@ -225,7 +226,7 @@ impl Writer {
             let at = HostOffset::new(run[0] << bits.bits());
             let len = (run.len() as u64) << bits.bits();
             match self.metadata.store.space(SpaceChange::Punch, at, len).await {
-                // That it keeps the space is no harm but the space.
+                // Keeping the space costs nothing but the space.
                 Err(error) if error.kind() != ErrorKind::Unsupported => {
                     tracing::debug!(%error, "freed clusters keep their space");
                 }
@@ -239,14 +240,15 @@ impl Writer {
         Ok(())
     }
 
-    /// Ends the writing. Nothing else is under way.
+    /// Ends the writing. Nothing else is running.
     pub(crate) async fn close(&self) -> Result<()> {
         self.check_usable()?;
         if !self.wrote.load(Ordering::Acquire) {
             return Ok(());
         }
         let closed = self.close_inner().await;
-        // Where space is all that is missing, the log stays: who comes next has what was written.
+        // If only space is missing, the log stays: the next process to open the image has the
+        // writes.
         if let Err(error) = &closed
             && error.kind() != ErrorKind::NoSpace
         {
@@ -257,7 +259,7 @@ impl Writer {
 
     async fn close_inner(&self) -> Result<()> {
         self.flush().await?;
-        // Each round takes what was freed before it, and frees what the one before has taken.
+        // Each round drains what was freed before it, and frees what the previous round drained.
         while self.has_limbo() {
             self.gate.grace().await;
             self.flush().await?;

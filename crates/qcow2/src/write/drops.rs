@@ -1,8 +1,9 @@
-//! What the guest gives up becomes zeros in the file before the tables, or the log, say so.
+//! Bytes that the guest gives up become zeros in the file before the tables, or the log, drop them.
 //!
 //! A log that takes bytes away from the guest is applied only while these are zeros in the file:
-//! that nobody wrote there since is proved by that alone ([`crate::redo`], `dropped.rs`). It costs
-//! nothing that would not be due anyway: what loses its last link is punched out of the file.
+//! nothing else proves that nobody wrote there since ([`crate::redo`], `dropped.rs`). This costs
+//! nothing that would not be due anyway: clusters that lose their last link are punched out of the
+//! file.
 //!
 //! ```text
 //! hold the clusters ─▶ no slice offers them for writes in place ─▶ writes in place that began
@@ -10,12 +11,12 @@
 //! ```
 //!
 //! Invariants
-//! - I1 While a log says that bytes are dropped, and the file's tables name them still, they are
-//!   zeros: no write of this process goes there. What came before is waited for; what comes later
-//!   finds another entry; and a write into a place that is kept ([`PageState::is_zeroed`]) waits
-//!   for a flush first.
-//! - I2 Where bytes cannot be made zeros (the file system cannot, or something else names the
-//!   cluster, too), the change does not go into the log: it is acknowledged after a flush.
+//! - I1 While a log records bytes as dropped, and the file's tables still name them, they are
+//!   zeros: no write of this process goes there. Earlier writes are waited for; later ones find
+//!   another entry; and a write into a place that is kept ([`PageState::is_zeroed`]) waits for a
+//!   flush first.
+//! - I2 If bytes cannot be made zeros (the file system cannot do it, or something else names the
+//!   cluster too), the change does not go into the log: it is acknowledged after a flush.
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
@@ -27,8 +28,8 @@ use mica_block::{ErrorKind, Result, Space};
 use mica_units::{GuestOffset, HostOffset};
 
 impl Writer {
-    /// Makes zeros of what `changes`, which nobody knows of yet, drop. Until the result is dropped
-    /// nobody writes there in place. The caller has the claims of the clusters.
+    /// Zeroes the bytes that `changes`, still invisible to everyone else, drop. Until the result is
+    /// dropped nobody writes there in place. The caller holds the claims of the clusters.
     pub(super) async fn zero_what_drops(&self, changes: &mut [Change]) -> Result<Option<Held<'_>>> {
         let dropping: Vec<_> = changes
             .iter()
@@ -59,7 +60,7 @@ impl Writer {
             if error.kind() != ErrorKind::Unsupported {
                 return Err(error);
             }
-            // Some may be zeros: that is what becomes of them in any case.
+            // Some may be zeros already: they become zeros in any case.
             dropping.iter().for_each(|(index, _)| changes[*index].drops = Drops::Data);
         }
         Ok(Some(held))
@@ -70,7 +71,7 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let clusters = entries.iter().map(|entry| self.place_of(entry).bytes() >> bits.bits());
         let held = self.metadata.held.hold(clusters.collect());
-        // As it is, but that nobody finds a place to write to.
+        // Unchanged, but from now on nobody finds a place to write to.
         self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..self.units())));
         self.gate.in_place_grace().await;
         held
@@ -92,13 +93,13 @@ impl Writer {
         }
     }
 
-    /// Whether the cluster's place is named by the entry still.
+    /// Whether the entry still names the cluster's place.
     pub(super) fn keeps_place(&self, change: &Change) -> bool {
         self.l2.data_file
             || !change.new.compressed() && change.new.offset() == change.entry.raw.offset()
     }
 
-    /// Whether nothing but one entry names the cluster at `host`, as far as its count tells.
+    /// Whether only one entry names the cluster at `host`, as far as its count shows.
     async fn is_only_link(&self, host: HostOffset) -> Result<bool> {
         if self.l2.data_file {
             return Ok(true);
@@ -107,7 +108,7 @@ impl Writer {
         Ok(self.space.refcount(cluster).await? == Some(1))
     }
 
-    /// Makes zeros of ranges, each of which keeps its space in the file or not.
+    /// Zeroes ranges, each of which either keeps its space in the file or does not.
     async fn make_zeros(&self, mut ranges: Vec<(HostOffset, u64, bool)>) -> Result<()> {
         ranges.sort_unstable_by_key(|(at, ..)| *at);
         let joins = |one: &(HostOffset, u64, bool), next: &(HostOffset, u64, bool)| {
@@ -138,15 +139,15 @@ impl Writer {
         if !stays || done.is_err() {
             return done;
         }
-        // Zeros that keep their space, where the file system knows holes only.
+        // Zeros that keep their space, for a file system that supports only holes.
         match self.data.space(Space::Allocate, at, len).await {
             allocated if unsupported(&allocated) => Ok(()),
             allocated => allocated,
         }
     }
 
-    /// Waits, where one of `entries` has a place that was made zeros since the last flush, until
-    /// that is durable: a write there would look like another program's (I1).
+    /// If the place of one of `entries` was zeroed since the last flush, waits until that is
+    /// durable: a write there would look like another program's (I1).
     pub(super) async fn settle_zeroed(&self, entries: &[Entry]) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let is_fresh = {

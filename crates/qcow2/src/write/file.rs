@@ -1,9 +1,8 @@
-//! The image file as its writer has it: written everywhere but in the header's cluster, which takes
-//! the log's word that it allows the change.
+//! The image file as its writer sees it: writable everywhere but in the header's cluster, which
+//! requires proof that the log allows the change.
 //!
 //! Invariants
-//! - I1 The header is written by [`ImageFile::write_header`] alone, and so by nobody who has no
-//!   [`HeaderLogged`].
+//! - I1 Only [`ImageFile::write_header`] writes the header, and it requires a [`HeaderLogged`].
 
 use crate::redo::HeaderLogged;
 use mica_block::{
@@ -25,7 +24,7 @@ impl ImageFile {
         Self { file, header_end: HostOffset::new(cluster_bits.bytes()) }
     }
 
-    /// Has the header say `bytes` at `at`, in one write, now that the log allows it.
+    /// Writes `bytes` into the header at `at`, in one write, now that the log allows it.
     pub(super) async fn write_header(
         &self,
         logged: HeaderLogged,
@@ -40,7 +39,7 @@ impl ImageFile {
         write_all(&*self.file, Buf::from_slice(bytes), at).await
     }
 
-    /// The file itself, for work before the first write or after the last: there is no log then.
+    /// The file itself, for work before the first write or after the last: no log exists then.
     pub(crate) fn raw_file(&self) -> Arc<dyn Store> {
         Arc::clone(&self.file)
     }

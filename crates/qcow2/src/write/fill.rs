@@ -1,7 +1,7 @@
-//! Selective copy-on-write: which bytes a write brings to a new place, and in how few operations.
+//! Selective copy-on-write: which bytes a write puts in a new place, and in how few operations.
 //!
-//! Of a unit (a subcluster, or a cluster where there are none) that gets a place, what the guest
-//! wrote is written; the rest is filled with what shows there now. Zeros are written only where the
+//! In a unit (a subcluster, or a cluster if it has none) that gets a place, the guest's bytes are
+//! written and the rest is filled with what currently shows there. Zeros are written only if the
 //! place is not blank, and a unit that the guest wrote whole is not looked at.
 
 use super::Writer;
@@ -12,8 +12,8 @@ use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
-/// What of the guest is written without a copy, if it is at least this long. Less is copied
-/// together with what is filled beside it, which saves a write.
+/// Guest data of at least this length is written without a copy. Shorter data is copied together
+/// with the fill beside it, which saves a write.
 const GUEST_ALONE_BYTES: u64 = 64 << 10;
 
 /// Where bytes come from.
@@ -33,14 +33,14 @@ struct Part {
     source: Source,
 }
 
-/// All that a transaction writes, in the guest's order.
+/// Everything that a transaction writes, in the guest's order.
 #[derive(Default)]
 pub(super) struct Parts {
     parts: Vec<Part>,
 }
 
 impl Parts {
-    /// For writes to `ranges`, in rising order, of a disk of `disk_len` bytes.
+    /// For writes to `ranges`, in rising order, on a disk of `disk_len` bytes.
     pub(super) fn plan(
         writer: &Writer,
         disk_len: u64,
@@ -85,7 +85,7 @@ impl Parts {
                 self.push(host(written.start()), written.len(), Source::Guest);
                 at = written.end();
             }
-            // Beyond the end of the disk nothing shows; zeros, for the day on which it grows.
+            // Nothing shows beyond the end of the disk; zeros, in case it grows one day.
             let end = GuestOffset::new(whole.end().bytes().min(disk_len)).max(at);
             self.fill(GuestRange::between(at, end), plan.blank, visible, host);
             if !plan.blank && end < whole.end() {
@@ -94,7 +94,7 @@ impl Parts {
         }
     }
 
-    /// Fills `range` with what shows there.
+    /// Fills `range` with what currently shows there.
     fn fill(
         &mut self,
         range: Option<GuestRange>,
@@ -112,7 +112,7 @@ impl Parts {
         }
     }
 
-    /// Appends a part, joined to the last one where it goes on.
+    /// Appends a part, joined to the last one if it continues it.
     fn push(&mut self, host: HostOffset, len: u64, source: Source) {
         if len == 0 {
             return;
@@ -134,7 +134,7 @@ impl Parts {
         self.parts.push(Part { host, len, source });
     }
 
-    /// The parts in groups that one write each can take to the file.
+    /// The parts, grouped so that each group is a single write.
     fn batches(&self) -> impl Iterator<Item = &[Part]> {
         self.parts.chunk_by(|one, next| {
             let alone = |part: &Part| part.source == Source::Guest && part.len >= GUEST_ALONE_BYTES;
@@ -161,8 +161,8 @@ impl Writer {
             };
             ready.push((host, bytes));
         }
-        // Nothing that may fail lies between the first write and the wait for all: clusters go
-        // back only when no write to them is under way.
+        // Nothing fallible lies between the first write and the wait for all of them: clusters are
+        // returned only when no write to them is in flight.
         let writes: Vec<_> =
             ready.into_iter().map(|(host, bytes)| self.data.write_at(bytes, host)).collect();
         for (result, _) in mica_rt::join_all(writes).await {
@@ -178,7 +178,7 @@ impl Writer {
     }
 }
 
-/// The bytes of neighbouring parts in one buffer; `visible` has those that show, in order.
+/// The bytes of neighbouring parts in one buffer; `visible` holds those that are copied, in order.
 fn assemble(
     writer: &Writer,
     batch: &[Part],

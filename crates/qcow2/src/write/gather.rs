@@ -1,15 +1,15 @@
-//! Neighbouring writes that are in flight together become one transaction: one place, one copy of
-//! what they leave, one change of the map.
+//! Neighbouring writes that are in flight together become one transaction: one allocation, one copy
+//! of the bytes around them, one change of the map.
 //!
-//! A write to one cluster whose entry somebody is changing offers itself. Who has the claim takes
-//! what is offered before it looks at the entry; what is offered later tries again when the claim
+//! A write to a single cluster whose entry is being changed offers itself. The holder of the claim
+//! takes the pending offers before it looks at the entry; later offers are retried when the claim
 //! ends.
 //!
 //! Invariants
-//! - I1 An offer that was taken is done when it says so, with the result of the transaction that
+//! - I1 An offer that was taken is done when it reports so, with the result of the transaction that
 //!   took it.
 //! - I2 When the claim of a cluster ends, everyone whose offer was not taken is woken.
-//! - I3 What is taken together does not overlap: each sector has one writer.
+//! - I3 Writes that are taken together do not overlap: each sector has one writer.
 
 use mica_block::Result;
 use mica_rt::Buf;
@@ -22,13 +22,13 @@ use std::task::{Poll, Waker};
 /// Writes that one transaction takes at most.
 const TAKEN_MAX: usize = 64;
 
-/// Who offers a write to which cluster.
+/// The writes on offer, by cluster.
 #[derive(Default)]
 pub(super) struct Gather {
     offers: Mutex<HashMap<u64, Vec<Arc<Offer>>>>,
 }
 
-/// A write that waits for somebody to take it.
+/// A write that waits to be taken.
 pub(super) struct Offer {
     range: GuestRange,
     state: Mutex<(State, Option<Waker>)>,
@@ -42,21 +42,21 @@ enum State {
     Over,
 }
 
-/// What became of an offer.
+/// The outcome of an offer.
 pub(super) enum Outcome {
     Done(Result<()>),
     /// Nobody took it.
     Again(Buf),
 }
 
-/// Whether a write leads its transaction, or has offered itself to who does.
+/// Whether a write leads its transaction, or has offered itself to the one that does.
 pub(super) enum Role<'a> {
     Leads(Claimed<'a>, Buf),
     Offered(Arc<Offer>),
 }
 
 impl Gather {
-    /// The claim of `cluster`; if somebody has it, the write to `range` is offered.
+    /// Returns the claim of `cluster`, or offers the write to `range` to its present holder.
     pub(super) fn join<'a>(
         &'a self,
         claims: &'a Claims,
@@ -64,7 +64,7 @@ impl Gather {
         range: GuestRange,
         buf: Buf,
     ) -> Role<'a> {
-        // Under the lock of the offers, so that a claim that ends now sees this one (I2).
+        // Under the lock of the offers, so that a claim that is just ending sees this one (I2).
         let mut offers = lock(&self.offers);
         if let Some(claim) = claims.try_claim(cluster) {
             let claimed = Claimed { gather: self, clusters: cluster..=cluster, claim: Some(claim) };
@@ -83,13 +83,13 @@ impl Gather {
         last: u64,
     ) -> Claimed<'a> {
         // Before the wait: others offer themselves during it, and have to be woken even if it is
-        // given up (I2).
+        // abandoned (I2).
         let mut claimed = Claimed { gather: self, clusters: first..=last, claim: None };
         claimed.claim = Some(claims.claim_range(first..=last, Mode::Exclusive).await);
         claimed
     }
 
-    /// What is offered for `cluster` and overlaps neither `led` nor each other.
+    /// The offers for `cluster` that overlap neither `led` nor each other.
     pub(super) fn take(&self, cluster: u64, led: GuestRange) -> Vec<(GuestRange, Buf, Arc<Offer>)> {
         let mut offers = lock(&self.offers);
         let Some(waiting) = offers.get_mut(&cluster) else { return Vec::new() };
@@ -115,7 +115,7 @@ impl Gather {
         taken
     }
 
-    /// Nobody has `cluster` any more.
+    /// The claim of `cluster` has ended.
     fn wake(&self, cluster: u64) {
         let waiting = lock(&self.offers).remove(&cluster);
         for offer in waiting.into_iter().flatten() {
@@ -144,7 +144,7 @@ impl Offer {
         }
     }
 
-    /// Waits until it is done, or nobody took it.
+    /// Waits until it is done, or until the claim ended without taking it.
     pub(super) async fn outcome(self: Arc<Self>) -> Outcome {
         let withdraw = Withdraw(self);
         std::future::poll_fn(|context| {
@@ -163,7 +163,7 @@ impl Offer {
     }
 }
 
-/// Takes an offer back whose future is dropped; one that was taken goes on without it.
+/// Withdraws an offer whose future is dropped; one that was taken continues without it.
 struct Withdraw(Arc<Offer>);
 
 impl Drop for Withdraw {
@@ -211,7 +211,7 @@ impl Guest {
         self.pieces.iter().map(|(range, _)| *range)
     }
 
-    /// The next `len` bytes, in the order of the ranges. Copied only where they lie in several
+    /// The next `len` bytes, in the order of the ranges. They are copied only if they span several
     /// buffers.
     pub(super) fn take(&mut self, len: usize) -> Buf {
         if let Some((_, front)) = self.pieces.front_mut()

@@ -1,4 +1,4 @@
-//! Makes the disk of an image longer while it is served.
+//! Makes the disk of an image longer while it is being served.
 //!
 //! ```text
 //! room in the L1 table ─▶ the new part is there for this process ─▶ zeros where something would
@@ -6,13 +6,14 @@
 //! ```
 //!
 //! Invariants
-//! - I1 The header names an L1 table when that table and the counts of its clusters are durable. No
-//!   entry changes while the table is copied, and it is copied when all its entries are durable.
-//! - I2 The header says the new size when everything in the new part is zeros for good: what a
-//!   longer layer beneath has there, and what the image kept from a longer life. QEMU does the same
-//!   (`block_resize`, `qemu-img resize`).
-//! - I3 A power cut leaves the old size or the new one; at worst with clusters that leak.
-//! - I4 An error leaves the disk as long as it was.
+//! - I1 The header names an L1 table only when that table and the counts of its clusters are
+//!   durable. No entry changes while the table is copied, and it is copied when all its entries are
+//!   durable.
+//! - I2 The header gets the new size only when everything in the new part is zeros for good,
+//!   whatever a longer layer beneath has there, and whatever the image kept from a time when it was
+//!   longer. QEMU does the same (`block_resize`, `qemu-img resize`).
+//! - I3 A power cut leaves the old size or the new one; at worst clusters leak.
+//! - I4 An error leaves the disk at its old length.
 
 use super::Writer;
 use super::allocate::Reserved;
@@ -26,23 +27,23 @@ use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
-/// Claims among those of L1 entries: one disk grows once at a time, and its L1 table moves.
+/// Claims beside those of L1 entries: a disk grows once at a time, and its L1 table moves.
 const GROWING: u64 = u64::MAX - 1;
 const MOVING: u64 = u64::MAX - 2;
 
-/// How much of the new part is looked at in one piece.
+/// Size of the pieces in which the new part is examined.
 const WINDOW_BYTES: u64 = 32 << 20;
-/// Parts of it that are made zeros after which others have their turn.
+/// Number of its parts zeroed before other tasks get a turn.
 const PARTS_PER_TURN: u64 = 16;
 
-/// Clusters that may be passed over in the search for a run, for each that is wanted, and besides.
+/// In the search for a run, clusters that may be skipped for each one wanted, and in addition.
 const PASSED_PER_CLUSTER: u64 = 4;
 const PASSED_MIN: u64 = 4096;
 
-/// Whether nothing more of an image would have to change than its length.
+/// Whether nothing of an image but its length would have to change.
 ///
 /// # Errors
-/// `Unsupported` if there is more.
+/// `Unsupported` if more would.
 pub fn check_resizable(header: &Header) -> Result<()> {
     let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, what));
     if header.snapshot_count > 0 && header.version == Version::V2 {
@@ -72,7 +73,7 @@ impl Writer {
         let header = read_header(&*self.layer.store).await?;
         check_resizable(&header)?;
         if header.incompatible.external_data_file {
-            let what = "an image with a data file is made longer while nobody uses it";
+            let what = "an image with a data file can grow only while nobody uses it";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let entries = header.l1_entries_for(len)?;
@@ -93,7 +94,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes what would show from `old` to `new` zeros (I2).
+    /// Zeroes what would show from `old` to `new` (I2).
     async fn zero_new(&self, old: u64, new: u64) -> Result<()> {
         let cluster_bytes = self.l2.cluster_bits.bytes();
         let end = GuestOffset::new(new);
@@ -111,7 +112,8 @@ impl Writer {
             let extents = self.map.plan(window).await?;
             let mut done = at;
             for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
-                // In whole clusters, as these are zeros by their entry; what is around is zeros.
+                // In whole clusters, as an entry zeroes them at once; the bytes around are zeros
+                // already.
                 let (first, last) = (extent.start.bytes(), extent.range().end().bytes());
                 let start = (first / cluster_bytes * cluster_bytes).max(done);
                 let end = last.next_multiple_of(cluster_bytes).min(stop);
@@ -150,7 +152,7 @@ impl Writer {
         self.move_l1(entries).await
     }
 
-    /// Has the rest of the table's last cluster say nothing, for good.
+    /// Clears the rest of the table's last cluster, for good.
     async fn lengthen_l1(&self, table: HostOffset, new: std::ops::Range<u64>) -> Result<()> {
         let page_bytes = self.metadata.lock().page_bytes();
         let mut at = table.bytes() + new.start;
@@ -159,7 +161,7 @@ impl Writer {
             let stop = ((at / page_bytes + 1) * page_bytes).min(end);
             let (place, len) = (HostOffset::new(at), len_of(stop - at));
             let clear = self.metadata.change(place, |pages| {
-                // Late: links may come into the same page, and must not be durable before.
+                // Late: links may be put into the same page, and must not be durable before.
                 pages.get_mut(place, len, Stage::Late).expect("the page is there").fill(0);
             });
             clear.await?;
@@ -168,7 +170,7 @@ impl Writer {
         self.flush().await
     }
 
-    /// Puts the table elsewhere, with room for `entries` (I1).
+    /// Moves the table to another place, with room for `entries` (I1).
     async fn move_l1(&self, entries: u32) -> Result<()> {
         let _moving = self.tables.claim(MOVING).await;
         let _held = Held::new(&self.metadata);
@@ -206,12 +208,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits until the L1 table is where it stays, if it is being moved.
+    /// Waits until the L1 table has its final place, if it is being moved.
     pub(super) async fn l1_moved(&self) {
         drop(self.tables.claim(MOVING).await);
     }
 
-    /// Takes `count` clusters in a row.
+    /// Takes `count` contiguous clusters.
     async fn reserve_run(&self, count: u64) -> Result<Reserved> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
@@ -268,7 +270,7 @@ fn table_bytes(entries: u32) -> u64 {
     u64::from(entries) * L1Entry::BYTES as u64
 }
 
-/// A length that was checked to be small.
+/// A length that was checked to be small enough.
 fn len_of(len: u64) -> usize {
     usize::try_from(len).expect("a table fits the memory")
 }

@@ -1,5 +1,5 @@
-//! What writing changes in the header: bits that say that someone is writing, or that the image is
-//! broken; where the tables are, and how long the disk is.
+//! The fields of the header that writing changes: flags for an image that is in use or corrupt, the
+//! places of the tables, and the length of the disk.
 
 use super::Writer;
 use super::allocate::Space;
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
-/// The autoclear bits that stay true while mica writes: the bitmaps say themselves that they are
-/// out of date, and the data file is a raw disk.
+/// The autoclear bits that stay true while mica writes: the bitmaps themselves are marked as out of
+/// date, and the data file is a raw disk.
 const BITMAPS: u64 = 1;
 const RAW_EXTERNAL: u64 = 2;
 
@@ -29,7 +29,7 @@ const NO_PLACE: &str = "writes that are not flushed are lost if this process is 
 const NO_MEMORY: &str = "writes that are not flushed are lost if this process is killed: the redo log \
                          could not be written, as its file system is full";
 
-/// What has to be said in the header before the first write.
+/// What the header has to record before the first write.
 pub(crate) struct InUse {
     is_v3: bool,
     lazy_refcounts: bool,
@@ -49,7 +49,7 @@ impl InUse {
         }
     }
 
-    /// Whether the header says already what it has to.
+    /// Whether the header already records it.
     #[inline]
     pub(crate) fn is_marked(&self) -> bool {
         self.marked.load(Ordering::Acquire)
@@ -83,7 +83,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Has the directory of bitmaps say that they are in use. Whether that could be said of all.
+    /// Marks the bitmaps as in use in their directory. Returns whether that was possible for all.
     async fn mark_bitmaps(&self) -> Result<bool> {
         let Some(bitmaps) = &self.header.bitmaps else { return Ok(false) };
         let store = &*self.metadata.store;
@@ -102,7 +102,7 @@ impl Writer {
         Ok(true)
     }
 
-    /// Why what was acknowledged and not flushed is lost if this process is killed now.
+    /// Why acknowledged but unflushed writes are lost if this process is killed now.
     pub(crate) fn weakness(&self) -> Option<&'static str> {
         let is_lost = !self.metadata.lock().logging.is_on();
         match &self.header {
@@ -114,7 +114,8 @@ impl Writer {
         }
     }
 
-    /// Begins the log; the autoclear bits with its name, if there is one, besides those `kept`.
+    /// Begins the log; returns the autoclear bits with its name, if it has one, added to those
+    /// `kept`.
     fn begin_log(&self, kept: u64) -> u64 {
         // QEMU forgets all internal snapshots of an image with an autoclear bit that it does not
         // know, when it repairs it (`qemu-img check -r leaks`, seen with 10.0.2).
@@ -129,13 +130,13 @@ impl Writer {
         self.metadata.lock().logging.begin(redo_memory, stores, (name, kept))
     }
 
-    /// The image is as if nobody had it open: refcounts are right.
+    /// Leaves the image as if nobody had it open: refcounts are right.
     pub(crate) async fn unmark(&self) -> Result<()> {
         self.header.marked.store(false, Ordering::Release);
         if self.header.is_v3 {
-            // A log that could not be written on is named still. It is removed only when the image
-            // does not name it any more: an image that names a log that is not there looks as if
-            // something had been lost.
+            // A log that could not be continued is still named. It is removed only when the image
+            // no longer names it: an image that names a missing log looks as if something had been
+            // lost.
             let autoclear = self.metadata.read_u64(place_of(field::AUTOCLEAR)).await?;
             let kept = autoclear & ((1 << LOG_NAME_SHIFT) - 1);
             if kept != autoclear {
@@ -171,7 +172,7 @@ impl Writer {
     }
 }
 
-/// A change of the fields that say where the tables are, and how long the disk is.
+/// A change of the fields for the places of the tables and the length of the disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum HeaderChange {
     /// The disk is this long.
@@ -192,7 +193,7 @@ impl HeaderChange {
         }
     }
 
-    /// What is written, and where.
+    /// The bytes to write, and where.
     fn bytes(self) -> (HostOffset, Vec<u8>) {
         let (at, bytes) = match self {
             Self::Size(size) => (field::SIZE, size.to_be_bytes().to_vec()),
@@ -210,11 +211,12 @@ impl HeaderChange {
 }
 
 impl Metadata {
-    /// Has the header say `change`, durably: the only way to move a table, or to change the length
-    /// of the disk. The log says first what the header may say, and which clusters are unused then.
+    /// Makes `change` durable in the header: the only way to move a table, or to change the length
+    /// of the disk. The log first records the possible contents of the header, and the clusters
+    /// that are unused then.
     ///
     /// # Errors
-    /// What the write or the sync says: then nothing is written any more.
+    /// Any failure of the write or the sync: then nothing more is written.
     pub(super) async fn change_header(
         self: &Arc<Self>,
         space: &Space,
@@ -234,8 +236,8 @@ impl Metadata {
         Ok(())
     }
 
-    /// Has the header say `bytes` at `at`, durably; what fails ends the writing, as nobody knows
-    /// what it says then.
+    /// Writes `bytes` durably to the header at `at`. A failure ends the writing, as nobody knows
+    /// what the header holds then.
     async fn write_header_through(
         self: &Arc<Self>,
         logged: HeaderLogged,

@@ -11,7 +11,7 @@ use mica_qcow2_format::{L1Entry, RawL2Entry};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 use std::sync::atomic::Ordering;
 
-/// The L2 entry of a guest cluster: where it stands and what it says.
+/// The L2 entry of a guest cluster: its place and its value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     /// The cluster's number on the disk.
@@ -21,23 +21,23 @@ pub(super) struct Entry {
     pub(super) raw: RawL2Entry,
 }
 
-/// What a change does to bytes that are the image's own.
+/// What a change does to bytes that belong to the image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Drops {
     /// It drops none.
     Nothing,
-    /// What it drops is zeros in the file.
+    /// The bytes that it drops are zeros in the file.
     Zeros,
-    /// What it drops is there still: the change must be durable before it is acknowledged.
+    /// The bytes that it drops still exist: the change must be durable before it is acknowledged.
     Data,
 }
 
-/// An entry that is to say something else.
+/// A new value for an entry.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
     pub(super) entry: Entry,
     pub(super) new: RawL2Entry,
-    /// The group with which the counts of what it names are durable; 0 if they are.
+    /// The group that makes the counts of the clusters it names durable; 0 if they are already.
     pub(super) group: u64,
     /// Whether the data has to be durable before the link.
     pub(super) after_data: bool,
@@ -45,13 +45,13 @@ pub(super) struct Change {
     pub(super) units: std::ops::Range<u32>,
     /// Host clusters that lose a reference.
     pub(super) freed: Vec<u64>,
-    /// What becomes of bytes that are no more the guest's.
+    /// What happens to bytes that the guest no longer owns.
     pub(super) drops: Drops,
 }
 
 impl Writer {
-    /// The entries of guest clusters `first..=last`. Tables that are missing, or that a snapshot
-    /// shares, are made.
+    /// The entries of guest clusters `first..=last`. Tables that are missing, or shared with a
+    /// snapshot, are created.
     pub(super) async fn entries(&self, first: u64, last: u64) -> Result<Vec<Entry>> {
         let bits = self.l2.cluster_bits.bits();
         let mut entries = Vec::new();
@@ -91,7 +91,7 @@ impl Writer {
         Ok(L1Entry(self.metadata.read_u64(self.l1_entry_at(index)).await?))
     }
 
-    /// The L2 table of L1 entry `index`, which nothing else shares.
+    /// The L2 table of L1 entry `index`, shared with nothing else.
     async fn own_table(&self, index: u64) -> Result<HostOffset> {
         loop {
             let entry = self.l1_entry(index).await?;
@@ -106,14 +106,14 @@ impl Writer {
                 return Ok(table);
             }
             let Some(_claim) = self.tables.claim_or_wait(index).await else { continue };
-            // Another request may have made it between the look and the claim.
+            // Another request may have created it between the look and the claim.
             if self.l1_entry(index).await? == entry {
                 return self.make_table(index, entry).await;
             }
         }
     }
 
-    /// Makes a table for L1 entry `index`: an empty one, or a copy of the one that is shared.
+    /// Creates a table for L1 entry `index`: an empty one, or a copy of the shared one.
     async fn make_table(&self, index: u64, old: L1Entry) -> Result<HostOffset> {
         let bits = self.l2.cluster_bits;
         let shared = old.decode(bits)?;
@@ -130,17 +130,17 @@ impl Writer {
         if let Err(error) = self.metadata.ranges.check(table, bits.bytes()) {
             return Err(self.note_corruption(error).await);
         }
-        // So that a full device is told to this request, and not to a flush of all.
+        // So that a full device is reported to this request, and not to a flush for everyone.
         match self.metadata.store.space(Space::Allocate, table, bits.bytes()).await {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 self.space.give_back(reserved);
                 return Err(error);
             }
-            // Where the file system cannot do it in advance, the flush will.
+            // If the file system cannot do it in advance, the flush will.
             _ => {}
         }
         let is_plain = reserved.blank && content.is_none();
-        // Who takes over is to know whether somebody else wrote there meanwhile.
+        // A successor must be able to tell whether another program wrote there in the meantime.
         let old = match reserved.blank {
             true => None,
             false => match read_exact(&*self.metadata.store, table, len).await {
@@ -157,9 +157,9 @@ impl Writer {
             None => Beneath::Blank,
         };
         let link = |pages: &mut PageState, at: HostOffset| {
-            // Whoever found one that is not known would take the image for corrupt.
+            // A lookup that found an unknown table would take the image for corrupt.
             assert!(self.metadata.ranges.check_table(table).is_ok(), "known before it is linked");
-            // First the entry: a dirty page stays when others come.
+            // The entry first: a dirty page is not evicted when others are read.
             let entry = L1Entry::encode(table, true).0.to_be_bytes();
             let bytes = pages.get_mut(at, L1Entry::BYTES, Stage::Late).expect("it is there");
             bytes.copy_from_slice(&entry);
@@ -181,7 +181,7 @@ impl Writer {
         Ok(table)
     }
 
-    /// Has `change` change L1 entry `index`, at the place that it is told.
+    /// Applies `change` to L1 entry `index`, at the place that it is passed.
     async fn change_l1(
         &self,
         index: u64,
@@ -190,7 +190,7 @@ impl Writer {
         loop {
             let at = self.l1_entry_at(index);
             let changed = self.metadata.change(at, |pages| {
-                // The table may have been moved meanwhile, or is being moved.
+                // The table may have been moved in the meantime, or is being moved.
                 let is_here = !pages.l1_is_held && self.l1_entry_at(index) == at;
                 if is_here {
                     change(pages, at);
@@ -204,8 +204,8 @@ impl Writer {
         }
     }
 
-    /// Has the entries say what is new; whether that must be flushed before it is acknowledged. The
-    /// caller has the claims of their clusters.
+    /// Writes the new entries; returns whether they must be flushed before the acknowledgement. The
+    /// caller holds the claims of their clusters.
     pub(super) async fn link(&self, changes: &[Change]) -> Result<bool> {
         let mut must_flush = false;
         for change in changes {
@@ -213,7 +213,7 @@ impl Writer {
             let bytes = self.l2.entry_bytes();
             assert!(
                 *drops != Drops::Nothing || self.drops_of(change).is_none(),
-                "what is dropped is zeros first"
+                "dropped bytes become zeros first"
             );
             let zeroed = *drops == Drops::Zeros && self.keeps_place(change);
             let place = entry.raw.offset().bytes() >> self.l2.cluster_bits.bits();
@@ -247,7 +247,7 @@ impl Writer {
         self.counters.linked_clusters.fetch_add(changes.len() as u64, Ordering::Relaxed);
     }
 
-    /// Makes the slices say what entries of guest clusters, in rising order, say of some of their
+    /// Updates the slices to the entries of guest clusters, in rising order, for some of their
     /// units.
     pub(super) fn show(
         &self,
@@ -278,7 +278,8 @@ impl Writer {
                 let mut bytes = [0; 16];
                 tables.l2.put_raw(&mut bytes, 0, raw);
                 let bytes = &bytes[..tables.l2.entry_bytes()];
-                // What no longer has an owner here shows what is beneath: that is not known here.
+                // Bytes that this layer no longer owns show what is beneath: that is not known
+                // here.
                 is_whole &= raw != RawL2Entry::default();
                 layer.append_l2_runs(tables, bytes, part, base, &mut runs);
             }

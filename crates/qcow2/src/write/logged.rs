@@ -1,12 +1,12 @@
-//! What of the pages is written down in the log, and when.
+//! What the log records of the pages, and when.
 
 use super::pages::{Group, PageState};
 use crate::redo::{HeaderLogged, LogBaseline, Mark, SpaceState, Stage};
 use mica_units::HostOffset;
 
 impl PageState {
-    /// Has all of a metadata cluster written down that is here and in the file, and that no group
-    /// writes.
+    /// Marks the resident parts of a metadata cluster for the log, if they are in the file and no
+    /// group is writing them.
     pub(super) fn log_cluster(&mut self, at: HostOffset, len: u64) {
         let page_bytes = self.page_bytes();
         let page_len = usize::try_from(page_bytes).expect("4 KiB");
@@ -16,26 +16,26 @@ impl PageState {
         }
     }
 
-    /// The file has, or is about to get, the page `number` as it is here.
+    /// The file has, or is about to get, page `number` as it is here.
     fn expect_page(&mut self, number: u64) {
         if let Some(page) = self.pages.get(&number) {
             self.logging.expect(number, &page.bytes);
         }
     }
 
-    /// What the log goes on from, with the clusters as `space` says.
+    /// The baseline of the log, with the clusters as in `space`.
     fn baseline(&self, space: SpaceState) -> LogBaseline {
         LogBaseline { header: self.header, space }
     }
 
-    /// Writes down what changed and is not in the log yet.
+    /// Logs changes that are not in the log yet.
     pub(crate) fn log_touched(&mut self, space: impl FnOnce() -> SpaceState) {
         if self.logging.is_behind() {
             self.log_state(space());
         }
     }
 
-    /// The same, and what is unused now even if nothing changed.
+    /// The same, and the unused clusters even if nothing changed.
     fn log_state(&mut self, space: SpaceState) {
         let baseline = self.baseline(space);
         let mut logging = std::mem::take(&mut self.logging);
@@ -43,7 +43,7 @@ impl PageState {
         self.logging = logging;
     }
 
-    /// The log says what the header is about to say: [`PageState::header`] has it.
+    /// Logs what the header is about to hold, as in [`PageState::header`].
     pub(super) fn log_header(&mut self, space: SpaceState) -> HeaderLogged {
         let baseline = self.baseline(space);
         let mut logging = std::mem::take(&mut self.logging);
@@ -52,12 +52,12 @@ impl PageState {
         logged
     }
 
-    /// How far the log goes for a group that is taken.
+    /// The extent of the log for a group that is taken.
     pub(super) fn mark_log(&mut self, space: SpaceState) -> Option<Mark> {
         let has_pages = self.dirty_count() > 0;
         if self.logging.is_on() && (has_pages || self.logging.is_behind()) {
             self.log_state(space.clone());
-            // While they are written the file has either.
+            // While they are being written the file has either.
             let numbers: Vec<_> = self.early.iter().chain(&self.late).copied().collect();
             numbers.into_iter().for_each(|number| self.expect_page(number));
             self.log_state(space);
@@ -65,8 +65,8 @@ impl PageState {
         self.logging.take_group(has_pages)
     }
 
-    /// What the log has up to `taken` is durable. What it goes on from is written down at once: a
-    /// log that says nothing changes nothing, and what is counted and unused would leak.
+    /// Everything in the log up to `taken` is durable. Its baseline is logged at once: an empty log
+    /// changes nothing, and the counted but unused clusters would leak.
     pub(crate) fn forget_logged(&mut self, taken: &Group, space: SpaceState) {
         let Some(mark) = &taken.logged else { return };
         if self.logging.is_on() {

@@ -1,21 +1,21 @@
 //! Writing to the active layer of a chain.
 //!
 //! ```text
-//! write ─▶ in place?  the slice says so ─▶ one write, no metadata
+//! write ─▶ in place?  the slice knows ──▶ one write, no metadata
 //!       └▶ request    claim clusters ─▶ reserve ─▶ write data ─▶ link ─▶ publish
 //! flush ─▶ commit     counts, new tables │ sync │ links │ sync        shared by all who wait
 //! ```
 //!
-//! Invariants, for which [`commit`] has the order of writes and syncs:
+//! Invariants, upheld by the order of writes and syncs in [`commit`]:
 //! - I1 A link to a cluster is durable only when its refcount is.
-//! - I2 A link is durable before its data only where what was visible before reads as zeros and
-//!   the cluster is blank: a power cut then shows zeros, which is the old content. No cluster is
-//!   blank where the store does not read what was never written as zeros.
-//! - I3 A freed cluster is given to nobody before the metadata that dropped it is durable, and
+//! - I2 A link is durable before its data only if what was visible before reads as zeros and the
+//!   cluster is blank: a power cut then shows zeros, which is the old content. If the store does
+//!   not read unwritten bytes as zeros, no cluster is blank.
+//! - I3 A freed cluster is not allocated again before the metadata that dropped it is durable and
 //!   every request that may have seen it is done.
-//! - I4 After a failed sync, or a write of metadata that failed for another reason than a lack of
-//!   space, nothing is written or acknowledged any more.
-//! - I5 What a write did is seen by every read that starts after it was acknowledged.
+//! - I4 After a failed sync, or a metadata write that failed for any reason other than lack of
+//!   space, nothing more is written or acknowledged.
+//! - I5 Every read that starts after a write was acknowledged sees that write.
 
 pub(crate) mod allocate;
 pub(crate) mod clusters;
@@ -55,7 +55,7 @@ use pages::Metadata;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Piece in which the L1 table is read when an image is opened.
+/// Size of the pieces in which the L1 table is read when an image is opened.
 const TABLE_PIECE_BYTES: usize = 1 << 20;
 
 /// What copy-on-write and syncs have cost since the disk was opened.
@@ -69,7 +69,7 @@ pub(crate) struct WriteCounters {
     pub(crate) linked_clusters: AtomicU64,
 }
 
-/// The uppermost layer of a map, open for writing.
+/// The topmost layer of a map, open for writing.
 pub(crate) struct Writer {
     map: Arc<Map>,
     layer: Arc<Layer>,
@@ -81,12 +81,12 @@ pub(crate) struct Writer {
     /// Guest clusters whose entry is being changed.
     clusters: Claims,
     gather: gather::Gather,
-    /// L1 entries whose table is being made.
+    /// L1 entries whose table is being created.
     tables: Claims,
     gate: Arc<Gate>,
     flushes: GroupSync,
     header: header::InUse,
-    /// Where the log goes for who comes after this process, and when the image was opened.
+    /// The redo log's location for the next process to open the image, and when this one opened it.
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
@@ -95,7 +95,7 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// For `layer`, the uppermost of `map`, which has this `header` and this `metadata`.
+    /// For `layer`, the topmost of `map`, which has this `header` and this `metadata`.
     pub(crate) async fn open(
         map: Arc<Map>,
         layer: Arc<Layer>,
@@ -121,7 +121,7 @@ impl Writer {
             let at = HostOffset::new(header.l1_offset.bytes().saturating_add(start));
             let piece = read_exact(&*metadata.store, at, len.min(TABLE_PIECE_BYTES)).await?;
             for entry in piece.as_chunks().0 {
-                // A malformed entry is told to who needs it.
+                // A malformed entry is reported to the request that needs it.
                 if let Ok(Some(table)) = L1Entry(u64::from_be_bytes(*entry)).decode(bits) {
                     l2_tables.push(table);
                 }
@@ -180,19 +180,19 @@ impl Writer {
         match self.metadata.failure() {
             None => Ok(()),
             Some(error) => {
-                let context = "the disk takes no more writes after an error";
+                let context = "the disk accepts no more writes after an error";
                 Err(error.clone().wrap(context))
             }
         }
     }
 
-    /// Nothing is acknowledged from now on (I4).
+    /// From now on nothing is acknowledged (I4).
     fn fail(&self, error: &Error) {
         self.metadata.fail(error);
     }
 
-    /// Remembers `error` where the image contradicts itself: in the image too, so that nobody
-    /// writes to it before it was repaired.
+    /// Remembers `error`. If the image contradicts itself, marks the image as corrupt too, so that
+    /// nobody writes to it before it is repaired.
     async fn note_corruption(&self, error: Error) -> Error {
         if error.kind() == ErrorKind::Corrupt && self.metadata.failure().is_none() {
             self.metadata.fail_for_good(&error);
@@ -204,8 +204,8 @@ impl Writer {
     }
 }
 
-/// Work that must not be left half-way. If it is, because the executor ended under it, nobody knows
-/// what it has done: nothing is acknowledged any more.
+/// Work that must run to completion. If it does not, because the executor ended first, nobody knows
+/// what it has done: nothing more is acknowledged.
 struct CompletionGuard {
     writer: Arc<Writer>,
     ended: bool,
@@ -214,13 +214,13 @@ struct CompletionGuard {
 impl Drop for CompletionGuard {
     fn drop(&mut self) {
         if !self.ended {
-            self.writer.fail(&Error::new(ErrorKind::Io, "a request was given up half-way"));
+            self.writer.fail(&Error::new(ErrorKind::Io, "a request was abandoned halfway"));
         }
     }
 }
 
 impl Writer {
-    /// Does `work`, which must not be left half-way.
+    /// Runs `work`, which must run to completion.
     pub(crate) async fn complete<T>(self: Arc<Self>, work: impl AsyncFnOnce(Arc<Self>) -> T) -> T {
         let mut guard = CompletionGuard { writer: self, ended: false };
         let output = work(Arc::clone(&guard.writer)).await;
@@ -228,9 +228,9 @@ impl Writer {
         output
     }
 
-    /// Writes `buf` at `at` if that changes no metadata; gives it back otherwise. The write is
-    /// counted as `under_way` before anybody looks where it goes: whoever takes the place away
-    /// waits for it.
+    /// Writes `buf` at `at` if that changes no metadata; returns it otherwise. The write counts as
+    /// `under_way` before its place is looked up: anyone who wants to take the place away waits for
+    /// it.
     #[inline]
     pub(crate) fn write_in_place(
         &self,
@@ -243,11 +243,11 @@ impl Writer {
         }
         let Some(host) = self.own_place(at, buf.len() as u64) else { return Err(buf) };
         self.wrote.store(true, Ordering::Relaxed);
-        // Whatever becomes of who asked: what is there now gives way to nothing else before.
+        // Even if the caller is dropped: until the write is done, nothing else may get this place.
         Ok(self.data.write_at(buf, host).hold(under_way))
     }
 
-    /// Where `len` bytes at `at` can be written without any change of metadata.
+    /// Where `len` bytes at `at` can be written without changing metadata.
     #[inline]
     fn own_place(&self, at: GuestOffset, len: u64) -> Option<HostOffset> {
         self.map.index.cache.get(slice_of(at).0)?.own_place(at, len, self.layer.number)

@@ -1,5 +1,5 @@
-//! Clusters that are taken and freed while nothing else is written: the allocator of the writing
-//! engine without its transactions.
+//! Clusters that are allocated and freed while nothing else is written: the allocator of the
+//! writing engine without its transactions.
 
 use super::allocate::{Reserved, Space};
 use super::pages::Metadata;
@@ -9,7 +9,7 @@ use mica_units::{ClusterBits, HostOffset};
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// Clusters that may be passed over in the search for a run, for each that is wanted, and besides.
+/// In the search for a run, clusters that may be skipped for each one wanted, and in addition.
 const PASSED_PER_CLUSTER: u64 = 4;
 const PASSED_MIN: u64 = 4096;
 
@@ -19,12 +19,12 @@ pub struct FileSpace {
     metadata: Arc<Metadata>,
     space: Space,
     bits: ClusterBits,
-    /// Clusters that lost their last reference and have their space still.
+    /// Clusters that lost their last reference and still occupy space.
     freed: RefCell<Vec<u64>>,
 }
 
 impl FileSpace {
-    /// The clusters of the image in `store`, which has this header and is nobody else's meanwhile.
+    /// The clusters of the image in `store`, which has this header and is used by nobody else.
     pub async fn open(store: Arc<dyn Store>, header: &Header) -> Result<Self> {
         let bits = header.cluster_bits;
         let metadata = Metadata::new(Arc::clone(&store), bits);
@@ -38,7 +38,7 @@ impl FileSpace {
         Ok(Self { store, metadata, space, bits, freed: RefCell::default() })
     }
 
-    /// Takes `count` clusters in a row.
+    /// Takes `count` contiguous clusters.
     pub async fn take(&self, count: u64) -> Result<HostOffset> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
@@ -63,7 +63,7 @@ impl FileSpace {
         Ok(self.place(first))
     }
 
-    /// Where the file ends and `count` clusters follow that nothing counts.
+    /// The end of the file, if `count` clusters that nothing counts follow there.
     pub async fn end(&self, count: u64) -> Result<HostOffset> {
         let mut first = self.bits.clusters_for(self.store.len()?);
         let mut cluster = first;
@@ -77,7 +77,7 @@ impl FileSpace {
         Ok(self.place(first))
     }
 
-    /// Whether the L2 table at `at` lies over no other metadata, so that it may be written.
+    /// Checks that the L2 table at `at` overlaps no other metadata, so that it may be written.
     ///
     /// # Errors
     /// `Corrupt` if it does.
@@ -85,22 +85,22 @@ impl FileSpace {
         self.metadata.ranges.check(at, self.bits.bytes())
     }
 
-    /// Whether the table or block at `at` lies over no other.
+    /// Whether the table or block at `at` overlaps no other.
     pub fn is_alone(&self, at: HostOffset) -> bool {
         self.metadata.ranges.check_table(at).is_ok()
     }
 
-    /// The clusters that have their space still and are nobody's.
+    /// The clusters that nobody uses and that still occupy space.
     pub fn take_freed(&self) -> Vec<u64> {
         self.freed.take()
     }
 
-    /// `clusters` have their space still and are nobody's.
+    /// `clusters` are no longer used and still occupy space.
     pub fn put_freed(&self, clusters: Vec<u64>) {
         self.freed.borrow_mut().extend(clusters);
     }
 
-    /// What was at `at` is no metadata any more.
+    /// The bytes at `at` are no longer metadata.
     pub fn forget(&self, at: HostOffset) {
         self.metadata.ranges.remove(at);
     }
@@ -108,7 +108,7 @@ impl FileSpace {
     /// Takes one reference from each of `count` clusters at `at`.
     ///
     /// # Errors
-    /// `Corrupt` where metadata is among them: what frees it is a lie of the tables.
+    /// `Corrupt` if metadata is among them: tables that free metadata are corrupt.
     pub async fn free(&self, at: HostOffset, count: u64) -> Result<()> {
         let first = self.bits.cluster_of(at.bytes());
         for cluster in first..first + count {
@@ -121,8 +121,8 @@ impl FileSpace {
         Ok(())
     }
 
-    /// Gives the space of what was freed back to the file system: the file ends behind the last
-    /// cluster that counts, and behind `least` bytes. The counts are durable.
+    /// Returns the space of freed clusters to the file system: the file ends after the last cluster
+    /// that counts, and not before `least` bytes. The counts are durable.
     pub async fn give_back(&self, least: u64) -> Result<()> {
         let mut end = self.bits.clusters_for(self.store.len()?);
         let least = self.bits.clusters_for(least);
@@ -133,7 +133,7 @@ impl FileSpace {
             end -= 1;
         }
         let mut freed = self.freed.take();
-        // That the file keeps its space is no harm but the space.
+        // Keeping the space costs nothing but the space.
         let is_longer = self.store.len()? > self.place(end).bytes();
         if is_longer && let Err(error) = self.store.set_len(self.place(end).bytes()).await {
             tracing::debug!(%error, "the file keeps its length");
@@ -152,9 +152,9 @@ impl FileSpace {
         self.store.sync().await
     }
 
-    /// Makes the refcounts durable, and gives back what was counted ahead.
+    /// Makes the refcounts durable, and returns what was counted ahead.
     pub async fn commit(&self) -> Result<()> {
-        // An old refcount table is among what is freed: the header names the new one by now.
+        // An old refcount table is among the freed clusters: by now the header names the new one.
         let freed = std::mem::take(&mut self.metadata.lock().group.freed);
         for cluster in self.space.drain_pool().into_iter().chain(freed) {
             self.space.release(cluster).await?;

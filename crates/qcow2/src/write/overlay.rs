@@ -1,5 +1,4 @@
-//! The active layer's image file as a store to read, with the metadata that is in memory laid over
-//! it.
+//! The active layer's image file as a readable store, with the metadata in memory laid over it.
 
 use super::pages::Metadata;
 use mica_block::{IoFuture, Result, Run, Store, StoreIdentity, Witness};
@@ -7,7 +6,7 @@ use mica_rt::Buf;
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// The image file as its metadata is now: what is in memory lies over what is in the file.
+/// The image file with its present metadata: what is in memory hides what is in the file.
 pub(crate) struct MetadataStore {
     metadata: Arc<Metadata>,
     identity: StoreIdentity,
@@ -18,8 +17,8 @@ impl MetadataStore {
         Self { metadata, identity: StoreIdentity::own() }
     }
 
-    /// Copies what is in memory over `buf`, which is what the file has at `offset`; whether that
-    /// was all of it.
+    /// Copies what is in memory over `buf`, which holds the file's bytes at `offset`. Returns
+    /// whether that was all of it.
     fn overlay(metadata: &Metadata, buf: &mut Buf, offset: HostOffset) -> bool {
         let state = metadata.lock();
         let page_bytes = state.page_bytes();

@@ -1,16 +1,16 @@
 //! The metadata of an image that is being written, in memory: pages of its tables and refcounts.
 //!
-//! A page is the unit in which metadata is read, changed and written: 4 KiB, or a cluster where
-//! that is smaller. Changes stay here until a group of them is made durable (see
-//! [`commit`](super::commit)); until then this is the only place that has them, so whoever reads
-//! metadata of the active layer reads through [`MetadataStore`](super::overlay::MetadataStore).
+//! A page is the unit in which metadata is read, changed and written: 4 KiB, or a cluster if that
+//! is smaller. Changes stay here until a group of them is made durable (see
+//! [`commit`](super::commit)); until then they exist nowhere else, so all reads of the active
+//! layer's metadata go through [`MetadataStore`](super::overlay::MetadataStore).
 //!
 //! Invariants
-//! - I1 A page that is dirty, or being written, or being read, is never evicted.
-//! - I2 A page is read from the file only while it is not here: what was changed here is never
-//!   overwritten by what the file said before.
+//! - I1 A page that is dirty, or being written or read, is never evicted.
+//! - I2 A page is read from the file only while it is not here: a change made here is never
+//!   overwritten by the older contents of the file.
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
-//!   before any page of the group that is late.
+//!   before any late page of the group.
 
 use super::file::ImageFile;
 use crate::live::{HeldClusters, Live, MetadataRanges};
@@ -35,7 +35,7 @@ pub(super) struct Page {
     pub(super) used: Cell<bool>,
 }
 
-/// Copies of dirty pages, joined where they are neighbours, by stage.
+/// Copies of dirty pages by stage; neighbours are joined.
 #[derive(Default)]
 pub(crate) struct Dirty {
     pub(crate) early: Vec<(HostOffset, Buf)>,
@@ -44,7 +44,7 @@ pub(crate) struct Dirty {
     late_pages: BTreeSet<u64>,
 }
 
-/// The pages in memory, and what a group consists of besides.
+/// The pages in memory, and the rest of the current group.
 pub(crate) struct PageState {
     bits: u32,
     pub(super) pages: HashMap<u64, Page>,
@@ -54,31 +54,31 @@ pub(crate) struct PageState {
     pub(super) early: BTreeSet<u64>,
     pub(super) late: BTreeSet<u64>,
     pub(crate) group: Group,
-    /// Whether L1 entries stay as they are for now: their table is being moved.
+    /// Whether L1 entries must not change at present: their table is being moved.
     pub(crate) l1_is_held: bool,
-    /// What the header says, or is about to.
+    /// What the header holds, or is about to.
     pub(crate) header: HeaderState,
-    /// Host clusters of the guest that were made zeros in place, as the first step of a change that
-    /// is not durable yet, and the group of that change.
+    /// Host clusters of the guest that were zeroed in place, as the first step of a change that is
+    /// not durable yet, and the group of that change.
     zeroed: HashMap<u64, u64>,
-    /// What changed since the last group, for who comes after this process.
+    /// What changed since the last group, for the next process to open the image.
     pub(crate) logging: Logging,
 }
 
-/// What changes of metadata have gathered since the last group was taken.
+/// The changes of metadata since the last group was taken.
 #[derive(Default)]
 pub(crate) struct Group {
     /// Its number; the first is 1.
     pub(crate) number: u64,
-    /// Groups up to this one have their refcounts durable.
+    /// The refcounts of groups up to this one are durable.
     pub(crate) durable: u64,
     /// Whether its data and refcounts must be durable before its links are written.
     pub(crate) in_two_steps: bool,
-    /// Tables that were made in this group, so that nothing durable names them.
+    /// Tables that were created in this group, so that nothing durable names them.
     pub(crate) new_tables: BTreeSet<HostOffset>,
     /// Host clusters that lose a reference with this group.
     pub(crate) freed: Vec<u64>,
-    /// Of a group that was taken: how far the log went then, if that is to be said.
+    /// Of a group that was taken: how far the log went then, if that is to be recorded.
     pub(crate) logged: Option<Mark>,
 }
 
@@ -86,9 +86,9 @@ pub(crate) struct Group {
 pub(crate) struct Metadata {
     pub(crate) store: Arc<ImageFile>,
     pub(crate) ranges: Arc<MetadataRanges>,
-    /// Clusters of the guest that are not written in place for now.
+    /// Clusters of the guest that are not written in place at present.
     pub(crate) held: Arc<HeldClusters>,
-    /// Who changes the header, one at a time.
+    /// Serializes changes of the header.
     pub(super) header_changes: Claims,
     failed: OnceLock<Error>,
     state: Mutex<PageState>,
@@ -116,33 +116,33 @@ impl Metadata {
         Arc::new(Self { store, ranges, held, header_changes, failed, state: Mutex::new(state) })
     }
 
-    /// What readers of the layer have to know.
+    /// What readers of the layer need to know.
     pub(crate) fn live(&self) -> Live {
         Live { held: Arc::clone(&self.held), ranges: Arc::clone(&self.ranges) }
     }
 
-    /// Why nothing is written any more, if that is so.
+    /// Why nothing is written any more, if so.
     pub(crate) fn failure(&self) -> Option<&Error> {
         self.failed.get()
     }
 
-    /// Nothing is acknowledged from now on. What was acknowledged is in the log: who comes next has
-    /// it.
+    /// From now on nothing is acknowledged. What was acknowledged is in the log, for the next
+    /// process to open the image.
     pub(crate) fn fail(&self, error: &Error) {
         if self.failed.set(error.clone()).is_ok() {
-            tracing::error!(%error, "the disk takes no more writes");
+            tracing::error!(%error, "the disk accepts no more writes");
         }
     }
 
-    /// The same where what was written is not what it is thought to be: to put more into the image
+    /// The same if the file does not hold what it is believed to hold: writing more to the image
     /// would not mend it.
     pub(crate) fn fail_for_good(&self, error: &Error) {
         self.fail(error);
         self.lock().logging.end();
     }
 
-    /// Makes durable what was written. The kernel tells a failure once, to whoever asks first: so
-    /// everybody asks here, and after one failure nothing is acknowledged any more.
+    /// Makes durable what was written. The kernel reports a failure once, to whoever asks first: so
+    /// everybody syncs through here, and after one failure nothing is acknowledged any more.
     pub(crate) async fn sync(&self) -> Result<()> {
         let synced = self.store.sync().await.map_err(|error| error.wrap(self.store.name()));
         if let Err(error) = &synced {
@@ -151,7 +151,7 @@ impl Metadata {
         synced
     }
 
-    /// Writes what must not be known half-way: a failure ends the writing.
+    /// Writes something that must not stay half-written: a failure ends the writing.
     pub(crate) async fn write_through(&self, bytes: Buf, at: HostOffset) -> Result<()> {
         let written = write_all(&*self.store, bytes, at).await;
         if let Err(error) = &written {
@@ -161,7 +161,7 @@ impl Metadata {
     }
 
     /// Changes a field of the header, in memory and in the file, and nowhere else: no group writes
-    /// the header, so that what one took before never replaces what is written here meanwhile.
+    /// the header, so that an older copy in a group never replaces what is written here.
     pub(super) async fn write_header(
         self: &Arc<Self>,
         logged: HeaderLogged,
@@ -196,13 +196,13 @@ impl Metadata {
         }
     }
 
-    /// The pages. Never held across I/O.
+    /// Locks the pages. Never held across I/O.
     pub(crate) fn lock(&self) -> MutexGuard<'_, PageState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the page of `at` in memory. It may be gone again when the caller locks: then it asks
-    /// again.
+    /// Loads the page of `at` into memory. It may be gone again when the caller locks: then the
+    /// caller repeats this.
     pub(crate) async fn load(&self, at: HostOffset) -> Result<()> {
         let Some(loading) = self.start_loading(at) else { return Ok(()) };
         let len = loading.len;
@@ -222,7 +222,7 @@ impl Metadata {
         Some(Loading { metadata: self, page, len: 1 << state.bits })
     }
 
-    /// Looks at the big-endian number at `at`.
+    /// Reads the big-endian number at `at`.
     pub(crate) async fn read_u64(&self, at: HostOffset) -> Result<u64> {
         loop {
             if let Some(bytes) = self.lock().get(at, 8) {
@@ -282,7 +282,7 @@ impl PageState {
         at.bytes() >> self.bits << self.bits
     }
 
-    /// Bytes of a page.
+    /// Size of a page, in bytes.
     pub(crate) fn page_bytes(&self) -> u64 {
         1 << self.bits
     }
@@ -291,7 +291,7 @@ impl PageState {
         self.pages.contains_key(&self.page_of(at))
     }
 
-    /// The `len` bytes at `at`, which lie in one page, if it is here.
+    /// The `len` bytes at `at`, which lie in one page, if that is in memory.
     pub(crate) fn get(&self, at: HostOffset, len: usize) -> Option<&[u8]> {
         let page = self.page_of(at);
         let within = usize::try_from(at.bytes() - page).expect("within a page");
@@ -300,8 +300,8 @@ impl PageState {
         Some(&page.bytes[within..within + len])
     }
 
-    /// The same to change, which makes the page dirty, and goes into the log. A page that is dirty
-    /// early stays so: its table is not linked yet.
+    /// The same to change, which makes the page dirty and is logged. A page that is dirty early
+    /// stays so: its table is not linked yet.
     pub(crate) fn get_mut(
         &mut self,
         at: HostOffset,
@@ -336,7 +336,7 @@ impl PageState {
         Some(&mut page.bytes[within..within + len])
     }
 
-    /// Changes a page that is here as its file is being changed.
+    /// Changes a page that is here, just as its file is being changed.
     fn patch(&mut self, at: HostOffset, bytes: &[u8]) {
         let number = self.page_of(at);
         let within = usize::try_from(at.bytes() - number).expect("within a page");
@@ -344,8 +344,8 @@ impl PageState {
         page.bytes[within..within + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// The guest's host cluster `cluster` is zeros in the file, before that is durable in the
-    /// tables.
+    /// Notes that the guest's host cluster `cluster` is zeros in the file, before the tables record
+    /// it durably.
     pub(super) fn note_zeroed(&mut self, cluster: u64) {
         self.zeroed.insert(cluster, self.group.number);
     }
@@ -356,7 +356,7 @@ impl PageState {
         !self.zeroed.is_empty() && self.zeroed.contains_key(&cluster)
     }
 
-    /// What was noted up to group `number` is durable.
+    /// Everything noted up to group `number` is durable.
     pub(super) fn forget_zeroed(&mut self, number: u64) {
         self.zeroed.retain(|_, group| *group > number);
     }
@@ -376,7 +376,7 @@ impl PageState {
         self.evict();
     }
 
-    /// Forgets clean pages beyond the bound, those first that were not used for longest.
+    /// Evicts clean pages beyond the bound, least recently used first.
     pub(super) fn evict(&mut self) {
         let busy = self.early.len() + self.late.len();
         let mut looks = self.order.len();
@@ -398,7 +398,7 @@ impl PageState {
         self.early.len() + self.late.len()
     }
 
-    /// Takes the group, and begins the next one.
+    /// Takes the group, and begins the next.
     pub(crate) fn take_group(&mut self, space: SpaceState) -> (Dirty, Group) {
         let next = Group {
             number: self.group.number + 1,
@@ -410,7 +410,7 @@ impl PageState {
         (self.take_dirty(), taken)
     }
 
-    /// Copies all dirty pages, which are clean from now on, and being written until
+    /// Copies all dirty pages; these are clean from now on, and being written until
     /// [`Self::written`].
     pub(crate) fn take_dirty(&mut self) -> Dirty {
         let early_pages = std::mem::take(&mut self.early);
@@ -419,8 +419,8 @@ impl PageState {
         Dirty { early, late, early_pages, late_pages }
     }
 
-    /// Makes a group whose early pages could not all be written a part of the next one. None of its
-    /// links is in the file.
+    /// Adds a group whose early pages could not all be written to the next one. None of its links
+    /// is in the file.
     pub(crate) fn put_back(&mut self, dirty: &Dirty, taken: Group) {
         self.logging.put_back(taken.logged);
         self.group.new_tables.extend(taken.new_tables);

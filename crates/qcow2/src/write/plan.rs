@@ -1,5 +1,5 @@
-//! What becomes of the clusters that a request touches: where each one's data goes, and what its
-//! entry says then.
+//! What happens to the clusters that a request touches: where each one's data goes, and what its
+//! entry becomes.
 
 use super::Writer;
 use super::allocate::Reserved;
@@ -8,22 +8,22 @@ use mica_block::{Extent, Result};
 use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry, SUBCLUSTER_COUNT};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
-/// What becomes of one cluster.
+/// The plan for one cluster.
 pub(super) struct ClusterPlan {
     pub(super) entry: Entry,
     /// Where its data is written: a place that nothing else names.
     pub(super) host: HostOffset,
     pub(super) blank: bool,
     group: u64,
-    /// Units (subclusters, or the cluster) that the host place holds already.
+    /// Units (subclusters, or the cluster) that the host place already holds.
     pub(super) owned: u32,
-    /// Units that are written whole: by the guest, or filled with what shows there now.
+    /// Units that are written whole: by the guest, or filled with what currently shows there.
     pub(super) must: u32,
     zero: u32,
     freed: Vec<u64>,
 }
 
-/// What is known of a cluster before it has a place.
+/// What is known of a cluster before it gets a place.
 struct Before {
     host: Option<HostOffset>,
     owned: u32,
@@ -33,7 +33,7 @@ struct Before {
     freed: Vec<u64>,
 }
 
-/// Reservations that go back unless they were linked.
+/// Reservations that are returned unless they were linked.
 pub(super) struct Reservations<'a> {
     writer: &'a Writer,
     reserved: Vec<Reserved>,
@@ -44,7 +44,7 @@ impl<'a> Reservations<'a> {
         Self { writer, reserved: Vec::new() }
     }
 
-    /// They do not go back.
+    /// They are not returned.
     pub(super) fn keep(&mut self) {
         self.reserved.clear();
     }
@@ -59,7 +59,7 @@ impl Drop for Reservations<'_> {
 }
 
 impl Writer {
-    /// Units of a cluster: its subclusters, or itself.
+    /// Number of units of a cluster: its subclusters, or 1.
     pub(super) fn units(&self) -> u32 {
         if self.l2.extended { SUBCLUSTER_COUNT } else { 1 }
     }
@@ -85,7 +85,7 @@ impl Writer {
     }
 
     /// Decides where each cluster's data goes, and reserves what is missing: one run for the whole
-    /// request where there is one.
+    /// request if there is one.
     pub(super) async fn place(
         &self,
         ranges: &[GuestRange],
@@ -129,7 +129,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What the entry says for a write.
+    /// What the entry means for a write.
     fn before(&self, entry: &Entry) -> Result<Before> {
         let bits = self.l2.cluster_bits;
         let guest = GuestOffset::new(entry.cluster << bits.bits());
@@ -179,7 +179,7 @@ impl Writer {
         Ok(clusters.collect())
     }
 
-    /// The change that links what was written; none where the entry says it already.
+    /// The change that links what was written; `None` if the entry is already right.
     pub(super) fn change_of(
         &self,
         ranges: &[GuestRange],

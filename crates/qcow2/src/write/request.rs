@@ -10,16 +10,16 @@ use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Clusters that one transaction changes at most; a longer request is several.
+/// Clusters that one transaction changes at most; a longer request is split.
 const CLUSTERS_MAX: u64 = 64;
 /// Bytes that one transaction writes at most, so that what it copies stays bounded.
 const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
-/// Clusters of a request after which others have their turn: a request may have millions.
+/// Clusters of a request after which other tasks get a turn: a request may have millions.
 const CLUSTERS_PER_TURN: u64 = 512;
-/// Dirty pages of metadata at which writers flush by themselves.
+/// Dirty pages of metadata at which writers flush on their own.
 const DIRTY_PAGES_MAX: usize = 1024;
 
-/// Offers that were taken; told of a failure if nothing else was told.
+/// Offers that were taken; they get a failure if nothing else was reported.
 struct Taken(Vec<Arc<Offer>>);
 
 impl Taken {
@@ -33,14 +33,14 @@ impl Taken {
 impl Drop for Taken {
     fn drop(&mut self) {
         for offer in self.0.drain(..) {
-            let context = "the write that this one was joined to was given up";
+            let context = "the write that this one had joined was abandoned";
             offer.finish(Err(Error::new(ErrorKind::Io, context)));
         }
     }
 }
 
 impl Writer {
-    /// Writes `buf` at `at`, which changes metadata or cannot be told to leave it.
+    /// Writes `buf` at `at`, which changes metadata, or may do so.
     pub(crate) async fn write_allocating(
         &self,
         at: GuestOffset,
@@ -66,7 +66,7 @@ impl Writer {
         .await
     }
 
-    /// Does a request to `range` in parts by `transact`, a transaction each.
+    /// Runs a request to `range` in parts, each as one transaction by `transact`.
     pub(super) async fn in_transactions(
         &self,
         range: GuestRange,
@@ -92,7 +92,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes a part of a request, together with what others write to the same cluster meanwhile.
+    /// Writes a part of a request, together with other pending writes to the same cluster.
     async fn write_part(&self, range: GuestRange, mut buf: Buf) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let first = bits.cluster_of(range.start().bytes());
@@ -113,7 +113,7 @@ impl Writer {
                 },
             }
         };
-        // Whoever is ready to write to this cluster offers itself now.
+        // Writes to this cluster that are ready now offer themselves.
         mica_rt::yield_now().await;
         let mut pieces = vec![(range, buf)];
         let mut offers = Vec::new();
@@ -128,7 +128,7 @@ impl Writer {
         result
     }
 
-    /// One transaction. The caller has the claims of the clusters.
+    /// One transaction. The caller holds the claims of the clusters.
     async fn write_transaction(&self, guest: Guest) -> Result<()> {
         let bits = self.l2.cluster_bits;
         let ranges: Vec<_> = guest.ranges().collect();
@@ -140,21 +140,21 @@ impl Writer {
         let mut plans = Vec::with_capacity(entries.len());
         let mut reservations = Reservations::new(self);
         self.place(&ranges, entries, &mut plans, &mut reservations).await?;
-        // Once: the disk may become longer meanwhile.
+        // Read once: the disk may grow in the meantime.
         let disk_len = self.map.len();
         let visible = self.visible(disk_len, &plans).await?;
         let parts = Parts::plan(self, disk_len, &ranges, &plans, &visible);
         self.write_parts(parts, guest).await?;
         let changes: Vec<_> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
-        // From here on the clusters are not given back: some may be linked when the rest fails.
+        // From here on the clusters are not returned: some may be linked when the rest fails.
         reservations.keep();
         self.link_or_fail(&changes).await?;
         self.publish(&changes);
         Ok(())
     }
 
-    /// What shows now where units of `plans` are written whole; empty if none are.
+    /// What currently shows in units of `plans` that are written whole; empty if none are.
     async fn visible(&self, disk_len: u64, plans: &[ClusterPlan]) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let filled = || plans.iter().filter(|plan| plan.must != 0);
@@ -184,7 +184,7 @@ impl Writer {
         self.gather.claim(&self.clusters, first, last).await
     }
 
-    /// Only after what changed is published: a flush may find no space, and the disk goes on.
+    /// Only after the change is published: a flush may find no space, and the disk stays usable.
     async fn flush_if_over_limit(&self) -> Result<()> {
         let is_much = {
             let pages = self.metadata.lock();

@@ -7,14 +7,14 @@ use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset};
 
-/// Zeros that are written out at a time.
+/// Zeros that are written at a time.
 const ZEROS_BYTES_MAX: u64 = 512 << 10;
 
-/// What is asked of a range that reads as zeros afterwards.
+/// What is requested for a range that reads as zeros afterwards.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wish {
     Zeroes(Zeroes),
-    /// As far as whole clusters go, and only where that gives space back.
+    /// Only whole clusters, and only if that frees space.
     Discard,
 }
 
@@ -38,10 +38,10 @@ impl Writer {
         self.zero_or_discard(range, Wish::Zeroes(how)).await
     }
 
-    /// Gives back the space of the whole clusters in `range`.
+    /// Frees the space of the whole clusters in `range`.
     pub(crate) async fn discard_range(&self, range: GuestRange) -> Result<()> {
         self.check_writable(range)?;
-        // Without a zero flag, what is beneath would show again.
+        // Without a zero flag the layers beneath would show again.
         if self.l2.version == Version::V2 && self.has_backing() {
             return Ok(());
         }
@@ -78,7 +78,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Empties whole units by their entries; gives the ranges in which that cannot be.
+    /// Empties whole units through their entries; returns the ranges where that is impossible.
     async fn empty_units(&self, whole: GuestRange, wish: Wish) -> Result<Vec<GuestRange>> {
         let bits = self.l2.cluster_bits;
         let first = bits.cluster_of(whole.start().bytes());
@@ -86,7 +86,7 @@ impl Writer {
         let _claims = self.claim_clusters(first, last).await;
         let extents = self.extents_of(whole).await?;
         let own = self.layer.number;
-        // What reads as zeros by a frozen layer, or by none, does so for good.
+        // What a frozen layer, or none, makes read as zeros stays so.
         let is_settled = |extent: &Extent| match extent.kind {
             ExtentKind::ZeroAllocated => extent.layer != own || !wish.may_unmap(),
             kind => kind.reads_as_zero(),
@@ -146,7 +146,7 @@ impl Writer {
     }
 }
 
-/// What becomes of an entry whose units are zeroed.
+/// The new state of an entry whose units are zeroed.
 enum Zeroed {
     Same,
     Changed(Change),
@@ -156,8 +156,8 @@ enum Zeroed {
 type Divided = (Option<GuestRange>, Option<GuestRange>, Option<GuestRange>);
 
 impl Writer {
-    /// Divides `part` into what comes before its whole units, these, and what comes after. The last
-    /// unit of the disk is whole where the disk ends.
+    /// Divides `part` into the bytes before its whole units, these units, and the bytes after. The
+    /// last unit of the disk is whole if the disk ends in it.
     fn whole_units(&self, part: GuestRange, disk_len: u64) -> Option<Divided> {
         let unit = 1_u64 << self.l2.subcluster_bits();
         let (start, end) = (part.start().bytes(), part.end().bytes());
@@ -218,8 +218,8 @@ impl Writer {
         Ok(changed(entry, self.l2.encode(says, entry.raw.copied()), self.units(), freed))
     }
 
-    /// The entry of a cluster that reads as zeros and has no place. Version 2 has none: there
-    /// nothing lies beneath when this is asked.
+    /// The entry of a cluster that reads as zeros and has no place. Version 2 lacks it: there
+    /// nothing lies beneath when this is called.
     fn zero_entry(&self) -> mica_qcow2_format::RawL2Entry {
         let says = match self.l2.version {
             Version::V2 => L2Entry::Unallocated,
@@ -229,7 +229,7 @@ impl Writer {
     }
 
     /// With a data file the place of a cluster is fixed: its bytes there become zeros, and the
-    /// entry says so only where something beneath would show.
+    /// entry records it only if something beneath would show.
     async fn zeroed_in_data_file(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {
         let unit = 1_u64 << self.l2.subcluster_bits();
         let start = entry.cluster << self.l2.cluster_bits.bits();
@@ -269,7 +269,7 @@ impl Writer {
         Ok(changed(entry, self.l2.encode(says, allocated != 0), self.units(), Vec::new()))
     }
 
-    /// Links; what fails half-way leaves the disk unfit for more writes.
+    /// Links; a failure halfway makes the disk refuse further writes.
     pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<bool> {
         let linked = self.link(changes).await;
         if let Err(error) = &linked {

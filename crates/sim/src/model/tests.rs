@@ -75,7 +75,7 @@ fn read_that_began_before_the_acknowledgement_may_be_old() {
     assert!(!reads(&mut model, &OLD));
 }
 
-/// The model once took this for a foreign value: the flush had it forget what the read may show.
+/// The model once took this for a foreign value: the flush made it forget what the read may show.
 #[test]
 fn read_that_began_before_write_and_flush_may_be_old() {
     let mut model = model();

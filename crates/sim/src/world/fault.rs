@@ -1,4 +1,4 @@
-//! Changes of files that fail, and the power that goes.
+//! Changes of files that fail, and power failures.
 
 use super::file::SharedFile;
 use super::{World, lock};
@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::task::{Context, Poll, Waker};
 
-/// When set, the world tells what it does.
+/// When set, the world prints what it does.
 const TRACE_VARIABLE: &str = "MICA_SIM_TRACE";
 
 /// An operation that changes a file.
@@ -19,13 +19,13 @@ pub enum Operation {
     Write,
     /// What is volatile is made durable.
     Sync,
-    /// Space is allocated or given back.
+    /// Space is allocated or freed.
     Space,
     /// The length is set.
     SetLen,
 }
 
-/// What shall happen to changes of files: of all files, counted together.
+/// The faults of changes of files: of all files, counted together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChangeFault {
     /// Which operation fails.
@@ -41,10 +41,10 @@ pub struct ChangeFault {
 /// The error number of a full device.
 pub const ENOSPC: i32 = 28;
 
-/// What is known of changes in a world.
+/// The record of changes in a world.
 #[derive(Default)]
 pub(super) struct Changes {
-    /// With how many operations of its kind there were when it was added, and whether it struck.
+    /// With the count of operations of its kind when it was added, and whether it struck.
     faults: Vec<(ChangeFault, u64, bool)>,
     started: [u64; 4],
     completed: u64,
@@ -53,12 +53,12 @@ pub(super) struct Changes {
     kill_after: Option<u64>,
     cut_after: Option<(u64, Loss)>,
     cut_after_syncs: Option<(u64, u64, Loss)>,
-    /// One sync in so many is acknowledged and not done; none where it is zero.
+    /// One sync in this many is acknowledged and not done; 0 for none.
     syncs_ignored_one_in: u64,
     cuts: u64,
-    /// How often the power went.
+    /// How many times the power went.
     pub(super) boots: u64,
-    /// How often file systems were mounted anew.
+    /// How many times file systems were remounted.
     pub(super) lives: u64,
     waiting: Vec<Waker>,
 }
@@ -71,13 +71,13 @@ impl World {
         changes.faults.push((fault, before, false));
     }
 
-    /// Takes all faults of changes away. Gives whether one of them struck.
+    /// Removes all faults of changes. Returns whether one of them struck.
     pub fn heal_changes(&self) -> bool {
         let faults = std::mem::take(&mut lock(&self.state).changes.faults);
         faults.iter().any(|(_, _, struck)| *struck)
     }
 
-    /// Whether a fault of changes struck that was not taken away.
+    /// Whether a fault of changes struck that was not removed.
     pub fn fault_struck(&self) -> bool {
         lock(&self.state).changes.faults.iter().any(|(_, _, struck)| *struck)
     }
@@ -98,13 +98,13 @@ impl World {
         lock(&self.state).changes.completed
     }
 
-    /// The power goes when so many more operations that change files have completed.
+    /// The power goes when this many more operations that change files have completed.
     pub fn cut_power_after(&self, operations: u64, loss: Loss) {
         let changes = &mut lock(&self.state).changes;
         changes.cut_after = Some((changes.completed + operations, loss));
     }
 
-    /// The process dies when so many more operations that change files, and changes of the memory
+    /// The process dies when this many more operations that change files, and changes of the memory
     /// that outlives it, have completed.
     pub fn kill_after(&self, operations: u64) {
         let changes = &mut lock(&self.state).changes;
@@ -140,8 +140,8 @@ impl World {
         changes.completed + changes.remembered
     }
 
-    /// The power goes when so many more syncs, and then so many operations, have completed: what is
-    /// written next after a sync is what depends on it.
+    /// The power goes when this many more syncs, and then this many operations, have completed: the
+    /// next write after a sync is the one that depends on it.
     pub fn cut_power_after_syncs(&self, syncs: u64, then: u64, loss: Loss) {
         lock(&self.state).changes.cut_after_syncs = Some((syncs, then, loss));
     }
@@ -153,28 +153,28 @@ impl World {
         changes.kill_after = None;
     }
 
-    /// The power goes, and comes again: stores that are open give errors from now on, and who opens
-    /// a file finds what `loss` left of it.
+    /// The power goes, and returns: stores that are open give errors from now on, and a file that
+    /// is opened holds what `loss` left of it.
     pub fn cut_power(&self, loss: Loss) {
         self.trace(|| format!("the power goes, losing {loss:?}"));
         self.restart(Some(loss), true);
     }
 
-    /// The device goes away and comes again under a machine that goes on: what `loss` says is lost,
-    /// and memory stays. The process that has files open dies.
+    /// The device goes away and returns while the machine keeps running: what `loss` selects is
+    /// lost, and memory stays. The process that has files open dies.
     pub fn lose_device(&self, loss: Loss) {
         self.trace(|| format!("the device goes, losing {loss:?}"));
         self.restart(Some(loss), false);
     }
 
-    /// The process that has files open dies: stores that are open give errors from now on, and who
-    /// opens a file finds what was written.
+    /// The process that has files open dies: stores that are open give errors from now on, and a
+    /// file that is opened holds what was written.
     pub fn kill(&self) {
         self.trace(|| "the process dies".to_owned());
         self.restart(None, false);
     }
 
-    /// How often the power went or the process died.
+    /// How many times the power went or the process died.
     pub fn cuts(&self) -> u64 {
         lock(&self.state).changes.cuts
     }
@@ -184,7 +184,7 @@ impl World {
         PowerCut { world: self.clone(), before: self.cuts() }
     }
 
-    /// Tells `event` where the user wants to know.
+    /// Prints `event` if the user wants a trace.
     pub fn trace(&self, event: impl FnOnce() -> String) {
         static WANTED: OnceLock<bool> = OnceLock::new();
         if *WANTED.get_or_init(|| std::env::var_os(TRACE_VARIABLE).is_some()) {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 pub(super) type SharedFile = Arc<Mutex<SimFile>>;
 
-/// A file: what readers see of it, and what of that is durable.
+/// A file: what readers see of it, and which part is durable.
 pub(super) struct SimFile {
     pub(super) path: PathBuf,
     pub(super) bytes: Vec<u8>,
@@ -22,11 +22,11 @@ pub(super) struct SimFile {
     pub(super) latency: Latency,
     pub(super) faults: Vec<ReadFault>,
     pub(super) reads: u64,
-    /// There from the first time on that it is opened for writing: until then all is durable.
+    /// Exists from the first time the file is opened for writing: until then all is durable.
     pub(super) journal: Option<Journal>,
-    /// Who has it open for writing.
+    /// The writer that has it open.
     pub(super) writer: Weak<()>,
-    /// Its machine is gone: whoever has it open gets errors.
+    /// Its machine is gone: anyone who has it open gets errors.
     pub(super) dead: bool,
 }
 
@@ -58,7 +58,7 @@ impl SimFile {
         count
     }
 
-    /// Changes the content as someone outside does it: at once, and durably.
+    /// Changes the content as an outside program does: at once, and durably.
     pub(super) fn change_durably(&mut self, change: impl FnOnce(&mut Vec<u8>)) {
         change(&mut self.bytes);
         if self.journal.is_some() {
@@ -82,9 +82,8 @@ impl SimFile {
         (self.mtime_ns, self.ctime_ns) = (now_ns, now_ns);
     }
 
-    /// The file as the machine finds it when it is on again; with `None`, as another process of
-    /// the same machine finds it when this one is dead. Whoever had it open gets errors from now
-    /// on.
+    /// The file as the machine finds it after a restart; with `None`, as another process of the
+    /// same machine finds it when this one is dead. Anyone who had it open gets errors from now on.
     pub(super) fn reborn(&mut self, loss: Option<Loss>, draw: Draw<'_>) -> Self {
         self.dead = true;
         let bytes = std::mem::take(&mut self.bytes);

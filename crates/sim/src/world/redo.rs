@@ -1,4 +1,4 @@
-//! Memory that outlives a process of the world, and not a power cut.
+//! Memory that outlives a process of the world, but not a power cut.
 
 use super::{World, lock};
 use mica_block::{Error, ErrorKind, RedoMemory, Result};
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// Small, so that it fills up.
 const CAPACITY: u64 = 256 << 10;
 
-/// What one process has of the memory for the image at `path`.
+/// One process's part of the memory for the image at `path`.
 pub(super) struct SimRedoMemory {
     world: World,
     path: PathBuf,
@@ -49,7 +49,7 @@ impl RedoMemory for SimRedoMemory {
             return Err(Error::new(ErrorKind::Io, "the process is dead"));
         }
         let start = usize::try_from(at).expect("small");
-        // Who dies meanwhile leaves any part of it.
+        // A process that dies in the middle leaves any part of it.
         let bytes = match self.world.dies_with_memory_change() {
             true => {
                 let kept = self.world.random_below(bytes.len() as u64 + 1);

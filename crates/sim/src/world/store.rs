@@ -13,23 +13,23 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How much longer a read takes that is hit by a spike.
+/// How much longer a read takes if a spike hits it.
 const SPIKE_FACTOR: u32 = 100;
 /// How much longer a sync takes than a read.
 const SYNC_FACTOR: u32 = 6;
-/// Whoever uses a file of a machine without power gets this.
+/// The error for any use of a file on a machine without power.
 const EIO: i32 = 5;
 
 /// A file of the world that someone has open.
 pub(super) struct SimStore {
     pub(super) world: World,
     pub(super) file: SharedFile,
-    /// Held as long as it is open for writing; absent where it is open for reading.
+    /// Held while it is open for writing; absent if it is open for reading.
     pub(super) writer: Option<Arc<()>>,
 }
 
 impl SimStore {
-    /// What becomes of the read that starts now: its latency, and the errno with which it fails.
+    /// The fate of the read that starts now: its latency, and the errno with which it fails.
     fn fate(&self) -> (Duration, Option<i32>) {
         let mut file = lock(&self.file);
         file.reads += 1;
@@ -69,7 +69,7 @@ impl SimStore {
             world.trace(|| format!("{} {}", locked.path.display(), describe(&change, errno)));
             let made = match errno {
                 None => vec![change],
-                // A write that fails has written none or some of its sectors.
+                // A failed write has written none or some of its sectors.
                 Some(_) if operation == Operation::Write && draw(2) == 0 => change.torn(&mut draw),
                 Some(_) => Vec::new(),
             };
@@ -153,7 +153,7 @@ impl Store for SimStore {
         let mut at = start - start % BLOCK;
         while at < end && kind_at(at) == kind {
             at = match at {
-                // All the rest is a hole.
+                // The rest is a hole.
                 at if at >= file_len => end,
                 at => at.saturating_add(BLOCK),
             };
@@ -236,7 +236,7 @@ impl Store for SimStore {
             Space::Punch => {
                 self.start_space(Operation::Space, Change::Zeros { at, len }, "punching a hole")
             }
-            // As FALLOC_FL_ZERO_RANGE, which makes a file longer.
+            // As FALLOC_FL_ZERO_RANGE, which can extend a file.
             Space::Zero => {
                 let change = Change::Data { at, bytes: vec![0; len] };
                 self.start_space(Operation::Space, change, "zeroing")

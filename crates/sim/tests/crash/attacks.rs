@@ -19,8 +19,8 @@ fn failing_sync(nth: u64) -> ChangeFault {
     ChangeFault { operation: Operation::Sync, nth, lasting: false, errno: EIO }
 }
 
-/// The story: the sync that stands in the making of a refcount block failed, nobody was told, and
-/// the next flush succeeded: the kernel tells a failed writeback once. Of 121 writes that were
+/// The story: the sync that stands in the making of a refcount block failed, nobody noticed, and
+/// the next flush succeeded: the kernel reports a failed writeback once. Of 121 writes that were
 /// acknowledged and flushed up to 120 were gone after a power cut.
 #[test]
 fn sync_that_fails_while_counts_get_room_is_not_forgotten() {
@@ -146,8 +146,8 @@ fn packed_shapes() -> [ImageWish; 3] {
     ]
 }
 
-/// The story: the read of a compressed cluster asks its entry anew, and found what the guest had
-/// made of it meanwhile; it failed with "changed by another program".
+/// The story: the read of a compressed cluster looks up its entry again, and found what the guest
+/// had made of it meanwhile; it failed with "changed by another program".
 #[test]
 fn compressed_cluster_that_changes_after_the_plan_is_read_old_or_new() {
     for wish in packed_shapes() {

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// Folder of the chain in the world.
 pub(crate) const FOLDER: &str = "/chain";
-/// Findings of a check that are told.
+/// Findings of a check that are listed.
 const FINDINGS_MAX: usize = 8;
 
 /// A chain and what it shows at first.

@@ -54,10 +54,10 @@ async fn take(guest: &Guest, step: Step, unit: u64) {
         Step::Discard => guest.discard(0, 2 * unit).await,
         Step::Flush => guest.flush().await,
     };
-    result.expect("nothing was told to fail");
+    result.expect("no fault was injected");
 }
 
-/// The sequence with this number; none where there are no more.
+/// The sequence with this number; `None` if there are no more.
 fn sequence(mut number: u64) -> Option<Vec<Step>> {
     let base = STEPS.len() as u64;
     for len in 1..=STEPS_MAX {

@@ -60,7 +60,7 @@ fn every_failing_change_of_length_is_survived() {
     });
 }
 
-/// A file system that is full for one operation, whichever: the flush that tells of it is tried
+/// A file system that is full for any one operation: the flush that reports it is tried
 /// again and makes all durable.
 async fn be_full_once(world: &World, nth: u64, shape: &Shape) -> bool {
     let subject = ChainSubject { shape: shape.clone() };

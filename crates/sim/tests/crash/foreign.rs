@@ -75,7 +75,7 @@ fn log_is_not_put_over_what_another_program_wrote() {
         let image = Plain::new(&world, &wish_at_random(&world), 3 * PART).await;
         write_and_die(&world, &image).await;
         if world.random_below(4) == 0 {
-            // Who takes over is killed, too.
+            // The process that takes over is killed, too.
             kill_within(&world, 1500);
             let _ = until_power_cut(&world, image.open(Mode::Write)).await;
             world.kill();
@@ -113,7 +113,7 @@ fn log_is_not_put_over_what_another_program_wrote() {
     });
 }
 
-/// A writer is killed, and so is who takes over from it, again and again: the log fits what each of
+/// A writer is killed, and so is each process that takes over: the log fits what each of
 /// them left.
 #[test]
 fn log_is_believed_after_a_takeover_that_was_killed() {

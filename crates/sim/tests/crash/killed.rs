@@ -127,7 +127,7 @@ fn close_that_finds_no_space_loses_nothing() {
     });
 }
 
-/// The story: the log began anew only where nothing came while a group was made durable. Under a
+/// The story: the log was restarted only if nothing changed while a group was made durable. Under a
 /// load that never pauses it grew until it was full, and there was none any more.
 #[test]
 fn log_is_there_under_a_load_that_never_pauses() {

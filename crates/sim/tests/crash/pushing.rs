@@ -29,7 +29,7 @@ impl Growing {
         Self { shape, tops, open: RefCell::default(), pushed: Cell::new(0) }
     }
 
-    /// The active layer as anybody can tell who finds the files: the last one, unless the one
+    /// The active layer as anybody can determine from the files: the last one, unless the one
     /// beneath names a log still. Then nothing was written to the last one.
     async fn top(&self, world: &World) -> PathBuf {
         let tops = self.tops.borrow().clone();

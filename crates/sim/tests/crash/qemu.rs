@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Runs `qemu-img` in `folder`; `None` where there is none.
+/// Runs `qemu-img` in `folder`; `None` if it is not installed.
 fn qemu_img(folder: &Path, arguments: &[&str]) -> Option<Output> {
     Command::new("qemu-img").args(arguments).current_dir(folder).output().ok()
 }
 
-/// Takes an internal snapshot of `image`. Gives whether that could be done.
+/// Takes an internal snapshot of `image`. Returns whether that was possible.
 pub(crate) fn snapshot(image: &Path) -> bool {
     let name = image.file_name().unwrap().to_str().unwrap();
-    // It is refused, half-way, where the refcounts are too narrow for two.
+    // It is refused, halfway, if the refcounts are too narrow for two.
     let before = std::fs::read(image).unwrap();
     let output = qemu_img(image.parent().unwrap(), &["snapshot", "-c", "before", name]);
     let done = output.is_some_and(|output| output.status.success());

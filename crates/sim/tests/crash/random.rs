@@ -81,7 +81,7 @@ fn requests_that_are_given_up_harm_nobody() {
 }
 
 /// Rounds that end in power cuts, and one that does not. One write in `give_up_one_in`, if that is
-/// not zero, is dropped half-way.
+/// not zero, is dropped halfway.
 async fn crash(world: &World, give_up_one_in: u64) {
     let subject = subject(world);
     let mut crashes = Crashes::new(world, &subject, subject.shape.model());

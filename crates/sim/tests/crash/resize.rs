@@ -32,7 +32,7 @@ async fn cut_after_each(world: &World, wish: &ImageWish, (old, new): (u64, u64))
             let ended = until_power_cut(&world, resize).await;
             world.keep_power();
             image.expect_uncorrupted(&about).await;
-            // Who writes afterwards finds nothing in the way.
+            // Nothing is in the way of later writes.
             let chain = image.open(Mode::Write).await;
             let len = chain.geometry().len;
             assert!(len == new || ended.is_none() && len == old, "{about}: {len} bytes");

@@ -97,7 +97,7 @@ fn plans_of_very_many_extents_let_others_have_their_turn() {
         let chain = opened(&world, EXTENTS * CLUSTER).await;
         let all = usize::try_from(EXTENTS * CLUSTER).unwrap();
         write(&chain, 0, 7, all).await.unwrap();
-        // Zeros by their own entries: nobody has to be asked what lies beneath.
+        // Zeros by their own entries: the layers beneath need not be consulted.
         let how = Zeroes { may_unmap: true, fast: true };
         for cluster in (1..EXTENTS).step_by(2) {
             chain.write_zeroes(range(cluster * CLUSTER, CLUSTER), how).await.unwrap();

@@ -201,7 +201,7 @@ fn sidecar_damaged_while_in_use_is_never_believed_and_never_an_error() {
     });
 }
 
-/// Layers that were written since their index was built, with every lie that file times can tell.
+/// Layers written since their index was built, with every way in which file times can lie.
 #[test]
 fn index_of_layers_that_changed_is_never_believed() {
     scenario(60, |world| async move {

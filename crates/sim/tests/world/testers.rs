@@ -33,7 +33,7 @@ enum Flaw {
     FlushWithoutSync,
     /// A flush is acknowledged before its sync is done.
     FlushBeforeItsSync,
-    /// A flush that comes while another one's sync is under way waits for that and no more.
+    /// A flush that comes while another one's sync is under way waits for that and nothing else.
     FlushSharesTheSyncUnderWay,
     /// A write is acknowledged before it is done.
     WriteBeforeItIsDone,

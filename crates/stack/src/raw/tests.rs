@@ -84,7 +84,7 @@ fn null_disk_is_zeros_that_a_server_has_to_send() {
     assert_eq!(NullDisk::new(1000).err().unwrap().kind(), ErrorKind::Invalid);
 }
 
-/// A memory store that is told what to refuse, and tells what it did.
+/// A memory store with operations to refuse, and a record of its calls.
 struct Fussy {
     bytes: Mutex<Vec<u8>>,
     calls: Mutex<Vec<&'static str>>,
@@ -313,7 +313,7 @@ fn disk_becomes_longer_and_its_end_is_zeros() {
     let store = Fussy::new(700, true);
     let disk = writable(&store);
     run(disk.resize(2048)).expect("longer");
-    assert_eq!(store.calls(), ["set_len", "sync"], "durable before anybody is told");
+    assert_eq!(store.calls(), ["set_len", "sync"], "durable before anybody learns of it");
     assert_eq!(disk.geometry().len, 2048);
     assert_eq!(store.bytes()[700..], [0; 1348]);
     write(&disk, 512, &[1; 1536]).expect("the last sector of before is whole now");

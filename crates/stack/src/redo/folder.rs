@@ -1,13 +1,13 @@
-//! The folder in which one user's logs are. Everybody may make files where it lies, so that a name
-//! there proves nothing; what is in it only this user has put there. A process in a sandbox needs
-//! nothing but this folder.
+//! The folder with one user's logs. Everybody may create files in its parent, so a name there
+//! proves nothing; but only this user can have put anything into the folder. A process in a sandbox
+//! needs nothing but this folder.
 //!
 //! Invariants
 //! - I1 A folder is used only if it is one, not a symbolic link to one, of this user, and nobody
-//!   else may write to it. Where others may make files they must not be able to rename it, as the
-//!   sticky bit of `/dev/shm` has it.
-//! - I2 Others may look a name up in it, and list none: who opens an image is told that another
-//!   user left something ([`super::RedoFile::of_another`]).
+//!   else may write to it. If others may create files beside it, they must not be able to rename
+//!   it: the sticky bit of `/dev/shm` ensures that.
+//! - I2 Others may look a name up in it, but not list it: a process that opens an image can report
+//!   that another user left a log ([`super::RedoFile::of_another`]).
 
 use mica_block::{Error, ErrorKind, Result};
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -21,16 +21,16 @@ pub(super) fn path_of(directory: &Path, user: u32) -> PathBuf {
     directory.join(format!("mica-{user}"))
 }
 
-/// The folder of this user's logs below `directory`, which is made if it is not there.
+/// The folder of this user's logs below `directory`, created if it does not exist.
 ///
 /// # Errors
-/// What the system says; `Denied` if it is not this user's alone.
+/// Any error of the system; `Denied` if it is not this user's alone.
 pub fn redo_folder(directory: &Path) -> Result<PathBuf> {
     let path = path_of(directory, rustix::process::geteuid().as_raw());
     make(&path).map(|_| path)
 }
 
-/// The folder of this user's logs where they usually are, which is made if it is not there.
+/// The folder of this user's logs in the usual place, created if it does not exist.
 ///
 /// # Errors
 /// As [`redo_folder`].
@@ -38,8 +38,8 @@ pub fn usual_redo_folder() -> Result<PathBuf> {
     redo_folder(&super::usual_directory())
 }
 
-/// The folder of the logs of who owns `image`, if that is another user whose logs this process, as
-/// root, reads, and it is there.
+/// The folder of the logs of the owner of `image`, if it exists and that is another user whose logs
+/// this process, as root, reads.
 pub fn redo_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
     let owner = std::fs::metadata(image).ok()?.uid();
     let path = path_of(directory, owner);
@@ -47,18 +47,17 @@ pub fn redo_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {
     find_of(&path, owner).ok()?.filter(|_| is_read).map(|_| path)
 }
 
-/// Opens the folder at `path`, which is made if it is not there.
+/// Opens the folder at `path`, created if it does not exist.
 pub(super) fn make(path: &Path) -> Result<OwnedFd> {
     let mode = Mode::RWXU | Mode::XGRP | Mode::XOTH;
     let made = mkdirat(CWD, path, mode);
-    // A process that may not make it may use it.
+    // A process that may not create it may still use it.
     let Some(folder) = find(path)? else {
         let error = made.err().unwrap_or(Errno::NOENT);
         return Err(Error::from_io(format!("making {}", path.display()), error.into()));
     };
     if made.is_ok() {
-        // Whatever the process lets others do with its files (I2). Where this fails they are told
-        // nothing.
+        // Whatever the process's umask (I2). If this fails, others get no hint.
         let _ = chmod(format!("/proc/self/fd/{}", folder.as_raw_fd()), mode);
     }
     Ok(folder)
@@ -69,7 +68,7 @@ pub(super) fn find(path: &Path) -> Result<Option<OwnedFd>> {
     find_of(path, rustix::process::geteuid().as_raw())
 }
 
-/// The same of the folder of `user`.
+/// The same for the folder of `user`.
 pub(super) fn find_of(path: &Path, user: u32) -> Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let failed = |error: Errno| Error::from_io(path.display().to_string(), error.into());

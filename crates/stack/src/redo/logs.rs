@@ -1,4 +1,4 @@
-//! The redo logs of images that the policy lets be opened.
+//! The redo logs of images that the policy permits to be opened.
 
 use super::{RedoFile, RedoPlace};
 use crate::policy::Policy;
@@ -37,8 +37,8 @@ impl RedoLogs for FileRedoLogs {
 
     fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let located = self.policy.find(path)?;
-        // The image's lock, which we hold, keeps later writers away. That there is none now is said
-        // by the log's own: a writer may have taken none of the image.
+        // The image's lock, which we hold, keeps later writers away. That no writer is left now is
+        // proved by the log's own lock: a writer may not have locked the image.
         if self.locking != Locking::On || self.written.has(&located) {
             return Ok(Vec::new());
         }

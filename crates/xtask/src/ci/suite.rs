@@ -1,8 +1,8 @@
-//! Runs the tests, by cargo-nextest where it is installed: each in a process of its own, the heavy
-//! ones not beside each other (`.config/nextest.toml`). What all of them said is read from its
-//! report, so that what was skipped is counted and told.
+//! Runs the tests, with cargo-nextest if it is installed: each in its own process, the heavy ones
+//! not in parallel (`.config/nextest.toml`). All output is read from its report, so that skipped
+//! tests are counted and listed.
 //!
-//! Where it is not installed, `cargo test` runs all of them, which takes longer.
+//! If it is not installed, `cargo test` runs all of them, which takes longer.
 
 use super::clock::Clock;
 use anyhow::{Context, Result, bail};
@@ -11,9 +11,9 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
-/// How many tests run at one time.
+/// How many tests run at a time.
 const THREADS_PER_PROCESSOR: usize = 2;
-/// How many of the slowest tests are told.
+/// How many of the slowest tests are listed.
 const SLOWEST: usize = 12;
 
 /// Which tests.
@@ -29,14 +29,14 @@ pub(super) struct Counts {
     pub(super) passed: u64,
     pub(super) failed: u64,
     pub(super) skipped: u64,
-    /// Whether every test program ended well.
+    /// Whether every test program succeeded.
     pub(super) clean: bool,
 }
 
-/// Builds and runs them, and shows what they say.
+/// Builds and runs them, and shows their output.
 pub(super) fn run(what: What, clock: &mut Clock) -> Result<Counts> {
     if what == What::All {
-        // The program and its tests in one go, so that both share all that they are made of.
+        // The program and its tests in one go, so that both share everything they are built from.
         let build = ["build", "--workspace", "--bins", "--tests", "--locked"];
         shell::run(&mut shell::cargo(build))?;
         clock.lap("building");
@@ -75,7 +75,7 @@ fn by_nextest(what: What, program: &Path) -> Result<Counts> {
     if what == What::Quick {
         command.args(["--lib", "--bins"]);
     }
-    // Many wait for other programs, and for disks, most of the time.
+    // Most of the time many wait for other programs, and for disks.
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     command.arg("--test-threads").arg((processors * THREADS_PER_PROCESSOR).to_string());
     // Under CI a test whose tools are missing fails instead of being skipped.
@@ -119,7 +119,7 @@ struct Test {
 enum End {
     Passed,
     Failed,
-    /// With what it said.
+    /// With its output.
     Skipped(String),
 }
 

@@ -1,7 +1,7 @@
 //! No two files of one crate name each other in a circle: a reader can begin at the bottom.
 //!
-//! The circles that there are stand in `tidy/circles.txt`, each by the arrow that has to go and the
-//! reason why it is still there. An arrow that closes no circle any more has to leave the list.
+//! The existing circles are in `tidy/circles.txt`, each as the arrow that has to go and the reason
+//! why it is still there. An arrow that no longer closes a circle must be removed from the list.
 
 use super::Finding;
 use super::names::{self, Arrows};
@@ -32,7 +32,7 @@ fn crates<'a>(root: &Path, files: &'a [PathBuf]) -> BTreeMap<PathBuf, Vec<(&'a P
     let mut crates = BTreeMap::<PathBuf, Vec<_>>::new();
     for file in files.iter().filter(|file| file.extension().is_some_and(|kind| kind == "rs")) {
         let folder = file.ancestors().filter(|folder| folder.ends_with("src")).last();
-        // A file that was deleted and not committed is not there.
+        // A file that was deleted but not committed does not exist.
         if let (Some(folder), Ok(text)) = (folder, fs::read_to_string(root.join(file))) {
             crates.entry(folder.to_owned()).or_default().push((file.as_path(), text));
         }
@@ -69,7 +69,7 @@ fn judge(mut arrows: Arrows, listed: &BTreeSet<Arrow>, findings: &mut Vec<Findin
             findings.push(Finding::new(FILE, what));
         }
     }
-    // One circle at a time, each opened once it is told.
+    // One circle at a time, each opened once it is reported.
     while let Some(circle) = circle(&arrows) {
         let names: Vec<_> = circle.iter().map(|file| file.display().to_string()).collect();
         let what = format!(

@@ -1,8 +1,8 @@
-//! The style of the house, as far as a program can see it and rustfmt and clippy do not.
+//! The project's style, as far as a program can check it and rustfmt and clippy do not.
 //!
-//! A rule says where it is broken and what to do. What was there before a rule, or has its reason,
-//! is listed in `tidy/allowed.txt` with the size that it may have; an entry that is no longer
-//! needed has to go, so the list only shrinks.
+//! A rule reports where it is broken and what to do. Code that predates a rule, or breaks it for a
+//! reason, is listed in `tidy/allowed.txt` with its permitted size; an entry that is no longer
+//! needed must be removed, so the list only shrinks.
 
 mod allowed;
 mod arrows;
@@ -32,14 +32,14 @@ impl Finding {
     }
 }
 
-/// Checks all that git knows of; fails if a rule is broken.
+/// Checks all files that git knows; fails if a rule is broken.
 pub(crate) fn run() -> Result<()> {
     let root = shell::root();
     let files = tracked(&root)?;
     let mut allowed = allowed::Allowed::load(&root)?;
     let mut findings = Vec::new();
     for file in &files {
-        // A file that was deleted and not committed is not there.
+        // A file that was deleted but not committed does not exist.
         let Ok(bytes) = std::fs::read(root.join(file)) else { continue };
         let Ok(text) = String::from_utf8(bytes) else { continue };
         source::check(file, &text, &mut allowed, &mut findings);
@@ -60,7 +60,7 @@ pub(crate) fn run() -> Result<()> {
     bail!("tidy: {} findings", findings.len());
 }
 
-/// Files of the project, as git lists them, with those that are about to be added.
+/// Files of the project, as git lists them, including those about to be added.
 fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
     let list = ["ls-files", "--cached", "--others", "--exclude-standard"];
     let listed = Command::new("git").args(list).current_dir(root).output();

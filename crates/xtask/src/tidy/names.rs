@@ -1,17 +1,17 @@
-//! Which files of a crate name which others of it, as far as paths in the text tell.
+//! Which files of a crate name which others of it, judging by paths in the text.
 //!
-//! A path is followed through re-exports to the file that has the item: who names
-//! `crate::index::Slice` names `index/slice.rs` where `index.rs` has but `pub use slice::Slice`. A
-//! `mod x;` and a re-export are no arrows by themselves, nor is naming a module without anything
-//! in it. A module and what lies in its folder are one room: what a file there names of the modules
-//! that it lies in is no arrow either, unless that is the crate's root, which is no room. Tests are
-//! left out. Methods and macros are not seen.
+//! A path is followed through re-exports to the file that has the item: a file that names
+//! `crate::index::Slice` names `index/slice.rs` if `index.rs` has only `pub use slice::Slice`. A
+//! `mod x;` and a re-export are not arrows by themselves, nor is naming a module without anything
+//! in it. A module and the contents of its folder are one room: if a file there names the modules
+//! that it lies in, that is not an arrow either, unless it is the crate's root, which is not a
+//! room. Tests are left out. Methods and macros are not seen.
 
 use super::scan;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// How many re-exports a name may pass.
+/// How many re-exports a name may pass through.
 const REEXPORTS_MAX: usize = 16;
 
 /// From a file to those that it names.
@@ -30,13 +30,13 @@ struct Module {
 #[derive(Default)]
 struct Crate {
     modules: BTreeMap<Name, Module>,
-    /// A path, and the module in whose text it stands.
+    /// A path, and the module whose text contains it.
     named: Vec<(Name, Name)>,
     /// Modules that only tests have.
     tests: BTreeSet<Name>,
 }
 
-/// What a path leads to.
+/// The target of a path.
 enum Place {
     Module(Name),
     /// Something in the text of a module.
@@ -139,7 +139,7 @@ impl Crate {
         self.modules.entry(path.to_vec()).or_default()
     }
 
-    /// Reads the tree of a `use` from `at` on, and gives where it ends.
+    /// Parses the tree of a `use` from `at` on, and returns where it ends.
     fn read_use(&mut self, tokens: &[&str], at: usize, module: &[String], exported: bool) -> usize {
         let mut leaves = Vec::new();
         let end = tree(tokens, at, &mut Name::new(), &mut leaves);
@@ -158,7 +158,7 @@ impl Crate {
         (1..=module.len()).any(|len| self.tests.contains(&module[..len]))
     }
 
-    /// Where `path` in the text of `module` leads; `None` where it leaves the crate.
+    /// The target of `path` in the text of `module`; `None` if it leaves the crate.
     fn follow(&self, module: &[String], path: &[String], depth: usize) -> Option<Place> {
         let (first, rest) = path.split_first()?;
         let start = match first.as_str() {
@@ -183,7 +183,7 @@ impl Crate {
         })
     }
 
-    /// What `name` is in `module`, if it is a module in it or an alias.
+    /// The meaning of `name` in `module`, if it is a module in it or an alias.
     fn named_in(&self, module: &[String], name: &str, depth: usize) -> Option<Place> {
         let own = self.modules.get(module)?;
         if own.children.contains(name) {
@@ -202,15 +202,15 @@ fn joined(module: &[String], child: &str) -> Name {
     module.iter().cloned().chain([child.to_owned()]).collect()
 }
 
-/// Whether what comes after `before` stands under `#[cfg(test)]`.
+/// Whether the item after `before` is under `#[cfg(test)]`.
 fn is_for_tests(before: &[&str]) -> bool {
     let visibility = before.iter().rev().take_while(|token| **token != "]").count();
     let before = &before[..before.len() - visibility];
     visibility <= 4 && before.ends_with(&["#", "[", "cfg", "(", "test", ")", "]"])
 }
 
-/// Reads what a `use` names from `at` on: whole paths, and what each is called here. Gives where it
-/// ends.
+/// Parses the names of a `use` from `at` on: whole paths, and what each is called here. Returns
+/// where it ends.
 fn tree(
     tokens: &[&str],
     mut at: usize,

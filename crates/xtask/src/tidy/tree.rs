@@ -1,4 +1,4 @@
-//! ARCHITECTURE.md draws the tree; the drawing is the real one.
+//! Checks that the tree drawn in ARCHITECTURE.md is the real one.
 
 use super::Finding;
 use anyhow::{Context, Result};

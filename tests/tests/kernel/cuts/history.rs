@@ -109,7 +109,7 @@ impl History {
     }
 }
 
-/// What a sector may be: the newest that was durable at `log_len`, and all that came later.
+/// What a sector may be: the newest that was durable at `log_len`, and all later ones.
 fn may_be(versions: &[Version], log_len: u64) -> &[Version] {
     let is_durable = |version: &Version| version.durable_at.is_some_and(|at| at <= log_len);
     let mut first = versions.iter().rposition(is_durable).unwrap_or(0);

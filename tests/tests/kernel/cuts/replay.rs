@@ -41,7 +41,7 @@ pub(super) struct Survivor<'a> {
 pub(super) struct Disk<'a> {
     log: &'a WriteLog,
     durable: Vec<u8>,
-    /// What came after the last flush, as numbers of records.
+    /// What followed the last flush, as numbers of records.
     volatile: Vec<usize>,
     /// How many records have been replayed.
     done: usize,

@@ -124,7 +124,7 @@ fn record(
     Ok((recorder.stop()?, from))
 }
 
-/// Where the power is cut, as numbers of records that came before, in their order; and how.
+/// Where the power is cut, as numbers of preceding records, in their order; and how.
 fn places(log: &WriteLog, from: u64, cuts: usize, rng: &mut Rng) -> Result<Vec<(usize, Cut)>> {
     let records = log.records();
     let first =
@@ -138,7 +138,7 @@ fn places(log: &WriteLog, from: u64, cuts: usize, rng: &mut Rng) -> Result<Vec<(
             let at = match rng.below(10) {
                 // What the flush is about has arrived or not; the flush itself has not ended.
                 0..4 => rng.choose(&flushes),
-                // It has, and nothing came after it.
+                // It has, and nothing followed it.
                 4..5 => rng.choose(&flushes) + 1,
                 _ => {
                     let all = (records.len() - first) as u64;

@@ -60,7 +60,7 @@ fn direct_flag() -> i32 {
     i32::try_from(rustix::fs::OFlags::DIRECT.bits()).expect("a flag")
 }
 
-/// The data of `file`, as the kernel tells of it.
+/// The data of `file`, as the kernel reports it.
 fn data_by_seeking(file: &File) -> Vec<Range<u64>> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -72,7 +72,7 @@ fn data_by_seeking(file: &File) -> Vec<Range<u64>> {
     found
 }
 
-/// The data of `image` in `dir`, as QEMU tells of it.
+/// The data of `image` in `dir`, as QEMU reports it.
 fn data_by_qemu(dir: &Path, image: &str) -> Vec<Range<u64>> {
     let map = qemu::img(dir, ["map", "-f", "qcow2", "--output", "json", image]).json();
     let number = |extent: &serde_json::Value, name: &str| extent[name].as_u64().expect("a number");

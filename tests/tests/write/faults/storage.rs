@@ -11,7 +11,7 @@ use std::process::Command;
 
 const BLOCK: usize = 64 << 10;
 
-/// Writes blocks of `byte` over the whole disk; the errors that came, block by block.
+/// Writes blocks of `byte` over the whole disk; the resulting errors, block by block.
 fn fill(guest: &mut Guest, byte: u8) -> Vec<u32> {
     let starts = (0..guest.len()).step_by(BLOCK);
     let write = |start| guest.write(start, &[byte; BLOCK]).expect("answered");
@@ -134,7 +134,7 @@ fn sick_blocks_fail_alone() {
     let sick = errors.iter().filter(|errno| **errno == EIO).count();
     assert!((16..=17).contains(&sick), "{errors:?}");
     assert!(errors.iter().all(|errno| [0, EIO].contains(errno)), "{errors:?}");
-    assert_eq!(guest.flush().expect("answered"), 0, "a write that failed was told already");
+    assert_eq!(guest.flush().expect("answered"), 0, "a failed write was reported already");
     let stopped = stop_alive(server);
     assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
     sound(dir);

@@ -152,7 +152,7 @@ impl Round<'_> {
         if shape.start == Start::Packed {
             let clusters = shape.bytes() / shape.cluster_bytes();
             let at = rng.below(clusters) * shape.cluster_bytes();
-            // QEMU does not pack a cluster anew that has its space.
+            // QEMU does not compress a cluster again that has its space.
             commands.push(format!("discard {at} {}", shape.cluster_bytes()));
             commands.push(format!("write -c -P 77 {at} {}", shape.cluster_bytes()));
         }

@@ -49,14 +49,14 @@ pub(crate) enum Absence {
     IsWaitedFor,
 }
 
-/// What came of a load.
+/// The result of a load.
 #[derive(Default, Debug)]
 pub(crate) struct Done {
     /// Counts and latencies.
     pub(crate) outcome: Outcome,
     /// What was acknowledged last: place and generation.
     pub(crate) written: BTreeMap<u64, u64>,
-    /// How often the server went away and came back.
+    /// How many times the server went away and came back.
     pub(crate) absences: u32,
 }
 
@@ -121,7 +121,7 @@ struct Driver<'a> {
 }
 
 impl Driver<'_> {
-    /// Offers a request for each idle slot, tells the server; false when all is done.
+    /// Offers a request for each idle slot and notifies the server; false when all is done.
     fn fill(&mut self, device: &mut Device, now: Instant, end: Instant) -> Result<bool> {
         // One to each queue in turn: what ends soon is spread all the same.
         let mut offered = now < end;
@@ -168,7 +168,7 @@ impl Driver<'_> {
             for ring in &device.rings {
                 ring.ask_for_call()?;
             }
-            // What came before it was asked for is told by no call.
+            // No call reports completions from before it was requested.
             if is_there(device) {
                 break;
             }
@@ -179,7 +179,7 @@ impl Driver<'_> {
                 device.lose()?;
                 device.reconnect()?;
                 self.done.absences += 1;
-                // Whoever was told of requests is gone.
+                // The server that was notified is gone.
                 for ring in &device.rings {
                     ring.kick()?;
                 }

@@ -56,7 +56,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const AWAY_LIMIT: Duration = Duration::from_secs(30);
 /// How often a monitor looks whether it is back.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(5);
-/// What epoll tells of a call.
+/// Epoll's token for a call.
 const CALLED: u64 = 0;
 /// What epoll tells of the connection, of which only its end is of interest.
 const GONE: u64 = 1;
@@ -104,7 +104,7 @@ impl Device {
         let memory = Arc::new(share(usize::from(queues) * ring::bytes(request_bytes))?);
         let call = EventFd::new(nonblocking())?;
         let wait = Epoll::new()?;
-        // Edges: what was told once is told no more, and needs no read.
+        // Edges: an event is reported once only, and needs no read.
         let events = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, CALLED);
         wait.ctl(ControlOperation::Add, call.as_raw_fd(), events)?;
         let event = || EventFd::new(nonblocking());
@@ -165,7 +165,7 @@ impl Device {
         let protocol = front_end.get_protocol_features()? & known;
         front_end.set_protocol_features(protocol)?;
         if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
-            // What is refused is told.
+            // Refusals are reported.
             front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         }
         if self.rings.len() > 1 {

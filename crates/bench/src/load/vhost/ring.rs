@@ -47,7 +47,7 @@ pub(super) enum Ask {
     Write,
 }
 
-/// A ring, and where it tells the server of requests.
+/// A ring, and how it notifies the server of requests.
 pub(super) struct Ring {
     memory: Arc<Memory>,
     /// Where it begins in the memory.
@@ -115,7 +115,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Tells the server of all that is offered, and wakes it if it wants that.
+    /// Publishes all offered requests to the server, and wakes it if it wants that.
     pub(super) fn tell(&mut self) -> Result<()> {
         if self.told_avail == self.next_avail {
             return Ok(());

@@ -1,7 +1,7 @@
 //! A set of clusters, as runs of eight bytes each.
 //!
-//! Tables that follow one another cost one run, and tables that lie apart eight bytes each, as much
-//! as the entry that names them: what an image can make its reader hold is what it spends itself.
+//! Contiguous tables cost one run, and scattered tables eight bytes each, as much as the entry that
+//! names them: the memory that an image can tie up is no more than it spends itself.
 //!
 //! Invariants
 //! - I1 The runs of a chunk, and the chunks, are sorted and disjoint; no chunk is empty.
@@ -57,8 +57,8 @@ pub(super) struct ClusterRuns {
 }
 
 impl ClusterRuns {
-    /// Adds `clusters`, which are sorted, each with this tag; tells of those that were there
-    /// already, or come twice.
+    /// Adds `clusters`, which are sorted, each with this tag; reports those that were there
+    /// already, or appear twice.
     pub(super) fn merge(&mut self, clusters: &[u64], tag: bool, mut known: impl FnMut(u64)) {
         let mut rest = clusters;
         while let Some(first) = rest.first() {
@@ -72,7 +72,7 @@ impl ClusterRuns {
             let (now, later) = rest.split_at(end);
             let chunk = self.chunks.get(index).map_or(&[][..], Vec::as_slice);
             let merged = merge_chunk(chunk, now, tag, &mut known);
-            // Even pieces, so that a full chunk leaves room in both halves.
+            // Equal pieces, so that a full chunk leaves room in both halves.
             let pieces = merged.len().div_ceil(CHUNK_RUNS_MAX);
             let pieces = merged.chunks(merged.len().div_ceil(pieces)).map(<[_]>::to_vec);
             let old = index..self.chunks.len().min(index + 1);
@@ -94,7 +94,7 @@ impl ClusterRuns {
         self.overlap(cluster, 1).is_some()
     }
 
-    /// Takes `cluster` out, if it is in.
+    /// Removes `cluster`, if it is present.
     pub(super) fn remove(&mut self, cluster: u64) {
         let index = self.chunks.partition_point(|chunk| chunk[0].first() <= cluster);
         let Some(index) = index.checked_sub(1) else { return };

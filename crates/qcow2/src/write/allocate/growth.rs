@@ -1,4 +1,4 @@
-//! More refcounts: blocks for regions that have none, and a longer table of blocks.
+//! Growing the refcounts: blocks for regions without one, and a longer table of blocks.
 
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
@@ -11,8 +11,8 @@ use mica_rt::Buf;
 use mica_units::HostOffset;
 
 impl Space {
-    /// Makes the refcount block of a region that has none, in the region itself. Durable, as far
-    /// as the block goes, before the table names it.
+    /// Creates the refcount block of a region that has none, within the region itself. The block is
+    /// durable before the table names it.
     pub(super) async fn make_block(&self, region: u64) -> Result<()> {
         let region_bits = self.width.block_entries_bits(self.bits);
         let cluster = {
@@ -27,7 +27,7 @@ impl Space {
         let mut block = Buf::zeroed(len);
         let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
         self.width.set(block.own_bytes(), index, 1).expect("one fits");
-        // It is here still when the log gets it.
+        // It is still in memory when the log reads it.
         let _pinned = self.metadata.pin(host, self.bits.bytes());
         self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), Beneath::Same);
         let written = write_all(&*self.metadata.store, block, host).await;
@@ -59,7 +59,7 @@ impl Space {
         Ok(())
     }
 
-    /// Gives the image a refcount table that is twice as long, beyond all that is used. The new
+    /// Gives the image a refcount table of twice the length, beyond everything in use. The new
     /// table and the blocks that count it are durable before the header names it.
     pub(super) async fn grow_table(&self) -> Result<()> {
         let (old_table, old_offset, start) = {
@@ -108,12 +108,12 @@ struct GrownTable {
 }
 
 impl GrownTable {
-    /// For the table `old`, at cluster `start` or after, which is beyond what `old` covers.
+    /// For the table `old`, at cluster `start` or after, which is beyond the clusters `old` covers.
     fn plan(space: &Space, old: &[u64], start: u64) -> Result<Self> {
         let region_bits = space.width.block_entries_bits(space.bits);
         let cluster_entries = space.bits.bytes() / 8;
         let region = start >> region_bits;
-        // The blocks of this plan start with a region, so that they count nothing before it.
+        // The blocks of this plan begin at a region, so they count nothing before it.
         let start = if old.len() as u64 > region { (region + 1) << region_bits } else { start };
         let region = start >> region_bits;
         let mut blocks = 1;
@@ -127,7 +127,7 @@ impl GrownTable {
                 continue;
             }
             if table_clusters * space.bits.bytes() > mica_qcow2_format::REFCOUNT_TABLE_BYTES_MAX {
-                let context = "the refcount table cannot grow any more";
+                let context = "the refcount table cannot grow any further";
                 return Err(Error::new(ErrorKind::NoSpace, context));
             }
             let mut table = old.to_vec();
@@ -153,7 +153,7 @@ impl GrownTable {
         HostOffset::new((self.start + self.blocks) << space.bits.bits())
     }
 
-    /// What stands in the run.
+    /// The contents of the run.
     fn bytes(&self, space: &Space) -> Buf {
         let cluster = usize::try_from(space.bits.bytes()).expect("2 MiB");
         let clusters = usize::try_from(self.blocks + self.table_clusters).expect("few");

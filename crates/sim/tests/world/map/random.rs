@@ -173,7 +173,7 @@ fn rewrite(world: &World, layer: &mut ModelLayer) {
     }
 }
 
-/// Layers that were changed between two openings, with every lie that file times can tell.
+/// Layers that were changed between two openings, with every way in which file times can lie.
 #[test]
 fn index_of_a_layer_that_changed_is_never_believed() {
     scenario(100, |world| async move {

@@ -78,7 +78,7 @@ impl Place {
     }
 }
 
-/// The log of a writer that died is in the way of nobody who reads, but where a writer may live.
+/// The log of a writer that died does not disturb readers, unless a writer may live.
 #[test]
 fn image_of_a_dead_writer_is_read_with_what_it_left() {
     let place = Place::new();
@@ -89,7 +89,7 @@ fn image_of_a_dead_writer_is_read_with_what_it_left() {
     drop(written);
     assert_eq!(place.logs(), 1);
     assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
-    assert_eq!(place.logs(), 1, "who reads leaves it as it is");
+    assert_eq!(place.logs(), 1, "a reader leaves it as it is");
     let again = place.open_writable(Locking::On).unwrap();
     assert_eq!((place.shown(&*again), place.logs()), (7, 0));
     place.executor.block_on(again.close()).unwrap();
