@@ -33,6 +33,9 @@ pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
 
+/// A unit of fewer bits than this is not told as the preferred one.
+const PREFERRED_BITS_MIN: u32 = 12;
+
 /// Whether the sidecars are used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum IndexUse {
@@ -149,10 +152,9 @@ impl Chain {
         work: impl AsyncFnOnce(Arc<Writer>) -> T + 'static,
     ) -> LocalFuture<'static, T> {
         let (gate, writer) = (Arc::clone(&self.gate), Arc::clone(&self.writer));
-        let asked = gate.ask();
+        let entering = gate.begin_change();
         Box::pin(mica_rt::spawn(async move {
-            let _asked = asked;
-            let _change = gate.enter_change().await;
+            let _change = gate.enter_change(entering).await;
             let writer = writer.load_full().expect("a disk that is written stays so");
             writer.complete(work).await
         }))
@@ -176,9 +178,7 @@ fn not_writable() -> Error {
 
 impl Disk for Chain {
     fn geometry(&self) -> Geometry {
-        let preferred =
-            self.map.layers().active().tables.as_ref().map(|tables| tables.l2.subcluster_bits());
-        let preferred_bytes = 1 << preferred.unwrap_or(12).max(12);
+        let preferred_bytes = 1 << self.map.preferred_bits().max(PREFERRED_BITS_MIN);
         Geometry { len: self.map.published_len(), preferred_bytes }
     }
 

@@ -12,59 +12,71 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Everything under way on a chain.
 #[derive(Default)]
 pub(crate) struct Gate {
-    /// Everything that may touch a place that the map names or named.
-    requests: Arc<Requests>,
+    /// Reads, from their plan on.
+    reads: Arc<Requests>,
     /// Writes straight to their place, even if the requests behind them were dropped.
     in_place: Arc<Requests>,
-    /// All other changes of the disk, including those that wait to be admitted.
+    /// All other changes of the disk.
     changes: Arc<Requests>,
-    asked: Arc<Requests>,
+    /// Changes that wait while the gate is held.
+    waiting: Arc<Requests>,
     is_held: AtomicBool,
-    waiting: Waiters,
+    opened: Waiters,
 }
 
-/// A change of the disk that is under way.
-pub(crate) struct Changing {
-    _change: OwnedInFlight,
-    _request: OwnedInFlight,
+/// A change of the disk that has begun; see [`Gate::enter_change`].
+#[must_use = "a change that has begun is to enter"]
+pub(crate) enum Entering {
+    /// The gate was open.
+    Entered(OwnedInFlight),
+    /// It was held: the change counts as one that waits.
+    Waiting(OwnedInFlight),
 }
 
 /// A moment, which is over when everything that was under way then has ended.
 #[derive(Clone, Copy)]
-pub(crate) struct Moment {
-    requests: EndedPhase,
-    in_place: EndedPhase,
-}
+pub(crate) struct Moment([EndedPhase; 3]);
 
 impl Gate {
-    /// Counts a request until the returned value is dropped.
+    /// Counts a read until the returned value is dropped.
     #[inline]
     pub(crate) fn enter(&self) -> InFlight<'_> {
-        self.requests.enter()
+        self.reads.enter()
     }
 
-    /// Counts a change that is requested: the chain is not idle from here on.
-    pub(crate) fn ask(&self) -> OwnedInFlight {
-        self.asked.enter_owned()
+    /// Counts a change: from here on the chain is not idle.
+    pub(crate) fn begin_change(&self) -> Entering {
+        match self.try_enter_change() {
+            Some(entered) => Entering::Entered(entered),
+            None => Entering::Waiting(self.waiting.enter_owned()),
+        }
+    }
+
+    /// Waits while the gate is held; returns what is kept until the change is done.
+    pub(crate) async fn enter_change(&self, entering: Entering) -> OwnedInFlight {
+        match entering {
+            Entering::Entered(entered) => entered,
+            Entering::Waiting(_waiting) => self.opened.until(|| self.try_enter_change()).await,
+        }
+    }
+
+    fn try_enter_change(&self) -> Option<OwnedInFlight> {
+        let entered = self.changes.enter_owned();
+        self.is_open().then_some(entered)
+    }
+
+    /// Asked after the change is counted: either the holder of the gate waits for it, or it sees
+    /// that the gate is held (I2).
+    #[inline]
+    fn is_open(&self) -> bool {
+        !self.is_held.load(Ordering::SeqCst)
     }
 
     /// Counts a write straight to its place; `None` while the gate is held.
     #[inline]
     pub(crate) fn enter_in_place(&self) -> Option<OwnedInFlight> {
         let entered = self.in_place.enter_owned();
-        // After it is counted: either the holder of the gate waits for it, or it sees the gate
-        // (I2).
-        (!self.is_held.load(Ordering::SeqCst)).then_some(entered)
-    }
-
-    /// Counts a change that was requested; waits while the gate is held.
-    pub(crate) async fn enter_change(&self) -> Changing {
-        let enter = || {
-            let change = self.changes.enter_owned();
-            let is_open = !self.is_held.load(Ordering::SeqCst);
-            is_open.then(|| Changing { _change: change, _request: self.requests.enter_owned() })
-        };
-        self.waiting.until(enter).await
+        self.is_open().then_some(entered)
     }
 
     /// Waits until every write straight to its place that began before is done.
@@ -72,31 +84,36 @@ impl Gate {
         self.in_place.grace().await;
     }
 
-    /// Waits until every request that is under way is done.
+    /// Waits until everything that is under way is done, apart from changes that wait.
     pub(crate) async fn grace(&self) {
-        self.requests.grace().await;
-        self.in_place.grace().await;
+        for requests in self.under_way() {
+            requests.grace().await;
+        }
     }
 
-    /// Waits until nothing is under way, and nothing waits to be admitted.
+    /// Waits until nothing is under way, and no change waits.
     pub(crate) async fn idle(&self) {
-        while !(self.asked.is_idle() && self.requests.is_idle() && self.in_place.is_idle()) {
-            self.asked.grace().await;
+        while !(self.waiting.is_idle() && self.under_way().iter().all(|some| some.is_idle())) {
+            self.waiting.grace().await;
             self.grace().await;
         }
     }
 
     /// A moment for [`Self::is_over`]; `None` until everything from the last one is done.
     pub(crate) fn moment(&self) -> Option<Moment> {
-        // In place first: if that is impossible, the other was not ended in vain.
-        let in_place = self.in_place.end_phase()?;
-        let requests = self.requests.end_phase()?;
-        Some(Moment { requests, in_place })
+        let [reads, in_place, changes] = self.under_way();
+        // A phase that was ended in vain, as the next one could not be, is drained all the sooner.
+        Some(Moment([reads.end_phase()?, in_place.end_phase()?, changes.end_phase()?]))
     }
 
     /// Whether everything that was under way at `moment` is done (I1).
-    pub(crate) fn is_over(&self, moment: Moment) -> bool {
-        self.requests.is_drained(moment.requests) && self.in_place.is_drained(moment.in_place)
+    pub(crate) fn is_over(&self, Moment(ended): Moment) -> bool {
+        self.under_way().iter().zip(ended).all(|(some, ended)| some.is_drained(ended))
+    }
+
+    /// Everything that may touch a place that the map names or named.
+    fn under_way(&self) -> [&Requests; 3] {
+        [&self.reads, &self.in_place, &self.changes]
     }
 
     /// Holds the gate: once this is ready no change is under way, and none begins until the
@@ -118,6 +135,6 @@ pub(crate) struct HeldGate<'a>(&'a Gate);
 impl Drop for HeldGate<'_> {
     fn drop(&mut self) {
         self.0.is_held.store(false, Ordering::SeqCst);
-        self.0.waiting.wake_all();
+        self.0.opened.wake_all();
     }
 }

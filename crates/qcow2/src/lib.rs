@@ -1,9 +1,9 @@
 //! qcow2 images and chains of them. Internal crate.
 //!
 //! ```text
-//! Chain ──▶ index   one map for the whole chain: slices in a cache, a tree in sidecars
-//!       ──▶ layers  one image each: its tables, its data
-//!               └─▶ format  the bytes, pure
+//! Chain ──▶ gate    what is under way
+//!       ──▶ map     plans and reads: layers, and one index for all of them
+//!       ──▶ writer  writes the uppermost layer of its map; redo: what it has not flushed
 //! ```
 
 mod chain;

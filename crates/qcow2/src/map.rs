@@ -94,6 +94,12 @@ impl Map {
         self.layers.load_full()
     }
 
+    /// The unit in which requests are cheapest, in bits of a byte count. Asked with each request.
+    pub(crate) fn preferred_bits(&self) -> u32 {
+        let layers = self.layers.load();
+        layers.active().tables.as_ref().map_or(0, |tables| tables.l2.subcluster_bits())
+    }
+
     pub(crate) fn check_range(&self, range: GuestRange) -> Result<()> {
         if range.end().bytes() <= self.len() {
             return Ok(());

@@ -7,11 +7,12 @@
 
 use crate::core::current;
 use crate::task_key::LocalFuture;
+use futures_util::FutureExt;
 use std::any::Any;
 use std::cell::RefCell;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::pin::{Pin, pin};
+use std::panic::{AssertUnwindSafe, resume_unwind};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
@@ -26,8 +27,8 @@ type Caught<T> = Result<T, Box<dyn Any + Send>>;
 pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
     let shared = Rc::new(RefCell::new(Shared { output: None, waker: None }));
     let of_task = Rc::clone(&shared);
-    current().spawn(Box::pin(async move {
-        let output = catch_panic(future).await;
+    // No async block around it: that would hold the future twice, and move it once more.
+    current().spawn(Box::pin(catch_panic(future).map(move |output| {
         let waker = {
             let mut shared = of_task.borrow_mut();
             shared.output = Some(output);
@@ -42,27 +43,22 @@ pub fn spawn<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
         {
             unheard(panic);
         }
-    }));
+    })));
     Task { shared }
 }
 
 /// A task that nobody waits for.
 pub(crate) fn detached(future: impl Future<Output = ()> + 'static) -> LocalFuture {
-    Box::pin(async move {
-        if let Err(panic) = catch_panic(future).await {
+    Box::pin(catch_panic(future).map(|output| {
+        if let Err(panic) = output {
             unheard(panic);
         }
-    })
+    }))
 }
 
 /// Turns a panic of `future` into an outcome (I2).
-pub async fn catch_panic<T>(future: impl Future<Output = T>) -> Caught<T> {
-    let mut future = pin!(future);
-    std::future::poll_fn(move |context| {
-        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
-        polled.map_or_else(|panic| Poll::Ready(Err(panic)), |poll| poll.map(Ok))
-    })
-    .await
+pub fn catch_panic<T>(future: impl Future<Output = T>) -> impl Future<Output = Caught<T>> {
+    AssertUnwindSafe(future).catch_unwind()
 }
 
 /// See I1.

@@ -9,6 +9,8 @@ mod in_flight;
 mod notify;
 mod shared_lock;
 mod signal;
+#[cfg(test)]
+mod testing;
 mod turns;
 mod waiters;
 

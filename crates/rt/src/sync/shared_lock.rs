@@ -83,22 +83,14 @@ impl Drop for Alone<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::Woken;
     use super::*;
     use crate::{Backend, Executor, join_all, yield_now};
     use std::cell::Cell;
     use std::future::Future;
     use std::pin::{Pin, pin};
     use std::sync::Arc;
-    use std::task::{Context, Poll, Wake, Waker};
-
-    #[derive(Default)]
-    struct Woken(AtomicUsize);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
+    use std::task::{Context, Poll, Waker};
 
     #[test]
     fn task_that_waits_to_share_sleeps_until_the_other_is_done() {
@@ -112,9 +104,9 @@ mod tests {
         for _ in 0..10 {
             assert!(sharing.as_mut().poll(&mut context).is_pending());
         }
-        assert_eq!(woken.0.load(Ordering::SeqCst), 0, "nobody made room");
+        assert_eq!(woken.count(), 0, "nobody made room");
         drop(held);
-        assert_eq!(woken.0.load(Ordering::SeqCst), 1);
+        assert_eq!(woken.count(), 1);
         assert!(sharing.as_mut().poll(&mut context).is_ready());
     }
 

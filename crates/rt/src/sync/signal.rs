@@ -57,20 +57,10 @@ pub struct Subscription {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::Woken;
     use super::*;
     use std::pin::pin;
     use std::sync::Arc;
-    use std::sync::atomic::AtomicUsize;
-    use std::task::Wake;
-
-    #[derive(Default)]
-    struct Woken(AtomicUsize);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
 
     #[test]
     fn subscriber_is_woken_when_the_flag_is_raised_or_at_once() {
@@ -79,11 +69,11 @@ mod tests {
         let signal = Signal::default();
         let early = signal.subscribe(&waker);
         drop(signal.subscribe(&waker));
-        assert_eq!(woken.0.load(Ordering::SeqCst), 0);
+        assert_eq!(woken.count(), 0);
         signal.raise();
-        assert_eq!(woken.0.load(Ordering::SeqCst), 1, "one has ended, one was woken");
+        assert_eq!(woken.count(), 1, "one has ended, one was woken");
         let _late = signal.subscribe(&waker);
-        assert_eq!(woken.0.load(Ordering::SeqCst), 2);
+        assert_eq!(woken.count(), 2);
         drop(early);
     }
 

@@ -38,21 +38,13 @@ impl Waiters {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::Woken;
     use super::*;
     use std::future::Future;
     use std::pin::pin;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::task::{Context, Wake, Waker};
-
-    #[derive(Default)]
-    struct Woken(AtomicUsize);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
+    use std::task::{Context, Waker};
 
     #[test]
     fn task_that_is_polled_often_is_woken_once() {
@@ -68,7 +60,7 @@ mod tests {
         assert!(Arc::strong_count(&woken) < 5, "it is registered once");
         is_so.store(1, Ordering::SeqCst);
         waiters.wake_all();
-        assert_eq!(woken.0.load(Ordering::SeqCst), 1);
+        assert_eq!(woken.count(), 1);
         assert!(waiting.as_mut().poll(&mut context).is_ready());
     }
 
