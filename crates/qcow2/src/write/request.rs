@@ -4,6 +4,7 @@ use super::Writer;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
 use super::plan::{ClusterPlan, Reservations};
+use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -147,11 +148,31 @@ impl Writer {
         self.write_parts(parts, guest).await?;
         let changes: Vec<_> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
+        if changes.is_empty() {
+            self.load_slices(&ranges).await;
+            return Ok(());
+        }
         // From here on the clusters are not returned: some may be linked when the rest fails.
         reservations.keep();
         self.link_or_fail(&changes).await?;
         self.publish(&changes);
         Ok(())
+    }
+
+    /// Loads the slices of `ranges`, in which a write changed nothing: the next one there goes
+    /// straight to its place, which only a slice in memory can tell. A load that only writes would
+    /// never get one otherwise.
+    async fn load_slices(&self, ranges: &[GuestRange]) {
+        let mut loaded = None;
+        for range in ranges {
+            let last = GuestOffset::new(range.end().bytes() - 1);
+            for slice in slice_of(range.start()).0..=slice_of(last).0 {
+                // The write is done: a slice that cannot be loaded is the next request's error.
+                if loaded.replace(slice) != Some(slice) && self.map.slice(slice).await.is_err() {
+                    return;
+                }
+            }
+        }
     }
 
     /// What currently shows in units of `plans` that are written whole; empty if none are.

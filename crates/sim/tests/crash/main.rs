@@ -12,6 +12,7 @@ mod exhaustive;
 mod faults;
 mod foreign;
 mod growing;
+mod in_place;
 mod killed;
 mod lies;
 mod plain;
