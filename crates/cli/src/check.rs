@@ -8,7 +8,7 @@ use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};
 use mica_qcow2_tools::open_for_check;
 use mica_qcow2_tools::recover::{RepairMode, Repaired, open_for_repair, repair};
-use mica_stack::{FileImages, Format};
+use mica_stack::{FileImages, Format, wait_for_dead};
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -53,12 +53,14 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         let mut printer = FindingPrinter { shown: 0, bar: progress_bar(0, "tables") };
         let done = match args.repair {
             None => {
-                let (image, header) = open_for_check(&images, &args.image).await?;
+                let open = async || open_for_check(&images, &args.image).await;
+                let (image, header) = wait_for_dead(open).await?;
                 let report = check(image.store, &header, &mut printer).await;
                 report.map(|report| (report, Repaired::default()))
             }
             Some(choice) => {
-                let (image, header) = open_for_repair(&images, &args.image).await?;
+                let open = async || open_for_repair(&images, &args.image).await;
+                let (image, header) = wait_for_dead(open).await?;
                 let repair = repair(image.store, &header, choice.mode(), &mut printer).await;
                 repair.map(|repair| (repair.after, repair.repaired))
             }

@@ -9,7 +9,7 @@ use mica_block::Images;
 use mica_qcow2::loop_error;
 use mica_qcow2_format::{BitmapEntry, Compression, Header, SnapshotEntry, Version};
 use mica_qcow2_tools::{ImageInfo, inspect};
-use mica_stack::{FileImages, Format};
+use mica_stack::{FileImages, Format, wait_for_dead};
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -65,14 +65,14 @@ async fn describe(
 ) -> Result<(Described, Option<(PathBuf, Format)>), Failure> {
     let disk_bytes = std::fs::metadata(path).map_or(0, |data| data.blocks() * 512);
     if format == Format::Raw {
-        let image = images.open(path)?;
+        let image = wait_for_dead(async || images.open(path)).await?;
         let len = image.store.len()?;
         let mut description = Description::new(path, len, disk_bytes);
         description.raw(len.next_multiple_of(512));
         let file = (image.identity.device, image.identity.inode);
         return Ok((description.finish(file), None));
     }
-    let info = inspect(images, path).await?;
+    let info = wait_for_dead(async || inspect(images, path).await).await?;
     // A backing file that may not be opened is no error if only its name is shown.
     let backing = match info.backing(images, path) {
         Ok(backing) => backing,

@@ -5,8 +5,9 @@ use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::print;
 use clap::Args;
+use mica_block::Images;
 use mica_qcow2_tools::resize::Resizer;
-use mica_stack::{FileImages, Format};
+use mica_stack::{FileImages, Format, wait_for_dead};
 use mica_units::SECTOR_BYTES;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,7 +38,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
     executor.block_on(async {
         match format {
             Format::Raw => {
-                let store = open_writable(&args.file, &args.images)?;
+                let store = open_writable(&args.file, &args.images).await?;
                 let old = store.len()?;
                 let new = new_len(args, old)?;
                 store.set_len(new).await?;
@@ -45,7 +46,9 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
             }
             Format::Qcow2 => {
                 let images = FileImages::new(&args.file, args.images.image_options()?)?;
-                let mut resizer = Resizer::open(Arc::new(images), &args.file).await?;
+                let images: Arc<dyn Images> = Arc::new(images);
+                let open = async || Resizer::open(Arc::clone(&images), &args.file).await;
+                let mut resizer = wait_for_dead(open).await?;
                 let new = new_len(args, resizer.disk_bytes())?;
                 resizer.resize(new).await?;
             }

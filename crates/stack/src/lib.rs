@@ -18,7 +18,7 @@ mod written;
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
-pub use open::{Format, open, open_writable, parse_size};
+pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
 pub use policy::{Names, allowed_places};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;

@@ -86,8 +86,6 @@ pub async fn open_writable(
 /// How often to retry an image that a dead process still holds: at first, and at most.
 const HELD_TURNS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
 
-/// Opens it, and waits for a while if only a dead process keeps it from being opened: the system
-/// releases what that held a moment later.
 async fn open_for(
     purpose: Purpose,
     named: &Path,
@@ -95,10 +93,19 @@ async fn open_for(
     images: ImageOptions,
     chain: &ChainOptions,
 ) -> Result<Arc<dyn Manage>> {
+    wait_for_dead(async || open_now(purpose, named, format, images.clone(), chain).await).await
+}
+
+/// Calls `open`, and again for a while if only a dead process keeps it from opening an image: the
+/// system releases what that process held a moment later. A warning says what is waited for.
+///
+/// # Errors
+/// Those of `open`.
+pub async fn wait_for_dead<T>(mut open: impl AsyncFnMut() -> Result<T>) -> Result<T> {
     let [mut turn, turn_max] = HELD_TURNS;
     let mut waited = Duration::ZERO;
     loop {
-        let error = match open_now(purpose, named, format, images.clone(), chain).await {
+        let error = match open().await {
             Err(error) => error,
             opened => return opened,
         };

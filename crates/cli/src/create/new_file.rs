@@ -4,7 +4,7 @@
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use mica_block::{Images, Store};
-use mica_stack::FileImages;
+use mica_stack::{FileImages, wait_for_dead};
 use mica_store::CacheMode;
 use std::fs::{OpenOptions, remove_file};
 use std::io::ErrorKind;
@@ -34,7 +34,7 @@ impl NewFile {
                 return Err(Failure::new(format!("creating {}: {error}", path.display())));
             }
         };
-        let opened = open_writable(path, images);
+        let opened = open_writable(path, images).await;
         let mut file = match opened {
             Ok(store) => Self { path: path.to_owned(), store, made, keep: true },
             Err(failure) => {
@@ -79,8 +79,12 @@ impl Drop for NewFile {
 }
 
 /// Opens the file at `path` for writing, through the page cache.
-pub(crate) fn open_writable(path: &Path, images: &ImageArgs) -> Result<Arc<dyn Store>, Failure> {
+pub(crate) async fn open_writable(
+    path: &Path,
+    images: &ImageArgs,
+) -> Result<Arc<dyn Store>, Failure> {
     let mut options = images.image_options()?;
     options.cache = CacheMode::Writeback;
-    Ok(FileImages::new(path, options)?.open_writable(path)?.store)
+    let images = FileImages::new(path, options)?;
+    Ok(wait_for_dead(async || images.open_writable(path)).await?.store)
 }
