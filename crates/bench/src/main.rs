@@ -5,8 +5,8 @@
 //! machine; what counts are ratios within a run. A server that dies or answers wrongly is reported,
 //! not left out.
 
-mod bars;
 mod chain;
+mod charts;
 mod demo;
 mod folders;
 mod glance;
@@ -22,7 +22,6 @@ mod peers;
 mod plots;
 mod report;
 mod samples;
-mod svg;
 mod turns;
 mod write;
 

@@ -1,7 +1,7 @@
 //! The figures 12 to 16 of the sQemu paper with today's programs.
 
+use super::charts::{Chart, Line, Scale};
 use super::samples::{Samples, median};
-use super::svg::{Chart, Line, Scale};
 use anyhow::Result;
 use std::fs;
 use std::path::Path;
@@ -36,9 +36,14 @@ impl<'a> Plots<'a> {
     /// Writes one, if there was something to draw.
     ///
     /// # Errors
-    /// If it cannot be written.
-    pub(super) fn put(&mut self, what: &str, title: &str, svg: Option<String>) -> Result<()> {
-        let Some(svg) = svg else { return Ok(()) };
+    /// If it could not be drawn, or cannot be written.
+    pub(super) fn put(
+        &mut self,
+        what: &str,
+        title: &str,
+        svg: Result<Option<String>>,
+    ) -> Result<()> {
+        let Some(svg) = svg? else { return Ok(()) };
         let file = format!("{}-{what}.svg", self.name);
         fs::write(self.out.join(&file), svg)?;
         self.written.push(Plot { file, title: title.to_owned() });

@@ -2,11 +2,10 @@
 
 use super::device::{SHAPES, shape_name};
 use super::{BOOT, DATABASE_PART, READS};
-use crate::bars::{Bars, Group};
+use crate::charts::{Bars, Chart, Group, Line, Scale};
 use crate::load::vhost::BLOCK_BYTES;
 use crate::plots::{Plot, Plots};
 use crate::samples::Samples;
-use crate::svg::{Chart, Line, Scale};
 use anyhow::Result;
 use std::path::Path;
 
@@ -33,7 +32,7 @@ fn by_layers(
     title: &str,
     unit: &str,
     metric: &str,
-) -> Option<String> {
+) -> Result<Option<String>> {
     let line = |server: String| {
         let point = |layers: u32| {
             let value = samples.median(part, &server, layers, metric)?;
@@ -46,7 +45,7 @@ fn by_layers(
     Chart { title, x: ("layers", Scale::Log), y: (unit, Scale::Log), lines }.draw()
 }
 
-fn databases(samples: &Samples, title: &str) -> Option<String> {
+fn databases(samples: &Samples, title: &str) -> Result<Option<String>> {
     let series = samples.servers(DATABASE_PART);
     let group = |layers: u32| {
         let value = |server: &String| samples.median(DATABASE_PART, server, layers, "reads_per_s");
@@ -57,7 +56,7 @@ fn databases(samples: &Samples, title: &str) -> Option<String> {
     Bars { title, unit: "keys/s", series: series.clone(), groups }.draw()
 }
 
-fn by_shape(samples: &Samples, title: &str) -> Option<String> {
+fn by_shape(samples: &Samples, title: &str) -> Result<Option<String>> {
     let series = samples.servers(READS);
     let group = |shape: (u16, usize)| {
         let metric = format!("{}_per_s", shape_name(shape, BLOCK_BYTES));

@@ -4,12 +4,11 @@
 use super::images::Kind;
 use super::loads::{Case, Mode};
 use super::{KIB_4, KIB_64, MIB, counted_part, part, sizes};
-use crate::bars::{Bars, Group};
+use crate::charts::{Bars, Chart, Group, Line, Scale};
 use crate::load::ratio;
 use crate::peers::{MICA, QEMU_NBD};
 use crate::plots::{Plot, Plots};
 use crate::samples::Samples;
-use crate::svg::{Chart, Line, Scale};
 use anyhow::Result;
 use std::path::Path;
 
@@ -84,7 +83,7 @@ pub(super) fn write(samples: &Samples, out: &Path, name: &str) -> Result<Vec<Plo
     Ok(plots.written())
 }
 
-fn bars(title: &str, unit: &str, groups: Vec<Group>) -> Option<String> {
+fn bars(title: &str, unit: &str, groups: Vec<Group>) -> Result<Option<String>> {
     Bars { title, unit, series: SERVERS.map(str::to_owned).to_vec(), groups }.draw()
 }
 
