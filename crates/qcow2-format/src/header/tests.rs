@@ -22,7 +22,7 @@ fn header() -> Header {
     }
 }
 
-/// A header in which everything is there that can be.
+/// A header with every optional part present.
 fn full() -> Header {
     Header {
         incompatible: Incompatible {
@@ -372,7 +372,7 @@ proptest! {
     fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600), at in 0_u32..22) {
         let mut bytes = bytes;
         let _ = Header::decode(&bytes, bytes.len() as u64);
-        // The same behind a beginning that passes the first tests.
+        // The same after a start that passes the first checks.
         let start = [&MAGIC.to_be_bytes()[..], &3_u32.to_be_bytes()].concat();
         for (to, from) in bytes.iter_mut().zip(start) {
             *to = from;

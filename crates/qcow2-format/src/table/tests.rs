@@ -87,7 +87,7 @@ fn zero_flag_in_version_2_is_corrupt() {
 
 #[test]
 fn compressed_entries_tell_place_and_greatest_length() {
-    // The entries that qemu-img makes of two clusters of one value each.
+    // The entries that qemu-img writes for two clusters, each filled with one value.
     let first = CompressedCluster { host: CLUSTER, len_max: 512 };
     let second = CompressedCluster { host: HostOffset::new(0x5004f), len_max: 512 - 0x4f };
     assert_eq!(read(0x4000_0000_0005_0000), Some(L2Entry::Compressed(first)));
