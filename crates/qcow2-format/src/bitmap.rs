@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_comes_back_as_it_was_encoded() {
+    fn directory_round_trips() {
         let mut directory = Vec::new();
         entry("a").encode(&mut directory);
         entry("second").encode(&mut directory);
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_of_an_enemy_are_refused() {
+    fn hostile_lengths_are_refused() {
         let mut directory = Vec::new();
         entry("name").encode(&mut directory);
         directory[20..24].copy_from_slice(&u32::MAX.to_be_bytes());

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn data_file_never_is_json() {
+    fn data_file_name_is_never_json() {
         let name = OsStr::new(r#"json:{"driver":"raw","file.filename":"/x"}"#);
         let error = parse_data_file_name(name).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn refcount_block_off_its_cluster_is_corrupt() {
+    fn unaligned_refcount_block_is_corrupt() {
         let bits = ClusterBits::new(16).expect("valid");
         assert!(RefcountTableEntry(0x7fff_fe00).decode(bits).is_err());
         assert_eq!(RefcountTableEntry(0).decode(bits).expect("none"), None);

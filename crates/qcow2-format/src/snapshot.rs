@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn entry_comes_back_as_it_was_encoded() {
+    fn snapshot_entry_round_trips() {
         let mut table = Vec::new();
         entry().encode(&mut table);
         let len = table.len();
