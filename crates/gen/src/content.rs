@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_told_from_anything_else() {
+    fn zeros_are_distinguished_from_anything_else() {
         let mut buf = vec![0; 513];
         assert_eq!(verify_zeros(&buf, 512), Ok(()));
         buf[512] = 1;

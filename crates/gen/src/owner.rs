@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_of_the_file_name_every_owner() {
+    fn every_owner_round_trips_through_its_code() {
         let three = LayerNumber::from_u16(3);
         for (owner, code) in [(Owner::Hole, -1), (Owner::Zero(three), -5), (Owner::Data(three), 3)]
         {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shorter_disk_forgets_what_lay_behind_its_end() {
+    fn shorter_disk_forgets_owners_beyond_its_end() {
         let mut map = OwnerMap::new(8192, 4096);
         map.set(0, 8192, Owner::Data(LayerNumber::BASE));
         map.resize(4096);

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_wishes_are_refused() {
+    fn impossible_specs_are_refused() {
         let good = ChainSpec::new("dir");
         assert!(good.validate().is_ok());
         for bad in [

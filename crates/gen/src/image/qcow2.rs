@@ -26,7 +26,7 @@ pub(super) fn write(image: &Image<'_>, shape: &Qcow2Shape) -> Result<()> {
     let data_file = data_file.map(|name| Sink::create(&image.dir.join(name))).transpose()?;
 
     let mut refcounts = Refcounts::new(shape.l2.cluster_bits, shape.refcount, layout.clusters);
-    refcounts.name(&(0..layout.data));
+    refcounts.add_reference(&(0..layout.data));
     let rng = image.order.clone().unwrap_or_else(|| Rng::new(image.shape.number.index() as u64));
     let compressor = Compressor::new(shape.compression, CompressionLevel::Fast)?;
     let mut data = Data { image, shape, refcounts, next: layout.data, rng, compressor, data_file };
@@ -200,7 +200,7 @@ impl Data<'_> {
             None => {
                 let host = self.next.next_multiple_of(bits.bytes());
                 self.next = host + bits.bytes();
-                self.refcounts.name(&(host..self.next));
+                self.refcounts.add_reference(&(host..self.next));
                 (sink, host, bits.bytes())
             }
         };
@@ -238,10 +238,10 @@ impl Data<'_> {
         }
         // The entry knows the length to a sector only, and all of it is counted.
         let named = |host: u64| host..(host + len).next_multiple_of(SECTOR_BYTES);
-        if !self.refcounts.can_name(&named(host)) {
+        if !self.refcounts.can_add_reference(&named(host)) {
             host = self.next.next_multiple_of(bits.bytes());
         }
-        self.refcounts.name(&named(host));
+        self.refcounts.add_reference(&named(host));
         sink.write(host, packed)?;
         self.next = host + len;
         Ok(CompressedCluster { host: HostOffset::new(host), len_max: len })

@@ -27,14 +27,14 @@ impl Refcounts {
     }
 
     /// Whether all clusters that hold a byte of `bytes` can take one more reference.
-    pub(super) fn can_name(&self, bytes: &Range<u64>) -> bool {
+    pub(super) fn can_add_reference(&self, bytes: &Range<u64>) -> bool {
         self.counts[self.clusters(bytes)]
             .iter()
             .all(|count| u64::from(*count) < self.width.max().min(u64::from(u32::MAX)))
     }
 
     /// Adds a reference to all clusters that hold a byte of `bytes`.
-    pub(super) fn name(&mut self, bytes: &Range<u64>) {
+    pub(super) fn add_reference(&mut self, bytes: &Range<u64>) {
         let clusters = self.clusters(bytes);
         for count in &mut self.counts[clusters] {
             *count += 1;
