@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_survives_its_encoding_and_one_of_another_length_is_refused() {
+    fn directory_round_trips_and_a_wrong_length_is_refused() {
         let mut directory = Directory::default();
         for index in [0, 7, 15] {
             directory.set_child(index, Some(Place { extent: 1, block: 9 }));

@@ -86,7 +86,7 @@ impl<R: Reference> Walk<R> {
     }
 
     /// Skips the directory that was asked for, with everything below it.
-    pub fn pass_by(&mut self) {
+    pub fn skip(&mut self) {
         self.wanted = None;
     }
 }
