@@ -1,6 +1,6 @@
-//! The storm's short form: some chains of random shape live through kills, take-overs, QEMU's own
+//! The storm's short form: some chains of random shape go through kills, take-overs, QEMU's own
 //! writes, full file systems and much else, and every sector is judged. `cargo xtask storm` is the
-//! long form, and has a failing seed again.
+//! long form, and replays a failing seed.
 //!
 //! `MICA_STORM_CHAINS` says how many chains, `MICA_STORM_SEED` the seed of the first.
 

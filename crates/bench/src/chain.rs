@@ -13,7 +13,7 @@ use mica_tests::shell;
 use serde_json::json;
 use std::time::Duration;
 
-/// Layers from which on a run is a slow one.
+/// Number of layers from which runs are slow.
 const SLOW_LAYERS: u32 = 300;
 
 /// What to measure, and how long.
@@ -52,27 +52,27 @@ pub(crate) struct Options {
 
 impl Options {
     /// One value for a result, another for a quick look.
-    fn by_haste<T>(&self, result: T, look: T) -> T {
+    fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }
 
     fn layers(&self) -> Vec<u32> {
         match &self.layers[..] {
-            [] => self.by_haste(vec![1, 10, 50, 100, 300, 500, 1000], vec![1, 10, 100, 500]),
+            [] => self.full_or_quick(vec![1, 10, 50, 100, 300, 500, 1000], vec![1, 10, 100, 500]),
             layers => layers.to_vec(),
         }
     }
 
     fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(self.by_haste(5, 3)).max(1)
+        self.repeats.unwrap_or(self.full_or_quick(5, 3)).max(1)
     }
 
     fn seconds(&self) -> f64 {
-        self.seconds.unwrap_or(self.by_haste(3.0, 1.0))
+        self.seconds.unwrap_or(self.full_or_quick(3.0, 1.0))
     }
 
     fn sequential_seconds(&self) -> f64 {
-        self.sequential_seconds.unwrap_or(self.by_haste(8.0, 3.0))
+        self.sequential_seconds.unwrap_or(self.full_or_quick(8.0, 3.0))
     }
 }
 
@@ -108,7 +108,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 fn write(options: &Options, samples: &Samples) -> Result<()> {
-    let machine = Machine::look()?;
+    let machine = Machine::query()?;
     let name = format!("{}-chain", machine.date);
     let goals = goals::judge(samples);
     let plots = plots::write(samples, &options.folders.out()?, &name)?;

@@ -1,5 +1,5 @@
-//! The demonstration: a disk with a file system full of files lives through snapshots, made and
-//! written by QEMU's own tools; mica serves the chain; every file is read back whole.
+//! The demonstration: a disk with a file system full of files goes through snapshots, made and
+//! written by QEMU's own tools; mica serves the chain; every file is read back and compared.
 
 mod life;
 pub(crate) mod tree;
@@ -18,13 +18,13 @@ use tree::Tree;
 
 /// Length of the disk.
 const DISK_BYTES: u64 = 256 << 20;
-/// How long a foreign tool may take.
+/// How long another project's tool may take.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// What the demonstration is to be like.
+/// Options of the demonstration.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Snapshots that the disk lives through.
+    /// Snapshots that the disk goes through.
     #[arg(long, default_value_t = 500)]
     snapshots: u32,
     /// Seconds of each load of the table.
@@ -33,7 +33,7 @@ pub(crate) struct Options {
     /// Folder to work in.
     #[arg(long, default_value = "demo")]
     dir: PathBuf,
-    /// Leave the chain in the folder, to look at.
+    /// Keep the chain in the folder, for inspection.
     #[arg(long)]
     keep: bool,
 }
@@ -71,7 +71,7 @@ fn show(dir: &Path, options: &Options) -> Result<()> {
     println!("it serves after {:.0} ms", server.open.as_secs_f64() * 1e3);
     let back = dir.join("back.raw");
     said(Command::new("nbdcopy").arg(server.uri()).arg(&back))?;
-    ensure!(server.stop()?.status.success(), "mica did not end well");
+    ensure!(server.stop()?.status.success(), "mica did not exit cleanly");
     ensure!(same_bytes(&back, life.raw())?, "the disk came back different");
     println!("nbdcopy: every byte of the disk came back");
     said(Command::new("e2fsck").args(["-f", "-n"]).arg(&back))?;
@@ -95,7 +95,7 @@ fn show(dir: &Path, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Runs a foreign tool that has to succeed.
+/// Runs another project's tool, which has to succeed.
 fn said(command: &mut Command) -> Result<String> {
     let finished = command::finish_within(command, LIMIT);
     ensure!(finished.status.success(), "{finished}");

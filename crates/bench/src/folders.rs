@@ -42,7 +42,7 @@ impl Folders {
         Ok(out)
     }
 
-    /// Writes the results, for programs and for people, and prints the page.
+    /// Writes the results as JSON and as a page, and prints the page.
     ///
     /// # Errors
     /// If they cannot be written.

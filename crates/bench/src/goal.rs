@@ -9,7 +9,7 @@ pub(super) struct Goal {
     pub(super) what: String,
     /// The required figure, in words.
     pub(super) wanted: String,
-    /// What was measured; nothing if it was not.
+    /// What was measured; `None` if it was not.
     pub(super) measured: Option<f64>,
     /// Whether it is met.
     pub(super) reached: Option<bool>,

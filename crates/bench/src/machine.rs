@@ -18,7 +18,7 @@ impl Machine {
     ///
     /// # Errors
     /// If it does not even know the date.
-    pub(super) fn look() -> Result<Self> {
+    pub(super) fn query() -> Result<Self> {
         let says = |program: &str, args: &[&str]| {
             let output = Command::new(program).args(args).current_dir(shell::root()).output();
             let said = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());

@@ -101,7 +101,7 @@ pub(super) enum Cold {
 ///
 /// # Errors
 /// As [`warm`].
-pub(super) fn first_meeting(peer: &Peer, subject: Subject<'_>, sample: &mut Sample) -> Result<()> {
+pub(super) fn without_index(peer: &Peer, subject: Subject<'_>, sample: &mut Sample) -> Result<()> {
     let subject = Subject { sequential: FIRST_PASS_MAX, ..subject };
     let running = peer.start(subject.image, subject.format, &[])?;
     let server = &running.server;

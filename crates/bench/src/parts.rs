@@ -1,7 +1,7 @@
 //! The parts of the bench: which servers, on what, how often.
 
 use super::measure::{self, Cold, Subject};
-use super::peers::{MICA, Peer, all_there};
+use super::peers::{MICA, Peer, all_installed};
 use super::samples::{Sample, Samples};
 use super::turns::{each_once, note};
 use crate::load::{null, ratio};
@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// A seal proves nothing about a layer that changed less than a second before: chains get older
-/// than that first.
+/// A seal proves nothing about a layer that changed less than a second before: so chains are left
+/// to age first.
 const SETTLE: Duration = Duration::from_millis(1500);
 /// Layers at which budgets are compared: few enough for QEMU to open each by name.
 const BUDGET_LAYERS: u32 = 100;
@@ -39,13 +39,13 @@ pub(super) enum Part {
     Cold,
     /// mica on chains that it has never seen.
     First,
-    /// Speed by the memory that the map may take.
+    /// Speed by the memory that the map may use.
     Budget,
     /// Under a limit of 256 open files.
     Handles,
-    /// Room that the index takes on disk.
+    /// Space that the index takes on disk.
     IndexSize,
-    /// What the protocol and the device allow at most: raw files, null disks, the load generator.
+    /// The most that the protocol and the device allow: raw files, null disks, the load generator.
     Ceiling,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Context<'a> {
     pub(super) random: Duration,
     /// How long sequential reads last at most.
     pub(super) sequential: Duration,
-    /// The chain that is wanted, but for its layers.
+    /// The chain that is wanted, except for its number of layers.
     pub(super) spec: ChainSpec,
 }
 
@@ -70,12 +70,12 @@ pub(super) struct Chain {
     pub(super) owners: OwnerMap,
     /// How many layers there are.
     pub(super) layers: u32,
-    /// Bytes of the disk that one L2 table speaks for.
+    /// Bytes of the disk that one L2 table covers.
     pub(super) table_bytes: u64,
 }
 
 impl Chain {
-    /// Makes it in a folder of its own.
+    /// Makes it in a new folder.
     ///
     /// # Errors
     /// If it cannot be made.
@@ -140,8 +140,8 @@ impl Chain {
         samples.push(build);
     }
 
-    /// Reads all its files, so that the page cache has them: otherwise the second one
-    /// finds them there.
+    /// Reads all its files, so that the page cache has them: otherwise only the second server would
+    /// find them there.
     ///
     /// # Errors
     /// If one cannot be read.
@@ -154,7 +154,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Bytes of all sidecars, as they are long and as they take room.
+    /// Bytes of all sidecars.
     fn index_bytes(&self) -> Result<u64> {
         let mut bytes = 0;
         for file in fs::read_dir(self.folder.path())? {
@@ -220,7 +220,7 @@ pub(super) fn of_chains(
     Ok(())
 }
 
-/// Room that the paper's way takes: a copy of all L2 tables in every layer.
+/// Space that the paper's method takes: a copy of all L2 tables in every layer.
 fn copied_tables_bytes(spec: &ChainSpec, layers: u32) -> f64 {
     let clusters = spec.disk_bytes.div_ceil(spec.cluster_bytes);
     let tables = clusters.div_ceil(spec.cluster_bytes / 8);
@@ -233,7 +233,7 @@ fn first(context: &Context<'_>, chain: &Chain, repeats: u32, samples: &mut Sampl
         chain.index("drop")?;
         let mut sample = Sample::new("first", MICA, chain.layers, repeat);
         let subject = chain.subject(context);
-        note(&mut sample, |sample| measure::first_meeting(&Peer::mica(&[]), subject, sample));
+        note(&mut sample, |sample| measure::without_index(&Peer::mica(&[]), subject, sample));
         samples.push(sample);
     }
     Ok(())
@@ -270,9 +270,9 @@ fn budgets(
         let text = budget.to_string();
         let mica = Peer::mica(&["--index-cache", &text]);
         let mut peers = vec![mica];
-        // A cache of QEMU's holds two slices of 4 KiB at least.
+        // A cache of QEMU's holds at least two slices of 4 KiB.
         let per_layer = (budget / u64::from(chain.layers)).max(8 << 10);
-        if per_layer * u64::from(chain.layers) <= budget && all_there(&[tools::QEMU_NBD]) {
+        if per_layer * u64::from(chain.layers) <= budget && all_installed(&[tools::QEMU_NBD]) {
             peers.push(Peer::qemu_nbd(&[]).on_node(&json_chain(chain, per_layer)));
         }
         let part = format!("budget-{budget}");
@@ -301,7 +301,7 @@ fn json_chain(chain: &Chain, bytes: u64) -> String {
     })
 }
 
-/// What the protocol and the device allow: nothing behind the protocol, and a raw file.
+/// What the protocol and the device allow: a null disk behind the protocol, and a raw file.
 pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples) -> Result<()> {
     println!("\n== ceilings");
     for repeat in 0..repeats {
@@ -314,7 +314,7 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
     }
     let size = PathBuf::from(CEILING_BYTES.to_string());
     let mut peers = vec![Peer::mica(&[])];
-    if all_there(&[tools::NBDKIT]) {
+    if all_installed(&[tools::NBDKIT]) {
         peers.push(Peer::nbdkit(&["null", &CEILING_BYTES.to_string()]));
     }
     let subject = |image, format| Subject {
@@ -335,10 +335,10 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
     fill(raw.as_file())?;
     let raw = raw.path();
     let mut peers = vec![Peer::mica(&["--cache", "none"])];
-    if all_there(&[tools::QEMU_NBD]) {
+    if all_installed(&[tools::QEMU_NBD]) {
         peers.push(Peer::qemu_nbd(&["--cache=none", "--aio=io_uring"]));
     }
-    let fio_there = all_there(&[tools::FIO]);
+    let fio_there = all_installed(&[tools::FIO]);
     for repeat in 0..repeats {
         // fio takes its turn before and after the servers: devices warm up too.
         let fio_turn = |samples: &mut Samples| {
@@ -385,7 +385,7 @@ fn fio(file: &Path, time: Duration, sample: &mut Sample) -> Result<()> {
     Ok(())
 }
 
-/// Fills `file` with bytes that no layer of storage can make smaller.
+/// Fills `file` with bytes that no layer of storage can compress.
 fn fill(mut file: &File) -> Result<()> {
     let mut rng = mica_gen::Rng::new(7);
     let mut piece = vec![0; 4 << 20];
@@ -399,7 +399,7 @@ fn fill(mut file: &File) -> Result<()> {
     Ok(())
 }
 
-/// Room that the index takes for a large disk, without its data.
+/// Space that the index takes for a large disk, without its data.
 pub(super) fn index_size(
     context: &Context<'_>,
     layers: &[u32],

@@ -87,12 +87,12 @@ impl Peer {
         Self { access: Access::Write, ..self }
     }
 
-    /// The same, as a vhost-user-blk device with `queues` queues at `socket` besides.
+    /// The same, also as a vhost-user-blk device with `queues` queues at `socket`.
     pub(super) fn over_vhost_user(self, socket: PathBuf, queues: u16) -> Self {
         Self { vhost_user: Some((socket, queues)), ..self }
     }
 
-    /// The same on a block-device name of QEMU's instead of the image that a run names.
+    /// The same on one of QEMU's block nodes instead of the image that a run names.
     pub(super) fn on_node(self, node: &str) -> Self {
         Self { node: Some(format!("json:{node}")), ..self }
     }
@@ -112,7 +112,7 @@ impl Peer {
     /// Starts it on `image`; `limit` wraps the command, as `prlimit` does.
     ///
     /// # Errors
-    /// If it does not come to serve.
+    /// If it does not start serving.
     pub(super) fn start(&self, image: &Path, format: &str, limit: &[&str]) -> Result<Running> {
         let stats = tempfile::Builder::new().prefix("mica-bench-").tempdir()?;
         let stats_file = stats.path().join("stats.json");
@@ -199,7 +199,7 @@ impl Peer {
             command.args(["--export", &export]).args(&self.more);
             return;
         };
-        // By NBD one only sees that it is up.
+        // NBD only shows that it is up.
         command.args(["--export", "type=nbd,id=export,node-name=top,writable=off"]);
         let export = format!(
             "type=vhost-user-blk,id=device,node-name=top,writable={writable},num-queues={queues},\
@@ -210,8 +210,8 @@ impl Peer {
     }
 }
 
-/// Whether all `tools` are there; says which are not.
-pub(super) fn all_there(tools: &[Tool]) -> bool {
+/// Whether all `tools` are installed; prints which are not.
+pub(super) fn all_installed(tools: &[Tool]) -> bool {
     for tool in tools.iter().filter(|tool| !tool.is_there()) {
         println!("{} is NOT INSTALLED: what needs it is not measured", tool.program);
     }
@@ -230,7 +230,7 @@ impl Running {
     /// Stops it and returns its own figures, if it has any.
     ///
     /// # Errors
-    /// If it does not stop, or not well.
+    /// If it does not stop, or not cleanly.
     pub(super) fn stop(self) -> Result<Option<Value>> {
         let stopped = self.server.stop()?;
         anyhow::ensure!(stopped.status.success(), "{}\n{}", stopped.status, stopped.log);

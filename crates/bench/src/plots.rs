@@ -28,7 +28,7 @@ pub(super) struct Plots<'a> {
 }
 
 impl<'a> Plots<'a> {
-    /// None yet; they go to the folder `out`, under names that begin with `name`.
+    /// No plots yet; they go to the folder `out`, under names that begin with `name`.
     pub(super) fn new(out: &'a Path, name: &'a str) -> Self {
         Self { out, name, written: Vec::new() }
     }
@@ -139,7 +139,7 @@ fn map_counts(samples: &Samples) -> Vec<Line> {
 }
 
 /// mica's look-ups, which it counts itself, beside those of a walk from layer to layer, which
-/// follow from who owns the disk: no other server tells its own.
+/// follow from the owners of the disk: no other server reports its own.
 fn lookups_per_read(samples: &Samples) -> Vec<Line> {
     let measured = by_layers(samples, "warm", "lookups_per_request");
     let computed = by_layers(samples, "index", "walk_lookups_per_read");

@@ -17,7 +17,7 @@ pub struct Geometry {
     pub preferred_bytes: u32,
 }
 
-/// How much a plan tells.
+/// How detailed a plan is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Detail {
     /// Enough to read.
@@ -26,8 +26,8 @@ pub enum Detail {
     Allocation,
 }
 
-/// Where the bytes of a range are, in order, without a gap, and exactly that range. While this
-/// lives, no space that it names is put to another use: it is kept until the last read is done.
+/// Where the bytes of a range are, in order, without a gap, and exactly that range. No space that
+/// it names is reused while it lives, so it is kept until the last read is done.
 #[must_use = "what it says holds as long as it lives"]
 pub struct Plan<'a> {
     extents: Vec<Extent>,
@@ -41,13 +41,13 @@ impl<'a> Plan<'a> {
         Self { extents, in_flight }
     }
 
-    /// The plan of a disk on which space has one use only.
+    /// The plan of a disk that never reuses space.
     #[inline]
     pub fn untracked(extents: Vec<Extent>) -> Self {
         Self { extents, in_flight: InFlight::untracked() }
     }
 
-    /// The list, to be used again, and what has to be kept instead of the plan.
+    /// The list, to be reused, and what has to be kept in place of the plan.
     #[inline]
     pub fn into_parts(self) -> (Vec<Extent>, InFlight<'a>) {
         (self.extents, self.in_flight)
@@ -63,7 +63,7 @@ impl Deref for Plan<'_> {
     }
 }
 
-/// The outcome of planning: at once, when the map is in memory, or later.
+/// The outcome of planning: available at once if the map is in memory, or later.
 #[must_use = "a plan that is pending has planned nothing yet"]
 pub enum Planned<'a> {
     /// The plan is there, or planning failed.
@@ -95,11 +95,12 @@ pub trait Disk: Send + Sync {
     /// Where the bytes of `range` are. `extents` is an empty list that the plan may use.
     ///
     /// # Errors
-    /// `Invalid` if `range` is beyond the end; else what kept the map from being read.
+    /// `Invalid` if `range` is beyond the end; otherwise why the map could not be read.
     fn plan(&self, range: GuestRange, detail: Detail, extents: Vec<Extent>) -> Planned<'_>;
 
-    /// Reads all of `extent`, which is of a plan that is kept, or a part of one that is, into
-    /// `buf`, whose length is the extent's. An extent that reads as zero fills `buf` with zeros.
+    /// Reads all of `extent`, which belongs to a plan that is still held, or is a part of such an
+    /// extent, into `buf`, whose length is the extent's. An extent that reads as zero fills `buf`
+    /// with zeros.
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture;
 
     /// Whether it takes [`Disk::write`], [`Disk::write_zeroes`] and [`Disk::discard`].
@@ -119,15 +120,15 @@ pub trait Disk: Send + Sync {
 
     /// Makes `range`, whose ends are multiples of a sector, read as zeros.
     ///
-    /// Errors as [`Disk::write`]; `Unsupported` if [`Zeroes::fast`] is asked for and it would take
-    /// writing them out.
+    /// Errors as [`Disk::write`]; `Unsupported` if [`Zeroes::fast`] is asked for and the zeros
+    /// would have to be written out.
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
         let _ = (range, how);
         Box::pin(async { Err(not_writable()) })
     }
 
-    /// The guest does not need `range` any more: parts of it may read as zeros from now on, and
-    /// give their space back.
+    /// The guest no longer needs `range`: parts of it may read as zeros from now on, and their
+    /// space may be given back.
     ///
     /// Errors as [`Disk::write`].
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
@@ -147,19 +148,19 @@ pub trait Disk: Send + Sync {
 /// How zeros are to be written.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Zeroes {
-    /// The space may be given back; else later writes to the range must not run out of space that
-    /// the range has now.
+    /// The space may be given back; otherwise later writes to the range must not run out of space
+    /// that the range has now.
     pub may_unmap: bool,
     /// Only if it is faster than writing the zeros out (`NBD_CMD_FLAG_FAST_ZERO`).
     pub fast: bool,
 }
 
 /// A write in flight. Resolves to the outcome and the buffer.
-#[must_use = "the buffer comes back only when awaited"]
+#[must_use = "the buffer is returned only when awaited"]
 pub enum Writing<'a> {
     /// Straight to one place.
     Direct(IoFuture),
-    /// Anything longer.
+    /// Anything that takes more steps.
     Boxed(LocalFuture<'a, (Result<()>, Buf)>),
 }
 

@@ -8,17 +8,17 @@ use std::sync::Arc;
 /// Result with mica's error.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What a caller does about an error. A new kind only if someone would act differently.
+/// What a caller does about an error. A new kind only if a caller would act differently.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The request or the argument makes no sense: mend it and try again.
+    /// The request or the argument makes no sense: correct it and try again.
     Invalid,
     /// Well formed, but mica does not do it.
     Unsupported,
-    /// The image's own bytes contradict the format; nothing of it can be trusted further.
+    /// The image's own bytes contradict the format; nothing in it can be trusted any more.
     Corrupt,
-    /// There is nothing of this name.
+    /// There is nothing with this name.
     NotFound,
     /// A policy or the system forbids it.
     Denied,
@@ -43,13 +43,13 @@ struct Inner {
 }
 
 impl Error {
-    /// An error of `kind`; `context` says what was wrong and where, in one line without an end
-    /// mark.
+    /// An error of `kind`; `context` says what was wrong and where, in one line without a full
+    /// stop.
     pub fn new(kind: ErrorKind, context: impl Into<String>) -> Self {
         Self { inner: Arc::new(Inner { kind, context: context.into(), source: None }) }
     }
 
-    /// The system refused `context`. The kind follows from the system's error.
+    /// The operation that `context` describes failed. The kind follows from the system's error.
     pub fn from_io(context: impl Into<String>, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => ErrorKind::NotFound,
@@ -76,7 +76,7 @@ impl Error {
         self.inner.kind
     }
 
-    /// The errno of the system at the bottom of the causes, if there is one.
+    /// The system's errno at the root of the causes, if there is one.
     pub fn raw_os_error(&self) -> Option<i32> {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(self);
         while let Some(error) = cause {

@@ -8,8 +8,8 @@ pub enum ExtentKind {
     /// No layer holds anything here: reads as zeros. The layer is the one that ends the search:
     /// the base, or the layer above one that is too short to reach here.
     Hole,
-    /// A hole within a cluster that the layer does have, for other subclusters of it. Told only
-    /// where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    /// A hole within a cluster that the layer has for other subclusters. Reported only if
+    /// [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
     HoleInCluster,
     /// The layer says that these bytes are zeros and has no cluster for them.
     Zero,
@@ -17,15 +17,15 @@ pub enum ExtentKind {
     ZeroAllocated,
     /// The bytes are in the layer's data file at the extent's host offset.
     Data,
-    /// The layer has a cluster for these bytes, and its file a hole there: reads as zeros. Told
-    /// only where [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    /// The layer has a cluster for these bytes, and its file has a hole there: reads as zeros.
+    /// Reported only if [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
     DataInHole,
     /// The bytes are in the layer, encoded (compressed): only its format can read them.
     Encoded,
 }
 
 impl ExtentKind {
-    /// Whether some layer has something to say of it: data, or that it is zeros.
+    /// Whether some layer determines it: data, or that it is zeros.
     #[inline]
     pub fn is_present(self) -> bool {
         !matches!(self, Self::Hole | Self::HoleInCluster)
@@ -37,14 +37,14 @@ impl ExtentKind {
         !matches!(self, Self::Data | Self::Encoded)
     }
 
-    /// Whether [`Extent::host`] means anything.
+    /// Whether [`Extent::host`] is meaningful.
     #[inline]
     pub fn has_host(self) -> bool {
         matches!(self, Self::Data | Self::DataInHole | Self::ZeroAllocated | Self::HoleInCluster)
     }
 }
 
-/// A run of guest bytes that lie in one place.
+/// A run of guest bytes that are in one place.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Extent {
     /// First byte on the disk.
@@ -55,7 +55,7 @@ pub struct Extent {
     pub kind: ExtentKind,
     /// The layer that owns it.
     pub layer: LayerNumber,
-    /// Where its first byte is, for kinds that have a place; else zero.
+    /// Where its first byte is, for kinds that have a place; otherwise zero.
     pub host: HostOffset,
 }
 
@@ -70,13 +70,13 @@ impl Extent {
     /// The guest bytes that it covers.
     ///
     /// # Panics
-    /// If it was made by hand and its end leaves 64 bits.
+    /// If it was made by hand and its end exceeds 64 bits.
     #[inline]
     pub fn range(&self) -> GuestRange {
         GuestRange::new(self.start, self.len).expect("an extent ends within the disk")
     }
 
-    /// The part that lies in `range`, or `None` if there is none.
+    /// The part that is in `range`, or `None` if there is none.
     #[inline]
     pub fn within(&self, range: GuestRange) -> Option<Self> {
         let part = self.range().intersect(range)?;
@@ -86,7 +86,7 @@ impl Extent {
         Some(Self { start: part.start(), len: part.len(), host, ..*self })
     }
 
-    /// Whether `next` goes on where this one ends, in the guest and in the host.
+    /// Whether `next` continues where this one ends, in the guest and in the host.
     #[inline]
     pub fn continues_into(&self, next: &Self) -> bool {
         self.kind == next.kind
@@ -95,13 +95,13 @@ impl Extent {
             && (!self.kind.has_host() || self.host.checked_add(self.len) == Some(next.host))
     }
 
-    /// Bytes of a plan.
+    /// Total bytes of a plan.
     #[inline]
     pub fn total_len(plan: &[Self]) -> u64 {
         plan.iter().map(|extent| extent.len).sum()
     }
 
-    /// Whether `plan` is one of `range`: in order, without a gap, and exactly as long.
+    /// Whether `plan` covers `range`: in order, without a gap, and exactly.
     pub fn covers(plan: &[Self], range: GuestRange) -> bool {
         let end = plan.iter().try_fold(range.start(), |at, extent| {
             (extent.start == at && extent.len > 0).then(|| at.checked_add(extent.len)).flatten()
@@ -109,7 +109,7 @@ impl Extent {
         end == Some(range.end())
     }
 
-    /// Appends `next` to a plan, joined to its last extent where it continues that one.
+    /// Appends `next` to a plan, joined to its last extent if it continues that one.
     #[inline]
     pub fn push_joined(plan: &mut Vec<Self>, next: Self) {
         match plan.last_mut() {

@@ -1,19 +1,19 @@
-//! Where images come from. A format asks for files by name through this trait and never opens one
+//! Opening of images. A format asks for files by name through this trait and never opens one
 //! itself, so that one place decides what may be opened, and the simulator can be that place.
 
 use crate::{LocalFuture, RedoLogs, Result, Sidecars, Store, StoreIdentity};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// Changes within this time of each other may leave the same stamps.
+/// Changes within this time of each other may leave the same timestamps.
 const RACY_NS: i128 = 1_000_000_000;
-/// The same where stamps are whole seconds: they may even be of two seconds, as those of FAT are.
+/// The same if timestamps are whole seconds: their resolution may even be two seconds, as on FAT.
 const COARSE_RACY_NS: i128 = 4_000_000_000;
 const SECOND_NS: i128 = 1_000_000_000;
 
-/// Which file it is, and whether it changed since it was last looked at. Both times of a block
-/// device are `i128::MAX`: no timestamp tells that a device was written. So is the change time
-/// where the file system has none that nobody can set.
+/// Which file it is, and whether it changed since it was last examined. Both times of a block
+/// device are `i128::MAX`: no timestamp shows that a device was written. So is the change time if
+/// the file system has none that cannot be set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// Device that holds it.
@@ -24,22 +24,22 @@ pub struct Identity {
     pub len: u64,
     /// Last change of the content, in nanoseconds since the epoch.
     pub mtime_ns: i128,
-    /// Last change of content or inode, in nanoseconds since the epoch. Nobody can set it back.
+    /// Last change of content or inode, in nanoseconds since the epoch. It cannot be set back.
     pub ctime_ns: i128,
 }
 
 impl Identity {
-    /// Whether a file that has this identity now was surely not changed after `since_ns`, when it
-    /// had it, too. A change shows in its stamps only once the clock of its file system has moved
-    /// on since the change before.
+    /// Whether a file that has this identity now, and had it at `since_ns`, is certain not to have
+    /// changed after that. A change shows in its timestamps only once the clock of its file system
+    /// has advanced since the previous change.
     pub fn proves_unchanged_since(&self, since_ns: i128) -> bool {
-        // The change time alone says how fine stamps are: the other one can be set.
+        // The change time alone shows the resolution of timestamps: the other one can be set.
         let is_coarse = self.ctime_ns.rem_euclid(SECOND_NS) == 0;
         let margin_ns = if is_coarse { COARSE_RACY_NS } else { RACY_NS };
         self.mtime_ns.max(self.ctime_ns).saturating_add(margin_ns) < since_ns
     }
 
-    /// Whether its stamps can prove anything at any time.
+    /// Whether its timestamps can ever prove anything.
     pub fn has_stamps(&self) -> bool {
         self.mtime_ns.max(self.ctime_ns) != i128::MAX
     }
@@ -51,18 +51,18 @@ impl From<&Identity> for StoreIdentity {
     }
 }
 
-/// Tells by its content whether an image is what it was, where the stamps of its file do not.
+/// Tells by its content whether an image is unchanged if the timestamps of its file do not.
 pub trait ContentProof: Send + Sync {
-    /// Whether what is in `store`, the image's file opened again, is what was there.
+    /// Whether the content of `store`, the image's file opened again, is unchanged.
     fn holds(&self, store: Arc<dyn Store>) -> LocalFuture<'static, Result<bool>>;
 }
 
-/// Where a format leaves the proof of an image's content for who opens its file again.
+/// Where a format leaves the proof of an image's content for when its file is opened again.
 #[derive(Clone, Default)]
 pub struct ProofSlot(Arc<OnceLock<Arc<dyn ContentProof>>>);
 
 impl ProofSlot {
-    /// Leaves `proof`, unless there is one.
+    /// Leaves `proof`, unless there is one already.
     pub fn set(&self, proof: Arc<dyn ContentProof>) {
         let _ = self.0.set(proof);
     }
@@ -78,16 +78,16 @@ impl ProofSlot {
 pub struct OpenImage {
     /// Its bytes.
     pub store: Arc<dyn Store>,
-    /// What it was when it was opened.
+    /// Its identity when it was opened.
     pub identity: Identity,
-    /// For the proof that it still is, should its file be closed and opened again meanwhile.
+    /// For the proof that it is unchanged, in case its file is closed and opened again.
     pub content: ProofSlot,
 }
 
 /// Decides which images may be opened, and opens them.
 pub trait Images: Send + Sync {
-    /// The file that `name`, which stands in the image at `referrer`, means. A relative name is
-    /// relative to the referrer's directory.
+    /// The file that `name`, which is stored in the image at `referrer`, refers to. A relative name
+    /// is relative to the referrer's directory.
     ///
     /// # Errors
     /// `Denied` if the user did not allow that place, `Unsupported` for a name with a protocol.
@@ -96,25 +96,25 @@ pub trait Images: Send + Sync {
     /// Opens the file at `path` for reading.
     ///
     /// # Errors
-    /// What the system says, or the policy.
+    /// What the system or the policy reports.
     fn open(&self, path: &Path) -> Result<OpenImage>;
 
-    /// Opens the file at `path` for reading and writing, and for no other writer.
+    /// Opens the file at `path` for reading and writing, excluding other writers.
     ///
     /// # Errors
-    /// What the system says, the policy, or that another program has the file open.
+    /// What the system or the policy reports, or that another program has the file open.
     fn open_writable(&self, path: &Path) -> Result<OpenImage>;
 
     /// Which file is at `path` now.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn identify(&self, path: &Path) -> Result<Identity>;
 
     /// The sidecars of layers.
     fn sidecars(&self) -> &dyn Sidecars;
 
-    /// What writers keep in memory that outlives them.
+    /// The redo logs that writers keep in memory that outlives them.
     fn redo_logs(&self) -> &dyn RedoLogs;
 
     /// Now, in nanoseconds since the epoch, by the clock that stamps files.
@@ -136,7 +136,7 @@ mod tests {
         let changed = stamped(NOW, NOW);
         assert!(!changed.proves_unchanged_since(NOW + RACY_NS));
         assert!(changed.proves_unchanged_since(NOW + RACY_NS + 1));
-        // The later of the two stamps counts.
+        // The later of the two timestamps counts.
         let touched = stamped(0, NOW);
         assert!(!touched.proves_unchanged_since(NOW + RACY_NS));
     }

@@ -10,7 +10,7 @@
 //! Writes go the same way: [`Disk::write`] knows where, [`Store::write_at`] acts, and
 //! [`Disk::flush`] makes durable what was written.
 //!
-//! Whoever owns a disk has it as [`Manage`], which is [`Disk`] and control: servers never see that.
+//! The owner of a disk has it as [`Manage`], which is [`Disk`] and control: servers never see that.
 //!
 //! A plan is a list of [`Extent`]s, plain values that say where the bytes of a range are. Planning
 //! does no data I/O; acting on an extent ([`Disk::read`]) plans nothing.

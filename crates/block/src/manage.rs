@@ -1,51 +1,50 @@
 //! What the owner of a disk does besides serving its data: control, figures, and the index.
 //!
-//! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default:
-//! a wrapper that forgot to forward a call would silently turn it off.
+//! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default: a
+//! wrapper that forgot to forward a call would silently disable it.
 
 use crate::{Disk, Error, ErrorKind, LocalFuture, Result};
 use mica_units::{LayerNumber, SECTOR_BYTES};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// A disk as its owner sees it. One object is both, so that no two handles can disagree about which
+/// A disk as its owner sees it. One object is both, so that two handles cannot disagree about which
 /// disk they mean; an `Arc<dyn Manage>` becomes an `Arc<dyn Disk>` where only data is needed.
 pub trait Manage: Disk {
-    /// Makes the disk `len` bytes long, while it is served: no shorter than it is. What is new
-    /// reads as zeros, and is part of [`Disk::geometry`] once it is durable that it is there.
+    /// Makes the disk `len` bytes long, while it is served: no shorter than it is. The new part
+    /// reads as zeros, and shows in [`Disk::geometry`] once the new length is durable.
     ///
-    /// Errors: `Invalid` for a length that is shorter, no multiple of a sector, or more than the
-    /// image can have; `Unsupported` where the disk cannot do it; else as [`Disk::write`]. The
-    /// disk is then as long as before.
+    /// Errors: `Invalid` for a length that is shorter, not a multiple of a sector, or more than the
+    /// image can have; `Unsupported` if the disk cannot do it; otherwise as [`Disk::write`]. The
+    /// disk then keeps its length.
     fn resize(&self, len: u64) -> LocalFuture<'_, Result<()>>;
 
-    /// Waits until no request is under way, including those that nobody awaits any more.
+    /// Waits until no request is in flight, including those that nothing awaits any more.
     fn idle(&self) -> LocalFuture<'_, ()>;
 
-    /// Ends the writing: flushes, and leaves the image as if nobody had it open. Nothing else may
-    /// be under way, and nothing is written afterwards.
+    /// Stops writing: flushes, and leaves the image as if no process had it open. Nothing else may
+    /// be in flight, and nothing is written afterwards.
     fn close(&self) -> LocalFuture<'_, Result<()>>;
 
-    /// What is weaker now than this disk promises, and why, if anything is: reported for as long as
-    /// it is so.
+    /// Which promise of this disk does not hold now, and why; `None` if all hold.
     fn weakness(&self) -> Option<&'static str>;
 
     /// What writing has cost.
     fn write_stats(&self) -> WriteStats;
 
-    /// How the cache of its map does.
+    /// Statistics of its map's cache.
     fn map_stats(&self) -> MapStats;
 
     /// Number of layers: one unless it is a chain.
     fn layer_count(&self) -> usize;
 
-    /// The paths of a chain's layers, from the base; none where it is not a chain.
+    /// The paths of a chain's layers, from the base; empty if it is not a chain.
     fn layer_paths(&self) -> Vec<PathBuf>;
 
     /// How many layers are beneath the one that an extent names.
     fn layer_position(&self, layer: LayerNumber) -> usize;
 
-    /// The index of a chain; `None` where it is not a chain.
+    /// The index of a chain; `None` if it is not a chain.
     fn index(&self) -> Option<&dyn ManageIndex>;
 }
 
@@ -54,18 +53,18 @@ pub trait ManageIndex {
     /// How many layers, from the base, the index covers.
     fn covered_layers(&self) -> usize;
 
-    /// Waits until somebody calls for the index: a reader that found a sidecar to be damaged, so
-    /// that [`Self::build`] has work, or [`Self::call`].
+    /// Waits until the index is called for: by a reader that found a damaged sidecar, so that
+    /// [`Self::build`] has work, or by [`Self::call`].
     fn called(&self) -> LocalFuture<'_, ()>;
 
     /// Ends the wait of [`Self::called`].
     fn call(&self);
 
-    /// Brings the sidecars of all frozen layers up to date; how many it wrote. Stops between two
-    /// layers when `progress` breaks.
+    /// Brings the sidecars of all frozen layers up to date; returns how many it wrote. Stops
+    /// between two layers when `progress` breaks.
     ///
     /// Errors: if a layer cannot be read or a sidecar cannot be written. What was written before
-    /// stays good.
+    /// remains valid.
     fn build<'a>(
         &'a self,
         progress: &'a mut dyn FnMut(IndexProgress) -> ControlFlow<()>,
@@ -78,11 +77,11 @@ pub trait ManageIndex {
     /// Removes the sidecars of all frozen layers.
     ///
     /// # Errors
-    /// What the system says; the others are removed all the same.
+    /// What the system reports; the others are removed all the same.
     fn remove(&self) -> Result<()>;
 }
 
-/// How far the building of an index has come.
+/// Progress of the building of an index.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IndexProgress {
     /// Layers done.
@@ -91,20 +90,20 @@ pub struct IndexProgress {
     pub layers: usize,
 }
 
-/// What a look at the seal of a sidecar found.
+/// The state of a sidecar's seal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SealState {
     /// Sealed, and the layer is unchanged.
     Sealed,
     /// There is no sidecar, or one of another version or layer.
     Missing,
-    /// The sidecar is of another state of the layer, or of another chain beneath.
+    /// The sidecar belongs to another state of the layer, or to another chain beneath.
     Stale,
     /// Timestamps prove nothing: the layer was moved, copied, or changed about when it was sealed.
     Unproven,
 }
 
-/// How well the map's cache does, counted since the disk was opened.
+/// Statistics of the map's cache, counted since the disk was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct MapStats {
     /// Look-ups answered from the cache.
@@ -115,7 +114,7 @@ pub struct MapStats {
     pub index_loads: u64,
     /// Windows of slices resolved by walking the chain.
     pub walks: u64,
-    /// Layers looked at by those walks.
+    /// Layers examined by those walks.
     pub layers_walked: u64,
     /// Bytes of slices now in the cache.
     pub cached_bytes: u64,
@@ -126,9 +125,9 @@ pub struct MapStats {
 /// What writing has cost besides the guest's own bytes, counted since the disk was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct WriteStats {
-    /// Bytes read to fill what a write left of a unit that got a new place.
+    /// Bytes read to fill the rest of a unit that a write moved to a new place.
     pub copied_read_bytes: u64,
-    /// Bytes of these written, and zeros written around them.
+    /// Bytes of these written, including zeros written around them.
     pub copied_written_bytes: u64,
     /// Bytes of metadata written.
     pub metadata_bytes: u64,
@@ -140,7 +139,7 @@ pub struct WriteStats {
     pub linked_clusters: u64,
 }
 
-/// Whether a served disk of `old` bytes may become `new` bytes long.
+/// Checks that a served disk of `old` bytes may become `new` bytes long.
 ///
 /// # Errors
 /// `Invalid` if it may not.
@@ -150,7 +149,7 @@ pub fn check_longer(old: u64, new: u64) -> Result<()> {
         return refuse(format!("a disk of {old} bytes is not made shorter while it is served"));
     }
     if !new.is_multiple_of(SECTOR_BYTES) {
-        return refuse(format!("{new} bytes are no whole sectors"));
+        return refuse(format!("{new} bytes are not whole sectors"));
     }
     Ok(())
 }

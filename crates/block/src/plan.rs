@@ -1,22 +1,22 @@
-//! Acting on a plan, and dividing what is to be planned.
+//! Acting on a plan, and dividing long ranges before they are planned.
 
 use crate::{Disk, Extent, IoFuture, Result};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange};
 
-/// Reads `extents`, which follow one another, into `buf`, which is as long as they are together:
-/// side by side, and without a copy.
+/// Reads consecutive `extents` into `buf`, which is as long as they are together: concurrently, and
+/// without a copy.
 ///
 /// # Errors
-/// The first that a read gives; none is under way any more then.
+/// The first that a read gives; by then no read is in flight any more.
 ///
 /// # Panics
-/// If `buf` has another length.
+/// If `buf` has a different length.
 pub async fn read_extents(disk: &dyn Disk, extents: &[Extent], buf: Buf) -> Result<Buf> {
     read_extents_by(|extent, part| disk.read(extent, part), extents, buf).await
 }
 
-/// As [`read_extents`], for whatever reads extents as [`Disk::read`] does.
+/// As [`read_extents`], for any function that reads extents as [`Disk::read`] does.
 ///
 /// # Errors
 /// As [`read_extents`].
@@ -34,7 +34,7 @@ pub async fn read_extents_by(
         return result.map(|()| buf);
     }
     let mut rest = buf;
-    // The parts lie side by side and become one again without a copy.
+    // The parts are adjacent and become one again without a copy.
     let mut whole = rest.split_to(0);
     let parts = extents.iter().map(|extent| {
         let len = usize::try_from(extent.len).expect("a part of the buffer");

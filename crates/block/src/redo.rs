@@ -1,4 +1,4 @@
-//! Where a writer keeps what it acknowledged and did not flush, for the next process to open the
+//! Where a writer keeps what it acknowledged and did not flush, for the next process that opens the
 //! image.
 
 use crate::Result;
@@ -7,32 +7,31 @@ use std::sync::Arc;
 
 /// Finds the redo logs of images.
 pub trait RedoLogs: Send + Sync {
-    /// Memory for whoever writes the image at `path`, the same one each time. `None` where there is
-    /// none.
+    /// Memory for the writer of the image at `path`, the same each time. `None` if there is none.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
-    /// The same, to read what a writer left that died: this user's, and if this process may read
-    /// those, others'. None also where somebody may be writing the image at `path` now, although it
+    /// The same, to read what a dead writer left: this user's, and other users' if this process may
+    /// read them. Empty also if another process may be writing the image at `path` now, although it
     /// is open here.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>>;
 
     /// Where this user's last writer of the image at `path` left something, if that is not where
     /// [`RedoLogs::log`] looks.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn elsewhere(&self, path: &Path) -> Result<Option<PathBuf>>;
 
     /// Where another user keeps what a writer of the image at `path` left.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn of_another(&self, path: &Path) -> Result<Option<PathBuf>>;
 }
 
@@ -57,32 +56,32 @@ impl RedoLogs for NoRedoLogs {
     }
 }
 
-/// Memory that outlives the process, but not the machine's next start: a file that is never made
-/// durable. Calls do not wait for a device.
+/// Memory that outlives the process, but not a reboot: a file that is never made durable. Calls do
+/// not wait for a device.
 pub trait RedoMemory: Send + Sync {
-    /// The start of the machine: another number after each.
+    /// The boot of the machine: a different number after each.
     fn boot(&self) -> u128;
 
-    /// Bytes that fit in.
+    /// Its size in bytes.
     fn capacity(&self) -> u64;
 
     /// Fills `buf` from `at` on; what was never written reads as zeros.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()>;
 
     /// Writes `bytes` at `at`. If the process dies meanwhile, any part of them may be there.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Forgets all that is in it.
+    /// Removes all its content.
     fn remove(&self);
 
-    /// The same, but that what is in it is kept for people to look at, in place of what was kept
-    /// before: it is never read again. Where that is, if there was something.
+    /// The same, but its content is kept for people to inspect, replacing what was kept before: it
+    /// is never read again. Returns where it is, if there was any.
     fn set_aside(&self) -> Option<PathBuf> {
         self.remove();
         None

@@ -9,19 +9,19 @@ pub trait Sidecars: Send + Sync {
     /// The sidecar of the layer at `path`, if there is one.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>>;
 
-    /// Puts `content` in the place of the layer's sidecar: all of it or nothing.
+    /// Replaces the layer's sidecar by `content`, atomically.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn write(&self, path: &Path, content: &[u8]) -> Result<()>;
 
-    /// Removes the layer's sidecar. That there is none is no error.
+    /// Removes the layer's sidecar. It is not an error if there is none.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn remove(&self, path: &Path) -> Result<()>;
 }
 

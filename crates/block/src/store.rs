@@ -1,4 +1,4 @@
-//! What bytes lie in: a file, an object, memory. Knows addresses and nothing of formats.
+//! What bytes are stored in: a file, an object, memory. Knows addresses and nothing of formats.
 
 use crate::{Error, ErrorKind, LocalFuture, Result};
 use mica_rt::{Buf, Op};
@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-/// What a run of a store is.
+/// What a run of a store contains.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RunKind {
     /// Bytes were written here, as far as the store knows.
@@ -30,34 +30,34 @@ pub struct Run {
 /// The outcome of a change to a store that has no buffer to give back.
 pub type ChangeFuture = LocalFuture<'static, Result<()>>;
 
-/// What is done with the space of a range, as `fallocate` does it.
+/// A change of the space of a range, as `fallocate` makes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Space {
     /// Gives the space back; the range reads as zeros. The length stays.
     Punch,
     /// The range reads as zeros and keeps, or gets, its space.
     Zero,
-    /// The range gets space; what is there stays, what is new was never written
+    /// The range gets space; existing bytes stay, new ones were never written
     /// ([`Store::reads_unwritten_as_zeros`]). The store grows to the range's end.
     Allocate,
 }
 
-/// What tells whether the system has lost what was written and not synced, though it was not
-/// started anew: the file system may have been remounted, or its device have come back.
+/// Shows whether the system has lost what was written and not synced, without a reboot: the file
+/// system may have been remounted, or its device may have been reconnected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Witness {
-    /// Nothing tells.
+    /// Nothing shows it.
     None,
-    /// A number that is another one after each loss.
+    /// A number that changes with each loss.
     MountGeneration(u64),
     /// When the file last changed, in nanoseconds since the epoch. A file that lost its last
     /// changes often has an earlier time again, but not where times become durable before data.
-    /// That is all that some file systems tell.
+    /// Some file systems offer nothing better.
     Changed(i128),
 }
 
 impl Witness {
-    /// Whether something was lost if `self` was told earlier than `now`.
+    /// Whether something was lost between `self`, which was taken earlier, and `now`.
     pub fn tells_loss(self, now: Self) -> bool {
         match (self, now) {
             (Self::MountGeneration(before), Self::MountGeneration(now)) => now != before,
@@ -67,18 +67,18 @@ impl Witness {
     }
 }
 
-/// Which bytes a store shows: the key under which they may be cached. It says nothing of when they
-/// change.
+/// Which bytes a store shows: the key under which they may be cached. It says nothing about when
+/// they change.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum StoreIdentity {
     /// Those of a file, as they are. The file is the same for as long as a store has it open.
     File {
-        /// Device that holds it; of a block device its own number.
+        /// Device that holds it; for a block device its own number.
         device: u64,
         /// Inode on that device; zero for a block device.
         inode: u64,
     },
-    /// Those that only stores with this number show, which is given out once in a process.
+    /// Those shown only by stores with this number, which is unique in the process.
     Own(u64),
 }
 
@@ -93,60 +93,61 @@ impl StoreIdentity {
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
 /// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that
-/// a wrapper that forgets to forward one fails at its first use. A default for what is asked of a
-/// store would be an answer that may be wrong, and nobody would notice.
+/// a wrapper that forgets to forward one fails at its first use. A default for a query could be a
+/// wrong answer that nobody would notice.
 pub trait Store: Send + Sync {
-    /// Fills `buf` from `offset` on. What lies beyond the end reads as zeros, as it does in QEMU.
+    /// Fills `buf` from `offset` on. What is beyond the end reads as zeros, as it does in QEMU.
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture;
 
     /// Length in bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn len(&self) -> Result<u64>;
 
-    /// Bytes that it takes where it is kept; less than its length if it has holes.
+    /// Bytes that it occupies in storage; less than its length if it has holes.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn allocated_bytes(&self) -> Result<u64>;
 
-    /// Whether there is no byte in it.
+    /// Whether it has no bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn is_empty(&self) -> Result<bool> {
         self.len().map(|len| len == 0)
     }
 
-    /// What lies at `offset`, and for how long at most `len` bytes that is so.
+    /// The run at `offset`, cut at `len` bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     fn run_at(&self, offset: HostOffset, len: u64) -> Result<Run>;
 
-    /// What the store is called in messages.
+    /// The store's name in messages.
     fn name(&self) -> String;
 
     /// Which bytes these are: stores that have the same identity at one time show the same bytes.
-    /// A store that shows other bytes than the one beneath it has its own.
+    /// A store that shows other bytes than the one beneath it has an identity of its own.
     fn identity(&self) -> StoreIdentity;
 
     /// Whether what was never written reads as zeros: what [`Store::set_len`] and
-    /// [`Space::Allocate`] added, and nobody wrote since. If not (a store that encrypts) it reads
-    /// as anything, also after a power cut. What lies beyond the end reads as zeros in any case,
-    /// and so does what was punched or zeroed.
+    /// [`Space::Allocate`] added and was not written since. If not (a store that encrypts) it reads
+    /// as anything, also after a power cut. What is beyond the end reads as zeros in any case, and
+    /// so does what was punched or zeroed.
     fn reads_unwritten_as_zeros(&self) -> bool;
 
-    /// What tells later whether the system lost what was written until now. Waits for no device.
+    /// A witness that shows later whether the system lost what was written until now. Does not wait
+    /// for a device.
     fn witness(&self) -> Witness;
 
-    /// Writes all of `buf` from `offset` on. Whoever reads after it completed sees it; durable it
-    /// is after the next [`Store::sync`]. The store grows where the end is beyond its own. `buf` is
-    /// never changed, and may be a guest's memory: what has to be changed is changed in a copy.
+    /// Writes all of `buf` from `offset` on. Reads that start after it completed see it; it is
+    /// durable after the next [`Store::sync`]. The store grows if the end is beyond its own. `buf`
+    /// is never changed, and may be a guest's memory: what has to be changed is changed in a copy.
     ///
-    /// An error leaves each sector of the range old or new. Fails with `Denied` where the store
-    /// was opened for reading.
+    /// An error leaves each sector of the range old or new. Fails with `Denied` if the store was
+    /// opened for reading.
     fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
         let _ = offset;
         IoFuture::Ready(Some((Err(self.opened_for_reading()), buf)))
@@ -160,7 +161,7 @@ pub trait Store: Send + Sync {
         Box::pin(async move { Err(error) })
     }
 
-    /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` where the file
+    /// Changes the space of `len` bytes at `offset`; see [`Space`]. `Unsupported` if the file
     /// system cannot.
     fn space(&self, change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
         let _ = (change, offset, len);
@@ -168,7 +169,7 @@ pub trait Store: Send + Sync {
         Box::pin(async move { Err(error) })
     }
 
-    /// Makes it `len` bytes long: what is beyond is gone, what is new was never written
+    /// Makes it `len` bytes long: what is beyond is gone, new bytes were never written
     /// ([`Store::reads_unwritten_as_zeros`]).
     fn set_len(&self, len: u64) -> ChangeFuture {
         let _ = len;
@@ -190,9 +191,9 @@ pub enum IoFuture {
     File(FileRead),
     /// One write of a file.
     Write(FileWrite),
-    /// Anything longer.
+    /// Anything that takes more steps.
     Boxed(LocalFuture<'static, (Result<()>, Buf)>),
-    /// Known already.
+    /// The outcome is known already.
     Ready(Option<(Result<()>, Buf)>),
 }
 
@@ -214,12 +215,12 @@ impl IoFuture {
         Self::Write(FileWrite { op, offset })
     }
 
-    /// Waits for `op`, which reads at `offset`, and fills with zeros what lies beyond the end.
+    /// Waits for `op`, which reads at `offset`, and fills with zeros what is beyond the end.
     pub fn file(op: Op, offset: HostOffset) -> Self {
         Self::File(FileRead { op, offset })
     }
 
-    /// Drops `guard` when the I/O is done, not before: also if this future is dropped earlier.
+    /// Drops `guard` when the I/O is done, not before, even if this future is dropped earlier.
     pub fn hold(mut self, guard: impl Any) -> Self {
         match &mut self {
             Self::File(FileRead { op, .. }) | Self::Write(FileWrite { op, .. }) => {
@@ -269,7 +270,7 @@ impl Future for IoFuture {
                     |error| Err(Error::from_io(format!("writing {len} bytes at {offset}"), error));
                 let result = match result {
                     Ok(count) if count == len => Ok(()),
-                    // A write of less without an error is how a full device shows.
+                    // A short write without an error means that the device is full.
                     Ok(_) => explain(std::io::Error::from_raw_os_error(ENOSPC)),
                     Err(error) => explain(error),
                 };
@@ -281,22 +282,22 @@ impl Future for IoFuture {
     }
 }
 
-/// Linux's number of "no space left on device".
+/// Linux's error number for "no space left on device".
 const ENOSPC: i32 = 28;
 
 /// Writes all of `buf` at `offset`.
 ///
 /// # Errors
-/// What the store says, with its name.
+/// What the store reports, with its name.
 pub async fn write_all(store: &dyn Store, buf: Buf, offset: HostOffset) -> Result<()> {
     let (result, _) = store.write_at(buf, offset).await;
     result.map_err(|error| error.wrap(store.name()))
 }
 
-/// Reads `len` bytes at `offset` into a buffer of their own.
+/// Reads `len` bytes at `offset` into a new buffer.
 ///
 /// # Errors
-/// What the store says, with its name.
+/// What the store reports, with its name.
 pub async fn read_exact(store: &dyn Store, offset: HostOffset, len: usize) -> Result<Buf> {
     let (result, buf) = store.read_at(Buf::new(len), offset).await;
     match result {

@@ -120,7 +120,7 @@ fn map(stats: MapStats) -> Vec<Figure> {
         counter("misses", "Look-ups of the map that had to load a slice.", misses),
         counter("index_loads", "Slices that were loaded from an index.", index_loads),
         counter("walks", "Windows of slices that were resolved by walking the chain.", walks),
-        counter("layers_walked", "Layers that walks looked at.", layers_walked),
+        counter("layers_walked", "Layers that walks examined.", layers_walked),
         gauge("cached_bytes", "Bytes of slices in the cache.", cached_bytes),
         gauge("budget_bytes", "The most that the cache may hold, in bytes.", budget_bytes),
     ]
@@ -138,12 +138,12 @@ fn write(stats: WriteStats) -> Vec<Figure> {
     vec![
         counter(
             "copied_read_bytes",
-            "Bytes read to fill the parts of a new unit that a write left out.",
+            "Bytes read to fill the parts of a new unit that a write does not cover.",
             copied_read_bytes,
         ),
         counter(
             "copied_written_bytes",
-            "Bytes of these that were written, with the zeros around them.",
+            "Bytes of these that were written, including zeros around them.",
             copied_written_bytes,
         ),
         counter("metadata_bytes", "Bytes of metadata that were written.", metadata_bytes),

@@ -14,16 +14,16 @@ use std::path::Path;
 /// Name of the link to the active layer.
 const TOP_LINK: &str = "top.qcow2";
 
-/// Makes the chain that `spec` wishes for, and tells `progress` after each layer how many are
-/// there. Layers that were in the folder under the same names are replaced.
+/// Makes the chain that `spec` describes. After each layer `progress` is called with the number of
+/// layers made so far. Layers that were in the folder under the same names are replaced.
 ///
 /// # Errors
-/// `Invalid` if `spec` is; else what the system says.
+/// `Invalid` if `spec` is; otherwise what the system reports.
 pub fn generate(spec: &ChainSpec, mut progress: impl FnMut(u32)) -> Result<Manifest> {
     spec.validate()?;
     let cluster_bits = spec
         .cluster_bits()
-        .ok_or_else(|| Error::new(ErrorKind::Invalid, "the cluster size is no power of two"))?;
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, "the cluster size is not a power of two"))?;
     fs::create_dir_all(&spec.dir)
         .map_err(|error| Error::from_io(format!("creating {}", spec.dir.display()), error))?;
 
@@ -55,7 +55,7 @@ pub fn generate(spec: &ChainSpec, mut progress: impl FnMut(u32)) -> Result<Manif
     Ok(manifest)
 }
 
-/// Makes `top.qcow2` mean the active layer, which is never a raw one.
+/// Links `top.qcow2` to the active layer, which is never a raw one.
 fn link_top(dir: &Path, manifest: &Manifest) -> Result<()> {
     let link = dir.join(TOP_LINK);
     let failed = |error| Error::from_io(format!("linking {}", link.display()), error);

@@ -1,10 +1,10 @@
 //! From the plan clusters that a layer is asked to hold to the entries of its own tables, and to
-//! who owns what afterwards. No I/O.
+//! the owners after it. No I/O.
 //!
 //! A layer may have larger or smaller clusters than the plan, or subclusters. It holds whole
 //! *grains*: the larger of its own allocation unit and of the unit in which ownership is counted.
 //! Layers are expanded from the base up, each over the owners that the ones below it left; so what
-//! a layer hides is hidden in the owner map too, whatever it is made of.
+//! a layer hides is hidden in the owner map too, whatever its kind.
 
 use crate::owner::{Owner, OwnerMap};
 use crate::plan::{DataFile, LayerKind, LayerShape, Qcow2Shape};
@@ -31,9 +31,9 @@ pub(crate) enum Content {
     Compressed,
     /// It is zeros.
     Zero,
-    /// It is zeros and has a place.
+    /// It is zeros and has a cluster in the file.
     ZeroAllocated,
-    /// Its subclusters differ; bit n speaks of subcluster n. It has a place if it is `placed`.
+    /// Its subclusters differ; bit n is for subcluster n. It has a cluster in the file if `placed`.
     Subclusters { allocated: u32, zero: u32, placed: bool },
 }
 
@@ -168,8 +168,8 @@ impl Expansion<'_> {
             if roll < 8 && self.features.has(Feature::Zero) {
                 return Content::Zero;
             }
-            // Version 3 tells a place at offset 0 from none by the refcount flag only for data, so
-            // that external files have no preallocated zeros here.
+            // Version 3 distinguishes offset 0 from no offset, by the refcount flag, only for data:
+            // so there are no preallocated zeros in external files here.
             let place = data_file == DataFile::Internal;
             if (8..16).contains(&roll) && place && self.features.has(Feature::ZeroPreallocated) {
                 return Content::ZeroAllocated;

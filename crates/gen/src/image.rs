@@ -1,11 +1,12 @@
 //! One layer as a file.
 //!
 //! A qcow2 file is laid out as header, refcount table, refcount blocks, L1 table, L2 tables, data.
-//! How many clusters the data takes is not known before it is compressed, so the refcount blocks
-//! are made for the most that it can take; that some stay zero is legal.
+//! How many clusters the data takes is not known before it is compressed, so there are refcount
+//! blocks for the most that it can take; some may legally stay zero.
 //!
-//! - I1. Every cluster of the file is counted as often as something names it, and no other is.
-//! - I2. A refcount flag (COPIED) stands exactly where the count is one.
+//! - I1. Every cluster of the file has as many references counted as there are, and no other
+//!   cluster has any.
+//! - I2. A refcount flag (COPIED) is set exactly where the count is one.
 
 mod qcow2;
 mod refcounts;
@@ -21,7 +22,7 @@ use mica_units::ClusterBits;
 use mica_units::Rng;
 use std::path::Path;
 
-/// All that one needs to write a layer.
+/// All that is needed to write a layer.
 pub(crate) struct Image<'a> {
     /// Folder of the chain.
     pub(crate) dir: &'a Path,

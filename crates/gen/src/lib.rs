@@ -1,10 +1,9 @@
 //! Chains of qcow2 images made directly, without QEMU, whose every byte can be verified.
 //!
 //! A chain is planned first (which layer holds which part of the disk, and in which of the ways
-//! that qcow2 knows), then written layer by layer from the base up. Beside the layers stands
-//! `owner.i32`, which says for each unit of the disk which layer owns it; from the address and the
-//! owner follows the content ([`content`]), so a reader can be checked without a second copy of the
-//! disk.
+//! that qcow2 has), then written layer by layer from the base up. Beside the layers is `owner.i32`,
+//! which says for each unit of the disk which layer owns it; the content follows from the address
+//! and the owner ([`content`]), so a reader can be checked without a second copy of the disk.
 //!
 //! What must never happen here: an image that `qemu-img check` finds fault with, or content that
 //! depends on anything but the [`ChainSpec`]. The same spec makes the same bytes on every machine.

@@ -20,7 +20,7 @@ pub struct Manifest {
     pub layers: u32,
     /// Length of the disk in bytes.
     pub vsize: u64,
-    /// Bytes in a cluster of a layer that says nothing else.
+    /// Bytes in a cluster of a layer that does not specify its own.
     pub cluster: u64,
     /// Bytes in a unit of the owner file.
     pub unit: u64,
@@ -30,7 +30,7 @@ pub struct Manifest {
     pub distribution: String,
     /// Features mixed in, with commas between them.
     pub features: String,
-    /// Seed of all that is random.
+    /// Seed of everything random.
     pub seed: u64,
     /// [`content::MAGIC`].
     pub magic: u64,
@@ -51,12 +51,12 @@ pub struct LayerEntry {
     pub format: String,
     /// Length of the disk as the layer has it.
     pub len: u64,
-    /// What a qcow2 layer is like; nothing for a raw one.
+    /// Properties of a qcow2 layer; `None` for a raw one.
     #[serde(flatten)]
     pub qcow2: Option<Qcow2Entry>,
 }
 
-/// What a qcow2 layer is like.
+/// Properties of a qcow2 layer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Qcow2Entry {
     /// 2 or 3.
@@ -77,21 +77,24 @@ impl Manifest {
     /// Reads the file of the chain in `dir`.
     ///
     /// # Errors
-    /// What the system says; `Invalid` if the file is something else.
+    /// What the system reports; `Invalid` if the file is something else.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE_NAME);
         let name = path.display();
         let text =
             fs::read(&path).map_err(|error| Error::from_io(format!("reading {name}"), error))?;
         serde_json::from_slice(&text).map_err(|error| {
-            Error::new(ErrorKind::Invalid, format!("{name} describes no generated chain: {error}"))
+            Error::new(
+                ErrorKind::Invalid,
+                format!("{name} does not describe a generated chain: {error}"),
+            )
         })
     }
 
     /// The owners of the chain in `dir`.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     pub fn load_owners(&self, dir: &Path) -> Result<OwnerMap> {
         OwnerMap::load(dir, self.vsize, self.unit)
     }

@@ -1,8 +1,8 @@
-//! Who owns each unit of a generated disk: the file `owner.i32` beside the layers.
+//! The owner of each unit of a generated disk: the file `owner.i32` beside the layers.
 //!
 //! The file holds one little-endian 32-bit number per unit of the disk: the number of the owning
-//! layer, -1 for a hole, -2-L where layer L says that the unit is zeros. How large a unit is stands
-//! in `chain.json` ([`crate::Manifest`]): the cluster size where all layers agree on one.
+//! layer, -1 for a hole, -2-L where layer L says that the unit is zeros. The size of a unit is in
+//! `chain.json` ([`crate::Manifest`]): the cluster size if all layers have the same one.
 
 use crate::content;
 use mica_block::{Error, Result};
@@ -54,7 +54,7 @@ pub struct OwnerMap {
 }
 
 impl OwnerMap {
-    /// A disk of `disk_bytes` that nobody owns, in units of `unit_bytes`.
+    /// A disk of `disk_bytes` that no layer owns, in units of `unit_bytes`.
     pub fn new(disk_bytes: u64, unit_bytes: u64) -> Self {
         let units = usize::try_from(disk_bytes.div_ceil(unit_bytes)).unwrap_or(usize::MAX);
         Self { unit_bytes, disk_bytes, codes: vec![Owner::Hole.code(); units] }
@@ -63,7 +63,7 @@ impl OwnerMap {
     /// Reads the file of the chain in `dir`.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     pub fn load(dir: &Path, disk_bytes: u64, unit_bytes: u64) -> Result<Self> {
         let path = dir.join(FILE_NAME);
         let bytes = fs::read(&path)
@@ -75,7 +75,7 @@ impl OwnerMap {
     /// Writes the file of the chain in `dir`.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system reports.
     pub fn save(&self, dir: &Path) -> Result<()> {
         let path = dir.join(FILE_NAME);
         let bytes: Vec<u8> = self.codes.iter().flat_map(|code| code.to_le_bytes()).collect();
@@ -108,7 +108,7 @@ impl OwnerMap {
             .map(|(_, unit)| unit * self.unit_bytes)
     }
 
-    /// Gives the units of `start..end` to `owner`, as far as they lie on the disk.
+    /// Gives the units of `start..end` to `owner`, as far as they are on the disk.
     pub(crate) fn set(&mut self, start: u64, end: u64, owner: Owner) {
         let first = usize::try_from(start / self.unit_bytes).unwrap_or(usize::MAX);
         let last = usize::try_from(end.div_ceil(self.unit_bytes)).unwrap_or(usize::MAX);
@@ -119,7 +119,7 @@ impl OwnerMap {
     }
 
     /// Makes the disk `disk_bytes` long: what a shorter disk loses is lost, what a longer one gains
-    /// is nobody's.
+    /// has no owner.
     pub(crate) fn resize(&mut self, disk_bytes: u64) {
         let units = usize::try_from(disk_bytes.div_ceil(self.unit_bytes)).unwrap_or(usize::MAX);
         self.codes.resize(units, Owner::Hole.code());
@@ -129,7 +129,7 @@ impl OwnerMap {
     /// Checks what was read at `offset` of the disk.
     ///
     /// # Errors
-    /// The disk offset of the first wrong byte, and whose it should have been.
+    /// The disk offset of the first wrong byte, and its expected owner.
     pub fn verify(&self, buf: &[u8], offset: u64) -> std::result::Result<(), Wrong> {
         let mut start = 0;
         while start < buf.len() {
@@ -152,9 +152,9 @@ impl OwnerMap {
 /// A byte that is not what its owner wrote.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Wrong {
-    /// Where on the disk.
+    /// Its disk offset.
     pub offset: u64,
-    /// Whose it should have been.
+    /// Its expected owner.
     pub owner: Owner,
 }
 
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_of_the_file_name_every_owner() {
+    fn every_owner_round_trips_through_its_code() {
         let three = LayerNumber::from_u16(3);
         for (owner, code) in [(Owner::Hole, -1), (Owner::Zero(three), -5), (Owner::Data(three), 3)]
         {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shorter_disk_forgets_what_lay_behind_its_end() {
+    fn shorter_disk_forgets_owners_beyond_its_end() {
         let mut map = OwnerMap::new(8192, 4096);
         map.set(0, 8192, Owner::Data(LayerNumber::BASE));
         map.resize(4096);

@@ -12,7 +12,7 @@ const EXTENDED_CLUSTER_BITS_MIN: u32 = 14;
 /// Verifiable content is judged by blocks of this size, so units are no smaller.
 const UNIT_BYTES_MIN: u64 = 4096;
 
-/// The chain as it will be.
+/// What a chain will be.
 pub(crate) struct ChainPlan {
     /// From the base up.
     pub(crate) shapes: Vec<LayerShape>,
@@ -24,7 +24,7 @@ pub(crate) struct ChainPlan {
     pub(crate) held: Vec<Vec<u32>>,
 }
 
-/// What a layer is like.
+/// Properties of a layer.
 #[derive(Clone, Debug)]
 pub(crate) struct LayerShape {
     /// Its number, counted from the base.
@@ -44,7 +44,7 @@ pub(crate) enum LayerKind {
     Qcow2(Qcow2Shape),
 }
 
-/// What a qcow2 layer is like.
+/// Properties of a qcow2 layer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Qcow2Shape {
     /// Version and table format.
@@ -66,7 +66,7 @@ pub(crate) enum DataFile {
     Internal,
     /// In a file beside it.
     External,
-    /// In a file beside it, which is a raw disk by itself.
+    /// In a file beside it, which by itself is a raw disk.
     ExternalRaw,
 }
 
@@ -80,7 +80,7 @@ impl LayerShape {
     }
 }
 
-/// Plans the chain that `spec`, which is valid, wishes for.
+/// Plans the chain that `spec`, which is valid, describes.
 pub(crate) fn plan(spec: &ChainSpec, cluster_bits: ClusterBits) -> ChainPlan {
     let shapes: Vec<_> = (0..spec.layers as usize)
         .filter_map(LayerNumber::new)
@@ -170,7 +170,7 @@ fn assign(spec: &ChainSpec, cluster_bits: ClusterBits) -> Vec<Vec<u32>> {
     let mut wanted = fraction_of(clusters, spec.fill);
     let stale = spec.features.has(Feature::Stale);
     for cluster in 0..u32::try_from(clusters).unwrap_or(u32::MAX) {
-        // Each of the clusters that are left is as likely as any other to be one of the wanted.
+        // Each of the clusters that are left is equally likely to be one of those wanted.
         if rng.below(clusters - u64::from(cluster)) >= wanted {
             continue;
         }
@@ -202,7 +202,7 @@ fn owner(rng: &mut Rng, spec: &ChainSpec) -> usize {
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "counts of clusters are far below 2^53 and the fraction lies in 0.0..=1.0"
+    reason = "counts of clusters are far below 2^53 and the fraction is in 0.0..=1.0"
 )]
 fn fraction_of(count: u64, fraction: f64) -> u64 {
     (count as f64 * fraction) as u64

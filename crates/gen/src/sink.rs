@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Bytes gathered before they are written.
 const GATHERED_BYTES_MAX: usize = 2 << 20;
 
-/// A file being written. What is never written stays a hole.
+/// A file being written. Whatever is never written stays a hole.
 pub(crate) struct Sink {
     file: File,
     path: PathBuf,
@@ -25,7 +25,7 @@ impl Sink {
         Ok(Self { file, path: path.to_owned(), gathered: Vec::new(), start: 0 })
     }
 
-    /// Room for `len` bytes at `offset`, zeros, which the caller fills.
+    /// A zeroed buffer for the `len` bytes at `offset`, for the caller to fill.
     pub(crate) fn room(&mut self, offset: u64, len: usize) -> Result<&mut [u8]> {
         let end = self.start + self.gathered.len() as u64;
         if offset != end || self.gathered.len() + len > GATHERED_BYTES_MAX {

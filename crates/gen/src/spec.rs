@@ -1,4 +1,4 @@
-//! What a generated chain is to be like.
+//! What a generated chain should be like.
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, LayerNumber, SECTOR_BYTES};
@@ -6,22 +6,22 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// The wish for a chain. The same spec makes the same chain, byte for byte.
+/// The description of a chain. The same spec makes the same chain, byte for byte.
 #[derive(Clone, PartialEq, Debug)]
 pub struct ChainSpec {
-    /// Folder that gets the layers; made if it is not there.
+    /// Folder for the layers; created if missing.
     pub dir: PathBuf,
     /// Number of layers, the active one included.
     pub layers: u32,
     /// Length of the disk in bytes.
     pub disk_bytes: u64,
-    /// Bytes in a cluster, where [`Feature::ClusterSizes`] does not say otherwise.
+    /// Bytes in a cluster, unless [`Feature::ClusterSizes`] says otherwise.
     pub cluster_bytes: u64,
     /// Part of the disk's clusters that some layer owns, 0.0 to 1.0.
     pub fill: f64,
     /// Which layers own them.
     pub distribution: Distribution,
-    /// Seed of all that is random.
+    /// Seed of everything random.
     pub seed: u64,
     /// What is mixed in.
     pub features: Features,
@@ -66,7 +66,7 @@ impl ChainSpec {
             ));
         }
         if !(0.0..=1.0).contains(&self.fill) {
-            return invalid(format!("the fill lies between 0 and 1, unlike {}", self.fill));
+            return invalid(format!("the fill must be between 0 and 1, not {}", self.fill));
         }
         Ok(())
     }
@@ -83,9 +83,9 @@ impl ChainSpec {
 /// Which layers own the clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Distribution {
-    /// Every layer as many as any other.
+    /// Every layer equally many.
     Uniform,
-    /// Mostly the newest: its tenth of the layers owns nearly half.
+    /// Mostly the newest: the newest tenth of the layers owns nearly half.
     NewestHeavy,
 }
 
@@ -118,8 +118,8 @@ impl fmt::Display for Distribution {
 pub enum DataMode {
     /// Yes: the disk can be verified.
     Written,
-    /// No: the data clusters are holes of their files and read as zeros. For disks whose map
-    /// matters and whose size would not fit.
+    /// No: the data clusters are holes in their files and read as zeros. For disks whose map
+    /// matters and whose data would not fit.
     Holes,
 }
 
@@ -146,9 +146,9 @@ macro_rules! features {
 }
 
 features! {
-    /// Clusters that read as zeros and have no place.
+    /// Clusters that read as zeros and have no place in the file.
     Zero = "zero",
-    /// Clusters that read as zeros and have a place, with rubbish in it.
+    /// Clusters that read as zeros and have a place in the file, with garbage in it.
     ZeroPreallocated = "zero-preallocated",
     /// Older copies of owned clusters in lower layers.
     Stale = "stale",
@@ -160,9 +160,9 @@ features! {
     Zstd = "zstd",
     /// Layers of format version 2.
     Version2 = "v2",
-    /// Layers of different cluster size.
+    /// Layers of different cluster sizes.
     ClusterSizes = "cluster-sizes",
-    /// Layers of different length, also shorter ones between longer ones.
+    /// Layers of different lengths, including shorter ones between longer ones.
     Lengths = "lengths",
     /// Layers with an external data file. Its name is relative, and QEMU takes that relative to its
     /// own working directory: run it in the chain's folder.
@@ -182,7 +182,7 @@ pub struct Features {
 }
 
 impl Features {
-    /// All that there are.
+    /// All features.
     pub fn all() -> Self {
         Feature::ALL.iter().copied().collect()
     }
@@ -207,7 +207,7 @@ impl FromIterator<Feature> for Features {
 impl FromStr for Features {
     type Err = Error;
 
-    /// Reads names with commas between them; `all` and `none` are words for everything and nothing.
+    /// Reads names with commas between them; `all` and `none` stand for everything and nothing.
     fn from_str(names: &str) -> Result<Self> {
         let one = |name: &str| {
             Feature::ALL.iter().copied().find(|feature| feature.name() == name).ok_or_else(|| {
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_wishes_are_refused() {
+    fn impossible_specs_are_refused() {
         let good = ChainSpec::new("dir");
         assert!(good.validate().is_ok());
         for bad in [

@@ -1,8 +1,8 @@
 //! What two versions of a map do not share.
 //!
 //! Two references that are equal name the same node, and with it the same leaves: so what two
-//! versions share is never read, and a diff costs what changed between them. Their heights may
-//! differ: the lower one is the first child of what it would have grown into.
+//! versions share is never read, and a diff costs only what changed between them. Their heights may
+//! differ: the lower one is the first child of the tree that it would have grown into.
 
 use crate::node::{Directory, FANOUT};
 use crate::walk::{child_prefix, touches};
@@ -27,7 +27,7 @@ pub enum DiffStep<R> {
     Read(R),
     /// A key that differs.
     Changed(Change<R>),
-    /// That was all.
+    /// There are no more.
     Done,
 }
 
@@ -36,9 +36,9 @@ pub enum DiffStep<R> {
 enum Side<R> {
     Nothing,
     /// A node, and the levels of directories from it down, itself included. It may be lower than
-    /// its place: then it stands for the first of the children there.
+    /// its place: then it counts as the first of the children there.
     Node(R, u8),
-    /// A directory of the place's own level, which was read.
+    /// A directory of the place's own level, already read.
     Read(Directory<R>),
 }
 
@@ -54,7 +54,7 @@ impl<R: Reference> Side<R> {
         }
     }
 
-    /// What it has in child `index` of a place of this `level`.
+    /// What it has in child `index` of a place at this `level`.
     fn child(&self, index: usize, level: u8) -> Self {
         match self {
             Self::Nothing => Self::Nothing,
@@ -64,7 +64,7 @@ impl<R: Reference> Side<R> {
         }
     }
 
-    /// Whether both surely hold the same.
+    /// Whether both are known to hold the same.
     fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Nothing, Self::Nothing) => true,
@@ -99,7 +99,7 @@ impl<R: Reference> Place<R> {
     }
 }
 
-/// A diff on its way.
+/// A diff in progress.
 pub struct Diff<R> {
     keys: RangeInclusive<u64>,
     /// Places on the way down, each with two directories at most.
@@ -116,7 +116,7 @@ impl<R: Reference> Diff<R> {
         this
     }
 
-    /// Goes on. Asks for the same directory until it is fed.
+    /// Continues. Asks for the same directory until it is fed.
     pub fn next_step(&mut self) -> DiffStep<R> {
         loop {
             let Some(place) = self.places.last_mut() else { return DiffStep::Done };

@@ -4,10 +4,10 @@
 //! from version to version, it seldom needs the same directory twice.
 //!
 //! Invariants
-//! - E1 What is above a changed directory is held and counts as changed, too. So a walk of what
-//!   changed, from the lowest level up, meets every directory that has to be written, and each
+//! - E1 Every directory above a changed one is held and counts as changed, too. So a walk of what
+//!   changed, from the lowest level up, visits every directory that has to be written, and each
 //!   after the children that it names.
-//! - E2 Only unchanged directories give way. The way to the key that was asked for last stays.
+//! - E2 Only unchanged directories are evicted. The path to the key that was asked for last stays.
 
 use crate::node::{Directory, FANOUT_BITS};
 use crate::{FANOUT, HEIGHT_MAX, Reference, Root, above, child_index};
@@ -28,12 +28,11 @@ impl Slot {
 
 struct Held<R> {
     directory: Directory<R>,
-    /// When it was last on the way to a key.
+    /// When it was last on the path to a key.
     used: u64,
 }
 
-/// Edits a map. Every key that is set or read must have been asked for by [`Self::missing`] before,
-/// and no other since.
+/// Edits a map. A key may be set or read only if it was the last key passed to [`Self::missing`].
 pub struct Editor<R> {
     /// As it was last written.
     root: Root<R>,
@@ -44,12 +43,12 @@ pub struct Editor<R> {
     dirty: BTreeSet<Slot>,
     /// Unchanged directories that are held at most.
     limit: usize,
-    /// Counts questions.
+    /// Counts calls of `missing`.
     now: u64,
 }
 
 impl<R: Reference> Editor<R> {
-    /// Least limit: a few ways down.
+    /// Least limit: a few paths from the top.
     pub const LIMIT_MIN: usize = 4 * HEIGHT_MAX as usize;
 
     /// Starts from `root`. Holds about `limit` directories, at least [`Self::LIMIT_MIN`], besides
@@ -65,12 +64,13 @@ impl<R: Reference> Editor<R> {
         self.root
     }
 
-    /// Directories that are held. Those that changed are among them until they are written.
+    /// Number of directories held, including those that changed until they are written.
     pub fn held_len(&self) -> usize {
         self.held.len()
     }
 
-    /// Directories that changed since the last version: what [`Self::write`] will write at most.
+    /// Number of directories changed since the last version: the most that [`Self::write`] will
+    /// write.
     pub fn dirty_len(&self) -> usize {
         self.dirty.len()
     }
@@ -81,7 +81,7 @@ impl<R: Reference> Editor<R> {
             assert!(self.top.height < HEIGHT_MAX, "16 levels hold every key");
             let slot = Slot { level: self.top.height, prefix: 0 };
             let mut directory = Directory::default();
-            // The old top's content may not be known here; what is known is where it lies.
+            // The old top's content may not be known here, but its reference is.
             directory.set_child(0, self.top.node.take());
             self.top.height += 1;
             self.hold(slot, directory);
@@ -89,7 +89,7 @@ impl<R: Reference> Editor<R> {
         }
     }
 
-    /// The highest directory on the way to `key` that has to be fed before the key can be read or
+    /// The highest directory on the path to `key` that has to be fed before the key can be read or
     /// set, with its place.
     pub fn missing(&mut self, key: u64) -> Option<(Slot, R)> {
         self.now += 1;
@@ -129,7 +129,7 @@ impl<R: Reference> Editor<R> {
     /// The leaf of `key`.
     ///
     /// # Panics
-    /// If a directory on the way is missing.
+    /// If a directory on the path is missing.
     pub fn leaf(&mut self, key: u64) -> Option<R> {
         assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
         if self.top.height == 0 || self.top.is_beyond(key) {
@@ -141,7 +141,7 @@ impl<R: Reference> Editor<R> {
     /// Sets or removes the leaf of `key`.
     ///
     /// # Panics
-    /// If the tree was not grown for the key, or a directory on the way is missing.
+    /// If the tree was not grown for the key, or a directory on the path is missing.
     pub fn set(&mut self, key: u64, leaf: Option<R>) {
         assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
         assert!(self.top.height > 0 && !self.top.is_beyond(key), "grow the tree first");
@@ -156,10 +156,10 @@ impl<R: Reference> Editor<R> {
         lowest.directory.set_child(child_index(key, 0), leaf);
     }
 
-    /// Removes every leaf whose key is `first` or more. The way to `first` must have been fed.
+    /// Removes every leaf whose key is `first` or more. The path to `first` must have been fed.
     ///
     /// # Panics
-    /// If a directory on the way is missing.
+    /// If a directory on the path is missing.
     pub fn truncate(&mut self, first: u64) {
         if self.top.height == 0 || self.top.is_beyond(first) {
             return;
@@ -169,7 +169,8 @@ impl<R: Reference> Editor<R> {
             let slot = Slot::of(first, level);
             let Some(held) = self.held.get_mut(&slot) else { continue };
             let index = child_index(first, level);
-            // At the lowest level the key itself goes too; above, its directory was cut already.
+            // At the lowest level the key itself is removed too; above, its directory was cut
+            // already.
             let from = if level == 0 { index } else { index + 1 };
             for child in from..FANOUT {
                 held.directory.set_child(child, None);
@@ -181,8 +182,8 @@ impl<R: Reference> Editor<R> {
         self.dirty.retain(stays);
     }
 
-    /// Gives the directories that changed to `put`, which says where each will be found, and gives
-    /// the new root. A directory comes after those that it names.
+    /// Passes the directories that changed to `put`, which returns the reference of each, and
+    /// returns the new root. A directory comes after those that it names.
     pub fn write(&mut self, mut put: impl FnMut(&Directory<R>) -> R) -> Root<R> {
         while let Some(slot) = self.dirty.pop_first() {
             let held = self.held.get(&slot).expect("a changed directory is held");
@@ -201,7 +202,7 @@ impl<R: Reference> Editor<R> {
             return;
         }
         let parent = Slot { level, prefix: slot.prefix >> FANOUT_BITS };
-        assert!(self.dirty.contains(&parent), "what is above a change changed, too");
+        assert!(self.dirty.contains(&parent), "a directory above a change is changed, too");
         let index = usize::try_from(slot.prefix & (FANOUT as u64 - 1)).expect("4 bits");
         let held = self.held.get_mut(&parent).expect("a changed directory is held");
         held.directory.set_child(index, at);
@@ -211,8 +212,8 @@ impl<R: Reference> Editor<R> {
         self.held.insert(slot, Held { directory, used: self.now });
     }
 
-    /// Forgets the half of the unchanged directories that was not used for longest, if there are
-    /// more than the limit.
+    /// Evicts the least recently used half of the unchanged directories if there are more than the
+    /// limit.
     fn make_room(&mut self) {
         if self.held.len() - self.dirty.len() <= self.limit {
             return;

@@ -2,8 +2,8 @@
 //!
 //! A map from a number (a slice of a disk) to a leaf (bytes that its owner understands), as a tree
 //! of nodes that are never changed once written. A new version writes the leaves that changed and
-//! the directories above them; all else it shares with the version before by reference. So a
-//! version costs what changed, however large the map and however many versions lie before it.
+//! the directories above them; everything else it shares with the previous version by reference. So
+//! a version costs only what changed, however large the map and however many versions precede it.
 //!
 //! ```text
 //! version 7  root ─┬─▶ directory (7) ─┬─▶ leaf (7)
@@ -11,9 +11,9 @@
 //!                  └─▶ directory (5) ──▶ ...           written by version 5, shared
 //! ```
 //!
-//! The crate knows bytes and references and does no I/O. What a [`Reference`] is, its owner says:
-//! file and offset, object and block. Everything that goes through a tree is steps, which say what
-//! has to be read next:
+//! The crate knows bytes and references and does no I/O. The map's owner decides what a
+//! [`Reference`] is: file and offset, object and block. Every traversal of a tree proceeds in
+//! steps, which say what has to be read next:
 //!
 //! | to | use |
 //! |---|---|
@@ -57,20 +57,20 @@ pub const HEIGHT_MAX: u8 = 16;
 
 /// Names a node, for as long as it is kept: two references that are equal name the same bytes.
 pub trait Reference: Copy + Eq + Hash + Debug {
-    /// A reference as it stands in a directory.
+    /// A reference as it is stored in a directory.
     type Bytes: AsRef<[u8]>;
 
     /// Length of that.
     const BYTES: usize;
 
-    /// As it stands in a directory.
+    /// The reference as it is stored in a directory.
     fn to_bytes(self) -> Self::Bytes;
 
-    /// The reverse, of [`Self::BYTES`] bytes from outside; `None` if they are no reference.
+    /// The reverse, from [`Self::BYTES`] untrusted bytes; `None` if they are not a reference.
     fn from_bytes(bytes: &[u8]) -> Option<Self>;
 
     /// Whether a directory here may name `child`. It has to be a strict order, so that no chain of
-    /// references comes back to where it began: what names was written after what is named.
+    /// references returns to its start: a directory is written after what it names.
     fn may_name(self, child: Self) -> bool;
 }
 
@@ -116,7 +116,7 @@ pub enum Step<R> {
     Absent,
 }
 
-/// A look-up on its way down.
+/// A look-up in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Lookup {
     key: u64,
@@ -129,7 +129,7 @@ impl Lookup {
         if self.level == 0 { Step::Leaf(node) } else { Step::Read(node, self) }
     }
 
-    /// Goes on with the directory that was asked for.
+    /// Continues with the directory that was asked for.
     pub fn feed<R: Reference>(self, directory: &Directory<R>) -> Step<R> {
         let level = self.level - 1;
         match directory.child(child_index(self.key, level)) {

@@ -20,11 +20,11 @@ pub const fn directory_bytes_max<R: Reference>() -> usize {
 /// A node that cannot be trusted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NodeError {
-    /// Fewer bytes than the node says that it has.
+    /// Fewer bytes than the node's length says.
     Truncated,
-    /// The sum does not fit the bytes and the place.
+    /// The checksum does not match the bytes and the place.
     Checksum,
-    /// A directory that names what it must not.
+    /// A directory that names something that it must not.
     Malformed,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Display for NodeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Truncated => "a node is truncated",
-            Self::Checksum => "a node's checksum does not fit",
+            Self::Checksum => "a node's checksum does not match",
             Self::Malformed => "a directory is malformed",
         })
     }
@@ -40,7 +40,7 @@ impl fmt::Display for NodeError {
 
 impl std::error::Error for NodeError {}
 
-/// Appends the node with `payload` that `at` names.
+/// Appends a node with `payload`, for the place `at`.
 pub fn encode_node<R: Reference>(to: &mut Vec<u8>, at: R, payload: &[u8]) {
     let len = u32::try_from(payload.len()).expect("nodes are small");
     to.extend_from_slice(&len.to_le_bytes());
@@ -54,7 +54,7 @@ pub fn node_len(header: &[u8]) -> Option<usize> {
     usize::try_from(len).ok()?.checked_add(NODE_HEADER_BYTES)
 }
 
-/// The payload of the node at `at`; `bytes` starts at the node and may go on after it.
+/// The payload of the node at `at`; `bytes` starts at the node and may continue past it.
 ///
 /// # Errors
 /// If the bytes are too few or are not this node's.
@@ -70,7 +70,7 @@ pub fn open_node<R: Reference>(bytes: &[u8], at: R) -> Result<&[u8], NodeError> 
     Ok(payload)
 }
 
-/// Covers the reference, so that a good node at a wrong place is refused too.
+/// Covers the reference, so that a good node at the wrong place is refused too.
 fn checksum<R: Reference>(at: R, payload: &[u8]) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     digest.update(at.to_bytes().as_ref());
@@ -124,7 +124,8 @@ impl<R: Reference> Directory<R> {
     /// The directory with this payload, which was read at `at`.
     ///
     /// # Errors
-    /// If the length does not fit the bitmap, or it may not name a child (I2).
+    /// If the length does not match the bitmap, or the directory may not name one of the children
+    /// (I2).
     pub fn decode(payload: &[u8], at: R) -> Result<Self, NodeError> {
         let (bitmap, refs) =
             payload.split_first_chunk::<BITMAP_BYTES>().ok_or(NodeError::Malformed)?;
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_survives_its_encoding_and_one_of_another_length_is_refused() {
+    fn directory_round_trips_and_a_wrong_length_is_refused() {
         let mut directory = Directory::default();
         for index in [0, 7, 15] {
             directory.set_child(index, Some(Place { extent: 1, block: 9 }));

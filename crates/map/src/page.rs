@@ -1,4 +1,4 @@
-//! That docs/formats/map-node.md says what the code does.
+//! Checks that docs/formats/map-node.md agrees with the code.
 
 use crate::node::BITMAP_BYTES;
 use crate::testing::Place;

@@ -56,7 +56,7 @@ impl Nodes {
         at
     }
 
-    /// From now on nodes go to another object.
+    /// From now on nodes go to a new object.
     pub(crate) fn next_extent(&mut self) {
         (self.extent, self.block) = (self.extent + 1, 0);
     }
@@ -90,7 +90,7 @@ impl Nodes {
     }
 }
 
-/// Numbers that follow from a seed.
+/// Pseudo-random numbers from a seed.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -109,7 +109,8 @@ impl Random {
     }
 }
 
-/// Versions of a map, each made from the one before by some changes, and what each is.
+/// Versions of a map, each made from the previous one by some changes, and the expected content of
+/// each.
 pub(crate) fn versions(
     seed: u64,
     count: usize,
@@ -122,7 +123,7 @@ pub(crate) fn versions(
     let mut versions = vec![(Root::default(), Model::new())];
     for _ in 0..count {
         if random.below(6) == 0 {
-            // A restart: nothing is held, all has to be fed.
+            // A restart: nothing is held, everything has to be fed.
             editor = Editor::new(editor.root(), limit);
         }
         if random.below(8) == 0 {

@@ -1,10 +1,10 @@
-//! All leaves of a range of keys, in order: a copy of a map, or a mark of what it needs.
+//! Visits all leaves of a range of keys, in order: to copy a map, or to mark what it needs.
 //!
-//! The walk says which directory it needs next and is fed it, or told to pass it by: so a mark that
-//! knows a directory already costs nothing below it.
+//! The walk says which directory it needs next and is fed it, or told to skip it: so a mark pays
+//! nothing below a directory that it has already seen.
 //!
-//! A tree from outside may name one directory many times, so that there is no bound to its leaves
-//! but the keys. Whoever walks one counts, or passes by what was seen.
+//! An untrusted tree may name one directory many times, so that only the keys bound the number of
+//! its leaves. A caller that walks one must count, or skip what it has seen.
 
 use crate::node::{Directory, FANOUT, FANOUT_BITS};
 use crate::{Reference, Root, above};
@@ -13,15 +13,15 @@ use std::ops::RangeInclusive;
 /// What a walk needs or has found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WalkStep<R> {
-    /// Read this directory and feed it, or pass it by.
+    /// Read this directory and feed it, or skip it.
     Read(R),
     /// The leaf of a key.
     Leaf(u64, R),
-    /// That was all.
+    /// There are no more.
     Done,
 }
 
-/// A directory on the way, and how far the walk is in it.
+/// A directory on the current path, and how far the walk is in it.
 struct Frame<R> {
     directory: Directory<R>,
     level: u8,
@@ -38,7 +38,7 @@ struct Named<R> {
     prefix: u64,
 }
 
-/// A walk on its way.
+/// A walk in progress.
 pub struct Walk<R> {
     keys: RangeInclusive<u64>,
     frames: Vec<Frame<R>>,
@@ -46,14 +46,14 @@ pub struct Walk<R> {
 }
 
 impl<R: Reference> Walk<R> {
-    /// Over the leaves of `root` whose keys are in `keys`.
+    /// A walk over the leaves of `root` whose keys are in `keys`.
     pub fn new(root: Root<R>, keys: RangeInclusive<u64>) -> Self {
         let top = root.node.map(|node| Named { node, level: root.height, prefix: 0 });
         let wanted = top.filter(|top| touches(&keys, top.level, top.prefix));
         Self { keys, frames: Vec::new(), wanted }
     }
 
-    /// Goes on. Asks for the same directory until it is fed or passed by.
+    /// Continues. Asks for the same directory until it is fed or skipped.
     pub fn next_step(&mut self) -> WalkStep<R> {
         loop {
             match self.wanted.take() {
@@ -85,8 +85,8 @@ impl<R: Reference> Walk<R> {
         self.frames.push(Frame { directory, level, prefix, next: 0 });
     }
 
-    /// Leaves the directory that was asked for out, with all below it.
-    pub fn pass_by(&mut self) {
+    /// Skips the directory that was asked for, with everything below it.
+    pub fn skip(&mut self) {
         self.wanted = None;
     }
 }

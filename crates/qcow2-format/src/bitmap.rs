@@ -50,9 +50,9 @@ pub struct BitmapEntry {
     pub table_offset: HostOffset,
     /// Number of entries in its table.
     pub table_entries: u32,
-    /// Bytes of the disk that a bit speaks for, as a power of two.
+    /// Bytes of the disk covered by a bit, as a power of two.
     pub granularity_bits: u8,
-    /// A writer did not store it at the end: it does not fit the data.
+    /// A writer did not save it when it finished: it does not match the data.
     pub in_use: bool,
     /// Writers keep it up to date.
     pub auto: bool,
@@ -65,14 +65,14 @@ pub enum BitmapTableEntry {
     Zeros,
     /// All bits of this cluster of the bitmap are 1.
     Ones,
-    /// The bits stand in a cluster of the file.
+    /// The bits are in a cluster of the file.
     Data(HostOffset),
 }
 
-/// The bitmaps in a directory. `disk_bytes` is the length of the disk that they speak for.
+/// The bitmaps in a directory. `disk_bytes` is the length of the disk that they cover.
 ///
 /// # Errors
-/// `Corrupt` where QEMU refuses the directory.
+/// `Corrupt` if QEMU refuses the directory.
 pub fn decode_bitmap_directory(
     directory: &[u8],
     extension: &BitmapsExtension,
@@ -213,7 +213,7 @@ impl BitmapTableEntry {
         })
     }
 
-    /// The entry as it stands in the file.
+    /// The entry as it is stored in the file.
     pub fn encode(self) -> u64 {
         match self {
             Self::Zeros => 0,
@@ -223,8 +223,8 @@ impl BitmapTableEntry {
     }
 }
 
-/// Sets the flag `in_use` of every entry of a directory: the bitmaps do not fit the data from now
-/// on. Whether all of the directory could be walked.
+/// Sets the `in_use` flag of every entry of a directory: from now on the bitmaps do not match the
+/// data. Returns whether the whole directory could be walked.
 pub fn mark_bitmaps_in_use(directory: &mut [u8], count: u32) -> bool {
     let mut rest = directory;
     for _ in 0..count {
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_comes_back_as_it_was_encoded() {
+    fn directory_round_trips() {
         let mut directory = Vec::new();
         entry("a").encode(&mut directory);
         entry("second").encode(&mut directory);
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_of_an_enemy_are_refused() {
+    fn hostile_lengths_are_refused() {
         let mut directory = Vec::new();
         entry("name").encode(&mut directory);
         directory[20..24].copy_from_slice(&u32::MAX.to_be_bytes());

@@ -1,4 +1,4 @@
-//! Compressed clusters: where they stand and what is in them.
+//! Compressed clusters: where they are and what is in them.
 
 use super::corrupt;
 use flate2::{Decompress, FlushDecompress, Status};
@@ -19,13 +19,13 @@ pub enum Compression {
     Zstd,
 }
 
-/// Where a compressed cluster stands.
+/// Where a compressed cluster is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct CompressedCluster {
-    /// First byte; at no multiple of anything.
+    /// First byte; not aligned to anything.
     pub host: HostOffset,
-    /// The compressed data is at most this long: its end is known to a sector only, may lie in the
-    /// next cluster, and may lie beyond the end of the file, where zeros are read.
+    /// The compressed data is at most this long: its end is known to a sector only, may be in the
+    /// next cluster or beyond the end of the file, where zeros are read.
     pub len_max: u64,
 }
 
@@ -41,7 +41,8 @@ impl CompressedCluster {
     }
 
     /// The bits of the L2 entry below bit 62. An address or a length that does not fit loses its
-    /// upper bits; who places clusters keeps to [`Self::host_max`] and to less than a cluster.
+    /// upper bits; code that places clusters keeps to [`Self::host_max`] and to less than a
+    /// cluster.
     pub(super) fn to_entry(self, cluster_bits: ClusterBits) -> u64 {
         let size_bits = cluster_bits.bits() - 8;
         let offset_bits = 62 - size_bits;
@@ -57,7 +58,7 @@ impl CompressedCluster {
     }
 }
 
-/// A decompressor that is kept and used again, so that a read allocates nothing.
+/// A decompressor that is reused, so that a read allocates nothing.
 pub struct Decompressor {
     deflate: Option<Decompress>,
     zstd: Option<DCtx<'static>>,
@@ -92,15 +93,15 @@ impl Decompressor {
         let status = stream.decompress(input, output, FlushDecompress::Finish);
         let filled = stream.total_out() == output.len() as u64;
         match status {
-            // As in QEMU, data that goes on after the cluster is full is fine.
+            // As in QEMU, more data after the cluster is full is fine.
             Ok(Status::Ok | Status::BufError | Status::StreamEnd) if filled => Ok(()),
             Ok(_) => Err(short(stream.total_out(), output.len())),
             Err(error) => Err(broken("deflate", &error.to_string())),
         }
     }
 
-    /// Frame by frame and each at once: a stream would keep the window that the frame asks for, up
-    /// to 128 MiB at an enemy's wish.
+    /// Frame by frame, each in one call: a stream would keep the window that the frame asks for, up
+    /// to 128 MiB if an attacker chose it.
     fn zstd(&mut self, input: &[u8], output: &mut [u8]) -> Result<()> {
         let context = match &mut self.zstd {
             Some(context) => context,

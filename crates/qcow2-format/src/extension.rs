@@ -1,4 +1,4 @@
-//! Header extensions: what stands between the header and the backing file's name.
+//! Header extensions: what is between the header and the backing file's name.
 //!
 //! Each is `magic: u32, length: u32, data`, padded to eight bytes. The walk ends at magic 0, at the
 //! backing file's name, or at the end of the first cluster.
@@ -110,8 +110,8 @@ pub(super) struct Step<'a> {
     pub(super) data: Cow<'a, [u8]>,
 }
 
-/// Walks the extensions that stand in `start..end` of the file whose first bytes are `bytes`.
-/// What `bytes` does not have is beyond the file's end and so reads as zeros.
+/// Walks the extensions in `start..end` of the file whose first bytes are `bytes`. Whatever is
+/// missing from `bytes` is beyond the file's end and so reads as zeros.
 pub(super) struct Walk<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -147,8 +147,8 @@ impl<'a> Walk<'a> {
         Ok(Some(Step { magic, offset: start, data: zero_padded(self.bytes, start, len) }))
     }
 
-    /// How many bytes of the file tell all extensions in `start..end`, judged by the bytes that are
-    /// at hand: a walk that leaves them may need everything up to `end`.
+    /// How many bytes of the file hold all extensions in `start..end`, judging by the bytes at
+    /// hand: a walk that leaves them may need everything up to `end`.
     pub(super) fn bytes_needed(bytes: &[u8], start: usize, end: usize) -> usize {
         let mut at = start;
         while at < end {
@@ -318,7 +318,7 @@ impl FeatureName {
     }
 }
 
-/// Where the LUKS header stands: offset and length.
+/// Where the LUKS header is: offset and length.
 pub(super) fn decode_luks_header(
     step: &Step<'_>,
     cluster_bits: ClusterBits,

@@ -50,7 +50,7 @@ pub struct Header {
     pub version: Version,
     /// Size of a cluster.
     pub cluster_bits: ClusterBits,
-    /// Length of the disk as it is written; see [`Self::disk_bytes`].
+    /// Length of the disk as stored; see [`Self::disk_bytes`].
     pub size: u64,
     /// Number of entries in the active L1 table.
     pub l1_entries: u32,
@@ -74,16 +74,16 @@ pub struct Header {
     pub autoclear: Autoclear,
     /// How clusters are compressed.
     pub compression: Compression,
-    /// How data is encrypted; [`Self::decode`] lets nothing pass that is.
+    /// How data is encrypted; [`Self::decode`] refuses any that is.
     pub encryption: Encryption,
     /// The backing file.
     pub backing: Option<BackingName>,
     /// The external data file as the image names it.
     pub data_file_name: Option<OsString>,
-    /// The bitmaps, if they fit the data.
+    /// The bitmaps, if they match the data.
     pub bitmaps: Option<BitmapsExtension>,
-    /// Whether there are bitmaps that do not fit the data: a program that knows no bitmaps wrote to
-    /// the image. Not encoded again.
+    /// Whether there are bitmaps that do not match the data: a program that does not know bitmaps
+    /// wrote to the image. Not encoded again.
     pub stale_bitmaps: bool,
     /// Names of feature bits.
     pub feature_names: Vec<FeatureName>,
@@ -93,7 +93,7 @@ pub struct Header {
     pub unknown_tail: Vec<u8>,
 }
 
-/// For what a header is decoded.
+/// What a header is decoded for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     Serve,
@@ -101,8 +101,8 @@ enum Purpose {
 }
 
 impl Header {
-    /// A header that says how clusters and entries look, and nothing else: no disk, no tables, no
-    /// names but those of the feature bits.
+    /// A header that says how clusters and entries look, and nothing else: no disk, no tables, and
+    /// no names except those of the feature bits.
     pub fn new(l2: L2Format, compression: Compression) -> Self {
         Self {
             version: l2.version,
@@ -142,13 +142,13 @@ impl Header {
     /// [`Self::bytes_needed`] of them unless the file ends before.
     ///
     /// # Errors
-    /// `Corrupt` where QEMU refuses the image as invalid, `Unsupported` where it or mica does not
-    /// do what the image asks for (encryption among it), `Invalid` if bytes are missing.
+    /// `Corrupt` if QEMU refuses the image as invalid, `Unsupported` if QEMU or mica does not
+    /// support what the image asks for (including encryption), `Invalid` if bytes are missing.
     pub fn decode(first_bytes: &[u8], file_len: u64) -> Result<Self> {
         Self::decode_for(first_bytes, file_len, Purpose::Serve)
     }
 
-    /// As [`Self::decode`], but lets pass what a check reports itself: a missing refcount table, a
+    /// As [`Self::decode`], but accepts what a check reports itself: a missing refcount table, a
     /// snapshot table at an impossible place, encryption.
     ///
     /// # Errors
@@ -157,8 +157,8 @@ impl Header {
         Self::decode_for(first_bytes, file_len, Purpose::Check)
     }
 
-    /// How many bytes from the file's start [`Self::decode`] needs, judged by the first of them, of
-    /// which there must be 112 unless the file is shorter. Never more than a cluster.
+    /// How many bytes from the file's start [`Self::decode`] needs, judging by the first of them:
+    /// at least 112 unless the file is shorter. Never more than a cluster.
     ///
     /// # Errors
     /// As [`Self::decode`], for the fields that say where the header ends.
@@ -248,7 +248,7 @@ impl Header {
         self.check_active_l1()
     }
 
-    /// Whether the active L1 table is where a table may be and long enough for the disk.
+    /// Checks that the active L1 table is where a table may be and is long enough for the disk.
     pub fn check_active_l1(&self) -> Result<()> {
         self.check_table(
             "active L1 table (header byte 40)",
@@ -270,7 +270,7 @@ impl Header {
         Ok(())
     }
 
-    /// Whether the snapshot table is where a table may be.
+    /// Checks that the snapshot table is where a table may be.
     pub fn check_snapshot_table(&self) -> Result<()> {
         if self.snapshot_count > SNAPSHOT_COUNT_MAX {
             return Err(corrupt(format!(
@@ -303,7 +303,7 @@ impl Header {
         Ok(())
     }
 
-    /// Takes in what the extensions say; returns the format of the backing file.
+    /// Applies what the extensions say; returns the format of the backing file.
     fn read_extensions(&mut self, bytes: &[u8], frame: &Frame) -> Result<Option<String>> {
         let mut backing_format = None;
         let mut walk = Walk::new(bytes, frame.header_len, frame.extensions_end);
@@ -382,7 +382,7 @@ impl Header {
         Ok(u32::try_from(entries).expect("32 MiB of entries"))
     }
 
-    /// L1 entries that a disk of this size needs; behind them QEMU keeps the state of machines.
+    /// L1 entries that a disk of this size needs; QEMU keeps the state of machines after them.
     pub fn l1_entries_needed(&self) -> u64 {
         self.size.div_ceil(1 << self.l2_format().table_bits())
     }

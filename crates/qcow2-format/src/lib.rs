@@ -1,15 +1,13 @@
 //! The bytes of a qcow2 image: decode and encode, no I/O, no clock. Internal crate.
 //!
-//! Every decoder here takes bytes that an enemy wrote. Invariants:
+//! Every decoder here takes bytes that an attacker may have written. Invariants:
 //!
-//! - I1. No decoder panics, whatever the bytes are: each length is checked before it is used and
-//!   all
-//!   arithmetic on values from the image is checked or provably small.
+//! - I1. No decoder panics, whatever the bytes are: each length is checked before it is used, and
+//!   all arithmetic on values from the image is checked or provably small.
 //! - I2. No decoder allocates more than a small multiple of the bytes it was given.
-//! - I3. What `qemu-img` opens for reading decodes; what it refuses is refused, with the same
-//!   reason.
-//!   Where we refuse more (encryption, protocols in names), the error says so and its kind is
-//!   [`Unsupported`](mica_block::ErrorKind::Unsupported).
+//! - I3. What `qemu-img` opens for reading decodes; what it refuses is refused, for the same
+//!   reason. Where we refuse more (encryption, protocols in names), the error says so and its kind
+//!   is [`Unsupported`](mica_block::ErrorKind::Unsupported).
 //! - I4. `encode` followed by `decode` gives the same value.
 //!
 //! The layouts are those of QEMU's `docs/interop/qcow2.rst`; each is declared once, as a struct of

@@ -1,12 +1,12 @@
-//! Names of backing files and data files, as images give them.
+//! Names of backing files and data files, as stored in images.
 //!
-//! - I1. A name never leads anywhere but to a file: no protocol is followed, no option taken.
-//! - I2. What is not understood whole is refused by name; nothing of it is used.
+//! - I1. A name never leads to anything but a file: no protocol is followed, no option is honoured.
+//! - I2. What is not fully understood is refused by name; no part of it is used.
 //!
 //! QEMU takes a name with a colon before the first slash for `protocol:rest`, and `json:{…}` for a
 //! description of a whole graph of devices. Both have let images read any file of the host and talk
-//! to the network (CVE-2024-4467, CVE-2024-32498, CVE-2015-5163 and others), so all that mica takes
-//! of them is the plainest description of an image in a file.
+//! to the network (CVE-2024-4467, CVE-2024-32498, CVE-2015-5163 and others), so mica accepts only
+//! the plainest description of an image in a file.
 
 use super::unsupported;
 use mica_block::{Error, ErrorKind, Result};
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 /// Bytes of a name that a message shows.
 const SHOWN_CHARS_MAX: usize = 100;
-/// Longest name that is looked at; a header cannot hold a longer one for a backing file.
+/// Longest name that is parsed; a header cannot hold a longer one for a backing file.
 const NAME_BYTES_MAX: usize = 4096;
 
 /// Where an image is, and in which format.
@@ -32,8 +32,8 @@ pub struct ImageName {
 /// Reads a backing file's name: a path, or `json:` with nothing but an image in a file.
 ///
 /// # Errors
-/// `Unsupported` for protocols and for all else that `json:` can say, `Invalid` for what is
-/// neither.
+/// `Unsupported` for protocols and for everything else that `json:` can say, `Invalid` for anything
+/// that is neither.
 pub fn parse_image_name(name: &OsStr) -> Result<ImageName> {
     check_len(name)?;
     match name.as_bytes().strip_prefix(b"json:") {
@@ -117,7 +117,7 @@ fn parse_json(json: &[u8]) -> Result<ImageName> {
     }
     let path = path.ok_or_else(|| refuse("there is no file.filename"))?;
     if !path.starts_with('/') {
-        // QEMU would look in the directory that it happens to run in.
+        // QEMU would look in the directory in which it happens to run.
         return Err(refuse("the file's path is not absolute"));
     }
     Ok(ImageName { path: plain_path(OsStr::new(&path))?, format })
@@ -131,7 +131,7 @@ fn text(value: Option<Value>) -> std::result::Result<Option<String>, ()> {
     }
 }
 
-/// A name of an enemy's choice, as a message may show it: quoted and short.
+/// A possibly hostile name as a message may show it: quoted and short.
 fn shown(name: &OsStr) -> String {
     let text = name.to_string_lossy();
     let cut: String = text.chars().take(SHOWN_CHARS_MAX).collect();
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn data_file_never_is_json() {
+    fn data_file_name_is_never_json() {
         let name = OsStr::new(r#"json:{"driver":"raw","file.filename":"/x"}"#);
         let error = parse_data_file_name(name).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -1,4 +1,4 @@
-//! Refcounts: how wide they are, how they stand in a block, and where the blocks are.
+//! Refcounts: how wide they are, how they are stored in a block, and where the blocks are.
 
 use super::corrupt;
 use mica_block::Result;
@@ -59,7 +59,7 @@ impl RefcountWidth {
     }
 
     /// Sets refcount number `index` of a block. `None`, and nothing is changed, beyond its end or
-    /// where `value` is higher than [`Self::max`].
+    /// if `value` is higher than [`Self::max`].
     #[must_use]
     pub fn set(self, block: &mut [u8], index: usize, value: u64) -> Option<()> {
         if value > self.max() {
@@ -79,14 +79,14 @@ impl RefcountWidth {
         Some(())
     }
 
-    /// Byte and shift of a refcount narrower than a byte; the first stands in the lowest bits.
+    /// Byte and shift of a refcount narrower than a byte; the first is in the lowest bits.
     fn place(self, index: usize) -> (usize, usize) {
         let in_byte_bits = 3 - self.0;
         (index >> in_byte_bits, (index & ((1 << in_byte_bits) - 1)) << self.0)
     }
 }
 
-/// An entry of the refcount table as it stands in the file.
+/// An entry of the refcount table as it is stored in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct RefcountTableEntry(pub u64);
 
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn refcount_block_off_its_cluster_is_corrupt() {
+    fn unaligned_refcount_block_is_corrupt() {
         let bits = ClusterBits::new(16).expect("valid");
         assert!(RefcountTableEntry(0x7fff_fe00).decode(bits).is_err());
         assert_eq!(RefcountTableEntry(0).decode(bits).expect("none"), None);

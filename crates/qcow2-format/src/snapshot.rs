@@ -34,7 +34,7 @@ const _: () = assert!(RAW_BYTES == 40);
 /// An internal snapshot.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SnapshotEntry {
-    /// Its number, as text.
+    /// Its ID, as text.
     pub id: String,
     /// Its name.
     pub name: String,
@@ -50,11 +50,11 @@ pub struct SnapshotEntry {
     pub vm_clock_nanoseconds: u64,
     /// Length of the machine's state; 0 if only the disk was kept.
     pub vm_state_bytes: u64,
-    /// Length of the disk, if the entry says so; else that of the image.
+    /// Length of the disk, if the entry gives it; else that of the image.
     pub disk_bytes: Option<u64>,
-    /// Number of executed instructions, if the entry says so.
+    /// Number of executed instructions, if the entry gives it.
     pub icount: Option<u64>,
-    /// Length of the extra data; version 3 asks for 16.
+    /// Length of the extra data; version 3 requires 16.
     pub extra_bytes: u32,
     /// Extra data that mica does not know.
     pub unknown_extra: Vec<u8>,
@@ -70,7 +70,7 @@ pub enum SnapshotDecoded {
         /// Its length without padding.
         len: usize,
     },
-    /// The entry needs so many bytes from its start; at most 135 KiB.
+    /// The entry needs this many bytes from its start; at most 135 KiB.
     NeedMore(usize),
 }
 
@@ -122,8 +122,8 @@ impl SnapshotEntry {
         Ok(SnapshotDecoded::Entry { entry, len })
     }
 
-    /// Appends the entry to `table`, padded to a multiple of eight bytes before it. The extra data
-    /// is complete to the disk's length at least; names are cut at 65535 bytes.
+    /// Appends the entry to `table`, after padding `table` to a multiple of eight bytes. The extra
+    /// data reaches at least to the disk's length; names are cut at 65535 bytes.
     pub fn encode(&self, table: &mut Vec<u8>) {
         let mut extra = self.vm_state_bytes.to_be_bytes().to_vec();
         if let Some(bytes) = self.disk_bytes {
@@ -147,7 +147,8 @@ impl SnapshotEntry {
             date_seconds: self.date_seconds.into(),
             date_nanoseconds: self.date_nanoseconds.into(),
             vm_clock_nanoseconds: self.vm_clock_nanoseconds.into(),
-            // A reader that knows no 64-bit length takes the snapshot for one of the disk only.
+            // A reader that does not know the 64-bit length takes the snapshot for one of the disk
+            // only.
             vm_state_bytes: u32::try_from(self.vm_state_bytes).unwrap_or(0).into(),
             extra_len: u32::try_from(extra.len()).unwrap_or(u32::MAX).into(),
         };
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn entry_comes_back_as_it_was_encoded() {
+    fn snapshot_entry_round_trips() {
         let mut table = Vec::new();
         entry().encode(&mut table);
         let len = table.len();

@@ -23,7 +23,7 @@ const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 /// Subclusters in a cluster of an image with extended L2 entries.
 pub const SUBCLUSTER_COUNT: u32 = 32;
 
-/// An entry of an L1 table as it stands in the file.
+/// An entry of an L1 table as it is stored in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct L1Entry(pub u64);
 
@@ -68,12 +68,12 @@ impl L1Entry {
     }
 }
 
-/// An entry of an L2 table as it stands in the file.
+/// An entry of an L2 table as it is stored in the file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct RawL2Entry {
     /// The cluster descriptor.
     pub entry: u64,
-    /// The subclusters, in an image with extended L2 entries; else 0 and without meaning.
+    /// The subclusters, in an image with extended L2 entries; else 0 and meaningless.
     pub bitmap: u64,
 }
 
@@ -98,7 +98,7 @@ impl RawL2Entry {
         self.entry & ZERO != 0
     }
 
-    /// Whether a bit of a cluster that is not compressed is set that must be zero.
+    /// Whether a bit that must be zero is set in the entry of a cluster that is not compressed.
     pub fn has_reserved_bits(self) -> bool {
         self.entry & L2_RESERVED != 0
     }
@@ -115,32 +115,32 @@ impl RawL2Entry {
     }
 }
 
-/// What an L2 entry says of its cluster.
+/// What an L2 entry says about its cluster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum L2Entry {
-    /// Nothing: the layer below has it.
+    /// Nothing: look in the layer below.
     Unallocated,
-    /// Reads as zeros; has no place in the file.
+    /// Reads as zeros; has no cluster in the file.
     Zero,
-    /// Reads as zeros; keeps a place in the file.
+    /// Reads as zeros; keeps a cluster in the file.
     ZeroAllocated(HostOffset),
-    /// Stands in the file.
+    /// Stored in the file.
     Data(HostOffset),
-    /// Stands in the file, compressed.
+    /// Stored in the file, compressed.
     Compressed(CompressedCluster),
-    /// Its subclusters differ. Bit n speaks of subcluster n; a subcluster in neither set is
-    /// unallocated. `host` is there if a bit of `allocated` is.
+    /// Its subclusters differ. Bit n is for subcluster n; a subcluster in neither set is
+    /// unallocated. `host` is present if any bit of `allocated` is set.
     Subclusters {
         /// The cluster's place in the file, if it has one.
         host: Option<HostOffset>,
-        /// Subclusters that stand in the file.
+        /// Subclusters that are stored in the file.
         allocated: u32,
         /// Subclusters that read as zeros.
         zero: u32,
     },
 }
 
-/// What one must know of an image to read its L2 tables.
+/// What must be known of an image to read its L2 tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct L2Format {
     /// Size of a cluster.
@@ -149,7 +149,7 @@ pub struct L2Format {
     pub version: Version,
     /// Whether entries are extended with a bitmap of subclusters.
     pub extended: bool,
-    /// Whether the guest's data stands in a file of its own.
+    /// Whether the guest's data is in a separate file.
     pub data_file: bool,
 }
 
@@ -172,7 +172,7 @@ impl L2Format {
         1 << self.entries_bits()
     }
 
-    /// Bytes of the disk that one table, and so one L1 entry, speaks for, as a power of two.
+    /// Bytes of the disk covered by one table, and so by one L1 entry, as a power of two.
     #[inline]
     pub fn table_bits(self) -> u32 {
         self.cluster_bits.bits() + self.entries_bits()
@@ -184,13 +184,13 @@ impl L2Format {
         self.cluster_bits.bits() - if self.extended { 5 } else { 0 }
     }
 
-    /// Index in the L1 table of the entry that speaks for `guest`.
+    /// Index in the L1 table of the entry that covers `guest`.
     #[inline]
     pub fn l1_index(self, guest: GuestOffset) -> u64 {
         guest.bytes() >> self.table_bits()
     }
 
-    /// Index in the L2 table of the entry that speaks for `guest`.
+    /// Index in the L2 table of the entry that covers `guest`.
     #[inline]
     pub fn l2_index(self, guest: GuestOffset) -> u64 {
         self.cluster_bits.cluster_of(guest.bytes()) & (self.entries() - 1)
@@ -232,7 +232,7 @@ impl L2Format {
     /// What an entry says.
     ///
     /// # Errors
-    /// `Corrupt` where QEMU answers a read with an I/O error: a zero flag in version 2, an address
+    /// `Corrupt` if QEMU answers a read with an I/O error: a zero flag in version 2, an address
     /// that is not a multiple of the cluster size, a subcluster both allocated and zero or
     /// allocated in a cluster without a place, a compressed cluster in an image with a data file.
     #[inline]
@@ -251,7 +251,8 @@ impl L2Format {
         if !host.is_aligned(self.cluster_bits.bytes()) {
             return Err(self.unaligned(raw));
         }
-        // Offset 0 is a place only in a data file, where COPIED distinguishes it from "nowhere".
+        // Offset 0 is a valid place only in a data file, where COPIED distinguishes it from
+        // "nowhere".
         let placed = host != HostOffset::ZERO || (self.data_file && raw.copied());
         if self.extended {
             return Self::subclusters(raw, placed.then_some(host));
@@ -265,21 +266,21 @@ impl L2Format {
                 raw.entry
             )));
         }
-        // Here QEMU asks for the offset alone, with a data file too.
+        // Here QEMU looks at the offset alone, even with a data file.
         let placed = host != HostOffset::ZERO;
         Ok(if placed { L2Entry::ZeroAllocated(host) } else { L2Entry::Zero })
     }
 
-    /// What the entry for the cluster at `guest` says. With a data file its place there must be the
-    /// one it has on the disk.
+    /// What the entry for the cluster at `guest` says. With a data file, its offset there must be
+    /// its offset on the disk.
     ///
     /// # Errors
-    /// As [`Self::interpret`]; `Corrupt` too where the place in a data file is another.
+    /// As [`Self::interpret`]; `Corrupt` too if the place in a data file differs.
     pub fn interpret_at(self, raw: RawL2Entry, guest: GuestOffset) -> Result<L2Entry> {
         let entry = self.interpret(raw)?;
         match entry.host() {
             Some(host) if self.data_file && host.bytes() != guest.bytes() => Err(corrupt(format!(
-                "L2 entry {:#018x}: cluster {guest} of the disk stands at {host} in the external \
+                "L2 entry {:#018x}: cluster {guest} of the disk is at {host} in the external \
                  data file, which must be the same",
                 raw.entry
             ))),
@@ -287,8 +288,8 @@ impl L2Format {
         }
     }
 
-    /// The entry that says `entry`. `copied` says that the cluster's refcount is exactly one; it
-    /// has no place in entries of clusters that are compressed or nowhere.
+    /// Encodes `entry`. `copied` says that the cluster's refcount is exactly one; it is ignored for
+    /// clusters that are compressed or have no place.
     pub fn encode(self, entry: L2Entry, copied: bool) -> RawL2Entry {
         let at = |host: HostOffset| host.bytes() & OFFSET_MASK | if copied { COPIED } else { 0 };
         let bitmap = |allocated: u32, zero: u32| {

@@ -1,4 +1,4 @@
-//! A stranger's bytes as each of the files that mica reads. The fuzz targets in `fuzz/` pass random
+//! Untrusted bytes as each of the files that mica reads. The fuzz targets in `fuzz/` pass random
 //! bytes, a test passes the corpus. Every function here returns, whatever the bytes are, or the
 //! bytes have found a bug.
 
@@ -129,7 +129,7 @@ pub fn sidecar(bytes: &[u8]) {
                 sidecar[at] = change[2];
             }
             if mode & 8 != 0 {
-                make_sums_good(sidecar, number);
+                fix_checksums(sidecar, number);
             }
         });
         if mode & 8 == 0 {
@@ -152,7 +152,7 @@ pub fn sidecar(bytes: &[u8]) {
 /// The name of a backing file or of a data file.
 ///
 /// # Panics
-/// If a name is taken for anything but a path.
+/// If a name is taken for anything other than a path.
 pub fn image_name(bytes: &[u8]) {
     let name = OsStr::from_bytes(bytes);
     for path in [parse_image_name(name).map(|name| name.path), parse_data_file_name(name)] {
@@ -336,7 +336,7 @@ const NODE_HEADER_BYTES: usize = 8;
 
 /// Corrects the checksums in the header and nodes of the sidecar of `layer`, as far as the nodes'
 /// lengths make sense.
-pub fn make_sums_good(sidecar: &mut [u8], layer: u16) {
+pub fn fix_checksums(sidecar: &mut [u8], layer: u16) {
     let Some((header, _)) = sidecar.split_at_mut_checked(SIDECAR_HEADER_BYTES) else { return };
     let (fields, sum) = header.split_at_mut(SIDECAR_HEADER_BYTES - 4);
     sum.copy_from_slice(&crc32c(&[fields]).to_le_bytes());

@@ -99,7 +99,7 @@ impl TinyImage {
     }
 
     /// Gives guest cluster `cluster` this L2 entry, in a table that is made if it is missing.
-    /// Gives where in the file the entry stands.
+    /// Returns where the entry is in the file.
     pub fn set_raw(&mut self, cluster: u64, raw: RawL2Entry) -> usize {
         let l1_at = self.l1_at(cluster >> self.l2.entries_bits());
         let l1_entry = self.bytes[l1_at..].first_chunk().expect("the table is there");
@@ -118,7 +118,7 @@ impl TinyImage {
         at
     }
 
-    /// The same with what the entry is to say.
+    /// The same with a decoded entry.
     pub fn set(&mut self, cluster: u64, entry: L2Entry) -> usize {
         self.set_raw(cluster, self.l2.encode(entry, true))
     }

@@ -1,6 +1,5 @@
 //! Files in memory as the code under test sees them: through [`Images`] and [`Store`].
 //!
-//! - A store is bound to its file, as a descriptor is: a file that was replaced goes on being read
 //! - A store is bound to its file, as a descriptor is: a file that was replaced can still be read
 //!   by those who opened it, while a new opener gets the new one, with another identity.
 //! - A read or a write takes effect when it completes, so a read may see concurrent writes. What is
@@ -261,7 +260,7 @@ impl World {
 
     /// Whether file systems report that they were remounted; if not, only the times of files show
     /// it.
-    pub fn tell_life(&self, tells: bool) {
+    pub fn report_remounts(&self, tells: bool) {
         lock(&self.state).tells_life = tells;
     }
 

@@ -1,4 +1,4 @@
-//! A guest makes ext4 on its disk and works with it; on the host e2fsck finds nothing to mend.
+//! A guest makes ext4 on its disk and works with it; on the host e2fsck finds nothing to repair.
 
 use super::host::{self, MIB, Verdict, random};
 use mica_tests::machine::{self, Disk, Machine, Work};
@@ -45,7 +45,7 @@ fn ext4_of_a_guest_is_sound() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let data = random(7, 6 * MIB);
-    // What lies below is no file system: all that the guest needs has to be its own.
+    // What is below is no file system: the guest has to write everything that it needs.
     fs::write(dir.join("below.raw"), vec![0x55; 20 * MIB]).expect("written");
     let backing = ["-o", "extended_l2=on", "-b", "below.raw", "-F", "raw"];
     qemu::create(dir, "disk.qcow2", &backing, "96M");

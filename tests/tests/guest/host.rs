@@ -1,4 +1,5 @@
-//! The host's side: what guests are given, the servers of their disks, and how these are judged.
+//! The host's side: what guests are given, the servers of their disks, and how the disks are
+//! judged.
 
 use mica_gen::Rng;
 use mica_tests::server::Server;
@@ -8,14 +9,14 @@ use std::path::{Path, PathBuf};
 
 pub(super) const MIB: usize = 1 << 20;
 
-/// `len` bytes that no other `seed` gives.
+/// `len` bytes that differ for every `seed`.
 pub(super) fn random(seed: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let words = std::iter::repeat_with(|| rng.next_u64().to_le_bytes());
     words.take(len.div_ceil(8)).flatten().take(len).collect()
 }
 
-/// Where the vhost-user server of a test in `dir` listens, every time that it is started.
+/// Where the vhost-user server of a test in `dir` listens, whenever it is started.
 pub(super) fn vhost_socket(dir: &Path) -> PathBuf {
     dir.join("vhost-user")
 }
@@ -36,7 +37,7 @@ pub(super) fn try_serve(
     Server::mica_writable(&dir.join(image), format, &options)
 }
 
-/// Stops `server`, which has to end well.
+/// Stops `server`, which has to exit cleanly.
 #[track_caller]
 pub(super) fn stop(server: Server) {
     let stopped = server.stop().expect("it stops");
@@ -47,11 +48,11 @@ pub(super) fn stop(server: Server) {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Verdict {
     Clean,
-    /// Clusters that nobody uses, at most: what a kill leaves.
+    /// Unused clusters, at most: what a kill leaves.
     Leaks,
 }
 
-/// The content of `image` in `dir` as QEMU reads it, once it has found no worse than `worst`.
+/// The content of `image` in `dir` as QEMU reads it, after it has found nothing worse than `worst`.
 #[track_caller]
 pub(super) fn content(dir: &Path, image: &str, format: &str, worst: Verdict) -> Vec<u8> {
     if format == "raw" {
@@ -59,7 +60,7 @@ pub(super) fn content(dir: &Path, image: &str, format: &str, worst: Verdict) -> 
     }
     let said = qemu::img(dir, ["check", "-f", format, image]);
     let is_fine = said.code() == Some(0) || said.code() == Some(3) && worst == Verdict::Leaks;
-    // It has a line for each cluster on standard error, which can be thousands.
+    // It prints a line for each cluster on standard error, which can be thousands.
     assert!(is_fine, "{}: {}", said.status, said.stdout);
     qemu::flatten(dir, image, "flat.raw");
     fs::read(dir.join("flat.raw")).expect("just written")

@@ -1,10 +1,10 @@
-//! A guest finds its disk as it is, and writes patterns to it in the ways that a block device has.
+//! A guest finds its disk as it is, and writes patterns to it in all the ways of a block device.
 
 use super::host::{self, MIB, Verdict, random};
 use mica_tests::machine::{self, Disk, Machine, Work};
 use mica_tests::{judge, qemu, tools};
 
-/// No whole number of clusters, nor of pages.
+/// Neither a whole number of clusters nor of pages.
 const DISK_BYTES: usize = 64 * MIB + 3 * 512;
 
 const SCRIPT: &str = r#"

@@ -1,5 +1,5 @@
-//! mica ends and comes back under a guest that writes. The guest only waits: it sees no error, and
-//! everything acknowledged to it is there.
+//! mica is stopped and restarted under a guest that writes. The guest only waits: it sees no error,
+//! and everything acknowledged to it is there.
 
 use super::host::{self, MIB, Verdict};
 use mica_gen::Rng;
@@ -16,8 +16,8 @@ const IMAGE: &str = "disk";
 const DISK_SIZE: &str = "48M";
 
 /// Two writers at a time, each with requests of 4 KiB to half of a slot of 2 MiB. Nothing is
-/// flushed until the end: what was acknowledged has to outlive the server all the same. A slot's
-/// turn comes again after the others', so that old content is written over.
+/// flushed until the end: what was acknowledged has to outlive the server all the same. Slots are
+/// reused in turn, so that old content is overwritten.
 const SCRIPT: &str = r#"
 D=/dev/vda
 (read line; touch /tmp/stop) < /dev/console &
@@ -68,14 +68,14 @@ for file in /tmp/data-*; do
 done
 "#;
 
-/// How mica ends.
+/// How mica is ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     /// SIGKILL.
     Killed,
     /// SIGTERM.
     Asked,
-    /// Another takes over.
+    /// Another process takes over.
     TakenOver,
 }
 
@@ -93,14 +93,15 @@ fn restart(server: Server, dir: &Path, format: &str, end: End, away: Duration) -
         End::TakenOver => {
             let control = control(dir);
             let new = host::serve(dir, IMAGE, format, &["--control", &control, "--takeover"]);
-            // It ends by itself. Its NBD socket, where the new one does not serve, goes later.
+            // It ends by itself. Its NBD socket, if the new one does not serve it, is removed
+            // later.
             let stopped = server.stop().expect("it ends");
             assert!(stopped.status.success(), "{stopped:?}");
             return new;
         }
     }
     clock::sleep(away);
-    // What the kernel still holds for a dead process, this one waits for.
+    // It waits for what the kernel still holds for a dead process.
     host::try_serve(dir, IMAGE, format, &[])
         .unwrap_or_else(|refusal| panic!("mica does not come back: {refusal:?}"))
 }
@@ -146,7 +147,7 @@ fn a_guest_only_waits(format: &str, end: End) {
     judge(dir, &host::content(dir, IMAGE, format, worst), &console);
 }
 
-/// Holds the disk against the sums of what the guest wrote last.
+/// Compares the disk with the checksums of what the guest wrote last.
 #[track_caller]
 fn judge(dir: &Path, disk: &[u8], console: &str) {
     let halves: Vec<_> =

@@ -1,4 +1,4 @@
-//! Clients that take more than their part.
+//! Clients that take more than their share.
 
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::nbd::{Wish, request};
@@ -9,10 +9,10 @@ const CMD_WRITE: u16 = 1;
 const MIB: usize = 1 << 20;
 const PEERS: u64 = 96;
 
-/// The server took all of the announced payload into memory, of each of its connections: 256 of
-/// them made it 8.2 GiB.
+/// The server read the whole announced payload into memory, on every connection: with 256 of them
+/// it took 8.2 GiB.
 #[test]
-fn clients_that_never_finish_their_payload_take_little_memory_and_keep_nobody_waiting() {
+fn clients_that_never_finish_their_payload_take_little_memory_and_delay_no_other() {
     let dir = tempfile::tempdir().expect("a folder");
     let image = dir.path().join("disk.raw");
     let made = std::fs::File::create(&image).expect("made");

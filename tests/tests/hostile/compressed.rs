@@ -20,7 +20,7 @@ fn with(options: &str, data: &[u8]) -> Option<Victim> {
 }
 
 #[test]
-fn rubbish_fails_alone() {
+fn garbage_fails_alone() {
     for options in ["compression_type=zlib", "compression_type=zstd"] {
         for data in [&[0xff; 700][..], &[0; 700], &[0x55; 512], b"\x03\x00"] {
             let Some(victim) = with(options, data) else { return };
@@ -64,7 +64,7 @@ fn data_that_ends_before_its_cluster_fails_alone() {
 }
 
 #[test]
-fn an_entry_that_names_the_end_of_the_world_fails_alone() {
+fn an_entry_far_beyond_the_file_fails_alone() {
     let Some(victim) = Victim::new("cluster_size=64k") else { return };
     let entry = COMPRESSED | ((1_u64 << 54) - 1) | 0xff << 54;
     victim.patch(victim.l2() + CLUSTER * 8, entry.to_be_bytes());

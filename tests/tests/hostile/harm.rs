@@ -12,9 +12,9 @@ use tempfile::TempDir;
 
 /// How long a verb may take on a small image, however broken.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Address space that a verb may take on one.
+/// Address space that a verb may take for one.
 const MEMORY: &str = "--as=2147483648";
-/// Memory that a server may come to use for one.
+/// Memory that a server may use for one.
 const SERVER_BYTES_MAX: u64 = 128 << 20;
 
 /// Bits of an entry that are an address.
@@ -27,7 +27,7 @@ pub(crate) struct Victim {
 
 impl Victim {
     /// An image of 8 MiB with data, zeros, a compressed cluster and an internal snapshot, created
-    /// with `options`; `None` where QEMU is missing.
+    /// with `options`; `None` if QEMU is missing.
     pub(crate) fn new(options: &str) -> Option<Self> {
         if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
             return None;
@@ -105,7 +105,7 @@ impl Victim {
         said
     }
 
-    /// Runs the verbs that read tables and data; they may refuse, but must end well.
+    /// Runs the verbs that read tables and data; they may refuse, but must exit cleanly.
     fn verbs_end(&self) {
         for words in [
             &["info", "--output", "json"][..],
@@ -119,7 +119,7 @@ impl Victim {
         }
     }
 
-    /// The image is refused by `serve` with one clear line; the other verbs end well.
+    /// The image is refused by `serve` with one clear line; the other verbs exit cleanly.
     #[track_caller]
     pub(crate) fn refused(&self) -> String {
         self.verbs_end();
@@ -130,8 +130,8 @@ impl Victim {
         said
     }
 
-    /// The image is served, and what can be read of it is read: every cluster by itself, so that a
-    /// broken one fails alone. Returns the clusters of 64 KiB that could not be read.
+    /// The image is served, and every cluster is read separately, so that a broken one fails alone.
+    /// Returns the clusters of 64 KiB that could not be read.
     #[track_caller]
     pub(crate) fn served(&self) -> Vec<u64> {
         self.verbs_end();
@@ -156,7 +156,7 @@ impl Victim {
         failed
     }
 
-    /// The image is opened for writing, whatever can be written of it, in little memory.
+    /// The image is opened for writing in little memory, whether or not all of it can be written.
     #[track_caller]
     pub(crate) fn opens_for_writing(&self) {
         let server = Server::mica_writable(&self.path(), "qcow2", &[]);
@@ -166,14 +166,14 @@ impl Victim {
         assert!(server.stop().expect("it stops").status.success());
     }
 
-    /// Every cluster is read, and reads as QEMU reads it.
+    /// Every cluster can be read, and reads as in QEMU.
     #[track_caller]
     pub(crate) fn served_whole(&self) {
         assert_eq!(self.served(), Vec::<u64>::new(), "clusters that cannot be read");
         mica_tests::judge::same_as_qemu(self.dir(), "disk.qcow2");
     }
 
-    /// Puts another name where an image names a file: its external data file, its backing file.
+    /// Replaces the name by which an image names a file: its external data file, its backing file.
     pub(crate) fn rename(&self, old: &str, new: &str) {
         let mut image = fs::read(self.path()).expect("read");
         let first = image.get(..64 << 10).expect("a first cluster");

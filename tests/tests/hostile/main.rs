@@ -1,6 +1,6 @@
-//! Images that an enemy made, and clients that are one: what broke others must not break mica.
-//! Every verb ends by itself, in bounded time and memory, without a panic; what is served stays
-//! served for the others.
+//! Images that an attacker made, and hostile clients: what broke others must not break mica. Every
+//! verb ends by itself, in bounded time and memory, without a panic; what is served stays available
+//! to the others.
 
 mod clients;
 mod compressed;

@@ -7,7 +7,7 @@ use mica_tests::server::Server;
 use mica_tests::{judge, nbd, qemu};
 use std::fs;
 
-/// Damaged copies of each image; `MICA_MUTATED` sets another number, `SEED` where they begin.
+/// Damaged copies of each image; `MICA_MUTATED` sets another number, `SEED` the first seed.
 const COPIES: u64 = 40;
 
 #[test]
@@ -62,19 +62,20 @@ fn judge_copy(victim: &Victim) -> bool {
         }
     };
     let mut client = server.connect(&nbd::Wish::default()).expect("served");
-    // A disk that became huge is looked at as far as it was.
+    // A disk that became huge is examined only up to its old length.
     let len = client.len.min(8 << 20);
     let read = client.read(0, len);
     let stopped = server.stop().expect("it stops");
     assert!(stopped.status.success() && !stopped.log.contains("panicked"), "{stopped:?}");
     let Ok(bytes) = read else { return false };
-    // Blocks as large as may be: of a sector each, most of the test's time went into them.
+    // Blocks as large as possible: with one sector each, they took most of the test's time.
     let block = 1 << len.trailing_zeros().min(20);
     let [block, count] = [format!("bs={block}"), format!("count={}", len / block)];
     let dd = ["dd", "-f", "qcow2", "-O", "raw", &block, &count, "if=disk.qcow2", "of=flat.raw"];
     let theirs = qemu::img(victim.dir(), dd);
     if theirs.stderr.contains("snapshot") {
-        // QEMU reads the snapshot table of whatever it opens; mica only when it is asked for one.
+        // QEMU reads the snapshot table of every image that it opens; mica only when asked for a
+        // snapshot.
         return false;
     }
     assert_eq!(theirs.code(), Some(0), "mica serves what QEMU refuses: {theirs}");

@@ -5,7 +5,7 @@ use mica_tests::{mica, qemu};
 use std::fs;
 use std::os::unix::fs::symlink;
 
-/// Names that lead out, or into a protocol.
+/// Names that lead out of the directory, or to a protocol.
 const NAMES: &[&str] = &[
     "/etc/shadow",
     "/etc/passwd",
@@ -55,7 +55,7 @@ fn a_backing_file_is_only_opened_where_it_may_be() {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         for format in ["raw", "qcow2"] {
             let backing = ["-u", "-b", name, "-F", format];
-            // What QEMU itself will not write into an image is no attack by one.
+            // What QEMU itself will not write into an image cannot be tested this way.
             let create = ["create", "-q", "-f", "qcow2"];
             let words = create.iter().chain(&backing).chain(&["disk.qcow2", "1M"]);
             if qemu::img(victim.dir(), words).code() == Some(0) {
@@ -89,7 +89,7 @@ fn a_backing_name_outside_the_first_cluster_is_refused() {
 }
 
 /// The story: in a folder with images of two owners the image of one named that of the other, and
-/// who served it read that.
+/// its server read that.
 #[test]
 fn an_image_that_may_name_no_files_is_served_alone_or_not_at_all() {
     let Some(victim) = Victim::new("cluster_size=64k") else { return };

@@ -1,4 +1,4 @@
-//! Headers and tables that point where they must not, or claim to be larger than anything is.
+//! Headers and tables that point where they must not, or claim impossible sizes.
 
 use super::harm::{ADDRESS, Victim};
 use mica_tests::qemu;
@@ -35,9 +35,9 @@ fn absurd_sizes_of_tables_are_refused() {
 fn the_largest_l1_table_is_opened_for_writing_in_little_memory() {
     const ENTRIES: u64 = (32 << 20) / 8;
     const CLUSTER: u64 = 64 << 10;
-    // Of the table: with its own clusters it ends here.
+    // Beyond the clusters that the table itself takes.
     let first = 1024;
-    // Names of clusters side by side, of every second one in no order, of none that is in the file.
+    // Entries for adjacent clusters, for every second one in random order, for none in the file.
     let side_by_side = |index: u64| first + index;
     let strewn = |index: u64| first + 2 * (index * 0x9e37_79b1 % ENTRIES);
     let beyond = |index: u64| first + 977 * (index + 1);
@@ -57,7 +57,7 @@ fn the_largest_l1_table_is_opened_for_writing_in_little_memory() {
 }
 
 #[test]
-fn tables_off_their_clusters_or_beyond_everything_are_refused() {
+fn tables_unaligned_or_beyond_all_limits_are_refused() {
     for offset in [40, 48, 64] {
         for place in [0x1_0001, 0x1_0200, 1 << 63, u64::MAX] {
             let Some(victim) = Victim::new("cluster_size=64k") else { return };
@@ -75,7 +75,7 @@ fn tables_beyond_the_file_read_as_in_qemu() {
         victim.patch(offset, (1_u64 << 45).to_be_bytes());
         victim.served_whole();
     }
-    // Beyond what the system can read, where QEMU gives up; and a snapshot table that is nowhere.
+    // Beyond what the system can read, where QEMU gives up; and a snapshot table without a place.
     for (offset, place) in [(40, 0x7fff_ffff_ffff_0000_u64), (64, 1 << 45)] {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         victim.patch(offset, place.to_be_bytes());
@@ -87,7 +87,7 @@ fn tables_beyond_the_file_read_as_in_qemu() {
 fn headers_that_contradict_themselves_are_refused() {
     for (offset, bytes) in [
         (0_u64, &b"QFI\xfc"[..]),
-        // CVE-2014-0222: version 1, and versions that nobody has defined.
+        // CVE-2014-0222: version 1, and versions that are not defined.
         (4, &1_u32.to_be_bytes()),
         (4, &0_u32.to_be_bytes()),
         (4, &4_u32.to_be_bytes()),
@@ -121,7 +121,7 @@ fn headers_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn extensions_that_run_away_are_refused() {
+fn extensions_beyond_the_header_are_refused() {
     for len in [0xffff_ffff_u32, 0x7fff_ffff, 65_536, 65_536 - 112 - 7] {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         victim.patch(112, 0x6803_f857_u32.to_be_bytes()).patch(116, len.to_be_bytes());
@@ -131,7 +131,7 @@ fn extensions_that_run_away_are_refused() {
 }
 
 #[test]
-fn a_snapshot_table_full_of_lies_harms_nothing() {
+fn a_malicious_snapshot_table_does_no_harm() {
     // CVE-2014-0143 and 0147: an L1 size, an offset, lengths of names, extra data.
     for (offset, bytes) in [
         (0, &u64::MAX.to_be_bytes()[..]),
@@ -168,7 +168,7 @@ fn an_l1_entry_without_a_place_reads_as_nothing() {
 }
 
 #[test]
-fn an_l1_entry_off_its_cluster_fails_what_it_speaks_for() {
+fn an_unaligned_l1_entry_fails_only_what_it_covers() {
     for entry in [COPIED | 0x1_0200, COPIED | 0x1_fe00] {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         victim.patch(victim.l1(), u64::to_be_bytes(entry));
@@ -184,7 +184,7 @@ fn an_l1_entry_beyond_the_file_reads_as_in_qemu() {
 }
 
 #[test]
-fn an_l2_entry_off_its_cluster_fails_alone() {
+fn an_unaligned_l2_entry_fails_alone() {
     let Some(victim) = Victim::new("cluster_size=64k") else { return };
     let at = victim.l2() + 5 * 8;
     victim.patch(at, (victim.number(at) | 512).to_be_bytes());
@@ -256,8 +256,8 @@ fn an_image_that_is_marked_corrupt_is_read() {
 }
 
 #[test]
-fn tables_that_overlap_are_read_as_they_stand() {
-    // The L2 table of everything is the L1 table itself, and the header.
+fn overlapping_tables_are_read_as_they_are() {
+    // The first L2 table is the L1 table itself, or the refcount table.
     for place in [0, 1] {
         let Some(victim) = Victim::new("cluster_size=64k") else { return };
         let l1 = victim.l1();

@@ -7,7 +7,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Holds both checks of `image` in `dir` against each other; returns their exit code.
+/// Compares both checks of `image` in `dir`; returns their exit code.
 #[track_caller]
 fn same_check(dir: &Path, image: &str) -> i32 {
     let path = dir.join(image).display().to_string();
@@ -79,7 +79,7 @@ impl Places {
 }
 
 #[test]
-fn clean_images_are_clean_to_both() {
+fn clean_images_are_clean_for_both() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -98,7 +98,7 @@ fn clean_images_are_clean_to_both() {
 }
 
 #[test]
-fn every_layer_of_generated_chains_is_clean_to_both() {
+fn every_layer_of_generated_chains_is_clean_for_both() {
     if !tools::present(&[tools::QEMU_IMG]) {
         return;
     }
@@ -115,7 +115,7 @@ fn every_layer_of_generated_chains_is_clean_to_both() {
     }
 }
 
-/// What is done to an image, by its name, and the exit code that both checks then give.
+/// Named kinds of damage to an image, and the exit code that both checks then give.
 type Harm = (&'static str, fn(&Path, &Places), i32);
 
 const HARMS: &[Harm] = &[
@@ -229,7 +229,7 @@ const HARMS: &[Harm] = &[
 ];
 
 #[test]
-fn harmed_images_are_as_bad_to_both() {
+fn damaged_images_are_reported_alike_by_both() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }

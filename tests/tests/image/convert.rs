@@ -1,4 +1,4 @@
-//! `mica convert`: the copy holds the same bytes, in QEMU's eyes too, and is whole.
+//! `mica convert`: the copy holds the same bytes, also according to QEMU, and is sound.
 
 use mica_tests::{command, mica, qemu, tools};
 use std::fs;
@@ -25,7 +25,7 @@ fn sources(dir: &Path) {
     qemu::io(dir, &[], "top.qcow2", &["write -P 4 5000k 4k", "write -z 2M 128k", "write 10M 1k"]);
 }
 
-/// `copy` is whole and holds what `source` does.
+/// `copy` is sound and holds what `source` does.
 #[track_caller]
 fn same(dir: &Path, source: &str, copy: &str, format: &str) {
     if format == "qcow2" {
@@ -86,7 +86,7 @@ fn copies_of_every_shape_hold_the_same_bytes() {
 }
 
 #[test]
-fn raw_copies_are_sparse_and_come_back() {
+fn raw_copies_are_sparse_and_convert_back() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }

@@ -1,5 +1,5 @@
 //! `mica create`, `measure`, `resize`, `read` and `write`: what QEMU says of the images, and what
-//! happens to files that are there.
+//! happens to existing files.
 
 use mica_tests::{command, mica, qemu, tools};
 use serde_json::Value;
@@ -62,7 +62,7 @@ fn check(dir: &Path, image: &str) {
 }
 
 #[test]
-fn images_are_those_of_qemu_field_by_field() {
+fn images_match_qemus_field_by_field() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -149,7 +149,7 @@ fn overlays_take_their_size_from_below_and_have_subclusters() {
 }
 
 #[test]
-fn a_file_that_is_there_is_overwritten_only_by_force() {
+fn an_existing_file_is_overwritten_only_by_force() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     fs::write(dir.join("image.qcow2"), "precious").expect("there is room");
@@ -184,10 +184,10 @@ fn scripts_write_overlays_and_read_them() {
 }
 
 #[test]
-fn what_fails_half_way_does_not_stay() {
+fn what_fails_halfway_is_removed() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
-    // A limit of the file's length is the full device that any user can have.
+    // A limit on the file's length is a full device that any user can set up.
     let limited = |verb: &str| {
         let script = format!("trap '' XFSZ; ulimit -f 256; exec \"$0\" {verb}");
         let mut shell = Command::new("bash");

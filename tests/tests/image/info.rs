@@ -55,7 +55,7 @@ fn same_info(dir: &Path, image: &str) {
 }
 
 #[test]
-fn images_of_every_kind_are_told_alike() {
+fn images_of_every_kind_are_reported_alike() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -95,7 +95,7 @@ fn snapshots_and_bitmaps_are_listed_alike() {
 }
 
 #[test]
-fn a_chain_is_told_alike_from_the_active_layer_down() {
+fn a_chain_is_reported_alike_from_the_active_layer_down() {
     if !tools::present(&[tools::QEMU_IMG]) {
         return;
     }
@@ -119,13 +119,13 @@ fn a_chain_is_told_alike_from_the_active_layer_down() {
 }
 
 #[test]
-fn an_image_is_told_without_opening_what_it_names() {
+fn an_image_is_reported_without_opening_what_it_names() {
     if !tools::present(&[tools::QEMU_IMG]) {
         return;
     }
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
-    // A backing file that is not there, and one that nobody may open through an image.
+    // A backing file that does not exist, and some that must not be opened through an image.
     for name in ["missing.qcow2", "/etc/shadow", "nbd://host/export", "json:{\"driver\":\"nbd\"}"] {
         let create = ["-u", "-b", name, "-F", "qcow2"];
         qemu::create(dir, "disk.qcow2", &create, "1M");

@@ -1,4 +1,4 @@
-//! The verbs for images at rest, beside `qemu-img`: what each makes, finds, mends and says.
+//! The verbs for images at rest, beside `qemu-img`: what each creates, finds, repairs and reports.
 
 mod check;
 mod compare;

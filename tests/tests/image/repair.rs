@@ -21,7 +21,7 @@ const SHAPES: &[&str] = &[
     "cluster_size=64k,lazy_refcounts=on",
 ];
 
-/// Makes an image with data, zeros, compressed clusters and, if refcounts can say it, a snapshot.
+/// Makes an image with data, zeros, compressed clusters and, if refcounts allow it, a snapshot.
 fn image(dir: &Path, options: &str) {
     qemu::create(dir, "disk.qcow2", &["-o", options], "16M");
     let one_bit = options.contains("refcount_bits=1") && !options.contains("refcount_bits=16");
@@ -87,7 +87,7 @@ impl Image {
         self.word(48)
     }
 
-    /// Bytes of the first refcount block that speak of clusters in the file.
+    /// Bytes of the first refcount block for clusters in the file.
     fn refcounts_in_use(&self) -> u64 {
         let len = self.file.metadata().expect("there").len();
         let order = if self.version() == 3 { self.word(96) >> 32 } else { 4 };
@@ -117,7 +117,7 @@ enum Left {
     CleanByMica,
 }
 
-/// What is done to an image, by its name, and what a repair of all leaves.
+/// Named kinds of damage to an image, and what `-r all` leaves of each.
 type Harm = (&'static str, fn(&Image), Left);
 
 const HARMS: &[Harm] = &[
@@ -235,7 +235,7 @@ fn repair_both(dir: &Path, what: &str, left: Left) {
     match left {
         Left::Clean => {
             assert_eq!(our_code, Some(0), "{our_judgement}\n{context}");
-            // QEMU may leave what it wrote the old refcounts in as a leak.
+            // QEMU may leak the clusters into which it wrote the old refcounts.
             assert!(matches!(their_code, Some(0 | 3)), "{their_judgement}\n{context}");
         }
         Left::Same => {
@@ -261,7 +261,7 @@ fn repair_both(dir: &Path, what: &str, left: Left) {
     if matches!(their_code, Some(0 | 3)) {
         compare("disk.qcow2", "theirs.qcow2");
     }
-    // QEMU goes on writing it, and finds nothing afterwards.
+    // QEMU continues writing it, and finds nothing afterwards.
     qemu::io(dir, &[], "disk.qcow2", &["write -P 9 1M 4M", "discard 2M 1M"]);
     assert_eq!(judged(dir, "disk.qcow2").1, Some(0), "{context}");
 }
@@ -297,7 +297,7 @@ fn same_repair(dir: &Path, what: &str) -> Value {
     assert_eq!(ours.code(), theirs.code(), "{context}");
     let [ours, theirs] = [ours, theirs].map(|said| serde_json::from_str(&said.stdout));
     let (Ok::<Value, _>(ours), Ok::<Value, _>(theirs)) = (ours, theirs) else {
-        // Neither could say anything.
+        // Neither could report anything.
         return Value::Null;
     };
     let fields = ["leaks-fixed", "corruptions-fixed", "leaks", "corruptions", "check-errors"];
@@ -307,7 +307,7 @@ fn same_repair(dir: &Path, what: &str) -> Value {
     ours
 }
 
-/// What is done to an image, by its name.
+/// Named kinds of damage to an image.
 type LittleHarm = (&'static str, fn(&Image));
 
 #[test]
@@ -340,7 +340,7 @@ fn what_was_repaired_is_counted_as_by_qemu() {
         for mode in ["leaks", "all"] {
             let rebuilt = what.starts_with("none") && mode == "all";
             if rebuilt {
-                // QEMU counts what it wrote on the way.
+                // QEMU also counts what it wrote in the process.
                 continue;
             }
             let dir = tempfile::tempdir().expect("a folder");

@@ -1,4 +1,4 @@
-//! `mica resize` of qcow2 images: what was there stays, what is new reads as zeros, nothing leaks.
+//! `mica resize` of qcow2 images: old content stays, the new part reads as zeros, nothing leaks.
 
 use mica_tests::{command, mica, qemu, tools};
 use std::fs;
@@ -10,7 +10,7 @@ fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
     command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
 }
 
-/// Resizes `image`, and holds it against what QEMU makes of a copy of it.
+/// Resizes `image`, and compares it with a copy resized by QEMU.
 #[track_caller]
 fn resized(dir: &Path, image: &str, size: &str) {
     fs::copy(dir.join(image), dir.join("theirs.qcow2")).expect("it is there");
@@ -66,7 +66,7 @@ fn images_of_every_shape_get_longer_and_shorter() {
 }
 
 #[test]
-fn over_a_longer_backing_file_what_is_new_reads_as_zeros() {
+fn over_a_longer_backing_file_the_new_part_reads_as_zeros() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -165,7 +165,7 @@ fn an_image_that_gets_shorter_ends_where_its_last_cluster_does() {
             let (ours, theirs) = (len(dir, "image.qcow2"), len(dir, "theirs.qcow2"));
             assert!(ours <= theirs, "{options}: shortened to {size}: {ours}, not {theirs}");
         }
-        // What was cut off is nobody's: it is used again.
+        // What was cut off is free, and is reused.
         mica_in(dir, &["resize", "-q", "image.qcow2", "64M"]).ok();
         qemu::io(dir, &[], "image.qcow2", &["read -P 0 512 63M", "write -P 3 1M 40M"]);
         let said = qemu::img(dir, ["check", "image.qcow2"]);
@@ -174,7 +174,7 @@ fn an_image_that_gets_shorter_ends_where_its_last_cluster_does() {
 }
 
 #[test]
-fn a_table_that_lies_has_nothing_of_the_image_freed() {
+fn a_corrupt_table_cannot_free_metadata() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -264,7 +264,7 @@ fn a_raw_data_file_stays_the_whole_disk() {
         let dir = tempfile::tempdir().expect("a folder");
         let dir = dir.path();
         let with_file = format!("data_file=data.raw,data_file_raw=on,{options}");
-        // QEMU gives the clusters of an image with subclusters no place.
+        // QEMU allocates no place for the clusters of an image with subclusters.
         mica_in(dir, &["create", "-q", "-f", "qcow2", "-o", &with_file, "image.qcow2", "20000k"])
             .ok();
         qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 3M", "write -P 2 19M 256k"]);
@@ -294,7 +294,7 @@ fn a_raw_data_file_stays_the_whole_disk() {
             assert!(!map.stdout.contains("\"data\": false"), "{options} {size}: {map}");
         }
     }
-    // Data behind the end of the disk is somebody's: it neither shows nor is it cut off.
+    // Data beyond the end of the disk may be in use: it is neither shown nor cut off.
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let with_file = "data_file=data.raw,data_file_raw=on";

@@ -1,17 +1,18 @@
-//! Power cuts beneath the real kernel. mica serves an image that lies on ext4, on a loop device
-//! whose disk is QEMU's `blklogwrites`: a log of all that reaches the disk, and of the flushes.
-//! The log is replayed up to many points, and each time the disk is laid down as a power cut could
-//! have left it then. ext4 replays its journal; the image has to be whole, and each of its sectors
-//! has to hold what was durable, or something newer.
+//! Power cuts beneath the real kernel. mica serves an image that is on ext4, on a loop device whose
+//! disk is QEMU's `blklogwrites`: a log of everything that reaches the disk, and of the flushes.
+//! The log is replayed up to many points, and each time the disk is written as a power cut could
+//! have left it at that point. ext4 replays its journal; the image has to be sound, and each of its
+//! sectors has to hold what was durable, or something newer.
 //!
 //! ```text
 //! guest ─NBD▶ mica ▶ ext4 ▶ loop ▶ nbdfuse ─NBD▶ qemu-storage-daemon: blklogwrites ▶ disk, log
 //! ```
 //!
 //! `MICA_CUTS` says how many states of the disk are judged for each shape of image, `MICA_CUT_SEED`
-//! where the random numbers begin. A run that fails says how to repeat it. The same seed asks and
-//! cuts alike, but the kernel and the threads have no seed, so it is not the same run: one that
-//! fails therefore also leaves the disk that it judged, `crash.img`, which can be mounted again.
+//! where the random numbers begin. A run that fails says how to repeat it. The same seed makes the
+//! same requests and cuts, but the kernel and the threads have no seed, so it is not the same run:
+//! a failed run therefore also leaves the disk that it judged, `crash.img`, which can be mounted
+//! again.
 //!
 //! The long form, with a program that was built for release, takes some minutes:
 //!

@@ -1,6 +1,6 @@
 //! A server is killed, and the file system of its image loses what it had not written out: its
-//! device went away and came again, while the machine went on. What the server left in memory is
-//! there still, but what it links is not.
+//! device went away and returned, while the machine kept running. What the server left in memory is
+//! still there, but what it links is not.
 
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::mounts::Mount;
@@ -14,21 +14,21 @@ const MIB: usize = 1 << 20;
 const BASE: u8 = 0x5a;
 const WRITTEN: u8 = 7;
 
-/// Runs a program of the superuser.
+/// Runs a program as root.
 #[track_caller]
 fn run(tool: tools::Tool, arguments: &[&str], path: &Path) {
     let program = tool.find().expect("it is present");
     command::finish(Command::new(program).args(arguments).arg(path)).ok();
 }
 
-/// An ext4 in `file`, mounted at `folder`; not where that is not allowed.
+/// An ext4 in `file`, mounted at `folder`; `None` if that is not allowed.
 fn mounted(file: &Path, folder: &Path) -> Option<Mount> {
     Mount::ext4(file, folder)
         .map_err(|error| tools::skip(&format!("no mount here: {error:#}")))
         .ok()
 }
 
-/// An image whose base is permanent, and a server of it that is killed.
+/// Makes a durable image, writes to it through a server, and kills the server.
 #[track_caller]
 fn written_and_killed(dir: &Path, place: &[&str]) {
     fs::write(dir.join("base.raw"), vec![BASE; 8 * MIB]).expect("written");
@@ -37,12 +37,12 @@ fn written_and_killed(dir: &Path, place: &[&str]) {
     let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", place).expect("served");
     let mut guest = Guest::connect(&server).expect("served");
     assert_eq!(guest.write(0, &vec![WRITTEN; MIB]).expect("answered"), 0);
-    // What is dropped is killed.
+    // Dropping the server kills it.
     drop(server);
 }
 
 #[test]
-fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
+fn no_foreign_data_is_shown_when_the_file_system_lost_writes() {
     let needed = [tools::QEMU_IMG, tools::MKE2FS, tools::XFS_IO];
     if !tools::present(&needed) {
         return;
@@ -56,7 +56,7 @@ fn nothing_foreign_is_shown_when_the_file_system_lost_what_was_written() {
     fs::create_dir(&logs).expect("made");
     let place = ["--redo-dir", logs.to_str().expect("a plain name")];
     written_and_killed(&folder, &place);
-    // The journal takes the file's length and times with it, and not its data.
+    // The journal has the file's length and times, but not its data.
     let other = File::create(folder.join("other")).expect("made");
     other.sync_all().expect("durable");
     drop(other);

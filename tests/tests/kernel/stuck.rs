@@ -1,5 +1,5 @@
-//! The file system of one disk stands still. What is written to that disk waits; the other disks of
-//! the server do not.
+//! The file system of one disk is frozen. Writes to that disk wait; the other disks of the server
+//! do not.
 
 use mica_tests::guest::{Guest, Request};
 use mica_tests::mounts::Mount;
@@ -32,7 +32,7 @@ impl Drop for Frozen {
 }
 
 #[test]
-fn a_frozen_file_system_holds_up_no_other_disk() {
+fn a_frozen_file_system_delays_no_other_disk() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::MKE2FS]) {
         return;
     }

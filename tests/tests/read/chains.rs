@@ -63,7 +63,7 @@ fn a_missing_layer_is_named() {
 }
 
 #[test]
-fn a_backing_format_is_taken_as_said_and_never_guessed() {
+fn a_backing_format_is_taken_as_declared_and_never_guessed() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -71,19 +71,19 @@ fn a_backing_format_is_taken_as_said_and_never_guessed() {
     let dir = dir.path();
     qemu::create(dir, "below.qcow2", &[], "1M");
     qemu::io(dir, &[], "below.qcow2", &["write -P 7 0 64k"]);
-    // Said to be raw: its own bytes are the disk, header and all, as in QEMU.
+    // Declared raw: its own bytes are the disk, header and all, as in QEMU.
     qemu::create(dir, "said-raw.qcow2", &["-u", "-b", "below.qcow2", "-F", "raw"], "1M");
     judge::same_as_qemu(dir, "said-raw.qcow2");
-    // Nothing said, where QEMU guesses: raw, and refused where that would be a silent surprise.
-    unsay_format(dir, "said-raw.qcow2", "said-nothing.qcow2");
+    // Nothing declared, where QEMU guesses: raw, and refused if that would be a silent surprise.
+    remove_backing_format(dir, "said-raw.qcow2", "said-nothing.qcow2");
     let said = refused(dir, "said-nothing.qcow2");
     assert!(said.contains("below.qcow2") && said.contains("-F qcow2"), "{said}");
     fs::write(dir.join("plain.raw"), vec![7; 1 << 20]).expect("written");
     qemu::create(dir, "plain.qcow2", &["-b", "plain.raw", "-F", "raw"], "1M");
     qemu::flatten(dir, "plain.qcow2", "plain.flat");
-    unsay_format(dir, "plain.qcow2", "said-nothing.qcow2");
+    remove_backing_format(dir, "plain.qcow2", "said-nothing.qcow2");
     judge::same_as_raw(dir, "said-nothing.qcow2", "plain.flat", &[]);
-    // Said to be qcow2, and is not.
+    // Declared qcow2, but it is not.
     fs::write(dir.join("noise.raw"), vec![7; 1 << 20]).expect("written");
     qemu::create(dir, "said-qcow2.qcow2", &["-u", "-b", "noise.raw", "-F", "qcow2"], "1M");
     let said = refused(dir, "said-qcow2.qcow2");
@@ -94,17 +94,17 @@ fn a_backing_format_is_taken_as_said_and_never_guessed() {
 }
 
 /// Copies an image in `dir` without the format of its backing file.
-fn unsay_format(dir: &Path, from: &str, to: &str) {
+fn remove_backing_format(dir: &Path, from: &str, to: &str) {
     let mut image = fs::read(dir.join(from)).expect("read");
     let magic = 0xe279_2aca_u32.to_be_bytes();
     let at = image.windows(4).position(|bytes| bytes == magic).expect("a backing format");
-    // An extension that nobody knows, in the place of the one that says the format.
+    // An unknown extension in place of the one that declares the format.
     image[at + 3] = 0;
     fs::write(dir.join(to), image).expect("written");
 }
 
 #[test]
-fn names_are_relative_to_the_image_that_says_them() {
+fn names_are_relative_to_the_image_that_contains_them() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -129,7 +129,7 @@ fn names_are_relative_to_the_image_that_says_them() {
         qemu::create(dir, "json.qcow2", &["-b", &name, "-F", "qcow2"], "");
         judge::same_as_qemu(dir, "json.qcow2");
     }
-    // What lies beside is reached only where the user allows it.
+    // What is outside is reached only if the user allows it.
     fs::create_dir(dir.join("c")).expect("made");
     qemu::create(&dir.join("c"), "top.qcow2", &["-b", "../a/middle.qcow2", "-F", "qcow2"], "");
     assert!(refused(dir, "c/top.qcow2").contains("--allow-path"));
@@ -166,7 +166,7 @@ fn long_chain(dir: &Path, layers: u32) -> Manifest {
     generate(&spec, |_| {}).expect("made")
 }
 
-/// Reads all of a generated chain through `server` and holds it against its owners.
+/// Reads all of a generated chain through `server` and verifies it by its owners.
 #[track_caller]
 fn verify(dir: &Path, manifest: &Manifest, server: &Server) {
     let owners = manifest.load_owners(dir).expect("owners");

@@ -23,7 +23,7 @@ fn active(dir: &Path) -> String {
     dir.join("layer-3.qcow2").display().to_string()
 }
 
-/// Builds the index and waits until timestamps prove that it fits, which they do only for layers
+/// Builds the index and waits until timestamps prove that it matches, which they do only for layers
 /// that have been left alone for a second.
 fn build(dir: &Path) {
     let sealed = clock::poll(Duration::from_secs(120), Duration::from_millis(300), || {
@@ -33,7 +33,7 @@ fn build(dir: &Path) {
     assert!(sealed.is_some(), "all frozen layers are indexed");
 }
 
-/// How many sidecars are proven to fit.
+/// How many sidecars are proven to match.
 fn sealed(dir: &Path) -> usize {
     let said = mica::run(["index", "status", "--output", "json", &active(dir)]).json();
     let layers = said["layers"].as_array().expect("layers").iter();
@@ -52,7 +52,7 @@ fn noticed(what: &str, change: impl FnOnce(&Path)) {
     change(dir);
     assert!(sealed(dir) < 3, "{what}: every sidecar is still said to fit");
     judge::same_as_qemu(dir, "layer-3.qcow2");
-    // Once more, with what the first serving left behind.
+    // Once more, with what the first run left behind.
     judge::same_as_qemu(dir, "layer-3.qcow2");
     build(dir);
     judge::same_as_qemu(dir, "layer-3.qcow2");
@@ -61,7 +61,7 @@ fn noticed(what: &str, change: impl FnOnce(&Path)) {
 #[test]
 fn an_overlay_committed_into_a_frozen_layer_is_noticed() {
     noticed("commit", |dir| {
-        // Layer 2 goes down into layer 1; what is above sees the same, but from elsewhere.
+        // Layer 2 is committed into layer 1; what is above sees the same, but from elsewhere.
         qemu::img(dir, ["commit", "-q", "-f", "qcow2", "layer-2.qcow2"]).ok();
     });
 }
@@ -104,7 +104,7 @@ fn a_change_in_place_with_the_time_set_back_is_noticed() {
         let path = dir.join("layer-1.qcow2");
         let before = fs::metadata(&path).expect("there");
         let len = before.len();
-        // Guest clusters change places: the same L2 table, other entries.
+        // Guest clusters are swapped: the same L2 table, other entries.
         qemu::io(dir, &["-f", "qcow2"], "layer-1.qcow2", &["write -z 1M 128k"]);
         let file = File::options().write(true).open(&path).expect("there");
         file.set_len(len).expect("the same length");
@@ -125,7 +125,7 @@ fn a_chain_that_was_copied_is_served_right() {
         fs::copy(file.path(), new.path().join(file.file_name())).expect("copied");
     }
     judge::same_as_qemu(new.path(), "layer-3.qcow2");
-    // The copy lives on by itself: its old index must not speak for it.
+    // The copy is changed further: its old index must not be trusted for it.
     qemu::io(new.path(), &["-f", "qcow2"], "layer-1.qcow2", &["write -P 66 6M 1M"]);
     judge::same_as_qemu(new.path(), "layer-3.qcow2");
     judge::same_as_qemu(old.path(), "layer-3.qcow2");

@@ -7,8 +7,8 @@ use mica_tests::{mica, nbd, qemu, tools};
 use std::fs;
 use tempfile::TempDir;
 
-/// Makes the chain of `spec` in a folder of its own and has it judged: every layer by `qemu-img
-/// check`, the disk as QEMU and as mica read it.
+/// Makes the chain of `spec` in a new folder and judges it: every layer by `qemu-img check`, the
+/// disk as QEMU and as mica read it.
 #[track_caller]
 fn judge(spec: &ChainSpec) {
     let dir = tempfile::tempdir().expect("a folder");

@@ -1,4 +1,5 @@
-//! The index beside the layers: made, told, dropped, shared, and never believed when it lies.
+//! The index beside the layers: built, reported, dropped, shared, and never trusted when it is
+//! wrong.
 
 use mica_gen::{ChainSpec, Features, Manifest, Rng, generate};
 use mica_tests::server::Server;
@@ -30,7 +31,7 @@ fn sidecars(dir: &Path) -> Vec<PathBuf> {
     sidecars
 }
 
-/// Everything in `dir` but sidecars, byte for byte.
+/// Everything in `dir` except sidecars, byte for byte.
 fn images(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let files = fs::read_dir(dir).expect("listed").map(|file| file.expect("listed").path());
     let images = files.filter(|file| file.extension().is_none_or(|end| end != "mica-index"));
@@ -49,7 +50,7 @@ fn states(dir: &Path, manifest: &Manifest, more: &[&str]) -> Vec<String> {
     layers.map(|layer| layer["state"].as_str().expect("a state").to_owned()).collect()
 }
 
-/// Serves the chain with `more` options and holds every byte against its owner.
+/// Serves the chain with `more` options and verifies every byte by its owner.
 #[track_caller]
 fn serves_right(dir: &Path, manifest: &Manifest, more: &[&str]) {
     let server = Server::mica(&dir.join(&manifest.top), "qcow2", more).expect("served");
@@ -60,7 +61,7 @@ fn serves_right(dir: &Path, manifest: &Manifest, more: &[&str]) {
 }
 
 #[test]
-fn an_index_is_built_told_and_dropped_and_leaves_images_as_they_are() {
+fn an_index_is_built_reported_and_dropped_and_leaves_images_unchanged() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let manifest = chain(dir);
@@ -100,7 +101,7 @@ fn qemu_finds_every_layer_clean_beside_an_index() {
 }
 
 #[test]
-fn a_folder_of_its_own_takes_the_index() {
+fn a_separate_folder_can_hold_the_index() {
     let dir = tempfile::tempdir().expect("a folder");
     let other = tempfile::tempdir().expect("a folder");
     let manifest = chain(dir.path());
@@ -149,7 +150,7 @@ fn chains_that_share_layers_share_their_index() {
 }
 
 #[test]
-fn a_sidecar_that_lies_is_never_believed() {
+fn a_wrong_sidecar_is_never_trusted() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let manifest = chain(dir);

@@ -5,7 +5,7 @@ use mica_tests::{mica, qemu, tools};
 use serde_json::Value;
 use std::path::Path;
 
-/// A run of the disk that both programs speak of.
+/// A run of the disk that both programs report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Run {
     start: u64,
@@ -15,7 +15,7 @@ struct Run {
     data: bool,
     present: bool,
     compressed: bool,
-    /// Where it is in its file; nothing where the program names no place.
+    /// Where it is in its file; `None` if the program names no place.
     offset: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ fn runs(map: &Value) -> Vec<Run> {
     runs
 }
 
-/// Holds both maps against each other, wherever one of them starts something new.
+/// Compares both maps wherever one of them starts a new run.
 #[track_caller]
 fn same_map(dir: &Path, image: &str) {
     let path = dir.join(image).display().to_string();

@@ -5,7 +5,7 @@
 use mica_tests::{judge, qemu, tools};
 use std::path::Path;
 
-/// Length of the disks: no multiple of any cluster size but the smallest.
+/// Length of the disks: not a multiple of any cluster size but the smallest.
 const DISK: &str = "12291K";
 
 /// How an image is made.
@@ -79,7 +79,7 @@ fn base(dir: &Path) {
 }
 
 /// Changes the image as guests do: whole clusters and parts of them, zeros, discards, compressed
-/// clusters where the form has them; a snapshot and a bitmap in between.
+/// clusters if the form has them; a snapshot and a bitmap in between.
 fn live(dir: &Path, image: &str, form: Form) {
     let whole = form.cluster.max(4096);
     let mut writes = vec![
@@ -98,7 +98,8 @@ fn live(dir: &Path, image: &str, form: Form) {
     };
     io(&writes);
     if form.compression.is_some() {
-        // Compressed writes go to clusters that are not allocated: the last MiB, but for its end.
+        // Compressed writes go to clusters that are not allocated: the last MiB, except for its
+        // end.
         let at = 8 << 20;
         writes = (0..4.min((4 << 20) / whole))
             .map(|n| format!("write -c -P {} {} {whole}", 0x31 + n, at + n * whole))

@@ -1,4 +1,4 @@
-//! Other people's NBD clients work against the server.
+//! Other projects' NBD clients work with the server.
 
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
@@ -42,7 +42,7 @@ impl Served {
         self.server.uri()
     }
 
-    /// Every client left well: the server still serves, and stops as it should.
+    /// Every client left cleanly: the server still serves, and stops as it should.
     #[track_caller]
     fn end(self) {
         let stopped = self.server.stop().expect("it stops");
@@ -51,7 +51,7 @@ impl Served {
 }
 
 #[test]
-fn nbdinfo_tells_the_export() {
+fn nbdinfo_describes_the_export() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::NBDINFO]) {
         return;
     }
@@ -82,7 +82,7 @@ fn nbdinfo_tells_the_export() {
 }
 
 #[test]
-fn nbdinfo_maps_what_is_there() {
+fn nbdinfo_maps_allocations() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::NBDINFO]) {
         return;
     }
@@ -174,7 +174,7 @@ fn nbdsh_finds_every_promise_kept() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve/clients/promises.py");
     let (socket, flat) = (served.server.socket(), served.path("flat.raw"));
     let mut nbdsh = std::process::Command::new("nbdsh");
-    // Its library belongs to the system's Python, whatever other Python comes first.
+    // Its library belongs to the system's Python, even if another Python comes first in the path.
     let path = std::env::var("PATH").unwrap_or_default();
     nbdsh.env("PATH", format!("/usr/bin:/bin:{path}"));
     nbdsh.arg("-c").arg(format!("exec(open('{}').read())", script.display()));
@@ -202,7 +202,7 @@ fn fio_reads_over_nbd() {
 }
 
 #[test]
-fn several_clients_read_at_once_and_one_that_dies_harms_none() {
+fn several_clients_read_at_once_and_one_that_dies_affects_none() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::NBDCOPY]) {
         return;
     }

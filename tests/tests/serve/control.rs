@@ -1,5 +1,5 @@
-//! A server of two disks, asked and told while it serves: by `mica ctl`, `mica top`, a collector,
-//! and by strangers.
+//! A server of two disks, monitored and controlled while it serves: by `mica ctl`, `mica top`, a
+//! collector, and by strangers.
 
 use mica_tests::command::Finished;
 use mica_tests::server::Server;
@@ -88,7 +88,7 @@ fn free_port() -> SocketAddr {
 }
 
 fn exchange(mut stream: impl Read + Write, request: &str) -> (u16, String) {
-    // One who refuses may close before all is written.
+    // A server that refuses may close before everything is written.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -149,14 +149,14 @@ fn a_disk_becomes_longer_while_it_is_served() {
 }
 
 #[test]
-fn a_drained_disk_is_free_and_the_other_is_served_on() {
+fn a_drained_disk_is_free_and_the_other_is_still_served() {
     let Some(world) = World::new() else { return };
     let folder = world.dir.path();
     let mut first = world.server.connect(&nbd::Wish::default()).expect("served");
     let said = world.mica(&["ctl", "drain", "second"]).ok();
     assert!(said.contains("second"), "{said}");
     assert!(!folder.join("second.nbd").exists());
-    // QEMU takes its locks: nobody has it open.
+    // QEMU can take its locks: no process has it open.
     qemu::io(folder, &[], "second.qcow2", &["write -P 7 0 64k"]);
     let status = world.json(&["ctl", "status"]);
     assert_eq!(status["disks"][0]["state"], "serving", "{status}");
@@ -191,7 +191,7 @@ fn what_is_written_is_in_the_image_that_was_drained() {
 fn the_log_is_turned_up_and_down() {
     let Some(world) = World::new() else { return };
     assert_eq!(world.json(&["ctl", "log-level"])["level"], "warn");
-    // A client that says nothing of use is worth a line to a developer.
+    // A client that sends nonsense is logged for developers.
     let quarrel = || {
         let mut stream = UnixStream::connect(world.socket()).expect("it listens");
         stream.write_all(b"nonsense\r\n\r\n").expect("sent");
@@ -220,7 +220,7 @@ impl RefusalWith for Finished {
 }
 
 #[test]
-fn clients_that_misbehave_disturb_nobody() {
+fn misbehaving_clients_affect_no_other() {
     let Some(world) = World::new() else { return };
     let mut disk = world.second();
     let mut stalled = UnixStream::connect(world.socket()).expect("it listens");
@@ -244,7 +244,7 @@ fn clients_that_misbehave_disturb_nobody() {
     let (status, body) = world.over_tcp("POST /v1/drain HTTP/1.1\r\nhost: localhost\r\n\r\n");
     assert_eq!(status, 404, "nothing is revealed over TCP: {body}");
     assert_eq!(world.json(&["ctl", "status"])["disks"][1]["state"], "serving");
-    // Its request was never whole; the end does not wait for it for long either.
+    // Its request was never complete; shutting down does not wait for it for long either.
     assert!(world.server.stop().expect("it stops").status.success());
     drop((stalled, collector));
 }
@@ -256,12 +256,12 @@ fn another_user_is_refused() {
         return tools::skip("only root can be somebody else");
     }
     let socket = world.socket();
-    // As if somebody had opened the way to it.
+    // As if its directory had been opened to all.
     fs::set_permissions(world.dir.path(), Permissions::from_mode(0o755)).expect("root may");
     fs::set_permissions(&socket, Permissions::from_mode(0o666)).expect("root may");
     let stranger = std::thread::spawn(move || {
         let nobody = rustix::process::Uid::from_raw(65534);
-        // Of this thread alone.
+        // Only for this thread.
         rustix::thread::set_thread_res_uid(nobody, nobody, nobody).expect("root may");
         let ask =
             |request: &str| exchange(UnixStream::connect(&socket).expect("it listens"), request);
@@ -306,7 +306,7 @@ fn metrics_are_what_a_collector_takes() {
     }
 }
 
-/// Every sample by its name and labels; panics at what the text format does not allow.
+/// Every sample by its name and labels; panics if the text format does not allow it.
 fn parse(text: &str) -> BTreeMap<String, f64> {
     let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
     let mut family = "";
@@ -354,7 +354,7 @@ fn judge(text: &str) {
 }
 
 #[test]
-fn top_tells_what_happens_between_two_looks() {
+fn top_shows_what_happens_between_two_samples() {
     let Some(world) = World::new() else { return };
     let control = world.socket().display().to_string();
     let mut top = Command::new(mica::binary());
@@ -384,7 +384,7 @@ fn top_tells_what_happens_between_two_looks() {
 }
 
 #[test]
-fn a_socket_that_nobody_serves_is_said_at_once() {
+fn a_socket_without_a_server_is_reported_at_once() {
     let dir = tempfile::tempdir().expect("a folder");
     let nobody = dir.path().join("nobody").display().to_string();
     for verb in [&["ctl", "status"][..], &["ctl", "drain", "x"], &["top"]] {
@@ -392,7 +392,7 @@ fn a_socket_that_nobody_serves_is_said_at_once() {
         let said = mica::run(verb.iter().copied().chain(more)).refusal();
         assert!(said.contains("no server listens") && said.contains(&nobody), "{said}");
     }
-    // Somebody else's socket.
+    // A socket of another program.
     let listener = std::os::unix::net::UnixListener::bind(&nobody).expect("bound");
     let stranger = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");

@@ -1,4 +1,4 @@
-//! Disks as raw files (`mica serve --fuse`): foreign programs and the kernel use them, and judge.
+//! Disks as raw files (`mica serve --fuse`): other programs and the kernel use them, and judge.
 //!
 //! Needs the right to mount: root and `/dev/fuse`.
 

@@ -20,7 +20,7 @@ fn disk(dir: &Path) {
 }
 
 #[test]
-fn both_signals_end_it_clean_with_clients_connected() {
+fn both_signals_end_it_cleanly_with_clients_connected() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -65,7 +65,7 @@ fn every_way_of_doing_io_reads_the_same() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     disk(dir);
-    // An end that no sector size divides: compressed data is the last thing in the file.
+    // An end that is not sector-aligned: compressed data is the last thing in the file.
     let convert = ["convert", "-c", "-O", "qcow2", "disk.qcow2", "packed.qcow2"];
     qemu::img(dir, convert).ok();
     for image in ["disk.qcow2", "packed.qcow2"] {
@@ -89,7 +89,7 @@ fn raw_disks_are_as_long_as_qemu_says_and_never_probed() {
     let dir = dir.path();
     qemu::create(dir, "inner.qcow2", &[], "1M");
     let mut bytes = fs::read(dir.join("inner.qcow2")).expect("read");
-    // A guest that writes a qcow2 header into its raw disk stays a guest with a raw disk.
+    // A guest that writes a qcow2 header into its raw disk still has a raw disk.
     for len in [bytes.len(), bytes.len() + 1, bytes.len() + 511] {
         bytes.resize(len, 0x77);
         fs::write(dir.join("disk.raw"), &bytes).expect("written");
@@ -132,7 +132,7 @@ fn figures_of_a_run_are_written_at_its_end() {
 }
 
 #[test]
-fn what_is_no_image_is_refused_in_one_line() {
+fn what_is_not_an_image_is_refused_in_one_line() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     fs::write(dir.join("empty"), b"").expect("written");

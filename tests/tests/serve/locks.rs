@@ -162,8 +162,8 @@ fn several_readers_share_a_base_with_each_other_and_with_qemu() {
     refused_by_qemu(&qemu_writes(dir, "base.qcow2"));
 }
 
-/// Descriptors are short: most layers of the chain are closed again, and their locks with them. It
-/// serves all the same, and the active layer's lock stays.
+/// With few descriptors, most layers of the chain are closed again, and their locks released. It
+/// still serves, and the active layer's lock stays.
 #[test]
 fn active_layer_stays_locked_when_descriptors_are_short() {
     if !tools::present(&TOOLS) {

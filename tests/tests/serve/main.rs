@@ -1,4 +1,4 @@
-//! Servers and those who use them: clients, kernels, operators, systemd.
+//! Servers and their users: clients, kernels, operators, systemd.
 
 mod clients;
 mod control;

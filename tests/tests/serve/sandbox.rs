@@ -1,5 +1,5 @@
-//! Every thread of a server that serves is in the sandbox, and a server in it does all that it does
-//! outside.
+//! Every thread of a server that serves is in the sandbox, and a server in it does everything that
+//! it does outside.
 
 use mica_tests::server::Server;
 use mica_tests::{clock, mica, nbd, qemu, tools};
@@ -8,9 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// In which time every thread has its name.
+/// Within this time every thread has its name.
 const NAMED_MAX: Duration = Duration::from_secs(60);
-/// PF_EXITING of Linux: the thread runs nothing of the program any more.
+/// PF_EXITING of Linux: the thread no longer runs any of the program's code.
 const EXITING: u64 = 4;
 
 /// A chain of two layers.
@@ -25,8 +25,8 @@ fn chain() -> Option<TempDir> {
     Some(dir)
 }
 
-/// What the kernel says of the threads of a process: name, no new privileges, mode of seccomp. One
-/// that the kernel is ending is left out: after it was joined it is still seen for a moment.
+/// What the kernel reports of the threads of a process: name, no new privileges, seccomp mode. A
+/// thread that is exiting is left out: after it was joined it is still visible for a moment.
 fn threads(process: u32) -> Vec<(String, String, String)> {
     let tasks = fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
     let status = |task: &Path| {
@@ -126,7 +126,7 @@ fn off_leaves_it_out() {
 fn layers_elsewhere_are_read_where_they_are_allowed_through_a_link() {
     let Some(dir) = chain() else { return };
     let dir = dir.path();
-    // The image is named through a link; its backing file lies elsewhere again.
+    // The image is named through a link; its backing file is in yet another place.
     for folder in ["bases", "links"] {
         fs::create_dir(dir.join(folder)).expect("made");
     }
@@ -167,7 +167,7 @@ fn log_of_requests_is_written_wherever_it_was_asked_for() {
     let said = fs::read_to_string(&log).expect("written");
     assert!(said.contains("base.qcow2"), "{said}");
 
-    // What cannot be written is said.
+    // What cannot be written is reported.
     let fault = format!("log={}", logs.path().join("none/log").display());
     let more = ["--sandbox", "require", "--inject", &fault];
     let error = Server::mica(&dir.path().join("disk.qcow2"), "qcow2", &more).expect_err("refused");

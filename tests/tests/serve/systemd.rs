@@ -1,4 +1,4 @@
-//! What a server reports to systemd, and what it takes from it. The test is systemd.
+//! What a server reports to systemd, and what it takes from it. The test plays systemd.
 
 use mica_tests::{clock, command, mica, nbd, tools};
 use rustix::process::{Pid, Signal, kill_process};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A server that the test started, and what it is told by.
+/// A server that the test started, and the socket of its notifications.
 struct Service {
     child: Child,
     told: Receiver<String>,
@@ -53,7 +53,8 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
         }
     });
     let names: Vec<_> = sockets.iter().flatten().map(|(name, _)| *name).collect();
-    // As the first descriptors after the three that every program has. LISTEN_PID is who reads it.
+    // As the first descriptors after the three standard ones. LISTEN_PID is the process that reads
+    // it.
     let script = "exec 3<&0 4>&1 </dev/null >&2; \
                   if [ \"$LISTEN_FDS\" = 1 ]; then exec 4>&-; fi; \
                   if [ \"$LISTEN_FDS\" = 0 ]; then exec 3<&- 4>&-; fi; \
@@ -70,13 +71,13 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
 }
 
 impl Service {
-    /// What it says next.
+    /// Its next notification.
     #[track_caller]
     fn told(&self) -> String {
         self.told.recv_timeout(LIMIT).expect("it says something")
     }
 
-    /// All that it says until it has said `what`.
+    /// All its notifications up to `what`.
     #[track_caller]
     fn told_until(&self, what: &str) -> Vec<String> {
         let mut all = Vec::new();
@@ -109,12 +110,12 @@ fn length(socket: &Path) -> u64 {
 }
 
 #[test]
-fn readiness_sockets_and_the_end_are_told() {
+fn readiness_sockets_and_the_end_are_reported() {
     let dir = folder(&CONFIG.replace("image = '2M'", "image = '2M'\nvhost-user = 'web2.vhost'"));
     let service = start(dir.path(), [None, None], &[]);
 
     let told = service.told_until("READY=1");
-    // A client that knows it may connect.
+    // A client that sees it may connect.
     assert_eq!(length(&dir.path().join("web1.nbd")), 1 << 20);
     let has = |what: &str| told.iter().any(|told| told.contains(what));
     assert!(has("FDSTORE=1\nFDNAME=stored@web1"), "{told:?}");
@@ -126,7 +127,7 @@ fn readiness_sockets_and_the_end_are_told() {
 }
 
 #[test]
-fn watchdog_is_told_again_and_again() {
+fn watchdog_is_notified_repeatedly() {
     let dir = folder(CONFIG.split("[[disk]]\nname = 'web2'").next().expect("a disk"));
     let service = start(dir.path(), [None, None], &[("WATCHDOG_USEC", "300000")]);
     service.told_until("READY=1");
@@ -134,14 +135,14 @@ fn watchdog_is_told_again_and_again() {
     for _ in 0..5 {
         service.told_until("WATCHDOG=1");
     }
-    // Twice a period at least, where the machine is not busy with something else.
+    // At least twice a period, if the machine is not busy with something else.
     println!("five times in {:?}", start.elapsed());
     service.stop();
 }
 
-/// Does what `ExecReload=` of the example unit does; its exit code, and what is said.
+/// Does what `ExecReload=` of the example unit does; returns its exit code and output.
 fn reload(dir: &Path) -> (Option<i32>, String) {
-    // The server goes on writing there.
+    // The server keeps writing there.
     let said = fs::File::create(dir.join("reload.log")).expect("made");
     let mut reload = Command::new(mica::binary());
     reload.args(["serve", "--config", "mica.toml", "--takeover", "--fork"]).current_dir(dir);
@@ -161,10 +162,10 @@ fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() 
 
     let (code, said) = reload(dir.path());
     assert_eq!(code, Some(0), "{said}");
-    // All is served when the command has ended.
+    // Everything is served when the command has ended.
     assert_eq!(length(&dir.path().join("web1.nbd")), 1 << 20);
     assert_eq!(command::wait(&mut service.child, LIMIT).and_then(|status| status.code()), Some(0));
-    // Both processes name the main process. The thread that hears them may be a little late.
+    // Both processes name the main process. The thread that receives them may be a little late.
     let mut told = String::new();
     while told.matches("MAINPID=").count() < 2 {
         told += &(service.told() + "\n");
@@ -173,7 +174,7 @@ fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() 
     assert!(named.len() == 2 && named[0] == named[1], "{told}");
     let pid = named[0].parse().ok().and_then(Pid::from_raw).expect(&told);
     assert_ne!(pid, old);
-    // The new one got no watchdog, and reports that it is alive all the same.
+    // The new one got no watchdog, but still reports that it is alive.
     for _ in 0..5 {
         service.told_until("WATCHDOG=1");
     }
@@ -187,7 +188,7 @@ fn reload_names_the_new_main_process_which_is_watched_and_ends_when_it_serves() 
 }
 
 #[test]
-fn reload_that_fails_says_why_and_the_old_process_serves_on() {
+fn reload_that_fails_says_why_and_the_old_process_still_serves() {
     let dir = controlled();
     let service = start(dir.path(), [None, None], &[]);
     service.told_until("READY=1");
@@ -224,7 +225,7 @@ fn sockets_that_are_not_served_any_more_are_not_stored_any_more() {
 }
 
 #[test]
-fn sockets_that_come_along_are_served_by_address_and_by_name() {
+fn inherited_sockets_are_served_by_address_and_by_name() {
     let dir = folder(CONFIG);
     let bind = |name: &str| UnixListener::bind(dir.path().join(name)).expect("bound").into();
     let sockets = [Some(("mica.socket", bind("web1.nbd"))), Some(("web2", bind("other.nbd")))];
@@ -250,10 +251,10 @@ fn socket_that_fits_nothing_is_refused() {
 }
 
 #[test]
-fn who_connects_while_the_server_is_gone_waits_for_the_next() {
+fn client_that_connects_while_the_server_is_gone_waits_for_the_next() {
     let dir = folder(CONFIG.split("[[disk]]\nname = 'web2'").next().expect("a disk"));
     let path = dir.path().join("web1.nbd");
-    // The store keeps the socket open, whatever becomes of the server.
+    // The store keeps the socket open, whatever happens to the server.
     let stored = UnixListener::bind(&path).expect("bound");
     let socket = || Some(("stored@web1", OwnedFd::from(stored.try_clone().expect("cloned"))));
     let mut first = start(dir.path(), [socket(), None], &[]);

@@ -1,4 +1,4 @@
-//! NBD over TLS: other people's clients get in with certificates, and nobody without.
+//! NBD over TLS: other projects' clients get in with certificates, and no client without.
 
 use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, nbd, qemu, tools};
@@ -26,7 +26,7 @@ fn openssl(dir: &Path, args: &[&str]) {
     command::finish(&mut command).ok();
 }
 
-/// A CA in `dir`, with a folder for a server and one for a client that it vouches for.
+/// A CA in `dir`, with folders for a server and a client that it certifies.
 fn certify(dir: &Path) {
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"];
     let ca = ["req", "-x509", "-days", "30", "-subj", "/CN=a test", "-keyout", "ca-key.pem"];
@@ -52,7 +52,7 @@ fn certify(dir: &Path) {
     }
 }
 
-/// A disk behind TLS on a port of its own.
+/// A disk behind TLS on its own port.
 struct Served {
     dir: TempDir,
     server: Server,
@@ -114,7 +114,7 @@ impl Served {
 }
 
 #[test]
-fn foreign_clients_read_and_write_behind_tls() {
+fn other_clients_read_and_write_over_tls() {
     if !tools::present(&TOOLS) {
         return;
     }
@@ -151,7 +151,7 @@ fn nobody_gets_in_without_tls_or_a_certificate_of_the_right_ca() {
     assert_ne!(plain.code(), Some(0), "{plain}");
     let plain = command::run("nbdinfo", ["--list", &format!("nbd://localhost:{}", served.port)]);
     assert_ne!(plain.code(), Some(0), "{plain}");
-    // No certificate of its own, and one that another CA vouches for.
+    // No certificate, and one from another CA.
     fs::create_dir(served.folder("nobody")).expect("a folder");
     fs::copy(served.folder("ca-cert.pem"), served.folder("nobody/ca-cert.pem")).expect("copied");
     let other = tempfile::tempdir().expect("a folder");
@@ -183,7 +183,7 @@ fn nobody_gets_in_without_tls_or_a_certificate_of_the_right_ca() {
     served.end();
 }
 
-/// Starts TLS at the server on behalf of who connects, who then speaks to it.
+/// Starts TLS at the server for a client that connects here and then talks to the server.
 fn starting_tls(port: u16) -> io::Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let own = listener.local_addr()?.port();
@@ -229,8 +229,8 @@ fn client_that_wants_to_renegotiate_gets_nowhere() {
     let wishes = || said().contains("RENEGOTIATING").then_some(());
     let asked = clock::poll(Duration::from_secs(60), Duration::from_millis(10), wishes);
     assert!(asked.is_some(), "it does not ask: {}", said());
-    // It would wait for an answer until the server's deadline for the handshake. What must not come
-    // has no end that could be waited for.
+    // It would wait for an answer until the server's deadline for the handshake, and the absence of
+    // an answer cannot be awaited.
     clock::sleep(Duration::from_secs(1));
     child.kill().expect("ours");
     child.wait().expect("it ends");
@@ -259,7 +259,7 @@ fn what_cannot_be_secured_is_refused_in_one_line() {
     let anywhere = "tcp:0.0.0.0:0";
     let said = refusal(&["--nbd", anywhere]);
     assert!(said.contains("--tls-certificates") && said.contains("--allow-plain-tcp"), "{said}");
-    // Where plain text is possible it is possible for whoever is in between.
+    // Where plain text is possible, a man in the middle can enforce it.
     let said = refusal(&["--nbd", anywhere, "--tls", "on", "--tls-certificates", &server]);
     assert!(said.contains("--allow-plain-tcp"), "{said}");
     let local = "tcp:127.0.0.1:0";

@@ -1,5 +1,5 @@
-//! Takeovers in which one of the two processes fails, dies, or is told to stop; and what else is
-//! asked of a server meanwhile. The test often plays one of the two.
+//! Takeovers in which one of the two processes fails, dies, or is told to stop; and other requests
+//! to a server meanwhile. The test often plays one of the two.
 
 use mica_tests::guest::{Answer, Guest, Request};
 use mica_tests::takeover::{Channel, LIMIT, Process, post, word};
@@ -16,7 +16,7 @@ use std::process::Command;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// For what is to happen at once. The machine may be busy.
+/// For what should happen at once. The machine may be busy.
 const SOON: Duration = Duration::from_secs(8);
 const OPTIONS: [&str; 3] = ["--nbd", "socket", "disk.qcow2"];
 const TAKE_OVER: [&str; 4] = ["--takeover", "--nbd", "socket", "disk.qcow2"];
@@ -72,7 +72,7 @@ fn assert_sound(dir: &Path) {
 }
 
 #[test]
-fn disk_that_cannot_be_closed_is_served_by_nobody_and_said_to_be_failed() {
+fn disk_that_cannot_be_closed_is_not_served_and_reported_as_failed() {
     // The first write syncs once, the flush again, and then the end.
     for failing in ["from:2", "from:4"] {
         let fault = format!("error={failing},op=sync");
@@ -89,14 +89,14 @@ fn disk_that_cannot_be_closed_is_served_by_nobody_and_said_to_be_failed() {
         assert_eq!(new.ended(), Some(1), "{failing}: {}", new.log());
         assert!(new.log().contains("could not hand over"), "{failing}: {}", new.log());
         assert_eq!(state(dir), "failed", "{failing}: {}", old.log());
-        // Its client learns of it, and is not left waiting for what was lost.
+        // Its client is notified, and does not wait for what was lost.
         assert!(client.read(1 << 20, 4096).is_err(), "{failing}");
         assert!(UnixStream::connect(dir.join("socket")).is_err(), "{failing}: {}", old.log());
         old.signal(Signal::TERM);
         assert_eq!(old.ended_within(SOON), Some(1), "it was told: {failing}: {}", old.log());
 
-        // Nothing says that the medium lost what it could not make durable; what was flushed is
-        // there in any case.
+        // The medium need not have lost what it could not make durable; what was flushed is there
+        // in any case.
         let next = Process::start(dir, "next", &OPTIONS);
         next.wait_for(&dir.join("socket"));
         if is_flushed {
@@ -104,14 +104,14 @@ fn disk_that_cannot_be_closed_is_served_by_nobody_and_said_to_be_failed() {
             assert_holds(dir, 1 << 20, 2);
         }
         next.stop();
-        // Counts of clusters that no table came to name are left, which is no damage.
+        // Refcounts of clusters that no table names are left, which is harmless.
         let code = qemu::img(dir, ["check", "-q", "disk.qcow2"]).code();
         assert!([Some(0), Some(3)].contains(&code), "{failing}: {code:?}");
     }
 }
 
 #[test]
-fn other_disks_are_served_on_where_one_cannot_be_closed() {
+fn other_disks_are_still_served_if_one_cannot_be_closed() {
     let Some(dir) = folder() else { return };
     let dir = dir.path();
     qemu::create(dir, "bad.qcow2", &[], "64M");
@@ -140,7 +140,7 @@ fn other_disks_are_served_on_where_one_cannot_be_closed() {
 
 #[test]
 fn old_process_that_is_killed_leaves_all_to_the_new_one() {
-    // Before and after the new one was told that all is closed.
+    // Before and after the new one was notified that everything is closed.
     for delay in ["delay=3s,op=sync", "delay=0ms"] {
         let Some((dir, mut old)) = served(&["--inject", delay]) else { return };
         let dir = dir.path();
@@ -164,14 +164,14 @@ fn old_process_that_is_killed_leaves_all_to_the_new_one() {
 fn image_that_a_dead_process_still_holds_is_waited_for() {
     let Some((dir, mut old)) = served(&["--read-only", "--inject", "delay=2s"]) else { return };
     let dir = dir.path();
-    // What holds the image for a while, as the rings of a dead process do.
+    // Something that holds the image for a while, as the rings of a dead process do.
     let mut holder = Command::new("qemu-io");
     holder.args(["-r", "-c", "sleep 2500", "disk.qcow2"]).current_dir(dir);
     let mut holder = holder.spawn().expect("started");
     // It has to be answered before the image is closed.
     let mut client = guest(dir);
     client.send(&Request::Read { offset: 0, len: 4096 }).expect("sent");
-    // What one that was killed left, and what is none of ours.
+    // Files left by a killed process, and files that are not ours.
     for name in ["mica-takeover-999999999-0", "mica-takeover-1-0"] {
         std::fs::create_dir(dir.join(name)).expect("made");
         File::create(dir.join(name).join("socket")).expect("made");
@@ -189,7 +189,7 @@ fn image_that_a_dead_process_still_holds_is_waited_for() {
 }
 
 #[test]
-fn many_disks_are_opened_side_by_side_after_a_takeover_that_failed() {
+fn many_disks_are_opened_concurrently_after_a_takeover_that_failed() {
     const DISKS: usize = 12;
     let Some(dir) = folder() else { return };
     let dir = dir.path();
@@ -217,14 +217,14 @@ fn many_disks_are_opened_side_by_side_after_a_takeover_that_failed() {
     old.wait_until_said("keeps serving");
     let side_by_side = start.elapsed();
     println!("{DISKS} disks: at first {one_after_the_other:?}, again {side_by_side:?}");
-    // It waits for storage alone, and for a twelfth of the time; one after the other it is all.
+    // It waits for storage only, and for a twelfth of the time that one after the other would take.
     assert!(side_by_side < one_after_the_other * 2 / 3);
     assert_eq!(old.log().matches("is served again").count(), DISKS, "{}", old.log());
     old.stop();
 }
 
 #[test]
-fn new_process_that_is_told_to_stop_ends_soon_and_the_old_one_serves_on() {
+fn new_process_that_is_told_to_stop_ends_soon_and_the_old_one_still_serves() {
     let Some((dir, old)) = served(&["--inject", "delay=2s,op=sync"]) else { return };
     let dir = dir.path();
     for round in 0..2 {
@@ -274,7 +274,7 @@ fn old_process_that_is_told_to_stop_after_it_has_closed_leaves_all_to_the_new_on
     assert!(dir.join("socket").exists() && dir.join("control").exists(), "they are the new one's");
     assert_sound(dir);
 
-    // The same with a new one of ours, which takes its time.
+    // The same with a real new process, which is slow.
     let old_options = OPTIONS;
     for name in ["socket", "control"] {
         std::fs::remove_file(dir.join(name)).expect("there");
@@ -336,7 +336,7 @@ fn drains_are_refused_while_another_process_takes_over_and_done_after_it() {
 }
 
 #[test]
-fn drain_is_done_although_who_asked_for_it_has_gone() {
+fn drain_is_done_although_its_client_has_gone() {
     let Some((dir, mut old)) = served(&["--inject", "delay=400ms,op=sync"]) else { return };
     let dir = dir.path();
     write(dir, 1 << 20, 10);
@@ -353,12 +353,12 @@ fn drain_is_done_although_who_asked_for_it_has_gone() {
 }
 
 #[test]
-fn new_process_does_not_serve_without_the_word_of_the_old_one() {
+fn new_process_does_not_serve_without_consent_of_the_old_one() {
     let Some(dir) = folder() else { return };
     let dir = dir.path();
     let control = UnixListener::bind(dir.join("control")).expect("bound");
     for answer in ["failed", "serving", "nothing"] {
-        // The one before has its own idea of the socket that it was given.
+        // The previous process may have changed the mode of the socket that it was given.
         control.set_nonblocking(false).expect("set");
         let mut new = Process::start(dir, answer, &TAKE_OVER);
         let channel = Channel::give(&control).expect("it asks");
@@ -376,7 +376,7 @@ fn new_process_does_not_serve_without_the_word_of_the_old_one() {
 }
 
 #[test]
-fn folder_that_a_stranger_has_locked_is_said_and_holds_nobody_up() {
+fn folder_locked_by_a_stranger_is_reported_and_delays_nothing() {
     let dir = tempfile::tempdir().expect("a folder");
     let lock = File::open(dir.path()).expect("there");
     flock(&lock, FlockOperation::LockExclusive).expect("locked");
@@ -388,7 +388,7 @@ fn folder_that_a_stranger_has_locked_is_said_and_holds_nobody_up() {
     assert!(server.log().contains("locked by another program"), "{}", server.log());
     assert!(!dir.path().join("socket").exists());
 
-    // One who lets go in time is waited for.
+    // If it is unlocked in time, mica waits for it.
     let server = Process::start(dir.path(), "waiting", &options);
     clock::sleep(Duration::from_millis(500));
     drop(lock);

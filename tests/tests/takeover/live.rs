@@ -1,5 +1,5 @@
-//! A server that takes over from another, under a client that writes all the time. The client never
-//! finds nobody at the socket, and all that was acknowledged is there.
+//! A server that takes over from another, under a client that writes all the time. The client
+//! always finds a server at the socket, and everything acknowledged is there.
 
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::takeover::{LIMIT, Process};
@@ -57,7 +57,7 @@ impl Writer {
         Self { shared, thread }
     }
 
-    /// Waits until it has gone on.
+    /// Waits until it has made progress.
     #[track_caller]
     fn wait(&self) {
         let before = self.shared.acknowledged.load(Ordering::Relaxed);
@@ -84,7 +84,7 @@ impl Writer {
     }
 }
 
-/// Somebody listens at all times. It may end while it greets: then the next one does.
+/// A server listens at all times. It may end during the handshake: then the next one answers.
 #[track_caller]
 fn connect(socket: &Path) -> Guest {
     let greeted = || {
@@ -128,7 +128,7 @@ impl World {
         Process::start(self.dir.path(), name, &[&["--takeover"], options].concat())
     }
 
-    /// The old one serves on: the client goes on, and all is there.
+    /// The old one still serves: the client continues, and everything is there.
     #[track_caller]
     fn judge(self) {
         let Self { dir, old, writer } = self;
@@ -179,7 +179,7 @@ fn server_that_cannot_serve_leaves_the_other_serving() {
 #[test]
 fn server_that_is_killed_in_the_middle_leaves_the_other_serving() {
     let Some(world) = World::new() else { return };
-    // Opening takes it some seconds.
+    // It takes some seconds to open the image.
     let slow = [&["--inject", "delay=1s"][..], &OPTIONS].concat();
     for round in 0..3 {
         let mut new = world.start(&format!("new{round}"), &slow);
@@ -198,7 +198,7 @@ fn server_that_is_killed_in_the_middle_leaves_the_other_serving() {
 }
 
 #[test]
-fn nobody_to_take_over_from_is_said() {
+fn missing_server_to_take_over_from_is_reported() {
     let dir = tempfile::tempdir().expect("a folder");
     let options = ["--takeover", "--nbd", "socket", "--format", "null", "1M"];
     let mut new = Process::start(dir.path(), "new", &options);
@@ -208,7 +208,7 @@ fn nobody_to_take_over_from_is_said() {
 }
 
 #[test]
-fn socket_that_is_not_served_any_more_goes_and_a_new_one_comes() {
+fn socket_no_longer_served_is_removed_and_a_new_one_is_added() {
     let dir = tempfile::tempdir().expect("a folder");
     let options = |socket| ["--nbd", "both", "--nbd", socket, "--format", "null", "1M"];
     let mut old = Process::start(dir.path(), "old", &options("first"));

@@ -1,5 +1,6 @@
-//! Bad days of a disk that is written: no space, sick storage, files that change under the server,
-//! and tables that an enemy made. Guests get errors; the server lives, and what was good stays so.
+//! Faults of a disk that is written: no space, failing storage, files that change under the server,
+//! and tables that an attacker made. Guests get errors; the server lives, and what was good stays
+//! so.
 
 mod image;
 mod storage;

@@ -1,6 +1,6 @@
 //! File systems on disks that mica serves: made by their own programs, judged by their own
-//! programs. No mount of them is needed, so no rights either; where the system has FUSE, they are
-//! made on the served disk itself, else they are copied to it and back.
+//! programs. They need not be mounted, so no privileges are needed; if the system has FUSE, they
+//! are made on the served disk itself, otherwise they are copied to it and back.
 
 use mica_tests::mounts::FuseFile;
 use mica_tests::server::Server;
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Serves `disk.qcow2` in `dir` and lets `work` at it as a file.
+/// Serves `disk.qcow2` in `dir` and runs `work` on it as a file.
 #[track_caller]
 fn with_disk(dir: &Path, work: impl FnOnce(&Path)) {
     let server = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]).expect("served");
@@ -48,7 +48,7 @@ fn files(dir: &Path) -> PathBuf {
     folder
 }
 
-/// Programs of the superuser are not on everybody's path.
+/// Root's programs are not on every user's path.
 fn program(tool: tools::Tool) -> String {
     tool.find().expect("it is present").display().to_string()
 }
@@ -69,7 +69,7 @@ fn ext4_on(options: &[&str]) {
         make.args(["-q", "-F", "-t", "ext4", "-E", "discard", "-d"]).arg(&folder).arg(disk);
         command::finish(&mut make).ok();
     });
-    // Another session changes it: files go, others come.
+    // Another session changes it: some files are removed, others added.
     let more = folder.join("folder-3/file-3").display().to_string();
     with_disk(dir, |disk| {
         for request in ["rm folder-1/file-1", "rm folder-2/file-2", &format!("write {more} more")] {
@@ -118,7 +118,7 @@ fn xfs_is_sound_in_an_overlay() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     fs::write(dir.join("below.raw"), vec![0x55; 20 << 20]).expect("written");
-    // What mkfs.xfs calls the least that it makes.
+    // The smallest size that mkfs.xfs accepts.
     qemu::create(dir, "disk.qcow2", &["-b", "below.raw", "-F", "raw"], "320M");
     with_disk(dir, |disk| {
         let mut make = Command::new(program(tools::MKFS_XFS));

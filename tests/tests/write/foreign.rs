@@ -1,7 +1,7 @@
 //! A server is killed, and QEMU commits into its image before the next one starts: `qemu-img
 //! commit` opens the image for reading, reopens it for writing, and leaves the bits that name the
-//! log of the server. The log does not fit any more, and nothing of what QEMU wrote may be lost to
-//! it.
+//! log of the server. The log no longer matches, and it must not overwrite anything that QEMU
+//! wrote.
 
 use mica_tests::guest::{Answer, Guest};
 use mica_tests::server::Server;
@@ -45,7 +45,7 @@ fn survives_a_commit(options: &str) {
     let mut guest = Guest::connect(&server).expect("served");
     assert_eq!(guest.write(8 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
     assert_eq!(guest.write(16 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
-    // What is dropped is killed.
+    // Dropping the server kills it.
     drop(server);
 
     qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
@@ -71,7 +71,7 @@ fn survives_a_commit(options: &str) {
         };
         expect(0..4, FLUSHED);
         expect(24..28, COMMITTED);
-        // What was not flushed is lost, as it may be.
+        // What was not flushed is lost, which is allowed.
         expect(8..9, 0);
         if options.is_empty() {
             for mib in 40..48 {

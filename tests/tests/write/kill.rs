@@ -1,6 +1,6 @@
 //! mica is killed in the middle of many writes. What was acknowledged before an acknowledged flush
-//! is there, nothing is there that nobody wrote, and mica and QEMU both go on with the image. Where
-//! it is mica that goes on, all that was acknowledged is there, for a mere reader too.
+//! is there, nothing else is there, and mica and QEMU can both continue with the image. If it is
+//! mica that continues, everything acknowledged is there, for a reader too.
 //!
 //! `MICA_KILLS` says how often for each shape. A kill loses nothing that reached the page cache;
 //! power cuts, which do, are simulated elsewhere.
@@ -18,11 +18,11 @@ use std::process::Command;
 use std::time::Duration;
 
 const SECTOR: usize = 512;
-/// Sectors that guests write. What follows on the disk is for QEMU.
+/// Sectors that guests write. The rest of the disk is for QEMU.
 const SECTORS: u64 = 24 << 11;
 const DISK_BYTES: u64 = 32 << 20;
 const QEMU_AT: u64 = 28 << 20;
-/// Requests under way at once.
+/// Requests in flight at once.
 const BURST: u64 = 24;
 const KILLS_DEFAULT: u64 = 5;
 /// How long an image may stay locked when its writer was killed.
@@ -31,7 +31,7 @@ const LOCK_LIMIT: Duration = Duration::from_secs(60);
 /// What may be in a sector.
 #[derive(Clone, Copy, Default)]
 struct Stamp {
-    /// The least that has to be there; 0 is what was there at first.
+    /// The oldest write that may be there; 0 is the initial content.
     least: u64,
     /// The newest that was acknowledged.
     acknowledged: u64,
@@ -39,7 +39,7 @@ struct Stamp {
     sent: u64,
 }
 
-/// A sector that says what it is: its number and how new it is, again and again.
+/// A sector filled with its number and the sequence number of its write.
 fn stamped(sector: u64, sequence: u64) -> Vec<u8> {
     let words = [sector.to_le_bytes(), sequence.to_le_bytes()].concat();
     words.iter().copied().cycle().take(SECTOR).collect()
@@ -60,7 +60,7 @@ impl Guests {
 
     fn burst(&mut self, guest: &mut Guest) -> anyhow::Result<()> {
         let mut under_way = HashMap::new();
-        // Each request keeps to a part of its own; parts are no clusters.
+        // Each request has its own part of the disk; parts are not clusters.
         let part = SECTORS / BURST;
         for number in 0..BURST {
             let first = number * part + self.rng.below(part - 40);
@@ -103,7 +103,7 @@ impl Guests {
         }
     }
 
-    /// Holds the disk against what may be there, and takes what is there as what has to stay.
+    /// Compares the disk with what may be there, and from then on requires what it found.
     #[track_caller]
     fn judge(&mut self, disk: &[u8], first: &[u8], what: &str) {
         let sectors = disk.chunks(SECTOR).zip(first.chunks(SECTOR));
@@ -121,7 +121,7 @@ impl Guests {
     }
 }
 
-/// Serves `disk.qcow2`, lets guests write, and kills mica after `life`.
+/// Serves `disk.qcow2` while guests write, and kills mica after `life`.
 fn killed(dir: &Path, guests: &mut Guests, life: Duration) {
     let queues = guests.rng.choose(&["1", "2"]);
     let image = dir.join("disk.qcow2");
@@ -130,13 +130,14 @@ fn killed(dir: &Path, guests: &mut Guests, life: Duration) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             clock::sleep(life);
-            // It is waited for when it is dropped, so its number is still its own.
+            // It is reaped only when dropped, so its process number is still its own.
             kill_process(pid, Signal::KILL).expect("killed");
         });
         guests.work(&server);
     });
     drop(server);
-    // The kernel ends what a ring had under way after the process, and frees the file's locks then.
+    // The kernel finishes a ring's requests in flight after the process has died, and only then
+    // frees the file's locks.
     let free = clock::poll(LOCK_LIMIT, Duration::from_millis(10), || {
         let said = qemu::img(dir, ["info", "-f", "qcow2", "disk.qcow2"]);
         said.status.success().then_some(())
@@ -167,7 +168,7 @@ fn survives(options: &str, backed: bool) {
         let what = format!("{options}, kill {kill}, MICA_KILL_SEED={seed}");
         let life = Duration::from_micros(500 + guests.rng.below(400_000));
         killed(dir, &mut guests, life);
-        // In turns it is QEMU or mica that finds the image as it was left.
+        // QEMU and mica take turns in finding the image as it was left.
         if kill % 2 == 0 {
             check(dir, options, &what);
             let byte = (kill % 250 + 1).to_string();
@@ -200,10 +201,10 @@ fn survives(options: &str, backed: bool) {
     }
 }
 
-/// The story: what the dead process had in its rings held the image for up to 83 ms, and of twenty
-/// starts right after a kill nine were refused.
+/// The story: what the dead process had in its rings held the image for up to 83 ms, and nine of
+/// twenty starts right after a kill were refused.
 #[test]
-fn start_right_after_a_kill_waits_until_the_system_lets_go() {
+fn start_right_after_a_kill_waits_until_the_image_is_released() {
     const ROUNDS: usize = 12;
     /// Verbs that open the image before the next start does.
     const VERBS: [&[&str]; 4] =
@@ -231,7 +232,7 @@ fn start_right_after_a_kill_waits_until_the_system_lets_go() {
         guest.receive().expect("it has begun");
         let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
         kill_process(pid, Signal::KILL).expect("killed");
-        // Nobody waits until it is dead.
+        // Does not wait until it is dead.
         killed.push(server);
         if let Some((verb, more)) = VERBS[round % VERBS.len()].split_first() {
             let mut run = Command::new(mica::binary());

@@ -1,5 +1,5 @@
-//! Many writes under way at once, over several connections: fio writes, reads back what it wrote
-//! and holds it against the checksums that it put in.
+//! Many concurrent writes over several connections: fio writes, reads back what it wrote and
+//! verifies it by the checksums in it.
 
 use mica_tests::server::Server;
 use mica_tests::{command, qemu, tools};
@@ -8,18 +8,18 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// What each job writes, in a quarter of the disk of its own.
+/// What each job writes, in its own quarter of the disk.
 const JOBS: &[&[&str]] = &[
     &["--rw=randwrite", "--bsrange=512-64k", "--blockalign=512"],
     &["--rw=randwrite", "--bs=4k"],
     &["--rw=write", "--bs=4k", "--fsync=64"],
     &["--rw=randrw", "--bs=16k", "--fsync=16"],
 ];
-/// Bytes that each job has, in MiB.
+/// MiB that each job writes.
 const PART_MIB: usize = 16;
 const JOB_LIMIT: Duration = Duration::from_secs(110);
 
-/// Lets fio at an image made with `options`, over `backing_mib` of random bytes if there are any.
+/// Runs fio on an image made with `options`, over `backing_mib` of random bytes if there are any.
 #[track_caller]
 fn verified(options: &str, backing_mib: usize) {
     if !tools::present(&[tools::QEMU_IMG, tools::FIO]) {

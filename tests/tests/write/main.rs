@@ -1,4 +1,4 @@
-//! What is written through mica is there afterwards, in the eyes of QEMU and of others.
+//! What is written through mica is there afterwards, as seen by QEMU and others.
 
 mod faults;
 mod filesystems;

@@ -1,4 +1,4 @@
-//! Other people's NBD clients write, and other people's programs judge what is in the image then.
+//! Other projects' NBD clients write, and other projects' programs judge the image afterwards.
 //!
 //! Every test runs for each of [`KINDS`].
 
@@ -63,8 +63,8 @@ impl Served {
         self.server.connect(&nbd::Wish::default()).expect("served")
     }
 
-    /// Stops the server well, and holds the image against `wanted`. Gives the bytes that it takes
-    /// on its file system.
+    /// Stops the server cleanly, and compares the image with `wanted`. Returns the bytes that it
+    /// takes on its file system.
     #[track_caller]
     fn end_with(self, wanted: &[u8]) -> u64 {
         let format = self.format;
@@ -73,7 +73,8 @@ impl Served {
         allocated
     }
 
-    /// Stops the server well, and checks the image. Gives its content, and the bytes that it takes.
+    /// Stops the server cleanly, and checks the image. Returns its content, and the bytes that it
+    /// takes.
     #[track_caller]
     fn end(self) -> (Vec<u8>, u64) {
         use std::os::unix::fs::MetadataExt;
@@ -89,7 +90,7 @@ impl Served {
     }
 }
 
-/// Bytes that follow from their place.
+/// Bytes that are determined by their place.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at ^ at >> 8 ^ at >> 16).to_le_bytes()[0]).collect()
 }
@@ -156,7 +157,7 @@ fn qemu_io_writes_what_it_reads_back() {
         wanted[2 * MIB..2 * MIB + 73_216].fill(4);
         wanted[4 * MIB..6 * MIB].fill(5);
         wanted[6 * MIB..8 * MIB].fill(6);
-        // What was discarded reads as it did, or as zeros; mica gives it back where it can.
+        // What was discarded reads as it did, or as zeros; mica frees its space where it can.
         let now = served.connect().read(7 << 20, 1 << 20).expect("read");
         assert!(now.iter().all(|byte| *byte == 0) || now.iter().all(|byte| *byte == 6));
         wanted[7 * MIB..8 * MIB].copy_from_slice(&now);
@@ -197,7 +198,7 @@ fn fio_verifies_what_four_connections_write_at_depth_32() {
             let served = kind.serve("128M", more);
             let uri = format!("--uri={}", served.uri());
             let mut fio = Command::new("fio");
-            // fio leaves a file with what it knows behind.
+            // fio leaves a state file behind.
             fio.current_dir(served.dir.path());
             fio.args(["--name=w", "--ioengine=nbd", "--rw=randwrite", "--bsrange=4k-64k"]);
             fio.args(["--numjobs=4", "--iodepth=32", "--size=32M", "--offset_increment=32M"]);
@@ -209,7 +210,7 @@ fn fio_verifies_what_four_connections_write_at_depth_32() {
                 served.server.log()
             );
             let said = finished.ok();
-            // A remark may come before the document.
+            // A remark may precede the document.
             let (_, document) = said.split_at(said.find('{').expect("a document"));
             let said: Value = serde_json::from_str(document).expect("JSON");
             let jobs = said["jobs"].as_array().expect("jobs");
@@ -294,11 +295,11 @@ print(h.pread(512, 0)[0])
 }
 
 #[test]
-fn client_killed_in_the_middle_of_a_payload_harms_nobody() {
+fn client_killed_in_the_middle_of_a_payload_affects_no_other() {
     if !tools::present(&[tools::QEMU_IMG, tools::NBDSH]) {
         return;
     }
-    // Says that half of a payload is on its way, and waits to be killed.
+    // Announces that half of a payload is in flight, and waits to be killed.
     let script = "
 import os, socket, struct, sys, time
 h.pwrite(b'\\x11' * 65536, 0)
@@ -353,7 +354,8 @@ fn fio_killed_while_it_writes_leaves_whole_sectors() {
             child.wait().expect("ended");
             begun.expect("fio writes");
         }
-        // What the last client had sent may still be written when it is gone, and is at the end.
+        // What the last client had sent may still be in progress when it is gone, and is done at
+        // the end.
         served.connect().read_all().expect("the server lives");
         for sector in served.end().0.chunks(512) {
             let is_whole = sector.iter().all(|byte| *byte == sector[0]);
@@ -363,7 +365,7 @@ fn fio_killed_while_it_writes_leaves_whole_sectors() {
 }
 
 #[test]
-fn shutdown_ends_what_is_under_way_and_closes_the_image() {
+fn shutdown_ends_requests_in_flight_and_closes_the_image() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
     }
@@ -375,7 +377,7 @@ fn shutdown_ends_what_is_under_way_and_closes_the_image() {
             client.stream.write_all(&head).expect("sent");
             client.stream.write_all(&vec![0x20 + at.to_le_bytes()[0]; 65536]).expect("sent");
         }
-        // The delay keeps them under way. What is not taken by then has no answer and no effect.
+        // The delay keeps them in flight. What is not accepted by then has no answer and no effect.
         clock::sleep(Duration::from_millis(20));
         let mut wanted = vec![0; 4 * MIB];
         let Served { dir, format, server } = served;
@@ -396,7 +398,7 @@ fn shutdown_ends_what_is_under_way_and_closes_the_image() {
 }
 
 #[test]
-fn failed_sync_is_told_to_the_client_and_at_the_end() {
+fn failed_sync_is_reported_to_the_client_and_at_the_end() {
     if !tools::present(&[tools::QEMU_IMG, tools::NBDSH]) {
         return;
     }

@@ -1,5 +1,5 @@
-//! The life of a disk: debugfs changes its file system, QEMU's tools put each change into a layer
-//! of its own.
+//! The life of a disk: debugfs changes its file system, and QEMU's tools put each change into a new
+//! layer.
 
 use super::said;
 use super::tree::{Change, Tree, change_name};
@@ -16,7 +16,7 @@ const CLUSTER_BYTES: usize = 64 << 10;
 /// A disk and its chain of snapshots.
 pub(crate) struct Life {
     dir: PathBuf,
-    /// The disk as it is now, raw: what QEMU's layers have to add up to.
+    /// The disk as it is now, raw: the expected content of the chain.
     raw: PathBuf,
     file: File,
     /// The disk as the active layer has it.
@@ -50,9 +50,9 @@ impl Life {
         &self.active
     }
 
-    /// A snapshot, then a day of changes on top of it; how many bytes changed.
+    /// A snapshot, then a day of changes on top of it; returns how many bytes changed.
     pub(crate) fn snapshot(&mut self, tree: &mut Tree, number: u32) -> Result<u64> {
-        let changes = tree.live(number)?;
+        let changes = tree.edit_some(number)?;
         self.change_files(tree, &changes)?;
         let layer = self.dir.join(format!("layer-{number:04}.qcow2"));
         let below = self.active.file_name().context("a layer has a name")?.to_owned();
@@ -84,7 +84,7 @@ impl Life {
         Ok(())
     }
 
-    /// Lets qemu-io write every cluster that changed into the active layer.
+    /// Writes every cluster that changed into the active layer, with qemu-io.
     fn write_changes(&mut self) -> Result<u64> {
         let mut now = vec![0; CLUSTER_BYTES];
         let mut qemu_io = Command::new("qemu-io");

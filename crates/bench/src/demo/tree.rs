@@ -47,7 +47,7 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Copies what is below `source`, as far as there is room, into folder `name`.
+    /// Copies what is below `source`, as far as it fits, into folder `name`.
     fn take(&mut self, source: &Path, name: &str) -> Result<()> {
         let Ok(entries) = fs::read_dir(source) else { return Ok(()) };
         let mut entries: Vec<_> = entries.filter_map(Result::ok).collect();
@@ -66,8 +66,8 @@ impl Tree {
                 let len = entry.metadata()?.len();
                 if len <= FILE_BYTES_MAX && self.bytes() + len <= TREE_BYTES {
                     let to = self.root.join(&name);
-                    fs::create_dir_all(to.parent().context("a file lies in a folder")?)?;
-                    // What may not be read is left out.
+                    fs::create_dir_all(to.parent().context("a file is in a folder")?)?;
+                    // Unreadable files are left out.
                     if fs::copy(entry.path(), &to).is_ok() {
                         self.files.insert(name, len);
                     }
@@ -92,8 +92,8 @@ impl Tree {
         self.files.values().sum()
     }
 
-    /// Changes files as time does: some are edited, one is new, now and then one goes.
-    pub(crate) fn live(&mut self, number: u32) -> Result<Vec<Change>> {
+    /// Changes files as in daily use: some are edited, one is new, now and then one is removed.
+    pub(crate) fn edit_some(&mut self, number: u32) -> Result<Vec<Change>> {
         let mut changes = Vec::new();
         for _ in 0..CHANGED {
             let name = self.any()?;
@@ -130,7 +130,8 @@ impl Tree {
         self.files.keys().nth(at).cloned().context("the tree is empty")
     }
 
-    /// Holds what was read back into `out` against the tree; how many files and bytes are there.
+    /// Compares what was read back into `out` with the tree; returns how many files and bytes there
+    /// are.
     pub(crate) fn compare(&self, out: &Path) -> Result<(usize, u64)> {
         for name in self.files.keys() {
             let back =

@@ -17,22 +17,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Queues and requests in flight on each, in the order of tables: the issue's.
+/// Queues and requests in flight on each, in the order of tables.
 pub(super) const SHAPES: [(u16, usize); 4] = [(1, 1), (1, 32), (4, 1), (4, 32)];
-/// The same for longer reads: work enough for the server that the one thread of the load generator
-/// does not decide.
+/// The same for longer reads: enough work for the server that the single thread of the load
+/// generator is not the bottleneck.
 const LONG_SHAPES: [(u16, usize); 2] = [(1, 8), (4, 8)];
 const LONG_BYTES: usize = 64 << 10;
 /// How long the first pass over a disk may take.
 const WARM_LIMIT: Duration = Duration::from_secs(60);
-/// Clusters of this size or smaller have each allocating write to themselves.
-const ROOM_BYTES: u64 = 128 << 10;
-/// Places that are written again and again: 64 MiB, which the page cache has.
+/// Each allocating write has its own stretch of this size: the largest cluster used.
+const STRETCH_BYTES: u64 = 128 << 10;
+/// Places that are written repeatedly: 64 MiB, which the page cache holds.
 const REWRITTEN_MAX: usize = 16 << 10;
 /// Layers up to which QEMU judges an image that was written.
 const CHECKED_LAYERS_MAX: u32 = 50;
 
-/// The beginning of the names of a shape's figures.
+/// The prefix of the names of a shape's figures.
 pub(super) fn shape_name((queues, depth): (u16, usize), request_bytes: usize) -> String {
     match request_bytes {
         BLOCK_BYTES => format!("q{queues}_d{depth}"),
@@ -89,7 +89,7 @@ pub(super) fn rewrites(
     places.truncate(REWRITTEN_MAX);
     forget_pages(&chain.image)?;
     let running = peer.start(&chain.image, "qcow2", &[])?;
-    // The first write to a page of a file is the file system's work, whoever comes first.
+    // The first write to a page of a file measures the file system, whichever server makes it.
     let first = DiskLoad { limit: WARM_LIMIT, ..load(Access::Once(&places), 32) };
     answered(&run(&mut device(context, peer, 1)?, &first)?)?;
     let mut written = BTreeMap::new();
@@ -107,16 +107,17 @@ pub(super) fn rewrites(
     Ok(())
 }
 
-/// Has the page cache forget `file`. Made by long writes, it is there in pieces of up to 2 MiB, and
-/// for each write the kernel (ext4, Linux 6.18) looks at every block of a piece: that would be most
-/// of what is measured, whoever writes. A guest that makes its disk by small writes has small ones.
+/// Drops `file` from the page cache. Made by long writes, it is cached in pieces of up to 2 MiB,
+/// and for each write the kernel (ext4, Linux 6.18) examines every block of a piece: that would be
+/// most of what is measured, for any server. A guest that fills its disk by small writes has small
+/// ones.
 fn forget_pages(file: &Path) -> Result<()> {
     let file = fs::File::open(file)?;
     file.sync_all()?;
     Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
 }
 
-/// Random writes into a fresh layer on top of the chain, each into a cluster of its own. Each shape
+/// Random writes into a fresh layer on top of the chain, each into a different cluster. Each shape
 /// has its share of the clusters, and ends when all of them are written.
 ///
 /// # Errors
@@ -129,7 +130,7 @@ pub(super) fn allocating(
     sample: &mut Sample,
 ) -> Result<()> {
     let overlay = overlay(context, chain, options)?;
-    let places = rooms(chain.owners.disk_bytes(), seed(sample.repeat, 0));
+    let places = random_stretches(chain.owners.disk_bytes(), seed(sample.repeat, 0));
     let running = peer.start(&overlay, "qcow2", &[])?;
     let mut written = BTreeMap::new();
     let shares = places.chunks(places.len().div_ceil(SHAPES.len()));
@@ -194,11 +195,11 @@ fn overlay(context: &Context<'_>, chain: &Chain, options: &str) -> Result<PathBu
 }
 
 /// One block in each stretch of the disk, in random order.
-fn rooms(disk_bytes: u64, seed: u32) -> Vec<u64> {
+fn random_stretches(disk_bytes: u64, seed: u32) -> Vec<u64> {
     let mut rng = Rng::new(u64::from(seed));
-    let blocks = ROOM_BYTES / KIB_4 as u64;
-    let mut places: Vec<_> = (0..disk_bytes / ROOM_BYTES)
-        .map(|room| room * ROOM_BYTES + rng.below(blocks) * KIB_4 as u64)
+    let blocks = STRETCH_BYTES / KIB_4 as u64;
+    let mut places: Vec<_> = (0..disk_bytes / STRETCH_BYTES)
+        .map(|stretch| stretch * STRETCH_BYTES + rng.below(blocks) * KIB_4 as u64)
         .collect();
     shuffle(&mut places, &mut rng);
     places
@@ -228,7 +229,7 @@ fn load(access: Access<'_>, depth: usize) -> DiskLoad<'_> {
     DiskLoad { access, depth, limit: Duration::ZERO, seed: 1, absence: Absence::Fails }
 }
 
-/// Another for each load of a chain: the same for every server.
+/// A different one for each load of a chain, the same for every server.
 fn seed(repeat: u32, number: u32) -> u32 {
     repeat * 16 + number
 }
@@ -278,12 +279,12 @@ const _: () = assert!(QUEUES >= SHAPES[3].0);
 
 #[cfg(test)]
 mod tests {
-    use super::{ROOM_BYTES, rooms};
+    use super::{STRETCH_BYTES, random_stretches};
 
     #[test]
-    fn every_stretch_is_written_once_and_in_no_order() {
-        let places = rooms(64 << 20, 3);
-        let mut stretches: Vec<_> = places.iter().map(|place| place / ROOM_BYTES).collect();
+    fn every_stretch_is_written_once_in_random_order() {
+        let places = random_stretches(64 << 20, 3);
+        let mut stretches: Vec<_> = places.iter().map(|place| place / STRETCH_BYTES).collect();
         assert!(!stretches.is_sorted());
         stretches.sort_unstable();
         assert_eq!(stretches, (0..512).collect::<Vec<_>>());

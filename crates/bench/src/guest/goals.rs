@@ -53,8 +53,8 @@ impl Judge<'_> {
         {
             let of = |metric: String| self.mica(READS, 1, &metric);
             let gain = || Some(of(format!("{four}_per_s"))? / of(format!("{one}_per_s"))?);
-            // The machine's processors are busy with both sides of a request, and one of them at
-            // most with the load generator's: so much can the server gain.
+            // The machine's processors are busy with both sides of a request, and at most one of
+            // them with the load generator's: that bounds what the server can gain.
             let most = || {
                 let server = of(format!("{one}_cpu_us"))?;
                 let load = of(format!("{one}_load_cpu_us"))?;
@@ -84,7 +84,8 @@ impl Judge<'_> {
         let longer = || Some(of(1000)? / of(1)?);
         let longer = longer();
         self.goal("boot at 1000 layers / at 1 layer", Bound::AtMost(1.1), "", longer);
-        // The kernel and the initramfs are no disk's: without them the disk shows better.
+        // The kernel and the initramfs do not come from the disk: without them its share is
+        // clearer.
         let of = |layers| self.mica(BOOT, layers, "from_disk_s");
         let longer = || Some(of(1000)? / of(1)?);
         let longer = longer();
@@ -96,7 +97,7 @@ impl Judge<'_> {
         let stall = self.mica(RESTART, 1000, "longest_stall_ms");
         let what = "killed and restarted under load at 1000 indexed layers: longest stall";
         self.goal(what, Bound::AtMost(300.0), " ms", stall);
-        // Not the median: once is too often.
+        // Not the median: even once is too often.
         let worst = |metric: &str| {
             let runs = self.samples.of(RESTART, MICA, 1000);
             runs.filter_map(|run| run.metrics.get(metric).copied()).reduce(f64::max)

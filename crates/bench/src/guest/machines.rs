@@ -1,8 +1,8 @@
 //! Machines on disks of many layers: how long one takes to boot, and what its programs read.
 //!
-//! Where there is no KVM, QEMU emulates the guest's processor, and what the guest does is slow
-//! beside what the disk does: the ratios are then smaller than they are on a real machine. The
-//! processor time that serving took is told besides; it is no emulator's.
+//! Without KVM, QEMU emulates the guest's processor, and the guest is slow compared with the disk:
+//! the ratios are then smaller than on a real machine. The processor time that serving took is
+//! reported as well; it is not emulated.
 
 use super::rootfs::{DATABASE, RootDisk, VALUE_BYTES};
 use super::{BOOT, Context, DATABASE_PART, RANDOM};
@@ -17,7 +17,7 @@ use mica_tests::machine::{Disk, Machine, Work};
 use std::fs;
 use std::time::Duration;
 
-/// What reads the disk that a machine has.
+/// What serves a machine's disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     /// mica, over vhost-user.
@@ -28,7 +28,7 @@ pub(super) enum Way {
 
 /// QEMU's own device in tables.
 pub(super) const OWN: &str = "QEMU virtio-blk";
-/// How long a machine may take for anything: then it is told that it does not come to it.
+/// How long a machine may take for any step before it counts as failed.
 const LIMIT: Duration = Duration::from_secs(150);
 /// Threads of the database's readers.
 const READERS: u32 = 4;
@@ -82,7 +82,7 @@ impl Task {
     }
 }
 
-/// Lets machines do all `tasks` on all `chains`, in turns.
+/// Runs all `tasks` in machines on all `chains`, in turns.
 pub(super) fn in_turns(
     context: &Context<'_>,
     root: &RootDisk,
@@ -109,7 +109,7 @@ pub(super) fn in_turns(
     }
 }
 
-/// A machine to be, on a chain.
+/// A machine to be started, on a chain.
 struct Guest<'a> {
     context: &'a Context<'a>,
     root: &'a RootDisk,
@@ -200,7 +200,7 @@ impl Guest<'_> {
                  --output-format=terse | tail -n 1)\"\n"
             );
         }
-        script + &end_of_reads()
+        script + &report_reads_script()
     }
 
     fn database_script(&self) -> String {
@@ -212,17 +212,17 @@ impl Guest<'_> {
              --readonly=1 --db={DATABASE} --num={entries} --value_size={VALUE_BYTES} \
              --duration={seconds} --threads={READERS} --use_direct_reads=1 --cache_size=1048576 \
              --compression_type=none 2>/tmp/said || {{ cat /tmp/said; exit 1; }}\n{}",
-            end_of_reads()
+            report_reads_script()
         )
     }
 }
 
-/// Says how many requests for reads the disk had.
-fn end_of_reads() -> String {
+/// Prints how many requests for reads the disk had.
+fn report_reads_script() -> String {
     "echo \"BOOT-STAT $(cat /sys/block/vda/stat)\"\n".to_owned()
 }
 
-/// How many requests for reads the disk had, and how long they took, if the machine has said it.
+/// How many requests for reads the disk had, and how long they took, if the machine has printed it.
 fn reads(console: &str) -> Option<(u64, u64)> {
     let line = console.lines().find_map(|line| line.strip_prefix("BOOT-STAT "))?;
     let fields: Vec<_> = line.split_whitespace().collect();
@@ -272,7 +272,7 @@ fn own_time(pid: u32) -> Duration {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let nanoseconds = tasks.filter_map(|task| {
         let name = fs::read_to_string(task.path().join("comm")).ok()?;
-        // The I/O thread, and those of the kernel that its ring has.
+        // The I/O thread, and the kernel's workers for its ring.
         if !name.starts_with("IO ") && !name.starts_with("iou-") {
             return None;
         }
@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_programs_say_is_understood() {
+    fn output_of_programs_is_parsed() {
         let console = "x\nBOOT-STAT     812       0   64000 10 0 0\nrest";
         assert_eq!(reads(console), Some((812, 10)));
         let mut sample = Sample::new("part", "server", 1, 0);

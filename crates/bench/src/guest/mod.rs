@@ -1,4 +1,4 @@
-//! `cargo xtask bench guest`: the disk as a machine meets it, by the load generator and in guests.
+//! `cargo xtask bench guest`: the disk as a machine uses it, by the load generator and in guests.
 
 mod device;
 mod goals;
@@ -12,7 +12,7 @@ use super::folders::Folders;
 use super::machine::Machine;
 use super::page::Found;
 use super::parts::{self, Chain};
-use super::peers::{Peer, all_there};
+use super::peers::{Peer, all_installed};
 use super::samples::Samples;
 use super::turns::{each_once, in_order};
 use anyhow::Result;
@@ -39,7 +39,7 @@ const RESTART: &str = "restart";
 const BOOT: &str = "boot";
 const RANDOM: &str = "guest-random";
 const DATABASE_PART: &str = "database";
-/// Layers at which the paper has its database.
+/// Numbers of layers at which the paper runs its database.
 const DATABASE_LAYERS: &[u32] = &[50, 500];
 
 /// What to measure, and how long.
@@ -72,27 +72,27 @@ pub(crate) struct Options {
 
 impl Options {
     /// One value for a result, another for a quick look.
-    fn by_haste<T>(&self, result: T, look: T) -> T {
+    fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }
 
     fn layers(&self) -> Vec<u32> {
         match &self.layers[..] {
-            [] => self.by_haste(vec![1, 50, 500, 1000], vec![1, 50]),
+            [] => self.full_or_quick(vec![1, 50, 500, 1000], vec![1, 50]),
             layers => layers.to_vec(),
         }
     }
 
     fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(self.by_haste(5, 1)).max(1)
+        self.repeats.unwrap_or(self.full_or_quick(5, 1)).max(1)
     }
 
     fn seconds(&self) -> f64 {
-        self.seconds.unwrap_or(self.by_haste(1.0, 0.3))
+        self.seconds.unwrap_or(self.full_or_quick(1.0, 0.3))
     }
 
     fn gib(&self) -> u64 {
-        self.gib.unwrap_or(self.by_haste(8, 1)).max(1)
+        self.gib.unwrap_or(self.full_or_quick(8, 1)).max(1)
     }
 }
 
@@ -101,7 +101,7 @@ impl Options {
 enum Part {
     /// Random reads by the load generator.
     Reads,
-    /// Random writes by the load generator, to what the active layer has and to what it has not.
+    /// Random writes by the load generator, to clusters that the active layer has and to new ones.
     Writes,
     /// mica killed and restarted under load.
     Restart,
@@ -119,7 +119,7 @@ struct Context<'a> {
     parts: parts::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
-    /// Whether it is only a look.
+    /// Whether it is only a quick look.
     quick: bool,
 }
 
@@ -147,7 +147,7 @@ impl Context<'_> {
     /// mica, and the peer that serves vhost-user-blk if it is installed.
     fn peers(&self) -> Vec<Peer> {
         let mut peers = vec![self.over_vhost_user(Peer::mica(&[]))];
-        if all_there(&[tools::QEMU_STORAGE_DAEMON, tools::QEMU_IMG]) {
+        if all_installed(&[tools::QEMU_STORAGE_DAEMON, tools::QEMU_IMG]) {
             peers.push(self.over_vhost_user(Peer::qemu_storage_daemon(&[])));
         }
         peers
@@ -201,7 +201,7 @@ fn without_a_guest(options: &Options, context: &Context<'_>, samples: &mut Sampl
             device::reads(context, peer, chain, sample)
         });
     }
-    // From here on the chains are written, and what they were made of is no longer what they hold.
+    // From here on the chains are written, and no longer hold what they were generated with.
     let peers: Vec<_> = peers.into_iter().map(Peer::writable).collect();
     if wanted(Part::Writes) {
         println!("\n== writes");
@@ -237,15 +237,15 @@ fn in_guests(options: &Options, context: &Context<'_>, samples: &mut Samples) ->
         .map(|(_, task)| task)
         .collect();
     let needed = [tools::QEMU_SYSTEM, tools::MKE2FS, tools::FIO, tools::DB_BENCH];
-    if tasks.is_empty() || !all_there(&needed) {
+    if tasks.is_empty() || !all_installed(&needed) {
         return Ok(());
     }
     if !machine::parts::are_there() {
-        println!("the kernel for machines is NOT THERE (cargo xtask setup): none is measured");
+        println!("the kernel for machines is MISSING (cargo xtask setup): none is measured");
         return Ok(());
     }
     println!("\n== machines, by {}", machine::accelerator());
-    let root = RootDisk::make(context, options.by_haste(256, 64) << 10)?;
+    let root = RootDisk::make(context, options.full_or_quick(256, 64) << 10)?;
     let mut chains = Vec::new();
     for layers in options.layers() {
         chains.push(root.spread(context, layers)?);
@@ -273,7 +273,7 @@ fn in_turns(
 }
 
 fn write(options: &Options, samples: &Samples) -> Result<()> {
-    let machine = Machine::look()?;
+    let machine = Machine::query()?;
     let name = format!("{}-guest", machine.date);
     let goals = goals::judge(samples);
     let plots = plots::write(samples, &options.folders.out()?, &name)?;

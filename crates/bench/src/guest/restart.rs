@@ -1,5 +1,5 @@
-//! The server is killed and another takes its place, under load: how long the guest would have
-//! stood still, and whether anything is lost.
+//! The server is killed and replaced, under load: how long the guest would have stalled, and
+//! whether anything is lost.
 
 use super::device::{check, device, owned_by_active};
 use super::{Context, QUEUES};
@@ -64,8 +64,8 @@ pub(super) fn killed(
     Ok(())
 }
 
-/// Kills `running` and its successors; the last of them. Notes how long it took until another
-/// served.
+/// Kills `running` and its successors; returns the last of them. Records the longest time until the
+/// next one served.
 fn kills(
     mut running: Running,
     start: impl Fn() -> Result<Running>,
@@ -77,7 +77,8 @@ fn kills(
         let begun = clock::now();
         // SIGKILL.
         drop(running);
-        // The kernel ends what a ring had under way after the process, and frees the locks then.
+        // The kernel finishes a ring's requests in flight after the process has died, and only then
+        // frees the locks.
         let mut refusal = None;
         let next = clock::poll(LOCK_LIMIT, LOCK_PAUSE, || {
             start().map_err(|error| refusal = Some(error)).ok()

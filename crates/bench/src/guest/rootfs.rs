@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// How long a foreign tool may take.
+/// How long another project's tool may take.
 const LIMIT: Duration = Duration::from_secs(600);
 /// Bytes of a value of the database.
 pub(super) const VALUE_BYTES: u64 = 1000;
@@ -32,10 +32,9 @@ pub(super) const VALUE_BYTES: u64 = 1000;
 pub(super) const DATABASE: &str = "/db";
 /// Room on the disk besides the database.
 const DISK_BYTES_MIN: u64 = 512 << 20;
-/// What busybox is called by in the machine.
+/// Names under which busybox is called in the machine.
 const APPLETS: &[&str] = &["sh", "cat", "find", "xargs", "getty", "mount", "hostname"];
-/// The first program of the disk: it reads what a system reads that comes up, and asks who is
-/// there.
+/// The disk's init program: it reads what a booting system reads, and shows a login prompt.
 const BOOT: &str = r#"#!/bin/sh
 hostname machine
 for folder in /files/*; do
@@ -106,7 +105,7 @@ impl RootDisk {
         let mut places: Vec<Place> = serde_json::from_str(&done(&mut map)?)?;
         // Each layer is opened once.
         places.sort_by_key(|place| place.depth);
-        let folder = chain.image.parent().context("a chain lies in a folder")?;
+        let folder = chain.image.parent().context("a chain is in a folder")?;
         let raw = File::open(&self.path)?;
         for of_layer in places.chunk_by(|one, other| one.depth == other.depth) {
             let Some(Place { depth, .. }) = of_layer.first() else { continue };
@@ -155,12 +154,12 @@ fn database(folder: &Path, entries: u64) -> Result<()> {
 
 /// Puts `tool` of this machine, with the libraries that it needs, below `root`.
 fn install(root: &Path, tool: Tool) -> Result<()> {
-    let file = tool.find().with_context(|| format!("{} is not there", tool.program))?;
+    let file = tool.find().with_context(|| format!("{} is missing", tool.program))?;
     program(&root.join("bin").join(tool.program), &fs::read(&file)?)?;
     for library in machine::libraries(&file)? {
         let to = root.join(library.trim_start_matches('/'));
         if !to.exists() {
-            fs::create_dir_all(to.parent().context("a library lies in a folder")?)?;
+            fs::create_dir_all(to.parent().context("a library is in a folder")?)?;
             program(&to, &fs::read(&library)?)?;
         }
     }

@@ -1,4 +1,4 @@
-//! Drives a server with a pattern of requests and counts what comes back.
+//! Drives a server with a pattern of requests and counts the answers.
 
 use super::histogram::{Histogram, ratio};
 use super::pattern::{Offsets, Pattern};

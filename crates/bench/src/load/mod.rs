@@ -2,8 +2,8 @@
 //! every answer verified.
 //!
 //! It must never be the bottleneck: requests are sent in batches with one system call, answers are
-//! taken in batches with one system call and verified where they lie. [`null`] measures what it can
-//! do at most.
+//! taken in batches with one system call and verified in place. [`null`] measures the most that it
+//! can do.
 
 mod drive;
 mod histogram;

@@ -1,5 +1,5 @@
-//! A server with nothing behind it, in a thread of this process: what the load generator can do at
-//! most, and how the protocol's own cost is told from a server's.
+//! A server with nothing behind it, in a thread of this process: the most that the load generator
+//! can do, to separate the protocol's own cost from a server's.
 
 use super::drive::{Load, Outcome, Request, run};
 use super::pattern::Pattern;
@@ -9,12 +9,12 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-/// Length of the disk that is not there.
+/// Length of the disk, which does not exist.
 const DISK_BYTES: u64 = 8 << 30;
 /// Replies gathered before they are sent.
 const REPLIES_BYTES_MAX: usize = 1 << 20;
 
-/// What the load generator does against nothing: random 4 KiB reads, `depth` in flight.
+/// The load generator against an empty server: random 4 KiB reads, `depth` in flight.
 pub(crate) fn ceiling(depth: usize, limit: Duration) -> Result<Outcome> {
     let load = Load {
         request: Request::Read,
@@ -28,7 +28,7 @@ pub(crate) fn ceiling(depth: usize, limit: Duration) -> Result<Outcome> {
     with_clients(1, |clients| run(clients.first_mut().context("no client")?, &load))
 }
 
-/// Lets `drive` put a load on so many connections to nothing.
+/// Runs `drive` with this many connections to an empty server.
 pub(crate) fn with_clients<T>(
     count: usize,
     drive: impl FnOnce(&mut [nbd::Connection]) -> Result<T>,
@@ -53,7 +53,7 @@ pub(crate) fn with_clients<T>(
     Ok(outcome)
 }
 
-/// Serves one client that knows what this server knows, and no more.
+/// Serves one client, with only the few messages that the load generator sends.
 fn serve(mut stream: UnixStream) -> Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\x00\x03")?;
     stream.read_exact(&mut [0; 4])?;
@@ -83,7 +83,7 @@ fn serve(mut stream: UnixStream) -> Result<()> {
 fn transmit(stream: &mut UnixStream) -> Result<()> {
     let mut requests = vec![0; 64 << 10];
     let mut end = 0;
-    // Bytes of a write that are still to come, and go nowhere.
+    // Bytes of a write that are still to be received and discarded.
     let mut payload = 0;
     let mut replies = Vec::with_capacity(2 * REPLIES_BYTES_MAX);
     loop {

@@ -12,10 +12,10 @@ pub(crate) enum Pattern {
     Mix,
     /// From the start to the end, once.
     Sequential,
-    /// Once in every stretch that one L2 table speaks for, where possible at a hole, which asks
-    /// every layer: afterwards whoever caches tables has them.
+    /// Once in every stretch that one L2 table covers, where possible at a hole, which asks every
+    /// layer: afterwards a server that caches tables has them.
     Warm {
-        /// Bytes that one L2 table speaks for.
+        /// Bytes that one L2 table covers.
         table_bytes: u64,
     },
 }

@@ -1,4 +1,4 @@
-//! Takes replies apart, simple and structured, as they come in.
+//! Parses replies, simple and structured, as they arrive.
 
 use anyhow::{Result, bail, ensure};
 use mica_tests::nbd;
@@ -14,7 +14,7 @@ pub(crate) struct Piece<'a> {
     pub(crate) cookie: u64,
     /// What it says.
     pub(crate) what: Content<'a>,
-    /// Whether nothing more will be said about the request.
+    /// Whether it is the last piece for the request.
     pub(crate) last: bool,
 }
 
@@ -58,8 +58,8 @@ impl Replies {
         Ok(())
     }
 
-    /// The next piece that is there as a whole. `read_len` tells how many bytes a successful simple
-    /// reply to a request brings.
+    /// The next piece that has arrived as a whole. `read_len` says how many bytes a successful
+    /// simple reply to a request carries.
     pub(crate) fn next(&mut self, read_len: impl Fn(u64) -> usize) -> Result<Option<Piece<'_>>> {
         let bytes = &self.room[self.start..self.end];
         let Some(magic) = bytes.first_chunk() else { return Ok(None) };
@@ -79,7 +79,7 @@ impl Replies {
     }
 }
 
-/// A simple reply, if it is there as a whole, and its length.
+/// A simple reply, if it has arrived as a whole, and its length.
 fn simple(bytes: &[u8], read_len: impl Fn(u64) -> usize) -> Option<(usize, Piece<'_>)> {
     let (head, rest) = bytes.split_first_chunk::<{ nbd::SIMPLE_REPLY_BYTES }>()?;
     let error = be32(head, 4);
@@ -92,7 +92,7 @@ fn simple(bytes: &[u8], read_len: impl Fn(u64) -> usize) -> Option<(usize, Piece
     Some((len, Piece { cookie, what, last: true }))
 }
 
-/// A chunk, if it is there as a whole, and its length.
+/// A chunk, if it has arrived as a whole, and its length.
 fn chunk(bytes: &[u8]) -> Result<Option<(usize, Piece<'_>)>> {
     let Some((head, rest)) = bytes.split_first_chunk::<{ nbd::CHUNK_BYTES }>() else {
         return Ok(None);
@@ -122,12 +122,12 @@ fn chunk(bytes: &[u8]) -> Result<Option<(usize, Piece<'_>)>> {
     Ok(Some((head.len() + len, piece)))
 }
 
-/// The big-endian number at `at`, which the caller knows to be there.
+/// The big-endian number at `at`, which the caller knows to be present.
 fn be32(bytes: &[u8], at: usize) -> u32 {
     bytes[at..].first_chunk().map_or(0, |bytes| u32::from_be_bytes(*bytes))
 }
 
-/// The big-endian number at `at`, which the caller knows to be there.
+/// The big-endian number at `at`, which the caller knows to be present.
 fn be64(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
 }
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn rubbish_is_no_reply() {
+    fn garbage_is_refused() {
         let mut replies = Replies::new();
         replies.receive(&mut &[0xff; 32][..]).expect("bytes");
         assert!(replies.next(|_| 0).is_err());

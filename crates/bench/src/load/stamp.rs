@@ -1,9 +1,10 @@
-//! Content that says where it belongs and who wrote it, so that any sector can be verified alone.
+//! Content that says where it belongs and which writer wrote it, so that any sector can be verified
+//! alone.
 
 use mica_gen::Rng;
 use std::sync::OnceLock;
 
-/// Bytes that are stamped on their own.
+/// Bytes that are stamped individually.
 const SECTOR_BYTES: usize = 512;
 /// Bytes of a stamp: offset and generation.
 const STAMP_BYTES: usize = 16;
@@ -18,7 +19,7 @@ pub(crate) fn fill(room: &mut [u8], offset: u64, generation: u64) {
     stamp(room, offset, generation);
 }
 
-/// Stamps `room`, which [`fill`] has filled before for whatever place and generation.
+/// Stamps `room`, which [`fill`] has filled before for any place and generation.
 pub(crate) fn stamp(room: &mut [u8], offset: u64, generation: u64) {
     for (sector, at) in room.chunks_mut(SECTOR_BYTES).zip((offset..).step_by(SECTOR_BYTES)) {
         if let Some(stamp) = sector.get_mut(..STAMP_BYTES) {
@@ -28,7 +29,8 @@ pub(crate) fn stamp(room: &mut [u8], offset: u64, generation: u64) {
     }
 }
 
-/// The offset of the first sector of `bytes`, read at `offset`, that `generation` did not write so.
+/// The offset of the first sector of `bytes`, read at `offset`, that is not as `generation` wrote
+/// it.
 pub(crate) fn first_wrong(bytes: &[u8], offset: u64, generation: u64) -> Option<u64> {
     let mut sectors = bytes.chunks(SECTOR_BYTES).zip((offset..).step_by(SECTOR_BYTES));
     let right = |sector: &[u8], at: u64| {

@@ -1,7 +1,7 @@
 //! Writes and flushes: puts them on a server, over one connection or many, and times them.
 //!
-//! A slot is a writer: it has one request in flight. What it writes lies ready in a buffer of its
-//! own, in which only the stamps change from write to write.
+//! A slot is a writer: it has one request in flight. What it writes is ready in the slot's own
+//! buffer, in which only the stamps change from write to write.
 
 use super::histogram::{Histogram, ratio};
 use super::replies::{Content, Replies};
@@ -31,14 +31,14 @@ pub(crate) struct WriteLoad<'a> {
     pub(crate) generation: u64,
 }
 
-/// When a load makes durable what it wrote. At its end it does in any case, within its time.
+/// When a load makes durable what it wrote. It always does at its end, within its time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Durable {
     /// Only at the end.
     AtEnd,
-    /// After so many writes: waits for those in flight, flushes, goes on.
+    /// After this many writes: waits for those in flight, flushes, continues.
     Every(u64),
-    /// After each write, by the slot that made it; others go on meanwhile.
+    /// After each write, by the slot that made it, while others continue.
     Each,
 }
 
@@ -158,7 +158,7 @@ struct Driver<'a> {
     load: &'a WriteLoad<'a>,
     slots: Vec<Slot>,
     idle: Vec<usize>,
-    /// Slots whose write is to be flushed by themselves.
+    /// Slots whose write they have to flush themselves.
     to_flush: Vec<usize>,
     /// Number of the next offset.
     next: usize,
@@ -169,7 +169,7 @@ struct Driver<'a> {
 }
 
 impl Driver<'_> {
-    /// Sends what can be sent; false when all is done. With `stop` no new write begins.
+    /// Sends what can be sent; false when everything is done. With `stop` no new write begins.
     fn fill(&mut self, stream: &mut impl Write, now: Instant, stop: bool) -> Result<bool> {
         self.gathered.clear();
         while let Some(slot) = self.to_flush.pop() {

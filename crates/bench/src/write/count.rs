@@ -35,7 +35,7 @@ struct Tally {
     base_read_bytes: u64,
 }
 
-/// Counts what `peer` does while `case` runs, opening and closing left out.
+/// Counts what `peer` does while `case` runs, excluding opening and closing.
 ///
 /// # Errors
 /// If strace cannot trace it, or as a run.
@@ -44,8 +44,8 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
     let image = context.images.make(kind)?;
     let folder = tempfile::Builder::new().prefix("mica-bench-").tempdir()?;
     let log = folder.path().join("strace");
-    let log_text = log.to_str().context("a path that is no text")?;
-    // As a grandchild, strace leaves the server where it can be stopped.
+    let log_text = log.to_str().context("a path that is not UTF-8")?;
+    // As a grandchild, strace leaves the server as our child, which can be stopped.
     let tracer = [
         tools::STRACE.program,
         "-D",
@@ -96,7 +96,7 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
 }
 
 impl Tally {
-    /// Adds up what strace said of all threads.
+    /// Adds up what strace printed for all threads.
     fn of(lines: &str, base: &Path) -> Self {
         let mut tally = Self::default();
         let mut unfinished: HashMap<&str, &str> = HashMap::new();
@@ -120,7 +120,7 @@ impl Tally {
     /// Adds one call, as `name(descriptor<path>, ...) = result`.
     fn add(&mut self, call: &str, base: &Path) {
         let Some((name, arguments)) = call.split_once('(') else { return };
-        // Results stand in a column of their own, however short the call.
+        // Results are in a separate column, however short the call.
         let Some((arguments, result)) = arguments.rsplit_once(" = ") else { return };
         let arguments = arguments.trim_end().trim_end_matches(')');
         let result = result.split_whitespace().next().and_then(|word| word.parse::<u64>().ok());
@@ -159,7 +159,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn calls_are_told_apart_by_name_file_and_outcome() {
+    fn calls_are_distinguished_by_name_file_and_outcome() {
         let lines = "7 pwrite64(9</d/a.img>, \"\"..., 4096, 8192) = 4096\n\
              8 pwritev(9</d/a.img>, [{iov_base=\"\"..., iov_len=512}], 1, 0 <unfinished ...>\n\
              7 preadv(10</d/base.raw>, [{iov_base=\"\"..., iov_len=61440}], 1, 0) = 61440\n\

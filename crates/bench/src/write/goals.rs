@@ -48,12 +48,12 @@ impl Judge<'_> {
         Some(self.mica(kind, case, RATE)? / self.figure(of.0, of.1, case, RATE)?)
     }
 
-    /// fdatasync per guest fsync: counted by strace where one waits at a time; by mica itself where
-    /// many wait, since strace would change who meets whom.
+    /// fdatasync per guest fsync: counted by strace if one waits at a time; by mica itself if many
+    /// wait, since strace would change which writers share a sync.
     fn syncs(&mut self) {
         let alone = Case::random(KIB_4, Mode::Alone);
         for (kind, most) in [(Kind::Overlay, 2.0), (Kind::Empty, 1.0), (Kind::Subclusters, 1.0)] {
-            // One sync of the first write of all, which marks the image as in use, is no flush's.
+            // The very first write has one extra sync, which marks the image as in use.
             let measured = self.counted(kind, alone, "syncs_per_flush");
             let measured = measured.map(|syncs| (syncs * 100.0).round() / 100.0);
             let what = format!("fdatasync per fsync, one writer, {}", kind.name());
@@ -69,8 +69,8 @@ impl Judge<'_> {
 
     fn bytes(&mut self) {
         for kind in GROWING {
-            // Where many write, what one copies another may have written: only mica itself can tell
-            // copies from metadata there.
+            // With many writers, one may have written what another copies: only mica itself can
+            // distinguish copies from metadata there.
             let (alone, each) = (Case::random(KIB_4, Mode::Alone), Case::random(KIB_4, Mode::Each));
             let metric = "metadata_per_flush_kib";
             let figures =
@@ -96,7 +96,7 @@ impl Judge<'_> {
         }
     }
 
-    /// With an fsync each, against QEMU's raw file: what group sync has to earn.
+    /// With an fsync each, against QEMU's raw file: what group sync has to achieve.
     fn synced_speed(&mut self) {
         for case in [
             Case::random(KIB_4, Mode::Each),

@@ -20,12 +20,11 @@ pub(super) enum Kind {
     Raw,
     /// An empty qcow2 image.
     Empty,
-    /// A qcow2 image with all tables, its data clusters holes of the file.
+    /// A qcow2 image with all tables, its data clusters being holes in the file.
     Metadata,
-    /// The same, with room for its data.
+    /// The same, with space allocated for its data.
     Falloc,
-    /// The same, with zeros written as its data. Written again in each run: nothing is ever
-    /// allocated in it.
+    /// The same, with zeros written as its data: nothing is ever allocated in it.
     Full,
     /// QEMU's default overlay on a raw file full of data.
     Overlay,
@@ -72,17 +71,17 @@ impl Kind {
         if self.has_base() { 2 } else { 1 }
     }
 
-    /// Whether data lies beneath it.
+    /// Whether it has a backing file with data.
     pub(super) fn has_base(self) -> bool {
         matches!(self, Self::Overlay | Self::Subclusters | Self::LargeClusters)
     }
 
-    /// Whether what a run does not write is what it was at first.
+    /// Whether what a run does not write keeps its initial content.
     pub(super) fn is_fresh(self) -> bool {
         self != Self::Full
     }
 
-    /// Bytes that get a new place together: what a write leaves of them is copied.
+    /// Bytes that are allocated together: the part that a write does not cover is copied.
     fn unit_bytes(self) -> u64 {
         match self {
             Self::Overlay => 64 << 10,
@@ -93,7 +92,7 @@ impl Kind {
     }
 
     /// Bytes that have to be copied when writes of `bytes` go to `offsets` one after the other:
-    /// what the first write into each unit leaves of it.
+    /// the part of each unit that the first write into it does not cover.
     pub(super) fn copied_bytes(self, offsets: &[u64], bytes: u64) -> u64 {
         let mut units: Vec<_> = offsets.iter().map(|offset| offset / self.unit_bytes()).collect();
         units.sort_unstable();
@@ -113,7 +112,7 @@ pub(super) struct Image {
 impl Drop for Image {
     fn drop(&mut self) {
         if self.kind.is_fresh() {
-            // The folder is removed at last in any case.
+            // The folder is removed in the end in any case.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -123,7 +122,7 @@ impl Drop for Image {
 pub(super) struct Images<'a> {
     folder: &'a Path,
     disk_bytes: u64,
-    /// Who makes the overlays with subclusters.
+    /// The program that makes the overlays with subclusters.
     pub(super) overlays_by: &'static str,
 }
 
@@ -174,7 +173,7 @@ impl<'a> Images<'a> {
             }
             Kind::Subclusters => self.create(&image, "extended_l2=on,cluster_size=128k")?,
         }
-        // What making it wrote is no part of what writing to it costs.
+        // What creating it wrote must not count as the cost of writing to it.
         File::open(&image.path)?.sync_all()?;
         Ok(image)
     }
@@ -189,10 +188,10 @@ impl<'a> Images<'a> {
     }
 }
 
-/// Holds `image` to QEMU's judgement: neither corrupt nor leaking.
+/// Checks with QEMU that `image` is neither corrupt nor leaking.
 ///
 /// # Errors
-/// With what QEMU says.
+/// With QEMU's output.
 pub(super) fn check(image: &Image) -> Result<()> {
     if image.kind.format() == "raw" {
         return Ok(());

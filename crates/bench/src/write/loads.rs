@@ -4,7 +4,7 @@ use crate::load::Durable;
 use mica_gen::Rng;
 use std::collections::HashSet;
 
-/// Writes in flight where nothing else is said.
+/// Writes in flight by default.
 const DEPTH: usize = 16;
 /// Writes that wait for a flush each, on a connection of their own.
 pub(super) const WRITERS: usize = 16;
@@ -20,7 +20,7 @@ pub(super) enum Place {
     Sequential,
 }
 
-/// When it is made durable, and by whom.
+/// When it is made durable, and on which connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
     /// At the end.
@@ -31,7 +31,7 @@ pub(super) enum Mode {
     Each,
     /// Each of 16 connections with one write in flight.
     Writers,
-    /// The only write in flight.
+    /// Each, and it is the only write in flight.
     Alone,
 }
 

@@ -40,7 +40,8 @@ pub(super) struct Bounds {
 }
 
 impl Context<'_> {
-    /// Puts `case` on `running`. The same places for every server, others in every run.
+    /// Puts `case` on `running`, at the same places for every server and different ones in every
+    /// run.
     pub(super) fn put(
         &self,
         running: &Running,
@@ -69,12 +70,12 @@ impl Context<'_> {
     }
 }
 
-/// Who writes in a run: never the base's.
+/// The generation that writes in a run: never the base's.
 fn generation(repeat: u32) -> u64 {
     BASE_GENERATION + 1 + u64::from(repeat)
 }
 
-/// A run, from a fresh image to the judgement of what became of it.
+/// A run, from a fresh image to the check of the result.
 ///
 /// # Errors
 /// If the server fails or writes anything wrong.
@@ -91,7 +92,8 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
     sample.put("writes_per_s", written.per_second());
     sample.put("mib_s", written.mib_per_second());
     if case.mode == Mode::Never {
-        // The last flush, which is the only one, is the device's: beside it the server's own part.
+        // The last flush, which is the only one, measures the device; this is the server's own
+        // part.
         let flush = Duration::from_secs_f64(written.flushes.max_us() / 1e6);
         let unflushed = written.elapsed.saturating_sub(flush).as_secs_f64();
         sample.put("unflushed_per_s", writes / unflushed.max(f64::EPSILON));
@@ -105,7 +107,7 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
     sample.put("cpu_us", used.as_secs_f64() * 1e6 / writes);
     sample.put("device_per_guest_byte", ratio(to_device, written.bytes.max(1)));
     let figures = running.stop()?;
-    // Of a raw file mica counts nothing: there is nothing but the guest's bytes.
+    // mica counts nothing for a raw file: there are only the guest's bytes.
     if let Some(figures) = figures.filter(|_| kind != Kind::Raw) {
         own_figures(&figures["write"], kind, case, &written, sample);
     }
@@ -119,7 +121,7 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
     Ok(())
 }
 
-/// Bytes that the server has given to devices so far, in whole pages, as the kernel counts them.
+/// Bytes that the server has written to devices so far, in whole pages, as the kernel counts them.
 fn device_bytes(server: &Server) -> u64 {
     let text = fs::read_to_string(format!("/proc/{}/io", server.pid())).unwrap_or_default();
     let bytes = text.lines().find_map(|line| line.strip_prefix("write_bytes: "));
@@ -142,7 +144,7 @@ fn own_figures(figures: &Value, kind: Kind, case: Case, written: &Written, sampl
     sample.put("copied_expected_bytes", ratio(copied, 1));
 }
 
-/// Reads back, through QEMU, what was written and what lies around it.
+/// Reads back, through QEMU, what was written and what is around it.
 fn verify(image: &Image, case: Case, written: &Written, generation: u64) -> Result<()> {
     let reader = Peer::qemu_nbd(&[]).start(&image.path, image.kind.format(), &[])?;
     let mut client = reader.server.connect(&nbd::Wish::default())?;

@@ -1,4 +1,5 @@
-//! `cargo xtask bench write`: what is written to which images by whom, and where the figures go.
+//! `cargo xtask bench write`: what is written to which images by which server, and where the
+//! figures go.
 
 mod count;
 mod goals;
@@ -11,7 +12,7 @@ mod report;
 use super::folders::Folders;
 use super::machine::Machine;
 use super::page::Found;
-use super::peers::{Peer, all_there};
+use super::peers::{Peer, all_installed};
 use super::samples::Samples;
 use super::turns::each_once;
 use anyhow::{Result, ensure};
@@ -45,7 +46,7 @@ pub(crate) struct Options {
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Of these only what has this in its name, as "overlay/random-4k".
+    /// Of these, only those with this in their name, such as "overlay/random-4k".
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
     /// One run of each, short loads: a look, not a result.
@@ -77,7 +78,7 @@ type Run = (Kind, Case);
 enum Part {
     /// Raw, empty and overlaid images under all loads.
     Formats,
-    /// What QEMU's ways of preallocation are worth.
+    /// What QEMU's modes of preallocation gain.
     Preallocation,
     /// Sequential writes of 4 KiB to 1 MiB.
     Sizes,
@@ -160,7 +161,7 @@ fn counted_part(kind: Kind, case: Case) -> String {
 
 /// Measures and writes it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
-    ensure!(all_there(&[tools::QEMU_NBD, tools::QEMU_IMG]), "QEMU makes and judges the images");
+    ensure!(all_installed(&[tools::QEMU_NBD, tools::QEMU_IMG]), "QEMU makes and checks the images");
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
     let work = options.folders.work()?;
     let disk_bytes = options.gib() << 30;
@@ -174,18 +175,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let mut samples = Samples::default();
     in_turns(options, &context, &mut samples);
-    if options.parts.contains(&Part::Counts) && all_there(&[tools::STRACE]) {
+    if options.parts.contains(&Part::Counts) && all_installed(&[tools::STRACE]) {
         counts(options, &context, &mut samples);
     }
     write(options, &context, &samples)
 }
 
 /// All runs against the clock, each by mica and its peer in turns, all of them once before any is
-/// made again: a machine whose speed drifts slows every kind alike.
+/// repeated: a machine whose speed drifts slows every kind alike.
 fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     let peers = [Peer::mica(&[]).writable(), Peer::qemu_nbd(&[]).writable()];
     let parts = options.parts.iter().filter(|part| **part != Part::Counts);
-    // Parts share runs; none is made twice.
+    // Parts share runs; no run is repeated.
     let mut runs: Vec<Run> = Vec::new();
     for run in parts.flat_map(|part| part.runs()) {
         if !runs.contains(&run) && part(run.0, run.1).contains(&options.only) {
@@ -202,7 +203,7 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     }
 }
 
-/// What is counted is the same each time, or nearly: one run of each does.
+/// Counts are the same each time, or nearly: one run of each suffices.
 fn counts(options: &Options, context: &Context<'_>, samples: &mut Samples) {
     let mica = Peer::mica(&["--aio", "threads"]).writable();
     let peers = [mica, Peer::qemu_nbd(&["--aio=threads"]).writable()];
@@ -218,7 +219,7 @@ fn counts(options: &Options, context: &Context<'_>, samples: &mut Samples) {
 }
 
 fn write(options: &Options, context: &Context<'_>, samples: &Samples) -> Result<()> {
-    let mut machine = Machine::look()?;
+    let mut machine = Machine::query()?;
     let overlays_by = context.images.overlays_by.to_owned();
     machine.facts.push(("overlays with subclusters made by".to_owned(), overlays_by));
     let name = format!("{}-write", machine.date);

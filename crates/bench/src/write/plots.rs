@@ -1,5 +1,5 @@
 //! The figures 3, 4, 9, 11, 12 and 13 of the paper on the transactional hypervisor, with today's
-//! programs: its baseline is QEMU, its own hypervisor's place is mica's.
+//! programs: its baseline is QEMU, and mica takes the place of its own hypervisor.
 
 use super::images::Kind;
 use super::loads::{Case, Mode};
@@ -87,7 +87,7 @@ fn bars(title: &str, unit: &str, groups: Vec<Group>) -> Result<Option<String>> {
     Bars { title, unit, series: SERVERS.map(str::to_owned).to_vec(), groups }.draw()
 }
 
-/// What `figure` makes of each server's medians.
+/// The value that `figure` computes from each server's medians.
 fn values(
     samples: &Samples,
     kind: Kind,

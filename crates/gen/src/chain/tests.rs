@@ -2,7 +2,7 @@ use super::*;
 use crate::spec::{DataMode, Features};
 
 #[test]
-fn the_same_wish_makes_the_same_bytes() {
+fn same_spec_makes_the_same_bytes() {
     let [one, other] = [(); 2].map(|()| {
         let dir = tempfile::tempdir().expect("a folder");
         let spec = ChainSpec {
@@ -24,7 +24,7 @@ fn the_same_wish_makes_the_same_bytes() {
 }
 
 #[test]
-fn a_chain_is_found_again_by_its_manifest() {
+fn generated_chain_is_loaded_by_its_manifest() {
     let dir = tempfile::tempdir().expect("a folder");
     let spec = ChainSpec { layers: 3, disk_bytes: 1 << 20, ..ChainSpec::new(dir.path()) };
     let mut seen = Vec::new();
@@ -37,7 +37,7 @@ fn a_chain_is_found_again_by_its_manifest() {
 }
 
 #[test]
-fn data_that_is_not_wanted_takes_no_space() {
+fn data_not_requested_takes_no_space() {
     use std::os::unix::fs::MetadataExt;
     let dir = tempfile::tempdir().expect("a folder");
     let spec = ChainSpec {

@@ -28,7 +28,7 @@ fn expand_all(layers: u32, seed: u64) -> (Vec<(LayerShape, Vec<Entry>)>, OwnerMa
 }
 
 #[test]
-fn entries_ascend_lie_in_the_layer_and_fit_its_version() {
+fn entries_ascend_within_the_layer_and_suit_its_version() {
     for seed in 0..20 {
         let (layers, _) = expand_all(12, seed);
         for (shape, entries) in &layers {

@@ -15,7 +15,7 @@ use mica_qcow2_tools::layout::{CompressionLevel, Compressor, refcount_area};
 use mica_units::Rng;
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
 
-/// Most clusters that one compressed cluster takes, with what is left free before it.
+/// Most clusters that one compressed cluster takes, including space left free before it.
 const COMPRESSED_CLUSTERS_MAX: u64 = 2;
 
 /// Writes the layer's file, and its data file if it has one.
@@ -26,7 +26,7 @@ pub(super) fn write(image: &Image<'_>, shape: &Qcow2Shape) -> Result<()> {
     let data_file = data_file.map(|name| Sink::create(&image.dir.join(name))).transpose()?;
 
     let mut refcounts = Refcounts::new(shape.l2.cluster_bits, shape.refcount, layout.clusters);
-    refcounts.name(&(0..layout.data));
+    refcounts.add_reference(&(0..layout.data));
     let rng = image.order.clone().unwrap_or_else(|| Rng::new(image.shape.number.index() as u64));
     let compressor = Compressor::new(shape.compression, CompressionLevel::Fast)?;
     let mut data = Data { image, shape, refcounts, next: layout.data, rng, compressor, data_file };
@@ -90,7 +90,7 @@ struct Layout {
     l1_entries: usize,
     l2: u64,
     data: u64,
-    /// Most clusters that the file can come to have.
+    /// Most clusters that the file can have.
     clusters: u64,
 }
 
@@ -139,7 +139,7 @@ fn clusters_max(content: Content, shape: &Qcow2Shape) -> u64 {
     }
 }
 
-/// The data of an image while it is made.
+/// The data of an image that is being made.
 struct Data<'a> {
     image: &'a Image<'a>,
     shape: &'a Qcow2Shape,
@@ -169,7 +169,7 @@ impl Data<'_> {
         Ok(table)
     }
 
-    /// Writes what belongs to the cluster at `guest` and tells what its entry says.
+    /// Writes the content of the cluster at `guest` and returns its entry.
     fn place(&mut self, sink: &mut Sink, guest: u64, content: Content) -> Result<L2Entry> {
         let all = u32::MAX;
         Ok(match content {
@@ -190,7 +190,8 @@ impl Data<'_> {
         })
     }
 
-    /// A cluster of its own, with data in its `allocated` subclusters and rubbish in the others.
+    /// Writes an uncompressed cluster, with data in its `allocated` subclusters and garbage in the
+    /// others.
     fn place_cluster(&mut self, sink: &mut Sink, guest: u64, allocated: u32) -> Result<HostOffset> {
         let bits = self.shape.l2.cluster_bits;
         let (sink, host, len) = match &mut self.data_file {
@@ -199,7 +200,7 @@ impl Data<'_> {
             None => {
                 let host = self.next.next_multiple_of(bits.bytes());
                 self.next = host + bits.bytes();
-                self.refcounts.name(&(host..self.next));
+                self.refcounts.add_reference(&(host..self.next));
                 (sink, host, bits.bytes())
             }
         };
@@ -210,7 +211,7 @@ impl Data<'_> {
         Ok(HostOffset::new(host))
     }
 
-    /// The cluster at `guest` compressed; `None` where it cannot be or need not.
+    /// The cluster at `guest` compressed; `None` if it cannot be or need not be.
     fn compress(&mut self, guest: u64) -> Result<Option<Vec<u8>>> {
         if self.image.data == DataMode::Holes {
             return Ok(None);
@@ -226,7 +227,7 @@ impl Data<'_> {
         Ok(packed)
     }
 
-    /// Puts `packed` behind the last compressed cluster, at any byte; sometimes across a cluster's
+    /// Puts `packed` after the last compressed cluster, at any byte; sometimes across a cluster's
     /// end.
     fn place_compressed(&mut self, sink: &mut Sink, packed: &[u8]) -> Result<CompressedCluster> {
         let bits = self.shape.l2.cluster_bits;
@@ -237,10 +238,10 @@ impl Data<'_> {
         }
         // The entry knows the length to a sector only, and all of it is counted.
         let named = |host: u64| host..(host + len).next_multiple_of(SECTOR_BYTES);
-        if !self.refcounts.can_name(&named(host)) {
+        if !self.refcounts.can_add_reference(&named(host)) {
             host = self.next.next_multiple_of(bits.bytes());
         }
-        self.refcounts.name(&named(host));
+        self.refcounts.add_reference(&named(host));
         sink.write(host, packed)?;
         self.next = host + len;
         Ok(CompressedCluster { host: HostOffset::new(host), len_max: len })
@@ -251,7 +252,7 @@ fn fill(room: &mut [u8], guest: u64, image: &Image<'_>, shape: &Qcow2Shape, allo
     if allocated == u32::MAX {
         return content::fill(room, guest, image.shape.number);
     }
-    // A raw data file shows to its other readers what lies where nothing is allocated.
+    // Other readers of a raw data file also see what is where nothing is allocated.
     room.fill(if shape.data_file == DataFile::ExternalRaw { 0 } else { POISON });
     let bytes = (1_usize << shape.l2.cluster_bits.bits()) / SUBCLUSTER_COUNT as usize;
     for (number, part) in (0_u64..).zip(room.chunks_mut(bytes)) {

@@ -1,4 +1,4 @@
-//! Refcounts of an image while it is made.
+//! Refcounts of an image that is being made.
 
 use crate::sink::Sink;
 use mica_block::{Error, ErrorKind, Result};
@@ -6,7 +6,7 @@ use mica_qcow2_format::{RefcountTableEntry, RefcountWidth};
 use mica_units::{ClusterBits, HostOffset};
 use std::ops::Range;
 
-/// How often each cluster of the file is named.
+/// How often each cluster of the file is referenced.
 pub(super) struct Refcounts {
     cluster_bits: ClusterBits,
     width: RefcountWidth,
@@ -14,7 +14,7 @@ pub(super) struct Refcounts {
 }
 
 impl Refcounts {
-    /// None of `clusters` clusters is named.
+    /// None of `clusters` clusters is referenced.
     pub(super) fn new(cluster_bits: ClusterBits, width: RefcountWidth, clusters: u64) -> Self {
         let clusters = usize::try_from(clusters).unwrap_or(usize::MAX);
         Self { cluster_bits, width, counts: vec![0; clusters] }
@@ -26,15 +26,15 @@ impl Refcounts {
         at(self.cluster_bits.cluster_of(bytes.start))..at(self.cluster_bits.clusters_for(bytes.end))
     }
 
-    /// Whether all clusters that hold a byte of `bytes` can be named once more.
-    pub(super) fn can_name(&self, bytes: &Range<u64>) -> bool {
+    /// Whether all clusters that hold a byte of `bytes` can take one more reference.
+    pub(super) fn can_add_reference(&self, bytes: &Range<u64>) -> bool {
         self.counts[self.clusters(bytes)]
             .iter()
             .all(|count| u64::from(*count) < self.width.max().min(u64::from(u32::MAX)))
     }
 
-    /// Names all clusters that hold a byte of `bytes` once more.
-    pub(super) fn name(&mut self, bytes: &Range<u64>) {
+    /// Adds a reference to all clusters that hold a byte of `bytes`.
+    pub(super) fn add_reference(&mut self, bytes: &Range<u64>) {
         let clusters = self.clusters(bytes);
         for count in &mut self.counts[clusters] {
             *count += 1;

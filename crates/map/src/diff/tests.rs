@@ -22,7 +22,7 @@ fn diff(
     }
 }
 
-/// The obvious way: every key of both.
+/// The naive way: every key of both.
 fn compare(before: &Model, after: &Model, within: &RangeInclusive<u64>) -> Vec<Change<At>> {
     let mut keys: Vec<u64> = before.keys().chain(after.keys()).copied().collect();
     keys.sort_unstable();
@@ -74,8 +74,8 @@ fn what_two_versions_share_is_not_read() {
     assert_eq!(diff(&mut nodes, before, same_height, 0..=u64::MAX).len(), 1);
     assert_eq!(nodes.reads, 2 * usize::from(before.height));
     nodes.reads = 0;
-    // What was grown over is shared still.
+    // What the tree grew above is still shared.
     assert_eq!(diff(&mut nodes, same_height, higher, 0..=u64::MAX).len(), 1);
-    // Only what was put above it, and the way to the new key.
+    // Only what was added above it, and the path to the new key.
     assert_eq!(nodes.reads, 4 + 7);
 }

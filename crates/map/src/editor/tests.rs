@@ -7,7 +7,7 @@ use crate::testing::{Nodes, Place, Random, versions};
 #[test]
 fn every_version_reads_as_it_was_written_whatever_came_later() {
     for seed in 0..30_u8 {
-        // From an editor that holds next to nothing to one that holds all.
+        // From an editor that holds next to nothing to one that holds everything.
         let (mut nodes, versions) =
             versions(seed.into(), 25, [0, 100, 1 << 20][usize::from(seed % 3)]);
         let mut random = Random(seed.into());
@@ -40,7 +40,7 @@ fn version_costs_what_changed() {
         nodes.put(&bytes)
     });
     assert!(written < 3 * directory_bytes_max::<Place>(), "{written}");
-    // And one in which nothing changed nothing.
+    // And a version in which nothing changed costs nothing.
     let root = editor.root();
     assert_eq!(editor.write(|_| unreachable!("nothing changed")), root);
 }

@@ -50,7 +50,7 @@ fn walk_of_a_part_reads_no_more_than_the_way_there() {
 
 /// A mark: over all versions, each directory once.
 #[test]
-fn walk_that_passes_by_what_was_seen_finds_all_that_is_needed_once() {
+fn walk_that_skips_seen_directories_finds_everything_needed_once() {
     let (mut nodes, versions) = versions(3, 20, 100);
     let needed: HashSet<Place> =
         versions.iter().flat_map(|(_, model)| model.values().copied()).collect();
@@ -60,7 +60,7 @@ fn walk_that_passes_by_what_was_seen_finds_all_that_is_needed_once() {
         let mut walk = Walk::new(*root, 0..=u64::MAX);
         loop {
             match walk.next_step() {
-                WalkStep::Read(at) if !seen.insert(at) => walk.pass_by(),
+                WalkStep::Read(at) if !seen.insert(at) => walk.skip(),
                 WalkStep::Read(at) => walk.feed(nodes.directory(at)),
                 WalkStep::Leaf(_, leaf) => drop(found.insert(leaf)),
                 WalkStep::Done => break,

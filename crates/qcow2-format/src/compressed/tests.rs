@@ -33,7 +33,7 @@ fn read(kind: Compression, input: &[u8]) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn cluster_comes_back_also_with_bytes_after_it() {
+fn cluster_decompresses_even_with_bytes_after_it() {
     for (kind, data) in
         [(Compression::Deflate, deflate(&cluster())), (Compression::Zstd, zstd(&cluster()))]
     {
@@ -55,7 +55,7 @@ fn data_too_short_for_a_cluster_is_corrupt() {
 }
 
 #[test]
-fn data_too_long_for_a_cluster_is_what_qemu_makes_of_it() {
+fn data_too_long_for_a_cluster_is_read_as_qemu_reads_it() {
     let double = [cluster(), cluster()].concat();
     assert_eq!(read(Compression::Deflate, &deflate(&double)).expect("cut"), cluster());
     assert!(read(Compression::Zstd, &zstd(&double)).is_err());

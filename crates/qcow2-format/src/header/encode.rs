@@ -1,4 +1,4 @@
-//! The header as bytes again.
+//! Encoding of the header.
 
 use super::frame::{BACKING_NAME_BYTES_MAX, MAGIC, RAW_BYTES, RawHeader, V2_BYTES};
 use super::{Autoclear, Compatible, Encryption, Header, Incompatible, Version};
@@ -10,12 +10,12 @@ use std::os::unix::ffi::OsStrExt;
 use zerocopy::IntoBytes;
 
 impl Header {
-    /// The header as it stands at the start of the file: fixed fields, extensions, backing name. A
-    /// cluster too small for all of it goes without the names of the feature bits.
+    /// The header as it is stored at the start of the file: fixed fields, extensions, backing name.
+    /// If the cluster is too small for all of it, the names of the feature bits are left out.
     ///
     /// # Errors
     /// `Limit` if it does not fit the first cluster or a name exceeds its maximum, `Invalid` if it
-    /// asks of version 2 what only version 3 has.
+    /// is version 2 and uses what only version 3 has.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let limit = |what: String| Error::new(ErrorKind::Limit, what);
         let cluster_bytes = usize::try_from(self.cluster_bits.bytes())

@@ -1,4 +1,4 @@
-//! Version, feature bits and encryption: what an image asks of its reader.
+//! Version, feature bits and encryption: what an image requires of its reader.
 
 use crate::{Compression, unsupported};
 use mica_block::Result;
@@ -20,7 +20,7 @@ pub struct Incompatible {
     pub dirty: bool,
     /// A writer found contradictions: the image must not be written.
     pub corrupt: bool,
-    /// The guest's data stands in a file of its own.
+    /// The guest's data is in a separate file.
     pub external_data_file: bool,
     /// The compression is not deflate.
     pub compression: bool,
@@ -31,20 +31,20 @@ pub struct Incompatible {
 /// What a reader may ignore.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Compatible {
-    /// A writer may leave refcounts for later, under the dirty bit.
+    /// A writer may defer refcount updates, under the dirty bit.
     pub lazy_refcounts: bool,
-    /// Bits that mica does not know, in their places.
+    /// Bits that mica does not know, in their positions.
     pub unknown: u64,
 }
 
 /// What a writer that does not know it must clear.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Autoclear {
-    /// The bitmaps fit the data.
+    /// The bitmaps match the data.
     pub bitmaps_consistent: bool,
-    /// The data file is a raw disk on its own.
+    /// The data file by itself is a raw disk.
     pub raw_external: bool,
-    /// Bits that mica does not know, in their places.
+    /// Bits that mica does not know, in their positions.
     pub unknown: u64,
 }
 

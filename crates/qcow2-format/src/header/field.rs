@@ -1,14 +1,14 @@
-//! Where the fixed fields of a header stand (specification, section "Header").
+//! Offsets of the fixed fields of a header (specification, section "Header").
 
 /// Length of the disk: u64.
 pub const SIZE: usize = 24;
-/// Entries of the L1 table: u32; its place follows.
+/// Entries of the L1 table: u32; its offset follows.
 pub const L1_ENTRIES: usize = 36;
-/// Place of the L1 table: u64.
+/// Offset of the L1 table: u64.
 pub const L1_OFFSET: usize = 40;
-/// Place of the refcount table: u64; its clusters follow, u32.
+/// Offset of the refcount table: u64; its length in clusters follows, u32.
 pub const REFCOUNT_TABLE: usize = 48;
-/// Place of the snapshot table: u64.
+/// Offset of the snapshot table: u64.
 pub const SNAPSHOT_TABLE: usize = 64;
 /// Incompatible feature bits, from version 3 on: u64.
 pub const INCOMPATIBLE: usize = 72;

@@ -1,4 +1,4 @@
-//! The fixed fields of a header, and what of them can be judged before its extensions are read.
+//! The fixed fields of a header, and the checks on them that need no extensions.
 
 use super::features::{COMPRESSION, INCOMPATIBLE_KNOWN};
 use super::{BackingName, Encryption, Incompatible, Version};
@@ -93,7 +93,7 @@ impl Frame {
         };
         if version == Version::V3 && !(V3_BYTES_MIN..=cluster_bytes).contains(&header_len) {
             return Err(corrupt(format!(
-                "header length {header_len} (header byte 100) must lie between {V3_BYTES_MIN} and \
+                "header length {header_len} (header byte 100) must be between {V3_BYTES_MIN} and \
                  the cluster size {cluster_bytes}"
             )));
         }
@@ -103,7 +103,7 @@ impl Frame {
             .filter(|&at| at <= cluster_bytes)
             .ok_or_else(|| {
                 corrupt(format!(
-                    "the backing file's name at {backing_offset:#x} (header byte 8) must stand in \
+                    "the backing file's name at {backing_offset:#x} (header byte 8) must be in \
                      the first {cluster_bytes} bytes"
                 ))
             })?;
@@ -127,7 +127,7 @@ impl Frame {
         Ok(frame.without_v3_fields())
     }
 
-    /// In version 2 other things stand where version 3 has its fields.
+    /// Version 2 has other content where version 3 has its fields.
     fn without_v3_fields(mut self) -> Self {
         if self.version == Version::V2 {
             self.raw.incompatible = 0.into();

@@ -22,7 +22,7 @@ fn header() -> Header {
     }
 }
 
-/// A header in which everything is there that can be.
+/// A header with every optional part present.
 fn full() -> Header {
     Header {
         incompatible: Incompatible {
@@ -82,14 +82,14 @@ fn kind(outcome: Result<Header>) -> ErrorKind {
 }
 
 #[test]
-fn header_comes_back_as_it_was_encoded() {
+fn header_round_trips() {
     for header in [header(), full()] {
         assert_eq!(decode(&cluster(&header)).expect("valid"), header);
     }
 }
 
 #[test]
-fn version_2_comes_back_with_its_extensions() {
+fn version_2_round_trips_with_its_extensions() {
     let header = Header {
         version: Version::V2,
         feature_names: Vec::new(),
@@ -135,7 +135,7 @@ fn file_that_ends_within_the_first_cluster_reads_as_zeros_there() {
 }
 
 #[test]
-fn names_of_features_give_way_where_the_cluster_is_small() {
+fn feature_names_are_omitted_if_the_cluster_is_small() {
     let small = Header {
         cluster_bits: ClusterBits::new(9).expect("valid"),
         size: 0,
@@ -231,7 +231,7 @@ fn refcount_table_beyond_its_limits_is_refused() {
 }
 
 #[test]
-fn check_may_see_what_serving_must_not() {
+fn check_accepts_headers_that_serving_refuses() {
     let mut bytes = cluster(&header());
     bytes[56..60].fill(0);
     bytes[60..64].copy_from_slice(&u32::MAX.to_be_bytes());
@@ -322,7 +322,7 @@ fn backing_name_outside_the_first_cluster_is_refused() {
 }
 
 #[test]
-fn backing_name_ends_where_c_ends_it() {
+fn backing_name_ends_at_the_first_nul() {
     let name = BackingName { name: "base\0/etc/shadow".into(), format: None };
     let decoded = decode(&cluster(&Header { backing: Some(name), ..header() })).expect("valid");
     assert_eq!(decoded.backing.map(|backing| backing.name), Some("base".into()));
@@ -348,7 +348,7 @@ fn bitmaps_that_another_program_made_stale_are_not_decoded() {
 }
 
 #[test]
-fn bitmaps_extension_of_an_enemy_is_refused() {
+fn hostile_bitmaps_extension_is_refused() {
     let good = full().bitmaps.expect("there");
     let offset = HostOffset::new(0x80001);
     for bad in [
@@ -372,7 +372,7 @@ proptest! {
     fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600), at in 0_u32..22) {
         let mut bytes = bytes;
         let _ = Header::decode(&bytes, bytes.len() as u64);
-        // The same behind a beginning that passes the first tests.
+        // The same after a start that passes the first checks.
         let start = [&MAGIC.to_be_bytes()[..], &3_u32.to_be_bytes()].concat();
         for (to, from) in bytes.iter_mut().zip(start) {
             *to = from;

@@ -61,7 +61,7 @@ fn offset_0_with_copied_is_data_in_a_data_file() {
 }
 
 #[test]
-fn place_in_a_data_file_must_be_the_place_on_the_disk() {
+fn offset_in_a_data_file_must_be_the_disk_offset() {
     let format = L2Format { data_file: true, ..format() };
     assert!(format.interpret_at(raw(COPIED | 0x50000), GuestOffset::new(0x50000)).is_ok());
     assert!(format.interpret_at(raw(COPIED | 0x50000), GuestOffset::new(0x60000)).is_err());
@@ -86,8 +86,8 @@ fn zero_flag_in_version_2_is_corrupt() {
 }
 
 #[test]
-fn compressed_entries_tell_place_and_greatest_length() {
-    // The entries that qemu-img makes of two clusters of one value each.
+fn compressed_entries_give_offset_and_maximum_length() {
+    // The entries that qemu-img writes for two clusters, each filled with one value.
     let first = CompressedCluster { host: CLUSTER, len_max: 512 };
     let second = CompressedCluster { host: HostOffset::new(0x5004f), len_max: 512 - 0x4f };
     assert_eq!(read(0x4000_0000_0005_0000), Some(L2Entry::Compressed(first)));
@@ -103,7 +103,7 @@ fn compressed_bit_comes_before_all_others() {
 }
 
 #[test]
-fn compressed_entries_come_back_as_they_were_encoded() {
+fn compressed_entries_round_trip() {
     for bits in ClusterBits::MIN..=ClusterBits::MAX {
         let cluster_bits = ClusterBits::new(bits).expect("valid");
         let format = L2Format { cluster_bits, ..format() };
@@ -148,7 +148,7 @@ fn contradictory_subclusters_are_corrupt() {
 }
 
 #[test]
-fn entries_come_back_as_they_were_encoded() {
+fn entries_round_trip() {
     let plain = [
         L2Entry::Unallocated,
         L2Entry::Zero,
@@ -167,7 +167,7 @@ fn entries_come_back_as_they_were_encoded() {
 }
 
 #[test]
-fn entries_stand_where_the_table_says() {
+fn entries_are_at_their_index_in_a_table() {
     for format in [format(), extended()] {
         let mut table = vec![0; 4 * format.entry_bytes()];
         let entry = format.encode(L2Entry::Data(CLUSTER), true);
@@ -191,7 +191,7 @@ fn geometry_follows_the_entry_size() {
 }
 
 #[test]
-fn l1_entry_of_an_enemy_is_corrupt_or_nothing() {
+fn hostile_l1_entry_is_corrupt_or_unallocated() {
     let bits = format().cluster_bits;
     // Offset 0 with COPIED stops QEMU 7.2 and 10.0 with an assertion on the next write.
     assert_eq!(L1Entry(COPIED).decode(bits).expect("none"), None);

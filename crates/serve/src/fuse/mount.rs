@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_not_there_or_no_file_is_refused() {
+    fn missing_file_or_other_inode_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let missing = prepare(&folder.path().join("missing")).expect_err("not there");
         assert_eq!(missing.kind(), ErrorKind::NotFound);

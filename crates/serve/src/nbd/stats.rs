@@ -1,4 +1,4 @@
-//! What a server did, counted per queue and summed when someone asks.
+//! What a server did, counted per queue and summed on request.
 
 use crate::counters::counters;
 
@@ -7,15 +7,15 @@ counters! {
     connections,
     /// Connections that were closed at once because there were too many.
     connections_refused,
-    /// Connections that came through the handshake.
+    /// Connections that completed the handshake.
     sessions,
     /// Connections that ended because the client broke the protocol.
     protocol_errors,
-    /// Connections that ended because the client let a deadline pass.
+    /// Connections that ended because the client missed a deadline.
     deadlines_passed,
     /// Connections that ended because the server's own code failed.
     panics,
-    /// Requests that were taken, whatever became of them.
+    /// Requests that were received, whatever their outcome.
     requests,
     /// Reads among them that were done.
     reads,
@@ -29,7 +29,7 @@ counters! {
     zeroes,
     /// Requests to discard that were done.
     discards,
-    /// Flushes that were done, besides those of single requests (FUA).
+    /// Flushes that were done, not counting those of single requests (FUA).
     flushes,
     /// Requests that were answered with an error.
     errors,

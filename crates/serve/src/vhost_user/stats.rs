@@ -1,33 +1,33 @@
-//! What a device did, counted per queue and summed when someone asks.
+//! What a device did, counted per queue and summed on request.
 
 use crate::counters::counters;
 
 counters! {
-    /// Reads that were taken.
+    /// Reads that were received.
     reads,
     /// Bytes of those reads.
     read_bytes,
-    /// Writes that were taken.
+    /// Writes that were received.
     writes,
     /// Bytes of those writes.
     written_bytes,
-    /// Flushes that were taken.
+    /// Flushes that were received.
     flushes,
-    /// Discards that were taken.
+    /// Discards that were received.
     discards,
-    /// Requests to write zeros that were taken.
+    /// Requests to write zeros that were received.
     zeroes,
     /// Requests that failed.
     failed,
-    /// Requests that were refused for what they ask.
+    /// Requests that were refused because of what they ask for.
     refused,
-    /// Requests that could not be understood.
+    /// Requests that could not be parsed.
     malformed,
-    /// Times that a request waited because of the device's rates.
+    /// Times that a request waited because of the device's rate limits.
     delayed,
-    /// Queues that contradicted themselves.
+    /// Queues that were in an inconsistent state.
     broken_queues,
-    /// Times that a front end's memory went away while it was served.
+    /// Times that a front end's memory disappeared while it was served.
     memory_losses,
     /// Failures in the server that ended a queue.
     panics,

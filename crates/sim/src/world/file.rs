@@ -49,7 +49,7 @@ impl SimFile {
         }
     }
 
-    /// Fills what there is and gives how much that is.
+    /// Fills `buf` as far as there are bytes, and returns how many.
     pub(super) fn read(&self, buf: &mut Buf, offset: u64) -> usize {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         let there = self.bytes.get(start..).unwrap_or_default();

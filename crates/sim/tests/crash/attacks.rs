@@ -1,4 +1,4 @@
-//! What a fresh reader of the writing engine broke it with, each with its story.
+//! Attacks with which a reviewer broke the writing engine, each with its story.
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
@@ -19,9 +19,9 @@ fn failing_sync(nth: u64) -> ChangeFault {
     ChangeFault { operation: Operation::Sync, nth, lasting: false, errno: EIO }
 }
 
-/// The story: the sync that stands in the making of a refcount block failed, nobody noticed, and
+/// The story: the sync during the creation of a refcount block failed, the failure was ignored, and
 /// the next flush succeeded: the kernel reports a failed writeback once. Of 121 writes that were
-/// acknowledged and flushed up to 120 were gone after a power cut.
+/// acknowledged and flushed, up to 120 were lost after a power cut.
 #[test]
 fn sync_that_fails_while_counts_get_room_is_not_forgotten() {
     let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
@@ -60,8 +60,8 @@ fn sync_that_fails_while_counts_get_room_is_not_forgotten() {
     assert!(struck.get() >= 8, "the sync of a refcount block failed in {} runs only", struck.get());
 }
 
-/// The story: the mark in the header did not become durable, the page in memory had it already, so
-/// that the second write found nothing to do, and went on.
+/// The story: the mark in the header did not become durable, but the page in memory had it already,
+/// so that the second write found nothing to do and continued.
 #[test]
 fn nothing_is_acknowledged_once_the_mark_of_a_writer_has_failed() {
     let wish = ImageWish { lazy_refcounts: Some(true), ..ImageWish::default() };
@@ -95,9 +95,9 @@ async fn overlay(world: &World) -> Plain {
     Plain::new(world, &wish, MIB).await
 }
 
-/// The story: half of a request was on its way when the other half could not read what it had to
-/// copy. Its clusters were given back, given to the next write, which was acknowledged, and then
-/// the old write landed on it.
+/// The story: half of a request was in flight when the other half could not read what it had to
+/// copy. Its clusters were freed and given to the next write, which was acknowledged, and then the
+/// old write overwrote it.
 #[test]
 fn write_that_fails_half_way_does_not_land_on_its_successor() {
     scenario(8, |world| async move {
@@ -146,8 +146,8 @@ fn packed_shapes() -> [ImageWish; 3] {
     ]
 }
 
-/// The story: the read of a compressed cluster looks up its entry again, and found what the guest
-/// had made of it meanwhile; it failed with "changed by another program".
+/// The story: the read of a compressed cluster looks up its entry again, and found the entry that
+/// the guest had written meanwhile; it failed with "changed by another program".
 #[test]
 fn compressed_cluster_that_changes_after_the_plan_is_read_old_or_new() {
     for wish in packed_shapes() {
@@ -179,7 +179,7 @@ fn compressed_cluster_that_changes_after_the_plan_is_read_old_or_new() {
     }
 }
 
-/// The same while both are under way.
+/// The same while both are in flight.
 #[test]
 fn compressed_clusters_are_read_while_they_are_discarded_and_rewritten() {
     for wish in packed_shapes() {
@@ -224,7 +224,7 @@ fn compressed_clusters_are_read_while_they_are_discarded_and_rewritten() {
 }
 
 /// The story: work that outlives its request was counted down twice, so that the disk was never
-/// idle again: SIGTERM hung, and what was freed was never given back.
+/// idle again: SIGTERM hung, and freed clusters were never reused.
 #[test]
 fn disk_is_idle_when_its_requests_are_done_and_closes() {
     scenario(8, |world| async move {

@@ -1,4 +1,4 @@
-//! Chains of random shape, to be written.
+//! Chains of random shape that are written.
 
 use crate::qemu;
 use mica_block::{Images, LocalFuture, Manage, Result, Store};
@@ -32,7 +32,7 @@ pub(crate) struct Shape {
     /// Whether the active layer has an internal snapshot.
     pub(crate) has_snapshot: bool,
     pub(crate) initial: Vec<u8>,
-    /// In words.
+    /// A description.
     pub(crate) about: String,
 }
 
@@ -138,7 +138,7 @@ fn make_lazy(image: &Path) {
     std::fs::write(image, bytes).unwrap();
 }
 
-/// A chain as the scenarios try it.
+/// A chain as the subject of the scenarios.
 pub(crate) struct ChainSubject {
     pub(crate) shape: Shape,
 }
@@ -183,7 +183,7 @@ impl ChainSubject {
         let told = |error: mica_block::Error| format!("{error:?}");
         let (image, header) = open_for_check(world, &self.shape.top).await.map_err(told)?;
         let header = if header.incompatible.dirty {
-            // Its refcounts are nothing to go by: opening for writing mends them.
+            // Its refcounts cannot be trusted: opening for writing repairs them.
             drop(image);
             let disk = self.open(world, Mode::Write).await.map_err(told)?;
             disk.close().await.map_err(told)?;
@@ -196,7 +196,7 @@ impl ChainSubject {
         if header.autoclear.unknown == 0 {
             return Ok(leaks);
         }
-        // What others see is sound, and so is what mica sees, who knows of the log.
+        // What others see is sound, and so is what mica sees, which knows of the log.
         let (image, header) = open_for_check(world, &self.shape.top).await.map_err(told)?;
         self.check_clean_image(world, &header, image.store).await
     }

@@ -20,9 +20,9 @@ enum Step {
     WriteWhole,
     /// All clusters of an L2 table and more.
     WriteLong,
-    /// The first cluster reads as zeros and gives its space back.
+    /// The first cluster is zeroed and its space freed.
     Unmap,
-    /// Parts of two clusters read as zeros and keep their space.
+    /// Parts of two clusters are zeroed and keep their space.
     Zero,
     /// Two clusters are discarded.
     Discard,
@@ -72,7 +72,7 @@ fn sequence(mut number: u64) -> Option<Vec<Step>> {
 }
 
 /// Cuts the power after each operation of the sequence that belongs to the world's seed. One sync
-/// in `ignored_one_in`, if that is not zero, is not done.
+/// in `ignored_one_in` is not done, unless that is zero.
 async fn cut_after_each(world: &World, shape: &Shape, ignored_one_in: u64) {
     let Some(steps) = sequence(world.seed()) else { return };
     let subject = ChainSubject { shape: shape.clone() };
@@ -124,7 +124,7 @@ fn short_sequences_on_subclusters_survive_a_cut_after_every_operation() {
     scenario(72, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
-/// Nothing is there, so that each first write makes a table, and few counts fit in a block.
+/// The image is empty, so that each first write makes a table, and few counts fit in a block.
 #[test]
 fn short_sequences_on_an_empty_image_survive_a_cut_after_every_operation() {
     static SHAPE: OnceLock<Shape> = OnceLock::new();
@@ -134,7 +134,7 @@ fn short_sequences_on_an_empty_image_survive_a_cut_after_every_operation() {
     scenario(72, |world| async move { cut_after_each(&world, shape, 0).await });
 }
 
-/// Each sync is there for a reason: some sequence has to notice when one in four is missing.
+/// Every sync is needed: some sequence has to notice when one in four is missing.
 #[test]
 fn missing_syncs_are_noticed() {
     let shape = Shape::small(512, 96, 0.7, features(&[Feature::Zero]));

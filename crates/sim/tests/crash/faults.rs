@@ -60,8 +60,8 @@ fn every_failing_change_of_length_is_survived() {
     });
 }
 
-/// A file system that is full for any one operation: the flush that reports it is tried
-/// again and makes all durable.
+/// A file system that is full for a single operation: the flush that reports it is retried and
+/// makes everything durable.
 async fn be_full_once(world: &World, nth: u64, shape: &Shape) -> bool {
     let subject = ChainSubject { shape: shape.clone() };
     shape.put_in(world);
@@ -69,7 +69,7 @@ async fn be_full_once(world: &World, nth: u64, shape: &Shape) -> bool {
     let disk = subject.open(world, Mode::Write).await.expect("it opens");
     let guest = Guest::new(world, disk, &model, Errors::ForLackOfSpace);
     let load = Load { tasks: 3, requests: 6, sectors_max: 64, flush_one_in: 5, give_up_one_in: 0 };
-    // The header says from here on that the image is in use.
+    // From here on the header says that the image is in use.
     guest.run(&load).await;
     world.inject_change(ChangeFault {
         operation: Operation::Write,
@@ -93,7 +93,7 @@ async fn be_full_once(world: &World, nth: u64, shape: &Shape) -> bool {
 }
 
 #[test]
-fn a_disk_goes_on_when_there_is_space_again() {
+fn a_disk_continues_when_there_is_space_again() {
     scenario(16, |world| async move {
         let shape = Shape::random(&world);
         let mut nth = 1;

@@ -1,6 +1,5 @@
 //! Another program writes an image whose writer was killed, and leaves the name of the log as it
-//! is: QEMU does so where it opens an image for reading and reopens it for writing, to commit into
-//! it.
+//! is: QEMU does so if it opens an image for reading and reopens it for writing, to commit into it.
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _};
@@ -10,7 +9,8 @@ use mica_sim::{World, scenario};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-/// The disk has three parts: what was flushed first, what is written then, and what others write.
+/// The disk has three parts: what was flushed first, what is written after that, and what other
+/// programs write.
 const PART: u64 = 8 * MIB;
 const BLOCK: u64 = 4096;
 const FLUSHED: u8 = 1;
@@ -29,7 +29,7 @@ fn block_at_random(world: &World, part: u64) -> u64 {
     part * PART + world.random_below(PART / BLOCK) * BLOCK
 }
 
-/// Kills its server after at most `micros`, unless it is done before.
+/// Kills its server after at most `micros`, unless it is done earlier.
 fn kill_within(world: &World, micros: u64) {
     let (there, life) = (world.clone(), Duration::from_micros(1 + world.random_below(micros)));
     let before = world.cuts();
@@ -41,8 +41,8 @@ fn kill_within(world: &World, micros: u64) {
     });
 }
 
-/// A guest writes, and flushes at times, until its server is killed. Where it wrote, and was told
-/// so.
+/// A guest writes, and flushes at times, until its server is killed. Returns where its writes were
+/// acknowledged.
 async fn write_and_die(world: &World, image: &Plain) -> Vec<u64> {
     let chain = image.open(Mode::Write).await;
     write(&chain, 0, FLUSHED, 4096).await.unwrap();
@@ -67,10 +67,10 @@ async fn write_and_die(world: &World, image: &Plain) -> Vec<u64> {
 }
 
 /// The story: mica served an image and was killed; `qemu-img commit` wrote into the image, which
-/// named its log still; the log was put over what QEMU had written, and two ranges of the guest's
+/// still named its log; the log was applied over what QEMU had written, and two guest ranges then
 /// shared clusters.
 #[test]
-fn log_is_not_put_over_what_another_program_wrote() {
+fn log_is_not_applied_over_what_another_program_wrote() {
     scenario(120, |world| async move {
         let image = Plain::new(&world, &wish_at_random(&world), 3 * PART).await;
         write_and_die(&world, &image).await;
@@ -113,10 +113,10 @@ fn log_is_not_put_over_what_another_program_wrote() {
     });
 }
 
-/// A writer is killed, and so is each process that takes over: the log fits what each of
-/// them left.
+/// A writer is killed, and so is each process that takes over: the log matches what each of them
+/// left.
 #[test]
-fn log_is_believed_after_a_takeover_that_was_killed() {
+fn log_is_trusted_after_a_takeover_that_was_killed() {
     scenario(80, |world| async move {
         let image = Plain::new(&world, &wish_at_random(&world), 3 * PART).await;
         let done = write_and_die(&world, &image).await;

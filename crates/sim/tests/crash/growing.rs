@@ -1,5 +1,5 @@
 //! Disks that become longer while a guest writes to them and the power goes, or the process dies:
-//! what is left has the old length or the new one, and in the new part are zeros.
+//! what is left has the old length or the new one, and the new part is zeros.
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, read, write};
@@ -19,7 +19,7 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 /// Of the disk, what is written and durable before.
 const WRITTEN: u64 = MIB / 2;
-/// What the guest writes meanwhile, each so far from the last that tables are needed.
+/// Number of the guest's writes meanwhile, each so far from the last that it needs a new table.
 const WRITES: u64 = 12;
 const STRIDE: u64 = 200 << 10;
 
@@ -56,8 +56,8 @@ impl Case {
         WRITTEN + number * STRIDE % (self.old - WRITTEN - 512)
     }
 
-    /// The disk grows, and the guest writes, and then in the new part. Counts what it was told to
-    /// be written.
+    /// The disk grows while the guest writes, and then the guest writes to the new part. Counts the
+    /// acknowledged writes.
     async fn work(&self, chain: &Chain, acknowledged: &Cell<u64>) -> Result<()> {
         let writes = async {
             for number in 0..WRITES {
@@ -76,7 +76,7 @@ impl Case {
         chain.flush().await
     }
 
-    /// The disk shows what it may; its length.
+    /// Checks that the disk shows what it may; returns its length.
     async fn expect_shown(&self, chain: &Chain, about: &str) -> u64 {
         let len = chain.geometry().len;
         assert!(len == self.old || len == self.new, "{about}: {len} bytes");
@@ -126,7 +126,7 @@ impl Case {
         }
     }
 
-    /// The process dies at all times.
+    /// Kills the process at each step in turn.
     async fn kill_at_each(&self, seed: u64) {
         for step in 0.. {
             let world = World::new(seed * 1000 + step);
@@ -164,7 +164,7 @@ fn cases() -> Vec<Case> {
     let mut old_format = Case::new(4096, 4 * MIB, (2 * MIB, 3 * MIB));
     old_format.wish.version = Some(Version::V2);
     vec![
-        // Its L1 table moves; and the old end lies within a cluster.
+        // Its L1 table moves; and the old end is within a cluster.
         Case::new(512, 0, (2 * MIB, 6 * MIB)),
         Case::new(512, 3 * MIB, (2 * MIB, 4 * MIB)),
         Case::new(4096, 5 * MIB, (2 * MIB - 512, 4 * MIB)),
@@ -190,7 +190,7 @@ fn disks_that_grow_while_their_server_is_killed_lose_nothing() {
     }
 }
 
-/// What an image kept from a longer life does not come back.
+/// What an image kept from when it was longer does not reappear.
 #[test]
 fn disk_that_was_longer_once_grows_with_zeros() {
     scenario(2, |world| async move {
@@ -217,7 +217,7 @@ fn disk_that_was_longer_once_grows_with_zeros() {
 }
 
 #[test]
-fn served_disk_is_refused_what_it_cannot_be() {
+fn impossible_lengths_of_a_served_disk_are_refused() {
     scenario(1, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
         let chain = image.open(Mode::Write).await;
@@ -233,7 +233,7 @@ fn served_disk_is_refused_what_it_cannot_be() {
     });
 }
 
-/// A thousand terabytes are there in a moment.
+/// A thousand terabytes are added at once.
 #[test]
 fn disk_becomes_very_long_at_once() {
     scenario(1, |world| async move {

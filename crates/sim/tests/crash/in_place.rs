@@ -1,4 +1,4 @@
-//! Writes that change no metadata go straight to their place, without a task of their own.
+//! Writes that change no metadata go straight to their place, without a separate task.
 
 use crate::plain::Plain;
 use mica_block::{Disk, Manage as _, Writing};

@@ -1,4 +1,4 @@
-//! What a fresh reader broke the log of a killed writer with, and the group that found no space,
+//! Attacks with which a reviewer broke the log of a killed writer, and groups that found no space,
 //! each with its story.
 
 use crate::chain::ChainSubject;
@@ -16,18 +16,18 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 65536;
-/// Where the autoclear bits stand in a header.
+/// Where the autoclear bits are in a header.
 const AUTOCLEAR_AT: u64 = 88;
 
 fn full() -> ChangeFault {
     ChangeFault { operation: Operation::Write, nth: 1, lasting: true, errno: ENOSPC }
 }
 
-/// The story: a writer was killed, and another program wrote the image, so that nobody named its
-/// log any more; it stayed. The next writer's log began over it with the same numbers, and when
-/// that was killed, groups of the old log behind its own were believed.
+/// The story: a writer was killed, and another program wrote the image, so that nothing named its
+/// log any more, but the log stayed. The next writer's log overwrote its start with the same
+/// numbers, and when that writer was killed, groups of the old log after its own were trusted.
 #[test]
-fn groups_of_an_older_log_are_not_believed() {
+fn groups_of_an_older_log_are_not_trusted() {
     scenario(8, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
         let chain = image.open(Mode::Write).await;
@@ -63,9 +63,9 @@ fn groups_of_an_older_log_are_not_believed() {
     });
 }
 
-/// The story: a log that became long had the transaction flush before what it linked was published.
-/// The flush found no space, the disk went on, and readers and writers went on with clusters that
-/// were freed, and then somebody else's.
+/// The story: when the log became long, the transaction flushed before it published what it had
+/// linked. The flush found no space, the disk continued, and readers and writers kept using
+/// clusters that were freed and then belonged to others.
 #[test]
 fn change_is_published_though_the_flush_after_it_finds_no_space() {
     let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
@@ -90,7 +90,7 @@ fn change_is_published_though_the_flush_after_it_finds_no_space() {
             for _ in 0..4 {
                 chain.flush().await.unwrap();
             }
-            // All that was freed is taken.
+            // Everything that was freed is in use again.
             write(&chain, 2 << 20, 9, 1 << 20).await.unwrap();
             write(&chain, freed, 5, 512).await.unwrap();
             let shown = read(&chain, 2 << 20, 1 << 20).await.unwrap();
@@ -103,8 +103,8 @@ fn change_is_published_though_the_flush_after_it_finds_no_space() {
     });
 }
 
-/// The story: a server that ended while its device was full took the log away, and with it what a
-/// server that was killed would have kept.
+/// The story: a server that exited while its device was full removed the log, and with it what a
+/// killed server would have kept.
 #[test]
 fn close_that_finds_no_space_loses_nothing() {
     scenario(8, |world| async move {
@@ -128,9 +128,9 @@ fn close_that_finds_no_space_loses_nothing() {
 }
 
 /// The story: the log was restarted only if nothing changed while a group was made durable. Under a
-/// load that never pauses it grew until it was full, and there was none any more.
+/// load that never pauses it grew until it was full, and from then on there was none.
 #[test]
-fn log_is_there_under_a_load_that_never_pauses() {
+fn log_survives_a_load_that_never_pauses() {
     let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
     scenario(1, |world| {
         let wish = &wish;
@@ -156,9 +156,9 @@ fn log_is_there_under_a_load_that_never_pauses() {
 }
 
 /// The story: an image is put back in place, as `cp` does it, from a copy that was made while its
-/// writer ran; the copy names the log, which goes on from a later state.
+/// writer ran; the copy names the log, which continues from a later state.
 #[test]
-fn log_is_not_put_into_an_older_copy() {
+fn log_is_not_applied_to_an_older_copy() {
     scenario(4, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), 32 * MIB).await;
         let chain = image.open(Mode::Write).await;
@@ -181,9 +181,9 @@ fn log_is_not_put_into_an_older_copy() {
     });
 }
 
-/// The story: a log that once found no memory was gone for as long as the process lived.
+/// The story: a log that once found no memory stayed off for as long as the process lived.
 #[test]
-fn log_that_found_no_memory_is_begun_again() {
+fn log_that_found_no_memory_is_restarted() {
     scenario(8, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), 8 * MIB).await;
         let is_late = world.random_below(2) == 0;
@@ -215,10 +215,10 @@ fn log_that_found_no_memory_is_begun_again() {
     });
 }
 
-/// The story: a write of metadata failed, the log was thrown away though nothing was wrong with it,
+/// The story: a write of metadata failed, the log was discarded although nothing was wrong with it,
 /// and what had been acknowledged was lost with the process.
 #[test]
-fn write_of_metadata_that_fails_leaves_the_log() {
+fn failed_write_of_metadata_keeps_the_log() {
     const EIO: i32 = 5;
     scenario(8, |world| async move {
         let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
@@ -269,7 +269,7 @@ fn what_a_killed_writer_counted_ahead_is_free_again() {
             drop(chain);
             world.kill();
             if kill % 2 == 0 {
-                // Who only looks sees no leak either.
+                // A reader sees no leak either.
                 image.expect_sound().await;
             }
         }
@@ -279,7 +279,7 @@ fn what_a_killed_writer_counted_ahead_is_free_again() {
     });
 }
 
-/// All files, and what the disk showed then.
+/// All files, and what the disk showed at that time.
 struct Copy {
     files: Vec<(PathBuf, Vec<u8>)>,
     model: ModelDisk,
@@ -350,7 +350,7 @@ async fn work_until(
     copies.take()
 }
 
-/// What the disk of `subject` shows is what `model` allows, and nothing is wrong with it.
+/// Checks that the disk of `subject` shows what `model` allows, and that nothing is wrong with it.
 async fn settle(world: &World, subject: &ChainSubject, model: &Rc<RefCell<ModelDisk>>) {
     let disk = subject.open(world, Mode::Write).await.unwrap();
     let guest = Guest::new(world, disk, model, Errors::Unexpected);
@@ -359,10 +359,10 @@ async fn settle(world: &World, subject: &ChainSubject, model: &Rc<RefCell<ModelD
     subject.check(world).await.unwrap_or_else(|error| panic!("after it was put back: {error}"));
 }
 
-/// Whether the log of the image at `top` goes by the name that is among the autoclear `bits` of a
-/// copy (`docs/formats/redo-log.md`): by the one that the image has, and while a flush is under way
-/// by the one before, too.
-fn log_goes_by(world: &World, top: &Path, bits: u64) -> bool {
+/// Whether the name in the autoclear `bits` of a copy is one of the log of the image at `top`
+/// (`docs/formats/redo-log.md`): the one that the image has, or, while a flush is in flight, the
+/// one before.
+fn is_named_by(world: &World, top: &Path, bits: u64) -> bool {
     let Some(log) = world.redo_logs().log(top).unwrap() else { return false };
     let header = |at: u64| {
         let mut bytes = [0; 64];
@@ -376,7 +376,7 @@ fn log_goes_by(world: &World, top: &Path, bits: u64) -> bool {
 }
 
 /// A copy that was made at any moment is put back after the writer was killed at any other: it is
-/// sound, and if it is from before the last name, it shows what it showed.
+/// sound, and if it is from before the last name, it shows the same as before.
 #[test]
 fn older_copy_is_not_mixed_with_a_later_log() {
     scenario(100, |world| async move {
@@ -385,9 +385,9 @@ fn older_copy_is_not_mixed_with_a_later_log() {
         let copies = work_and_die(&world, &subject, &model).await;
         let copy = &copies[usize::try_from(world.random_below(copies.len() as u64)).unwrap()];
         copy.put_back(&world);
-        let is_named = log_goes_by(&world, &subject.shape.top, copy.names(&subject.shape.top));
+        let is_named = is_named_by(&world, &subject.shape.top, copy.names(&subject.shape.top));
         if is_named && subject.outlives_the_process() {
-            // Of what was new since it lacks the data.
+            // It lacks the data written since.
             let disk = subject.open(&world, Mode::Write).await.unwrap();
             disk.close().await.unwrap();
             subject.check(&world).await.unwrap_or_else(|error| panic!("since the flush: {error}"));
@@ -400,9 +400,9 @@ fn older_copy_is_not_mixed_with_a_later_log() {
 }
 
 /// An image is copied while its writer is dead. A new writer takes the image over, and is killed,
-/// too; the copy, put back in its place, knows nothing of the log of either.
+/// too; the copy, put back in its place, names neither log.
 #[test]
-fn copy_that_was_made_while_the_writer_was_dead_goes_on_by_itself() {
+fn copy_made_while_the_writer_was_dead_is_independent() {
     scenario(60, |world| async move {
         let subject = subject(&world);
         let model = Rc::new(RefCell::new(subject.shape.model()));
@@ -427,7 +427,7 @@ fn copy_that_was_made_while_the_writer_was_dead_goes_on_by_itself() {
 }
 
 /// The story: a new table in a cluster of 2 MiB that was in use before is 2 MiB of zeros; a few of
-/// them filled the log, which was none any more.
+/// them filled the log, and from then on there was none.
 #[test]
 fn tables_of_large_clusters_leave_room_in_the_log() {
     const GIB: u64 = 1 << 30;
@@ -441,7 +441,7 @@ fn tables_of_large_clusters_leave_room_in_the_log() {
             write(&chain, 0, 7, 4096).await.unwrap();
             drop(chain);
             world.kill();
-            // What was counted ahead is free, and the file is as long.
+            // What was counted ahead is free, but the file still includes it.
             let chain = image.open(Mode::Write).await;
             for table in 1..4 {
                 write(&chain, table * 512 * GIB, 7, 4096).await.unwrap();
@@ -459,12 +459,12 @@ fn tables_of_large_clusters_leave_room_in_the_log() {
     });
 }
 
-/// The story: a server died, its file system's device went away and came again, and the machine
-/// went on. The log was believed, and linked clusters whose data was lost with the page cache.
+/// The story: a server died, its file system's device went away and returned, and the machine kept
+/// running. The log was trusted, and linked clusters whose data was lost with the page cache.
 #[test]
-fn log_is_not_believed_when_its_device_went_and_came() {
+fn log_is_not_trusted_when_its_device_went_away_and_returned() {
     scenario(150, |world| async move {
-        world.tell_life(world.random_below(2) == 0);
+        world.report_remounts(world.random_below(2) == 0);
         let subject = subject(&world);
         let model = Rc::new(RefCell::new(subject.shape.model()));
         let loss = loss_at_random(&world);

@@ -1,5 +1,5 @@
-//! Tables that an enemy made, or that other programs leave: the writing engine believes them
-//! nothing that would make it write over tables.
+//! Tables that an attacker made, or that other programs leave: the writing engine trusts nothing in
+//! them that would make it overwrite tables.
 
 use crate::plain::{Plain, range, read, write};
 use mica_block::{Disk as _, ErrorKind, Manage as _};
@@ -34,13 +34,13 @@ async fn two_clusters(world: &World) -> Plain {
     image
 }
 
-/// Whether the guest's bytes stand in the cluster at `place`.
+/// Whether the cluster at `place` holds the guest's bytes.
 fn is_written_over(image: &Plain, place: u64) -> bool {
     image.bytes(place, CLUSTER_LEN).chunks(16).any(|bytes| bytes == [GUEST; 16])
 }
 
-/// The story: only the first write, which marks the header, went the way that looks at what it
-/// writes over. The second one went straight to the place that the entry names.
+/// The story: only the first write, which marks the header, took the path that checks what it
+/// overwrites. The second one went straight to the place that the entry names.
 #[test]
 fn second_write_does_not_go_through_an_entry_that_names_metadata() {
     for (name, place) in PLACES {
@@ -54,7 +54,7 @@ fn second_write_does_not_go_through_an_entry_that_names_metadata() {
             assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error:?}");
             assert!(!is_written_over(&image, target), "{name}");
             assert!(image.is_marked_corrupt(), "{name}");
-            // What was good can be read.
+            // What was good can still be read.
             assert_eq!(read(&chain, 0, 512).await.unwrap(), [GUEST; 512], "{name}");
         });
     }
@@ -74,7 +74,7 @@ fn l1_entry_that_names_other_metadata_is_no_table() {
                 let chain = image.open(Mode::Write).await;
                 let error = write(&chain, 516 * MIB, GUEST, 512).await.unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Corrupt, "{name}: {error:?}");
-                // Nor is the one that it names given back.
+                // Nor is the one that it names freed.
                 for _ in 0..3 {
                     drop(chain.flush().await);
                 }
@@ -86,9 +86,9 @@ fn l1_entry_that_names_other_metadata_is_no_table() {
     }
 }
 
-/// The story: the L2 table lacked the flag that it is nobody else's, as other programs leave it. It
-/// was copied and freed, and when its cluster was given out again it still counted as a table, so
-/// that a sound image was marked as corrupt.
+/// The story: the L2 table lacked the flag that it is not shared, as other programs leave it. It
+/// was copied and freed, and when its cluster was reused it still counted as a table, so that a
+/// sound image was marked as corrupt.
 #[test]
 fn l2_table_without_its_flag_is_replaced_and_its_space_used_again() {
     for cluster_bytes in [4096, CLUSTER] {
@@ -172,7 +172,7 @@ fn what_a_compressed_entry_names_is_not_freed_where_it_is_metadata() {
             let image = two_clusters(&world).await;
             let target = place(&image);
             image.put(image.l2() + 8, target | COMPRESSED);
-            // Of the header the feature bits may change, of the others what is rightly counted.
+            // In the header the feature bits may change, in the others what is rightly counted.
             let start = image.bytes(target, 64);
             let chain = image.open(Mode::Write).await;
             drop(write(&chain, CLUSTER, GUEST, CLUSTER_LEN).await);

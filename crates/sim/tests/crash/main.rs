@@ -1,10 +1,10 @@
 //! Chains that are written while power is cut and operations fail: what is left is judged by the
 //! model, by our check and, on a sample, by QEMU.
 //!
-//! `MICA_SIM_SEED=n` replays one run, `MICA_SIM_RUNS=n` makes it n runs, `MICA_SIM_TRACE=1` tells
+//! `MICA_SIM_SEED=n` replays one run, `MICA_SIM_RUNS=n` makes it n runs, `MICA_SIM_TRACE=1` prints
 //! each request and each operation.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 mod attacks;
 mod chain;

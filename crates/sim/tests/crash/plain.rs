@@ -1,4 +1,4 @@
-//! One plain image, and few words to write to it, to read it and to change its tables.
+//! One plain image, and helpers to write to it, to read it and to change its tables.
 
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Disk as _, Images as _, Result, write_all};
@@ -12,15 +12,15 @@ use mica_units::{GuestOffset, GuestRange};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where the L1 table's place stands in a header.
+/// Where the L1 table's offset is in a header.
 pub(crate) const L1_AT: u64 = 40;
-/// Where the refcount table's place stands in a header.
+/// Where the refcount table's offset is in a header.
 pub(crate) const REFCOUNT_TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
 /// The incompatible bit of an image that is corrupt.
 const CORRUPT: u64 = 2;
-/// What is an address in an entry of an L1 or L2 table.
+/// The bits of an address in an entry of an L1 or L2 table.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An image in a world.
@@ -35,7 +35,7 @@ impl Plain {
         Path::new(FOLDER).join("plain.qcow2")
     }
 
-    /// An image that holds nothing.
+    /// An empty image.
     pub(crate) async fn new(world: &World, wish: &ImageWish, size: u64) -> Self {
         let this = Self::without_content(world, wish.plan(size).unwrap());
         let image = world.open_writable(&Self::top()).unwrap().store;
@@ -109,20 +109,20 @@ impl Plain {
         Chain::open(Arc::new(self.world.clone()), &Self::top(), &options).await.unwrap()
     }
 
-    /// Nothing is wrong with it, and nothing leaks.
+    /// Checks that nothing is wrong with it, and nothing leaks.
     pub(crate) async fn expect_sound(&self) {
         let leaks = self.subject.check(&self.world).await.expect("the image is sound");
         assert_eq!(leaks, 0, "{}", self.subject.shape.about);
     }
 
-    /// Nothing is wrong with it, but that space may leak.
+    /// Checks that nothing is wrong with it, except that space may leak.
     pub(crate) async fn expect_uncorrupted(&self, about: &str) {
         if let Err(error) = self.subject.check(&self.world).await {
             panic!("{about}: {error}");
         }
     }
 
-    /// The number that stands at `at` in the file.
+    /// The number at `at` in the file.
     pub(crate) fn word(&self, at: u64) -> u64 {
         let bytes = self.bytes(at, 8);
         u64::from_be_bytes(*bytes.first_chunk().unwrap())

@@ -29,8 +29,8 @@ impl Growing {
         Self { shape, tops, open: RefCell::default(), pushed: Cell::new(0) }
     }
 
-    /// The active layer as anybody can determine from the files: the last one, unless the one
-    /// beneath names a log still. Then nothing was written to the last one.
+    /// The active layer as determined from the files alone: the last one, unless the one beneath
+    /// still names a log. Then nothing was written to the last one.
     async fn top(&self, world: &World) -> PathBuf {
         let tops = self.tops.borrow().clone();
         let mut found = tops[tops.len() - 1].clone();
@@ -82,7 +82,7 @@ impl Subject for Growing {
         Box::pin(async move {
             drop(self.open.take());
             let top = self.top(world).await;
-            // What lies above has nothing, and is put there again.
+            // What is above is empty, and is added again.
             self.tops.borrow_mut().truncate_after(&top);
             let writable = mode == Mode::Write;
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));

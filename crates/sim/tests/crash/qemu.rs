@@ -1,4 +1,4 @@
-//! QEMU as a judge, where it is there.
+//! QEMU as a judge, if it is installed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -21,7 +21,7 @@ pub(crate) fn snapshot(image: &Path) -> bool {
     done
 }
 
-/// Has `qemu-img` check the image at `top` among `files`, and compare it with `bytes`.
+/// Checks the image at `top` among `files` with `qemu-img`, and compares it with `bytes`.
 pub(crate) fn judge(files: &[(PathBuf, Vec<u8>)], top: &Path, bytes: &[u8], about: &str) {
     let folder = tempfile::tempdir().unwrap();
     for (path, bytes) in files {
@@ -29,7 +29,7 @@ pub(crate) fn judge(files: &[(PathBuf, Vec<u8>)], top: &Path, bytes: &[u8], abou
     }
     let name = top.file_name().unwrap().to_str().unwrap();
     let Some(output) = qemu_img(folder.path(), &["check", "-f", "qcow2", name]) else {
-        eprintln!("skipped: there is no qemu-img");
+        eprintln!("skipped: qemu-img is missing");
         return;
     };
     let said = String::from_utf8_lossy(&output.stdout).into_owned()

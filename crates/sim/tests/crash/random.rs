@@ -41,8 +41,8 @@ fn chain_survives_power_cuts() {
     scenario(200, |world| async move { crash(&world, 0).await });
 }
 
-/// A server that is killed under a running guest, and a new one in its place, again and again: what
-/// the guest was told is written is there, flushed or not.
+/// A server that is killed under a running guest and replaced, repeatedly: everything acknowledged
+/// to the guest is there, flushed or not.
 #[test]
 fn killed_writer_has_lost_nothing_that_it_acknowledged() {
     scenario(100, |world| async move {
@@ -76,12 +76,12 @@ fn missing_syncs_are_noticed() {
 /// A client that goes away drops its requests, wherever they are.
 #[test]
 
-fn requests_that_are_given_up_harm_nobody() {
+fn abandoned_requests_do_no_harm() {
     scenario(100, |world| async move { crash(&world, 10).await });
 }
 
-/// Rounds that end in power cuts, and one that does not. One write in `give_up_one_in`, if that is
-/// not zero, is dropped halfway.
+/// Rounds that end in power cuts, and one that does not. One write in `give_up_one_in` is dropped
+/// halfway, unless that is zero.
 async fn crash(world: &World, give_up_one_in: u64) {
     let subject = subject(world);
     let mut crashes = Crashes::new(world, &subject, subject.shape.model());

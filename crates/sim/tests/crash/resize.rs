@@ -1,5 +1,5 @@
 //! Disks that get longer and shorter while the power goes: what is left has the old length or the
-//! new one, and what both have is there.
+//! new one, and the part common to both is intact.
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _};
@@ -10,7 +10,7 @@ use mica_sim::{Loss, World, scenario};
 use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
-/// Of the disk, what is written.
+/// The part of the disk that is written.
 const WRITTEN: u64 = 3 * MIB;
 
 /// Resizes from the first size to the second, losing power after each operation in turn.
@@ -32,7 +32,7 @@ async fn cut_after_each(world: &World, wish: &ImageWish, (old, new): (u64, u64))
             let ended = until_power_cut(&world, resize).await;
             world.keep_power();
             image.expect_uncorrupted(&about).await;
-            // Nothing is in the way of later writes.
+            // Later writes still succeed.
             let chain = image.open(Mode::Write).await;
             let len = chain.geometry().len;
             assert!(len == new || ended.is_none() && len == old, "{about}: {len} bytes");

@@ -1,8 +1,8 @@
-//! Guests that write here and there on large disks, so that the tables of an image are more than
-//! is kept in memory: of L1, of L2 and of refcounts.
+//! Guests that write at scattered places on large disks, so that the L1, L2 and refcount tables of
+//! an image exceed what is kept in memory.
 //!
-//! The story: an L1 page that was clean was evicted between the look at it and its change, and the
-//! server panicked.
+//! The story: a clean L1 page was evicted between its check and its change, and the server
+//! panicked.
 
 use crate::plain::{Plain, read, write};
 use mica_block::{Disk as _, Manage as _, Zeroes};
@@ -21,7 +21,7 @@ struct Scatter {
     extended: bool,
     refcount_bits: u64,
     writes: u64,
-    /// One flush in so many writes; none but the last if it is zero.
+    /// One flush in this many writes; only the last one if it is zero.
     flush_one_in: u64,
 }
 
@@ -35,8 +35,8 @@ impl Scatter {
         }
     }
 
-    /// Writes blocks at random places, each with a byte of its own, on an image that is opened
-    /// for it; closes it at the end.
+    /// Opens the image, writes blocks at random places, each with its own byte, and closes the
+    /// image.
     async fn write(&self, world: &World, image: &Plain, shown: &mut BTreeMap<u64, u8>) {
         let chain = image.open(Mode::Write).await;
         for number in 0..self.writes {
@@ -95,7 +95,7 @@ async fn expect_shown(chain: &mica_qcow2::Chain, shown: &BTreeMap<u64, u8>) {
     }
 }
 
-/// Its L1 table is 16 MiB: twice what is kept.
+/// Its L1 table is 16 MiB: twice what is kept in memory.
 #[test]
 fn blocks_scattered_over_64_tib_are_there_after_one_flush_at_the_end() {
     Scatter {
@@ -122,7 +122,7 @@ fn blocks_scattered_over_64_tib_are_there_with_a_flush_now_and_then() {
     .run();
 }
 
-/// Pages of 512 bytes: L1, L2 and refcounts are each more than are kept.
+/// Pages of 512 bytes: L1, L2 and refcounts each have more than are kept in memory.
 #[test]
 fn blocks_scattered_in_tiny_clusters_are_there() {
     for flush_one_in in [0, 1, 97] {

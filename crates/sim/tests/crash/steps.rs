@@ -1,6 +1,6 @@
 //! A writer is killed after any step: an operation that changes a file, or a change of the memory
 //! that outlives it. What it had in flight is done, half done or not. Then another program may
-//! write the image and leave the name of its log, as QEMU does where it commits into it.
+//! write the image and leave the name of its log, as QEMU does when it commits into it.
 
 use crate::chain::ChainSubject;
 use crate::random::subject;
@@ -12,9 +12,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 const SECTOR: usize = 512;
-/// Where the autoclear bits stand in a header.
+/// Where the autoclear bits are in a header.
 const AUTOCLEAR_AT: usize = 88;
-/// Steps that a writer lives at most.
+/// The most steps that a writer lives.
 const STEPS_MAX: u64 = 400;
 
 type Model = Rc<RefCell<ModelDisk>>;
@@ -38,14 +38,14 @@ async fn work_and_die(world: &World, subject: &ChainSubject, model: &Model, erro
     let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
     let load = Load { give_up_one_in: 0, ..load };
     let before = world.cuts();
-    // Who is done before its time is killed with nothing under way.
+    // A guest that is done earlier is killed with nothing in flight.
     if until_power_cut(world, guest.run(&load)).await.is_some() && world.cuts() == before {
         world.keep_power();
         world.kill();
     }
 }
 
-/// Those who take over are killed, too, at any step.
+/// Processes that take over are killed, too, at any step.
 async fn take_over_and_die(world: &World, subject: &ChainSubject) {
     for _ in 0..world.random_below(3) {
         world.kill_after(1 + world.random_below(24));
@@ -93,7 +93,7 @@ fn writer_that_is_killed_after_any_step_has_lost_nothing_that_it_acknowledged() 
     });
 }
 
-/// What another program made of the image, sector by sector, where it changed something.
+/// What another program changed in the image, sector by sector.
 struct Foreign {
     bytes: Vec<u8>,
     changed: Vec<bool>,
@@ -143,9 +143,9 @@ async fn write_elsewhere(world: &World, subject: &ChainSubject, model: &Model) -
     Foreign { bytes, changed }
 }
 
-/// The stories: a log that nothing was written into freed clusters that another program had taken
-/// meanwhile; a log that dropped clusters was put over what another program had written into these
-/// in place, with no change of any table.
+/// The stories: an empty log freed clusters that another program had allocated meanwhile; a log
+/// that dropped clusters was applied over what another program had written into them in place,
+/// without changing any table.
 #[test]
 fn what_another_program_made_durable_outranks_a_log() {
     let applied = RefCell::new([0_u32; 2]);

@@ -1,5 +1,5 @@
-//! Requests of any length let others have their turn: what one client asks for is no reason for
-//! another to wait. Turns are counted, time is not.
+//! Requests of any length yield to others: what one client asks for does not make another wait.
+//! Turns are counted, not time.
 
 use crate::plain::{Plain, range, write};
 use mica_block::{Detail, Disk as _, LocalFuture, Manage as _, Result, Zeroes};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 const CLUSTER: u64 = 512;
 const MIB: u64 = 1 << 20;
-/// Clusters that a request may do in one turn.
+/// Clusters that a request may process in one turn.
 const PER_TURN_MAX: u64 = 1024;
 
 async fn opened(world: &World, len: u64) -> Chain {
@@ -24,11 +24,11 @@ async fn opened(world: &World, len: u64) -> Chain {
 /// What happened beside a request.
 struct Beside {
     turns: u64,
-    /// Clusters linked between two of them at most.
+    /// The most clusters linked between two turns.
     linked_max: u64,
 }
 
-/// Does `request` beside a task that always wants its turn.
+/// Runs `request` beside a task that always wants its turn.
 async fn beside(chain: &Chain, mut request: LocalFuture<'_, Result<()>>) -> Beside {
     let linked = || chain.write_stats().linked_clusters;
     let mut beside = Beside { turns: 0, linked_max: 0 };
@@ -45,7 +45,7 @@ async fn beside(chain: &Chain, mut request: LocalFuture<'_, Result<()>>) -> Besi
     beside
 }
 
-/// Loads the map of the whole disk, and marks the image as in use: what comes then needs no I/O.
+/// Loads the map of the whole disk, and marks the image as in use: what follows needs no I/O.
 async fn warm(chain: &Chain, len: u64) {
     chain.discard(range(0, CLUSTER)).await.unwrap();
     drop(chain.plan(range(0, len), Detail::Read, Vec::new()).finish().await.unwrap());

@@ -1,5 +1,5 @@
-//! Files whose bytes read as anything until they are written, as those of a store that encrypts do:
-//! no cluster of them is blank, and what a write leaves of one is filled.
+//! Files whose bytes read as anything until they are written, as in a store that encrypts: none of
+//! their clusters is blank, and the parts of one that a write does not cover are filled.
 
 use crate::chain::{ChainSubject, Shape};
 use mica_block::{
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Whether a store says what it is.
+/// Whether a store reports this truthfully.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Word {
     True,

@@ -1,7 +1,7 @@
 //! The read path of chains in the simulated world: every byte is judged, whatever the disks do,
 //! whatever the sidecars say.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 use mica_block::{Disk, Images, Result};
 use mica_gen::owner::OwnerMap;
@@ -18,9 +18,9 @@ const DISK_BYTES: u64 = 4 << 20;
 const LAYERS: u32 = 12;
 const EIO: i32 = 5;
 
-/// A generated chain, taken off the real disk.
+/// A generated chain, loaded from the real disk.
 struct Generated {
-    /// From the base; data files of layers among them.
+    /// From the base; including data files of layers.
     files: Vec<(PathBuf, Vec<u8>)>,
     layers: Vec<PathBuf>,
     owners: OwnerMap,
@@ -96,7 +96,7 @@ fn random_range(world: &World, disk_bytes: u64) -> GuestRange {
     GuestRange::new(GuestOffset::new(start * SECTOR_BYTES), len * SECTOR_BYTES).unwrap()
 }
 
-/// Reads from several tasks at once and judges every byte. Gives how many reads failed.
+/// Reads from several tasks at once and judges every byte. Returns how many reads failed.
 async fn read_at_random(world: &World, disk: &dyn Disk, owners: &OwnerMap) -> usize {
     let reader = async |_| {
         let mut failed = 0;
@@ -157,10 +157,10 @@ fn every_byte_is_right_while_the_index_is_built() {
     });
 }
 
-/// One bit of one sidecar, its end cut off, another layer's sidecar in its place, none at all: all
-/// of them cost time and nothing else.
+/// A flipped bit in a sidecar, a truncated one, another layer's sidecar in its place, none at all:
+/// all of these cost only time.
 #[test]
-fn damaged_sidecar_is_never_believed_and_never_an_error() {
+fn damaged_sidecar_is_never_trusted_and_never_an_error() {
     scenario(150, |world| async move {
         chain().put_in(&world);
         build_index(&chain().open(&world).await.unwrap()).await.unwrap();
@@ -189,7 +189,7 @@ fn damaged_sidecar_is_never_believed_and_never_an_error() {
 
 /// Bits flip under a chain that has its sidecars open already.
 #[test]
-fn sidecar_damaged_while_in_use_is_never_believed_and_never_an_error() {
+fn sidecar_damaged_while_in_use_is_never_trusted_and_never_an_error() {
     scenario(100, |world| async move {
         chain().put_in(&world);
         build_index(&chain().open(&world).await.unwrap()).await.unwrap();
@@ -203,7 +203,7 @@ fn sidecar_damaged_while_in_use_is_never_believed_and_never_an_error() {
 
 /// Layers written since their index was built, with every way in which file times can lie.
 #[test]
-fn index_of_layers_that_changed_is_never_believed() {
+fn index_of_layers_that_changed_is_never_trusted() {
     scenario(60, |world| async move {
         chain().put_in(&world);
         build_index(&chain().open(&world).await.unwrap()).await.unwrap();
@@ -248,7 +248,7 @@ fn failing_disk_gives_errors_and_never_wrong_bytes() {
 
 /// A reader that goes away in the middle of a walk must not take the map's slices with it.
 #[test]
-fn reader_that_gives_up_leaves_the_others_alone() {
+fn reader_that_gives_up_does_not_affect_the_others() {
     scenario(100, |world| async move {
         chain().put_in(&world);
         let opened = chain().open(&world).await.unwrap();

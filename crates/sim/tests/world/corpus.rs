@@ -1,7 +1,7 @@
-//! The corpus of the fuzz targets, thrown once more: what was found stays mended. New seeds are
-//! made by `MICA_SEEDS=write cargo test -p mica-sim --test world corpus`.
+//! Replays the corpus of the fuzz targets: what was found stays fixed. New seeds are made by
+//! `MICA_SEEDS=write cargo test -p mica-sim --test world corpus`.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 
 use mica_gen::{ChainSpec, Feature, Features, generate};
 use mica_qcow2_format::{L1Entry, L2Entry, Version};
@@ -38,8 +38,8 @@ fn corpus_is_survived() {
     }
 }
 
-/// Every target with every seed of the others, cut and with bits flipped: a little fuzzing for
-/// those who have no fuzzer.
+/// Every target with every seed of the others, cut and with bits flipped: a little fuzzing without
+/// a fuzzer.
 #[test]
 fn corpus_with_random_faults_is_survived() {
     let mut random = mica_gen::Rng::new(1);
@@ -94,7 +94,7 @@ fn write_seeds() {
     }
 }
 
-/// Small images: those of a generated chain, where all is well, and some where it is not.
+/// Small images: those of a generated chain, which are sound, and some which are not.
 fn images() -> Vec<(String, Vec<u8>)> {
     let folder = tempfile::tempdir().unwrap();
     let mut spec = ChainSpec::new(folder.path());

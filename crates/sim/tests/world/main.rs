@@ -1,4 +1,4 @@
-//! Chains that are read in the simulated world, and testers that are tested themselves.
+//! Chains that are read in the simulated world, and tests of the tests.
 
 mod chains;
 mod corpus;

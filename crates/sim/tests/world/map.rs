@@ -6,7 +6,7 @@
 //! tables in which bits were flipped, where exactly the sectors must fail whose entries are
 //! malformed.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 #![expect(clippy::cast_possible_truncation, reason = "images of a few MiB")]
 
 mod bugs;

@@ -1,7 +1,7 @@
 //! Generated chains of random shape in the simulated world, read by several tasks at once with the
-//! smallest caches, while indexes are built and sidecars and disks go bad: every byte is judged.
+//! smallest caches, while indexes are built and sidecars and disks fail: every byte is judged.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 #![expect(clippy::cast_possible_truncation, reason = "disks of a few MiB")]
 
 use mica_block::{Disk, Images, Result};
@@ -71,7 +71,7 @@ async fn read(disk: &dyn Disk, start: u64, len: u64) -> Result<Vec<u8>> {
 }
 
 /// Reads a range that starts and ends anywhere, and judges it together with the rest of the sectors
-/// in which it starts and ends: content is known by the sector.
+/// in which it starts and ends: content is known per sector.
 async fn judge(disk: &dyn Disk, owners: &OwnerMap, start: u64, len: u64) -> Result<()> {
     const SECTOR: u64 = 512;
     let first = start - start % SECTOR;
@@ -83,7 +83,7 @@ async fn judge(disk: &dyn Disk, owners: &OwnerMap, start: u64, len: u64) -> Resu
     Ok(())
 }
 
-/// Reads from several tasks at once; how many reads failed.
+/// Reads from several tasks at once; returns how many reads failed.
 async fn read_at_random(world: &World, disk: &dyn Disk, owners: &OwnerMap) -> usize {
     let reader = async |_| {
         let mut failed = 0;
@@ -123,9 +123,9 @@ fn random_chain_is_right_while_and_after_its_index_is_built() {
     });
 }
 
-/// Sidecars go bad under a chain that uses them, while it is read and while they are mended.
+/// Sidecars are damaged under a chain that uses them, while it is read and while they are repaired.
 #[test]
-fn random_chain_is_right_while_its_sidecars_go_bad_and_are_mended() {
+fn random_chain_is_right_while_its_sidecars_are_damaged_and_repaired() {
     scenario(15, |world| async move {
         let generated = generated(&world);
         let chain = open(&world, &generated).await;
@@ -164,7 +164,7 @@ fn random_chain_is_right_while_its_sidecars_go_bad_and_are_mended() {
     });
 }
 
-/// A disk that fails gives errors, never wrong bytes, and nothing of it stays.
+/// A failing disk gives errors, never wrong bytes, and the errors leave no trace.
 #[test]
 fn random_chain_on_a_failing_disk_is_right_or_fails_and_recovers() {
     scenario(15, |world| async move {

@@ -1,7 +1,7 @@
 //! The crash scenario on a raw disk that is right, and on disks that are wrong on purpose: it must
 //! pass the one and catch each of the others. The raw disk of production is tried too.
 
-#![expect(clippy::unwrap_used, reason = "a test ends where it cannot go on")]
+#![expect(clippy::unwrap_used, reason = "a test stops where it cannot continue")]
 #![expect(clippy::cast_possible_truncation, reason = "numbers below 256")]
 
 use mica_block::{
@@ -33,7 +33,7 @@ enum Flaw {
     FlushWithoutSync,
     /// A flush is acknowledged before its sync is done.
     FlushBeforeItsSync,
-    /// A flush that comes while another one's sync is under way waits for that and nothing else.
+    /// A flush that arrives while another one's sync is in flight waits only for that.
     FlushSharesTheSyncUnderWay,
     /// A write is acknowledged before it is done.
     WriteBeforeItIsDone,
@@ -41,21 +41,21 @@ enum Flaw {
     LostWrite,
     /// The last sector of longer writes is not written.
     ShortWrite,
-    /// One write in ten goes one sector astray.
+    /// One write in ten is one sector off.
     AstrayWrite,
     /// The second half of the last sector is not written.
     TornSector,
-    /// A discard gives space back some time after it was acknowledged.
+    /// A discard frees space some time after it was acknowledged.
     LateDiscard,
     /// Zeroes do nothing.
     LostZeroes,
-    /// What a read gives may have been read before its start.
+    /// A read may return what was read before its start.
     StaleRead,
-    /// A sync that fails is tried again.
+    /// A failed sync is retried.
     SyncTriedAgain,
-    /// A sync that fails is of no interest.
+    /// A failed sync is ignored.
     SyncErrorSwallowed,
-    /// A write that fails is of no interest.
+    /// A failed write is ignored.
     WriteErrorSwallowed,
 }
 
@@ -121,7 +121,7 @@ impl Raw {
                 self.latched.store(true, SeqCst);
                 Err(error)
             }
-            // Another one's sync failed meanwhile.
+            // The sync of another flush failed meanwhile.
             (Ok(()), _) if self.latched.load(SeqCst) => Err(failed_before()),
             (Ok(()), _) => Ok(()),
         }
@@ -152,7 +152,7 @@ impl Disk for Raw {
         let (world, store, at) = (self.world.clone(), Arc::clone(&self.store), extent.host);
         IoFuture::boxed(async move {
             let (result, buf) = read.await;
-            // As a cache that is not told of a write: the first sector is as it was at first.
+            // As a cache that misses a write: the first sector has its initial content.
             if at == HostOffset::ZERO && world.random_below(4) == 0 {
                 let mut stale = buf;
                 stale.put(0, &initial()[..512]);
@@ -206,7 +206,7 @@ impl Disk for Raw {
 
 impl Manage for Raw {
     fn resize(&self, _: u64) -> LocalFuture<'_, Result<()>> {
-        unreachable!("nobody makes it longer")
+        unreachable!("no test makes it longer")
     }
 
     fn idle(&self) -> LocalFuture<'_, ()> {

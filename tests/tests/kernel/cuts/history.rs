@@ -35,7 +35,7 @@ pub(super) struct History {
     last: u64,
 }
 
-/// A sector that says what it is: its number and that of its write, again and again.
+/// A sector filled with its number and that of its write.
 pub(super) fn stamped(sector: u64, write: u64) -> Vec<u8> {
     let words = [sector.to_le_bytes(), write.to_le_bytes()].concat();
     words.repeat(usize::try_from(SECTOR).expect("small") / words.len())
@@ -57,7 +57,7 @@ impl History {
         self.sectors.len() as u64
     }
 
-    /// A request for `sectors` is sent; its number. None of those that are under way meets it.
+    /// A request for `sectors` is sent; returns its number. No request in flight overlaps it.
     pub(super) fn begin(&mut self, sectors: &Range<u64>, effect: Effect) -> u64 {
         self.last += 1;
         let version = Version { number: self.last, effect, durable_at: None };
@@ -83,7 +83,7 @@ impl History {
         self.sectors[start..end].iter_mut()
     }
 
-    /// Holds `disk` against what it may be when the power is cut at `log_len` of the log.
+    /// Compares `disk` with what it may be when the power is cut at `log_len` of the log.
     pub(super) fn judge(&self, disk: &[u8], log_len: u64) -> Result<()> {
         let size = usize::try_from(SECTOR)?;
         ensure!(disk.len() == self.sectors.len() * size, "{} bytes", disk.len());
@@ -113,7 +113,7 @@ impl History {
 fn may_be(versions: &[Version], log_len: u64) -> &[Version] {
     let is_durable = |version: &Version| version.durable_at.is_some_and(|at| at <= log_len);
     let mut first = versions.iter().rposition(is_durable).unwrap_or(0);
-    // What a discard did not take away is still there.
+    // What a discard did not remove is still there.
     while first > 0 && versions[first].effect == Effect::MayZero {
         first -= 1;
     }
@@ -130,12 +130,13 @@ fn a_sector_may_be_what_was_durable_or_newer() {
     let disk = |first: &[u8], second: &[u8]| [first, second].concat();
     let [old, new] = [1, write].map(|number| [0, 1].map(|sector| stamped(sector, number)));
     let empty = [0; 512];
-    // Before the write was durable, all is possible.
+    // Before the write was durable, anything is possible.
     for second in [&old[1][..], &new[1], &empty] {
         history.judge(&disk(&old[0], second), 99).expect("old");
         history.judge(&disk(&new[0], second), 99).expect("new");
     }
-    // Then the old is gone, and no other sector's content, and no write of nobody's, may be there.
+    // Then the old content is gone, and neither another sector's content nor a write never made may
+    // be there.
     history.judge(&disk(&new[0], &empty), 100).expect("new");
     for first in [&old[0][..], &empty, &new[1], &[7; 512], &stamped(0, 99)] {
         history.judge(&disk(first, &empty), 100).expect_err("lost or foreign");

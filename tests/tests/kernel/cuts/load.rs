@@ -1,4 +1,4 @@
-//! A guest that writes: several requests under way at once, and flushes among them. It notes how
+//! A guest that writes: several requests in flight at once, and flushes among them. It records how
 //! long the log was when it knew a request to be durable.
 
 use super::history::{Effect, History, SECTOR, stamps};
@@ -11,7 +11,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
-/// Most requests under way at once.
+/// Most requests in flight at once.
 const UNDER_WAY_MAX: u64 = 12;
 
 /// A request that changes the disk.
@@ -43,14 +43,14 @@ pub(super) struct Load<'a> {
 }
 
 impl Load<'_> {
-    /// Sends at most `count` requests, and leaves when all are answered.
+    /// Sends at most `count` requests, and returns when all are answered.
     pub(super) fn run(&mut self, count: u64) -> Result<()> {
         let mut under_way: HashMap<u64, Sent> = HashMap::new();
         let mut acknowledged = Vec::new();
         let (mut sent, mut center) = (0, 0);
         while sent < count || !under_way.is_empty() {
             if self.rng.percent(2) {
-                // Dirty pages begin to be written, and nobody waits for them.
+                // Starts writing back dirty pages without waiting for them.
                 rustix::fs::fadvise(self.image, 0, None, Advice::DontNeed)?;
             }
             let is_full = under_way.len() as u64 > self.rng.below(UNDER_WAY_MAX);

@@ -1,6 +1,5 @@
 //! An ext4 whose disk is recorded: loop device, `nbdfuse`, and `blklogwrites` in QEMU's storage
-//! daemon. The daemon's own FUSE export would be shorter, but it mixes up writes that are under way
-//! together.
+//! daemon. The daemon's own FUSE export would be simpler, but it mixes up concurrent writes.
 
 use anyhow::{Context, Result, ensure};
 use mica_tests::mounts::{FuseFile, Mount};
@@ -14,7 +13,7 @@ use std::process::Command;
 /// Bytes of the recorded disk.
 pub(super) const DISK_BYTES: u64 = 64 << 20;
 
-/// A file system at work. The fields go in the order in which they lie upon each other.
+/// A file system at work. The fields are dropped in order, from the top of the stack down.
 pub(super) struct Recorder {
     ext4: Mount,
     disk: FuseFile,
@@ -28,7 +27,7 @@ pub(super) struct Recorder {
 pub(super) struct Recording {
     /// The disk before the log.
     pub(super) before: Vec<u8>,
-    /// All that reached it.
+    /// Everything that reached it.
     pub(super) log: WriteLog,
 }
 
@@ -66,7 +65,7 @@ impl Recorder {
         let before = fs::read(&store)?;
         let daemon = Server::start("recorded", |socket| {
             let mut daemon = Command::new("qemu-storage-daemon");
-            // What the files hold is judged, not what the disk beneath them does: no syncs there.
+            // The test judges the files, not the disk beneath them: no syncs there.
             for (node, file) in [("store", &store), ("log", &log)] {
                 let node = format!("driver=file,node-name={node},cache.no-flush=on");
                 daemon.arg("--blockdev").arg(format!("{node},filename={}", file.display()));
@@ -90,12 +89,12 @@ impl Recorder {
         self.ext4.folder()
     }
 
-    /// The file of the log. Every write and flush that was acknowledged lies within its length.
+    /// The file of the log. Every write and flush that was acknowledged is within its length.
     pub(super) fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Makes all durable that the file system has; the length of the log then.
+    /// Makes everything in the file system durable; returns the length of the log then.
     pub(super) fn sync(&self) -> Result<u64> {
         rustix::fs::syncfs(File::open(self.folder())?)?;
         Ok(self.log.metadata()?.len())

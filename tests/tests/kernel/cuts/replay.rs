@@ -1,4 +1,4 @@
-//! The disk while its log is replayed: what is durable, and what a power cut may still take.
+//! The disk while its log is replayed: what is durable, and what a power cut may still lose.
 
 use anyhow::{Context, Result};
 use mica_gen::Rng;
@@ -7,22 +7,22 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// What is copied at once, and left out where it is all zeros.
+/// The unit of copying, left out if it is all zeros.
 const CHUNK: usize = 64 << 10;
 const SECTOR: u64 = 512;
 
-/// What becomes of the writes that no flush has followed yet.
+/// What happens to the writes that no flush has followed yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cut {
-    /// All are there.
+    /// All are kept.
     Everything,
-    /// None is there.
+    /// None is kept.
     OnlyFlushed,
-    /// Any of them.
+    /// A random subset.
     Subset,
-    /// Those up to any of them, of which only some sectors are there.
+    /// Those up to a random one, of which only some sectors are kept.
     TornLast,
-    /// Any of them, in any order.
+    /// A random subset, in random order.
     Reordered,
 }
 
@@ -30,7 +30,7 @@ pub(super) enum Cut {
 pub(super) const CUTS: [Cut; 5] =
     [Cut::Everything, Cut::OnlyFlushed, Cut::Subset, Cut::TornLast, Cut::Reordered];
 
-/// A write or a discard that a cut lets through, and how many bytes of it.
+/// A write or a discard that survives a cut, and how many bytes of it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Survivor<'a> {
     record: &'a Record,
@@ -52,7 +52,7 @@ impl<'a> Disk<'a> {
         Self { log, durable: before, volatile: Vec::new(), done: 0 }
     }
 
-    /// Replays records up to number `end`, which is not behind.
+    /// Replays records up to number `end`, which must not be in the past.
     pub(super) fn advance(&mut self, end: usize) -> Result<()> {
         while self.done < end {
             if self.log.records()[self.done].step == Step::Flush {
@@ -80,7 +80,7 @@ impl<'a> Disk<'a> {
         self.done.checked_sub(1).map_or(0, |last| self.log.records()[last].end)
     }
 
-    /// Decides what a power cut lets through.
+    /// Decides what survives a power cut.
     pub(super) fn cut(&self, cut: Cut, rng: &mut Rng) -> Vec<Survivor<'a>> {
         let of =
             |number: &usize| Survivor { record: &self.log.records()[*number], torn_after: None };
@@ -131,7 +131,7 @@ impl Survivor<'_> {
         }
     }
 
-    /// Hands what it changes to `write`. A discard leaves zeros.
+    /// Passes what it changes to `write`. A discard leaves zeros.
     fn apply(&self, log: &WriteLog, mut write: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
         let keep = self.torn_after.unwrap_or(u64::MAX).min(self.len());
         match &self.record.step {

@@ -15,14 +15,14 @@ use mica_tests::{mica, qemu, tools};
 use std::fs::{self, File};
 use std::path::Path;
 
-/// States of a shape if nothing is said; in CI all shapes together take less than 25 seconds.
+/// States of a shape by default; in CI all shapes together take less than 25 seconds.
 const CUTS_DEFAULT: usize = 20;
-/// States of one recording; more of them begin with another.
+/// States of one recording; for more, another is made.
 const ROUND_CUTS_MAX: usize = 100;
-/// Requests of a guest, and how many guests come one after the other.
+/// Requests of a guest, and how many guests run one after the other.
 const REQUESTS: u64 = 160;
 const GUESTS: usize = 2;
-/// One state of so many is also judged by QEMU, and goes on to live.
+/// One state in this many is also judged by QEMU, and used further.
 const DEEP_EVERY: usize = 4;
 /// Memory for the states.
 const STATES_MIB: u64 = 256;
@@ -47,7 +47,7 @@ pub(super) fn all(shape: &Shape) {
         let why = match std::panic::catch_unwind(run) {
             Ok(Ok(())) => continue,
             Ok(Err(error)) => format!("{error:#}"),
-            // The hook has told it already.
+            // The panic hook has reported it already.
             Err(_) => "a panic, see above".to_owned(),
         };
         let thread = std::thread::current();
@@ -136,7 +136,7 @@ fn places(log: &WriteLog, from: u64, cuts: usize, rng: &mut Rng) -> Result<Vec<(
     let mut places: Vec<_> = (0..cuts)
         .map(|number| {
             let at = match rng.below(10) {
-                // What the flush is about has arrived or not; the flush itself has not ended.
+                // What the flush covers has arrived or not; the flush itself has not ended.
                 0..4 => rng.choose(&flushes),
                 // It has, and nothing followed it.
                 4..5 => rng.choose(&flushes) + 1,
@@ -183,7 +183,7 @@ fn judge(
     judged
 }
 
-/// QEMU finds the image in `dir` in order and reads `bytes`; then mica writes, and so again.
+/// QEMU finds the image in `dir` sound and reads `bytes`; then mica writes, and QEMU judges again.
 fn lives_on(shape: &Shape, dir: &Path, mut bytes: Vec<u8>, rng: &mut Rng) -> Result<()> {
     same_for_qemu(shape, dir, &bytes).context("as QEMU finds it")?;
     let server = Server::mica_writable(&dir.join(IMAGE), shape.format, &[])?;
@@ -202,7 +202,7 @@ fn lives_on(shape: &Shape, dir: &Path, mut bytes: Vec<u8>, rng: &mut Rng) -> Res
     same_for_qemu(shape, dir, &bytes).context("after mica has written")
 }
 
-/// QEMU finds leaks at most, and reads `bytes`; and in a snapshot what was there at first.
+/// QEMU finds leaks at most, and reads `bytes`; and in a snapshot the initial content.
 fn same_for_qemu(shape: &Shape, dir: &Path, bytes: &[u8]) -> Result<()> {
     if shape.format == "qcow2" {
         let said = qemu::img(dir, ["check", "-f", "qcow2", IMAGE]);

@@ -1,4 +1,4 @@
-//! The shapes of images whose power is cut, and the tests: one each, so that they run side by side.
+//! The shapes of images whose power is cut, and the tests: one each, so that they run concurrently.
 
 use super::history::{Effect, SECTOR, stamps};
 use super::round;
@@ -11,7 +11,7 @@ use std::path::Path;
 pub(super) const SECTORS: u64 = 8 << 11;
 /// The image's name, whatever its format.
 pub(super) const IMAGE: &str = "disk.img";
-/// The name of the internal snapshot, where there is one.
+/// The name of the internal snapshot, if there is one.
 pub(super) const SNAPSHOT: &str = "first";
 
 /// What a disk holds before the first guest.
@@ -40,7 +40,7 @@ impl Shape {
         Self { format: "qcow2", options, first }
     }
 
-    /// Random numbers of this shape alone.
+    /// Random numbers for this shape alone.
     pub(super) fn rng(&self, seed: u64) -> Rng {
         let name = self.format.bytes().chain(self.options.bytes()).chain([self.first as u8]);
         Rng::for_part(seed, name.fold(7, |hash, byte| hash * 31 % 1_000_003 + u64::from(byte)))

@@ -37,13 +37,13 @@ fn killed_server_leaves_a_mount_that_the_next_one_clears() {
         assert_eq!(errno(file.read_at(&mut [0; 512], 0)), Some(Errno::NOTCONN));
     }
     Served::start(dir, "top.qcow2", &[]).stop();
-    // Space that was counted ahead of use may be left over after a kill, and nothing worse.
+    // Space that was counted ahead of use may leak after a kill, and nothing worse.
     let said = qemu::img(dir, ["check", "-f", "qcow2", "top.qcow2"]);
     assert!(matches!(said.code(), Some(0 | 3)), "{said}");
 }
 
 #[test]
-fn second_server_at_one_file_is_refused_and_the_first_goes_on() {
+fn second_server_at_one_file_is_refused_and_the_first_continues() {
     if !may_run(&[tools::QEMU_IMG]) {
         return;
     }
@@ -62,7 +62,7 @@ fn second_server_at_one_file_is_refused_and_the_first_goes_on() {
 }
 
 #[test]
-fn file_that_is_not_there_or_no_file_is_refused() {
+fn missing_file_or_other_inode_is_refused() {
     if !may_run(&[tools::QEMU_IMG]) {
         return;
     }
@@ -77,7 +77,7 @@ fn file_that_is_not_there_or_no_file_is_refused() {
 }
 
 #[test]
-fn disk_that_is_served_to_be_read_takes_no_writes() {
+fn disk_served_read_only_takes_no_writes() {
     if !may_run(&[tools::QEMU_IMG]) {
         return;
     }

@@ -1,4 +1,4 @@
-//! Bytes and holes: what is read, written, emptied and told is what QEMU finds in the image.
+//! Bytes and holes: what is read, written, zeroed and reported is what QEMU finds in the image.
 
 use super::served::{Served, may_run};
 use mica_gen::Rng;
@@ -43,7 +43,7 @@ fn chain_as_a_file_is_what_qemu_reads() {
     assert_eq!(said.code(), Some(0), "{said}");
     let info = qemu::img(dir, ["info", "-f", "raw", "--output", "json", "disk"]).json();
     assert_eq!(info["virtual-size"].as_u64(), Some(DISK_BYTES));
-    // Past the page cache of whoever has one.
+    // Bypassing any page cache.
     let direct = OpenOptions::new().read(true).custom_flags(direct_flag()).open(served.file());
     let direct = direct.expect("opened");
     let mut bytes = vec![0; 3000];
@@ -108,7 +108,7 @@ fn holes_are_where_qemu_maps_them() {
     served.stop();
 }
 
-/// Random requests of any offset and length, held against a copy in memory.
+/// Random requests of any offset and length, compared with a copy in memory.
 #[track_caller]
 fn survives_random_requests(options: &[&str], seed: u64) {
     if !may_run(&[tools::QEMU_IMG, tools::QEMU_IO]) {

@@ -12,7 +12,7 @@ pub(super) const UNDERNEATH: &[u8] = b"what lies underneath";
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Whether this process may mount, and has `needed`; says it if not.
+/// Whether this process may mount, and has `needed`; prints why if not.
 pub(super) fn may_run(needed: &[tools::Tool]) -> bool {
     let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
     let mut missing = tools::missing(needed);
@@ -46,7 +46,7 @@ impl Served {
 
     fn begin(dir: &Path, image: &str, more: &[&str]) -> Self {
         let file = dir.join("disk");
-        // A dead mount cannot be written to; it is the server's to clear.
+        // A dead mount cannot be written to; the server has to remove it.
         if !is_mounted(&file) {
             fs::write(&file, UNDERNEATH).expect("written");
         }
@@ -70,7 +70,7 @@ impl Served {
         OpenOptions::new().read(true).write(true).open(&self.file).expect("opened")
     }
 
-    /// Asks it to stop. The file is as it was before then.
+    /// Asks it to stop. Afterwards the file is as it was before.
     #[track_caller]
     pub(super) fn stop(mut self) {
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
@@ -84,7 +84,7 @@ impl Served {
     pub(super) fn kill(mut self) {
         self.child.kill().expect("it runs");
         self.child.wait().expect("a child");
-        // Not the way of `drop`: the next server has to find what this one left.
+        // Without the cleanup of `drop`: the next server has to find what this one left.
         std::mem::forget(self);
     }
 }

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// A loop device; it is let go of when dropped.
+/// A loop device, detached when dropped.
 struct Loop(String);
 
 impl Loop {

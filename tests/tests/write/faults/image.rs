@@ -1,4 +1,4 @@
-//! The bytes of an image, for harm and for a look at what became of them.
+//! The bytes of an image, to damage and to inspect.
 
 use mica_tests::server::{Server, Stopped};
 use mica_tests::{qemu, tools};
@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Where the header says what may go wrong.
+/// Where the incompatible features are in the header.
 const INCOMPATIBLE_AT: u64 = 72;
 pub(super) const DIRTY: u64 = 1;
 pub(super) const CORRUPT: u64 = 2;
@@ -39,7 +39,7 @@ pub(super) fn stop_alive(server: Server) -> Stopped {
     stopped
 }
 
-/// QEMU finds nothing, or clusters that nobody uses.
+/// QEMU finds nothing, or unused clusters.
 #[track_caller]
 pub(super) fn sound_but_for_leaks(dir: &Path) {
     let said = qemu::img(dir, ["check", "-f", "qcow2", "disk.qcow2"]);

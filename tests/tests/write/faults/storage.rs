@@ -38,16 +38,16 @@ fn first_content(number: usize) -> u8 {
     if number < 32 { 17 } else { 0 }
 }
 
-/// A full disk: guests get ENOSPC where space is needed, and write on where it is not.
+/// A full disk: guests get ENOSPC if space is needed, and can still write if it is not.
 #[track_caller]
-fn goes_on_without_space(dir: &Path, server: Server) {
+fn continues_without_space(dir: &Path, server: Server) {
     let mut guest = Guest::connect(&server).expect("served");
     let errors = fill(&mut guest, 0x22);
     assert!(errors.iter().all(|errno| [0, ENOSPC].contains(errno)), "{errors:?}");
     assert!(errors[..32].iter().all(|errno| *errno == 0), "these had their space: {errors:?}");
     assert!(errors.contains(&ENOSPC), "there was space for all");
     assert_eq!(guest.flush().expect("answered"), 0, "what was acknowledged is durable");
-    // The disk is still in order for what needs no space.
+    // The disk still works for what needs no space.
     assert_eq!(guest.write(0, &[0x22; BLOCK]).expect("answered"), 0);
     let Answer::Done(read) = guest.read(0, 65_536).expect("answered") else { panic!("no read") };
     judge::same_bytes("the first block", &read, &[0x22; BLOCK]);
@@ -58,7 +58,7 @@ fn goes_on_without_space(dir: &Path, server: Server) {
 }
 
 #[test]
-fn a_guest_is_told_that_space_is_short_and_the_disk_goes_on() {
+fn a_guest_gets_enospc_and_the_disk_continues() {
     if !image::tools_present() {
         return;
     }
@@ -67,12 +67,12 @@ fn a_guest_is_told_that_space_is_short_and_the_disk_goes_on() {
         make(dir.path(), options);
         println!("{options}");
         let full = "error=range:6M-1T,op=write+zero+allocate,errno=ENOSPC";
-        goes_on_without_space(dir.path(), serve(dir.path(), &["--inject", full]));
+        continues_without_space(dir.path(), serve(dir.path(), &["--inject", full]));
     }
 }
 
 #[test]
-fn a_file_that_may_not_grow_is_no_reason_to_die() {
+fn a_file_that_may_not_grow_does_not_end_the_server() {
     if !image::tools_present() {
         return;
     }
@@ -85,11 +85,11 @@ fn a_file_that_may_not_grow_is_no_reason_to_die() {
         serve.args(["serve", "--nbd"]).arg(socket).arg(dir.join("disk.qcow2"));
         serve
     });
-    goes_on_without_space(dir, server.expect("served"));
+    continues_without_space(dir, server.expect("served"));
 }
 
 #[test]
-fn a_file_system_that_is_full_harms_nothing() {
+fn a_full_file_system_does_no_harm() {
     if !image::tools_present() {
         return;
     }
@@ -107,7 +107,7 @@ fn a_file_system_that_is_full_harms_nothing() {
     assert!(errors.contains(&ENOSPC), "there was space for all");
     let first_flush = guest.flush().expect("answered");
     assert!([0, ENOSPC].contains(&first_flush), "{first_flush}");
-    // Space comes: the guest writes on.
+    // With space again, the guest can write.
     let larger = format!("remount,size={}M", 64);
     command::run("mount", ["-o", &larger, &folder.display().to_string()]).ok();
     let again = fill(&mut guest, 0x22);
@@ -120,13 +120,13 @@ fn a_file_system_that_is_full_harms_nothing() {
 }
 
 #[test]
-fn sick_blocks_fail_alone() {
+fn bad_blocks_fail_alone() {
     if !image::tools_present() {
         return;
     }
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
-    // All tables lie in front, and every cluster has its place.
+    // All tables are in front, and every cluster has its place.
     make(dir, "preallocation=metadata");
     let server = serve(dir, &["--inject", "error=range:5M-6M,op=write,errno=EIO"]);
     let mut guest = Guest::connect(&server).expect("served");
@@ -187,7 +187,7 @@ fn opens_again(dir: &Path, what: &str) {
 }
 
 #[test]
-fn a_file_that_is_cut_short_under_us_ends_nothing_else() {
+fn a_file_truncated_under_the_server_affects_nothing_else() {
     if !image::tools_present() {
         return;
     }

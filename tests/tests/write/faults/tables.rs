@@ -45,7 +45,7 @@ fn an_image_that_was_not_closed_is_repaired_first() {
         make(dir, options);
         let image = Image::open(dir);
         image.set_incompatible(DIRTY);
-        // Refcounts that say too little of what is in use: what an interrupted writer leaves.
+        // Refcounts that are too low for what is in use: what an interrupted writer leaves.
         let block = image.word(image.refcount_table());
         for word in 1..4 {
             image.put(block + word * 8, 0);
@@ -61,8 +61,8 @@ fn an_image_that_was_not_closed_is_repaired_first() {
     }
 }
 
-/// A write over all that the harmed entry speaks of gets EIO, others do not suffer, and the image
-/// is marked.
+/// A write to anything that the damaged entry covers gets EIO, other requests are not affected, and
+/// the image is marked.
 #[track_caller]
 fn fenced(dir: &Path, what: &str, at: u64) {
     let server = serve(dir, &[]);
@@ -79,7 +79,7 @@ fn fenced(dir: &Path, what: &str, at: u64) {
 }
 
 #[test]
-fn l1_entries_that_name_no_table_cost_a_write_and_nothing_else() {
+fn l1_entries_that_name_no_table_fail_only_the_write() {
     if !image::tools_present() {
         return;
     }
@@ -153,7 +153,7 @@ fn an_entry_that_names_the_header_does_not_harm_it() {
 }
 
 #[test]
-fn a_refcount_table_with_an_entry_off_its_cluster_ends_nobody() {
+fn an_unaligned_refcount_table_entry_does_not_end_the_server() {
     if !image::tools_present() {
         return;
     }
@@ -165,7 +165,7 @@ fn a_refcount_table_with_an_entry_off_its_cluster_ends_nobody() {
         image.put(image.refcount_table(), entry);
         let what = format!("refcount table entry {entry:#x}");
         let Ok(server) = Server::mica_writable(&dir.join("disk.qcow2"), "qcow2", &[]) else {
-            // Refused, then: in one line, without a signal.
+            // It may be refused: in one line, without a signal.
             refused(dir);
             continue;
         };
@@ -179,7 +179,7 @@ fn a_refcount_table_with_an_entry_off_its_cluster_ends_nobody() {
 }
 
 #[test]
-fn a_free_cluster_that_is_in_use_is_not_given_out() {
+fn a_cluster_in_use_that_counts_as_free_is_not_allocated() {
     if !image::tools_present() {
         return;
     }

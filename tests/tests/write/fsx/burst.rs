@@ -1,5 +1,5 @@
-//! Requests that are under way at once, and the disk as it has to be afterwards. Those of a burst
-//! do not overlap, but they meet in clusters and tables.
+//! Concurrent requests, and the expected disk afterwards. Those of a burst do not overlap, but they
+//! share clusters and tables.
 
 use anyhow::{Context, Result, bail, ensure};
 use mica_gen::Rng;
@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// Most requests of a burst.
 const REQUESTS_MAX: u64 = 12;
-/// Most bytes that the reads of a burst ask for: they lie in the socket while we still send.
+/// Most bytes that the reads of a burst ask for: they wait in the socket while we still send.
 const READ_BYTES_MAX: u64 = 64 << 10;
 
 /// The bytes that the disk has to have.
@@ -18,7 +18,7 @@ pub(super) struct Shadow {
     cluster_bytes: u64,
 }
 
-/// Bytes to write: all different, or one sector again and again, or almost all zeros.
+/// Bytes to write: all different, or one sector repeated, or almost all zeros.
 pub(super) fn content(rng: &mut Rng, len: usize) -> Vec<u8> {
     let pattern_len = match rng.below(10) {
         0..5 => len,
@@ -98,7 +98,7 @@ impl Shadow {
             _ => (512, rng.choose(&[512, 1024, 8192, 65_536, 131_072, sectors])),
         };
         let offset = offset / unit * unit;
-        // Writes of whole clusters of 2 MiB are no more than others in the time that is there.
+        // Limits writes of whole clusters of 2 MiB, which would take too much time.
         offset..(offset + len.min(2 << 20)).min(self.len())
     }
 
@@ -138,7 +138,7 @@ impl Shadow {
         }
     }
 
-    /// What a trim left is the old content or zeros; from now on it stays as it is.
+    /// What a trim left is the old content or zeros; from now on it must not change.
     fn adopt(&mut self, guest: &mut Guest, offset: u64, len: u32) -> Result<()> {
         let Answer::Done(read) = guest.read(offset, len)? else { bail!("a read is refused") };
         let old = self.slice(offset, read.len());
@@ -152,7 +152,7 @@ impl Shadow {
 
 /// The bytes at `offset` are those that were wanted.
 pub(super) fn same(offset: u64, read: &[u8], wanted: &[u8]) -> Result<()> {
-    // All at once: byte by byte takes long, as tests are built.
+    // All at once: comparing byte by byte is slow in a debug build.
     if read == wanted {
         return Ok(());
     }

@@ -11,9 +11,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Requests of a shape if nothing is said; in CI all shapes together take half a minute.
+/// Requests of a shape by default; in CI all shapes together take half a minute.
 const OPS_DEFAULT: u64 = 240;
-/// Requests on one image; more of them begin with another, so that what fails is soon repeated.
+/// Requests on one image; for more, another is made, so that a failure is quickly reproduced.
 const ROUND_OPS_MAX: u64 = 4000;
 /// Most internal snapshots of an image.
 const SNAPSHOTS_MAX: usize = 3;
@@ -36,7 +36,7 @@ pub(super) fn all(shapes: &[Shape]) {
             let why = match std::panic::catch_unwind(run) {
                 Ok(Ok(())) => continue,
                 Ok(Err(error)) => format!("{error:#}"),
-                // The hook has told it already.
+                // The panic hook has reported it already.
                 Err(_) => "a panic, see above".to_owned(),
             };
             failed.push(format!(
@@ -63,7 +63,7 @@ fn round(shape: &Shape, seed: u64, ops: u64) -> Result<()> {
     let mut rng = Rng::for_part(seed, shape.name.bytes().map(u64::from).sum());
     let folder = tempfile::tempdir()?;
     let worked = sessions(shape, folder.path(), ops, &mut rng);
-    // The images of a round that failed are worth looking at.
+    // The images of a failed round are worth inspecting.
     worked.map_err(|error| error.context(format!("in {}", folder.keep().display())))
 }
 

@@ -1,5 +1,5 @@
-//! The shapes of images that are written, and the tests: one for each family, so that they run side
-//! by side.
+//! The shapes of images that are written, and the tests: one for each family, so that they run
+//! concurrently.
 
 use super::round;
 use mica_gen::Rng;
@@ -9,15 +9,15 @@ use std::path::Path;
 
 const BLOCK_BYTES: u64 = 64 << 10;
 
-/// What lies beneath the active layer.
+/// What is beneath the active layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Below {
     Nothing,
-    /// A raw image of so many KiB.
+    /// A raw image of this many KiB.
     Raw(u64),
-    /// A qcow2 image of so many KiB, made with these options.
+    /// A qcow2 image of this many KiB, made with these options.
     Qcow2(u64, &'static str),
-    /// So many layers, each with clusters of another size, the lowest of them shorter.
+    /// This many layers, each with clusters of another size, the lowest of them shorter.
     Chain(u64),
 }
 
@@ -144,7 +144,7 @@ families! {
     compressed_clusters_and_data_files_keep_what_guests_write = PACKED;
 }
 
-/// Whether the programs are there.
+/// Whether the programs are installed.
 pub(super) fn tools_present() -> bool {
     tools::present(&[tools::QEMU_IMG, tools::QEMU_IO])
 }
@@ -208,7 +208,7 @@ impl Shape {
     }
 }
 
-/// A raw file in which some blocks hold something, most of it easily compressed.
+/// A raw file in which some blocks hold data, most of it easily compressed.
 fn fill_raw(path: &Path, len: u64, rng: &mut Rng) {
     let mut bytes = vec![0; usize::try_from(len).expect("small")];
     for block in bytes.chunks_mut(usize::try_from(BLOCK_BYTES).expect("small")) {

@@ -1,4 +1,4 @@
-//! Drives a device with a load and counts what comes back.
+//! Drives a device with a load and counts the answers.
 
 use super::ring::{Ask, BLOCK_BYTES};
 use super::{DEPTH_MAX, Device, Wake};
@@ -21,18 +21,18 @@ pub(crate) struct DiskLoad<'a> {
     pub(crate) depth: usize,
     /// How long at most; an access that ends may end it before.
     pub(crate) limit: Duration,
-    /// Seed of what is random; a write of another seed is another content.
+    /// Seed of what is random; writes of another seed have other content.
     pub(crate) seed: u32,
-    /// What a server that goes away means.
+    /// What it means if the server goes away.
     pub(crate) absence: Absence,
 }
 
 /// What is asked, in blocks of 4 KiB. Reads may be longer; of those the first block is verified.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Access<'a> {
-    /// Reads; verified where owners are given.
+    /// Reads; verified if owners are given.
     Read(Pattern, Option<&'a OwnerMap>),
-    /// Writes to any of these places, again and again.
+    /// Writes to any of these places, repeatedly.
     Rewrite(&'a [u64]),
     /// Writes to each of these places, once.
     Once(&'a [u64]),
@@ -40,12 +40,12 @@ pub(crate) enum Access<'a> {
     Check(&'a BTreeMap<u64, u64>),
 }
 
-/// What a server that goes away means.
+/// What it means if the server goes away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Absence {
     /// The run has failed.
     Fails,
-    /// As with a monitor that connects again: the guest waits.
+    /// As with a monitor that reconnects: the guest waits.
     IsWaitedFor,
 }
 
@@ -70,13 +70,13 @@ struct Slot {
 /// Puts `load` on `device`.
 ///
 /// # Errors
-/// If the server breaks the protocol, or goes away where it may not. Requests that it fails, or
-/// answers wrongly, are counted instead.
+/// If the server breaks the protocol, or goes away and may not. Requests that it fails, or answers
+/// wrongly, are counted instead.
 pub(crate) fn run(device: &mut Device, load: &DiskLoad<'_>) -> Result<Done> {
     ensure!((1..=DEPTH_MAX).contains(&load.depth), "1 to {DEPTH_MAX} requests are in flight");
     let queues = device.rings.len();
     if let Access::Rewrite(places) = load.access {
-        // Else no free place is found for a write.
+        // Otherwise no free place is found for a write.
         ensure!(places.len() >= 2 * load.depth * queues, "{} places are too few", places.len());
     }
     let start = clock::now();
@@ -123,7 +123,7 @@ struct Driver<'a> {
 impl Driver<'_> {
     /// Offers a request for each idle slot and notifies the server; false when all is done.
     fn fill(&mut self, device: &mut Device, now: Instant, end: Instant) -> Result<bool> {
-        // One to each queue in turn: what ends soon is spread all the same.
+        // One to each queue in turn: so even a short load is spread over them.
         let mut offered = now < end;
         while offered {
             offered = false;
@@ -137,7 +137,7 @@ impl Driver<'_> {
             }
         }
         for ring in &mut device.rings {
-            ring.tell()?;
+            ring.publish()?;
         }
         Ok(self.in_flight > 0)
     }
@@ -188,7 +188,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Takes all that is there.
+    /// Takes all answers that are there.
     fn take(&mut self, device: &mut Device, now: Instant) -> Result<()> {
         for (queue, ring) in device.rings.iter_mut().enumerate() {
             while let Some((slot, status)) = ring.take()? {

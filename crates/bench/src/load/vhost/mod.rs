@@ -6,8 +6,8 @@
 //! ```
 //!
 //! One thread drives all queues: on a machine with few processors the server gets the others. The
-//! rings are driven as Linux drives them: calls are asked for only where nothing is left to take,
-//! and kicks are left out where the server does not want them (`VIRTIO_RING_F_EVENT_IDX`).
+//! rings are driven as Linux drives them: calls are asked for only when nothing is left to take,
+//! and kicks are omitted when the server does not want them (`VIRTIO_RING_F_EVENT_IDX`).
 
 mod drive;
 mod ring;
@@ -54,11 +54,11 @@ const CONFIG_BYTES: u32 = 60;
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 /// How long a server may be away.
 const AWAY_LIMIT: Duration = Duration::from_secs(30);
-/// How often a monitor looks whether it is back.
+/// How often a monitor checks whether it is back.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(5);
 /// Epoll's token for a call.
 const CALLED: u64 = 0;
-/// What epoll tells of the connection, of which only its end is of interest.
+/// Epoll's token for the connection, of which only the end matters.
 const GONE: u64 = 1;
 
 /// What ended a wait.
@@ -75,10 +75,10 @@ pub(crate) struct Device {
     socket: PathBuf,
     memory: Arc<Memory>,
     rings: Vec<Ring>,
-    /// All queues call by the same event: whoever waits looks at all of them anyway.
+    /// All queues call by the same event: the waiter checks all of them anyway.
     call: EventFd,
     wait: Epoll,
-    /// What the server notes of requests in flight, kept for the server that comes after it.
+    /// The server's record of requests in flight, kept for its successor.
     inflight: Option<(VhostUserInflight, File)>,
     /// Ends with the server. `None` before the first, and after the last.
     session: Option<Session>,
@@ -124,7 +124,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Connects to the server that comes after one that is gone. What was in flight is its to do.
+    /// Connects to the successor of a server that is gone, which has to do what was in flight.
     fn reconnect(&mut self) -> Result<()> {
         self.session = None;
         let mut refusal = None;
@@ -209,7 +209,7 @@ impl Device {
                 log_addr: None,
             };
             front_end.set_vring_num(index, QUEUE_SIZE)?;
-            // As QEMU does after a server that did not end well: all that was given back is done.
+            // As QEMU does after a server that did not exit cleanly: everything given back is done.
             front_end.set_vring_base(index, ring.used_idx())?;
             front_end.set_vring_addr(index, &config)?;
             front_end.set_vring_call(index, &self.call)?;

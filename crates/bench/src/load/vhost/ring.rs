@@ -5,8 +5,8 @@
 //! ```
 //!
 //! A slot is a request in flight: its three descriptors and its memory are its own, and it is the
-//! caller's from [`Ring::take`] until [`Ring::offer`]. What the server writes is believed nowhere:
-//! a head that is not in flight is an error.
+//! caller's from [`Ring::take`] until [`Ring::offer`]. Nothing that the server writes is trusted: a
+//! head that is not in flight is an error.
 
 use super::{DEPTH_MAX, Memory, QUEUE_SIZE};
 use anyhow::{Context, Result, ensure};
@@ -29,7 +29,7 @@ const USED_AT: usize = 0x2000;
 const META_AT: usize = 0x3000;
 const DATA_AT: usize = 0x4000;
 const DESCRIPTOR_BYTES: usize = 16;
-/// A request's header, and behind it its status, on a line of their own.
+/// A request's header, followed by its status, on a separate cache line.
 const META_BYTES: usize = 64;
 const HEADER_BYTES: usize = 16;
 const _: () = assert!(META_AT + DEPTH_MAX * META_BYTES <= DATA_AT);
@@ -37,7 +37,7 @@ const _: () = assert!(QUEUE_SIZE as usize * DESCRIPTOR_BYTES <= AVAIL_AT);
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-/// What no server answers.
+/// A status that no server returns.
 const NO_STATUS: u8 = 0xff;
 
 /// What is asked.
@@ -56,11 +56,11 @@ pub(super) struct Ring {
     request_bytes: usize,
     /// The server's event.
     pub(super) kick: EventFd,
-    /// Whether both sides say when they want to hear of the other.
+    /// Whether both sides say when they want to be notified.
     pub(super) event_idx: bool,
     next_avail: u16,
-    /// What the server has been told of.
-    told_avail: u16,
+    /// The last available index that was published to the server.
+    published_avail: u16,
     last_used: u16,
     in_flight: [bool; DEPTH_MAX],
 }
@@ -80,7 +80,7 @@ impl Ring {
             kick,
             event_idx: false,
             next_avail: 0,
-            told_avail: 0,
+            published_avail: 0,
             last_used: 0,
             in_flight: [false; DEPTH_MAX],
         }
@@ -91,7 +91,7 @@ impl Ring {
         [0, AVAIL_AT, USED_AT].map(|at| self.memory.as_ptr() as u64 + (self.base + at) as u64)
     }
 
-    /// Offers `slot` to the server as a request for the block at `offset`, not yet told to it.
+    /// Prepares `slot` as a request for the block at `offset`, not yet published to the server.
     pub(super) fn offer(&mut self, slot: usize, ask: Ask, offset: u64) -> Result<()> {
         let meta = META_AT + slot * META_BYTES;
         let data = DATA_AT + slot * self.request_bytes;
@@ -116,8 +116,8 @@ impl Ring {
     }
 
     /// Publishes all offered requests to the server, and wakes it if it wants that.
-    pub(super) fn tell(&mut self) -> Result<()> {
-        if self.told_avail == self.next_avail {
+    pub(super) fn publish(&mut self) -> Result<()> {
+        if self.published_avail == self.next_avail {
             return Ok(());
         }
         self.number(AVAIL_AT + 2)?.store(self.next_avail, Ordering::Release);
@@ -126,11 +126,11 @@ impl Ring {
             let event = self.number(USED_AT + 4 + usize::from(QUEUE_SIZE) * 8)?;
             let event = event.load(Ordering::Relaxed);
             let behind = self.next_avail.wrapping_sub(event).wrapping_sub(1);
-            behind < self.next_avail.wrapping_sub(self.told_avail)
+            behind < self.next_avail.wrapping_sub(self.published_avail)
         } else {
             self.number(USED_AT)?.load(Ordering::Relaxed) & 1 == 0
         };
-        self.told_avail = self.next_avail;
+        self.published_avail = self.next_avail;
         if is_wanted { self.kick() } else { Ok(()) }
     }
 
@@ -234,10 +234,10 @@ mod tests {
     }
 
     #[test]
-    fn a_request_stands_as_the_specification_has_it() {
+    fn request_is_laid_out_as_specified() {
         let mut ring = ring();
         ring.offer(2, Ask::Write, 8192).expect("offered");
-        ring.tell().expect("told");
+        ring.publish().expect("published");
         assert_eq!(ring.kick.read().ok(), Some(1), "without EVENT_IDX the server is woken");
         let mut head = [0; 4];
         ring.get(AVAIL_AT + 2, &mut head).expect("memory");
@@ -258,15 +258,15 @@ mod tests {
         let event = USED_AT + 4 + usize::from(QUEUE_SIZE) * 8;
         ring.number(event).expect("memory").store(1, Ordering::Release);
         ring.offer(0, Ask::Read, 0).expect("offered");
-        ring.tell().expect("told");
+        ring.publish().expect("published");
         assert!(ring.kick.read().is_err(), "it wants to hear of the second");
         ring.offer(1, Ask::Read, 0).expect("offered");
-        ring.tell().expect("told");
+        ring.publish().expect("published");
         assert_eq!(ring.kick.read().ok(), Some(1));
     }
 
     #[test]
-    fn what_was_never_asked_is_not_believed() {
+    fn completion_never_requested_is_refused() {
         let mut ring = ring();
         ring.offer(0, Ask::Read, 0).expect("offered");
         for head in [1, 3, 3 * 128, u32::MAX / 3 * 3] {

@@ -1,4 +1,4 @@
-//! What was wrong once.
+//! Bugs of the past.
 
 use super::model::{Image, ModelLayer, build, compare, open, path, plain, plain_chain, put};
 use mica_block::{Disk, ErrorKind, Images};
@@ -9,7 +9,7 @@ use mica_units::HostOffset;
 use std::sync::Arc;
 
 /// The active layer holds as much beyond the end of a shorter layer as that one is long. A walk
-/// that only adds up what was found takes this for all there is, and shows zeros for the base.
+/// that only adds up what was found takes this for everything, and shows zeros for the base.
 #[test]
 fn clusters_beyond_a_shorter_layer_do_not_hide_the_base() {
     scenario(1, |world| async move {
@@ -43,10 +43,10 @@ async fn indexed(world: &World, layers: &[ModelLayer]) -> Arc<Chain> {
     chain
 }
 
-/// The sidecar of a layer is believed if that layer's owner wrote it. By it that owner could have
-/// the chain read a layer above in the base's place, at any offset: what the guest wrote there.
+/// The sidecar of a layer is trusted if that layer's owner wrote it. With it that owner could make
+/// the chain read a layer above instead of the base, at any offset: what the guest wrote there.
 #[test]
-fn sidecar_that_speaks_for_a_layer_above_its_own_is_not_believed() {
+fn sidecar_that_names_a_layer_above_its_own_is_not_trusted() {
     scenario(1, |world| async move {
         // Of different slices, so that the base's leaf is not made again above.
         let layers = plain_chain(&[
@@ -69,7 +69,7 @@ fn sidecar_that_speaks_for_a_layer_above_its_own_is_not_believed() {
                 }
             }
             assert!(changed > 0, "the base has data");
-            mica_sim::hostile::make_sums_good(sidecar, 0);
+            mica_sim::hostile::fix_checksums(sidecar, 0);
         });
         let chain = open(&world, &layers, IndexUse::Read).await;
         assert_eq!(chain.indexed_layers(), 2, "its seal fits");
@@ -78,9 +78,10 @@ fn sidecar_that_speaks_for_a_layer_above_its_own_is_not_believed() {
 }
 
 /// The builder published the tree with the sidecar in which it had just found a damaged node, gave
-/// up, and found the same node again the next time: the thread that keeps the index never rested.
+/// up, and found the same node again the next time: the thread that maintains the index never
+/// rested.
 #[test]
-fn damaged_sidecar_that_a_build_needs_is_written_anew_by_that_build() {
+fn damaged_sidecar_that_a_build_needs_is_rewritten_by_that_build() {
     scenario(1, |world| async move {
         let layers = plain_chain(&[
             plain(12, 16, 0..8),
@@ -99,8 +100,7 @@ fn damaged_sidecar_that_a_build_needs_is_written_anew_by_that_build() {
     });
 }
 
-/// A layer that was copied is proved by its content. What its sidecar says was sealed again
-/// unseen.
+/// A copied layer is verified by its content. Its sidecar's content was sealed again unchecked.
 #[test]
 fn damaged_sidecar_of_a_copied_layer_is_not_sealed_again() {
     scenario(1, |world| async move {
@@ -120,9 +120,8 @@ fn damaged_sidecar_of_a_copied_layer_is_not_sealed_again() {
     });
 }
 
-/// A layer that ends before the one beneath rewrote the slice of its end first. Where it then
-/// wrote more than the builder keeps, it looked for that slice in a sidecar that was not there
-/// yet.
+/// For a layer that ends before the one beneath, the builder rewrote the slice of its end first. If
+/// it then wrote more than it keeps, it looked for that slice in a sidecar that did not exist yet.
 #[test]
 fn short_layer_with_a_large_map_gets_its_index() {
     // Every other cluster of 512 bytes reads as zeros: as many runs as a slice can have.
@@ -155,7 +154,7 @@ fn short_layer_with_a_large_map_gets_its_index() {
     });
 }
 
-/// An image of a terabyte in three clusters: `l1_entry` is in every place of its L1 table.
+/// An image of a terabyte in three clusters: every entry of its L1 table is `l1_entry`.
 fn repeated(l1_entry: impl Fn(HostOffset) -> L1Entry) -> TinyImage {
     let spec = TinySpec {
         cluster_bits: 16,
@@ -173,8 +172,8 @@ fn repeated(l1_entry: impl Fn(HostOffset) -> L1Entry) -> TinyImage {
     image
 }
 
-/// A small file whose L1 table names one L2 table thousands of times, or nothing that can be read,
-/// asked for a sidecar of any size, which is made in memory.
+/// A small file whose L1 table names one L2 table thousands of times, or unreadable tables,
+/// required a sidecar of any size, which is made in memory.
 #[test]
 fn table_that_is_named_a_thousand_times_is_read_and_never_indexed() {
     scenario(1, |world| async move {
@@ -193,8 +192,8 @@ fn table_that_is_named_a_thousand_times_is_read_and_never_indexed() {
     });
 }
 
-/// The length of a snapshot's disk is in the table of snapshots and was believed: beyond 2^63 the
-/// arithmetic of slices ends, and beyond its L1 table there is nothing to read.
+/// The length of a snapshot's disk is in the table of snapshots and was trusted: beyond 2^63 the
+/// arithmetic of slices overflows, and beyond its L1 table there is nothing to read.
 #[test]
 fn snapshot_of_an_impossible_length_is_refused() {
     scenario(1, |world| async move {

@@ -18,12 +18,12 @@ use tempfile::TempDir;
 const CLUSTER: u64 = 65536;
 const LAYERS: u64 = 10;
 
-/// A chain of which layer n has cluster n, filled with n + 1; the base has cluster 20, too. A few
-/// descriptors have to do for it.
+/// A chain in which layer n has cluster n, filled with n + 1; the base has cluster 20, too. A few
+/// descriptors have to suffice for it.
 struct Layers {
     folder: TempDir,
     chain: Chain,
-    /// Where the base's L2 entry of cluster 0 stands.
+    /// Where the base's L2 entry of cluster 0 is.
     entry_at: u64,
 }
 
@@ -67,7 +67,7 @@ impl Layers {
         result.map(|()| buf[0])
     }
 
-    /// Reads all clusters but the base's, so that it gives its descriptor up.
+    /// Reads all clusters except the base's, so that its descriptor is given up.
     async fn pass_by(&self) {
         for _ in 0..2 {
             for cluster in 1..LAYERS {
@@ -77,7 +77,7 @@ impl Layers {
     }
 }
 
-/// Gives `cluster` a cluster of the file, full of `byte`; where its entry stands.
+/// Gives `cluster` a cluster of the file, full of `byte`; returns where its entry is.
 fn fill(image: &mut TinyImage, cluster: u64, byte: u8) -> usize {
     let host = image.allocate();
     image.put(host.bytes() as usize, &[byte; CLUSTER as usize]);
@@ -88,8 +88,8 @@ fn on_real_files(test: impl AsyncFn()) {
     Executor::new(Backend::Auto).unwrap().block_on(test());
 }
 
-/// An entry of the base was made to name another cluster, and the time of the last write put back.
-/// The index went on naming the old one, without a word.
+/// An entry of the base was made to name another cluster, and the time of the last write set back.
+/// The index silently kept naming the old one.
 #[test]
 fn base_whose_tables_changed_under_the_same_time_is_refused() {
     on_real_files(async || {
@@ -106,7 +106,7 @@ fn base_whose_tables_changed_under_the_same_time_is_refused() {
         let error = layers.read(0).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
         assert!(error.to_string().contains("its tables are not what they were"), "{error}");
-        // As it was, it is served again.
+        // With its old content it is served again.
         file.write_all_at(&entries[..8], layers.entry_at).unwrap();
         file.set_times(FileTimes::new().set_modified(modified)).unwrap();
         assert_eq!(layers.read(0).await.unwrap(), 1);
@@ -114,7 +114,7 @@ fn base_whose_tables_changed_under_the_same_time_is_refused() {
 }
 
 #[test]
-fn base_that_is_linked_and_gets_another_mode_is_served_on() {
+fn base_that_is_linked_and_gets_another_mode_is_still_served() {
     on_real_files(async || {
         let layers = Layers::indexed().await;
         let link = layers.folder.path().join("backup");

@@ -1,4 +1,4 @@
-//! Layers that a test knows whole, the walk of them, and the comparison.
+//! Layers that a test fully knows, a walk of them, and the comparison.
 
 use mica_block::{Detail, Disk, Extent, ExtentKind, Images, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 pub(crate) const SECTOR: u64 = 512;
-/// Hosts from here on are read by asking the layer again.
+/// Host offsets from here on are read by asking the layer again.
 const FAR_BYTES: u64 = 1 << 53;
 
 pub(crate) enum Image {
@@ -44,8 +44,7 @@ pub(crate) fn u64_at(bytes: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(word)
 }
 
-/// What layer `number` itself says of the sector at `at`; `None` where the one below is to be
-/// asked.
+/// What layer `number` itself says of the sector at `at`; `None` if the one below has to be asked.
 fn ask(image: &TinyImage, number: usize, at: u64) -> Option<Found> {
     let l2 = image.l2();
     let malformed = Some(Found::Malformed(number));
@@ -128,7 +127,7 @@ pub(crate) async fn open(world: &World, layers: &[ModelLayer], index: IndexUse) 
     Arc::new(Chain::open(images, &top, &options).await.unwrap())
 }
 
-/// Whether an extent of a plan says of the sector at `at` what the walk found there.
+/// Whether an extent of a plan says about the sector at `at` what the walk found there.
 fn agrees(extent: &Extent, at: u64, found: Found) -> bool {
     let (kind, layer) = (extent.kind, extent.layer.index());
     let host = extent.host.bytes() + (at - extent.start.bytes());
@@ -192,7 +191,7 @@ async fn read_some(chain: &Chain, layers: &[ModelLayer], extent: &Extent) {
                 assert!(result.is_err(), "{at:#x} is malformed and was read");
                 continue;
             }
-            // Rubbish may decompress or not; what is far beyond the end may be read or not.
+            // Garbage may decompress or not; what is far beyond the end may be read or not.
             Found::Compressed(_) | Found::ZeroAllocated(..) | Found::Data(..) => continue,
         }
         assert!(buf.iter().all(|byte| *byte == 0), "{at:#x} reads as zeros");

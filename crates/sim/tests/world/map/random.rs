@@ -123,7 +123,7 @@ async fn judge(world: World, layers: usize) {
         compare(&chain, &layers).await;
     }
     let part = world.random_below(layers.len() as u64) as usize;
-    // A table that is named twice gets no index; the map must be right all the same.
+    // A table that is named twice gets no index; the map must still be right.
     drop(build(&chain, part).await);
     let reopened = open(&world, &layers, IndexUse::Read).await;
     compare(&reopened, &layers).await;
@@ -175,7 +175,7 @@ fn rewrite(world: &World, layer: &mut ModelLayer) {
 
 /// Layers that were changed between two openings, with every way in which file times can lie.
 #[test]
-fn index_of_a_layer_that_changed_is_never_believed() {
+fn index_of_a_layer_that_changed_is_never_trusted() {
     scenario(100, |world| async move {
         let count = 2 + world.random_below(8) as usize;
         let mut layers = random_chain(&world, count);
