@@ -148,12 +148,6 @@ impl ClusterBits {
         offset & (self.bytes() - 1)
     }
 
-    /// Number of the cluster that holds byte `offset`.
-    #[inline]
-    pub const fn cluster_of(self, offset: u64) -> u64 {
-        offset >> self.0
-    }
-
     /// Clusters needed for `bytes` bytes.
     #[inline]
     pub const fn clusters_for(self, bytes: u64) -> u64 {
