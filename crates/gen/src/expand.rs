@@ -10,8 +10,7 @@ use crate::owner::{Owner, OwnerMap};
 use crate::plan::{DataFile, LayerKind, LayerShape, Qcow2Shape};
 use crate::spec::{Feature, Features};
 use mica_qcow2_format::{SUBCLUSTER_COUNT, Version};
-use mica_units::ClusterBits;
-use mica_units::Rng;
+use mica_units::{ClusterBits, GuestOffset, Rng};
 
 /// A cluster of a layer that the layer says something about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -102,8 +101,8 @@ impl Expansion<'_> {
     fn put_clusters(&mut self, start: u64, end: u64) {
         let content = self.choose_content();
         let end = end.min(self.shape.len);
-        let clusters = self.cluster_bits.cluster_of(start)..self.cluster_bits.clusters_for(end);
-        for cluster in clusters {
+        let first = self.cluster_number(start);
+        for cluster in first..self.cluster_bits.clusters_for(end) {
             if self.entries.last().is_none_or(|last| last.cluster < cluster) {
                 self.entries.push(Entry { cluster, content });
                 let start = cluster << self.cluster_bits.bits();
@@ -112,9 +111,13 @@ impl Expansion<'_> {
         }
     }
 
+    fn cluster_number(&self, guest: u64) -> u64 {
+        self.cluster_bits.guest_cluster(GuestOffset::new(guest)).number()
+    }
+
     /// Some subclusters of one cluster.
     fn put_subclusters(&mut self, start: u64, end: u64) {
-        let cluster = self.cluster_bits.cluster_of(start);
+        let cluster = self.cluster_number(start);
         let content = match self.choose_content() {
             Content::Compressed | Content::Subclusters { .. } => Content::Data,
             other => other,

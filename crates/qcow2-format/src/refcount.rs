@@ -2,7 +2,7 @@
 
 use super::corrupt;
 use mica_block::Result;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 
 const OFFSET_MASK: u64 = 0xffff_ffff_ffff_fe00;
 const RESERVED: u64 = 0x1ff;
@@ -43,6 +43,24 @@ impl RefcountWidth {
     /// Refcounts in a block, which is one cluster.
     pub fn block_entries(self, cluster_bits: ClusterBits) -> u64 {
         1 << self.block_entries_bits(cluster_bits)
+    }
+
+    /// Index in the refcount table of the block that counts `cluster`.
+    #[inline]
+    pub fn block_of(self, cluster_bits: ClusterBits, cluster: HostCluster) -> u64 {
+        cluster.number() >> self.block_entries_bits(cluster_bits)
+    }
+
+    /// Index in its block of the refcount of `cluster`.
+    #[inline]
+    pub fn index_of(self, cluster_bits: ClusterBits, cluster: HostCluster) -> u64 {
+        cluster.number() & (self.block_entries(cluster_bits) - 1)
+    }
+
+    /// The first cluster that block `index` counts; the highest number where that leaves 64 bits.
+    #[inline]
+    pub fn first_of_block(self, cluster_bits: ClusterBits, index: u64) -> HostCluster {
+        HostCluster::new(index.saturating_mul(self.block_entries(cluster_bits)))
     }
 
     /// Refcount number `index` of a block, or `None` beyond its end.
@@ -166,6 +184,22 @@ mod tests {
         assert_eq!(width.set(&mut [0], 0, 2), None);
         assert_eq!(RefcountWidth::from_order(6).map(RefcountWidth::max), Some(u64::MAX));
         assert_eq!(RefcountWidth::from_order(7), None);
+    }
+
+    #[test]
+    fn each_cluster_is_counted_by_the_block_of_its_region() {
+        let bits = ClusterBits::new(16).expect("valid");
+        let width = RefcountWidth::DEFAULT;
+        let entries = width.block_entries(bits);
+        for (number, block, index) in
+            [(0, 0, 0), (entries - 1, 0, entries - 1), (entries, 1, 0), (3 * entries + 5, 3, 5)]
+        {
+            let cluster = HostCluster::new(number);
+            assert_eq!(width.block_of(bits, cluster), block);
+            assert_eq!(width.index_of(bits, cluster), index);
+            assert_eq!(width.first_of_block(bits, block).saturating_add(index), cluster);
+        }
+        assert_eq!(width.first_of_block(bits, u64::MAX), HostCluster::new(u64::MAX));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::compressed::CompressedCluster;
 use super::corrupt;
 use super::header::Version;
 use mica_block::Result;
-use mica_units::{ClusterBits, GuestOffset, HostOffset};
+use mica_units::{ClusterBits, GuestCluster, GuestOffset, HostOffset};
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -178,10 +178,22 @@ impl L2Format {
         self.cluster_bits.bits() + self.entries_bits()
     }
 
+    /// Bytes of the disk that one table covers.
+    #[inline]
+    pub fn table_bytes(self) -> u64 {
+        1 << self.table_bits()
+    }
+
     /// Size of a subcluster as a power of two; that of a cluster if entries are not extended.
     #[inline]
     pub fn subcluster_bits(self) -> u32 {
         self.cluster_bits.bits() - if self.extended { 5 } else { 0 }
+    }
+
+    /// Bytes in a subcluster, or in a cluster if entries are not extended.
+    #[inline]
+    pub fn subcluster_bytes(self) -> u64 {
+        1 << self.subcluster_bits()
     }
 
     /// Index in the L1 table of the entry that covers `guest`.
@@ -193,7 +205,33 @@ impl L2Format {
     /// Index in the L2 table of the entry that covers `guest`.
     #[inline]
     pub fn l2_index(self, guest: GuestOffset) -> u64 {
-        self.cluster_bits.cluster_of(guest.bytes()) & (self.entries() - 1)
+        self.index_of(self.cluster_bits.guest_cluster(guest))
+    }
+
+    /// Index in the L1 table of the L2 table that has the entry of `cluster`.
+    #[inline]
+    pub fn table_of(self, cluster: GuestCluster) -> u64 {
+        cluster.number() >> self.entries_bits()
+    }
+
+    /// Index in its L2 table of the entry of `cluster`.
+    #[inline]
+    pub fn index_of(self, cluster: GuestCluster) -> u64 {
+        cluster.number() & (self.entries() - 1)
+    }
+
+    /// The first cluster that the L2 table of L1 entry `index` covers; the highest number where
+    /// that leaves 64 bits.
+    #[inline]
+    pub fn first_of_table(self, index: u64) -> GuestCluster {
+        GuestCluster::new(index.saturating_mul(self.entries()))
+    }
+
+    /// The first byte that the L2 table of L1 entry `index` covers, as
+    /// [`ClusterBits::start_of`] its first cluster.
+    #[inline]
+    pub fn table_start(self, index: u64) -> GuestOffset {
+        self.cluster_bits.start_of(self.first_of_table(index))
     }
 
     /// Entry number `index` of a table or of a slice of it; `None` beyond its end.

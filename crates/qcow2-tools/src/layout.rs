@@ -25,7 +25,7 @@ use crate::create::{ImagePlan, Preallocation};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry};
 use mica_rt::Buf;
-use mica_units::{ClusterBits, GuestOffset, HostOffset};
+use mica_units::{ClusterBits, GuestOffset, HostCluster, HostOffset};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -88,12 +88,12 @@ pub struct ImageWriter {
     table: Option<(u64, Vec<u8>)>,
     /// L2 tables that were reserved, for [`Self::reserve_table`].
     tables_reserved: u64,
-    /// First cluster that is not taken, as a byte offset.
-    next: u64,
+    /// First cluster that is not taken.
+    next: HostCluster,
     /// The bytes behind the last compressed cluster that the next one may use.
     tail: Range<u64>,
     /// How often clusters are counted more than once (I1).
-    shared: BTreeMap<u64, u64>,
+    shared: BTreeMap<HostCluster, u64>,
 }
 
 /// A run of bytes waiting to be written.
@@ -123,7 +123,7 @@ impl ImageWriter {
         let l1_bytes = plan.l1_entries() * L1Entry::BYTES as u64;
         let l1_len = usize::try_from(l1_bytes)
             .map_err(|_| Error::new(ErrorKind::Limit, "the L1 table does not fit this machine"))?;
-        let next = (1 + bits.clusters_for(l1_bytes)) << bits.bits();
+        let next = HostCluster::new(1 + bits.clusters_for(l1_bytes));
         Ok(Self {
             plan,
             l1: vec![0; l1_len],
@@ -215,21 +215,20 @@ impl ImageWriter {
         {
             return Ok(None);
         }
-        let start = self.tables_reserved << l2.table_bits();
-        let first = l2.cluster_bits.cluster_of(start);
-        let count = l2.entries().min(self.plan.clusters() - first);
+        let bits = l2.cluster_bits;
+        let first = l2.first_of_table(self.tables_reserved);
+        let count = l2.entries().min(self.plan.clusters() - first.number());
         let table = self.open_table(self.tables_reserved);
         self.tables_reserved += 1;
-        let (place, host) = self.take_clusters(GuestOffset::new(start), count);
+        let (place, host) = self.take_clusters(bits.start_of(first), count);
         for number in 0..count {
-            let within = number << l2.cluster_bits.bits();
-            let host = HostOffset::new(host.bytes() + within);
-            self.put_entry(GuestOffset::new(start + within), self.reserved(host));
+            let guest = bits.start_of(first.saturating_add(number));
+            let host = HostOffset::new(host.bytes() + bits.bytes_of(number));
+            self.put_entry(guest, self.reserved(host));
         }
         let segments = table.map(|(at, table)| (Place::Image, at, Source::Own(table)));
         let writes = gather(segments.into_iter().collect(), Buf::new(0));
-        let len = count << l2.cluster_bits.bits();
-        Ok(Some(Reserved { data: Some((place, host, len)), writes }))
+        Ok(Some(Reserved { data: Some((place, host, bits.bytes_of(count))), writes }))
     }
 
     /// Ends the L2 table that is open. Nothing is allocated afterwards.
@@ -280,12 +279,11 @@ impl ImageWriter {
     /// Allocates the open table.
     fn close_table(&mut self) -> Option<(u64, Vec<u8>)> {
         let (index, table) = self.table.take()?;
-        let at = self.next;
-        self.next += self.cluster_bits().bytes();
-        let entry = L1Entry::encode(HostOffset::new(at), true).0.to_be_bytes();
+        let at = self.take(1);
+        let entry = L1Entry::encode(at, true).0.to_be_bytes();
         let within = usize::try_from(index).expect("the table is in memory") * L1Entry::BYTES;
         self.l1[within..within + L1Entry::BYTES].copy_from_slice(&entry);
-        Some((at, table))
+        Some((at.bytes(), table))
     }
 
     /// The entry of a cluster that has a place and no bytes yet. A raw data file has its bytes from
@@ -309,35 +307,41 @@ impl ImageWriter {
         if self.plan.l2.data_file {
             return (Place::DataFile, HostOffset::new(guest.bytes()));
         }
-        let at = self.next;
-        self.next += count << self.cluster_bits().bits();
-        (Place::Image, HostOffset::new(at))
+        (Place::Image, self.take(count))
+    }
+
+    /// Takes the next `count` clusters of the file.
+    fn take(&mut self, count: u64) -> HostOffset {
+        let first = self.next;
+        self.next = first.saturating_add(count);
+        self.cluster_bits().start_of(first)
     }
 
     /// Takes `len` bytes, less than a cluster, for a compressed cluster: directly after the
     /// previous one if the two may share a cluster.
     fn take_packed(&mut self, len: u64) -> Result<CompressedCluster> {
         let bits = self.cluster_bits();
-        let shared = bits.cluster_of(self.tail.start);
+        let next = bits.start_of(self.next).bytes();
+        let shared = bits.host_cluster(HostOffset::new(self.tail.start));
         let count = 1 + self.shared.get(&shared).copied().unwrap_or(0);
         let may_share = !self.tail.is_empty() && count < self.plan.refcount_width.max();
         let fits = self.tail.start + len <= self.tail.end;
-        let goes_on = self.tail.end == self.next;
+        let goes_on = self.tail.end == next;
         let at = match may_share && (fits || goes_on) {
             true => {
                 self.shared.insert(shared, count);
                 self.tail.start
             }
-            false => self.next,
+            false => next,
         };
         let end = at + len;
         if end > CompressedCluster::host_max(bits).bytes() {
             let what = "the file is too long for compressed clusters of this size";
             return Err(Error::new(ErrorKind::Limit, what));
         }
-        let cluster_end = end.next_multiple_of(bits.bytes());
-        self.next = self.next.max(cluster_end);
-        self.tail = end..cluster_end;
+        let after = bits.host_cluster_up(HostOffset::new(end));
+        self.next = self.next.max(after);
+        self.tail = end..bits.start_of(after).bytes();
         Ok(CompressedCluster { host: HostOffset::new(at), len_max: len })
     }
 }

@@ -31,8 +31,8 @@ pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
     let l1 = bits.clusters_for(l2_tables * L1Entry::BYTES as u64);
     let besides = 1 + l1 + l2_tables + disk;
     let all = besides + refcount_area(plan.refcount_width, bits, besides).clusters();
-    let fully_allocated = all << bits.bits();
-    let disk_bytes = disk << bits.bits();
+    let fully_allocated = bits.bytes_of(all);
+    let disk_bytes = bits.bytes_of(disk);
     let data_bytes = match plan.preallocation {
         Preallocation::Off | Preallocation::Metadata => data_bytes,
         Preallocation::Falloc | Preallocation::Full => disk_bytes,

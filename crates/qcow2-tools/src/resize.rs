@@ -212,10 +212,12 @@ impl Resizer {
                 let start = l2.l2_index(GuestOffset::new(end));
                 let used = (start..l2.entries())
                     .rfind(|index| l2.raw(&table, len_of(*index)) != Some(Default::default()));
-                let base = first << l2.table_bits();
-                Ok(used.map_or(end, |index| base + ((index + 1) << l2.cluster_bits.bits())))
+                Ok(used.map_or(end, |index| {
+                    let after = l2.first_of_table(first).saturating_add(index + 1);
+                    l2.cluster_bits.start_of(after).bytes()
+                }))
             }
-            Some(more) => Ok((first + more as u64 + 1) << l2.table_bits()),
+            Some(more) => Ok(l2.table_start(first + more as u64 + 1).bytes()),
         }
     }
 
@@ -229,7 +231,7 @@ impl Resizer {
         self.write_header().await?;
 
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
-        if !size.is_multiple_of(1 << l2.table_bits()) {
+        if !size.is_multiple_of(l2.table_bytes()) {
             let last = L1Entry(l1[len_of(u64::from(entries) - 1)]);
             self.cut_table(&space, last, size).await?;
         }
@@ -242,7 +244,7 @@ impl Resizer {
         let l1_bytes = |entries: u32| u64::from(entries) * L1Entry::BYTES as u64;
         let (kept, all) =
             (bits.clusters_for(l1_bytes(entries)), bits.clusters_for(l1_bytes(old_entries)));
-        space.free(HostOffset::new(old_at.bytes() + (kept << bits.bits())), all - kept).await?;
+        space.free(HostOffset::new(old_at.bytes() + bits.bytes_of(kept)), all - kept).await?;
         space.commit().await?;
         let space = self.drop_empty_blocks(space).await?;
         let tables = l1[..len_of(entries.into())].iter().map(|entry| L1Entry(*entry).offset());
@@ -263,7 +265,7 @@ impl Resizer {
             return Ok(());
         }
         let end = size.next_multiple_of(l2.cluster_bits.bytes());
-        if end.is_multiple_of(1 << l2.table_bits()) {
+        if end.is_multiple_of(l2.table_bytes()) {
             return Ok(());
         }
         let first = l2.l2_index(GuestOffset::new(end));
@@ -288,11 +290,10 @@ impl Resizer {
             let Some(raw) = l2.raw(table, len_of(index)) else { break };
             match l2.interpret(raw) {
                 Ok(L2Entry::Compressed(compressed)) => {
-                    let start = l2.cluster_bits.cluster_of(compressed.host.bytes());
-                    let end = compressed.host.bytes() + compressed.len_max;
-                    let count = l2.cluster_bits.clusters_for(end) - start;
-                    let at = HostOffset::new(start << l2.cluster_bits.bits());
-                    space.free(at, count).await?;
+                    let end = HostOffset::new(compressed.host.bytes() + compressed.len_max);
+                    let first = l2.cluster_bits.host_cluster(compressed.host);
+                    let count = l2.cluster_bits.host_cluster_up(end).saturating_since(first);
+                    space.free(l2.cluster_bits.start_of(first), count).await?;
                 }
                 Ok(entry) => {
                     if let Some(host) = entry.host() {
@@ -313,7 +314,7 @@ impl Resizer {
     }
 
     fn cluster_len(&self) -> usize {
-        1 << self.header.cluster_bits.bits()
+        len_of(self.header.cluster_bits.bytes())
     }
 
     /// Writes size and L1 table into the header's first sector in one write, and makes that

@@ -14,7 +14,7 @@ use crate::live::Live;
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, Store, read_exact};
 use mica_qcow2_format::{Compression, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use mica_units::{GuestCluster, GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -103,6 +103,17 @@ pub(crate) fn l2_part(l2: L2Format, table: &[u8], part: GuestRange) -> &[u8] {
     &table[at(l2.l2_index(part.start()))..at(l2.l2_index(last) + 1)]
 }
 
+/// The entries in `bytes`, by their indices there, and their clusters: those that cover `part`.
+fn clusters_in(
+    l2: L2Format,
+    bytes: &[u8],
+    part: GuestRange,
+) -> impl Iterator<Item = (usize, GuestCluster)> {
+    let count = bytes.len() / l2.entry_bytes();
+    let first = l2.cluster_bits.guest_cluster(part.start());
+    (0..count).zip(first.up_to(first.saturating_add(count as u64)))
+}
+
 async fn read_l1(store: &dyn Store, offset: HostOffset, count: usize) -> Result<Box<[L1Entry]>> {
     let bytes = read_exact(store, offset, count * L1Entry::BYTES).await?;
     let chunks = bytes.as_chunks::<{ L1Entry::BYTES }>().0;
@@ -167,17 +178,16 @@ impl Layer {
         range: GuestRange,
         mut visitor: impl FnMut(GuestRange, Option<Buf>),
     ) -> Result<()> {
-        let table_bits = tables.l2.table_bits();
-        let (start, end) = (range.start().bytes(), range.end().bytes());
-        let first = start >> table_bits;
-        let count = usize::try_from(((end - 1) >> table_bits) - first + 1).unwrap_or(usize::MAX);
+        let l2 = tables.l2;
+        let first = l2.l1_index(range.start());
+        let last = l2.l1_index(GuestOffset::new(range.end().bytes() - 1));
+        let count = usize::try_from(last - first + 1).unwrap_or(usize::MAX);
         let l1 = tables.l1_range(&*self.store, first, count).await?;
         for (table_number, l1_entry) in (first..).zip(l1) {
-            let from = (table_number << table_bits).max(start);
-            let to = ((table_number + 1) << table_bits).min(end);
-            let part = GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
-                .expect("a table's part of the range");
-            match l1_entry.decode(tables.l2.cluster_bits) {
+            let from = l2.table_start(table_number).max(range.start());
+            let to = l2.table_start(table_number + 1).min(range.end());
+            let part = GuestRange::between(from, to).expect("a table's part of the range");
+            match l1_entry.decode(l2.cluster_bits) {
                 Ok(None) => {}
                 Ok(Some(table)) => {
                     visitor(part, Some(self.read_l2_part(tables, table, part).await?));
@@ -201,14 +211,13 @@ impl Layer {
         let l2 = tables.l2;
         let visit = |part: GuestRange, table: Option<Buf>| {
             let Some(bytes) = table else { return };
-            let first = l2.cluster_bits.cluster_of(part.start().bytes());
-            for (index, cluster) in (0..bytes.len() / l2.entry_bytes()).zip(first..) {
-                let start = GuestOffset::new(cluster << l2.cluster_bits.bits());
+            for (index, cluster) in clusters_in(l2, &bytes, part) {
+                let start = l2.cluster_bits.start_of(cluster);
                 let entry = l2.raw(&bytes, index).map(|raw| l2.interpret_at(raw, start));
                 let Some(Ok(L2Entry::Subclusters { host: Some(host), .. })) = entry else {
                     continue;
                 };
-                let whole = GuestRange::new(start, l2.cluster_bits.bytes());
+                let whole = l2.cluster_bits.range_of(cluster);
                 let Some(hole) = whole.and_then(|whole| whole.intersect(part)) else { continue };
                 let host = host.checked_add(hole.start().bytes() - start.bytes());
                 holes.extend(host.map(|host| (hole, host)));
@@ -230,9 +239,8 @@ impl Layer {
             return Ok(end);
         }
         let Some(tables) = &self.tables else { return Ok(at) };
-        let table_bits = tables.l2.table_bits();
-        let mut index = at.bytes() >> table_bits;
-        let last = (stop - 1) >> table_bits;
+        let mut index = tables.l2.l1_index(at);
+        let last = tables.l2.l1_index(GuestOffset::new(stop - 1));
         while index <= last {
             let count = (last - index + 1).min(L1_SCAN_ENTRIES);
             let count = usize::try_from(count).expect("a piece");
@@ -240,8 +248,7 @@ impl Layer {
             let entries = entries.map_err(|error| self.explain(error))?;
             let used = entries.iter().position(|entry| entry.offset() != HostOffset::ZERO);
             if let Some(used) = used {
-                let start = GuestOffset::new((index + used as u64) << table_bits);
-                return Ok(start.max(at));
+                return Ok(tables.l2.table_start(index + used as u64).max(at));
             }
             index += count as u64;
         }
@@ -279,19 +286,17 @@ impl Layer {
             return;
         }
         let l2 = tables.l2;
-        let cluster_bytes = l2.cluster_bits.bytes();
-        let first = l2.cluster_bits.cluster_of(part.start().bytes());
-        for (index, cluster) in (0..bytes.len() / l2.entry_bytes()).zip(first..) {
+        for (index, cluster) in clusters_in(l2, bytes, part) {
             let Some(raw) = l2.raw(bytes, index) else { return };
-            let start = GuestOffset::new(cluster * cluster_bytes);
-            let Some(whole) = GuestRange::new(start, cluster_bytes) else { return };
+            let Some(whole) = l2.cluster_bits.range_of(cluster) else { return };
+            let start = whole.start();
             let Some(range) = whole.intersect(part) else { continue };
             match l2.interpret_at(raw, start) {
                 Ok(L2Entry::Unallocated) => {}
                 Ok(L2Entry::Subclusters { host, allocated, zero }) => {
-                    let bits = l2.subcluster_bits();
+                    let unit_bytes = l2.subcluster_bytes();
                     let shared = self.is_shared(tables, raw);
-                    let clusters = Subclusters { start, bits, host, allocated, zero, shared };
+                    let clusters = Subclusters { start, unit_bytes, host, allocated, zero, shared };
                     self.append_subclusters(clusters, range, window, runs);
                 }
                 Ok(entry) => {
@@ -308,7 +313,7 @@ impl Layer {
     /// else names it too, or the image claims that it overlaps metadata.
     fn is_shared(&self, tables: &Tables, raw: RawL2Entry) -> bool {
         let Some(live) = &self.live else { return false };
-        if live.held.has(raw.offset().bytes() >> tables.l2.cluster_bits.bits()) {
+        if live.held.has(tables.l2.cluster_bits.host_cluster(raw.offset())) {
             return true;
         }
         if tables.l2.data_file {
@@ -324,7 +329,7 @@ impl Layer {
         window: GuestOffset,
         runs: &mut Runs,
     ) {
-        let bytes = 1_u64 << clusters.bits;
+        let bytes = clusters.unit_bytes;
         for index in 0..mica_qcow2_format::SUBCLUSTER_COUNT {
             let start = GuestOffset::new(clusters.start.bytes() + u64::from(index) * bytes);
             let whole = GuestRange::new(start, bytes).expect("within a cluster of the disk");
@@ -473,7 +478,7 @@ impl Layer {
 /// A cluster whose subclusters differ.
 struct Subclusters {
     start: GuestOffset,
-    bits: u32,
+    unit_bytes: u64,
     host: Option<HostOffset>,
     allocated: u32,
     zero: u32,

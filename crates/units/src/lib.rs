@@ -2,13 +2,17 @@
 //!
 //! A guest offset and a host offset are both 64-bit numbers of bytes and are never the same thing:
 //! the first is an address on the disk that a guest sees, the second an address in a file. Mixing
-//! them is how disk engines serve a header as data, so here the compiler refuses it.
+//! them is how disk engines serve a header as data, so here the compiler refuses it. The same holds
+//! for the numbers of clusters on the disk and in a file.
 //!
-//! All arithmetic is checked: a sum that leaves 64 bits is `None`, never a wrapped address.
+//! All arithmetic is checked: a sum that leaves 64 bits is `None`, or the highest value where its
+//! method says so, never a wrapped address.
 
+mod cluster;
 mod random;
 mod rng;
 
+pub use cluster::{Cluster, ClusterBits, GuestCluster, HostCluster};
 pub use random::{next_random, random_at};
 pub use rng::Rng;
 use std::fmt;
@@ -181,56 +185,6 @@ impl fmt::Debug for LayerNumber {
     }
 }
 
-/// A cluster size as a power of two, within what qcow2 allows: 512 B to 2 MiB.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct ClusterBits(u8);
-
-impl ClusterBits {
-    /// Least value of the qcow2 header field.
-    pub const MIN: u32 = 9;
-    /// Largest value that QEMU and mica accept.
-    pub const MAX: u32 = 21;
-
-    /// Checks `bits` against [`Self::MIN`] and [`Self::MAX`].
-    pub fn new(bits: u32) -> Option<Self> {
-        if (Self::MIN..=Self::MAX).contains(&bits) {
-            u8::try_from(bits).ok().map(Self)
-        } else {
-            None
-        }
-    }
-
-    /// The exponent.
-    #[inline]
-    pub const fn bits(self) -> u32 {
-        self.0 as u32
-    }
-
-    /// Bytes in a cluster.
-    #[inline]
-    pub const fn bytes(self) -> u64 {
-        1 << self.0
-    }
-
-    /// Bytes of `offset` past the start of its cluster.
-    #[inline]
-    pub const fn offset_within(self, offset: u64) -> u64 {
-        offset & (self.bytes() - 1)
-    }
-
-    /// Number of the cluster that holds byte `offset`.
-    #[inline]
-    pub const fn cluster_of(self, offset: u64) -> u64 {
-        offset >> self.0
-    }
-
-    /// Clusters needed for `bytes` bytes.
-    #[inline]
-    pub const fn clusters_for(self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.bytes())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -246,12 +200,5 @@ mod tests {
         let range = |start, len| GuestRange::new(GuestOffset::new(start), len).expect("fits");
         assert_eq!(range(0, 10).intersect(range(10, 5)), None);
         assert_eq!(range(0, 10).intersect(range(4, 2)), Some(range(4, 2)));
-    }
-
-    #[test]
-    fn cluster_bits_outside_the_format_are_refused() {
-        assert!(ClusterBits::new(8).is_none());
-        assert!(ClusterBits::new(22).is_none());
-        assert_eq!(ClusterBits::new(16).map(ClusterBits::bytes), Some(65536));
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::plan;
 use crate::spec::ChainSpec;
-use mica_units::LayerNumber;
+use mica_units::{GuestOffset, LayerNumber};
 
 fn bits(bits: u32) -> ClusterBits {
     ClusterBits::new(bits).expect("valid")
@@ -69,7 +69,7 @@ fn walk(layers: &[(LayerShape, Vec<Entry>)], offset: u64) -> Owner {
             LayerKind::Raw => bits(16),
             LayerKind::Qcow2(qcow2) => qcow2.l2.cluster_bits,
         };
-        let cluster = cluster_bits.cluster_of(offset);
+        let cluster = cluster_bits.guest_cluster(GuestOffset::new(offset)).number();
         let Ok(index) = entries.binary_search_by_key(&cluster, |entry| entry.cluster) else {
             continue;
         };

@@ -3,7 +3,7 @@
 use crate::sink::Sink;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{RefcountTableEntry, RefcountWidth};
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::ops::Range;
 
 /// How often each cluster of the file is referenced.
@@ -22,8 +22,10 @@ impl Refcounts {
 
     /// Clusters that hold a byte of `start..end`.
     fn clusters(&self, bytes: &Range<u64>) -> Range<usize> {
-        let at = |cluster: u64| usize::try_from(cluster).unwrap_or(usize::MAX);
-        at(self.cluster_bits.cluster_of(bytes.start))..at(self.cluster_bits.clusters_for(bytes.end))
+        let first = self.cluster_bits.host_cluster(HostOffset::new(bytes.start));
+        let end = self.cluster_bits.host_cluster_up(HostOffset::new(bytes.end));
+        let at = |cluster: HostCluster| usize::try_from(cluster.number()).unwrap_or(usize::MAX);
+        at(first)..at(end)
     }
 
     /// Whether all clusters that hold a byte of `bytes` can take one more reference.

@@ -188,6 +188,11 @@ fn geometry_follows_the_entry_size() {
     assert_eq!((format().subcluster_bits(), extended().subcluster_bits()), (16, 11));
     let guest = GuestOffset::new((1 << 29) + (3 << 16) + 5);
     assert_eq!((format().l1_index(guest), format().l2_index(guest)), (1, 3));
+    let cluster = format().cluster_bits.guest_cluster(guest);
+    assert_eq!((format().table_of(cluster), format().index_of(cluster)), (1, 3));
+    assert_eq!(format().first_of_table(1).saturating_add(3), cluster);
+    assert_eq!(format().table_start(1), GuestOffset::new(1 << 29));
+    assert_eq!((format().table_bytes(), extended().subcluster_bytes()), (1 << 29, 1 << 11));
 }
 
 #[test]

@@ -3,20 +3,21 @@
 use super::refcounts::Block;
 use super::{Checker, Finding};
 use mica_block::Result;
+use mica_units::HostCluster;
 
 impl Checker<'_> {
     /// Compares the counted references with the refcounts on disk.
     pub(super) async fn compare(&mut self) -> Result<()> {
-        let cluster_count = self.references.cluster_count();
-        let entries_bits = self.refcounts.block_entries_bits();
-        let mut highest = 0;
-        let mut first = 0;
-        while first < cluster_count {
-            let index = first >> entries_bits;
-            let end = cluster_count.min((index + 1) << entries_bits);
+        let last_end = self.references.end();
+        let mut highest = HostCluster::ZERO;
+        let mut first = HostCluster::ZERO;
+        while first < last_end {
+            let index = self.refcounts.block_of(first);
+            let (_, end) = self.refcounts.clusters_of(index);
+            let end = last_end.min(end);
             match self.refcounts.block(index) {
                 Block::Unreadable => {
-                    self.report.check_errors += end - first;
+                    self.report.check_errors += end.saturating_since(first);
                     self.observer.finding(Finding::RefcountUnreadable { cluster: first });
                 }
                 Block::At(at) if at < self.file_bytes => {
@@ -34,13 +35,20 @@ impl Checker<'_> {
             }
             first = end;
         }
-        self.report.image_end_offset = (highest + 1) << self.header.cluster_bits.bits();
+        let end = highest.saturating_add(1);
+        self.report.image_end_offset = self.header.cluster_bits.start_of(end).bytes();
         Ok(())
     }
 
-    fn compare_with_block(&mut self, block: &[u8], first: u64, end: u64, highest: &mut u64) {
+    fn compare_with_block(
+        &mut self,
+        block: &[u8],
+        first: HostCluster,
+        end: HostCluster,
+        highest: &mut HostCluster,
+    ) {
         let width = self.refcounts.width();
-        for (index, cluster) in (first..end).enumerate() {
+        for (index, cluster) in first.up_to(end).enumerate() {
             let refcount = width.get(block, index).unwrap_or(0);
             let references = self.references.get(cluster);
             if refcount | references != 0 {
@@ -53,7 +61,12 @@ impl Checker<'_> {
     }
 
     /// As [`Self::compare_with_block`] with a block of zeros; skips clusters without references.
-    fn compare_with_zero(&mut self, first: u64, end: u64, highest: &mut u64) {
+    fn compare_with_zero(
+        &mut self,
+        first: HostCluster,
+        end: HostCluster,
+        highest: &mut HostCluster,
+    ) {
         let mut cluster = first;
         while let Some(next) = self.references.next_counted(cluster).filter(|&next| next < end) {
             let references = self.references.get(next);
@@ -61,11 +74,11 @@ impl Checker<'_> {
                 *highest = next;
                 self.differ(next, 0, references);
             }
-            cluster = next + 1;
+            cluster = next.saturating_add(1);
         }
     }
 
-    fn differ(&mut self, cluster: u64, refcount: u64, references: u64) {
+    fn differ(&mut self, cluster: HostCluster, refcount: u64, references: u64) {
         if refcount < references {
             self.corruption(Finding::RefcountTooLow { cluster, refcount, references }, 1);
         } else {

@@ -1,6 +1,6 @@
 //! What a check can find, in QEMU's words.
 
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 use std::fmt;
 
 /// A fault in the image. `Display` words it as `qemu-img check` does, so that scripts that parse
@@ -10,8 +10,8 @@ use std::fmt;
 pub enum Finding {
     /// A leak: a refcount higher than the references.
     Leak {
-        /// Number of the cluster.
-        cluster: u64,
+        /// The cluster.
+        cluster: HostCluster,
         /// Its refcount.
         refcount: u64,
         /// The references to it.
@@ -19,8 +19,8 @@ pub enum Finding {
     },
     /// A refcount lower than the references.
     RefcountTooLow {
-        /// Number of the cluster.
-        cluster: u64,
+        /// The cluster.
+        cluster: HostCluster,
         /// Its refcount.
         refcount: u64,
         /// The references to it.
@@ -28,8 +28,8 @@ pub enum Finding {
     },
     /// The refcounts from this cluster on, of one block, cannot be read.
     RefcountUnreadable {
-        /// Number of the first cluster.
-        cluster: u64,
+        /// The first cluster.
+        cluster: HostCluster,
     },
     /// More references than a refcount can hold.
     TooManyReferences {

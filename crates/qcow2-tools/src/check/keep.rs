@@ -4,7 +4,7 @@ use super::CheckReport;
 use super::refcounts::Refcounts;
 use super::references::References;
 use mica_block::{Error, ErrorKind, Result};
-use mica_units::ClusterBits;
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 
 /// Most separate ranges that are kept of one kind. A real image has one lost tail beyond its end;
 /// only a malicious one names so many.
@@ -58,9 +58,9 @@ pub(crate) struct Kept {
 /// What is being kept.
 pub(super) struct Keep {
     wanted: bool,
-    places: Vec<(u64, u64)>,
-    beyond: Vec<(u64, u64)>,
-    structure: Vec<(u64, u64)>,
+    places: Vec<Range>,
+    beyond: Vec<Range>,
+    structure: Vec<Range>,
     pub(super) shared_block: bool,
 }
 
@@ -94,7 +94,7 @@ impl Keep {
         let (first, last) = clusters(bits, offset, len);
         // Tails are mostly named in order.
         match self.beyond.last_mut() {
-            Some((_, end)) if *end + 1 == first => *end = last,
+            Some((_, end)) if end.saturating_add(1) == first => *end = last,
             _ => self.beyond.push((first, last)),
         }
         if self.beyond.len() >= RANGES_MAX {
@@ -119,21 +119,25 @@ impl Keep {
     }
 }
 
-fn clusters(bits: ClusterBits, offset: u64, len: u64) -> (u64, u64) {
-    (bits.cluster_of(offset), bits.cluster_of(offset.saturating_add(len - 1)))
+fn clusters(bits: ClusterBits, offset: u64, len: u64) -> Range {
+    let last = offset.saturating_add(len - 1);
+    (bits.host_cluster(HostOffset::new(offset)), bits.host_cluster(HostOffset::new(last)))
 }
+
+/// Clusters in a row: the first and the last.
+type Range = (HostCluster, HostCluster);
 
 /// Sets of clusters, sorted and disjoint.
 #[derive(Default)]
 pub(crate) struct Ranges {
-    ranges: Vec<(u64, u64)>,
+    ranges: Vec<Range>,
 }
 
 impl Ranges {
     /// Of ranges in any order, each with its first and its last cluster.
-    pub(crate) fn new(mut ranges: Vec<(u64, u64)>) -> Self {
+    pub(crate) fn new(mut ranges: Vec<Range>) -> Self {
         ranges.sort_unstable();
-        let mut apart: Vec<(u64, u64)> = Vec::new();
+        let mut apart: Vec<Range> = Vec::new();
         for (first, last) in ranges {
             match apart.last_mut() {
                 Some((_, end)) if first <= end.saturating_add(1) => *end = last.max(*end),
@@ -144,12 +148,12 @@ impl Ranges {
     }
 
     /// First and last cluster of each range.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Range> + '_ {
         self.ranges.iter().copied()
     }
 
     /// The range that holds `cluster`, else the next one.
-    pub(crate) fn at_or_after(&self, cluster: u64) -> Option<(u64, u64)> {
+    pub(crate) fn at_or_after(&self, cluster: HostCluster) -> Option<Range> {
         let index = self.ranges.partition_point(|&(_, last)| last < cluster);
         self.ranges.get(index).copied()
     }
@@ -159,16 +163,16 @@ impl Ranges {
 #[derive(Default)]
 pub(crate) struct Places {
     /// From each of these clusters on there are this many, up to the next.
-    steps: Vec<(u64, u32)>,
+    steps: Vec<(HostCluster, u32)>,
 }
 
 impl Places {
-    fn new(places: &[(u64, u64)]) -> Self {
+    fn new(places: &[Range]) -> Self {
         let starts = places.iter().map(|&(first, _)| (first, true));
         let ends = places.iter().map(|&(_, last)| (last.saturating_add(1), false));
-        let mut changes: Vec<(u64, bool)> = starts.chain(ends).collect();
+        let mut changes: Vec<(HostCluster, bool)> = starts.chain(ends).collect();
         changes.sort_unstable();
-        let mut steps: Vec<(u64, u32)> = Vec::new();
+        let mut steps: Vec<(HostCluster, u32)> = Vec::new();
         let mut depth = 0_u32;
         for (cluster, starts) in changes {
             // Ends sort before starts, and each follows its own start: never below zero.
@@ -182,7 +186,7 @@ impl Places {
     }
 
     /// How many places cover `cluster`.
-    pub(crate) fn covering(&self, cluster: u64) -> u32 {
+    pub(crate) fn covering(&self, cluster: HostCluster) -> u32 {
         let after = self.steps.partition_point(|&(first, _)| first <= cluster);
         after.checked_sub(1).and_then(|index| self.steps.get(index)).map_or(0, |&(_, depth)| depth)
     }
@@ -192,20 +196,26 @@ impl Places {
 mod tests {
     use super::*;
 
+    fn range((first, last): (u64, u64)) -> Range {
+        (HostCluster::new(first), HostCluster::new(last))
+    }
+
     #[test]
     fn places_that_overlap_are_counted() {
-        let places = Places::new(&[(0, 0), (4, 7), (5, 5), (8, 8)]);
-        let depths: Vec<_> = (0..10).map(|cluster| places.covering(cluster)).collect();
+        let places = Places::new(&[(0, 0), (4, 7), (5, 5), (8, 8)].map(range));
+        let depths: Vec<_> =
+            (0..10).map(|cluster| places.covering(HostCluster::new(cluster))).collect();
         assert_eq!(depths, [1, 0, 0, 0, 1, 2, 1, 1, 1, 0]);
-        assert_eq!(Places::default().covering(3), 0);
+        assert_eq!(Places::default().covering(HostCluster::new(3)), 0);
     }
 
     #[test]
     fn ranges_are_joined_and_found() {
-        let ranges = Ranges::new(vec![(10, 12), (3, 4), (5, 5), (11, 20)]);
-        assert_eq!(ranges.iter().collect::<Vec<_>>(), [(3, 5), (10, 20)]);
-        assert_eq!(ranges.at_or_after(5), Some((3, 5)));
-        assert_eq!(ranges.at_or_after(6), Some((10, 20)));
-        assert_eq!(ranges.at_or_after(21), None);
+        let ranges = Ranges::new([(10, 12), (3, 4), (5, 5), (11, 20)].map(range).into());
+        assert_eq!(ranges.iter().collect::<Vec<_>>(), [(3, 5), (10, 20)].map(range));
+        let at_or_after = |cluster| ranges.at_or_after(HostCluster::new(cluster));
+        assert_eq!(at_or_after(5), Some(range((3, 5))));
+        assert_eq!(at_or_after(6), Some(range((10, 20))));
+        assert_eq!(at_or_after(21), None);
     }
 }

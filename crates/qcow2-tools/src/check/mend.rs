@@ -53,7 +53,7 @@ impl Checker<'_> {
         let bits = self.header.cluster_bits;
         let patches: Vec<_> = patches
             .into_iter()
-            .filter(|patch| places.covering(bits.cluster_of(patch.at)) == 1)
+            .filter(|patch| places.covering(bits.host_cluster(HostOffset::new(patch.at))) == 1)
             .collect();
         self.mended += patches.len() as u64;
         write_words(&*self.store, patches).await
@@ -66,7 +66,7 @@ impl Checker<'_> {
             return Ok(());
         };
         let bits = self.header.cluster_bits;
-        let alone = places.covering(bits.cluster_of(table_at)) == 0;
+        let alone = places.covering(bits.host_cluster(HostOffset::new(table_at))) == 0;
         if bits.offset_within(table_at) != 0 || !alone {
             return Ok(());
         }

@@ -81,7 +81,8 @@ pub(crate) async fn count(
 ) -> Result<Counted> {
     // QEMU counts a file in whole sectors.
     let file_bytes = store.len()?.next_multiple_of(SECTOR_BYTES);
-    let cluster_count = header.cluster_bits.clusters_for(file_bytes);
+    let file_end = header.cluster_bits.host_cluster_up(HostOffset::new(file_bytes));
+    let cluster_count = file_end.number();
     if cluster_count > CLUSTER_COUNT_MAX {
         return Err(Error::new(
             ErrorKind::Limit,
@@ -97,8 +98,8 @@ pub(crate) async fn count(
         task,
         patches: Vec::new(),
         mended: 0,
-        references: References::new(header.refcount_width, cluster_count),
-        refcounts: Refcounts::new(header, cluster_count),
+        references: References::new(header.refcount_width, file_end),
+        refcounts: Refcounts::new(header, file_end),
         tables: Tables::default(),
         report: CheckReport {
             total_clusters: header.cluster_bits.clusters_for(header.disk_bytes()),
@@ -274,13 +275,12 @@ impl Checker<'_> {
             self.corruption(Finding::BeyondEnd { offset, len }, times);
             return self.keep.beyond(bits, offset, len);
         }
-        for cluster in bits.cluster_of(offset)..=bits.cluster_of(end - 1) {
+        let [first, last] = [offset, end - 1].map(|at| bits.host_cluster(HostOffset::new(at)));
+        for cluster in first.through(last) {
             let excess = self.references.add(cluster, times);
             if excess > 0 {
-                self.corruption(
-                    Finding::TooManyReferences { offset: cluster << bits.bits() },
-                    excess,
-                );
+                let offset = bits.start_of(cluster).bytes();
+                self.corruption(Finding::TooManyReferences { offset }, excess);
             }
         }
         Ok(())

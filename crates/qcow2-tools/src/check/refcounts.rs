@@ -7,7 +7,7 @@ use super::{Checker, Finding, HOST_END_MAX, READ_BYTES_MAX};
 use mica_block::Result;
 use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::Buf;
-use mica_units::HostOffset;
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 
 /// Where a refcount block is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,9 +33,8 @@ pub(super) enum One {
 pub(crate) struct Refcounts {
     table: Vec<RefcountTableEntry>,
     width: RefcountWidth,
-    block_entries_bits: u32,
-    cluster_count: u64,
-    cluster_bytes: u64,
+    bits: ClusterBits,
+    file_end: HostCluster,
     /// For each block of the file: a bit for each cluster whose refcount is one; `None` if there is
     /// no such cluster.
     ones: Vec<Option<Box<[u64]>>>,
@@ -43,13 +42,12 @@ pub(crate) struct Refcounts {
 }
 
 impl Refcounts {
-    pub(super) fn new(header: &Header, cluster_count: u64) -> Self {
+    pub(super) fn new(header: &Header, file_end: HostCluster) -> Self {
         Self {
             table: Vec::new(),
             width: header.refcount_width,
-            block_entries_bits: header.refcount_width.block_entries_bits(header.cluster_bits),
-            cluster_count,
-            cluster_bytes: header.cluster_bits.bytes(),
+            bits: header.cluster_bits,
+            file_end,
             ones: Vec::new(),
             last_read: None,
         }
@@ -59,8 +57,19 @@ impl Refcounts {
         self.width
     }
 
-    pub(crate) fn block_entries_bits(&self) -> u32 {
-        self.block_entries_bits
+    pub(crate) fn cluster_bits(&self) -> ClusterBits {
+        self.bits
+    }
+
+    /// The index of the block that counts `cluster`.
+    pub(crate) fn block_of(&self, cluster: HostCluster) -> u64 {
+        self.width.block_of(self.bits, cluster)
+    }
+
+    /// The first cluster that block `index` counts, and the one after the last.
+    pub(crate) fn clusters_of(&self, index: u64) -> (HostCluster, HostCluster) {
+        let first = self.width.first_of_block(self.bits, index);
+        (first, first.saturating_add(self.width.block_entries(self.bits)))
     }
 
     pub(crate) fn table_entries(&self) -> u64 {
@@ -73,8 +82,8 @@ impl Refcounts {
         let offset = entry.offset();
         match offset.bytes() {
             0 => Block::None,
-            at if !offset.is_aligned(self.cluster_bytes)
-                || at > HOST_END_MAX - self.cluster_bytes =>
+            at if !offset.is_aligned(self.bits.bytes())
+                || at > HOST_END_MAX - self.bits.bytes() =>
             {
                 Block::Unreadable
             }
@@ -82,17 +91,17 @@ impl Refcounts {
         }
     }
 
-    pub(super) fn is_one(&self, cluster: u64) -> One {
-        if cluster >= self.cluster_count {
+    pub(super) fn is_one(&self, cluster: HostCluster) -> One {
+        if cluster >= self.file_end {
             return One::Unknown;
         }
-        let index = cluster >> self.block_entries_bits;
+        let index = self.block_of(cluster);
         let block = usize::try_from(index).ok().and_then(|index| self.ones.get(index));
         let Some(Some(ones)) = block else {
             let unreadable = self.block(index) == Block::Unreadable;
             return if unreadable { One::Unreadable } else { One::No };
         };
-        let within = cluster & ((1 << self.block_entries_bits) - 1);
+        let within = self.width.index_of(self.bits, cluster);
         let word = usize::try_from(within / 64).ok().and_then(|word| ones.get(word));
         match word {
             Some(word) if word >> (within % 64) & 1 == 1 => One::Yes,
@@ -133,16 +142,17 @@ impl Checker<'_> {
             self.refcounts.table.extend(entries);
             at += len as u64;
         }
-        let block_entries = 1 << self.refcounts.block_entries_bits;
-        let cluster_count = self.refcounts.cluster_count;
-        let blocks = cluster_count.div_ceil(block_entries).min(self.refcounts.table.len() as u64);
+        let file_end = self.refcounts.file_end;
+        let block_entries = header.refcount_width.block_entries(header.cluster_bits);
+        let blocks = file_end.number().div_ceil(block_entries).min(self.refcounts.table_entries());
         // All blocks are read twice: here and when references are compared.
         self.expect_more(2 * blocks);
         for index in 0..blocks {
             let ones = match self.refcounts.block(index) {
                 Block::At(at) if at < self.file_bytes => {
                     let block = self.read(at, self.cluster_len()).await?;
-                    let entries = block_entries.min(cluster_count - index * block_entries);
+                    let (first, end) = self.refcounts.clusters_of(index);
+                    let entries = end.min(file_end).saturating_since(first);
                     self.refcounts.ones_of(&block, entries)
                 }
                 _ => None,
@@ -154,8 +164,8 @@ impl Checker<'_> {
     }
 
     /// The refcount of a cluster, or `None` where QEMU cannot read it.
-    pub(super) async fn refcount(&mut self, cluster: u64) -> Result<Option<u64>> {
-        let at = match self.refcounts.block(cluster >> self.refcounts.block_entries_bits) {
+    pub(super) async fn refcount(&mut self, cluster: HostCluster) -> Result<Option<u64>> {
+        let at = match self.refcounts.block(self.refcounts.block_of(cluster)) {
             Block::None => return Ok(Some(0)),
             Block::Unreadable => return Ok(None),
             Block::At(at) => at,
@@ -164,7 +174,7 @@ impl Checker<'_> {
             let block = self.read(at, self.cluster_len()).await?;
             self.refcounts.last_read = Some((at, block));
         }
-        let index = cluster & ((1 << self.refcounts.block_entries_bits) - 1);
+        let index = self.refcounts.width.index_of(self.refcounts.bits, cluster);
         let refcount =
             self.refcounts.last_read.as_ref().and_then(|(_, block)| {
                 self.refcounts.width.get(block, usize::try_from(index).ok()?)
@@ -191,14 +201,14 @@ impl Checker<'_> {
         for (index, entry) in table.iter().enumerate() {
             let index = index as u64;
             let offset = entry.offset();
-            let cluster = bits.cluster_of(offset.bytes());
+            let cluster = bits.host_cluster(offset);
             if entry.has_reserved_bits() {
                 self.corruption(Finding::RefcountTableReservedBits { index }, 1);
             } else if !offset.is_aligned(bits.bytes()) {
                 self.corruption(Finding::RefcountBlockUnaligned { index }, 1);
-            } else if cluster >= self.references.cluster_count() {
+            } else if cluster >= self.references.end() {
                 self.corruption(Finding::RefcountBlockOutside { index }, 1);
-            } else if cluster != 0 {
+            } else if cluster != HostCluster::ZERO {
                 // All other users were counted before.
                 self.keep.shared_block |= self.references.get(cluster) > 0;
                 self.refer_place(offset.bytes(), bits.bytes(), 1)?;

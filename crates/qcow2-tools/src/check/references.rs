@@ -1,6 +1,7 @@
 //! The references to each cluster of the file, counted with the image's own refcount width.
 
 use mica_qcow2_format::RefcountWidth;
+use mica_units::HostCluster;
 
 const CHUNK_BYTES: usize = 1 << 15;
 const CHUNK_BITS_EXPONENT: u32 = 18;
@@ -10,23 +11,24 @@ const CHUNK_BITS_EXPONENT: u32 = 18;
 pub(crate) struct References {
     width: RefcountWidth,
     chunks: Vec<Option<Box<[u8; CHUNK_BYTES]>>>,
-    cluster_count: u64,
+    end: HostCluster,
 }
 
 impl References {
-    pub(super) fn new(width: RefcountWidth, cluster_count: u64) -> Self {
-        Self { width, chunks: Vec::new(), cluster_count }
+    pub(super) fn new(width: RefcountWidth, end: HostCluster) -> Self {
+        Self { width, chunks: Vec::new(), end }
     }
 
-    /// Clusters of the file, plus one if its last one was found to be in use beyond the end.
-    pub(crate) fn cluster_count(&self) -> u64 {
-        self.cluster_count
+    /// Where the file ends, or one cluster after that if its last one was found to be in use beyond
+    /// the end.
+    pub(crate) fn end(&self) -> HostCluster {
+        self.end
     }
 
     /// Counts `times` more references; returns how many of them exceed the highest refcount. The
     /// caller keeps `cluster` within the file.
-    pub(super) fn add(&mut self, cluster: u64, times: u64) -> u64 {
-        self.cluster_count = self.cluster_count.max(cluster + 1);
+    pub(super) fn add(&mut self, cluster: HostCluster, times: u64) -> u64 {
+        self.end = self.end.max(cluster.saturating_add(1));
         let (chunk, index) = self.place(cluster);
         if self.chunks.len() <= chunk {
             self.chunks.resize(chunk + 1, None);
@@ -40,7 +42,7 @@ impl References {
         times - (after - before)
     }
 
-    pub(crate) fn get(&self, cluster: u64) -> u64 {
+    pub(crate) fn get(&self, cluster: HostCluster) -> u64 {
         let (chunk, index) = self.place(cluster);
         match self.chunks.get(chunk) {
             Some(Some(chunk)) => self.width.get(&chunk[..], index).unwrap_or(0),
@@ -49,21 +51,21 @@ impl References {
     }
 
     /// The first cluster from `cluster` on in a chunk where something is counted.
-    pub(crate) fn next_counted(&self, cluster: u64) -> Option<u64> {
+    pub(crate) fn next_counted(&self, cluster: HostCluster) -> Option<HostCluster> {
         let (chunk, _) = self.place(cluster);
         let first = self.chunks.iter().skip(chunk).position(Option::is_some)? + chunk;
-        Some(cluster.max((first as u64) << self.chunk_entries_bits()))
+        Some(cluster.max(HostCluster::new((first as u64) << self.chunk_entries_bits())))
     }
 
     fn chunk_entries_bits(&self) -> u32 {
         CHUNK_BITS_EXPONENT - self.width.order()
     }
 
-    fn place(&self, cluster: u64) -> (usize, usize) {
-        let bits = self.chunk_entries_bits();
+    fn place(&self, cluster: HostCluster) -> (usize, usize) {
+        let (number, bits) = (cluster.number(), self.chunk_entries_bits());
         // Checked files have at most 2^31 clusters.
         let narrow = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
-        (narrow(cluster >> bits), narrow(cluster & ((1 << bits) - 1)))
+        (narrow(number >> bits), narrow(number & ((1 << bits) - 1)))
     }
 }
 
@@ -73,22 +75,24 @@ mod tests {
 
     #[test]
     fn references_beyond_the_width_are_told() {
-        let mut references = References::new(RefcountWidth::from_order(1).expect("valid"), 1 << 20);
-        assert_eq!(references.add(1 << 19, 2), 0);
-        assert_eq!(references.add(1 << 19, 2), 1);
-        assert_eq!(references.get(1 << 19), 3);
-        assert_eq!(references.get(0), 0);
-        assert_eq!(references.cluster_count(), 1 << 20);
+        let (cluster, end) = (HostCluster::new(1 << 19), HostCluster::new(1 << 20));
+        let mut references = References::new(RefcountWidth::from_order(1).expect("valid"), end);
+        assert_eq!(references.add(cluster, 2), 0);
+        assert_eq!(references.add(cluster, 2), 1);
+        assert_eq!(references.get(cluster), 3);
+        assert_eq!(references.get(HostCluster::ZERO), 0);
+        assert_eq!(references.end(), end);
     }
 
     #[test]
     fn chunks_without_references_are_skipped() {
-        let mut references = References::new(RefcountWidth::DEFAULT, 1 << 20);
-        assert_eq!(references.next_counted(0), None);
-        references.add(40_000, 1);
-        let first = references.next_counted(0).expect("counted");
+        let mut references = References::new(RefcountWidth::DEFAULT, HostCluster::new(1 << 20));
+        assert_eq!(references.next_counted(HostCluster::ZERO), None);
+        references.add(HostCluster::new(40_000), 1);
+        let next = |cluster| references.next_counted(HostCluster::new(cluster));
+        let first = next(0).expect("counted").number();
         assert!(first <= 40_000 && first > 30_000);
-        assert_eq!(references.next_counted(39_999), Some(39_999));
-        assert_eq!(references.next_counted(1 << 19), None);
+        assert_eq!(next(39_999), Some(HostCluster::new(39_999)));
+        assert_eq!(next(1 << 19), None);
     }
 }

@@ -7,7 +7,7 @@ use super::refcounts::One;
 use super::{Checker, Finding, READ_BYTES_MAX, Snapshots};
 use mica_block::Result;
 use mica_qcow2_format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 use std::collections::BTreeMap;
 
 /// Most L2 tables that are remembered before they are read.
@@ -41,7 +41,7 @@ struct Question {
     /// Where the entry is.
     at: u64,
     entry: u64,
-    cluster: u64,
+    cluster: HostCluster,
 }
 
 impl Checker<'_> {
@@ -96,7 +96,7 @@ impl Checker<'_> {
             self.corruption(Finding::L2TableUnaligned { offset }, mentions.all());
         }
         if mentions.active > 0 && offset != HostOffset::ZERO {
-            let cluster = bits.cluster_of(offset.bytes());
+            let cluster = bits.host_cluster(offset);
             if self.is_one(cluster, entry.copied()) == Flag::Ask
                 && let Some(refcount) = self.refcount(cluster).await?
                 && (refcount == 1) != entry.copied()
@@ -248,7 +248,7 @@ impl Checker<'_> {
 
     /// What has to be checked about the flag of a cluster with a place, if anything.
     fn question(&self, raw: RawL2Entry, format: L2Format, at: u64) -> Option<Question> {
-        let cluster = format.cluster_bits.cluster_of(raw.offset().bytes());
+        let cluster = format.cluster_bits.host_cluster(raw.offset());
         let ask = match format.data_file {
             // In a data file nothing is shared.
             true => !raw.copied(),
@@ -274,7 +274,7 @@ impl Checker<'_> {
     }
 
     /// Whether the flag "the refcount is one" has to be compared with the refcount.
-    fn is_one(&self, cluster: u64, copied: bool) -> Flag {
+    fn is_one(&self, cluster: HostCluster, copied: bool) -> Flag {
         match (self.refcounts.is_one(cluster), copied) {
             (One::Yes, true) | (One::No, false) | (One::Unreadable, _) => Flag::Fine,
             (One::Yes, false) | (One::No, true) | (One::Unknown, _) => Flag::Ask,

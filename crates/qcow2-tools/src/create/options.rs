@@ -261,7 +261,7 @@ impl ImageWish {
 impl ImagePlan {
     /// L1 entries that the disk needs.
     pub fn l1_entries(&self) -> u64 {
-        self.size.div_ceil(1 << self.l2.table_bits())
+        self.size.div_ceil(self.l2.table_bytes())
     }
 
     /// Clusters of the disk, the last one rounded up.

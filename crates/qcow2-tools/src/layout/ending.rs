@@ -6,8 +6,11 @@ use crate::create::{ImagePlan, TablePlaces};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{L1Entry, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_rt::Buf;
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 use std::collections::BTreeMap;
+
+/// The L1 table follows the header.
+const L1_AT: HostCluster = HostCluster::new(1);
 
 /// The end of an image. The header is last, when everything else is durable.
 #[derive(Debug)]
@@ -15,9 +18,9 @@ pub struct Ending {
     plan: ImagePlan,
     l1: Vec<u8>,
     /// Where the refcount blocks start; the table follows them.
-    blocks_at: u64,
+    blocks_at: HostCluster,
     area: RefcountArea,
-    shared: BTreeMap<u64, u64>,
+    shared: BTreeMap<HostCluster, u64>,
     stage: Stage,
 }
 
@@ -33,12 +36,12 @@ impl Ending {
     pub(super) fn new(
         plan: ImagePlan,
         l1: Vec<u8>,
-        end: u64,
-        shared: BTreeMap<u64, u64>,
+        end: HostCluster,
+        shared: BTreeMap<HostCluster, u64>,
     ) -> Result<Self> {
         let bits = plan.l2.cluster_bits;
-        let area = refcount_area(plan.refcount_width, bits, bits.clusters_for(end));
-        if area.table << bits.bits() > REFCOUNT_TABLE_BYTES_MAX {
+        let area = refcount_area(plan.refcount_width, bits, end.number());
+        if bits.bytes_of(area.table) > REFCOUNT_TABLE_BYTES_MAX {
             let what = "the image needs a longer refcount table than QEMU reads: larger clusters \
                         or narrower refcounts make it shorter";
             return Err(Error::new(ErrorKind::Limit, what));
@@ -48,7 +51,7 @@ impl Ending {
 
     /// Length of the file.
     pub fn len(&self) -> u64 {
-        self.table_at() + (self.area.table << self.plan.l2.cluster_bits.bits())
+        self.plan.l2.cluster_bits.start_of(self.end()).bytes()
     }
 
     /// Whether the file is empty: never, as it has a header.
@@ -61,9 +64,9 @@ impl Ending {
     /// # Errors
     /// `Limit` if a refcount does not fit, which would be a bug of the writer.
     pub fn next_write(&mut self) -> Result<Option<Write>> {
-        let write = |at: u64, bytes: &[u8]| Write {
+        let write = |at: HostOffset, bytes: &[u8]| Write {
             place: Place::Image,
-            at: HostOffset::new(at),
+            at,
             bytes: Buf::from_slice(bytes),
         };
         Ok(Some(match self.stage {
@@ -72,12 +75,12 @@ impl Ending {
                 if self.l1.is_empty() {
                     return self.next_write_after_l1();
                 }
-                write(self.plan.l2.cluster_bits.bytes(), &self.l1)
+                write(self.place_of(L1_AT), &self.l1)
             }
             Stage::Block(_) => return self.next_write_after_l1(),
             Stage::Table => {
                 self.stage = Stage::Done;
-                write(self.table_at(), &self.table())
+                write(self.place_of(self.table_at()), &self.table())
             }
             Stage::Done => return Ok(None),
         }))
@@ -94,13 +97,13 @@ impl Ending {
             })
         };
         let l1 = match self.l1.is_empty() {
-            true => 0,
-            false => self.plan.l2.cluster_bits.bytes(),
+            true => HostOffset::ZERO,
+            false => self.place_of(L1_AT),
         };
         let places = TablePlaces {
-            l1: HostOffset::new(l1),
+            l1,
             l1_entries: narrow((self.l1.len() / L1Entry::BYTES) as u64)?,
-            refcount_table: HostOffset::new(self.table_at()),
+            refcount_table: self.place_of(self.table_at()),
             refcount_table_clusters: narrow(self.area.table)?,
         };
         self.plan.header(places).encode()
@@ -108,8 +111,7 @@ impl Ending {
 
     fn next_write_after_l1(&mut self) -> Result<Option<Write>> {
         let Stage::Block(number) = self.stage else { return Ok(None) };
-        let bits = self.plan.l2.cluster_bits;
-        let at = HostOffset::new(self.blocks_at + (number << bits.bits()));
+        let at = self.place_of(self.blocks_at.saturating_add(number));
         let bytes = self.block(number)?;
         self.stage = match number + 1 == self.area.blocks {
             true => Stage::Table,
@@ -118,15 +120,22 @@ impl Ending {
         Ok(Some(Write { place: Place::Image, at, bytes }))
     }
 
-    fn table_at(&self) -> u64 {
-        self.blocks_at + (self.area.blocks << self.plan.l2.cluster_bits.bits())
+    fn table_at(&self) -> HostCluster {
+        self.blocks_at.saturating_add(self.area.blocks)
+    }
+
+    fn end(&self) -> HostCluster {
+        self.table_at().saturating_add(self.area.table)
+    }
+
+    fn place_of(&self, cluster: HostCluster) -> HostOffset {
+        self.plan.l2.cluster_bits.start_of(cluster)
     }
 
     fn table(&self) -> Vec<u8> {
-        let bits = self.plan.l2.cluster_bits.bits();
-        let at = |number: u64| HostOffset::new(self.blocks_at + (number << bits));
-        (0..self.area.blocks)
-            .flat_map(|number| RefcountTableEntry::encode(at(number)).0.to_be_bytes())
+        self.blocks_at
+            .up_to(self.table_at())
+            .flat_map(|block| RefcountTableEntry::encode(self.place_of(block)).0.to_be_bytes())
             .collect()
     }
 
@@ -134,17 +143,17 @@ impl Ending {
     fn block(&self, number: u64) -> Result<Buf> {
         let (bits, width) = (self.plan.l2.cluster_bits, self.plan.refcount_width);
         let entries = width.block_entries(bits);
-        let first = number * entries;
-        let end = bits.clusters_for(self.len()).min(first + entries);
+        let first = width.first_of_block(bits, number);
+        let end = self.end().min(first.saturating_add(entries));
         let mut block = Buf::zeroed(usize::try_from(bits.bytes()).expect("at most 2 MiB"));
-        let mut set = |cluster: u64, count: u64| {
-            let index = usize::try_from(cluster - first).unwrap_or(usize::MAX);
+        let mut set = |cluster: HostCluster, count: u64| {
+            let index = usize::try_from(cluster.saturating_since(first)).unwrap_or(usize::MAX);
             width.set(block.own_bytes(), index, count).ok_or_else(|| {
                 let what = format!("refcount {count} does not fit {} bits", width.bits());
                 Error::new(ErrorKind::Limit, what)
             })
         };
-        for cluster in first..end {
+        for cluster in first.up_to(end) {
             set(cluster, 1)?;
         }
         for (cluster, more) in self.shared.range(first..end.max(first)) {

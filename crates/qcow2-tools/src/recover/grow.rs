@@ -6,6 +6,7 @@
 
 use crate::check::Counted;
 use mica_qcow2_format::Header;
+use mica_units::HostCluster;
 
 /// A file may grow to this many times its length.
 const GROWTH_FACTOR: u64 = 64;
@@ -16,27 +17,29 @@ const GROWTH_BYTES: u64 = 1 << 30;
 /// lost tail but a wrong entry, and is left alone.
 pub(super) fn wanted_len(header: &Header, counted: &Counted) -> Option<u64> {
     let bits = header.cluster_bits;
-    let end = bits.clusters_for(counted.file_bytes);
+    let count = bits.clusters_for(counted.file_bytes);
+    let end = HostCluster::new(count);
     let limit = end_max(header, counted);
     // Tables may be lost too, and with them the names of many clusters.
-    let near = 2 * end + bits.clusters_for(GROWTH_BYTES);
+    let near = HostCluster::new(2 * count + bits.clusters_for(GROWTH_BYTES));
     let mut named = 0_u64;
     let mut wanted = None;
     for (first, last) in counted.kept.beyond.iter() {
         if last >= limit {
             break;
         }
-        let after = last + 1;
-        named += after.saturating_sub(first.max(end));
-        if after > end && (after <= near || after - end <= 2 * named) {
-            wanted = Some(after << bits.bits());
+        let after = last.saturating_add(1);
+        named += after.saturating_since(first.max(end));
+        if after > end && (after <= near || after.saturating_since(end) <= 2 * named) {
+            wanted = Some(bits.start_of(after).bytes());
         }
     }
     wanted
 }
 
-/// The number of clusters that the file may grow to.
-pub(super) fn end_max(header: &Header, counted: &Counted) -> u64 {
+/// Where the file may end after it has grown.
+pub(super) fn end_max(header: &Header, counted: &Counted) -> HostCluster {
     let bits = header.cluster_bits;
-    GROWTH_FACTOR * bits.clusters_for(counted.file_bytes) + bits.clusters_for(GROWTH_BYTES)
+    let count = bits.clusters_for(counted.file_bytes);
+    HostCluster::new(GROWTH_FACTOR * count + bits.clusters_for(GROWTH_BYTES))
 }

@@ -14,12 +14,14 @@ use crate::check::{Block, Counted, Finding, Kept, Ranges, Task, count};
 use mica_block::{Error, ErrorKind, Result, Store, write_all};
 use mica_qcow2_format::{Header, REFCOUNT_TABLE_BYTES_MAX, RefcountTableEntry};
 use mica_rt::Buf;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// How often the file may grow until there is room. Each time less is left beyond its end.
 const ROUNDS_MAX: u32 = 8;
+/// The end of a search that ends nowhere.
+const NO_END: HostCluster = HostCluster::new(u64::MAX);
 /// Longest write, unless a cluster is longer.
 const WRITE_BYTES_MAX: usize = 1 << 20;
 
@@ -51,16 +53,16 @@ pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(H
         let ignore = &mut |_: Finding| {};
         let counted = count(Arc::clone(&store), header, Task::WithoutRefcounts, ignore).await?;
         let plan = Plan::new(header, &counted)?;
-        if plan.end() > counted.references.cluster_count() {
+        if plan.end() > counted.references.end() {
             // Clusters that were beyond the end may now be in the file: they have to be counted.
-            store.set_len(plan.end() << header.cluster_bits.bits()).await?;
+            store.set_len(header.cluster_bits.start_of(plan.end()).bytes()).await?;
             store.sync().await?;
             continue;
         }
         plan.write(&*store, header, &counted).await?;
         store.sync().await?;
         let mut header = header.clone();
-        header.refcount_table_offset = HostOffset::new(plan.start << header.cluster_bits.bits());
+        header.refcount_table_offset = header.cluster_bits.start_of(plan.start);
         header.refcount_table_clusters = u32::try_from(plan.table_clusters).unwrap_or(u32::MAX);
         name_refcount_table(&*store, &header).await?;
         return Ok((header, counted.kept));
@@ -71,7 +73,7 @@ pub(super) async fn rebuild(store: Arc<dyn Store>, header: &Header) -> Result<(H
 /// The place of the new structure: the table, then its blocks in order.
 struct Plan {
     /// First cluster.
-    start: u64,
+    start: HostCluster,
     table_clusters: u64,
     /// The blocks to be created, by their index in the table.
     blocks: BTreeSet<u64>,
@@ -80,11 +82,12 @@ struct Plan {
 impl Plan {
     fn new(header: &Header, counted: &Counted) -> Result<Self> {
         let mut in_use = BTreeSet::new();
-        let entries_bits = counted.refcounts.block_entries_bits();
-        let mut cluster = 0;
-        while let Some(next) = next_in_use(counted, cluster, u64::MAX) {
-            in_use.insert(next >> entries_bits);
-            cluster = ((next >> entries_bits) + 1) << entries_bits;
+        let refcounts = &counted.refcounts;
+        let mut cluster = HostCluster::ZERO;
+        while let Some(next) = next_in_use(counted, cluster, NO_END) {
+            let index = refcounts.block_of(next);
+            in_use.insert(index);
+            (_, cluster) = refcounts.clusters_of(index);
         }
         let free = Free::new(counted);
         let mut needed = 1;
@@ -92,10 +95,11 @@ impl Plan {
             let start = free.first_run(needed);
             // The new structure counts itself.
             let mut blocks = in_use.clone();
-            blocks.extend(start >> entries_bits..=(start + needed - 1) >> entries_bits);
+            let last = start.saturating_add(needed - 1);
+            blocks.extend(refcounts.block_of(start)..=refcounts.block_of(last));
             let table_bytes = blocks.last().map_or(0, |last| (last + 1) * 8);
             if table_bytes > REFCOUNT_TABLE_BYTES_MAX
-                || start + needed > grow::end_max(header, counted)
+                || start.saturating_add(needed) > grow::end_max(header, counted)
             {
                 return Err(no_room());
             }
@@ -112,21 +116,21 @@ impl Plan {
         self.table_clusters + self.blocks.len() as u64
     }
 
-    fn end(&self) -> u64 {
-        self.start + self.len()
+    fn end(&self) -> HostCluster {
+        self.start.saturating_add(self.len())
     }
 
     async fn write(&self, store: &dyn Store, header: &Header, counted: &Counted) -> Result<()> {
         let bits = header.cluster_bits;
-        let mut writer = Writer { store, at: self.start << bits.bits(), bytes: Vec::new() };
+        let at = bits.start_of(self.start).bytes();
+        let mut writer = Writer { store, at, bytes: Vec::new() };
         writer.append(&self.table(bits)).await?;
         let width = counted.refcounts.width();
-        let entries_bits = counted.refcounts.block_entries_bits();
         let own = self.start..self.end();
         for &index in &self.blocks {
-            let mut block = vec![0; 1 << bits.bits()];
-            let (first, end) = (index << entries_bits, (index + 1) << entries_bits);
-            for (number, cluster) in (first..end).enumerate() {
+            let mut block = vec![0; cluster_len(bits)];
+            let (first, end) = counted.refcounts.clusters_of(index);
+            for (number, cluster) in first.up_to(end).enumerate() {
                 let references =
                     if own.contains(&cluster) { 1 } else { counted.references.get(cluster) };
                 if references > 0 {
@@ -142,14 +146,14 @@ impl Plan {
 
     fn table(&self, bits: ClusterBits) -> Vec<u8> {
         let mut table = Vec::new();
-        let first = self.start + self.table_clusters;
+        let blocks_at = self.start.saturating_add(self.table_clusters);
         for (number, &index) in self.blocks.iter().enumerate() {
-            let at = HostOffset::new((first + number as u64) << bits.bits());
+            let at = bits.start_of(blocks_at.saturating_add(number as u64));
             // The table is 8 MiB at most.
             table.resize(usize::try_from(index * 8).unwrap_or(usize::MAX), 0);
             table.extend_from_slice(&RefcountTableEntry::encode(at).0.to_be_bytes());
         }
-        table.resize(table.len().next_multiple_of(1 << bits.bits()), 0);
+        table.resize(table.len().next_multiple_of(cluster_len(bits)), 0);
         table
     }
 }
@@ -168,17 +172,17 @@ impl<'a> Free<'a> {
 
     /// The first run of this many free clusters. The file may end inside it: beyond its end
     /// everything that nothing names is free.
-    pub(super) fn first_run(&self, len: u64) -> u64 {
-        let mut start = 1;
+    pub(super) fn first_run(&self, len: u64) -> HostCluster {
+        let mut start = HostCluster::new(1);
         loop {
-            let in_use = next_in_use(self.counted, start, u64::MAX);
+            let in_use = next_in_use(self.counted, start, NO_END);
             let taken = self.taken.at_or_after(start);
-            let in_use_first = in_use.unwrap_or(u64::MAX);
+            let in_use_first = in_use.unwrap_or(NO_END);
             let (first, after) = match taken {
                 Some((first, last)) if first <= in_use_first => (first, last.saturating_add(1)),
                 _ => (in_use_first, in_use_first.saturating_add(1)),
             };
-            if first.saturating_sub(start) >= len {
+            if first.saturating_since(start) >= len {
                 return start;
             }
             start = after;
@@ -209,6 +213,11 @@ impl Writer<'_> {
         self.bytes.clear();
         Ok(())
     }
+}
+
+/// Bytes in a cluster, at most 2^21.
+pub(super) fn cluster_len(bits: ClusterBits) -> usize {
+    1 << bits.bits()
 }
 
 fn no_room() -> Error {

@@ -3,11 +3,12 @@
 //! This allocates nothing, so the order of writes does not matter: a refcount is set to the number
 //! of references that durable tables hold.
 
+use super::rebuild::cluster_len;
 use super::{RepairMode, Repaired};
 use crate::check::{Block, Counted};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_rt::Buf;
-use mica_units::{HostOffset, SECTOR_BYTES};
+use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
 
 /// How many refcounts are too high, and how many too low.
 pub(super) async fn differences(store: &dyn Store, counted: &Counted) -> Result<Repaired> {
@@ -57,11 +58,10 @@ pub(super) async fn correct(
 }
 
 /// The clusters, first and end, that block `index` covers; `None` beyond the last cluster.
-pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<(u64, u64)> {
-    let bits = counted.refcounts.block_entries_bits();
-    let count = counted.references.cluster_count();
-    let first = index << bits;
-    (first < count).then(|| (first, count.min((index + 1) << bits)))
+pub(super) fn clusters_of(counted: &Counted, index: u64) -> Option<(HostCluster, HostCluster)> {
+    let (first, end) = counted.refcounts.clusters_of(index);
+    let last_end = counted.references.end();
+    (first < last_end).then(|| (first, last_end.min(end)))
 }
 
 /// The place of block `index`, if it is valid and in the file.
@@ -73,26 +73,29 @@ pub(super) fn block_at(counted: &Counted, index: u64) -> Option<u64> {
 }
 
 /// The first cluster from `first` on, before `end`, that has references.
-pub(super) fn next_in_use(counted: &Counted, first: u64, end: u64) -> Option<u64> {
+pub(super) fn next_in_use(
+    counted: &Counted,
+    first: HostCluster,
+    end: HostCluster,
+) -> Option<HostCluster> {
     let mut cluster = first;
     loop {
         cluster = counted.references.next_counted(cluster).filter(|&next| next < end)?;
         if counted.references.get(cluster) > 0 {
             return Some(cluster);
         }
-        cluster += 1;
+        cluster = cluster.saturating_add(1);
     }
 }
 
 async fn read_block(store: &dyn Store, counted: &Counted, at: u64) -> Result<Buf> {
-    let bits = counted.refcounts.block_entries_bits() + counted.refcounts.width().order();
-    // A cluster, at most 2^21 bytes.
-    read_exact(store, HostOffset::new(at), 1 << (bits - 3)).await
+    let len = cluster_len(counted.refcounts.cluster_bits());
+    read_exact(store, HostOffset::new(at), len).await
 }
 
-fn compare(counted: &Counted, block: &[u8], (first, end): (u64, u64)) -> Repaired {
+fn compare(counted: &Counted, block: &[u8], (first, end): (HostCluster, HostCluster)) -> Repaired {
     let mut found = Repaired::default();
-    for (number, cluster) in (first..end).enumerate() {
+    for (number, cluster) in first.up_to(end).enumerate() {
         let refcount = counted.refcounts.width().get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
         found.leaks += u64::from(refcount > references);
@@ -108,13 +111,13 @@ type Changed = Option<(usize, usize)>;
 fn set(
     counted: &Counted,
     block: &mut [u8],
-    (first, end): (u64, u64),
+    (first, end): (HostCluster, HostCluster),
     mode: RepairMode,
     changed: &mut Changed,
 ) -> Repaired {
     let width = counted.refcounts.width();
     let mut done = Repaired::default();
-    for (number, cluster) in (first..end).enumerate() {
+    for (number, cluster) in first.up_to(end).enumerate() {
         let refcount = width.get(block, number).unwrap_or(0);
         let references = counted.references.get(cluster);
         let wanted = match mode {
@@ -134,13 +137,11 @@ fn set(
 /// Clears the refcounts of clusters beyond the end of the file that nothing names: no check counts
 /// them, but they would become leaks as soon as the file grows.
 fn clear_beyond(counted: &Counted, block: &mut [u8], index: u64, changed: &mut Changed) {
-    let bits = counted.refcounts.block_entries_bits();
     let width = counted.refcounts.width();
-    let block_first = index << bits;
-    let first = counted.references.cluster_count().max(block_first);
-    for cluster in first..(index + 1) << bits {
+    let (block_first, end) = counted.refcounts.clusters_of(index);
+    for cluster in counted.references.end().max(block_first).up_to(end) {
         // At most 2^24 refcounts.
-        let number = usize::try_from(cluster - block_first).unwrap_or(usize::MAX);
+        let number = usize::try_from(cluster.saturating_since(block_first)).unwrap_or(usize::MAX);
         let named =
             || counted.kept.beyond.at_or_after(cluster).is_some_and(|(at, _)| at <= cluster);
         if width.get(block, number).unwrap_or(0) > 0

@@ -4,7 +4,7 @@
 //! refcounts, and those of the old one, are corrected with all others afterwards.
 
 use super::header::name_snapshot_table;
-use super::rebuild::Free;
+use super::rebuild::{Free, cluster_len};
 use crate::check::Counted;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
 use mica_qcow2_format::{
@@ -34,10 +34,10 @@ pub(super) async fn complete(
         return Err(Error::new(ErrorKind::Limit, context));
     }
     let bits = header.cluster_bits;
-    table.resize(table.len().next_multiple_of(1 << bits.bits()), 0);
+    table.resize(table.len().next_multiple_of(cluster_len(bits)), 0);
     let cluster = Free::new(counted).first_run(bits.clusters_for(table.len() as u64));
     let mut header = header.clone();
-    header.snapshots_offset = HostOffset::new(cluster << bits.bits());
+    header.snapshots_offset = bits.start_of(cluster);
     write_all(store, Buf::from_slice(&table), header.snapshots_offset).await?;
     store.sync().await?;
     name_snapshot_table(store, &header).await?;

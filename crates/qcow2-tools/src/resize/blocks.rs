@@ -30,7 +30,7 @@ impl Resizer {
             space.put_freed(freed);
             for Dropped { at, own } in dropped {
                 match own {
-                    true => space.put_freed(vec![self.header.cluster_bits.cluster_of(at.bytes())]),
+                    true => space.put_freed(vec![self.header.cluster_bits.host_cluster(at)]),
                     false => space.free(at, 1).await?,
                 }
             }
@@ -42,8 +42,7 @@ impl Resizer {
     async fn unname_empty_blocks(&self, space: &FileSpace) -> Result<Vec<Dropped>> {
         let store = &*self.image.store;
         let table_at = self.header.refcount_table_offset;
-        let bytes =
-            u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits.bits();
+        let bytes = self.header.cluster_bits.bytes_of(self.header.refcount_table_clusters.into());
         let mut table = read_exact(store, table_at, len_of(bytes)).await?;
         let mut dropped = Vec::new();
         for (region, entry) in (0..).zip(table.own_bytes().as_chunks_mut::<8>().0) {
@@ -75,7 +74,7 @@ impl Resizer {
         let width = self.header.refcount_width;
         let bits = self.header.cluster_bits;
         let entries = width.block_entries(bits);
-        let own = bits.cluster_of(at.bytes()).checked_sub(region * entries)?;
+        let own = bits.host_cluster(at).checked_since(width.first_of_block(bits, region))?;
         let only = (0..entries).all(|index| {
             let expected = u64::from(index == own);
             width.get(block, len_of(index)) == Some(expected)

@@ -7,7 +7,7 @@ use mica_qcow2::FileSpace;
 use mica_qcow2::{open_data_file, read_header};
 use mica_qcow2_format::{Header, L1Entry, L2Entry};
 use mica_rt::Buf;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, GuestOffset, HostOffset};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -88,13 +88,14 @@ impl Resizer {
     pub(super) async fn place_new(&mut self, size: u64) -> Result<()> {
         let l2 = self.header.l2_format();
         let bits = l2.cluster_bits;
-        let (first, end) = (bits.clusters_for(self.disk_bytes()), bits.clusters_for(size));
+        let first = bits.guest_cluster_up(GuestOffset::new(self.disk_bytes()));
+        let end = bits.guest_cluster_up(GuestOffset::new(size));
         if first >= end {
             return Ok(());
         }
         let store = Arc::clone(&self.image.store);
         let mut l1 = self.read_l1().await?;
-        let (from, to) = (first >> l2.entries_bits(), (end - 1) >> l2.entries_bits());
+        let (from, to) = (l2.table_of(first), l2.l1_index(GuestOffset::new(size - 1)));
         let space = FileSpace::open(Arc::clone(&store), &self.header).await?;
         for (index, entry) in (from..=to).zip(&mut l1[len_of(from)..]) {
             let (at, mut table) = match L1Entry(*entry).decode(bits)? {
@@ -102,10 +103,13 @@ impl Resizer {
                 None => (space.take(1).await?, Buf::zeroed(self.cluster_len())),
             };
             space.check(at)?;
-            let start = index << l2.entries_bits();
-            for cluster in first.max(start)..end.min(start + l2.entries()) {
-                let says = L2Entry::Data(HostOffset::new(cluster << bits.bits()));
-                l2.put_raw(table.own_bytes(), len_of(cluster - start), l2.encode(says, true));
+            let start = l2.first_of_table(index);
+            let stop = end.min(start.saturating_add(l2.entries()));
+            for cluster in first.max(start).up_to(stop) {
+                // In the data file a cluster is where it is on the disk.
+                let says = L2Entry::Data(HostOffset::new(bits.start_of(cluster).bytes()));
+                let index = len_of(l2.index_of(cluster));
+                l2.put_raw(table.own_bytes(), index, l2.encode(says, true));
             }
             write_all(&*store, table, at).await?;
             *entry = L1Entry::encode(at, true).0;

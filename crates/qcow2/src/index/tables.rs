@@ -96,8 +96,8 @@ impl TableSource {
 
     /// The bytes of the disk that the table of L1 entry `l1_index` covers.
     fn part(&self, l1_index: u64) -> Option<GuestRange> {
-        let start = l1_index.checked_mul(1 << self.l2.table_bits())?;
-        let end = start.checked_add(1 << self.l2.table_bits())?.min(self.len);
+        let start = l1_index.checked_mul(self.l2.table_bytes())?;
+        let end = start.checked_add(self.l2.table_bytes())?.min(self.len);
         let range = GuestRange::between(GuestOffset::new(start), GuestOffset::new(end))?;
         (!range.is_empty()).then_some(range)
     }

@@ -1,6 +1,7 @@
 //! Host clusters that are temporarily not written in place: the guest's data there is about to
 //! become zeros.
 
+use mica_units::HostCluster;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,13 +10,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[derive(Default)]
 pub(crate) struct HeldClusters {
     count: AtomicUsize,
-    clusters: Mutex<HashMap<u64, usize>>,
+    clusters: Mutex<HashMap<HostCluster, usize>>,
 }
 
 impl HeldClusters {
     /// From now on nobody writes to `clusters` in place, except for writes that have already found
     /// their place, until the returned value is dropped.
-    pub(crate) fn hold(&self, clusters: Vec<u64>) -> Held<'_> {
+    pub(crate) fn hold(&self, clusters: Vec<HostCluster>) -> Held<'_> {
         let mut held = self.lock();
         for cluster in &clusters {
             *held.entry(*cluster).or_default() += 1;
@@ -26,11 +27,11 @@ impl HeldClusters {
     }
 
     /// Whether the cluster `cluster` is held.
-    pub(crate) fn has(&self, cluster: u64) -> bool {
+    pub(crate) fn has(&self, cluster: HostCluster) -> bool {
         self.count.load(Ordering::SeqCst) > 0 && self.lock().contains_key(&cluster)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, usize>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<HostCluster, usize>> {
         self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -39,7 +40,7 @@ impl HeldClusters {
 #[must_use = "they are held as long as this lives"]
 pub(crate) struct Held<'a> {
     of: &'a HeldClusters,
-    clusters: Vec<u64>,
+    clusters: Vec<HostCluster>,
 }
 
 impl Drop for Held<'_> {
@@ -64,12 +65,14 @@ mod tests {
     #[test]
     fn cluster_is_held_until_the_last_holder_lets_go() {
         let held = HeldClusters::default();
-        let one = held.hold(vec![1, 2]);
-        let other = held.hold(vec![2, 3]);
-        assert!([1, 2, 3].into_iter().all(|cluster| held.has(cluster)) && !held.has(4));
+        let hold = |numbers: [u64; 2]| held.hold(numbers.map(HostCluster::new).into());
+        let has = |number| held.has(HostCluster::new(number));
+        let one = hold([1, 2]);
+        let other = hold([2, 3]);
+        assert!([1, 2, 3].into_iter().all(has) && !has(4));
         drop(one);
-        assert!(!held.has(1) && held.has(2));
+        assert!(!has(1) && has(2));
         drop(other);
-        assert!(!held.has(2) && !held.has(3));
+        assert!(!has(2) && !has(3));
     }
 }

@@ -11,7 +11,7 @@
 mod runs;
 
 use mica_block::{Error, ErrorKind, Result};
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use runs::ClusterRuns;
 use std::collections::BTreeMap;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -53,9 +53,9 @@ struct State {
     tables: ClusterRuns,
     /// Places where tables and blocks overlap other metadata: nothing is written to these.
     contested: ClusterRuns,
-    /// Clusters that the file had when it was opened. A place beyond them counts only if it was
-    /// allocated here.
-    file_clusters: Option<u64>,
+    /// Where the file ended when it was opened. A place beyond that counts only if it was allocated
+    /// here.
+    file_end: Option<HostCluster>,
 }
 
 impl MetadataRanges {
@@ -63,9 +63,9 @@ impl MetadataRanges {
         Self { bits, state: RwLock::default() }
     }
 
-    /// The file has this many clusters; tables named beyond them were not made by any writer.
-    pub(crate) fn set_file_clusters(&self, clusters: u64) {
-        self.write().file_clusters = Some(clusters);
+    /// The file ends before this cluster; tables named beyond were not made by any writer.
+    pub(crate) fn set_file_end(&self, end: HostCluster) {
+        self.write().file_end = Some(end);
     }
 
     /// From now on `what` is at `at`. If other metadata is there, it is contested.
@@ -75,7 +75,7 @@ impl MetadataRanges {
         }
         let mut state = self.write();
         if state.find(self.bits, at, len).is_some() {
-            state.contested.merge(&[self.bits.cluster_of(at.bytes())], false, |_| ());
+            state.contested.merge(&[self.bits.host_cluster(at)], false, |_| ());
         } else {
             state.areas.insert(at.bytes(), (at.bytes().saturating_add(len), what));
         }
@@ -83,23 +83,23 @@ impl MetadataRanges {
 
     /// From now on a table or block is at `at`. If other metadata is there, it is contested.
     pub(crate) fn add_table(&self, at: HostOffset, kind: TableKind) {
-        self.add_sorted(&[self.bits.cluster_of(at.bytes())], kind);
+        self.add_sorted(&[self.bits.host_cluster(at)], kind);
     }
 
     /// Takes in the tables or blocks that a table of an image names, except those beyond the file.
     pub(crate) fn gather(&self, kind: TableKind) -> Gathered<'_> {
-        let end = self.read().file_clusters.unwrap_or(u64::MAX);
+        let end = self.read().file_end.unwrap_or(HostCluster::new(u64::MAX));
         Gathered { ranges: self, kind, end, clusters: Vec::new() }
     }
 
-    fn add_sorted(&self, clusters: &[u64], kind: TableKind) {
+    fn add_sorted(&self, clusters: &[HostCluster], kind: TableKind) {
         let mut state = self.write();
         let State { areas, tables, contested, .. } = &mut *state;
         let mut known = Vec::new();
         let mut rest = clusters;
         for (start, (end, _)) in &*areas {
-            let first = self.bits.cluster_of(*start);
-            let end = self.bits.clusters_for(*end);
+            let first = self.bits.host_cluster(HostOffset::new(*start));
+            let end = self.bits.host_cluster_up(HostOffset::new(*end));
             let (free, later) = rest.split_at(rest.partition_point(|cluster| *cluster < first));
             tables.merge(free, kind == TableKind::RefcountBlock, |cluster| known.push(cluster));
             let (taken, later) = later.split_at(later.partition_point(|cluster| *cluster < end));
@@ -117,8 +117,8 @@ impl MetadataRanges {
     /// `Corrupt` if it is not.
     pub(crate) fn check_table(&self, at: HostOffset) -> Result<()> {
         let state = self.read();
-        let cluster = self.bits.cluster_of(at.bytes());
-        let is_beyond = state.file_clusters.is_some_and(|end| cluster >= end)
+        let cluster = self.bits.host_cluster(at);
+        let is_beyond = state.file_end.is_some_and(|end| cluster >= end)
             && !state.tables.contains(cluster)
             && !state.areas.contains_key(&at.bytes());
         if !is_beyond && !state.contested.contains(cluster) {
@@ -135,7 +135,7 @@ impl MetadataRanges {
     pub(crate) fn remove(&self, at: HostOffset) {
         let mut state = self.write();
         if state.areas.remove(&at.bytes()).is_none() {
-            state.tables.remove(self.bits.cluster_of(at.bytes()));
+            state.tables.remove(self.bits.host_cluster(at));
         }
     }
 
@@ -177,9 +177,10 @@ impl State {
         {
             return Some((*start, what));
         }
-        let first = bits.cluster_of(at.bytes());
-        let run = self.tables.overlap(first, bits.clusters_for(end) - first)?;
-        Some((run.first().max(first) << bits.bits(), TableKind::of_tag(run.tag()).name()))
+        let (first, end) = (bits.host_cluster(at), bits.host_cluster_up(HostOffset::new(end)));
+        let run = self.tables.overlap(first, end)?;
+        let start = bits.start_of(run.first().max(first)).bytes();
+        Some((start, TableKind::of_tag(run.tag()).name()))
     }
 }
 
@@ -187,15 +188,15 @@ impl State {
 pub(crate) struct Gathered<'a> {
     ranges: &'a MetadataRanges,
     kind: TableKind,
-    /// Clusters of the file.
-    end: u64,
-    clusters: Vec<u64>,
+    /// Where the file ends.
+    end: HostCluster,
+    clusters: Vec<HostCluster>,
 }
 
 impl Gathered<'_> {
     /// A table or block is at `at`.
     pub(crate) fn push(&mut self, at: HostOffset) {
-        let cluster = self.ranges.bits.cluster_of(at.bytes());
+        let cluster = self.ranges.bits.host_cluster(at);
         if cluster >= self.end {
             return;
         }

@@ -2,14 +2,15 @@
 
 use super::format::{HEADER, SPACE, append_head};
 use mica_qcow2_format::Header;
+use mica_units::HostCluster;
 
 /// Runs of unused clusters that are listed; any more are leaked.
 pub(super) const RUNS_MAX: usize = 64;
 const RUN_BYTES: usize = 16;
 const FIELDS_WORDS: usize = 8;
 
-/// A run of host clusters: the first one's number, and how many.
-pub(crate) type Run = (u64, u64);
+/// A run of host clusters: the first one, and how many.
+pub(crate) type Run = (HostCluster, u64);
 
 /// Every field of the header that a writer, or another program, might change, and a number that
 /// grows by one with each change by a writer.
@@ -121,7 +122,7 @@ impl SpaceState {
         let runs = &self.unused[..self.unused.len().min(RUNS_MAX)];
         append_head(bytes, self.min_file_len, runs.len() * RUN_BYTES, SPACE);
         for (first, count) in runs {
-            bytes.extend_from_slice(&first.to_le_bytes());
+            bytes.extend_from_slice(&first.number().to_le_bytes());
             bytes.extend_from_slice(&count.to_le_bytes());
         }
     }
@@ -130,7 +131,8 @@ impl SpaceState {
     pub(super) fn decode(min_file_len: u64, content: &[u8]) -> Option<Self> {
         let (words, []) = content.as_chunks::<8>() else { return None };
         let (pairs, []) = words.as_chunks::<2>() else { return None };
-        let unused = pairs.iter().map(|pair| pair.map(u64::from_le_bytes).into()).collect();
+        let runs = pairs.iter().map(|pair| pair.map(u64::from_le_bytes));
+        let unused = runs.map(|[first, count]| (HostCluster::new(first), count)).collect();
         Some(Self { min_file_len, unused })
     }
 }
@@ -176,7 +178,7 @@ mod tests {
 
     #[test]
     fn space_that_is_appended_decodes_to_itself_as_far_as_runs_are_listed() {
-        let unused: Vec<Run> = (0..100).map(|run| (run * 10, 3)).collect();
+        let unused: Vec<Run> = (0..100).map(|run| (HostCluster::new(run * 10), 3)).collect();
         let state = SpaceState { min_file_len: 77, unused: unused.clone() };
         let mut bytes = Vec::new();
         state.append_to(&mut bytes);

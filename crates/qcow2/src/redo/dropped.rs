@@ -50,7 +50,7 @@ fn placed(l2: L2Format, guest: GuestOffset, raw: RawL2Entry) -> Option<(HostOffs
 
 /// The ranges of a place that `dropped` covers, as offset and length.
 pub(crate) fn ranges_of(l2: L2Format, dropped: DroppedUnits) -> Vec<(HostOffset, u64)> {
-    let unit = 1_u64 << l2.subcluster_bits();
+    let unit = l2.subcluster_bytes();
     let count = (l2.cluster_bits.bytes() / unit).min(32);
     let mut ranges: Vec<(HostOffset, u64)> = Vec::new();
     for index in (0..count).filter(|index| dropped.units & (1 << index) != 0) {

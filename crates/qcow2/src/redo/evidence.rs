@@ -86,10 +86,10 @@ impl Evidence<'_> {
             for (within, entry) in (0..page.len() / entry_bytes).zip(first..) {
                 let raw = |bytes: &[u8]| self.l2.raw(bytes, within);
                 let (Some(old), Some(new)) = (raw(&before), raw(page)) else { continue };
-                let cluster = (index << self.l2.entries_bits()) + entry;
+                let cluster = self.l2.first_of_table(index).saturating_add(entry);
                 if old != new
-                    && let Some(guest) = cluster.checked_mul(self.l2.cluster_bits.bytes())
-                    && let Some(why) = self.of_entry(GuestOffset::new(guest), old, new).await?
+                    && let Some(guest) = self.l2.cluster_bits.range_of(cluster)
+                    && let Some(why) = self.of_entry(guest.start(), old, new).await?
                 {
                     return Ok(Some(why));
                 }
@@ -131,7 +131,7 @@ impl Evidence<'_> {
 
     /// Whether the cluster at `host` has a count.
     async fn is_counted(&self, host: HostOffset) -> Result<bool> {
-        let cluster = host.bytes() >> self.l2.cluster_bits.bits();
+        let cluster = self.l2.cluster_bits.host_cluster(host);
         let count = self.replay.count_of(self.store, self.header, cluster).await?;
         Ok(count.is_some_and(|count| count > 0))
     }

@@ -6,6 +6,7 @@ use super::format::{
     EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, HEADER_BYTES, HEADERS_AT, LATE, LATE_ZEROS,
     LogHeader, MAGIC, RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, ZERO_PAGES_MAX,
 };
+use mica_units::HostCluster;
 
 const PAGE: &str = include_str!("../../../../docs/formats/redo-log.md");
 
@@ -79,6 +80,6 @@ fn records_of_what_a_log_goes_on_from_are_as_long_as_the_page_says() {
     HeaderState { now, next: None }.append_to(&mut bytes);
     assert_eq!(bytes.len(), RECORD_HEAD_BYTES + 8 * 8);
     bytes.clear();
-    SpaceState { min_file_len: 1, unused: vec![(2, 3)] }.append_to(&mut bytes);
+    SpaceState { min_file_len: 1, unused: vec![(HostCluster::new(2), 3)] }.append_to(&mut bytes);
     assert_eq!(bytes.len(), RECORD_HEAD_BYTES + 16);
 }

@@ -8,7 +8,7 @@ use crate::write::clusters::ZEROS;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{Header, RefcountTableEntry};
 use mica_rt::Buf;
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -87,7 +87,7 @@ impl Replay {
             return Ok(());
         }
         let clusters =
-            unused.iter().flat_map(|(first, count)| *first..first.saturating_add(*count));
+            unused.iter().flat_map(|(first, count)| first.up_to(first.saturating_add(*count)));
         for cluster in clusters.take(UNUSED_MAX) {
             self.free(store, header, cluster).await?;
         }
@@ -218,7 +218,12 @@ impl Replay {
     }
 
     /// Frees a cluster that was counted ahead, if that is its only count.
-    async fn free(&mut self, store: &dyn Store, header: &Header, cluster: u64) -> Result<()> {
+    async fn free(
+        &mut self,
+        store: &dyn Store,
+        header: &Header,
+        cluster: HostCluster,
+    ) -> Result<()> {
         let width = header.refcount_width;
         let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
             return Ok(());
@@ -235,7 +240,7 @@ impl Replay {
         &self,
         store: &dyn Store,
         header: &Header,
-        cluster: u64,
+        cluster: HostCluster,
     ) -> Result<Option<u64>> {
         let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
             return Ok(None);
@@ -253,10 +258,10 @@ impl Replay {
         &self,
         store: &dyn Store,
         header: &Header,
-        cluster: u64,
+        cluster: HostCluster,
     ) -> Result<Option<(u64, usize)>> {
         let (bits, width) = (header.cluster_bits, header.refcount_width);
-        let region = cluster >> width.block_entries_bits(bits);
+        let region = width.block_of(bits, cluster);
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         let table_end = header.refcount_table_offset.bytes() + table_bytes;
         let Some(entry_at) = region
@@ -270,7 +275,7 @@ impl Replay {
         self.lay_over(entry.len(), entry_at, |at, bytes| entry.put(at, bytes));
         let entry = entry.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
         let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(None) };
-        let index = cluster & (width.block_entries(bits) - 1);
+        let index = width.index_of(bits, cluster);
         let page_entries = self.page_bytes * 8 / u64::from(width.bits());
         let at = block.bytes() + index / page_entries * self.page_bytes;
         Ok(Some((at, usize::try_from(index % page_entries).expect("within a page"))))

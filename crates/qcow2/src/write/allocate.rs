@@ -25,7 +25,7 @@ use crate::redo::{SpaceState, Stage};
 use mica_block::{Error, ErrorKind, Result, Store, read_exact};
 use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::sync::Claims;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -34,12 +34,12 @@ pub(crate) const AHEAD_BYTES: u64 = 4 << 20;
 const AHEAD_CLUSTERS_MIN: u64 = 16;
 const AHEAD_CLUSTERS_MAX: u64 = 256;
 /// One more than the highest address that an entry can name.
-const HOST_END: u64 = 1 << 56;
+const HOST_END: HostOffset = HostOffset::new(1 << 56);
 
 /// Clusters that are counted but not used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Counted {
-    first: u64,
+    first: HostCluster,
     count: u64,
     /// The group in which they were counted.
     group: u64,
@@ -49,8 +49,7 @@ struct Counted {
 /// A run of host clusters that was taken for a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Reserved {
-    /// The first cluster's number.
-    pub(crate) first: u64,
+    pub(crate) first: HostCluster,
     pub(crate) count: u64,
     /// The group with which their refcounts become durable.
     pub(crate) group: u64,
@@ -58,15 +57,22 @@ pub(crate) struct Reserved {
     pub(crate) blank: bool,
 }
 
+impl Reserved {
+    /// The cluster after the last.
+    pub(crate) fn end(&self) -> HostCluster {
+        self.first.saturating_add(self.count)
+    }
+}
+
 struct Clusters {
     table: Vec<u64>,
     table_offset: HostOffset,
     /// Where the search for free clusters continues.
-    cursor: u64,
+    cursor: HostCluster,
     /// The length to which the file was extended here.
     min_file_len: u64,
     /// Nothing was ever written to the clusters from this one on.
-    unwritten_from: u64,
+    unwritten_from: HostCluster,
     pool: VecDeque<Counted>,
 }
 
@@ -84,11 +90,11 @@ pub(crate) struct Space {
 /// The result of looking for a free run.
 enum Look {
     Free {
-        first: u64,
+        first: HostCluster,
         count: u64,
     },
     /// Nothing is free from the first cluster up to the second.
-    On(u64, u64),
+    On(HostCluster, HostCluster),
     /// The page with the refcounts has to be read first.
     Read(HostOffset),
     /// The region has no refcount block.
@@ -112,12 +118,12 @@ impl Space {
             }
         }
         blocks.finish();
-        let file_end = bits.clusters_for(metadata.store.len()?);
+        let file_end = bits.host_cluster_up(HostOffset::new(metadata.store.len()?));
         let state = Clusters {
             table,
             table_offset: header.refcount_table_offset,
             min_file_len: 0,
-            cursor: 0,
+            cursor: HostCluster::ZERO,
             unwritten_from: file_end,
             pool: VecDeque::new(),
         };
@@ -136,7 +142,7 @@ impl Space {
     }
 
     fn ahead(&self) -> u64 {
-        (AHEAD_BYTES >> self.bits.bits()).clamp(AHEAD_CLUSTERS_MIN, AHEAD_CLUSTERS_MAX)
+        self.bits.clusters_for(AHEAD_BYTES).clamp(AHEAD_CLUSTERS_MIN, AHEAD_CLUSTERS_MAX)
     }
 
     /// Takes a run of at most `wanted` clusters; it may be shorter.
@@ -170,7 +176,7 @@ impl Space {
         let run = state.pool.front_mut()?;
         let count = wanted.min(run.count);
         let taken = Reserved { first: run.first, count, group: run.group, blank: run.blank };
-        run.first += count;
+        run.first = run.first.saturating_add(count);
         run.count -= count;
         if run.count == 0 {
             state.pool.pop_front();
@@ -196,9 +202,9 @@ impl Space {
     }
 
     /// Empties the pool: the caller gets all clusters that are counted and not used.
-    pub(crate) fn drain_pool(&self) -> Vec<u64> {
+    pub(crate) fn drain_pool(&self) -> Vec<HostCluster> {
         let pool = std::mem::take(&mut self.lock().pool);
-        pool.iter().flat_map(|run| run.first..run.first + run.count).collect()
+        pool.iter().flat_map(|run| run.first.up_to(run.first.saturating_add(run.count))).collect()
     }
 
     /// Finds a free run and counts it. The caller holds the claim of refilling.
@@ -207,7 +213,7 @@ impl Space {
             let look = self.look(wanted)?;
             match look {
                 Look::Free { first, count } => {
-                    self.lengthen(first + count).await?;
+                    self.lengthen(first.saturating_add(count)).await?;
                     if self.count_run(first, count) {
                         return Ok(());
                     }
@@ -224,9 +230,9 @@ impl Space {
     }
 
     /// Extends the file up to cluster `end` (I4). The caller holds the claim of refilling.
-    async fn lengthen(&self, end: u64) -> Result<()> {
+    async fn lengthen(&self, end: HostCluster) -> Result<()> {
         let store = &*self.metadata.store;
-        let len = end << self.bits.bits();
+        let len = self.bits.start_of(end).bytes();
         if store.len()? >= len {
             return Ok(());
         }
@@ -234,34 +240,30 @@ impl Space {
     }
 
     /// Where the file can end if clusters from `unused`, in rising order, are at its end.
-    pub(crate) async fn cut_tail(&self, unused: &[u64]) -> Result<()> {
+    pub(crate) async fn cut_tail(&self, unused: &[HostCluster]) -> Result<()> {
         let store = &*self.metadata.store;
-        let file_end = self.bits.clusters_for(store.len()?);
-        let expected = (0..file_end).rev();
+        let file_end = self.bits.host_cluster_up(HostOffset::new(store.len()?));
+        let expected = HostCluster::ZERO.up_to(file_end).rev();
         let tail = unused.iter().rev().zip(expected).take_while(|(have, want)| *have == want);
-        let count = tail.count() as u64;
-        if count == 0 {
-            return Ok(());
-        }
-        store.set_len((file_end - count) << self.bits.bits()).await
+        let Some((first, _)) = tail.last() else { return Ok(()) };
+        store.set_len(self.bits.start_of(*first).bytes()).await
     }
 
     /// Searches from the cursor to the end of its page of refcounts.
     fn look(&self, wanted: u64) -> Result<Look> {
         let state = self.lock();
         let cluster = state.cursor;
-        if cluster >= HOST_END >> self.bits.bits() {
+        if cluster >= self.bits.host_cluster(HOST_END) {
             let context = "the image file has no free cluster left";
             return Err(Error::new(ErrorKind::NoSpace, context));
         }
-        let region_bits = self.width.block_entries_bits(self.bits);
-        let region = usize::try_from(cluster >> region_bits).unwrap_or(usize::MAX);
-        let Some(entry) = state.table.get(region) else { return Ok(Look::TableFull) };
+        let region = self.width.block_of(self.bits, cluster);
+        let index = usize::try_from(region).unwrap_or(usize::MAX);
+        let Some(entry) = state.table.get(index) else { return Ok(Look::TableFull) };
         let Some(block) = RefcountTableEntry(*entry).decode(self.bits)? else {
-            return Ok(Look::NoBlock(cluster >> region_bits));
+            return Ok(Look::NoBlock(region));
         };
-        let page_entries = self.page_entries();
-        let page_end = (cluster / page_entries + 1) * page_entries;
+        let page_end = cluster.saturating_add(self.page_entries() - self.index_in_page(cluster));
         drop(state);
         self.metadata.ranges.check_table(block)?;
         let pages = self.metadata.lock();
@@ -271,20 +273,20 @@ impl Space {
         let Some(bytes) = pages.get(page, usize::try_from(len).expect("4 KiB")) else {
             return Ok(Look::Read(at));
         };
-        let count = |cluster: u64| {
-            let index = usize::try_from(cluster % page_entries).expect("within a page");
+        let count = |cluster: HostCluster| {
+            let index = usize::try_from(self.index_in_page(cluster)).expect("within a page");
             self.width.get(bytes, index).unwrap_or(u64::MAX)
         };
-        let Some(first) = (cluster..page_end).find(|cluster| count(*cluster) == 0) else {
+        let Some(first) = cluster.up_to(page_end).find(|cluster| count(*cluster) == 0) else {
             return Ok(Look::On(cluster, page_end));
         };
-        let end = (first + 1..page_end.min(first + wanted)).find(|cluster| count(*cluster) != 0);
-        let count = end.unwrap_or_else(|| page_end.min(first + wanted)) - first;
-        Ok(Look::Free { first, count })
+        let stop = page_end.min(first.saturating_add(wanted));
+        let used = first.saturating_add(1).up_to(stop).find(|cluster| count(*cluster) != 0);
+        Ok(Look::Free { first, count: used.unwrap_or(stop).saturating_since(first) })
     }
 
     /// Advances the cursor, unless something before it was freed in the meantime.
-    fn advance(&self, from: u64, to: u64) {
+    fn advance(&self, from: HostCluster, to: HostCluster) {
         let mut state = self.lock();
         if state.cursor >= from {
             state.cursor = to;
@@ -296,48 +298,55 @@ impl Space {
         self.bits.bytes().min(4096)
     }
 
-    /// Number of refcounts in a page.
+    /// Number of refcounts in a page, a power of two.
     fn page_entries(&self) -> u64 {
-        self.page_len() * 8 / u64::from(self.width.bits())
+        (self.page_len() * 8) >> self.width.order()
+    }
+
+    /// Index of `cluster`'s refcount in its page. Blocks are whole pages, so it does not matter in
+    /// which block it is.
+    fn index_in_page(&self, cluster: HostCluster) -> u64 {
+        cluster.number() & (self.page_entries() - 1)
     }
 
     /// Where the byte of `cluster`'s refcount is, in the block at `block`.
-    fn count_at(&self, block: HostOffset, cluster: u64) -> HostOffset {
-        let index = cluster & (self.width.block_entries(self.bits) - 1);
+    fn count_at(&self, block: HostOffset, cluster: HostCluster) -> HostOffset {
+        let index = self.width.index_of(self.bits, cluster);
         HostOffset::new(block.bytes() + index * u64::from(self.width.bits()) / 8)
     }
 
     /// Counts a run that was found free, and puts it into the pool. Returns whether its page was
     /// still in memory.
-    fn count_run(&self, first: u64, count: u64) -> bool {
+    fn count_run(&self, first: HostCluster, count: u64) -> bool {
         let mut pages = self.metadata.lock();
         let Ok(Some(block)) = self.block_of(first) else { return false };
         if !pages.has(self.count_at(block, first)) {
             return false;
         }
-        for cluster in first..first + count {
+        let end = first.saturating_add(count);
+        for cluster in first.up_to(end) {
             self.put_count(&mut pages, block, cluster, 1);
         }
         let group = pages.group.number;
         drop(pages);
         let mut state = self.lock();
         if state.cursor <= first {
-            state.cursor = first + count;
+            state.cursor = end;
         }
-        state.min_file_len = state.min_file_len.max((first + count) << self.bits.bits());
-        let end = first + count;
+        state.min_file_len = state.min_file_len.max(self.bits.start_of(end).bytes());
         let blank_from = if self.has_blanks { state.unwritten_from.clamp(first, end) } else { end };
         for (first, end, blank) in [(first, blank_from, false), (blank_from, end, true)] {
             if first < end {
-                state.pool.push_back(Counted { first, count: end - first, group, blank });
+                let count = end.saturating_since(first);
+                state.pool.push_back(Counted { first, count, group, blank });
             }
         }
         state.unwritten_from = state.unwritten_from.max(end);
         true
     }
 
-    fn block_of(&self, cluster: u64) -> Result<Option<HostOffset>> {
-        let region = cluster >> self.width.block_entries_bits(self.bits);
+    fn block_of(&self, cluster: HostCluster) -> Result<Option<HostOffset>> {
+        let region = self.width.block_of(self.bits, cluster);
         let state = self.lock();
         let entry = usize::try_from(region).ok().and_then(|region| state.table.get(region));
         let block = entry.map_or(Ok(None), |entry| RefcountTableEntry(*entry).decode(self.bits))?;
@@ -349,17 +358,23 @@ impl Space {
     }
 
     /// Sets a refcount in a page that is in memory.
-    fn put_count(&self, pages: &mut PageState, block: HostOffset, cluster: u64, value: u64) {
+    fn put_count(
+        &self,
+        pages: &mut PageState,
+        block: HostOffset,
+        cluster: HostCluster,
+        value: u64,
+    ) {
         let len = self.page_len();
         let page = HostOffset::new(self.count_at(block, cluster).bytes() / len * len);
-        let index = usize::try_from(cluster % self.page_entries()).expect("within a page");
+        let index = usize::try_from(self.index_in_page(cluster)).expect("within a page");
         let len = usize::try_from(len).expect("4 KiB");
         let bytes = pages.get_mut(page, len, Stage::Early).expect("the page is there");
         self.width.set(bytes, index, value).expect("a refcount that fits");
     }
 
     /// The refcount of `cluster`, or `None` if there is no block for it.
-    pub(crate) async fn refcount(&self, cluster: u64) -> Result<Option<u64>> {
+    pub(crate) async fn refcount(&self, cluster: HostCluster) -> Result<Option<u64>> {
         let Some(block) = self.block_of(cluster)? else { return Ok(None) };
         let at = self.count_at(block, cluster);
         loop {
@@ -367,7 +382,7 @@ impl Space {
                 let pages = self.metadata.lock();
                 let len = self.page_len();
                 let page = HostOffset::new(at.bytes() / len * len);
-                let index = usize::try_from(cluster % self.page_entries()).expect("in a page");
+                let index = usize::try_from(self.index_in_page(cluster)).expect("in a page");
                 let bytes = pages.get(page, usize::try_from(len).expect("4 KiB"));
                 bytes.map(|bytes| self.width.get(bytes, index))
             };
@@ -379,7 +394,7 @@ impl Space {
     }
 
     /// Takes one reference from `cluster`. After the last one it is free at once.
-    pub(crate) async fn release(&self, cluster: u64) -> Result<()> {
+    pub(crate) async fn release(&self, cluster: HostCluster) -> Result<()> {
         loop {
             let Some(count) = self.refcount(cluster).await? else { return Ok(()) };
             let Some(block) = self.block_of(cluster)? else { return Ok(()) };

@@ -27,7 +27,7 @@ use crate::gate::Moment;
 use mica_block::{ErrorKind, LocalFuture, Result, Space as SpaceChange, Store};
 use mica_qcow2_format::field;
 use mica_rt::{Buf, Pace};
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 use std::cell::Cell;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -39,9 +39,9 @@ const CLUSTERS_PER_TURN: u64 = 256;
 #[derive(Default)]
 pub(crate) struct Limbo {
     /// Freed since the last drain began.
-    waiting: Vec<u64>,
+    waiting: Vec<HostCluster>,
     /// A drain, and what was freed before it.
-    ending: Option<(Moment, Vec<u64>)>,
+    ending: Option<(Moment, Vec<HostCluster>)>,
 }
 
 impl Writer {
@@ -204,7 +204,7 @@ impl Writer {
 
     /// Takes one reference from each of `clusters`. Those that lose the last one first return their
     /// space to the file system, as they may be allocated again right after.
-    async fn release(&self, mut clusters: Vec<u64>) -> Result<()> {
+    async fn release(&self, mut clusters: Vec<HostCluster>) -> Result<()> {
         clusters.sort_unstable();
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut last = Vec::new();
@@ -217,14 +217,14 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         for cluster in &last {
             // Tables that free metadata are corrupt.
-            let at = HostOffset::new(cluster << bits.bits());
+            let at = bits.start_of(*cluster);
             if let Err(error) = self.metadata.ranges.check(at, bits.bytes()) {
                 return Err(self.note_corruption(error).await);
             }
         }
-        for run in last.chunk_by(|one, next| one + 1 == *next) {
-            let at = HostOffset::new(run[0] << bits.bits());
-            let len = (run.len() as u64) << bits.bits();
+        for run in last.chunk_by(|one, next| next.checked_since(*one) == Some(1)) {
+            let at = bits.start_of(run[0]);
+            let len = bits.bytes_of(run.len() as u64);
             match self.metadata.store.space(SpaceChange::Punch, at, len).await {
                 // Keeping the space costs nothing but the space.
                 Err(error) if error.kind() != ErrorKind::Unsupported => {

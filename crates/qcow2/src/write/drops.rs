@@ -25,7 +25,7 @@ use super::pages::PageState;
 use crate::live::Held;
 use crate::redo::{DroppedUnits, dropped_units, ranges_of};
 use mica_block::{ErrorKind, Result, Space};
-use mica_units::{GuestOffset, HostOffset};
+use mica_units::{HostCluster, HostOffset};
 
 impl Writer {
     /// Zeroes the bytes that `changes`, still invisible to everyone else, drop. Until the result is
@@ -68,8 +68,7 @@ impl Writer {
 
     /// Holds the places of `entries`, and waits for the writes in place that began before.
     pub(super) async fn hold(&self, entries: Vec<Entry>) -> Held<'_> {
-        let bits = self.l2.cluster_bits;
-        let clusters = entries.iter().map(|entry| self.place_of(entry).bytes() >> bits.bits());
+        let clusters = entries.iter().map(|entry| self.place_of(entry));
         let held = self.metadata.held.hold(clusters.collect());
         // Unchanged, but from now on nobody finds a place to write to.
         self.show(entries.iter().map(|entry| (entry.cluster, entry.raw, 0..self.units())));
@@ -81,15 +80,16 @@ impl Writer {
 impl Writer {
     /// What `change` takes away from the guest.
     pub(super) fn drops_of(&self, change: &Change) -> Option<DroppedUnits> {
-        let guest = GuestOffset::new(change.entry.cluster << self.l2.cluster_bits.bits());
+        let guest = self.l2.cluster_bits.start_of(change.entry.cluster);
         dropped_units(self.l2, guest, change.entry.raw, change.new)
     }
 
-    /// The place that an entry has, or that its cluster has in a data file.
-    fn place_of(&self, entry: &Entry) -> HostOffset {
+    /// The place that an entry has, or that its cluster has in a data file: there, and only there,
+    /// a cluster has the same number as on the disk.
+    pub(super) fn place_of(&self, entry: &Entry) -> HostCluster {
         match self.l2.data_file {
-            true => HostOffset::new(entry.cluster << self.l2.cluster_bits.bits()),
-            false => entry.raw.offset(),
+            true => HostCluster::new(entry.cluster.number()),
+            false => self.l2.cluster_bits.host_cluster(entry.raw.offset()),
         }
     }
 
@@ -104,7 +104,7 @@ impl Writer {
         if self.l2.data_file {
             return Ok(true);
         }
-        let cluster = host.bytes() >> self.l2.cluster_bits.bits();
+        let cluster = self.l2.cluster_bits.host_cluster(host);
         Ok(self.space.refcount(cluster).await? == Some(1))
     }
 
@@ -149,12 +149,9 @@ impl Writer {
     /// If the place of one of `entries` was zeroed since the last flush, waits until that is
     /// durable: a write there would look like another program's (I1).
     pub(super) async fn settle_zeroed(&self, entries: &[Entry]) -> Result<()> {
-        let bits = self.l2.cluster_bits;
         let is_fresh = {
             let pages = self.metadata.lock();
-            let mut places =
-                entries.iter().map(|entry| self.place_of(entry).bytes() >> bits.bits());
-            places.any(|cluster| pages.is_zeroed(cluster))
+            entries.iter().any(|entry| pages.is_zeroed(self.place_of(entry)))
         };
         if is_fresh { self.flush().await } else { Ok(()) }
     }

@@ -63,11 +63,11 @@ impl Parts {
         plan: &ClusterPlan,
         visible: &[Extent],
     ) {
-        let start = plan.entry.cluster << writer.l2.cluster_bits.bits();
-        let unit_bits = writer.l2.subcluster_bits();
+        let start = writer.l2.cluster_bits.start_of(plan.entry.cluster).bytes();
+        let unit_bytes = writer.l2.subcluster_bytes();
         for unit in 0..writer.units() {
-            let unit_start = start + (u64::from(unit) << unit_bits);
-            let whole = GuestRange::new(GuestOffset::new(unit_start), 1 << unit_bits);
+            let unit_start = start + u64::from(unit) * unit_bytes;
+            let whole = GuestRange::new(GuestOffset::new(unit_start), unit_bytes);
             let Some(whole) = whole else { continue };
             let written = ranges.iter().filter_map(|range| whole.intersect(*range));
             let host = |at: GuestOffset| {

@@ -14,7 +14,7 @@
 use mica_block::Result;
 use mica_rt::Buf;
 use mica_rt::sync::{Claim, Claims, Mode};
-use mica_units::GuestRange;
+use mica_units::{GuestCluster, GuestRange};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
@@ -25,7 +25,7 @@ const TAKEN_MAX: usize = 64;
 /// The writes on offer, by cluster.
 #[derive(Default)]
 pub(super) struct Gather {
-    offers: Mutex<HashMap<u64, Vec<Arc<Offer>>>>,
+    offers: Mutex<HashMap<GuestCluster, Vec<Arc<Offer>>>>,
 }
 
 /// A write that waits to be taken.
@@ -60,14 +60,15 @@ impl Gather {
     pub(super) fn join<'a>(
         &'a self,
         claims: &'a Claims,
-        cluster: u64,
+        cluster: GuestCluster,
         range: GuestRange,
         buf: Buf,
     ) -> Role<'a> {
         // Under the lock of the offers, so that a claim that is just ending sees this one (I2).
         let mut offers = lock(&self.offers);
-        if let Some(claim) = claims.try_claim(cluster) {
-            let claimed = Claimed { gather: self, clusters: cluster..=cluster, claim: Some(claim) };
+        if let Some(claim) = claims.try_claim(cluster.number()) {
+            let claimed =
+                Claimed { gather: self, clusters: (cluster, cluster), claim: Some(claim) };
             return Role::Leads(claimed, buf);
         }
         let offer = Arc::new(Offer { range, state: Mutex::new((State::Offered(buf), None)) });
@@ -79,18 +80,23 @@ impl Gather {
     pub(super) async fn claim<'a>(
         &'a self,
         claims: &'a Claims,
-        first: u64,
-        last: u64,
+        first: GuestCluster,
+        last: GuestCluster,
     ) -> Claimed<'a> {
         // Before the wait: others offer themselves during it, and have to be woken even if it is
         // abandoned (I2).
-        let mut claimed = Claimed { gather: self, clusters: first..=last, claim: None };
-        claimed.claim = Some(claims.claim_range(first..=last, Mode::Exclusive).await);
+        let mut claimed = Claimed { gather: self, clusters: (first, last), claim: None };
+        let range = first.number()..=last.number();
+        claimed.claim = Some(claims.claim_range(range, Mode::Exclusive).await);
         claimed
     }
 
     /// The offers for `cluster` that overlap neither `led` nor each other.
-    pub(super) fn take(&self, cluster: u64, led: GuestRange) -> Vec<(GuestRange, Buf, Arc<Offer>)> {
+    pub(super) fn take(
+        &self,
+        cluster: GuestCluster,
+        led: GuestRange,
+    ) -> Vec<(GuestRange, Buf, Arc<Offer>)> {
         let mut offers = lock(&self.offers);
         let Some(waiting) = offers.get_mut(&cluster) else { return Vec::new() };
         let mut taken: Vec<(GuestRange, Buf, Arc<Offer>)> = Vec::new();
@@ -116,7 +122,7 @@ impl Gather {
     }
 
     /// The claim of `cluster` has ended.
-    fn wake(&self, cluster: u64) {
+    fn wake(&self, cluster: GuestCluster) {
         let waiting = lock(&self.offers).remove(&cluster);
         for offer in waiting.into_iter().flatten() {
             offer.change(|state| match state {
@@ -178,14 +184,16 @@ impl Drop for Withdraw {
 /// The right to change the entries of some guest clusters.
 pub(super) struct Claimed<'a> {
     gather: &'a Gather,
-    clusters: std::ops::RangeInclusive<u64>,
+    /// The first and the last.
+    clusters: (GuestCluster, GuestCluster),
     claim: Option<Claim<'a>>,
 }
 
 impl Drop for Claimed<'_> {
     fn drop(&mut self) {
         drop(self.claim.take());
-        for cluster in self.clusters.clone() {
+        let (first, last) = self.clusters;
+        for cluster in first.through(last) {
             self.gather.wake(cluster);
         }
     }

@@ -179,14 +179,15 @@ impl Writer {
         let store = &*self.metadata.store;
         let (old_at, before) = self.l1_place.get();
         let count = bits.clusters_for(table_bytes(entries));
-        let mut table = Buf::zeroed(len_of(count << bits.bits()));
+        let len = bits.bytes_of(count);
+        let mut table = Buf::zeroed(len_of(len));
         let known = read_exact(store, old_at, len_of(table_bytes(before))).await?;
         table.put(0, &known);
         let run = self.reserve_run(count).await?;
-        let at = HostOffset::new(run.first << bits.bits());
+        let at = bits.start_of(run.first);
         let written = async {
-            self.metadata.ranges.check(at, count << bits.bits())?;
-            self.metadata.lock().drop_cluster(at, count << bits.bits());
+            self.metadata.ranges.check(at, len)?;
+            self.metadata.lock().drop_cluster(at, len);
             write_all(store, table, at).await?;
             self.flush().await
         };
@@ -199,9 +200,9 @@ impl Writer {
         self.l1_place.set(at, entries);
         if old_at != HostOffset::ZERO {
             let old_count = bits.clusters_for(table_bytes(before));
-            pages.drop_cluster(old_at, old_count << bits.bits());
-            let first = bits.cluster_of(old_at.bytes());
-            pages.group.freed.extend(first..first + old_count);
+            pages.drop_cluster(old_at, bits.bytes_of(old_count));
+            let first = bits.host_cluster(old_at);
+            pages.group.freed.extend(first.up_to(first.saturating_add(old_count)));
             self.metadata.ranges.remove(old_at);
         }
         self.metadata.ranges.add(at, table_bytes(entries), "the L1 table");
@@ -235,7 +236,7 @@ impl Writer {
             };
             looked_at += next.count;
             match &mut run {
-                Some(run) if run.first + run.count == next.first => {
+                Some(run) if run.end() == next.first => {
                     run.count += next.count;
                     run.group = run.group.max(next.group);
                 }

@@ -5,17 +5,18 @@ use super::clusters::Beneath;
 use super::pages::PageState;
 use crate::index::slice::{Runs, SLICE_BITS, SLICE_BYTES};
 use crate::live::TableKind;
+use crate::map::slice_of;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, Space, Store, read_exact};
 use mica_qcow2_format::{L1Entry, RawL2Entry};
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_units::{GuestCluster, GuestOffset, GuestRange, HostCluster, HostOffset};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 /// The L2 entry of a guest cluster: its place and its value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    /// The cluster's number on the disk.
-    pub(super) cluster: u64,
+    pub(super) cluster: GuestCluster,
     pub(super) table: HostOffset,
     pub(super) at: HostOffset,
     pub(super) raw: RawL2Entry,
@@ -42,9 +43,9 @@ pub(super) struct Change {
     /// Whether the data has to be durable before the link.
     pub(super) after_data: bool,
     /// Units whose place or state changes, from the first to the last.
-    pub(super) units: std::ops::Range<u32>,
+    pub(super) units: Range<u32>,
     /// Host clusters that lose a reference.
-    pub(super) freed: Vec<u64>,
+    pub(super) freed: Vec<HostCluster>,
     /// What happens to bytes that the guest no longer owns.
     pub(super) drops: Drops,
 }
@@ -52,13 +53,15 @@ pub(super) struct Change {
 impl Writer {
     /// The entries of guest clusters `first..=last`. Tables that are missing, or shared with a
     /// snapshot, are created.
-    pub(super) async fn entries(&self, first: u64, last: u64) -> Result<Vec<Entry>> {
-        let bits = self.l2.cluster_bits.bits();
+    pub(super) async fn entries(
+        &self,
+        first: GuestCluster,
+        last: GuestCluster,
+    ) -> Result<Vec<Entry>> {
         let mut entries = Vec::new();
         let mut table = None;
-        for cluster in first..=last {
-            let guest = GuestOffset::new(cluster << bits);
-            let index = self.l2.l1_index(guest);
+        for cluster in first.through(last) {
+            let index = self.l2.table_of(cluster);
             let host = match table {
                 Some((known, host)) if known == index => host,
                 _ => self.own_table(index).await?,
@@ -70,10 +73,9 @@ impl Writer {
     }
 
     /// The entry of guest cluster `cluster` in the table at `table`.
-    async fn entry(&self, cluster: u64, table: HostOffset) -> Result<Entry> {
-        let guest = GuestOffset::new(cluster << self.l2.cluster_bits.bits());
+    async fn entry(&self, cluster: GuestCluster, table: HostOffset) -> Result<Entry> {
         let bytes = self.l2.entry_bytes();
-        let at = HostOffset::new(table.bytes() + self.l2.l2_index(guest) * bytes as u64);
+        let at = HostOffset::new(table.bytes() + self.l2.index_of(cluster) * bytes as u64);
         loop {
             let raw = self.metadata.lock().get(at, bytes).and_then(|table| self.l2.raw(table, 0));
             match raw {
@@ -126,7 +128,7 @@ impl Writer {
             Some(table) => Some(read_exact(&*self.metadata.store, table, len).await?),
         };
         let reserved = self.space.reserve(1).await?;
-        let table = HostOffset::new(reserved.first << bits.bits());
+        let table = bits.start_of(reserved.first);
         if let Err(error) = self.metadata.ranges.check(table, bits.bytes()) {
             return Err(self.note_corruption(error).await);
         }
@@ -167,7 +169,7 @@ impl Writer {
             let group = &mut pages.group;
             group.new_tables.insert(table);
             group.in_two_steps |= !is_plain || reserved.group > group.durable;
-            group.freed.extend(shared.map(|shared| shared.bytes() >> bits.bits()));
+            group.freed.extend(shared.map(|shared| bits.host_cluster(shared)));
         };
         self.metadata.ranges.add_table(table, TableKind::L2);
         if let Err(error) = self.change_l1(index, link).await {
@@ -216,8 +218,7 @@ impl Writer {
                 "dropped bytes become zeros first"
             );
             let zeroed = *drops == Drops::Zeros && self.keeps_place(change);
-            let place = entry.raw.offset().bytes() >> self.l2.cluster_bits.bits();
-            let zeroed = zeroed.then_some(if self.l2.data_file { entry.cluster } else { place });
+            let zeroed = zeroed.then_some(self.place_of(entry));
             let put = |pages: &mut PageState| {
                 let is_new = pages.group.new_tables.contains(&entry.table);
                 let stage = if is_new { Stage::Early } else { Stage::Late };
@@ -251,7 +252,7 @@ impl Writer {
     /// units.
     pub(super) fn show(
         &self,
-        entries: impl DoubleEndedIterator<Item = (u64, RawL2Entry, std::ops::Range<u32>)> + Clone,
+        entries: impl DoubleEndedIterator<Item = (GuestCluster, RawL2Entry, Range<u32>)> + Clone,
     ) {
         let (Some(first), Some(last)) = (entries.clone().next(), entries.clone().next_back())
         else {
@@ -260,18 +261,17 @@ impl Writer {
         let layer = &self.layer;
         let Some(tables) = &layer.tables else { return };
         let bits = tables.l2.cluster_bits;
-        let slice_clusters_bits = SLICE_BITS - bits.bits();
-        for number in first.0 >> slice_clusters_bits..=last.0 >> slice_clusters_bits {
+        let slice_of = |cluster: GuestCluster| slice_of(bits.start_of(cluster)).0;
+        for number in slice_of(first.0)..=slice_of(last.0) {
             let base = GuestOffset::new(number << SLICE_BITS);
             let end = base.bytes() + SLICE_BYTES.min(self.map.len().saturating_sub(base.bytes()));
-            let of_slice =
-                entries.clone().filter(|(cluster, ..)| cluster >> slice_clusters_bits == number);
+            let of_slice = entries.clone().filter(|(cluster, ..)| slice_of(*cluster) == number);
             let mut runs = Runs::default();
             let mut is_whole = true;
             for (cluster, raw, units) in of_slice {
-                let cluster = cluster << bits.bits();
-                let unit_bits = tables.l2.subcluster_bits();
-                let place = |unit: u32| cluster + (u64::from(unit) << unit_bits);
+                let cluster = bits.start_of(cluster).bytes();
+                let unit_bytes = tables.l2.subcluster_bytes();
+                let place = |unit: u32| cluster + u64::from(unit) * unit_bytes;
                 let (start, stop) = (place(units.start), place(units.end).min(end));
                 let (start, stop) = (GuestOffset::new(start), GuestOffset::new(stop));
                 let Some(part) = GuestRange::between(start, stop) else { continue };

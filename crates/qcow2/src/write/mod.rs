@@ -106,7 +106,7 @@ impl Writer {
     ) -> Result<Self> {
         let ranges = &metadata.ranges;
         let bits = header.cluster_bits;
-        ranges.set_file_clusters(bits.clusters_for(metadata.store.len()?));
+        ranges.set_file_end(bits.host_cluster_up(HostOffset::new(metadata.store.len()?)));
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         let l1_bytes = u64::from(header.l1_entries) * 8;
         ranges.add(header.l1_offset, l1_bytes, "the L1 table");

@@ -5,7 +5,7 @@ use super::allocate::{Reserved, Space};
 use super::pages::Metadata;
 use mica_block::{Error, ErrorKind, Result, Space as SpaceChange, Store, write_all};
 use mica_qcow2_format::Header;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct FileSpace {
     space: Space,
     bits: ClusterBits,
     /// Clusters that lost their last reference and still occupy space.
-    freed: RefCell<Vec<u64>>,
+    freed: RefCell<Vec<HostCluster>>,
 }
 
 impl FileSpace {
@@ -29,7 +29,7 @@ impl FileSpace {
         let bits = header.cluster_bits;
         let metadata = Metadata::new(Arc::clone(&store), bits);
         let ranges = &metadata.ranges;
-        ranges.set_file_clusters(bits.clusters_for(store.len()?));
+        ranges.set_file_end(bits.host_cluster_up(HostOffset::new(store.len()?)));
         ranges.add(HostOffset::ZERO, bits.bytes(), "the header");
         ranges.add(header.l1_offset, u64::from(header.l1_entries) * 8, "the L1 table");
         let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
@@ -52,29 +52,29 @@ impl FileSpace {
             let next = self.space.reserve(wanted).await?;
             looked_at += next.count;
             match &mut run {
-                Some(run) if run.first + run.count == next.first => run.count += next.count,
+                Some(run) if run.end() == next.first => run.count += next.count,
                 run => passed.extend(run.replace(next)),
             }
         }
         for passed in passed {
-            self.free(self.place(passed.first), passed.count).await?;
+            self.free(self.bits.start_of(passed.first), passed.count).await?;
         }
-        let first = run.map_or(0, |run| run.first);
-        Ok(self.place(first))
+        let first = run.map_or(HostCluster::ZERO, |run| run.first);
+        Ok(self.bits.start_of(first))
     }
 
     /// The end of the file, if `count` clusters that nothing counts follow there.
     pub async fn end(&self, count: u64) -> Result<HostOffset> {
-        let mut first = self.bits.clusters_for(self.store.len()?);
+        let mut first = self.bits.host_cluster_up(HostOffset::new(self.store.len()?));
         let mut cluster = first;
-        while cluster < first + count {
+        while cluster < first.saturating_add(count) {
             let free = matches!(self.space.refcount(cluster).await?, None | Some(0));
-            cluster += 1;
+            cluster = cluster.saturating_add(1);
             if !free {
                 first = cluster;
             }
         }
-        Ok(self.place(first))
+        Ok(self.bits.start_of(first))
     }
 
     /// Checks that the L2 table at `at` overlaps no other metadata, so that it may be written.
@@ -91,12 +91,12 @@ impl FileSpace {
     }
 
     /// The clusters that nobody uses and that still occupy space.
-    pub fn take_freed(&self) -> Vec<u64> {
+    pub fn take_freed(&self) -> Vec<HostCluster> {
         self.freed.take()
     }
 
     /// `clusters` are no longer used and still occupy space.
-    pub fn put_freed(&self, clusters: Vec<u64>) {
+    pub fn put_freed(&self, clusters: Vec<HostCluster>) {
         self.freed.borrow_mut().extend(clusters);
     }
 
@@ -110,9 +110,9 @@ impl FileSpace {
     /// # Errors
     /// `Corrupt` if metadata is among them: tables that free metadata are corrupt.
     pub async fn free(&self, at: HostOffset, count: u64) -> Result<()> {
-        let first = self.bits.cluster_of(at.bytes());
-        for cluster in first..first + count {
-            self.check(self.place(cluster))?;
+        let first = self.bits.host_cluster(at);
+        for cluster in first.up_to(first.saturating_add(count)) {
+            self.check(self.bits.start_of(cluster))?;
             if self.space.refcount(cluster).await? == Some(1) {
                 self.freed.borrow_mut().push(cluster);
             }
@@ -124,25 +124,27 @@ impl FileSpace {
     /// Returns the space of freed clusters to the file system: the file ends after the last cluster
     /// that counts, and not before `least` bytes. The counts are durable.
     pub async fn give_back(&self, least: u64) -> Result<()> {
-        let mut end = self.bits.clusters_for(self.store.len()?);
-        let least = self.bits.clusters_for(least);
-        while end > least
-            && matches!(self.space.refcount(end - 1).await?, None | Some(0))
-            && self.check(self.place(end - 1)).is_ok()
-        {
-            end -= 1;
+        let mut end = self.bits.host_cluster_up(HostOffset::new(self.store.len()?));
+        let least = self.bits.host_cluster_up(HostOffset::new(least));
+        for last in least.up_to(end).rev() {
+            let is_free = matches!(self.space.refcount(last).await?, None | Some(0));
+            if !is_free || self.check(self.bits.start_of(last)).is_err() {
+                break;
+            }
+            end = last;
         }
         let mut freed = self.freed.take();
         // Keeping the space costs nothing but the space.
-        let is_longer = self.store.len()? > self.place(end).bytes();
-        if is_longer && let Err(error) = self.store.set_len(self.place(end).bytes()).await {
+        let len = self.bits.start_of(end).bytes();
+        let is_longer = self.store.len()? > len;
+        if is_longer && let Err(error) = self.store.set_len(len).await {
             tracing::debug!(%error, "the file keeps its length");
         }
         freed.retain(|cluster| *cluster < end);
         freed.sort_unstable();
-        for run in freed.chunk_by(|one, next| one + 1 == *next) {
-            let len = (run.len() as u64) << self.bits.bits();
-            let punched = self.store.space(SpaceChange::Punch, self.place(run[0]), len).await;
+        for run in freed.chunk_by(|one, next| next.checked_since(*one) == Some(1)) {
+            let (at, len) = (self.bits.start_of(run[0]), self.bits.bytes_of(run.len() as u64));
+            let punched = self.store.space(SpaceChange::Punch, at, len).await;
             if let Err(error) = punched
                 && error.kind() != ErrorKind::Unsupported
             {
@@ -166,9 +168,5 @@ impl FileSpace {
         }
         self.metadata.lock().written(&dirty);
         self.store.sync().await
-    }
-
-    fn place(&self, cluster: u64) -> HostOffset {
-        HostOffset::new(cluster << self.bits.bits())
     }
 }

@@ -18,7 +18,7 @@ use crate::redo::{HeaderLogged, HeaderState, Logging, Mark, SpaceState, Stage};
 use mica_block::{Error, Result, Store, read_exact, write_all};
 use mica_rt::Buf;
 use mica_rt::sync::Claims;
-use mica_units::{ClusterBits, HostOffset};
+use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -60,7 +60,7 @@ pub(crate) struct PageState {
     pub(crate) header: HeaderState,
     /// Host clusters of the guest that were zeroed in place, as the first step of a change that is
     /// not durable yet, and the group of that change.
-    zeroed: HashMap<u64, u64>,
+    zeroed: HashMap<HostCluster, u64>,
     /// What changed since the last group, for the next process to open the image.
     pub(crate) logging: Logging,
 }
@@ -77,7 +77,7 @@ pub(crate) struct Group {
     /// Tables that were created in this group, so that nothing durable names them.
     pub(crate) new_tables: BTreeSet<HostOffset>,
     /// Host clusters that lose a reference with this group.
-    pub(crate) freed: Vec<u64>,
+    pub(crate) freed: Vec<HostCluster>,
     /// Of a group that was taken: how far the log went then, if that is to be recorded.
     pub(crate) logged: Option<Mark>,
 }
@@ -346,13 +346,13 @@ impl PageState {
 
     /// Notes that the guest's host cluster `cluster` is zeros in the file, before the tables record
     /// it durably.
-    pub(super) fn note_zeroed(&mut self, cluster: u64) {
+    pub(super) fn note_zeroed(&mut self, cluster: HostCluster) {
         self.zeroed.insert(cluster, self.group.number);
     }
 
     /// Whether the host cluster must not be written before the next flush: see
     /// [`PageState::note_zeroed`].
-    pub(super) fn is_zeroed(&self, cluster: u64) -> bool {
+    pub(super) fn is_zeroed(&self, cluster: HostCluster) -> bool {
         !self.zeroed.is_empty() && self.zeroed.contains_key(&cluster)
     }
 

@@ -6,7 +6,7 @@ use super::allocate::Reserved;
 use super::link::{Change, Drops, Entry};
 use mica_block::{Extent, Result};
 use mica_qcow2_format::{CompressedCluster, L2Entry, RawL2Entry, SUBCLUSTER_COUNT};
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_units::{ClusterBits, GuestCluster, GuestOffset, GuestRange, HostCluster, HostOffset};
 
 /// The plan for one cluster.
 pub(super) struct ClusterPlan {
@@ -20,7 +20,7 @@ pub(super) struct ClusterPlan {
     /// Units that are written whole: by the guest, or filled with what currently shows there.
     pub(super) must: u32,
     zero: u32,
-    freed: Vec<u64>,
+    freed: Vec<HostCluster>,
 }
 
 /// What is known of a cluster before it gets a place.
@@ -30,7 +30,7 @@ struct Before {
     zero: u32,
     /// Units that move to the new place.
     moved: u32,
-    freed: Vec<u64>,
+    freed: Vec<HostCluster>,
 }
 
 /// Reservations that are returned unless they were linked.
@@ -69,18 +69,17 @@ impl Writer {
     }
 
     /// The units of guest cluster `cluster` that `range` touches.
-    pub(super) fn touched(&self, cluster: u64, range: GuestRange) -> u32 {
-        let start = cluster << self.l2.cluster_bits.bits();
-        let whole = GuestRange::new(GuestOffset::new(start), self.l2.cluster_bits.bytes());
-        let Some(part) = whole.and_then(|whole| whole.intersect(range)) else { return 0 };
-        let unit_bits = self.l2.subcluster_bits();
-        let first = (part.start().bytes() - start) >> unit_bits;
-        let last = (part.end().bytes() - 1 - start) >> unit_bits;
+    pub(super) fn touched(&self, cluster: GuestCluster, range: GuestRange) -> u32 {
+        let Some(whole) = self.l2.cluster_bits.range_of(cluster) else { return 0 };
+        let Some(part) = whole.intersect(range) else { return 0 };
+        let unit_of = |at: u64| (at - whole.start().bytes()) >> self.l2.subcluster_bits();
+        let first = unit_of(part.start().bytes());
+        let last = unit_of(part.end().bytes() - 1);
         let mask = |end: u64| u32::try_from((1_u64 << end) - 1).expect("32 units at most");
         mask(last + 1) & !mask(first)
     }
 
-    fn touched_by(&self, cluster: u64, ranges: &[GuestRange]) -> u32 {
+    fn touched_by(&self, cluster: GuestCluster, ranges: &[GuestRange]) -> u32 {
         ranges.iter().fold(0, |units, range| units | self.touched(cluster, *range))
     }
 
@@ -118,8 +117,8 @@ impl Writer {
             reservations.reserved.push(reserved);
             let taken = usize::try_from(reserved.count).expect("as many as wanted");
             let (now, rest) = wanting.split_at(taken);
-            for (index, cluster) in now.iter().zip(reserved.first..) {
-                let host = HostOffset::new(cluster << self.l2.cluster_bits.bits());
+            for (index, cluster) in now.iter().zip(reserved.first.up_to(reserved.end())) {
+                let host = self.l2.cluster_bits.start_of(cluster);
                 self.metadata.ranges.check(host, self.l2.cluster_bits.bytes())?;
                 let plan = &mut plans[*index];
                 (plan.host, plan.blank, plan.group) = (host, reserved.blank, reserved.group);
@@ -132,7 +131,7 @@ impl Writer {
     /// What the entry means for a write.
     fn before(&self, entry: &Entry) -> Result<Before> {
         let bits = self.l2.cluster_bits;
-        let guest = GuestOffset::new(entry.cluster << bits.bits());
+        let guest = bits.start_of(entry.cluster);
         let all = self.all_units();
         let says = self.l2.interpret_at(entry.raw, guest)?;
         if self.l2.data_file {
@@ -161,7 +160,7 @@ impl Writer {
         }
         match host {
             Some(host) if !entry.raw.copied() => {
-                let freed = vec![host.bytes() >> bits.bits()];
+                let freed = vec![bits.host_cluster(host)];
                 Ok(Before { host: None, owned: 0, zero, moved: owned, freed })
             }
             host => Ok(Before { host, owned, zero, moved: 0, freed: Vec::new() }),
@@ -169,12 +168,16 @@ impl Writer {
     }
 
     /// The host clusters that a compressed cluster touches.
-    pub(super) fn compressed_clusters(&self, compressed: &CompressedCluster) -> Result<Vec<u64>> {
-        let bits = self.l2.cluster_bits.bits();
-        let start = compressed.host.bytes();
-        let clusters = start >> bits..=(start + compressed.len_max.max(1) - 1) >> bits;
+    pub(super) fn compressed_clusters(
+        &self,
+        compressed: &CompressedCluster,
+    ) -> Result<Vec<HostCluster>> {
+        let bits = self.l2.cluster_bits;
+        let last = compressed.host.bytes() + compressed.len_max.max(1) - 1;
+        let last = bits.host_cluster(HostOffset::new(last));
+        let clusters = bits.host_cluster(compressed.host).through(last);
         for cluster in clusters.clone() {
-            self.metadata.ranges.check(HostOffset::new(cluster << bits), 1 << bits)?;
+            self.metadata.ranges.check(bits.start_of(cluster), bits.bytes())?;
         }
         Ok(clusters.collect())
     }
@@ -205,11 +208,17 @@ impl Writer {
     }
 
     /// Whether what shows in the `units` of a cluster reads as zeros.
-    fn units_show_zeros(&self, cluster: u64, units: u32, visible: &[Extent]) -> bool {
+    fn units_show_zeros(&self, cluster: GuestCluster, units: u32, visible: &[Extent]) -> bool {
         let not_zero = |extent: &&Extent| !extent.kind.reads_as_zero();
         visible
             .iter()
             .filter(not_zero)
             .all(|extent| self.touched(cluster, extent.range()) & units == 0)
     }
+}
+
+/// The first and the last cluster that `range`, which is not empty, touches.
+pub(super) fn clusters_of(bits: ClusterBits, range: GuestRange) -> (GuestCluster, GuestCluster) {
+    let last = GuestOffset::new(range.end().bytes() - 1);
+    (bits.guest_cluster(range.start()), bits.guest_cluster(last))
 }

@@ -3,11 +3,11 @@
 use super::Writer;
 use super::fill::Parts;
 use super::gather::{Claimed, Guest, Offer, Outcome, Role};
-use super::plan::{ClusterPlan, Reservations};
+use super::plan::{ClusterPlan, Reservations, clusters_of};
 use crate::map::slice_of;
 use mica_block::{Error, ErrorKind, Extent, Result};
 use mica_rt::{Buf, Pace};
-use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
+use mica_units::{GuestCluster, GuestOffset, GuestRange, SECTOR_BYTES};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -87,7 +87,7 @@ impl Writer {
             }
             self.flush_if_over_limit().await?;
             // Nothing is claimed between two transactions.
-            pace.steps(((stop - at) >> self.l2.cluster_bits.bits()) + 1).await;
+            pace.steps((stop - at) / self.l2.cluster_bits.bytes() + 1).await;
             at = stop;
         }
         Ok(())
@@ -95,9 +95,7 @@ impl Writer {
 
     /// Writes a part of a request, together with other pending writes to the same cluster.
     async fn write_part(&self, range: GuestRange, mut buf: Buf) -> Result<()> {
-        let bits = self.l2.cluster_bits;
-        let first = bits.cluster_of(range.start().bytes());
-        let last = bits.cluster_of(range.end().bytes() - 1);
+        let (first, last) = clusters_of(self.l2.cluster_bits, range);
         if first != last {
             let _claimed = self.claim_clusters(first, last).await;
             return self.write_transaction(Guest::new(vec![(range, buf)])).await;
@@ -134,8 +132,8 @@ impl Writer {
         let bits = self.l2.cluster_bits;
         let ranges: Vec<_> = guest.ranges().collect();
         let (Some(lowest), Some(highest)) = (ranges.first(), ranges.last()) else { return Ok(()) };
-        let first = bits.cluster_of(lowest.start().bytes());
-        let last = bits.cluster_of(highest.end().bytes() - 1);
+        let first = bits.guest_cluster(lowest.start());
+        let (_, last) = clusters_of(bits, *highest);
         let entries = self.entries(first, last).await?;
         self.settle_zeroed(&entries).await?;
         let mut plans = Vec::with_capacity(entries.len());
@@ -182,10 +180,10 @@ impl Writer {
         let (Some(first), Some(last)) = (filled().next(), filled().next_back()) else {
             return Ok(extents);
         };
-        let bits = self.l2.cluster_bits.bits();
-        let start = GuestOffset::new(first.entry.cluster << bits);
-        let end = ((last.entry.cluster + 1) << bits).min(disk_len);
-        if let Some(range) = GuestRange::between(start, GuestOffset::new(end)) {
+        let bits = self.l2.cluster_bits;
+        let start = bits.start_of(first.entry.cluster);
+        let end = bits.start_of(last.entry.cluster.saturating_add(1));
+        if let Some(range) = GuestRange::between(start, end.min(GuestOffset::new(disk_len))) {
             extents = self.map.plan(range).await?;
         }
         Ok(extents)
@@ -196,12 +194,17 @@ impl Writer {
     /// Where the transaction that starts at `at` ends: at a cluster's end.
     fn transaction_end(&self, at: u64) -> u64 {
         let bits = self.l2.cluster_bits;
-        let most = CLUSTERS_MAX.min((TRANSACTION_BYTES_MAX >> bits.bits()).max(1));
-        (bits.cluster_of(at) + most) << bits.bits()
+        let most = CLUSTERS_MAX.min((TRANSACTION_BYTES_MAX / bits.bytes()).max(1));
+        let first = bits.guest_cluster(GuestOffset::new(at));
+        bits.start_of(first.saturating_add(most)).bytes()
     }
 
     /// The right to change the entries of guest clusters `first..=last`.
-    pub(super) async fn claim_clusters(&self, first: u64, last: u64) -> Claimed<'_> {
+    pub(super) async fn claim_clusters(
+        &self,
+        first: GuestCluster,
+        last: GuestCluster,
+    ) -> Claimed<'_> {
         self.gather.claim(&self.clusters, first, last).await
     }
 

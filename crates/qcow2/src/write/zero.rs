@@ -2,10 +2,11 @@
 
 use super::Writer;
 use super::link::{Change, Drops, Entry};
+use super::plan::clusters_of;
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result, Space, Zeroes};
 use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostCluster, HostOffset};
 
 /// Zeros that are written at a time.
 const ZEROS_BYTES_MAX: u64 = 512 << 10;
@@ -81,8 +82,7 @@ impl Writer {
     /// Empties whole units through their entries; returns the ranges where that is impossible.
     async fn empty_units(&self, whole: GuestRange, wish: Wish) -> Result<Vec<GuestRange>> {
         let bits = self.l2.cluster_bits;
-        let first = bits.cluster_of(whole.start().bytes());
-        let last = bits.cluster_of(whole.end().bytes() - 1);
+        let (first, last) = clusters_of(bits, whole);
         let _claims = self.claim_clusters(first, last).await;
         let extents = self.extents_of(whole).await?;
         let own = self.layer.number;
@@ -101,8 +101,7 @@ impl Writer {
         let mut rest = Vec::new();
         let mut changes = Vec::new();
         for entry in self.entries(first, last).await? {
-            let start = GuestOffset::new(entry.cluster << bits.bits());
-            let cluster = GuestRange::new(start, bits.bytes()).and_then(|all| all.intersect(whole));
+            let cluster = bits.range_of(entry.cluster).and_then(|all| all.intersect(whole));
             let Some(cluster) = cluster else { continue };
             if extents.iter().filter_map(|extent| extent.within(cluster)).all(|e| is_settled(&e)) {
                 continue;
@@ -159,7 +158,7 @@ impl Writer {
     /// Divides `part` into the bytes before its whole units, these units, and the bytes after. The
     /// last unit of the disk is whole if the disk ends in it.
     fn whole_units(&self, part: GuestRange, disk_len: u64) -> Option<Divided> {
-        let unit = 1_u64 << self.l2.subcluster_bits();
+        let unit = self.l2.subcluster_bytes();
         let (start, end) = (part.start().bytes(), part.end().bytes());
         let whole_start = start.next_multiple_of(unit);
         let whole_end = if end == disk_len { end } else { end / unit * unit };
@@ -180,7 +179,7 @@ impl Writer {
 
     async fn zeroed(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {
         let bits = self.l2.cluster_bits;
-        let guest = GuestOffset::new(entry.cluster << bits.bits());
+        let guest = bits.start_of(entry.cluster);
         if self.l2.data_file {
             return self.zeroed_in_data_file(entry, units, wish).await;
         }
@@ -205,7 +204,7 @@ impl Writer {
         let (allocated, zero) = (allocated & !units, zero | units);
         let keeps = host.filter(|_| allocated != 0 || !wish.may_unmap() && entry.raw.copied());
         let freed = match (host, keeps) {
-            (Some(host), None) => vec![host.bytes() >> bits.bits()],
+            (Some(host), None) => vec![bits.host_cluster(host)],
             _ => Vec::new(),
         };
         let says = match keeps {
@@ -231,9 +230,8 @@ impl Writer {
     /// With a data file the place of a cluster is fixed: its bytes there become zeros, and the
     /// entry records it only if something beneath would show.
     async fn zeroed_in_data_file(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {
-        let unit = 1_u64 << self.l2.subcluster_bits();
-        let start = entry.cluster << self.l2.cluster_bits.bits();
-        let guest = GuestOffset::new(start);
+        let unit = self.l2.subcluster_bytes();
+        let guest = self.l2.cluster_bits.start_of(entry.cluster);
         let all = u32::MAX >> (32 - self.units());
         let (allocated, zero) = match self.l2.interpret_at(entry.raw, guest)? {
             L2Entry::Data(_) => (all, 0),
@@ -243,7 +241,7 @@ impl Writer {
         };
         let len = self.data.len()?;
         for index in (0..self.units()).filter(|index| units & (1 << index) != 0) {
-            let at = start + u64::from(index) * unit;
+            let at = guest.bytes() + u64::from(index) * unit;
             if at >= len {
                 continue;
             }
@@ -264,7 +262,9 @@ impl Writer {
         let says = match allocated {
             0 if zero == all => L2Entry::Zero,
             0 => L2Entry::Subclusters { host: None, allocated, zero },
-            _ => L2Entry::Subclusters { host: Some(HostOffset::new(start)), allocated, zero },
+            _ => {
+                L2Entry::Subclusters { host: Some(HostOffset::new(guest.bytes())), allocated, zero }
+            }
         };
         Ok(changed(entry, self.l2.encode(says, allocated != 0), self.units(), Vec::new()))
     }
@@ -285,7 +285,7 @@ fn changed(
     entry: Entry,
     new: mica_qcow2_format::RawL2Entry,
     all_units: u32,
-    freed: Vec<u64>,
+    freed: Vec<HostCluster>,
 ) -> Zeroed {
     if new == entry.raw {
         return Zeroed::Same;

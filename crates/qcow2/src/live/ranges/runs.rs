@@ -7,6 +7,8 @@
 //! - I1 The runs of a chunk, and the chunks, are sorted and disjoint; no chunk is empty.
 //! - I2 A chunk has at most [`CHUNK_RUNS_MAX`] runs after a merge, so that a change moves little.
 
+use mica_units::HostCluster;
+
 /// Most runs of a chunk.
 const CHUNK_RUNS_MAX: usize = 2048;
 
@@ -21,21 +23,22 @@ const COUNT_MAX: u64 = 1 << (FIRST_SHIFT - COUNT_SHIFT);
 const FIRST_END: u64 = 1 << (u64::BITS - FIRST_SHIFT);
 
 impl ClusterRun {
-    fn new(first: u64, count: u64, tag: bool) -> Self {
+    fn new(first: HostCluster, count: u64, tag: bool) -> Self {
+        let first = first.number();
         assert!(first < FIRST_END && (1..=COUNT_MAX).contains(&count), "a run that fits");
         Self(first << FIRST_SHIFT | (count - 1) << COUNT_SHIFT | u64::from(tag))
     }
 
-    pub(super) fn first(self) -> u64 {
-        self.0 >> FIRST_SHIFT
+    pub(super) fn first(self) -> HostCluster {
+        HostCluster::new(self.0 >> FIRST_SHIFT)
     }
 
     fn count(self) -> u64 {
         (self.0 >> COUNT_SHIFT & (COUNT_MAX - 1)) + 1
     }
 
-    pub(super) fn end(self) -> u64 {
-        self.first() + self.count()
+    pub(super) fn end(self) -> HostCluster {
+        self.first().saturating_add(self.count())
     }
 
     pub(super) fn tag(self) -> bool {
@@ -59,7 +62,12 @@ pub(super) struct ClusterRuns {
 impl ClusterRuns {
     /// Adds `clusters`, which are sorted, each with this tag; reports those that were there
     /// already, or appear twice.
-    pub(super) fn merge(&mut self, clusters: &[u64], tag: bool, mut known: impl FnMut(u64)) {
+    pub(super) fn merge(
+        &mut self,
+        clusters: &[HostCluster],
+        tag: bool,
+        mut known: impl FnMut(HostCluster),
+    ) {
         let mut rest = clusters;
         while let Some(first) = rest.first() {
             // The last chunk that starts at or before the cluster; else the first one.
@@ -81,21 +89,20 @@ impl ClusterRuns {
         }
     }
 
-    /// The last run that has one of `count` clusters from `first` on.
-    pub(super) fn overlap(&self, first: u64, count: u64) -> Option<ClusterRun> {
-        let end = first.saturating_add(count);
+    /// The last run that has a cluster from `first` on and before `end`.
+    pub(super) fn overlap(&self, first: HostCluster, end: HostCluster) -> Option<ClusterRun> {
         let chunks = self.chunks.partition_point(|chunk| chunk[0].first() < end);
         let chunk = self.chunks.get(chunks.checked_sub(1)?)?;
         let runs = chunk.partition_point(|run| run.first() < end);
         chunk.get(runs.checked_sub(1)?).copied().filter(|run| run.end() > first)
     }
 
-    pub(super) fn contains(&self, cluster: u64) -> bool {
-        self.overlap(cluster, 1).is_some()
+    pub(super) fn contains(&self, cluster: HostCluster) -> bool {
+        self.overlap(cluster, cluster.saturating_add(1)).is_some()
     }
 
     /// Removes `cluster`, if it is present.
-    pub(super) fn remove(&mut self, cluster: u64) {
+    pub(super) fn remove(&mut self, cluster: HostCluster) {
         let index = self.chunks.partition_point(|chunk| chunk[0].first() <= cluster);
         let Some(index) = index.checked_sub(1) else { return };
         let chunk = &mut self.chunks[index];
@@ -104,8 +111,9 @@ impl ClusterRuns {
         if !(run.first()..run.end()).contains(&cluster) {
             return;
         }
-        let before = (run.first(), cluster - run.first());
-        let after = (cluster + 1, run.end() - cluster - 1);
+        let next = cluster.saturating_add(1);
+        let before = (run.first(), cluster.saturating_since(run.first()));
+        let after = (next, run.end().saturating_since(next));
         let left = [before, after].into_iter().filter(|(_, count)| *count > 0);
         chunk.splice(at..=at, left.map(|(first, count)| ClusterRun::new(first, count, run.tag())));
         if chunk.is_empty() {
@@ -123,9 +131,9 @@ impl ClusterRuns {
 
 fn merge_chunk(
     chunk: &[ClusterRun],
-    clusters: &[u64],
+    clusters: &[HostCluster],
     tag: bool,
-    known: &mut impl FnMut(u64),
+    known: &mut impl FnMut(HostCluster),
 ) -> Vec<ClusterRun> {
     let mut merged = Vec::with_capacity(chunk.len() + clusters.len());
     let mut runs = chunk.iter().copied().peekable();

@@ -5,7 +5,7 @@ const BITS: u32 = 16;
 
 fn ranges(file_clusters: u64) -> MetadataRanges {
     let ranges = MetadataRanges::new(ClusterBits::new(BITS).expect("64 KiB"));
-    ranges.set_file_clusters(file_clusters);
+    ranges.set_file_end(HostCluster::new(file_clusters));
     ranges.add(HostOffset::ZERO, 1 << BITS, "the header");
     ranges
 }

@@ -8,24 +8,24 @@ use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
-use mica_units::HostOffset;
+use mica_units::{HostCluster, HostOffset};
 
 impl Space {
     /// Creates the refcount block of a region that has none, within the region itself. The block is
     /// durable before the table names it.
     pub(super) async fn make_block(&self, region: u64) -> Result<()> {
-        let region_bits = self.width.block_entries_bits(self.bits);
-        let cluster = {
+        let (cluster, end) = {
             let mut state = self.lock();
-            let cluster = state.cursor.max(region << region_bits);
-            state.unwritten_from = state.unwritten_from.max(cluster + 1);
-            cluster
+            let cluster = state.cursor.max(self.width.first_of_block(self.bits, region));
+            let end = cluster.saturating_add(1);
+            state.unwritten_from = state.unwritten_from.max(end);
+            (cluster, end)
         };
-        let host = HostOffset::new(cluster << self.bits.bits());
+        let host = self.bits.start_of(cluster);
         self.metadata.ranges.check(host, self.bits.bytes())?;
         let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
         let mut block = Buf::zeroed(len);
-        let index = usize::try_from(cluster & ((1 << region_bits) - 1)).expect("in a block");
+        let index = usize::try_from(self.width.index_of(self.bits, cluster)).expect("in a block");
         self.width.set(block.own_bytes(), index, 1).expect("one fits");
         // It is still in memory when the log reads it.
         let _pinned = self.metadata.pin(host, self.bits.bytes());
@@ -42,7 +42,7 @@ impl Space {
         let entry = RefcountTableEntry::encode(host).0;
         let table_offset = {
             let mut state = self.lock();
-            state.min_file_len = state.min_file_len.max((cluster + 1) << self.bits.bits());
+            state.min_file_len = state.min_file_len.max(self.bits.start_of(end).bytes());
             state.table_offset
         };
         let at = HostOffset::new(table_offset.bytes() + region * 8);
@@ -64,7 +64,7 @@ impl Space {
     pub(super) async fn grow_table(&self) -> Result<()> {
         let (old_table, old_offset, start) = {
             let state = self.lock();
-            let covered = (state.table.len() as u64) << self.width.block_entries_bits(self.bits);
+            let covered = self.width.first_of_block(self.bits, state.table.len() as u64);
             (state.table.clone(), state.table_offset, state.unwritten_from.max(covered))
         };
         let plan = GrownTable::plan(self, &old_table, start)?;
@@ -80,7 +80,7 @@ impl Space {
     fn adopt_table(&self, plan: &GrownTable, old_bytes: u64, old_offset: HostOffset) {
         let cluster_bytes = self.bits.bytes();
         for block in 0..plan.blocks {
-            let host = HostOffset::new((plan.start + block) << self.bits.bits());
+            let host = plan.block_at(self, block);
             self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
         }
         let bytes = plan.table_clusters * cluster_bytes;
@@ -88,20 +88,21 @@ impl Space {
         self.metadata.ranges.remove(old_offset);
         let mut pages = self.metadata.lock();
         pages.drop_cluster(old_offset, old_bytes);
-        let first = old_offset.bytes() >> self.bits.bits();
-        pages.group.freed.extend(first..first + self.bits.clusters_for(old_bytes));
+        let first = self.bits.host_cluster(old_offset);
+        let end = first.saturating_add(self.bits.clusters_for(old_bytes));
+        pages.group.freed.extend(first.up_to(end));
         drop(pages);
         let mut state = self.lock();
         state.table_offset = plan.table_at(self);
         state.table.clone_from(&plan.table);
         state.unwritten_from = state.unwritten_from.max(plan.end());
-        state.min_file_len = state.min_file_len.max(plan.end() << self.bits.bits());
+        state.min_file_len = state.min_file_len.max(self.bits.start_of(plan.end()).bytes());
     }
 }
 
 /// A longer refcount table: blocks, then the table, in one run of clusters that the blocks count.
 struct GrownTable {
-    start: u64,
+    start: HostCluster,
     blocks: u64,
     table_clusters: u64,
     table: Vec<u64>,
@@ -109,19 +110,22 @@ struct GrownTable {
 
 impl GrownTable {
     /// For the table `old`, at cluster `start` or after, which is beyond the clusters `old` covers.
-    fn plan(space: &Space, old: &[u64], start: u64) -> Result<Self> {
-        let region_bits = space.width.block_entries_bits(space.bits);
+    fn plan(space: &Space, old: &[u64], start: HostCluster) -> Result<Self> {
+        let region_of = |cluster| space.width.block_of(space.bits, cluster);
         let cluster_entries = space.bits.bytes() / 8;
-        let region = start >> region_bits;
+        let region = region_of(start);
         // The blocks of this plan begin at a region, so they count nothing before it.
-        let start = if old.len() as u64 > region { (region + 1) << region_bits } else { start };
-        let region = start >> region_bits;
+        let start = match old.len() as u64 > region {
+            true => space.width.first_of_block(space.bits, region + 1),
+            false => start,
+        };
+        let region = region_of(start);
         let mut blocks = 1;
         loop {
             let wanted = (old.len() as u64 * 2).max(region + blocks + 1);
             let table_clusters = wanted.div_ceil(cluster_entries);
-            let end = start + blocks + table_clusters;
-            let needed = ((end - 1) >> region_bits) - region + 1;
+            let last = start.saturating_add(blocks + table_clusters - 1);
+            let needed = region_of(last) - region + 1;
             if needed > blocks {
                 blocks = needed;
                 continue;
@@ -132,25 +136,31 @@ impl GrownTable {
             }
             let mut table = old.to_vec();
             table.resize(usize::try_from(table_clusters * cluster_entries).expect("8 MiB"), 0);
+            let mut plan = Self { start, blocks, table_clusters, table };
             for block in 0..blocks {
-                let host = HostOffset::new((start + block) << space.bits.bits());
                 let index = usize::try_from(region + block).expect("within the table");
-                table[index] = RefcountTableEntry::encode(host).0;
+                plan.table[index] = RefcountTableEntry::encode(plan.block_at(space, block)).0;
             }
-            return Ok(Self { start, blocks, table_clusters, table });
+            return Ok(plan);
         }
     }
 
-    fn end(&self) -> u64 {
-        self.start + self.blocks + self.table_clusters
+    fn end(&self) -> HostCluster {
+        self.start.saturating_add(self.blocks + self.table_clusters)
     }
 
     fn at(&self, space: &Space) -> HostOffset {
-        HostOffset::new(self.start << space.bits.bits())
+        self.block_at(space, 0)
     }
 
+    /// Where block number `block` of the run is.
+    fn block_at(&self, space: &Space, block: u64) -> HostOffset {
+        space.bits.start_of(self.start.saturating_add(block))
+    }
+
+    /// The table follows the last block.
     fn table_at(&self, space: &Space) -> HostOffset {
-        HostOffset::new((self.start + self.blocks) << space.bits.bits())
+        self.block_at(space, self.blocks)
     }
 
     /// The contents of the run.
@@ -160,12 +170,12 @@ impl GrownTable {
         let mut bytes = Buf::zeroed(clusters * cluster);
         let blocks_len = usize::try_from(self.blocks).expect("few") * cluster;
         let (blocks, table) = bytes.own_bytes().split_at_mut(blocks_len);
-        let entries = space.width.block_entries(space.bits);
-        let region_start = self.start / entries * entries;
-        for counted in self.start..self.end() {
-            let since = counted - region_start;
-            let block = usize::try_from(since / entries).expect("few") * cluster;
-            let index = usize::try_from(since % entries).expect("in a block");
+        let region = space.width.block_of(space.bits, self.start);
+        for counted in self.start.up_to(self.end()) {
+            let block = space.width.block_of(space.bits, counted) - region;
+            let block = usize::try_from(block).expect("few") * cluster;
+            let index = space.width.index_of(space.bits, counted);
+            let index = usize::try_from(index).expect("in a block");
             space.width.set(&mut blocks[block..block + cluster], index, 1).expect("one fits");
         }
         for (to, entry) in table.chunks_exact_mut(8).zip(&self.table) {
