@@ -8,7 +8,7 @@
 //! - I2. Only blocks with a refcount in them are written, so a sparse file costs what is in it.
 
 use super::header::name_refcount_table;
-use super::refcounts::next_in_use;
+use super::refcounts::{cluster_len, next_in_use};
 use super::{grow, refcounts};
 use crate::check::{Block, Counted, Finding, Kept, Ranges, Task, count};
 use mica_block::{Error, ErrorKind, Result, Store, write_all};
@@ -213,11 +213,6 @@ impl Writer<'_> {
         self.bytes.clear();
         Ok(())
     }
-}
-
-/// Bytes in a cluster, at most 2^21.
-pub(super) fn cluster_len(bits: ClusterBits) -> usize {
-    1 << bits.bits()
 }
 
 fn no_room() -> Error {

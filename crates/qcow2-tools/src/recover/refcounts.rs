@@ -3,12 +3,11 @@
 //! This allocates nothing, so the order of writes does not matter: a refcount is set to the number
 //! of references that durable tables hold.
 
-use super::rebuild::cluster_len;
 use super::{RepairMode, Repaired};
 use crate::check::{Block, Counted};
 use mica_block::{Result, Store, read_exact, write_all};
 use mica_rt::Buf;
-use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
+use mica_units::{ClusterBits, HostCluster, HostOffset, SECTOR_BYTES};
 
 /// How many refcounts are too high, and how many too low.
 pub(super) async fn differences(store: &dyn Store, counted: &Counted) -> Result<Repaired> {
@@ -86,6 +85,11 @@ pub(super) fn next_in_use(
         }
         cluster = cluster.saturating_add(1);
     }
+}
+
+/// Bytes in a cluster, at most 2^21.
+pub(super) fn cluster_len(bits: ClusterBits) -> usize {
+    1 << bits.bits()
 }
 
 async fn read_block(store: &dyn Store, counted: &Counted, at: u64) -> Result<Buf> {

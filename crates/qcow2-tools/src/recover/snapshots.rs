@@ -4,7 +4,8 @@
 //! refcounts, and those of the old one, are corrected with all others afterwards.
 
 use super::header::name_snapshot_table;
-use super::rebuild::{Free, cluster_len};
+use super::rebuild::Free;
+use super::refcounts::cluster_len;
 use crate::check::Counted;
 use mica_block::{Error, ErrorKind, Result, Store, read_exact, write_all};
 use mica_qcow2_format::{
