@@ -16,6 +16,7 @@
 //!   so a link that survives a power cut never names a place beyond the end.
 //! - I5 No refcount block is put on a cluster that has a refcount, nor where metadata is known to
 //!   be.
+//! - I6 No cluster before the cursor is free: what is freed there takes the cursor back.
 
 mod growth;
 
@@ -87,8 +88,8 @@ enum Look {
         first: u64,
         count: u64,
     },
-    /// Nothing is free from the first cluster up to the second.
-    On(u64, u64),
+    /// Nothing was free as far as the cursor went.
+    On,
     /// The page with the refcounts has to be read first.
     Read(HostOffset),
     /// The region has no refcount block.
@@ -212,10 +213,7 @@ impl Space {
                         return Ok(());
                     }
                 }
-                Look::On(from, cluster) => {
-                    self.advance(from, cluster);
-                    mica_rt::yield_now().await;
-                }
+                Look::On => mica_rt::yield_now().await,
                 Look::Read(page) => self.metadata.load(page).await?,
                 Look::NoBlock(region) => self.make_block(region).await?,
                 Look::TableFull => self.grow_table().await?,
@@ -246,7 +244,7 @@ impl Space {
         store.set_len((file_end - count) << self.bits.bits()).await
     }
 
-    /// Searches from the cursor to the end of its page of refcounts.
+    /// Searches from the cursor to the end of its page of refcounts, and takes the cursor along.
     fn look(&self, wanted: u64) -> Result<Look> {
         let state = self.lock();
         let cluster = state.cursor;
@@ -275,9 +273,10 @@ impl Space {
             let index = usize::try_from(cluster % page_entries).expect("within a page");
             self.width.get(bytes, index).unwrap_or(u64::MAX)
         };
-        let Some(first) = (cluster..page_end).find(|cluster| count(*cluster) == 0) else {
-            return Ok(Look::On(cluster, page_end));
-        };
+        let first = (cluster..page_end).find(|cluster| count(*cluster) == 0);
+        // While the pages are locked: what is freed from here on takes the cursor back (I6).
+        self.advance(cluster, first.unwrap_or(page_end));
+        let Some(first) = first else { return Ok(Look::On) };
         let end = (first + 1..page_end.min(first + wanted)).find(|cluster| count(*cluster) != 0);
         let count = end.unwrap_or_else(|| page_end.min(first + wanted)) - first;
         Ok(Look::Free { first, count })
@@ -321,7 +320,8 @@ impl Space {
         let group = pages.group.number;
         drop(pages);
         let mut state = self.lock();
-        if state.cursor <= first {
+        // Unless something before it was freed since it was found.
+        if state.cursor == first {
             state.cursor = first + count;
         }
         state.min_file_len = state.min_file_len.max((first + count) << self.bits.bits());
