@@ -239,3 +239,6 @@ impl Guest {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
