@@ -193,7 +193,9 @@ impl Space {
     /// Takes back clusters that were reserved and never linked. They may have been written to.
     pub(crate) fn give_back(&self, reserved: Reserved) {
         let Reserved { first, count, group, .. } = reserved;
-        self.lock().pool.push_front(Counted { first, count, group, blank: false });
+        let mut state = self.lock();
+        state.pool.push_front(Counted { first, count, group, blank: false });
+        state.verify_if_debug(self.bits);
     }
 
     /// Empties the pool: the caller gets all clusters that are counted and not used.
@@ -333,6 +335,7 @@ impl Space {
             }
         }
         state.unwritten_from = state.unwritten_from.max(end);
+        state.verify_if_debug(self.bits);
         true
     }
 
@@ -398,3 +401,30 @@ impl Space {
         }
     }
 }
+
+impl Clusters {
+    /// After a change of the pool, which has few runs.
+    fn verify_if_debug(&self, bits: ClusterBits) {
+        if cfg!(debug_assertions) {
+            self.verify(bits);
+        }
+    }
+
+    /// Asserts what holds of the pool by itself.
+    fn verify(&self, bits: ClusterBits) {
+        let mut runs: Vec<_> = self.pool.iter().collect();
+        runs.sort_unstable_by_key(|run| run.first);
+        for run in &runs {
+            assert!(run.count > 0, "a run has clusters");
+            assert!(run.first + run.count <= self.unwritten_from, "I3: it was allocated");
+            let end = (run.first + run.count) << bits.bits();
+            assert!(end <= self.min_file_len, "I4: it lies within the file");
+        }
+        for pair in runs.windows(2) {
+            assert!(pair[0].first + pair[0].count <= pair[1].first, "I1: a cluster is there once");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
