@@ -22,6 +22,8 @@ mod open;
 mod preallocated;
 mod redo;
 pub mod snapshots;
+#[cfg(test)]
+mod testing;
 mod write;
 
 pub use chain::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse, Repair};

@@ -61,6 +61,8 @@ impl Drop for Held<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::from_seeds;
+    use mica_units::Rng;
 
     #[test]
     fn cluster_is_held_until_the_last_holder_lets_go() {
@@ -74,5 +76,29 @@ mod tests {
         assert!(!has(1) && has(2));
         drop(other);
         assert!(!has(2) && !has(3));
+    }
+
+    #[test]
+    fn clusters_are_held_as_often_as_holders_name_them() {
+        from_seeds(20, |seed| {
+            let mut rng = Rng::new(seed);
+            let held = HeldClusters::default();
+            let mut holders: Vec<Held<'_>> = Vec::new();
+            for _ in 0..500 {
+                if rng.percent(50) || holders.is_empty() {
+                    // A request may name a cluster twice.
+                    let clusters =
+                        (0..rng.below(5)).map(|_| HostCluster::new(rng.below(12))).collect();
+                    holders.push(held.hold(clusters));
+                } else {
+                    let which = rng.below(holders.len() as u64);
+                    drop(holders.swap_remove(usize::try_from(which).expect("few")));
+                }
+                for cluster in (0..12).map(HostCluster::new) {
+                    let is_held = holders.iter().any(|holder| holder.clusters.contains(&cluster));
+                    assert_eq!(held.has(cluster), is_held, "cluster {cluster}");
+                }
+            }
+        });
     }
 }

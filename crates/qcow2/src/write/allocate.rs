@@ -16,6 +16,7 @@
 //!   so a link that survives a power cut never names a place beyond the end.
 //! - I5 No refcount block is put on a cluster that has a refcount, nor where metadata is known to
 //!   be.
+//! - I6 No cluster before the cursor is free: what is freed there takes the cursor back.
 
 mod growth;
 
@@ -93,8 +94,8 @@ enum Look {
         first: HostCluster,
         count: u64,
     },
-    /// Nothing is free from the first cluster up to the second.
-    On(HostCluster, HostCluster),
+    /// Nothing was free as far as the cursor went.
+    On,
     /// The page with the refcounts has to be read first.
     Read(HostOffset),
     /// The region has no refcount block.
@@ -198,7 +199,9 @@ impl Space {
     /// Takes back clusters that were reserved and never linked. They may have been written to.
     pub(crate) fn give_back(&self, reserved: Reserved) {
         let Reserved { first, count, group, .. } = reserved;
-        self.lock().pool.push_front(Counted { first, count, group, blank: false });
+        let mut state = self.lock();
+        state.pool.push_front(Counted { first, count, group, blank: false });
+        state.verify_if_debug(self.bits);
     }
 
     /// Empties the pool: the caller gets all clusters that are counted and not used.
@@ -218,10 +221,7 @@ impl Space {
                         return Ok(());
                     }
                 }
-                Look::On(from, cluster) => {
-                    self.advance(from, cluster);
-                    mica_rt::yield_now().await;
-                }
+                Look::On => mica_rt::yield_now().await,
                 Look::Read(page) => self.metadata.load(page).await?,
                 Look::NoBlock(region) => self.make_block(region).await?,
                 Look::TableFull => self.grow_table().await?,
@@ -249,7 +249,7 @@ impl Space {
         store.set_len(self.bits.start_of(*first).bytes()).await
     }
 
-    /// Searches from the cursor to the end of its page of refcounts.
+    /// Searches from the cursor to the end of its page of refcounts, and takes the cursor along.
     fn look(&self, wanted: u64) -> Result<Look> {
         let state = self.lock();
         let cluster = state.cursor;
@@ -277,9 +277,10 @@ impl Space {
             let index = usize::try_from(self.index_in_page(cluster)).expect("within a page");
             self.width.get(bytes, index).unwrap_or(u64::MAX)
         };
-        let Some(first) = cluster.up_to(page_end).find(|cluster| count(*cluster) == 0) else {
-            return Ok(Look::On(cluster, page_end));
-        };
+        let first = cluster.up_to(page_end).find(|cluster| count(*cluster) == 0);
+        // While the pages are locked: what is freed from here on takes the cursor back (I6).
+        self.advance(cluster, first.unwrap_or(page_end));
+        let Some(first) = first else { return Ok(Look::On) };
         let stop = page_end.min(first.saturating_add(wanted));
         let used = first.saturating_add(1).up_to(stop).find(|cluster| count(*cluster) != 0);
         Ok(Look::Free { first, count: used.unwrap_or(stop).saturating_since(first) })
@@ -330,7 +331,8 @@ impl Space {
         let group = pages.group.number;
         drop(pages);
         let mut state = self.lock();
-        if state.cursor <= first {
+        // Unless something before it was freed since it was found.
+        if state.cursor == first {
             state.cursor = end;
         }
         state.min_file_len = state.min_file_len.max(self.bits.start_of(end).bytes());
@@ -342,6 +344,7 @@ impl Space {
             }
         }
         state.unwritten_from = state.unwritten_from.max(end);
+        state.verify_if_debug(self.bits);
         true
     }
 
@@ -413,3 +416,31 @@ impl Space {
         }
     }
 }
+
+impl Clusters {
+    /// After a change of the pool, which has few runs.
+    fn verify_if_debug(&self, bits: ClusterBits) {
+        if cfg!(debug_assertions) {
+            self.verify(bits);
+        }
+    }
+
+    /// Asserts what holds of the pool by itself.
+    fn verify(&self, bits: ClusterBits) {
+        let mut runs: Vec<_> = self.pool.iter().collect();
+        runs.sort_unstable_by_key(|run| run.first);
+        for run in &runs {
+            assert!(run.count > 0, "a run has clusters");
+            let end = run.first.saturating_add(run.count);
+            assert!(end <= self.unwritten_from, "I3: it was allocated");
+            assert!(bits.start_of(end).bytes() <= self.min_file_len, "I4: it lies within the file");
+        }
+        for pair in runs.windows(2) {
+            let end = pair[0].first.saturating_add(pair[0].count);
+            assert!(end <= pair[1].first, "I1: a cluster is there once");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

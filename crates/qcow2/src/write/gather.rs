@@ -247,3 +247,6 @@ impl Guest {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,6 +11,10 @@
 //!   overwritten by the older contents of the file.
 //! - I3 A dirty page is written at its stage of the group that took it: early pages may be durable
 //!   before any late page of the group.
+//! - I4 A dirty page is listed at its stage and at no other; a clean one is not listed.
+//! - I5 The pages in memory stand once each in the order in which they are looked at for eviction.
+//! - I6 What a page holds is in the file, dirty, or in a group that was taken and not yet ended: a
+//!   group that fails is put back, and none of its pages is clean before it is written.
 
 use super::file::ImageFile;
 use crate::live::{HeldClusters, Live, MetadataRanges};
@@ -20,12 +24,13 @@ use mica_rt::Buf;
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::cell::Cell;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Largest page.
 pub(super) const PAGE_BITS_MAX: u32 = 12;
-/// Clean pages that are kept: 8 MiB, the tables of 64 GiB in clusters of 64 KiB.
+/// Clean pages that are kept: 8 MiB, the tables of 64 GiB in clusters of 64 KiB. There are more
+/// only while every one of them is used between one load and the next.
 const CLEAN_PAGES_MAX: usize = 2048;
 
 pub(super) struct Page {
@@ -47,6 +52,8 @@ pub(crate) struct Dirty {
 /// The pages in memory, and the rest of the current group.
 pub(crate) struct PageState {
     bits: u32,
+    /// Clean pages that are kept.
+    clean_max: usize,
     pub(super) pages: HashMap<u64, Page>,
     /// Pages in the order in which they were read, to find clean ones to evict.
     pub(super) order: VecDeque<u64>,
@@ -98,6 +105,7 @@ impl Metadata {
     pub(crate) fn new(store: Arc<dyn Store>, cluster_bits: ClusterBits) -> Arc<Self> {
         let state = PageState {
             bits: cluster_bits.bits().min(PAGE_BITS_MAX),
+            clean_max: CLEAN_PAGES_MAX,
             pages: HashMap::new(),
             order: VecDeque::new(),
             loading: HashMap::new(),
@@ -380,7 +388,7 @@ impl PageState {
     pub(super) fn evict(&mut self) {
         let busy = self.early.len() + self.late.len();
         let mut looks = self.order.len();
-        while self.pages.len() > CLEAN_PAGES_MAX + busy && looks > 0 {
+        while self.pages.len() > self.clean_max + busy && looks > 0 {
             looks -= 1;
             let Some(number) = self.order.pop_front() else { return };
             let Some(page) = self.pages.get_mut(&number) else { continue };
@@ -416,6 +424,7 @@ impl PageState {
         let early_pages = std::mem::take(&mut self.early);
         let late_pages = std::mem::take(&mut self.late);
         let (early, late) = (self.copies(&early_pages), self.copies(&late_pages));
+        self.verify_if_debug();
         Dirty { early, late, early_pages, late_pages }
     }
 
@@ -487,5 +496,38 @@ impl PageState {
             }
         }
         self.evict();
+        self.verify_if_debug();
+    }
+
+    /// Once a group begins or ends, as this looks at every page.
+    fn verify_if_debug(&self) {
+        if cfg!(debug_assertions) {
+            self.verify();
+        }
+    }
+
+    /// Asserts the invariants that can be seen in memory.
+    pub(super) fn verify(&self) {
+        let page_len = usize::try_from(self.page_bytes()).expect("4 KiB");
+        for (number, page) in &self.pages {
+            assert_eq!(self.page_of(HostOffset::new(*number)), *number, "the start of a page");
+            assert_eq!(page.bytes.len(), page_len, "a whole page");
+            let is_early = page.dirty == Some(Stage::Early);
+            let is_late = page.dirty == Some(Stage::Late);
+            assert_eq!(self.early.contains(number), is_early, "I4: page {number:#x}");
+            assert_eq!(self.late.contains(number), is_late, "I4: page {number:#x}");
+        }
+        let dirty = self.early.iter().chain(&self.late);
+        assert!(dirty.into_iter().all(|number| self.pages.contains_key(number)), "I1");
+        let ordered: HashSet<_> = self.order.iter().collect();
+        assert_eq!(ordered.len(), self.order.len(), "I5: a page stands once");
+        assert_eq!(ordered.len(), self.pages.len(), "I5: every page stands");
+        assert!(self.order.iter().all(|number| self.pages.contains_key(number)), "I5");
+        assert!(self.loading.values().all(|count| *count > 0), "a load or a pin");
+        assert!(self.group.durable < self.group.number, "a group that is not taken is not durable");
+        assert!(self.zeroed.values().all(|group| *group <= self.group.number), "no later group");
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -21,10 +21,10 @@ const CLUSTERS_PER_TURN: u64 = 512;
 const DIRTY_PAGES_MAX: usize = 1024;
 
 /// Offers that were taken; they get a failure if nothing else was reported.
-struct Taken(Vec<Arc<Offer>>);
+pub(super) struct Taken(pub(super) Vec<Arc<Offer>>);
 
 impl Taken {
-    fn finish(mut self, result: &Result<()>) {
+    pub(super) fn finish(mut self, result: &Result<()>) {
         for offer in self.0.drain(..) {
             offer.finish(result.clone());
         }

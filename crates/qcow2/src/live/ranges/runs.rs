@@ -83,6 +83,7 @@ impl ClusterRuns {
             // Equal pieces, so that a full chunk leaves room in both halves.
             let pieces = merged.len().div_ceil(CHUNK_RUNS_MAX);
             let pieces = merged.chunks(merged.len().div_ceil(pieces)).map(<[_]>::to_vec);
+            debug_assert!(pieces.clone().all(|piece| piece.len() <= CHUNK_RUNS_MAX), "I2");
             let old = index..self.chunks.len().min(index + 1);
             self.chunks.splice(old, pieces);
             rest = later;
@@ -118,6 +119,19 @@ impl ClusterRuns {
         chunk.splice(at..=at, left.map(|(first, count)| ClusterRun::new(first, count, run.tag())));
         if chunk.is_empty() {
             self.chunks.remove(index);
+        }
+    }
+
+    /// Asserts the invariants.
+    #[cfg(test)]
+    pub(super) fn verify(&self) {
+        let mut end = HostCluster::ZERO;
+        for chunk in &self.chunks {
+            assert!(!chunk.is_empty(), "I1: a chunk has runs");
+            for run in chunk {
+                assert!(run.first() >= end, "I1: {run:?} begins before {end}");
+                end = run.end();
+            }
         }
     }
 

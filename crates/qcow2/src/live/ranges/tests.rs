@@ -1,4 +1,6 @@
 use super::*;
+use crate::testing::from_seeds;
+use mica_units::Rng;
 use std::collections::{BTreeMap as Map, BTreeSet as Set};
 
 const BITS: u32 = 16;
@@ -90,90 +92,176 @@ fn table_over_other_metadata_is_contested_and_the_data_check_names_what_is_there
     assert!(ranges.check(at(4), 3 << BITS).is_ok());
 }
 
-/// The obvious way: each cluster by itself.
+/// The obvious way: each byte of an area, and each cluster of a table, by itself.
 #[derive(Default)]
 struct Model {
+    /// The bytes of headers and of tables of tables, by their starts.
     areas: Map<u64, u64>,
-    tables: Set<u64>,
+    tables: Map<u64, TableKind>,
     contested: Set<u64>,
 }
 
 impl Model {
-    fn is_metadata(&self, cluster: u64) -> bool {
-        self.tables.contains(&cluster)
-            || self.areas.iter().any(|(start, end)| (*start..*end).contains(&cluster))
+    fn has_area(&self, start: u64, end: u64) -> bool {
+        self.areas.iter().any(|(first, last)| *first < end && start < *last)
     }
 
-    fn add_table(&mut self, cluster: u64) {
-        if self.is_metadata(cluster) {
+    fn has_table(&self, bits: ClusterBits, start: u64, end: u64) -> bool {
+        let (first, end) =
+            (bits.host_cluster(HostOffset::new(start)).number(), bits.clusters_for(end));
+        (first..end).any(|cluster| self.tables.contains_key(&cluster))
+    }
+
+    fn is_metadata(&self, bits: ClusterBits, start: u64, end: u64) -> bool {
+        self.has_area(start, end) || self.has_table(bits, start, end)
+    }
+
+    fn add_table(&mut self, bits: ClusterBits, cluster: u64, kind: TableKind) {
+        let start = cluster << bits.bits();
+        if self.is_metadata(bits, start, start + bits.bytes()) {
             self.contested.insert(cluster);
         } else {
-            self.tables.insert(cluster);
+            self.tables.insert(cluster, kind);
         }
     }
 }
 
-fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    *state >> 33
+/// Clusters of the file, and of the numbers that are used.
+const FILE: u64 = 9_000;
+const SPACE: u64 = 10_000;
+
+struct Run {
+    rng: Rng,
+    bits: ClusterBits,
+    ranges: MetadataRanges,
+    model: Model,
+}
+
+impl Run {
+    fn place(&self, cluster: u64) -> HostOffset {
+        HostOffset::new(cluster << self.bits.bits())
+    }
+
+    fn kind(&mut self) -> TableKind {
+        self.rng.choose(&[TableKind::L2, TableKind::RefcountBlock])
+    }
+
+    fn gather(&mut self) {
+        let kind = self.kind();
+        let mut gathered = self.ranges.gather(kind);
+        for _ in 0..self.rng.below(600) {
+            // Often neighbours, so that there are runs to be cut.
+            let first = self.rng.below(SPACE);
+            for cluster in first..first + self.rng.below(9) {
+                gathered.push(HostOffset::new(cluster << self.bits.bits()));
+                if cluster < FILE {
+                    self.model.add_table(self.bits, cluster, kind);
+                }
+            }
+        }
+        gathered.finish();
+    }
+
+    /// An area of whole clusters, or of a part of some.
+    fn add_area(&mut self) {
+        let within = self.rng.choose(&[0, 8, self.bits.bytes() / 2]);
+        let cluster = self.rng.below(SPACE);
+        let start = self.place(cluster).bytes() + within;
+        let len = self.rng.choose(&[0, 1, self.bits.bytes(), 7 * self.bits.bytes() + 8]);
+        self.ranges.add(HostOffset::new(start), len, "an area");
+        if len == 0 {
+            return;
+        }
+        if self.model.is_metadata(self.bits, start, start + len) {
+            self.model.contested.insert(self.bits.host_cluster(HostOffset::new(start)).number());
+        } else {
+            self.model.areas.insert(start, start + len);
+        }
+    }
+
+    /// A table, or an area that begins at a cluster, goes.
+    fn remove(&mut self) {
+        let start = match self.rng.percent(30) {
+            true => self.model.areas.keys().nth(1).copied(),
+            false => None,
+        };
+        let cluster = self.rng.below(SPACE);
+        let at = start.map_or(self.place(cluster), HostOffset::new);
+        self.ranges.remove(at);
+        if self.model.areas.remove(&at.bytes()).is_none() {
+            self.model.tables.remove(&self.bits.host_cluster(at).number());
+        }
+    }
+
+    fn check_table(&self, cluster: u64) {
+        let at = self.place(cluster);
+        let is_beyond = cluster >= FILE
+            && !self.model.tables.contains_key(&cluster)
+            && !self.model.areas.contains_key(&at.bytes());
+        let is_refused = is_beyond || self.model.contested.contains(&cluster);
+        assert_eq!(self.ranges.check_table(at).is_err(), is_refused, "the table at {at}");
+    }
+
+    /// Data may be where no metadata is; else the message names what is there.
+    fn check_data(&self, start: u64, len: u64) {
+        let end = start + len;
+        let checked = self.ranges.check(HostOffset::new(start), len);
+        let Err(error) = checked else {
+            assert!(!self.model.is_metadata(self.bits, start, end), "{start:#x} to {end:#x}");
+            return;
+        };
+        let error = error.to_string();
+        assert!(self.model.is_metadata(self.bits, start, end), "{start:#x} to {end:#x}: {error}");
+        let clusters =
+            self.bits.host_cluster(HostOffset::new(start)).number()..self.bits.clusters_for(end);
+        let has = |kind| clusters.clone().any(|it| self.model.tables.get(&it) == Some(&kind));
+        let is_there = error.contains("overwrite an area") && self.model.has_area(start, end)
+            || error.contains("overwrite the header") && self.model.has_area(start, end)
+            || error.contains("overwrite an L2") && has(TableKind::L2)
+            || error.contains("overwrite a refcount") && has(TableKind::RefcountBlock);
+        assert!(is_there, "{start:#x} to {end:#x}: {error}");
+    }
+
+    fn step(&mut self) {
+        match self.rng.below(16) {
+            0 => self.gather(),
+            1..3 => self.add_area(),
+            3..8 => {
+                let (cluster, kind) = (self.rng.below(SPACE), self.kind());
+                self.ranges.add_table(self.place(cluster), kind);
+                self.model.add_table(self.bits, cluster, kind);
+            }
+            _ => self.remove(),
+        }
+    }
+
+    fn check(&mut self) {
+        let state = self.ranges.read();
+        state.tables.verify();
+        state.contested.verify();
+        drop(state);
+        for _ in 0..100 {
+            let cluster = self.rng.below(SPACE + 30);
+            self.check_table(cluster);
+            let within = self.rng.below(self.bits.bytes());
+            let len = 1 + self.rng.below(3 * self.bits.bytes());
+            self.check_data(self.place(cluster).bytes() + within, len);
+        }
+    }
 }
 
 #[test]
 fn ranges_say_what_a_set_of_clusters_says() {
-    const FILE: u64 = 9_000;
-    const SPACE: u64 = 10_000;
-    for seed in 0..12_u64 {
-        let mut random = seed;
-        let ranges = ranges(FILE);
-        let mut model = Model::default();
-        model.areas.insert(0, 1);
-        for step in 0..400 {
-            let cluster = next(&mut random) % SPACE;
-            match next(&mut random) % 8 {
-                0 => {
-                    let mut gathered = ranges.gather(TableKind::L2);
-                    for _ in 0..next(&mut random) % 600 {
-                        // Often neighbours, so that there are runs to be cut.
-                        let first = next(&mut random) % SPACE;
-                        for cluster in first..first + next(&mut random) % 9 {
-                            gathered.push(at(cluster));
-                            if cluster < FILE {
-                                model.add_table(cluster);
-                            }
-                        }
-                    }
-                    gathered.finish();
-                }
-                1 => {
-                    let end = cluster + 1 + next(&mut random) % 20;
-                    ranges.add(at(cluster), (end - cluster) << BITS, "an area");
-                    if (cluster..end).any(|cluster| model.is_metadata(cluster)) {
-                        model.contested.insert(cluster);
-                    } else {
-                        model.areas.insert(cluster, end);
-                    }
-                }
-                2..5 => {
-                    ranges.add_table(at(cluster), TableKind::RefcountBlock);
-                    model.add_table(cluster);
-                }
-                _ => {
-                    ranges.remove(at(cluster));
-                    if model.areas.remove(&cluster).is_none() {
-                        model.tables.remove(&cluster);
-                    }
-                }
-            }
-            for cluster in (step % 50..SPACE + 30).step_by(50) {
-                let said = ranges.check(at(cluster), 1 << BITS).is_err();
-                assert_eq!(said, model.is_metadata(cluster), "seed {seed} step {step} {cluster}");
-                let is_beyond = cluster >= FILE
-                    && !model.tables.contains(&cluster)
-                    && !model.areas.contains_key(&cluster);
-                let refused = is_beyond || model.contested.contains(&cluster);
-                let said = ranges.check_table(at(cluster)).is_err();
-                assert_eq!(said, refused, "seed {seed} step {step} {cluster}");
-            }
+    from_seeds(4, |seed| {
+        let rng = Rng::new(seed);
+        let model = Model { areas: Map::from([(0, 1 << BITS)]), ..Model::default() };
+        let bits = ClusterBits::new(BITS).expect("64 KiB");
+        let mut run = Run { rng, bits, ranges: ranges(FILE), model };
+        for _ in 0..400 {
+            run.step();
+            run.check();
         }
-    }
+        (0..SPACE).for_each(|cluster| run.check_table(cluster));
+        (0..SPACE).for_each(|cluster| run.check_data(run.place(cluster).bytes(), 1 << BITS));
+    });
 }

@@ -1,0 +1,49 @@
+//! What the models beside the modules share.
+
+use mica_block::Error;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+/// When set, models run from this seed alone.
+const SEED_VARIABLE: &str = "MICA_MODEL_SEED";
+
+/// When set, models run from this many seeds: for overnight runs.
+const RUNS_VARIABLE: &str = "MICA_MODEL_RUNS";
+
+/// Runs `body` from each of `runs` seeds. If one fails, prints the command that replays it.
+pub(crate) fn from_seeds(runs: u64, body: impl Fn(u64)) {
+    let number = |variable| {
+        let text = std::env::var(variable).ok()?;
+        Some(text.parse::<u64>().unwrap_or_else(|_| panic!("{variable} is a number, not {text:?}")))
+    };
+    let seeds = match number(SEED_VARIABLE) {
+        Some(seed) => seed..seed.saturating_add(1),
+        None => 0..number(RUNS_VARIABLE).unwrap_or(runs),
+    };
+    for seed in seeds {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| body(seed))) {
+            let thread = std::thread::current();
+            let test = thread.name().unwrap_or("<test>");
+            eprintln!(
+                "failed from seed {seed}; to replay it:\n  {SEED_VARIABLE}={seed} cargo test \
+                 -p mica-qcow2 --lib {test} -- --exact --nocapture"
+            );
+            resume_unwind(panic);
+        }
+    }
+}
+
+/// The output of a future that waits for nothing.
+pub(crate) fn at_once<T>(future: impl Future<Output = T>) -> T {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(output) => output,
+        Poll::Pending => panic!("it waits"),
+    }
+}
+
+/// The same for one that succeeds.
+pub(crate) fn done_at_once<T>(future: impl Future<Output = Result<T, Error>>) -> T {
+    at_once(future).expect("nothing fails here")
+}
