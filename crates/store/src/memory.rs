@@ -14,6 +14,7 @@ pub struct MemoryStore {
     name: String,
     content: Content,
     identity: StoreIdentity,
+    len_max: u64,
 }
 
 enum Content {
@@ -21,7 +22,7 @@ enum Content {
     Writable(RwLock<Vec<u8>>),
 }
 
-/// Most bytes that a store in memory grows to.
+/// Most bytes that a store in memory grows to, unless it is limited to fewer.
 const LEN_MAX: u64 = 1 << 32;
 
 impl MemoryStore {
@@ -37,7 +38,14 @@ impl MemoryStore {
     }
 
     fn of(name: String, content: Content) -> Self {
-        Self { name, content, identity: StoreIdentity::own() }
+        Self { name, content, identity: StoreIdentity::own(), len_max: LEN_MAX }
+    }
+
+    /// The same, full at `len_max` bytes; no more than the 4 GiB that any has.
+    #[must_use]
+    pub fn limited(mut self, len_max: u64) -> Self {
+        self.len_max = len_max.min(LEN_MAX);
+        self
     }
 
     fn bytes(&self) -> Bytes<'_> {
@@ -55,10 +63,10 @@ impl MemoryStore {
             return Err(self.opened_for_reading());
         };
         let full = || {
-            let what = format!("{} grows to at most {LEN_MAX} bytes", self.name);
+            let what = format!("{} grows to at most {} bytes", self.name, self.len_max);
             Error::new(ErrorKind::NoSpace, what)
         };
-        let end = end.filter(|end| *end <= LEN_MAX).ok_or_else(full)?;
+        let end = end.filter(|end| *end <= self.len_max).ok_or_else(full)?;
         let end = usize::try_from(end).map_err(|_| full())?;
         let mut bytes = bytes.write().unwrap_or_else(PoisonError::into_inner);
         if bytes.len() < end {

@@ -2,57 +2,16 @@
 //! clusters of 64 KiB; header, refcount table, refcount block, L1, L2, then data from cluster 5 on.
 
 use super::*;
-use mica_block::{IoFuture, Run, RunKind, StoreIdentity, Witness};
 use mica_qcow2_format::{
     Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
 };
+use mica_store::MemoryStore;
 use mica_units::ClusterBits;
 use std::future::Future;
 use std::task::{Context, Poll, Waker};
 
 const CLUSTER: usize = 65536;
 const COPIED: u64 = 1 << 63;
-
-struct Bytes(Vec<u8>);
-
-impl Store for Bytes {
-    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        let at = usize::try_from(offset.bytes()).unwrap_or(usize::MAX);
-        let there = self.0.get(at..).unwrap_or_default();
-        let len = there.len().min(buf.len());
-        buf.put(0, &there[..len]);
-        buf.fill_part(len..buf.len(), 0);
-        IoFuture::Ready(Some((Ok(()), buf)))
-    }
-
-    fn len(&self) -> Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn run_at(&self, _offset: HostOffset, len: u64) -> Result<Run> {
-        Ok(Run { kind: RunKind::Data, len })
-    }
-
-    fn name(&self) -> String {
-        "bytes".to_owned()
-    }
-
-    fn identity(&self) -> StoreIdentity {
-        StoreIdentity::own()
-    }
-
-    fn reads_unwritten_as_zeros(&self) -> bool {
-        true
-    }
-
-    fn witness(&self) -> Witness {
-        Witness::None
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
-    }
-}
 
 struct Image {
     header: Header,
@@ -105,7 +64,7 @@ impl Image {
     fn check(&self) -> (Result<CheckReport>, Vec<String>) {
         let mut lines = Vec::new();
         let mut observer = |finding: Finding| lines.push(finding.to_string());
-        let store = Arc::new(Bytes(self.bytes.clone()));
+        let store = Arc::new(MemoryStore::new("bytes", self.bytes.clone()));
         let mut check = Box::pin(check(store, &self.header, &mut observer));
         let Poll::Ready(report) = check.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         else {
@@ -335,7 +294,7 @@ fn progress_ends_with_all_that_is_known() {
     }
     let image = Image::new();
     let mut watch = Watch(Progress::default());
-    let store = Arc::new(Bytes(image.bytes.clone()));
+    let store = Arc::new(MemoryStore::new("bytes", image.bytes.clone()));
     let mut check = Box::pin(check(store, &image.header, &mut watch));
     assert!(check.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
     drop(check);

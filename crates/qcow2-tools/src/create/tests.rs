@@ -2,97 +2,20 @@
 
 use super::*;
 use crate::check::{Finding, Observer, check};
-use mica_block::{ChangeFuture, ErrorKind, IoFuture, Run, RunKind, StoreIdentity, Witness};
+use mica_block::{ErrorKind, read_exact};
 use mica_qcow2_format::{Compression, Header, Version};
+use mica_store::MemoryStore;
 use std::future::Future;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// A store that takes so many bytes and no more.
-struct Room {
-    bytes: Mutex<Vec<u8>>,
-    len_max: usize,
+fn memory(len_max: u64) -> Arc<MemoryStore> {
+    Arc::new(MemoryStore::new_writable("image", Vec::new()).limited(len_max))
 }
 
-impl Room {
-    fn new(len_max: usize) -> Arc<Self> {
-        Arc::new(Self { bytes: Mutex::default(), len_max })
-    }
-
-    fn resize(&self, len: usize) -> Result<()> {
-        if len > self.len_max {
-            return Err(Error::new(ErrorKind::NoSpace, "the device is full"));
-        }
-        self.bytes.lock().expect("nobody panicked").resize(len, 0);
-        Ok(())
-    }
-}
-
-impl Store for Room {
-    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
-        let at = usize::try_from(offset.bytes()).expect("small");
-        let bytes = self.bytes.lock().expect("nobody panicked");
-        let there = bytes.get(at..).unwrap_or_default();
-        let len = there.len().min(buf.len());
-        buf.put(0, &there[..len]);
-        buf.fill_part(len..buf.len(), 0);
-        IoFuture::Ready(Some((Ok(()), buf)))
-    }
-
-    fn write_at(&self, buf: Buf, offset: HostOffset) -> IoFuture {
-        let at = usize::try_from(offset.bytes()).expect("small");
-        let end = (at + buf.len()).max(self.bytes.lock().expect("nobody panicked").len());
-        let grown = self.resize(end);
-        if grown.is_ok() {
-            let mut bytes = self.bytes.lock().expect("nobody panicked");
-            bytes[at..at + buf.len()].copy_from_slice(&buf);
-        }
-        IoFuture::Ready(Some((grown, buf)))
-    }
-
-    fn set_len(&self, len: u64) -> ChangeFuture {
-        let done = self.resize(usize::try_from(len).expect("small"));
-        Box::pin(async move { done })
-    }
-
-    fn space(&self, _change: Space, offset: HostOffset, len: u64) -> ChangeFuture {
-        let end = usize::try_from(offset.bytes() + len).expect("small");
-        let len = self.bytes.lock().expect("nobody panicked").len();
-        let done = self.resize(end.max(len));
-        Box::pin(async move { done })
-    }
-
-    fn sync(&self) -> ChangeFuture {
-        Box::pin(async { Ok(()) })
-    }
-
-    fn len(&self) -> Result<u64> {
-        Ok(self.bytes.lock().expect("nobody panicked").len() as u64)
-    }
-
-    fn run_at(&self, _offset: HostOffset, len: u64) -> Result<Run> {
-        Ok(Run { kind: RunKind::Data, len })
-    }
-
-    fn name(&self) -> String {
-        "room".to_owned()
-    }
-
-    fn identity(&self) -> StoreIdentity {
-        StoreIdentity::own()
-    }
-
-    fn reads_unwritten_as_zeros(&self) -> bool {
-        true
-    }
-
-    fn witness(&self) -> Witness {
-        Witness::None
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
-    }
+fn content(store: &MemoryStore) -> Buf {
+    let len = usize::try_from(store.len().expect("memory")).expect("small");
+    run(read_exact(store, HostOffset::ZERO, len)).expect("memory is read")
 }
 
 struct Nothing;
@@ -112,7 +35,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-fn make(wish: &ImageWish, size: u64, image: &Room, data: &Room) -> Result<()> {
+fn make(wish: &ImageWish, size: u64, image: &MemoryStore, data: &MemoryStore) -> Result<()> {
     let plan = wish.plan(size).expect("a plan");
     let data = plan.data_file.as_ref().map(|_| data as &dyn Store);
     run(create(plan, Stores { image, data }))
@@ -135,9 +58,9 @@ fn images_of_every_shape_are_whole() {
                         preallocation: Some(preallocation),
                         ..ImageWish::default()
                     };
-                    let image = Room::new(usize::MAX);
+                    let image = memory(u64::MAX);
                     make(&wish, (1 << 20) + 512, &image, &image).expect("there is room");
-                    let bytes = image.bytes.lock().expect("nobody panicked").clone();
+                    let bytes = content(&image);
                     let header = Header::decode(&bytes, bytes.len() as u64).expect("a header");
                     assert_eq!(header.size, (1 << 20) + 512);
                     let report = run(check(image, &header, &mut Nothing)).expect("it is checked");
@@ -154,10 +77,10 @@ fn images_of_every_shape_are_whole() {
 fn a_store_that_fills_up_is_left_without_a_header() {
     let wish = ImageWish { preallocation: Some(Preallocation::Full), ..ImageWish::default() };
     for len_max in [0, 65536, 200_000, 1 << 20] {
-        let image = Room::new(len_max);
+        let image = memory(len_max);
         let error = make(&wish, 1 << 20, &image, &image).expect_err("there is no room");
         assert_eq!(error.kind(), ErrorKind::NoSpace);
-        let bytes = image.bytes.lock().expect("nobody panicked");
+        let bytes = content(&image);
         assert!(bytes.iter().take(4).all(|byte| *byte == 0), "no header, so no image");
     }
 }
