@@ -14,6 +14,15 @@ pub trait RedoLogs: Send + Sync {
     /// What the system says.
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
+    /// The same, for an image that names no log: `None` if there is none that was written to since
+    /// the image at `path` exists.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        self.log(path)
+    }
+
     /// The same, to read what a writer left that died: this user's, and if this process may read
     /// those, others'. None also where somebody may be writing the image at `path` now, although it
     /// is open here.
