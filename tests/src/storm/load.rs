@@ -360,7 +360,10 @@ impl<'a> Client<'a> {
         board.answered += 1;
         release(&mut board, &doing);
         match answer {
-            Answer::Error(_) if board.may_fail || board.phase == Phase::Ending => Ok(()),
+            Answer::Error(_) if board.may_fail || board.phase == Phase::Ending => {
+                self.counts.failed.add();
+                Ok(())
+            }
             Answer::Error(errno) => {
                 Err(Fault::new(Wrong::Failed, format!("{doing:?} fails with {errno}")))
             }
