@@ -46,6 +46,8 @@ pub enum Request {
         len: u32,
         /// The range keeps its space.
         no_hole: bool,
+        /// Durable before it is answered.
+        fua: bool,
     },
     /// Not needed any more.
     Trim {
@@ -53,6 +55,8 @@ pub enum Request {
         offset: u64,
         /// How many.
         len: u32,
+        /// What becomes of it is durable before it is answered.
+        fua: bool,
     },
     /// Everything that was acknowledged becomes durable.
     Flush,
@@ -120,14 +124,13 @@ impl Guest {
         let (command, flags, offset, len, data): (u16, u16, u64, u32, &[u8]) = match request {
             Request::Read { offset, len } => (nbd::CMD_READ, 0, *offset, *len, &[]),
             Request::Write { offset, bytes, fua } => {
-                let flags = if *fua { FLAG_FUA } else { 0 };
-                (CMD_WRITE, flags, *offset, u32::try_from(bytes.len())?, bytes)
+                (CMD_WRITE, fua_flag(*fua), *offset, u32::try_from(bytes.len())?, bytes)
             }
-            Request::Zero { offset, len, no_hole } => {
+            Request::Zero { offset, len, no_hole, fua } => {
                 let flags = if *no_hole { FLAG_NO_HOLE } else { 0 };
-                (CMD_WRITE_ZEROES, flags, *offset, *len, &[])
+                (CMD_WRITE_ZEROES, flags | fua_flag(*fua), *offset, *len, &[])
             }
-            Request::Trim { offset, len } => (CMD_TRIM, 0, *offset, *len, &[]),
+            Request::Trim { offset, len, fua } => (CMD_TRIM, fua_flag(*fua), *offset, *len, &[]),
             Request::Flush => (CMD_FLUSH, 0, 0, 0, &[]),
         };
         let head = nbd::request(command, flags, cookie, offset, len);
@@ -199,4 +202,8 @@ impl Guest {
     pub fn disconnect(self) -> Result<()> {
         self.connection.disconnect()
     }
+}
+
+fn fua_flag(fua: bool) -> u16 {
+    if fua { FLAG_FUA } else { 0 }
 }

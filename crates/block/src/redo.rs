@@ -13,6 +13,13 @@ pub trait RedoLogs: Send + Sync {
     /// What the system reports.
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
+    /// The same, for an image that names no log: `None` unless there is one that was written to since
+    /// the image at `path` was created.
+    ///
+    /// # Errors
+    /// What the system reports.
+    fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
+
     /// The same, to read what a dead writer left: this user's, and other users' if this process may
     /// read them. Empty also if another process may be writing the image at `path` now, although it
     /// is open here.
@@ -40,6 +47,10 @@ pub struct NoRedoLogs;
 
 impl RedoLogs for NoRedoLogs {
     fn log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        Ok(None)
+    }
+
+    fn unnamed_log(&self, _path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
         Ok(None)
     }
 

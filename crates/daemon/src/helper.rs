@@ -51,7 +51,7 @@ enum Setup {
 
 #[derive(Serialize, Deserialize)]
 enum Request {
-    Holder { inode: u64, byte: u64, process: u32, descriptor: i32 },
+    Holder { device: u64, inode: u64, byte: u64, process: u32, descriptor: i32 },
     Connect { path: Vec<u8> },
     Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
     Unmount { file: usize },
@@ -155,8 +155,8 @@ impl Helper {
 
     /// Finds out who holds a lock.
     pub(crate) fn holder(&self, question: &LockQuestion) -> Holder {
-        let LockQuestion { inode, byte, process, descriptor } = *question;
-        match self.request(&Request::Holder { inode, byte, process, descriptor }) {
+        let LockQuestion { device, inode, byte, process, descriptor } = *question;
+        match self.request(&Request::Holder { device, inode, byte, process, descriptor }) {
             Ok((Reply::Holder(LockHolder::Living(name)), _)) => Holder::Living(name),
             Ok((Reply::Holder(LockHolder::Dying(name)), _)) => Holder::Dying(name),
             Ok((Reply::Holder(LockHolder::Nobody), _)) => Holder::Nobody,

@@ -34,6 +34,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 /// Where such files are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -97,10 +98,15 @@ impl RedoFile {
         Some(Self { folder, user, name, usual, boot, lock, file: Mutex::default() })
     }
 
-    /// Where this user has a file for the image, if that is not in `place`.
-    pub(crate) fn elsewhere(place: &RedoPlace, identity: Identity) -> Option<PathBuf> {
+    /// Where this user has a file for the image, which was `created` then, if that is not in
+    /// `place`.
+    pub(crate) fn elsewhere(
+        place: &RedoPlace,
+        identity: Identity,
+        created: SystemTime,
+    ) -> Option<PathBuf> {
         let usual = folder::path_of(&usual_directory(), own_user());
-        Self::elsewhere_than(place, &usual, identity)
+        Self::elsewhere_than(place, &usual, identity).filter(|file| is_since(file, created))
     }
 
     fn elsewhere_than(place: &RedoPlace, usual: &Path, identity: Identity) -> Option<PathBuf> {
@@ -186,6 +192,11 @@ impl RedoFile {
             let is_theirs = folder.is_dir() && folder.uid() == user && found.uid() == user;
             (is_theirs && found.is_file() && found.len() > 0).then_some(path)
         })
+    }
+
+    /// Whether it is there, and was written to at this time or later.
+    pub(crate) fn is_since(&self, time: SystemTime) -> bool {
+        is_since(&self.path(), time)
     }
 
     fn path(&self) -> PathBuf {
@@ -301,6 +312,12 @@ impl RedoFile {
 
 fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
+}
+
+/// Whether the file at `path` was written to at this time or later.
+fn is_since(path: &Path, time: SystemTime) -> bool {
+    let found = path.symlink_metadata().and_then(|found| found.modified());
+    found.is_ok_and(|modified| modified >= time)
 }
 
 /// The contents of the note at `path`, in a folder that is this user's alone.
@@ -435,6 +452,19 @@ mod tests {
         again.remove();
         assert_eq!(count(), 0);
         assert!(RedoFile::new(&RedoPlace::Nowhere, identity(1)).is_none());
+    }
+
+    #[test]
+    fn log_is_since_what_was_there_before_it_was_written() {
+        use std::time::Duration;
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let one = RedoFile::new(&place, identity(1)).expect("there is a place");
+        assert!(!one.is_since(SystemTime::UNIX_EPOCH), "it is not there");
+        one.write_at(0, b"log").expect("writes");
+        let written = one.path().metadata().and_then(|found| found.modified()).expect("written");
+        assert!(one.is_since(written) && one.is_since(SystemTime::UNIX_EPOCH));
+        assert!(!one.is_since(written + Duration::from_secs(1)));
     }
 
     #[test]

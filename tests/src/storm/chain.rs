@@ -3,6 +3,7 @@
 use super::aim::Aim;
 use super::judge;
 use super::kinds::{Kind, Kinds};
+use super::loss::{Cause, Loss, Trace};
 use super::model::{Model, View};
 use super::place::{Ground, Places};
 use super::shape::{self, Shape};
@@ -121,15 +122,18 @@ impl Chain<'_> {
     /// Another program is about to write to the image.
     pub(super) fn contest(&mut self) {
         self.world.counts.foreign.add();
-        if self.state.is_pending {
-            self.state.is_lossy = true;
-            self.state.is_contested = true;
-        }
+        self.state.endanger(Cause::Written);
+        self.state.is_contested |= self.state.is_pending;
+    }
+
+    /// What a program that keeps logs in the usual place can see of a killed server.
+    pub(super) fn usual_trace(&self) -> Outcome<Trace> {
+        Trace::find(&self.path(&self.active().name), Some(&self.world.log))
     }
 
     /// What must be there now, given what killed servers left.
     pub(super) fn view(&self) -> View {
-        if self.state.is_lossy { View::Lossy } else { View::Kept }
+        if self.state.loss.may_be() { View::Lossy } else { View::Kept }
     }
 
     /// Creates image `name` of `shape`, by QEMU or mica, without counting it.
@@ -264,7 +268,7 @@ pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
         model,
         snapshots: Vec::new(),
         is_pending: false,
-        is_lossy: false,
+        loss: Loss::default(),
         is_contested: false,
         other_len: None,
         leaks: Some(0),

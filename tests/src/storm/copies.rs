@@ -2,6 +2,7 @@
 
 use super::chain::Chain;
 use super::layers::files;
+use super::loss::Cause;
 use super::place::Ground;
 use super::story::{Outcome, trouble};
 use crate::command;
@@ -29,7 +30,7 @@ fn put_aside(chain: &mut Chain<'_>) -> Outcome {
     chain.tell(format_args!("  aside: {}", folder.display()));
     let mut state = chain.state.clone();
     // A killed server's log need not fit the copy.
-    state.is_lossy |= state.is_pending;
+    state.endanger(Cause::Copied);
     state.is_contested = state.is_pending;
     chain.copies.push((folder, state));
     Ok(())
@@ -88,7 +89,7 @@ pub(super) fn touch(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     chain.tell(format_args!("  touch {}: {time:?}", files[at]));
     file.set_times(FileTimes::new().set_modified(time))?;
     // Its file system records that it was changed, but not by whom.
-    chain.state.is_lossy |= chain.state.is_pending;
+    chain.state.endanger(Cause::Touched);
     chain.state.is_contested |= chain.state.is_pending;
     Ok(())
 }

@@ -45,10 +45,15 @@ impl Moment {
 
     /// Waits for it, or until no client is working any more.
     pub(super) fn wait(self, image: &Path, stage: &Stage) -> Outcome {
+        self.wait_while(image, || !stage.board().is_idle())
+    }
+
+    /// Waits for it, or until nobody `is_busy` any more.
+    pub(super) fn wait_while(self, image: &Path, mut is_busy: impl FnMut() -> bool) -> Outcome {
         if self.cue != Cue::Now {
             let file = File::open(image)?;
             let before = self.look(&file)?;
-            'changed: while !stage.board().is_idle() {
+            'changed: while is_busy() {
                 for _ in 0..LOOKS {
                     if self.look(&file)? != before {
                         break 'changed;

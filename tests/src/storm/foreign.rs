@@ -81,6 +81,13 @@ pub(super) fn flatten(dir: &Path, image: &str, more: &[&str], raw: &Path) -> Out
     Ok(bytes)
 }
 
+/// The length of a disk.
+pub(super) fn len(dir: &Path, image: &str) -> Outcome<u64> {
+    let told = img(dir, &["info", "-f", "qcow2", "--output", "json", image])?;
+    let told: serde_json::Value = serde_json::from_str(&told).map_err(trouble)?;
+    told["virtual-size"].as_u64().ok_or_else(|| trouble("no length"))
+}
+
 /// What `qemu-img check` finds: corruptions and leaks.
 pub(super) fn check(dir: &Path, image: &str) -> Outcome<(u64, u64)> {
     let said = run("qemu-img", dir, &["check", "-f", "qcow2", "--output", "json", image])?;

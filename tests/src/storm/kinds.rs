@@ -65,6 +65,10 @@ kinds! {
     KillTakeover = "kill-takeover", Event;
     /// A disk gets another length, while it is served and while it is not
     Resize = "resize", Event;
+    /// SIGKILL within a resize, by `mica resize` and by `mica ctl`
+    KillResize = "kill-resize", Event;
+    /// Others try to look at, to serve, and to change an image that is served
+    Peek = "peek", Event;
     /// QEMU writes to the image
     Write = "qemu-write", Event;
     /// QEMU commits an overlay into the image
@@ -94,6 +98,8 @@ kinds! {
     LogPlace = "log-place", Event;
     /// Reads and writes of the image are slow
     Slow = "slow", Event;
+    /// Reads, writes and syncs of the image fail at times
+    Sick = "sick", Event;
     /// mica reads the image while nobody serves it
     Read = "read", Event;
 }

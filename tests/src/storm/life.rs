@@ -4,9 +4,11 @@ use super::chain::{Chain, text};
 use super::cue::Moment;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
+use super::loss::LogAt;
 use super::model::{Model, View};
+use super::peek;
 use super::place::{Filler, Ground, mount_of};
-use super::served::{Left, LogAt, Manner, Served};
+use super::served::{Left, Manner, Served};
 use super::shape;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
@@ -24,6 +26,9 @@ const CTL_LIMIT: Duration = Duration::from_secs(30);
 pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     chain.world.counts.lives.add();
     let manner = Manner::random(chain, rng);
+    if manner.is_sick() {
+        chain.world.counts.sick.add();
+    }
     if chain.world.does(rng, Kind::KillStart, 12) {
         kill_while_it_starts(chain, rng, &manner)?;
     }
@@ -33,11 +38,14 @@ pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
             Left::Serving(still) => served = still,
             Left::Killed => return Ok(()),
         }
+        if chain.world.does(rng, Kind::Peek, 12) {
+            peek::while_idle(chain, rng, &served)?;
+        }
     }
     if chain.world.does(rng, Kind::Kill, 30) {
         chain.tell("  killed while nobody asks for anything");
         served.kill()?;
-        served.was_killed(chain);
+        served.was_killed(chain)?;
         chain.world.counts.kills.add();
         return Ok(());
     }
@@ -48,50 +56,64 @@ pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
 pub(super) fn live_in_peace(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     let mut manner = Manner::random(chain, rng);
     manner.log = LogAt::Usual;
+    manner.be_well();
     let served = start(chain, rng, &manner)?;
     close(chain, served)
 }
 
 /// Starts a server and judges what it shows.
 fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Served> {
-    let is_lossy = chain.state.is_pending && chain.state.is_lossy;
+    let is_lossy = chain.state.is_pending && chain.state.loss.may_be();
     let before = match is_lossy {
         true => Some(chain.judge_by_qemu(View::Lossy, "before a start")?),
         false => None,
     };
+    let trace = manner.trace(chain)?;
     let served = Served::start(chain, rng, manner)?;
-    served.judge(chain, before.as_deref())?;
+    served.judge(chain, before.as_deref(), trace)?;
+    served.look_for_weakness(chain)?;
     Ok(served)
 }
 
 fn close(chain: &mut Chain<'_>, mut served: Served) -> Outcome {
     chain.tell("  closed");
     let code = served.close()?;
+    let is_early = served.log().contains("a signal arrived before this process could take over");
+    if code != Some(0) && (served.manner.is_sick() || is_early) {
+        chain.tell(format_args!("  which fails: {code:?}, taking over still: {is_early}"));
+        served.was_killed(chain)?;
+        return Ok(());
+    }
     if code != Some(0) {
         let what = format!("it ends with {code:?}: {}", served.log());
         return Err(Fault::new(Wrong::Died, what));
     }
     chain.state.model.closed();
+    if served.manner.is_sick() {
+        chain.state.leaks = None;
+    }
     chain.world.counts.closes.add();
     Ok(())
 }
 
 fn kill_while_it_starts(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome {
     // What this one may have lost is lost for the next one too.
-    let elsewhere = manner.log != LogAt::Usual;
-    chain.state.is_lossy |= chain.state.is_pending && elsewhere;
+    if chain.state.is_pending {
+        chain.state.loss.look_in(manner.log);
+    }
     let mut served = Served::begin(chain, manner, &[])?;
     let pause = Duration::from_micros(rng.below(30_000));
     chain.tell(format_args!("  killed {pause:?} after its start"));
     clock::sleep(pause);
     served.kill()?;
-    served.was_killed(chain);
+    chain.state.loss.hear(&served.log());
+    served.was_killed(chain)?;
     chain.world.counts.kills.add();
     Ok(())
 }
 
 /// Clients work for a while, and something may happen meanwhile.
-fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> {
+fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Left> {
     let clients = 1 + rng.below(chain.world.clients.max(1));
     let requests = 10 + rng.below(90);
     let (seed, mood) = (rng.next_u64(), Mood::random(rng));
@@ -99,6 +121,10 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> 
     let all = clients * requests;
     let model = std::mem::replace(&mut chain.state.model, Model::new(0, 0));
     let stage = Stage::new(model, chain.stamper.clone());
+    stage.board().may_fail = served.manner.is_sick();
+    if std::mem::take(&mut served.is_shaken) {
+        stage.board().phase = Phase::Moving;
+    }
     let socket = served.socket.clone();
     let counts = chain.world.counts;
     let left = stage.run(&socket, &load, counts, || {
@@ -111,6 +137,7 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> 
         match event {
             None => Ok(Left::Serving(served)),
             Some(Kind::Kill) => kill(chain, rng, &stage, served),
+            Some(Kind::Peek) => peek::while_busy(chain, rng).map(|()| Left::Serving(served)),
             Some(Kind::Takeover) => takeover::go(chain, &stage, served),
             Some(Kind::KillTakeover) => takeover::go_wrong(chain, rng, &stage, served),
             Some(Kind::Resize) => grow(chain, rng, &stage, served),
@@ -127,14 +154,11 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, served: Served) -> Outcome<Left> 
 
 fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
     let world = &chain.world;
-    let mut events = world.kinds.of(&[
-        Kind::Kill,
-        Kind::Kill,
-        Kind::Kill,
-        Kind::Takeover,
-        Kind::KillTakeover,
-        Kind::Resize,
-    ]);
+    let mut events = world.kinds.of(&[Kind::Kill, Kind::Kill, Kind::Kill, Kind::Peek]);
+    // What must succeed does so for servers that are well.
+    if !served.manner.is_sick() {
+        events.extend(world.kinds.of(&[Kind::Takeover, Kind::KillTakeover, Kind::Resize]));
+    }
     if world.ground != Ground::Folder {
         events.extend(world.kinds.of(&[Kind::Space]));
     }
@@ -151,9 +175,17 @@ fn kill(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
     moment.wait(&chain.path(&chain.active().name), stage)?;
     stage.board().phase = Phase::Ending;
     served.kill()?;
-    served.was_killed(chain);
+    served.was_killed(chain)?;
     chain.world.counts.kills.add();
     Ok(Left::Killed)
+}
+
+/// Who is killed while a disk gets longer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Victim {
+    Server,
+    /// Who asked for it.
+    Client,
 }
 
 /// The disk gets longer under its clients; the server may be killed over it.
@@ -169,9 +201,11 @@ fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
     let control = chain.world.run.join("control");
     let size = (longer * SECTOR as u64).to_string();
     let args = ["ctl", "--control", text(&control)?, "resize", name, &size];
-    let is_killed = chain.world.does(rng, Kind::Kill, 30);
-    chain.tell(format_args!("  {args:?}; killed: {is_killed}"));
-    if !is_killed {
+    let is_killed = chain.world.does(rng, Kind::KillResize, 40);
+    let victim = rng.choose(&[Victim::Server, Victim::Server, Victim::Client]);
+    let victim = is_killed.then_some(victim);
+    chain.tell(format_args!("  {args:?}; killed: {victim:?}"));
+    let Some(victim) = victim else {
         let said = chain.world.mica(&args)?;
         match said.status.success() {
             true => stage.board().model.resize(longer),
@@ -179,18 +213,33 @@ fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
         }
         chain.world.counts.resizes.add();
         return Ok(Left::Serving(served));
+    };
+    if victim == Victim::Server {
+        stage.board().phase = Phase::Ending;
     }
-    stage.board().phase = Phase::Ending;
     let mut ctl = Command::new(chain.world.binary);
     let mut ctl = ctl.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    chain.world.counts.resize_kills.add();
     clock::sleep(Duration::from_micros(rng.below(12_000)));
+    if victim == Victim::Client {
+        // It may have ended.
+        let _ = ctl.kill();
+        ctl.wait()?;
+        // The server goes on with it, and the same can be asked for again.
+        let said = chain.world.mica(&args)?;
+        match said.status.success() {
+            true => stage.board().model.resize(longer),
+            false => chain.tell(format_args!("  refused: {}", said.stderr.trim())),
+        }
+        return Ok(Left::Serving(served));
+    }
     served.kill()?;
     let status = command::wait(&mut ctl, CTL_LIMIT).ok_or_else(|| trouble("ctl does not end"))?;
     match status.success() {
         true => stage.board().model.resize(longer),
         false => chain.state.other_len = Some(longer),
     }
-    served.was_killed(chain);
+    served.was_killed(chain)?;
     chain.world.counts.kills.add();
     Ok(Left::Killed)
 }

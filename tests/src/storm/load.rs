@@ -83,7 +83,7 @@ pub(super) struct Load {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Mood {
     flushes: u64,
-    /// Of writes.
+    /// Of writes, zeros and trims.
     fuas: u64,
     reads: u64,
     zeroes: u64,
@@ -96,7 +96,7 @@ impl Mood {
     pub(super) fn random(rng: &mut Rng) -> Self {
         Self {
             flushes: rng.choose(&[0, 0, 1, 3, 8, 20]),
-            fuas: rng.choose(&[0, 0, 6]),
+            fuas: rng.choose(&[0, 0, 6, 25]),
             reads: rng.choose(&[3, 15]),
             zeroes: rng.choose(&[0, 8, 12]),
             trims: rng.choose(&[0, 8, 12]),
@@ -205,14 +205,14 @@ impl Stage {
 enum Doing {
     Read(Range<u64>),
     Write { range: Range<u64>, seq: Seq, fua: bool },
-    Trim(Range<u64>),
+    Trim { range: Range<u64>, fua: bool },
     Flush { mark: u64 },
 }
 
 impl Doing {
     fn range(&self) -> Option<&Range<u64>> {
         match self {
-            Self::Read(range) | Self::Write { range, .. } | Self::Trim(range) => Some(range),
+            Self::Read(range) | Self::Write { range, .. } | Self::Trim { range, .. } => Some(range),
             Self::Flush { .. } => None,
         }
     }
@@ -329,23 +329,23 @@ impl<'a> Client<'a> {
         board.busy.push(range.clone());
         let (offset, count) = (range.start * SECTOR as u64, range.end - range.start);
         let len = u32::try_from(count * SECTOR as u64).expect("disks are small");
+        let fua = what != What::Read && self.rng.percent(self.load.mood.fuas);
         Some(match what {
             What::Read => (Doing::Read(range), Request::Read { offset, len }),
             What::Zero => {
                 board.model.send(&range, 0);
                 let no_hole = self.rng.percent(50);
-                let request = Request::Zero { offset, len, no_hole };
-                (Doing::Write { range, seq: 0, fua: false }, request)
+                let request = Request::Zero { offset, len, no_hole, fua };
+                (Doing::Write { range, seq: 0, fua }, request)
             }
             What::Trim => {
                 board.model.trim(&range);
-                (Doing::Trim(range), Request::Trim { offset, len })
+                (Doing::Trim { range, fua }, Request::Trim { offset, len, fua })
             }
             What::Write | What::Flush => {
                 let seq = board.stamper.next(Writer::Guest);
                 board.model.send(&range, seq);
                 let bytes = stamp::bytes(board.stamper.disk(), range.start, count, seq);
-                let fua = self.rng.percent(self.load.mood.fuas);
                 let request = Request::Write { offset, bytes, fua };
                 (Doing::Write { range, seq, fua }, request)
             }
@@ -360,7 +360,10 @@ impl<'a> Client<'a> {
         board.answered += 1;
         release(&mut board, &doing);
         match answer {
-            Answer::Error(_) if board.may_fail || board.phase == Phase::Ending => Ok(()),
+            Answer::Error(_) if board.may_fail || board.phase == Phase::Ending => {
+                self.counts.failed.add();
+                Ok(())
+            }
             Answer::Error(errno) => {
                 Err(Fault::new(Wrong::Failed, format!("{doing:?} fails with {errno}")))
             }
@@ -375,7 +378,11 @@ impl<'a> Client<'a> {
                 self.counts.flushes.add();
                 board.model.flushed(*mark);
             }
-            Doing::Trim(_) => {}
+            Doing::Trim { range, fua } => {
+                if *fua {
+                    board.model.trimmed_durably(range);
+                }
+            }
             Doing::Read(range) => {
                 let judged = board.model.judge(range.start, bytes, View::Kept);
                 let content = judged.map_err(|bad| judge::fault(&bad, "a client's read"))?;

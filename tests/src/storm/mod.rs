@@ -1,5 +1,7 @@
-//! A storm: random chains live through random lives of servers, under clients, with kills,
-//! take-overs, QEMU's own writes, and much else; a judge knows what every sector may hold.
+//! A storm: random chains live through random lives of servers, under clients, with kills (of
+//! servers, in take-overs, in resizes), QEMU's own writes, copies put back, failing and full
+//! storage, others who look at what is served, and much else ([`Kind`] has all of it); a judge
+//! knows what every sector may hold, and which losses somebody has to report (`loss.rs`).
 //!
 //! A chain follows from its seed, so that the same steps can be had again; what happens within a
 //! step is up to the kernel's scheduling, so that a fault may need several runs to come back.
@@ -10,7 +12,13 @@
 //!          rest: QEMU, copies, timestamps, mica's verbs; judge         rest, layers, copies
 //! ```
 //!
-//! Nothing here knows more of mica than its command line and NBD.
+//! Nothing here knows more of mica than its command line, NBD, what it warns of, and where an image
+//! names a log.
+//!
+//! Not moved is the clock. Linux has namespaces for the time since the start of the machine, but
+//! none for the time of day, and setting that would set it for all others here; a library that is
+//! put before the system's would miss what does not call it. Timestamps of files are moved
+//! instead, which is where the time of day reaches an image.
 
 mod aim;
 mod chain;
@@ -22,7 +30,9 @@ mod kinds;
 mod layers;
 mod life;
 mod load;
+mod loss;
 mod model;
+mod peek;
 mod place;
 mod rest;
 mod served;
@@ -31,6 +41,7 @@ mod stamp;
 mod state;
 mod story;
 mod takeover;
+mod word;
 
 pub use kinds::{Kind, Kinds};
 pub use story::{Count, Counts, Wrong};

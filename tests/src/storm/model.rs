@@ -12,7 +12,8 @@
 //! - R4 What QEMU wrote is the base at once.
 //! - R5 What a server shows when it starts is decided: later writes that it does not show are gone
 //!   for good.
-//! - R6 A trim is zeros or nothing, and a read decides that.
+//! - R6 A trim is zeros or nothing, and a read decides that. If the trim was to be durable when it
+//!   was answered (FUA), so are zeros that a read sees and that nothing else can have left.
 
 use super::stamp::SECTOR;
 use super::stamp::{self, Seen, Seq, Writer};
@@ -34,6 +35,8 @@ struct Version {
     /// The number of its acknowledgement; 0 if it has none.
     acked: u64,
     is_trim: bool,
+    /// What is seen of it is durable.
+    is_durable: bool,
 }
 
 #[derive(Clone, Default, Debug)]
@@ -126,12 +129,12 @@ impl Model {
 
     /// A write is sent.
     pub(super) fn send(&mut self, range: &Range<u64>, seq: Seq) {
-        self.push(range, Version { seq, acked: 0, is_trim: false });
+        self.push(range, Version { seq, acked: 0, is_trim: false, is_durable: false });
     }
 
     /// A trim is sent, by whomever: there may be zeros now.
     pub(super) fn trim(&mut self, range: &Range<u64>) {
-        self.push(range, Version { seq: 0, acked: 0, is_trim: true });
+        self.push(range, Version { seq: 0, acked: 0, is_trim: true, is_durable: false });
     }
 
     /// The write that was sent to `range` last is acknowledged; `durable` if that says so.
@@ -145,6 +148,17 @@ impl Model {
             sector.later[at].acked = acks;
             if durable {
                 sector.make_base(at);
+            }
+        }
+    }
+
+    /// The trim that was sent to `range` last is answered, and durable (R6).
+    pub(super) fn trimmed_durably(&mut self, range: &Range<u64>) {
+        for sector in self.range(range) {
+            if let Some((last, before)) = sector.later.split_last_mut()
+                && last.is_trim
+            {
+                last.is_durable = before.iter().all(|version| version.seq != 0);
             }
         }
     }
@@ -236,6 +250,9 @@ impl Model {
             {
                 last.acked = acks;
                 is_decided = true;
+                if last.is_durable {
+                    sector.make_base(sector.later.len() - 1);
+                }
             }
         }
         self.acks += u64::from(is_decided);

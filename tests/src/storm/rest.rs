@@ -2,6 +2,7 @@
 
 use super::chain::Chain;
 use super::copies;
+use super::cue::Moment;
 use super::foreign;
 use super::judge;
 use super::kinds::Kind;
@@ -10,8 +11,10 @@ use super::life::other_len;
 use super::model::View;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong};
+use super::word;
 use mica_units::Rng;
 use std::fs;
+use std::process::{Command, Stdio};
 
 /// A few of the things that may happen now; the judge looks after some of them.
 pub(super) fn rest(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
@@ -142,6 +145,10 @@ fn repair(chain: &mut Chain<'_>) -> Outcome {
     if has_snapshots && !chain.world.kinds.has(Kind::RepairSnapshots) {
         return Ok(());
     }
+    // QEMU forgets snapshots for an autoclear bit that it knows, too.
+    if has_snapshots && chain.shape().bitmaps > 0 {
+        return Ok(());
+    }
     chain.contest();
     let name = chain.active().name.clone();
     let what = if chain.shape().is_lazy { "all" } else { "leaks" };
@@ -199,9 +206,16 @@ fn resize(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
         return Ok(());
     }
     let view = chain.view();
+    let trace = chain.usual_trace()?;
+    // Whose end the killed server's grow decides is decided here, too.
+    let is_killed = chain.state.other_len.is_none() && chain.world.does(rng, Kind::KillResize, 45);
+    if is_killed {
+        return killed_resize(chain, rng, &args, after);
+    }
     let said = chain.world.mica(&args)?;
     if !said.status.success() {
         chain.refused(&said);
+        chain.state.loss.hear(&said.stderr);
         return Ok(());
     }
     // mica opened the image and closed it: whatever a killed server left is decided.
@@ -209,8 +223,46 @@ fn resize(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
     state.model.resize(after);
     state.other_len = None;
     let content = chain.judge_by_qemu(view, "mica resize")?;
-    let state = &mut chain.state;
-    state.model.set_content(&content);
-    (state.is_pending, state.is_lossy, state.is_contested) = (false, false, false);
+    if chain.state.model.settle(&content) && view == View::Lossy {
+        word::account(chain, trace, &said.stderr);
+    }
+    chain.state.model.set_content(&content);
+    chain.state.settled();
     Ok(())
+}
+
+/// `mica resize` is killed: the disk has the old length or the new one, and all else is as it was.
+fn killed_resize(chain: &mut Chain<'_>, rng: &mut Rng, args: &[&str], after: u64) -> Outcome {
+    let world = &chain.world;
+    world.counts.resize_kills.add();
+    let log = world.run.join("resize.log");
+    let name = chain.active().name.clone();
+    let moment = Moment::random(rng);
+    chain.tell(format_args!("  killed at {moment:?}"));
+    let mut resize = Command::new(world.binary);
+    resize.current_dir(&world.images).args(args).arg(world.log_option).arg(&world.log);
+    let said = fs::File::create(&log)?;
+    let mut resize = resize.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said).spawn()?;
+    let waited = moment
+        .wait_while(&chain.path(&name), || resize.try_wait().is_ok_and(|status| status.is_none()));
+    // It may have ended.
+    let _ = resize.kill();
+    let status = resize.wait()?;
+    waited?;
+    let said = fs::read_to_string(&log)?;
+    chain.tell(format_args!("  {status}: {}", said.trim()));
+    if said.contains("panicked") {
+        return Err(Fault::new(Wrong::Panicked, said));
+    }
+    chain.state.loss.hear(&said);
+    chain.state.was_killed(None);
+    // The kernel may take a moment to release its locks, for which QEMU waits.
+    let len = foreign::len(&chain.world.images, &name)? / SECTOR as u64;
+    let before = chain.state.model.len();
+    if len != before && len != after {
+        let what = format!("a killed resize from {before} to {after} sectors left {len}");
+        return Err(Fault::new(Wrong::Length, what));
+    }
+    chain.state.model.resize(len);
+    look(chain, rng, "a killed resize")
 }

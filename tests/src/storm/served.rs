@@ -2,10 +2,11 @@
 
 use super::chain::{Chain, text};
 use super::kinds::Kind;
+use super::loss::{Cause, LogAt, Trace};
 use super::model::View;
 use super::stamp::Seq;
-use super::story::{Fault, Outcome, Wrong, trouble};
-use super::{foreign, judge};
+use super::story::{Fault, Outcome, Wrong};
+use super::{foreign, judge, word};
 use crate::clock;
 use crate::nbd::{Connection, Wish};
 use crate::takeover::Process;
@@ -20,15 +21,10 @@ const LIMIT: Duration = Duration::from_secs(40);
 /// How long the kernel may take to let go of a killed server's files.
 const HELD_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_micros(300);
-
-/// Where a server keeps its log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum LogAt {
-    Usual,
-    Small,
-    Elsewhere,
-    Nowhere,
-}
+/// How often a disk is read again whose reads fail at times.
+const READS_MAX: u32 = 20;
+/// How a server that is sick on purpose says so.
+const INJECTED: &str = "injected";
 
 /// How a server is started.
 #[derive(Clone, Debug)]
@@ -36,6 +32,7 @@ pub(super) struct Manner {
     pub(super) log: LogAt,
     queues: u64,
     slow: Option<String>,
+    sick: Option<String>,
     more: Vec<String>,
 }
 
@@ -53,6 +50,7 @@ impl Manner {
             let operations = rng.choose(&["read", "write", "sync", "sync", "write+sync", "all"]);
             format!("delay={}us,op={operations}", 50 + rng.below(4000))
         });
+        let sick = world.does(rng, Kind::Sick, 12).then(|| sickness(rng));
         let mut more = Vec::new();
         if rng.percent(10) {
             more.extend(["--aio".to_owned(), "threads".to_owned()]);
@@ -63,17 +61,45 @@ impl Manner {
         if rng.percent(20) {
             more.extend(["--index".to_owned(), rng.choose(&["off", "read"]).to_owned()]);
         }
-        Self { log, queues: rng.choose(&[1, 1, 2]), slow, more }
+        Self { log, queues: rng.choose(&[1, 1, 2]), slow, sick, more }
+    }
+
+    /// Whether its reads and writes fail at times.
+    pub(super) fn is_sick(&self) -> bool {
+        self.sick.is_some()
+    }
+
+    /// Whether what it wrote need not be there: a failed sync says so, whereas a failed write
+    /// concerns nothing else.
+    pub(super) fn may_lose(&self) -> bool {
+        self.sick.as_ref().is_some_and(|sick| sick.contains("sync") || sick.contains("all"))
+    }
+
+    /// Without such failures.
+    pub(super) fn be_well(&mut self) {
+        self.sick = None;
+    }
+
+    /// What a server that is started like this can see of the one before.
+    pub(super) fn trace(&self, chain: &Chain<'_>) -> Outcome<Trace> {
+        let path = chain.path(&chain.active().name);
+        Trace::find(&path, self.log_place(chain).as_deref())
+    }
+
+    /// Where it keeps its log.
+    fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
+        let world = &chain.world;
+        match self.log {
+            LogAt::Usual => Some(world.log.clone()),
+            LogAt::Small => world.places.small_log(),
+            LogAt::Elsewhere => Some(world.run.clone()),
+            LogAt::Nowhere => None,
+        }
     }
 
     fn options(&self, chain: &Chain<'_>) -> Outcome<Vec<String>> {
         let world = &chain.world;
-        let log = match self.log {
-            LogAt::Usual => world.log.clone(),
-            LogAt::Small => world.places.small_log().ok_or_else(|| trouble("no small log"))?,
-            LogAt::Elsewhere => world.run.clone(),
-            LogAt::Nowhere => PathBuf::from("off"),
-        };
+        let log = self.log_place(chain).unwrap_or_else(|| PathBuf::from("off"));
         let image = chain.path(&chain.active().name);
         let mut options: Vec<String> = [
             "--nbd",
@@ -85,13 +111,29 @@ impl Manner {
         ]
         .map(str::to_owned)
         .to_vec();
-        if let Some(slow) = &self.slow {
-            options.extend(["--inject".to_owned(), slow.clone()]);
+        for fault in [&self.slow, &self.sick].into_iter().flatten() {
+            options.extend(["--inject".to_owned(), fault.clone()]);
         }
         options.extend_from_slice(&self.more);
         options.push(text(&image)?.to_owned());
         Ok(options)
     }
+}
+
+/// Which operations on images fail, and when.
+fn sickness(rng: &mut Rng) -> String {
+    let operations = rng.choose(&["read", "write", "sync", "write+sync", "punch+zero", "all"]);
+    let errno = rng.choose(&["EIO", "EIO", "ENOSPC", "EDQUOT"]);
+    // A disk is read as a whole, by many operations.
+    let is_read = ["read", "all"].contains(&operations);
+    let when = match rng.below(4) {
+        _ if is_read => format!("nth:{}", 1 + rng.below(4000)),
+        0 => format!("nth:{}", 1 + rng.below(400)),
+        1 => format!("from:{}", 20 + rng.below(400)),
+        2 => format!("every:{}", 40 + rng.below(400)),
+        _ => format!("0.{}%,seed={}", 1 + rng.below(9), rng.below(1 << 32)),
+    };
+    format!("error={when},op={operations},errno={errno}")
 }
 
 /// A server that was started.
@@ -100,6 +142,9 @@ pub(super) struct Served {
     process: Process,
     pub(super) socket: PathBuf,
     pub(super) manner: Manner,
+    /// It survived a take-over in which the other one was killed: it may still be about to hand
+    /// over, and to disconnect its clients for that.
+    pub(super) is_shaken: bool,
 }
 
 /// The place of the log, as reported by a server that refuses to start because it looks elsewhere.
@@ -119,16 +164,17 @@ impl Served {
         chain.tell(format_args!("  {name} {options:?}"));
         let process = Process::start_binary(chain.world.binary, &chain.world.run, &name, &options);
         let socket = chain.world.run.join("socket");
-        Ok(Self { process, socket, manner: manner.clone() })
+        Ok(Self { process, socket, manner: manner.clone(), is_shaken: false })
     }
 
     /// Starts one and waits until it serves; with patience while a killed one holds the image, but
     /// where that is not to be needed.
     pub(super) fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Self> {
+        let mut manner = manner.clone();
         let mut is_instant = chain.state.is_pending && chain.world.does(rng, Kind::Instant, 30);
         let start = clock::now();
         loop {
-            let mut served = Self::begin(chain, manner, &[])?;
+            let mut served = Self::begin(chain, &manner, &[])?;
             if served.wait_until_it_serves()? {
                 return Ok(served);
             }
@@ -138,7 +184,17 @@ impl Served {
                 // What a person does who wants to go on without it.
                 chain.tell(format_args!("  {} is removed", left.display()));
                 fs::remove_file(&left)?;
-                chain.state.is_lossy |= chain.state.is_pending;
+                chain.state.endanger(Cause::Elsewhere);
+                chain.state.loss.was_told();
+                continue;
+            }
+            if manner.is_sick() && log.contains(INJECTED) {
+                chain.tell("  it is too sick to start");
+                if manner.may_lose() {
+                    chain.state.endanger(Cause::Sick);
+                    chain.state.loss.was_told();
+                }
+                manner.be_well();
                 continue;
             }
             if !foreign::is_held(&log) || start.elapsed() > HELD_LIMIT {
@@ -212,26 +268,82 @@ impl Served {
         }
     }
 
-    /// Whether it said that it promises less than usual.
-    pub(super) fn is_weak(&self, chain: &Chain<'_>) -> bool {
-        chain.shape().is_old || !chain.state.snapshots.is_empty() || self.manner.log != LogAt::Usual
+    /// Why a kill of this server may lose what was not flushed, whatever happens then.
+    pub(super) fn weakness(&self, chain: &Chain<'_>) -> Option<Cause> {
+        if self.is_without_log(chain) {
+            return Some(Cause::NoLog);
+        }
+        match self.manner.log {
+            _ if self.has_lost() => Some(Cause::Sick),
+            LogAt::Small => Some(Cause::SmallLog),
+            LogAt::Elsewhere => Some(Cause::Elsewhere),
+            LogAt::Usual | LogAt::Nowhere => None,
+        }
+    }
+
+    fn is_without_log(&self, chain: &Chain<'_>) -> bool {
+        let has_none = chain.shape().is_old || !chain.state.snapshots.is_empty();
+        has_none || self.manner.log == LogAt::Nowhere
+    }
+
+    /// It reports that it keeps no log, if it does not (L3).
+    pub(super) fn look_for_weakness(&self, chain: &Chain<'_>) -> Outcome {
+        if !self.is_without_log(chain) {
+            return Ok(());
+        }
+        let control = chain.world.run.join("control");
+        let control = control.display().to_string();
+        let args = ["ctl", "--control", &control, "--output", "json", "status"];
+        let told = foreign::succeeded(chain.world.mica(&args)?)?;
+        let status: serde_json::Value = serde_json::from_str(&told)
+            .map_err(|error| Fault::new(Wrong::Silent, format!("{error}: {told}")))?;
+        let disks = status["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
+        match disks.iter().any(|disk| disk["weakness"].is_string()) {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Silent, format!("it keeps no log: {told}"))),
+        }
     }
 
     /// What becomes of the chain's state when this server is killed.
-    pub(super) fn was_killed(&self, chain: &mut Chain<'_>) {
-        chain.state.is_pending = true;
-        chain.state.is_lossy |= self.is_weak(chain);
-        chain.state.leaks = None;
+    pub(super) fn was_killed(&self, chain: &mut Chain<'_>) -> Outcome {
+        let weakness = self.weakness(chain);
+        chain.state.was_killed(weakness);
+        // Who lost its log says so at once: nobody can know it later.
+        let has_none = weakness == Some(Cause::SmallLog) && !self.manner.trace(chain)?.has_log();
+        if weakness == Some(Cause::Sick) || has_none && self.lost_its_log() {
+            chain.state.loss.was_told();
+        }
+        Ok(())
+    }
+
+    /// Whether it reported that it has no log, or had none for a while.
+    pub(super) fn lost_its_log(&self) -> bool {
+        self.log().contains("if this process is killed")
+    }
+
+    /// Whether it reported that a sync failed, or something else that can mean a loss.
+    pub(super) fn has_lost(&self) -> bool {
+        self.manner.may_lose() && self.log().contains(INJECTED)
     }
 
     /// Reads the whole disk of a server that just started, judges it, and takes it as decided.
     /// Where unflushed writes may be lost it is as QEMU saw it `before`, or has all of them.
-    pub(super) fn judge(&self, chain: &mut Chain<'_>, before: Option<&[Seq]>) -> Outcome {
+    pub(super) fn judge(
+        &self,
+        chain: &mut Chain<'_>,
+        before: Option<&[Seq]>,
+        trace: Trace,
+    ) -> Outcome {
         // What another place holds is not looked for.
-        let is_usual = self.manner.log == LogAt::Usual;
-        chain.state.is_lossy |= chain.state.is_pending && !is_usual;
+        if chain.state.is_pending {
+            chain.state.loss.look_in(self.manner.log);
+        }
         let view = chain.view();
-        let bytes = read_all(&self.socket).map_err(|error| self.explain(&error))?;
+        let mut bytes = read_all(&self.socket);
+        for _ in 0..if self.manner.is_sick() { READS_MAX } else { 0 } {
+            bytes = bytes.or_else(|_| read_all(&self.socket));
+        }
+        let bytes = bytes.map_err(|error| self.explain(&error))?;
         chain.world.counts.reads.add();
         let what = format!("a server that starts ({view:?})");
         let content = judge::disk(&chain.state, &bytes, view, &what)?;
@@ -253,16 +365,9 @@ impl Served {
             counts.contested.add();
         }
         if is_lost && view == View::Lossy {
-            counts.lost.add();
-            let log = self.process.log();
-            let is_told = log.lines().any(|line| line.contains("WARN") && line.contains("lost"));
-            if !is_told && !self.is_weak(chain) {
-                counts.silent.add();
-            }
-            chain.world.story.tell(format_args!("  unflushed writes are lost; told: {is_told}"));
+            word::account(chain, trace, &self.process.log());
         }
-        let state = &mut chain.state;
-        (state.is_pending, state.is_lossy, state.is_contested) = (false, false, false);
+        chain.state.settled();
         Ok(())
     }
 

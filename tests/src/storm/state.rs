@@ -1,5 +1,6 @@
 //! What the storm knows of the files of a chain as they are now. A copy of the files has its own.
 
+use super::loss::{Cause, Loss};
 use super::model::Model;
 use super::shape::Shape;
 use super::stamp::Seq;
@@ -33,12 +34,34 @@ pub(super) struct State {
     pub(super) snapshots: Vec<Snapshot>,
     /// A server was killed, and none has opened the image since.
     pub(super) is_pending: bool,
-    /// What was not flushed may be lost by now.
-    pub(super) is_lossy: bool,
+    /// Why what was not flushed may be lost by now.
+    pub(super) loss: Loss,
     /// Another program wrote to the image since the server was killed.
     pub(super) is_contested: bool,
     /// The length that the disk has perhaps, beside the model's: somebody was killed over it.
     pub(super) other_len: Option<u64>,
     /// Clusters that leak at most; unknown after a kill.
     pub(super) leaks: Option<u64>,
+}
+
+impl State {
+    /// Nothing of a killed server is waited for any more.
+    pub(super) fn settled(&mut self) {
+        (self.is_pending, self.is_contested) = (false, false);
+        self.loss = Loss::default();
+    }
+
+    /// A server was killed, or could not close.
+    pub(super) fn was_killed(&mut self, weakness: Option<Cause>) {
+        self.is_pending = true;
+        self.leaks = None;
+        weakness.into_iter().for_each(|cause| self.loss.add(cause));
+    }
+
+    /// Something that may cost a killed server's unflushed writes, if there was one.
+    pub(super) fn endanger(&mut self, cause: Cause) {
+        if self.is_pending {
+            self.loss.add(cause);
+        }
+    }
 }

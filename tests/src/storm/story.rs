@@ -46,6 +46,10 @@ pub enum Wrong {
     Hang,
     /// Another program cannot use the image.
     Unusable,
+    /// Something acknowledged is lost, and nobody said so who could have.
+    Silent,
+    /// A program that looked at a served image was not refused, or changed something.
+    Looked,
     /// The storm's own trouble.
     Trouble,
 }
@@ -71,6 +75,8 @@ impl Wrong {
             Self::Failed => "request failed",
             Self::Takeover => "take-over failed",
             Self::Hang => "hang",
+            Self::Silent => "lost without a word",
+            Self::Looked => "not safe from others",
             Self::Unusable => "unusable by QEMU",
             Self::Trouble => "trouble of the storm",
         }
@@ -135,8 +141,12 @@ counts! {
     lives = "lives";
     /// Requests of clients that were answered.
     requests = "requests";
+    /// Of those, the ones that failed, as they could.
+    failed = "  with an error, as allowed";
     /// Flushes that were acknowledged.
     flushes = "flushes";
+    /// Lives of servers whose reads, writes or syncs fail.
+    sick = "lives with failing I/O";
     /// Kills of a server that serves or starts.
     kills = "kills";
     /// Kills in a take-over.
@@ -145,6 +155,8 @@ counts! {
     takeovers = "take-overs";
     /// Clean closes.
     closes = "clean closes";
+    /// Resizes in which somebody was killed.
+    resize_kills = "kills in resizes";
     /// Disks that got another length.
     resizes = "resizes";
     /// Times that QEMU wrote to an image.
@@ -155,14 +167,20 @@ counts! {
     snapshots = "internal snapshots";
     /// Copies put back.
     copies = "copies put back";
+    /// Looks at a served image by other programs.
+    peeks = "looks by others";
     /// Times that space ran out for a server.
     full = "full file systems";
     /// Starts after a kill of images that another program wrote meanwhile.
     contested = "starts after a foreign write";
     /// Starts at which unflushed writes were lost, as they may be.
     lost = "lost, as allowed";
-    /// Of those, the ones of which the server said nothing.
-    silent = "lost without a word";
+    /// Of those, the ones that a warning reports.
+    told = "  with a warning";
+    /// Those without: the killed server kept no log.
+    silent_no_log = "  without: there was no log";
+    /// A copy of the image does not name its log.
+    silent_copied = "  without: a copy that names no log";
     /// Plain starts that had to be tried again since the killed server still held the image.
     refused = "starts tried again";
     /// Checks by QEMU.

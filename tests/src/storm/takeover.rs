@@ -55,9 +55,9 @@ pub(super) fn go_wrong(
     mut old: Served,
 ) -> Outcome<Left> {
     // Where a kill may lose what was acknowledged, clients cannot go on with what they know.
-    let is_weak = old.is_weak(chain);
+    let weakness = old.weakness(chain);
     let victims = [Victim::New, Victim::Both, Victim::Old];
-    let victim = rng.choose(if is_weak { &victims[..2] } else { &victims });
+    let victim = rng.choose(if weakness.is_some() { &victims[..2] } else { &victims });
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
@@ -65,6 +65,7 @@ pub(super) fn go_wrong(
     chain.tell(format_args!("  kills {victim:?} after {pause:?}"));
     clock::sleep(pause);
     chain.world.counts.takeover_kills.add();
+    let lost_its_log = old.lost_its_log() || new.lost_its_log();
     chain.state.leaks = None;
     let survivor = match victim {
         Victim::Both => {
@@ -83,11 +84,16 @@ pub(super) fn go_wrong(
         }
     };
     match survivor {
-        Some(served) => Ok(Left::Serving(served)),
+        Some(mut served) => {
+            served.is_shaken = true;
+            Ok(Left::Serving(served))
+        }
         None => {
             stage.board().phase = Phase::Ending;
-            chain.state.is_pending = true;
-            chain.state.is_lossy |= is_weak;
+            chain.state.was_killed(weakness);
+            if lost_its_log {
+                chain.state.loss.was_told();
+            }
             Ok(Left::Killed)
         }
     }
@@ -104,7 +110,8 @@ fn goes_on(stage: &Stage, mut served: Served) -> Outcome<Option<Served>> {
         let board = stage.board();
         let (is_idle, done) = (board.is_idle(), board.requests_done());
         drop(board);
-        (done >= before + PROGRESS || is_idle && served.is_well()).then_some(true)
+        // Answers of who was killed may still arrive: only a new connection shows who serves.
+        ((done >= before + PROGRESS || is_idle) && served.is_well()).then_some(true)
     });
     served.look_for_panic()?;
     match state {

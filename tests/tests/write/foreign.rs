@@ -89,6 +89,39 @@ fn survives_a_commit(options: &str) {
     qemu::io(dir, &["-r", "-f", "qcow2"], "disk.qcow2", &reads);
 }
 
+/// QEMU opens the image for writing, and clears what it does not know: the image names the log no
+/// more. The log is there still, and whoever finds it says once what is lost.
+#[test]
+fn log_that_qemu_made_nameless_is_reported_once() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let image = dir.join("disk.qcow2");
+    let logs = dir.join("logs");
+    fs::create_dir(&logs).expect("made");
+    let place = ["--redo-dir", logs.to_str().expect("a plain name")];
+    qemu::create(dir, "disk.qcow2", &[], "64M");
+    let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(8 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
+    // What is dropped is killed.
+    drop(server);
+    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 9 24M 1M"]);
+    assert_eq!(name_of_log(&image), [0; 4], "QEMU does not clear the name any more");
+
+    for warns in [true, false] {
+        let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
+        let mut guest = Guest::connect(&server).expect("served");
+        assert_eq!((shown(&mut guest, 8), shown(&mut guest, 24)), (0, COMMITTED));
+        let told = server.log();
+        assert_eq!(told.contains("are lost"), warns, "{told}");
+        assert_eq!(told.contains(".lost"), warns, "{told}");
+        assert!(server.stop().expect("it stops").status.success());
+    }
+}
+
 #[test]
 fn commit_by_qemu_after_a_kill_is_kept() {
     survives_a_commit("cluster_size=64k");

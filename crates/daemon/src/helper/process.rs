@@ -83,8 +83,8 @@ fn answer(
         files.get(number).cloned().ok_or_else(unknown)
     };
     Ok(match request {
-        Request::Holder { inode, byte, process, descriptor } => {
-            let question = LockQuestion { inode, byte, process, descriptor };
+        Request::Holder { device, inode, byte, process, descriptor } => {
+            let question = LockQuestion { device, inode, byte, process, descriptor };
             let held = match find_holder(&question) {
                 Holder::Living(name) => LockHolder::Living(name),
                 Holder::Dying(name) => LockHolder::Dying(name),

@@ -130,9 +130,9 @@ impl LogHeader {
     }
 }
 
-/// The header of the log in `out`, if that goes by `name`: the later one. The other one counts only
-/// while the later one is not whole; what it says besides is of the past.
-pub(super) fn read_header(out: &dyn RedoMemory, name: u32) -> Result<Option<LogHeader>> {
+/// The header of the log in `out`: the later one. The other one counts only while the later one is
+/// not whole; what it says besides is of the past.
+pub(super) fn read_header(out: &dyn RedoMemory) -> Result<Option<LogHeader>> {
     let mut last: Option<LogHeader> = None;
     for at in HEADERS_AT {
         let mut bytes = [0; HEADER_BYTES];
@@ -143,7 +143,7 @@ pub(super) fn read_header(out: &dyn RedoMemory, name: u32) -> Result<Option<LogH
             last = Some(header);
         }
     }
-    Ok(last.filter(|header| header.names.contains(&name)))
+    Ok(last)
 }
 
 /// Where the half begins that `at` is not in, of a log with this `capacity`.
@@ -188,7 +188,8 @@ mod tests {
         }
 
         fn goes_by(&self, name: u32) -> Option<u64> {
-            read_header(self, name).expect("it is read").map(|header| header.sequence)
+            let header = read_header(self).expect("it is read")?;
+            header.names.contains(&name).then_some(header.sequence)
         }
     }
 

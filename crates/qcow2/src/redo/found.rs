@@ -48,7 +48,17 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 impl Found {
     /// Reads the log, if it answers to `name`.
     pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
-        let Some(header) = read_header(memory, name)? else { return Ok(None) };
+        let header = read_header(memory)?.filter(|header| header.names.contains(&name));
+        Self::read_groups(memory, header)
+    }
+
+    /// Reads the log, whatever it answers to.
+    pub(super) fn read_any(memory: &dyn RedoMemory) -> Result<Option<Self>> {
+        Self::read_groups(memory, read_header(memory)?)
+    }
+
+    fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
+        let Some(header) = header else { return Ok(None) };
         let LogHeader { salt, boot, start, mut number, .. } = header;
         if boot != memory.boot() || start < RECORDS_AT {
             return Ok(None);

@@ -52,7 +52,8 @@
 //!   must be counted ([`evidence`]), and the file system, which must not have lost anything
 //!   ([`mica_block::Witness`]). An empty log changes nothing.
 //! - R2 Otherwise it is set aside as a whole: what another program made durable outranks what this
-//!   one did not. If acknowledged writes are lost with it, one warning says so.
+//!   one did not. If acknowledged writes are lost with it, one warning says so; also where the
+//!   image names no log any more, and the file lacks what the log there has.
 //! - R3 A power cut during recovery leaves an image as a power cut under the writer does: data,
 //!   then counts and tables that nothing names yet, then tables that got links, then links; each
 //!   durable before the next begins.

@@ -15,7 +15,7 @@ use mica_block::{
 use mica_qcow2_format::{Header, field};
 use mica_rt::Buf;
 use mica_units::HostOffset;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +28,8 @@ const NOTHING_FITS: &str = "left nothing here that fits";
 const HEADER_CHANGED: &str = "another program has since changed its header, or made it shorter";
 const REMOUNTED: &str = "its file system has since been remounted, or its device reattached";
 const WRITTEN_SINCE: &str = "another program has since written over what it had changed";
+const NOT_NAMED: &str =
+    "another program has since opened it for writing, or put a copy in its place";
 
 /// Applies to the image at `path`, open for writing as `store`, what a writer that died had
 /// acknowledged. Does nothing if there was none.
@@ -35,7 +37,9 @@ const WRITTEN_SINCE: &str = "another program has since written over what it had 
 /// # Errors
 /// Any failure of a write or a sync.
 pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
-    let Some(name) = named_log(store).await? else { return Ok(()) };
+    let Some(name) = named_log(store).await? else {
+        return drop_unnamed(images, path, store).await;
+    };
     let memory = images.redo_logs().log(path)?;
     let found = match &memory {
         Some(memory) => find_orphaned(&**memory, name).await?,
@@ -98,20 +102,69 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     write_down(store, &freed).await
 }
 
-/// Detaches the image from a log that is not used, and warns with the reason `why`.
+/// Detaches the image from a log that is not used, and warns with the reason `why`. The name goes
+/// last: a process that dies before has another one warn.
 async fn set_aside(
     path: &Path,
     store: &dyn Store,
     memory: Option<&dyn RedoMemory>,
     why: &str,
 ) -> Result<()> {
-    clear_name(store).await?;
-    let kept = memory.and_then(RedoMemory::set_aside).map(|place| place.display().to_string());
+    let kept = memory.and_then(RedoMemory::set_aside);
     warn_of_loss(path, why, kept);
+    clear_name(store).await
+}
+
+/// The image at `path` names no log: warns if there is one whose writes are lost. Whoever cleared
+/// the name need not have lost any: a process that replayed the log may have died before it removed
+/// it.
+async fn drop_unnamed(images: &dyn Images, path: &Path, store: &dyn Store) -> Result<()> {
+    if let Some(memory) = images.redo_logs().unnamed_log(path)?
+        && drop_log(path, store, &*memory).await?
+    {
+        return Ok(());
+    }
+    if let Some(place) = images.redo_logs().elsewhere(path)? {
+        tracing::warn!(
+            image = %path.display(),
+            log = %place.display(),
+            "its last writer did not close it, and {NOT_NAMED}: if that log, which is not used any \
+             more, has writes that were not flushed, they are lost; remove it"
+        );
+    }
     Ok(())
 }
 
-fn warn_of_loss(path: &Path, why: &str, kept: Option<String>) {
+/// Lets go of the log in `memory`, which the image at `path` does not name any more, if it has any
+/// links. Says whether it had.
+async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Result<bool> {
+    let found = match Found::read_any(memory) {
+        Ok(Some(found)) if found.has_links() => found,
+        Ok(_) => return Ok(false),
+        // Nothing of it is used, so it keeps no image from being opened.
+        Err(error) => {
+            tracing::debug!(%error, "a log that no image names cannot be read");
+            return Ok(false);
+        }
+    };
+    let header = read_header(store).await?;
+    // What cannot be compared is not in the file.
+    if is_in_file(&found, &header, store).await.unwrap_or(false) {
+        memory.remove();
+    } else {
+        let kept = memory.set_aside();
+        warn_of_loss(path, NOT_NAMED, kept);
+    }
+    Ok(true)
+}
+
+/// Whether the file has all that the log changes already.
+async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result<bool> {
+    Ok(found.fits(store, header)? && Replay::plan(store, header, found).await?.is_in(store).await?)
+}
+
+fn warn_of_loss(path: &Path, why: &str, kept: Option<PathBuf>) {
+    let kept = kept.map(|place| place.display().to_string());
     tracing::warn!(
         image = %path.display(),
         kept,

@@ -163,6 +163,17 @@ impl Replay {
         Ok(true)
     }
 
+    /// Whether the file in `store` has all pages as they will be. Links alone prove nothing:
+    /// another program may have put a table of its own where a lost one was to be.
+    pub(super) async fn is_in(&self, store: &dyn Store) -> Result<bool> {
+        for (at, bytes) in Step::ALL.into_iter().flat_map(|step| self.pages_of(step)) {
+            if *read_exact(store, at, bytes.len()).await? != *bytes {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// The page of `at`, read first unless it is about to be overwritten as a whole (`is_whole`).
     async fn page(
         &mut self,

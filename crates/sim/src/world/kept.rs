@@ -36,6 +36,10 @@ impl RedoLogs for World {
         Ok(Some(Arc::new(SimRedoMemory::new(self, normal(path)))))
     }
 
+    fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        self.log(path)
+    }
+
     fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let file = self.file(path)?;
         let is_written = lock(&file).writer.upgrade().is_some();

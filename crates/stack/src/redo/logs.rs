@@ -8,6 +8,7 @@ use mica_store::Locking;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// Files in memory, found by the identity of the image.
 pub(crate) struct FileRedoLogs {
@@ -35,6 +36,13 @@ impl RedoLogs for FileRedoLogs {
         Ok(file.map(|file| Arc::new(file) as Arc<dyn RedoMemory>))
     }
 
+    fn unnamed_log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>> {
+        let identity = self.policy.find(path)?.identity(0);
+        let created = created_at(path);
+        let file = RedoFile::new(&self.place, identity).filter(|file| file.is_since(created));
+        Ok(file.map(|file| Arc::new(file) as Arc<dyn RedoMemory>))
+    }
+
     fn orphaned(&self, path: &Path) -> Result<Vec<Arc<dyn RedoMemory>>> {
         let located = self.policy.find(path)?;
         // The image's lock, which we hold, keeps later writers away. That no writer is left now is
@@ -49,13 +57,20 @@ impl RedoLogs for FileRedoLogs {
 
     fn elsewhere(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
-        Ok(RedoFile::elsewhere(&self.place, identity))
+        Ok(RedoFile::elsewhere(&self.place, identity, created_at(path)))
     }
 
     fn of_another(&self, path: &Path) -> Result<Option<PathBuf>> {
         let identity = self.policy.find(path)?.identity(0);
         Ok(RedoFile::of_another(&self.place, identity, owner_of(path)?))
     }
+}
+
+/// When the file at `path` was made: its number may have been another's before. What no file system
+/// knows was long ago.
+fn created_at(path: &Path) -> SystemTime {
+    let found = std::fs::metadata(path).and_then(|found| found.created());
+    found.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 fn owner_of(path: &Path) -> Result<u32> {

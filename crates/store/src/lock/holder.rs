@@ -10,6 +10,7 @@ use rustix::fs::{fstat, fstatfs};
 use std::fmt;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -17,6 +18,8 @@ use std::time::Duration;
 /// The question which process, other than the one that asks, locks a byte of a file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LockQuestion {
+    /// The device of the file.
+    pub device: u64,
     /// The file.
     pub inode: u64,
     /// The byte.
@@ -130,6 +133,7 @@ pub fn search_holders_with(search: impl Fn(&LockQuestion) -> Holder + Send + Syn
 pub(super) fn holder(file: &File, byte: u64) -> Holder {
     let Ok(found) = fstat(file) else { return Holder::Unknown };
     let question = LockQuestion {
+        device: found.st_dev,
         inode: found.st_ino,
         byte,
         process: std::process::id(),
@@ -171,8 +175,11 @@ pub fn find_holder(question: &LockQuestion) -> Holder {
         for number in descriptors {
             let descriptor = format!("{folder}/{number}");
             let Ok(text) = fs::read_to_string(&descriptor) else { continue };
-            let LockQuestion { inode, byte, .. } = *question;
-            if descriptor != own && text.lines().any(|line| locks_byte(line, inode, byte)) {
+            let LockQuestion { device, inode, byte, .. } = *question;
+            if descriptor != own
+                && text.lines().any(|line| locks_byte(line, inode, byte))
+                && may_be_on(device, &format!("/proc/{process}/fd/{number}"))
+            {
                 return named(&process);
             }
         }
@@ -204,8 +211,8 @@ fn named(process: &str) -> Holder {
 }
 
 /// Whether a line of a descriptor's information shows a lock on `byte` of this inode:
-/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`. The device is not compared: some file
-/// systems show a different number there than `stat` does.
+/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`. The device is not compared here: some
+/// file systems show a different number there than `stat` does ([`may_be_on`]).
 fn locks_byte(line: &str, inode: u64, byte: u64) -> bool {
     let Some(lock) = line.strip_prefix("lock:") else { return false };
     let mut words = lock.split_ascii_whitespace().rev();
@@ -216,6 +223,11 @@ fn locks_byte(line: &str, inode: u64, byte: u64) -> bool {
     let (Ok(start), Ok(end)) = (start.parse::<u64>(), end) else { return false };
     let is_file = file.rsplit(':').next().and_then(|number| number.parse().ok()) == Some(inode);
     is_file && (start..=end).contains(&byte)
+}
+
+/// Whether the file behind a `descriptor` in `/proc` is on this device, or nobody knows.
+fn may_be_on(device: u64, descriptor: &str) -> bool {
+    fs::metadata(descriptor).map_or(true, |found| found.dev() == device)
 }
 
 #[cfg(test)]
@@ -252,6 +264,10 @@ mod tests {
         let mut child = locking(made.path());
         let number = child.id();
         assert_eq!(holder(&file, 201), Holder::Living(format!("python3, process {number}")));
+        let there = made.as_file().metadata().expect("it is there");
+        let (device, inode) = (there.dev() + 1, there.ino());
+        let elsewhere = LockQuestion { device, inode, byte: 201, process: 0, descriptor: 0 };
+        assert!(!matches!(find_holder(&elsewhere), Holder::Living(_)), "another's inode");
         kill_process(rustix::process::Pid::from_child(&child), Signal::KILL).expect("it runs");
         assert!(!matches!(holder(&file, 201), Holder::Living(_)));
         child.wait().expect("ended");

@@ -56,6 +56,22 @@ fn write_with_fua_is_durable_and_what_is_sent_after_it_is_not() {
 }
 
 #[test]
+fn trim_with_fua_is_durable_once_it_is_seen_and_nothing_else_left_zeros() {
+    for (first, is_durable) in [(1, true), (0, false)] {
+        let mut model = one();
+        model.foreign(&ALL, 9);
+        model.send(&ALL, first);
+        model.acknowledge(&ALL, first, false);
+        model.trim(&ALL);
+        model.trimmed_durably(&ALL);
+        assert!(sees(&model, first, View::Kept) && sees(&model, 9, View::Lossy));
+        model.read(0, &[0]);
+        assert!(sees(&model, 0, View::Lossy));
+        assert_eq!(sees(&model, 9, View::Lossy), !is_durable);
+    }
+}
+
+#[test]
 fn what_another_program_wrote_stays_whatever_is_lost() {
     let mut model = one();
     model.send(&ALL, 1);

@@ -108,8 +108,10 @@ impl Load<'_> {
             Effect::Stamps => {
                 Request::Write { offset, bytes: stamps(sectors.clone(), number), fua }
             }
-            Effect::Zeros => Request::Zero { offset, len, no_hole: self.rng.percent(50) },
-            Effect::MayZero => Request::Trim { offset, len },
+            Effect::Zeros => {
+                Request::Zero { offset, len, no_hole: self.rng.percent(50), fua: false }
+            }
+            Effect::MayZero => Request::Trim { offset, len, fua: false },
         };
         let cookie = self.guest.send(&request)?;
         under_way.insert(cookie, Sent::Change { change: Change { sectors, number }, fua });

@@ -71,7 +71,7 @@ impl Shadow {
             while !sent.is_empty() {
                 let (cookie, answer) = guest.receive()?;
                 let request = sent.remove(&cookie).context("an answer to nothing")?;
-                if let Request::Trim { offset, len } = request {
+                if let Request::Trim { offset, len, .. } = request {
                     trimmed.push((offset, len));
                 }
                 self.judge(request, &answer)?;
@@ -110,8 +110,8 @@ impl Shadow {
                 let bytes = content(rng, len as usize);
                 Request::Write { offset, bytes, fua: rng.percent(10) }
             }
-            50..62 => Request::Zero { offset, len, no_hole: rng.percent(50) },
-            62..70 => Request::Trim { offset, len },
+            50..62 => Request::Zero { offset, len, no_hole: rng.percent(50), fua: false },
+            62..70 => Request::Trim { offset, len, fua: false },
             70..76 => Request::Flush,
             _ => Request::Read { offset, len: len.min(64 << 10) },
         }
