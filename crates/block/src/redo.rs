@@ -13,8 +13,8 @@ pub trait RedoLogs: Send + Sync {
     /// What the system reports.
     fn log(&self, path: &Path) -> Result<Option<Arc<dyn RedoMemory>>>;
 
-    /// The same, for an image that names no log: `None` unless there is one that was written to since
-    /// the image at `path` was created.
+    /// The same, for an image that names no log: `None` unless there is one that was written to
+    /// since the image at `path` was created.
     ///
     /// # Errors
     /// What the system reports.
