@@ -87,7 +87,7 @@ impl Served {
     /// As libnbd's programs take it, with the certificates in folder `name`.
     fn uri(&self, name: &str) -> String {
         let folder = self.folder(name);
-        format!("nbds://localhost:{}/?tls-certificates={}", self.port, folder.display())
+        format!("nbds://127.0.0.1:{}/?tls-certificates={}", self.port, folder.display())
     }
 
     /// The options of QEMU's programs, with the certificates in folder `name`.
@@ -147,9 +147,9 @@ fn nobody_gets_in_without_tls_or_a_certificate_of_the_right_ca() {
         return;
     }
     let served = Served::start(&[]);
-    let plain = command::run("nbdinfo", [format!("nbd://localhost:{}", served.port)]);
+    let plain = command::run("nbdinfo", [format!("nbd://127.0.0.1:{}", served.port)]);
     assert_ne!(plain.code(), Some(0), "{plain}");
-    let plain = command::run("nbdinfo", ["--list", &format!("nbd://localhost:{}", served.port)]);
+    let plain = command::run("nbdinfo", ["--list", &format!("nbd://127.0.0.1:{}", served.port)]);
     assert_ne!(plain.code(), Some(0), "{plain}");
     // No certificate, and one from another CA.
     fs::create_dir(served.folder("nobody")).expect("a folder");
@@ -178,7 +178,7 @@ fn nobody_gets_in_without_tls_or_a_certificate_of_the_right_ca() {
     command::run("nbdinfo", [&served.uri("nobody")]).ok();
     served.end();
     let served = Served::start(&["--tls", "on"]);
-    command::run("nbdinfo", [format!("nbd://localhost:{}", served.port)]).ok();
+    command::run("nbdinfo", [format!("nbd://127.0.0.1:{}", served.port)]).ok();
     command::run("nbdinfo", [&served.uri("client")]).ok();
     served.end();
 }
