@@ -103,6 +103,8 @@ impl Listener {
     pub fn clear_place(path: &Path) -> Result<()> {
         let failed = |error| Error::from_io(listening_on(path), error);
         let _alone = lock_directory(path).map_err(failed)?;
+        // Also that of a server that was killed before its socket had its name.
+        remove_leftover(&bound_name(path))?;
         remove_leftover(path)
     }
 
@@ -456,6 +458,19 @@ mod tests {
             }
             drop(go);
         });
+    }
+
+    /// The story: a server was killed between listening and naming its socket, and no server in a
+    /// sandbox could start in its place again.
+    #[test]
+    fn place_is_cleared_of_sockets_that_never_got_their_name() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("socket");
+        for name in [path.clone(), bound_name(&path)] {
+            drop(UnixListener::bind(name).expect("bound"));
+        }
+        Listener::clear_place(&path).expect("their servers are dead");
+        assert_eq!(directory.path().read_dir().expect("a directory").count(), 0);
     }
 
     #[test]

@@ -18,7 +18,14 @@ pub(super) fn commit_an_overlay(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome
     let backing = chain.active().clone();
     chain.create(rng, &name, &shape, Some(&backing), chain.state.model.len())?;
     let (aim, count) = (chain.aim(), 1 + rng.below(6));
+    let before = match chain.state.is_pending {
+        true => Some((chain.state.model.clone(), chain.judge_by_qemu(View::Lossy, "an overlay")?)),
+        false => None,
+    };
     chain.qemu_writes(rng, &name, &aim, count)?;
+    if let Some((model, content)) = before {
+        chain.state.model.zeros_left_no_trace(&model, &content);
+    }
     foreign::img(&chain.world.images, &["commit", "-q", "-f", "qcow2", &name])?;
     fs::remove_file(chain.path(&name))?;
     if shape.has_data_file {

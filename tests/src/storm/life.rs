@@ -38,7 +38,7 @@ pub(super) fn live(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome {
             Left::Serving(still) => served = still,
             Left::Killed => return Ok(()),
         }
-        if chain.world.does(rng, Kind::Peek, 12) {
+        if chain.world.does(rng, Kind::Peek, 12) && !served.is_shaken {
             peek::while_idle(chain, rng, &served)?;
         }
     }

@@ -65,7 +65,9 @@
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
 //! while the writer ran, after its last flush, and is put back in place of the image: it gets the
 //! log's metadata, which is sound, but the data of clusters that were new after the copy is
-//! missing. The image stays sound in both cases.
+//! missing; and zeros that such a program writes where the file has zeros already, which changes no
+//! byte of it: what the log has there is applied, though it is older. The image stays sound in all
+//! cases.
 
 mod baseline;
 mod dropped;

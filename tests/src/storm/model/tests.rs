@@ -83,6 +83,21 @@ fn what_another_program_wrote_stays_whatever_is_lost() {
 }
 
 #[test]
+fn zeros_that_another_program_commits_over_zeros_may_come_before_what_a_log_has() {
+    for (there, may_be_seen) in [(0, true), (1, false)] {
+        let mut model = one();
+        model.send(&ALL, 1);
+        model.acknowledge(&ALL, 1, false);
+        let before = model.clone();
+        model.foreign(&ALL, 0);
+        model.zeros_left_no_trace(&before, &[there]);
+        assert!(sees(&model, 0, View::Lossy));
+        assert_eq!(sees(&model, 1, View::Lossy), may_be_seen);
+        assert!(!model.settle(&[0]), "another program's zeros are no loss");
+    }
+}
+
+#[test]
 fn what_a_start_does_not_show_is_gone_for_good() {
     let mut model = one();
     for seq in [1, 2] {
