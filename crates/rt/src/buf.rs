@@ -245,12 +245,10 @@ impl Buf {
         at: usize,
         offset: u64,
     ) -> Result<usize, Errno> {
-        let (memory, len) = self.target(at);
-        let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
-        let file = file.as_fd().as_raw_fd();
-        // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
-        let count = unsafe { libc::pread(file, memory.cast(), len, offset) };
-        usize::try_from(count).map_err(|_| last_errno())
+        self.read_by(at, offset, |memory, len, offset| {
+            // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
+            unsafe { libc::pread(file.as_fd().as_raw_fd(), memory, len, offset) }
+        })
     }
 
     /// As [`Buf::read_from`]; fails with `AGAIN` rather than wait for a device.
@@ -260,13 +258,24 @@ impl Buf {
         at: usize,
         offset: u64,
     ) -> Result<usize, Errno> {
+        self.read_by(at, offset, |iov_base, iov_len, offset| {
+            let (file, part) = (file.as_fd().as_raw_fd(), libc::iovec { iov_base, iov_len });
+            // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
+            unsafe { libc::preadv2(file, &raw const part, 1, offset, libc::RWF_NOWAIT) }
+        })
+    }
+
+    /// Reads into the bytes from `at` on by a system call, which is passed their address and number
+    /// and the `offset`.
+    fn read_by(
+        &mut self,
+        at: usize,
+        offset: u64,
+        call: impl FnOnce(*mut libc::c_void, usize, i64) -> isize,
+    ) -> Result<usize, Errno> {
         let (memory, len) = self.target(at);
         let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
-        let file = file.as_fd().as_raw_fd();
-        let part = libc::iovec { iov_base: memory.cast(), iov_len: len };
-        // SAFETY: the kernel writes within the buffer, to which no reference exists (I4).
-        let count = unsafe { libc::preadv2(file, &raw const part, 1, offset, libc::RWF_NOWAIT) };
-        usize::try_from(count).map_err(|_| last_errno())
+        usize::try_from(call(memory.cast(), len, offset)).map_err(|_| last_errno())
     }
 
     /// Address and length of `part`.
