@@ -147,7 +147,7 @@ impl Writer {
         let changes: Vec<_> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
         if changes.is_empty() {
-            self.load_slices(&ranges).await;
+            self.load_slices(lowest.start(), highest.end()).await;
             return Ok(());
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
@@ -157,18 +157,15 @@ impl Writer {
         Ok(())
     }
 
-    /// Loads the slices of `ranges`, in which a write changed nothing: the next one there goes
-    /// straight to its place, which only a slice in memory can tell. A load that only writes would
-    /// never get one otherwise.
-    async fn load_slices(&self, ranges: &[GuestRange]) {
-        let mut loaded = None;
-        for range in ranges {
-            let last = GuestOffset::new(range.end().bytes() - 1);
-            for slice in slice_of(range.start()).0..=slice_of(last).0 {
-                // The write is done: a slice that cannot be loaded is the next request's error.
-                if loaded.replace(slice) != Some(slice) && self.map.slice(slice).await.is_err() {
-                    return;
-                }
+    /// Loads the slices from `start` to `end`, where a write changed nothing: the next one there
+    /// goes straight to its place, which only a slice in memory shows. A load that only writes
+    /// would never get one otherwise.
+    async fn load_slices(&self, start: GuestOffset, end: GuestOffset) {
+        let last = GuestOffset::new(end.bytes() - 1);
+        for slice in slice_of(start).0..=slice_of(last).0 {
+            // The write is done: a slice that cannot be loaded is the next request's error.
+            if self.map.slice(slice).await.is_err() {
+                return;
             }
         }
     }
