@@ -9,7 +9,7 @@ use mica_qcow2::IndexUse;
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::measure::{Measure, bitmaps_bytes, data_bytes, measure};
-use mica_stack::{FileImages, Format, wait_for_dead};
+use mica_stack::{FileImages, Format};
 use mica_units::ClusterBits;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
@@ -109,7 +109,7 @@ async fn source_bitmaps(args: &MeasureArgs, bits: ClusterBits) -> Result<Option<
         return Ok(None);
     };
     let images = FileImages::new(image, args.images.image_options()?)?;
-    let info = wait_for_dead(async || inspect(&images, image).await).await?;
+    let info = inspect(&images, image).await?;
     if info.header.version == Version::V2 {
         return Ok(None);
     }
