@@ -1,10 +1,9 @@
 //! What the models beside the modules share.
 
+use futures_util::FutureExt;
 use mica_block::Error;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::pin::pin;
-use std::task::{Context, Poll, Waker};
 
 /// When set, models run from this seed alone.
 const SEED_VARIABLE: &str = "MICA_MODEL_SEED";
@@ -37,10 +36,7 @@ pub(crate) fn from_seeds(runs: u64, body: impl Fn(u64)) {
 
 /// The output of a future that waits for nothing.
 pub(crate) fn at_once<T>(future: impl Future<Output = T>) -> T {
-    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("it waits"),
-    }
+    future.now_or_never().expect("it waits for nothing")
 }
 
 /// The same for one that succeeds.

@@ -28,6 +28,13 @@ fn name_of_log(image: &Path) -> Vec<u8> {
     fs::read(image).expect("read")[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].to_vec()
 }
 
+/// A folder for redo logs, in `dir`.
+fn folder_of_logs(dir: &Path) -> String {
+    let logs = dir.join("logs");
+    fs::create_dir(&logs).expect("made");
+    logs.to_str().expect("a plain name").to_owned()
+}
+
 #[track_caller]
 fn survives_a_commit(options: &str) {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
@@ -36,9 +43,8 @@ fn survives_a_commit(options: &str) {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let image = dir.join("disk.qcow2");
-    let logs = dir.join("logs");
-    fs::create_dir(&logs).expect("made");
-    let place = ["--redo-dir", logs.to_str().expect("a plain name")];
+    let logs = folder_of_logs(dir);
+    let place = ["--redo-dir", &logs];
     qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
     qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
     let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
@@ -99,9 +105,8 @@ fn log_that_qemu_made_nameless_is_reported_once() {
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
     let image = dir.join("disk.qcow2");
-    let logs = dir.join("logs");
-    fs::create_dir(&logs).expect("made");
-    let place = ["--redo-dir", logs.to_str().expect("a plain name")];
+    let logs = folder_of_logs(dir);
+    let place = ["--redo-dir", &logs];
     qemu::create(dir, "disk.qcow2", &[], "64M");
     let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
     let mut guest = Guest::connect(&server).expect("served");

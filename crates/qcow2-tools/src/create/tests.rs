@@ -1,13 +1,13 @@
-//! Images made in memory: what stands in them, and what stands there when the store fills up.
+//! Images made in memory: what they hold, and what a store that fills up holds.
 
 use super::*;
 use crate::check::{Finding, Observer, check};
+use futures_util::FutureExt;
 use mica_block::{ErrorKind, read_exact};
 use mica_qcow2_format::{Compression, Header, Version};
 use mica_store::MemoryStore;
 use std::future::Future;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 
 fn memory(len_max: u64) -> Arc<MemoryStore> {
     Arc::new(MemoryStore::new_writable("image", Vec::new()).limited(len_max))
@@ -28,11 +28,7 @@ impl Observer for Nothing {
 
 /// Everything here is ready at once.
 fn run<T>(future: impl Future<Output = T>) -> T {
-    let mut future = std::pin::pin!(future);
-    match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("a store of memory never waits"),
-    }
+    future.now_or_never().expect("a store of memory never waits")
 }
 
 fn make(wish: &ImageWish, size: u64, image: &MemoryStore, data: &MemoryStore) -> Result<()> {

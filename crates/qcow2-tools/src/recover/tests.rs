@@ -8,21 +8,17 @@ mod store;
 
 use super::*;
 use crate::check::Verdict;
+use futures_util::FutureExt;
 use image::{Image, Shape, guest};
 use mica_qcow2_format::RawL2Entry;
 use power::Random;
 use std::future::Future;
-use std::task::{Context, Poll, Waker};
 use store::{Logged, index};
 
 const COPIED: u64 = 1 << 63;
 
 fn now<T>(future: impl Future<Output = T>) -> T {
-    let mut future = Box::pin(future);
-    match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(done) => done,
-        Poll::Pending => panic!("the store is always ready"),
-    }
+    future.now_or_never().expect("the store is always ready")
 }
 
 fn header_of(bytes: &[u8]) -> Header {
