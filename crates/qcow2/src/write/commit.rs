@@ -48,7 +48,7 @@ impl Writer {
     /// Makes durable everything that completed before the call.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.check_usable()?;
-        if !self.wrote.load(Ordering::Acquire) {
+        if !self.wrote.load(Ordering::Acquire) && !self.inherits.load(Ordering::Acquire) {
             return Ok(());
         }
         self.flushes.run(async || self.commit().await).await
@@ -75,7 +75,10 @@ impl Writer {
         let number = taken.number;
         let early = std::mem::take(&mut dirty.early);
         let late = std::mem::take(&mut dirty.late);
-        let has_metadata = !early.is_empty() || !late.is_empty();
+        // The clients of a process that died ask this one to make durable what that one
+        // acknowledged: its data, and the links that lead to it.
+        let inherits = self.inherits.load(Ordering::Acquire);
+        let has_metadata = inherits || !early.is_empty() || !late.is_empty();
         let in_two_steps = taken.in_two_steps && !late.is_empty();
         if let Err(error) = self.write_pages(early).await {
             self.metadata.lock().put_back(&dirty, taken);
@@ -107,6 +110,9 @@ impl Writer {
         mica_rt::join_all([synced, named]).await.into_iter().collect::<Result<()>>()?;
         if !is_named.get() {
             taken.logged = None;
+        }
+        if inherits {
+            self.inherits.store(false, Ordering::Release);
         }
         self.end_group(&dirty, &taken);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
@@ -244,7 +250,7 @@ impl Writer {
     pub(crate) async fn close(&self) -> Result<()> {
         self.check_usable()?;
         if !self.wrote.load(Ordering::Acquire) {
-            return Ok(());
+            return self.flush().await;
         }
         let closed = self.close_inner().await;
         // If only space is missing, the log stays: the next process to open the image has the

@@ -90,6 +90,9 @@ pub(crate) struct Writer {
     redo_memory: Option<Arc<dyn RedoMemory>>,
     now_ns: i128,
     wrote: AtomicBool,
+    /// Whether an earlier process may have left writes in the page cache: no sync of this one has
+    /// ended yet.
+    inherits: AtomicBool,
     limbo: Mutex<Limbo>,
     pub(crate) counters: WriteCounters,
 }
@@ -147,6 +150,7 @@ impl Writer {
             redo_memory,
             now_ns,
             wrote: AtomicBool::new(false),
+            inherits: AtomicBool::new(true),
             limbo: Mutex::default(),
             counters: WriteCounters::default(),
             metadata,
