@@ -234,6 +234,9 @@ impl<'a> Crashes<'a> {
         if self.world.random_below(2) == 0 {
             self.settle(Mode::Read).await;
         }
+        if self.world.random_below(4) == 0 {
+            self.flush_what_is_left().await;
+        }
         self.settle(Mode::Write).await;
         self.expect_clean().await;
     }
@@ -246,9 +249,26 @@ impl<'a> Crashes<'a> {
         if self.world.random_below(2) == 0 {
             self.settle(Mode::Read).await;
         }
+        if self.world.random_below(4) == 0 {
+            self.flush_what_is_left().await;
+        }
         self.settle(Mode::Write).await;
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the log was replayed: {error}"));
+    }
+
+    /// The next process to open the disk for writing is asked to flush, and for nothing else; then
+    /// the power goes. What the process before it left is durable.
+    async fn flush_what_is_left(&mut self) {
+        let disk = self.open(Mode::Write).await.expect("the disk opens after the crash");
+        let guest = Guest::new(self.world, disk, &self.model, Errors::Unexpected);
+        guest.settle().await.expect("what is left can be read");
+        guest.flush().await.expect("the disk is flushed");
+        drop(guest);
+        self.world.cut_power(loss_at_random(self.world));
+        self.model.borrow_mut().crash();
+        let checked = self.subject.check(self.world).await;
+        self.leaks = checked.unwrap_or_else(|error| panic!("after the second crash: {error}"));
     }
 
     /// After a clean close.

@@ -178,9 +178,9 @@ impl Journal {
         survivors(self.durable, &changes, loss, draw)
     }
 
-    /// The file, which has `bytes`, after the process died: its operations in flight are done, or
-    /// half done, or not done, in any order.
-    pub(crate) fn die(mut self, mut bytes: Vec<u8>, draw: Draw<'_>) -> Vec<u8> {
+    /// The process dies: of its operations in flight on the file, which has `bytes`, each is done,
+    /// half done, or not done, in any order. What is volatile stays so.
+    pub(crate) fn die(mut self, bytes: &mut Vec<u8>, draw: Draw<'_>) -> Self {
         let mut in_flight: Vec<_> = std::mem::take(&mut self.in_flight).into_values().collect();
         while !in_flight.is_empty() {
             let change = in_flight.swap_remove(index(draw, in_flight.len()));
@@ -190,11 +190,13 @@ impl Journal {
                 _ => vec![change],
             };
             for change in made {
-                change.growth(bytes.len()).into_iter().for_each(|growth| growth.apply(&mut bytes));
-                change.apply(&mut bytes);
+                for change in change.growth(bytes.len()).into_iter().chain([change]) {
+                    change.apply(bytes);
+                    self.push(change);
+                }
             }
         }
-        bytes
+        self
     }
 
     /// Whether nothing is volatile and nothing is in progress.

@@ -86,12 +86,13 @@ impl SimFile {
     /// same machine finds it when this one is dead. Anyone who had it open gets errors from now on.
     pub(super) fn reborn(&mut self, loss: Option<Loss>, draw: Draw<'_>) -> Self {
         self.dead = true;
-        let bytes = std::mem::take(&mut self.bytes);
-        let bytes = match (self.journal.take(), loss) {
-            (Some(journal), Some(loss)) => journal.cut(loss, draw),
-            (Some(journal), None) => journal.die(bytes, draw),
-            _ => bytes,
-        };
+        let mut bytes = std::mem::take(&mut self.bytes);
+        let mut journal = None;
+        match (self.journal.take(), loss) {
+            (Some(volatile), Some(loss)) => bytes = volatile.cut(loss, draw),
+            (Some(volatile), None) => journal = Some(volatile.die(&mut bytes, draw)),
+            (None, _) => {}
+        }
         Self {
             path: self.path.clone(),
             bytes,
@@ -102,7 +103,7 @@ impl SimFile {
             latency: self.latency,
             faults: Vec::new(),
             reads: 0,
-            journal: None,
+            journal,
             writer: Weak::new(),
             dead: false,
         }

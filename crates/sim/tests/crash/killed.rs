@@ -5,10 +5,13 @@ use crate::chain::ChainSubject;
 use crate::plain::{Plain, range, read, write};
 use crate::random::subject;
 use mica_block::{Disk as _, ErrorKind, Images as _, Manage as _};
+use mica_qcow2_format::Version;
 use mica_qcow2_tools::create::ImageWish;
 use mica_rt::join_all;
 use mica_sim::crash::{Mode, Subject as _, load_at_random, loss_at_random, until_power_cut};
-use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, ModelDisk, Operation, World, scenario};
+use mica_sim::{
+    ChangeFault, ENOSPC, Errors, Guest, Load, Loss, ModelDisk, Operation, World, scenario,
+};
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -482,4 +485,37 @@ fn log_is_not_trusted_when_its_device_went_away_and_returned() {
         }
         settle(&world, &subject, &model).await;
     });
+}
+
+/// The story: a client wrote, the server was killed, and the client asked the next server to flush,
+/// which had written nothing and synced nothing. Then the power went.
+#[test]
+fn what_a_killed_writer_left_is_durable_once_the_next_one_has_flushed() {
+    let old = ImageWish { version: Some(Version::V2), ..ImageWish::default() };
+    for wish in [old, ImageWish::default()] {
+        scenario(4, |world| {
+            let wish = &wish;
+            async move {
+                let image = Plain::new(&world, wish, 4 * MIB).await;
+                let chain = image.open(Mode::Write).await;
+                write(&chain, 0, 7, 4096).await.unwrap();
+                chain.flush().await.unwrap();
+                write(&chain, 0, 9, 4096).await.unwrap();
+                drop(chain);
+                world.kill();
+                let chain = image.open(Mode::Write).await;
+                assert_eq!(
+                    read(&chain, 0, 4096).await.unwrap(),
+                    [9; 4096],
+                    "the page cache has it"
+                );
+                chain.flush().await.unwrap();
+                drop(chain);
+                world.cut_power(Loss::Everything);
+                let chain = image.open(Mode::Write).await;
+                assert_eq!(read(&chain, 0, 4096).await.unwrap(), [9; 4096], "it was flushed");
+                chain.close().await.unwrap();
+            }
+        });
+    }
 }
