@@ -1,8 +1,11 @@
 //! The first, the second, the third operation fails, until a run does not get that far.
 
 use crate::chain::{ChainSubject, Shape};
+use crate::plain::{Plain, read, write};
+use mica_block::Manage as _;
+use mica_qcow2_tools::create::ImageWish;
 use mica_sim::crash::{Crashes, Mode, Subject, loss_at_random};
-use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, Operation, World, scenario};
+use mica_sim::{ChangeFault, ENOSPC, Errors, Guest, Load, Operation, ReadFault, World, scenario};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -99,6 +102,36 @@ fn a_disk_continues_when_there_is_space_again() {
         let mut nth = 1;
         while be_full_once(&World::new(world.seed()), nth, &shape).await {
             nth += 1;
+        }
+    });
+}
+
+/// The story: a new refcount block was durable, but the table that was to name it could not be read.
+/// The next request found the block where it wanted to put one, and declared the image corrupt.
+#[test]
+fn refcount_table_that_cannot_be_read_once_harms_no_later_write() {
+    let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
+    scenario(1, |world| {
+        let wish = &wish;
+        async move {
+            for number in 1.. {
+                let image = Plain::new(&world, wish, 4 << 20).await;
+                let chain = image.open(Mode::Write).await;
+                world.inject(Plain::top(), ReadFault::FailNth(number, EIO));
+                let failed = write(&chain, 0, 7, 512 << 10).await.is_err();
+                world.heal(Plain::top());
+                if !failed {
+                    assert!(number > 3, "only {number} reads can fail");
+                    break;
+                }
+                write(&chain, 0, 9, 512 << 10).await.unwrap();
+                assert!(!image.is_marked_corrupt(), "after read {number} failed");
+                chain.close().await.unwrap();
+                image.expect_uncorrupted("after a read failed").await;
+                let chain = image.open(Mode::Read).await;
+                let shown = read(&chain, 0, 512 << 10).await.unwrap();
+                assert!(shown.iter().all(|byte| *byte == 9), "after read {number} failed");
+            }
         }
     });
 }

@@ -47,14 +47,21 @@ impl Space {
         };
         let at = HostOffset::new(table_offset.bytes() + region * 8);
         self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
-        self.metadata
+        let named = self
+            .metadata
             .change(at, |pages| {
                 let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
                 bytes.copy_from_slice(&entry.to_be_bytes());
                 // It is durable, and may be changed from now on.
                 pages.log_cluster(host, self.bits.bytes());
             })
-            .await?;
+            .await;
+        if let Err(error) = named {
+            // The table could not be read. The next attempt finds the same place.
+            self.metadata.ranges.remove(host);
+            self.metadata.lock().drop_cluster(host, self.bits.bytes());
+            return Err(error);
+        }
         self.lock().table[usize::try_from(region).expect("within the table")] = entry;
         Ok(())
     }
