@@ -80,7 +80,13 @@ impl Writer {
         self.mark_in_use().await?;
         self.wrote.store(true, Ordering::Release);
         self.grow_l1(entries).await?;
-        self.map.set_len(len);
+        {
+            // A request that takes the last cluster for a whole one, as the disk ends in it, is done
+            // or sees the new length.
+            let last = self.l2.cluster_bits.guest_cluster(GuestOffset::new(old));
+            let _claimed = self.claim_clusters(last, last).await;
+            self.map.set_len(len);
+        }
         let grown = async {
             self.zero_new(old, len).await?;
             self.flush().await?;

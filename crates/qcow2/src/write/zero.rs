@@ -64,26 +64,27 @@ impl Writer {
     }
 
     async fn empty_part(&self, part: GuestRange, wish: Wish) -> Result<()> {
-        let (before, whole, after) = match self.whole_units(part, self.map.len()) {
-            Some(divided) => divided,
-            None => (Some(part), None, None),
-        };
-        if let Some(whole) = whole {
-            for rest in self.empty_units(whole, wish).await? {
-                self.write_zeros_out(rest).await?;
-            }
-        }
-        for edge in [before, after].into_iter().flatten() {
-            self.write_zeros_out(edge).await?;
+        for rest in self.empty_units(part, wish).await? {
+            self.write_zeros_out(rest).await?;
         }
         Ok(())
     }
 
-    /// Empties whole units through their entries; returns the ranges where that is impossible.
-    async fn empty_units(&self, whole: GuestRange, wish: Wish) -> Result<Vec<GuestRange>> {
+    /// Empties the whole units of `part` through their entries; returns the ranges where zeros have
+    /// to be written out.
+    async fn empty_units(&self, part: GuestRange, wish: Wish) -> Result<Vec<GuestRange>> {
         let bits = self.l2.cluster_bits;
-        let (first, last) = clusters_of(bits, whole);
+        let (first, last) = clusters_of(bits, part);
         let _claims = self.claim_clusters(first, last).await;
+        // Only now: until the claim, the disk might have grown, and its last unit not be whole any
+        // more.
+        let (before, whole, after) = self.whole_units(part, self.map.len());
+        let mut rest: Vec<_> = match wish {
+            Wish::Zeroes(_) => [before, after].into_iter().flatten().collect(),
+            Wish::Discard => Vec::new(),
+        };
+        let Some(whole) = whole else { return Ok(rest) };
+        let (first, last) = clusters_of(bits, whole);
         let extents = self.extents_of(whole).await?;
         let own = self.layer.number;
         // What a frozen layer, or none, makes read as zeros stays so.
@@ -92,13 +93,13 @@ impl Writer {
             kind => kind.reads_as_zero(),
         };
         if extents.iter().all(is_settled) {
-            return Ok(Vec::new());
+            return Ok(rest);
         }
         if self.l2.version == Version::V2 && wish != Wish::Discard {
             let shows = extents.iter().filter(|extent| !extent.kind.reads_as_zero());
-            return Ok(shows.map(Extent::range).collect());
+            rest.extend(shows.map(Extent::range));
+            return Ok(rest);
         }
-        let mut rest = Vec::new();
         let mut changes = Vec::new();
         for entry in self.entries(first, last).await? {
             let cluster = bits.range_of(entry.cluster).and_then(|all| all.intersect(whole));
@@ -157,24 +158,24 @@ type Divided = (Option<GuestRange>, Option<GuestRange>, Option<GuestRange>);
 impl Writer {
     /// Divides `part` into the bytes before its whole units, these units, and the bytes after. The
     /// last unit of the disk is whole if the disk ends in it.
-    fn whole_units(&self, part: GuestRange, disk_len: u64) -> Option<Divided> {
+    fn whole_units(&self, part: GuestRange, disk_len: u64) -> Divided {
         let unit = self.l2.subcluster_bytes();
         let (start, end) = (part.start().bytes(), part.end().bytes());
         let whole_start = start.next_multiple_of(unit);
         let whole_end = if end == disk_len { end } else { end / unit * unit };
         if whole_start >= whole_end {
-            return None;
+            return (Some(part), None, None);
         }
         let range = |from, to| {
             GuestRange::between(GuestOffset::new(from), GuestOffset::new(to))
                 .filter(|range| !range.is_empty())
         };
-        Some((range(start, whole_start), range(whole_start, whole_end), range(whole_end, end)))
+        (range(start, whole_start), range(whole_start, whole_end), range(whole_end, end))
     }
 
     fn zeroes_fast(&self, range: GuestRange, disk_len: u64) -> bool {
         let divided = self.whole_units(range, disk_len);
-        self.l2.version != Version::V2 && matches!(divided, Some((None, Some(_), None)))
+        self.l2.version != Version::V2 && matches!(divided, (None, Some(_), None))
     }
 
     async fn zeroed(&self, entry: Entry, units: u32, wish: Wish) -> Result<Zeroed> {

@@ -1,13 +1,14 @@
 //! Disks that get longer and shorter while the power goes: what is left has the old length or the
 //! new one, and the part common to both is intact.
 
-use crate::plain::{Plain, read, write};
-use mica_block::{Disk as _, Manage as _};
+use crate::plain::{Plain, range, read, write};
+use mica_block::{Disk as _, LocalFuture, Manage as _, Result, Zeroes};
 use mica_qcow2_tools::create::ImageWish;
 use mica_qcow2_tools::resize::Resizer;
 use mica_sim::crash::{Mode, until_power_cut};
 use mica_sim::{Loss, World, scenario};
 use std::sync::Arc;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 /// The part of the disk that is written.
@@ -80,4 +81,37 @@ fn disks_that_get_longer_survive_a_cut_after_every_operation() {
 #[test]
 fn disks_that_end_in_the_middle_of_a_cluster_survive_a_cut_after_every_operation() {
     every_shape((4 * MIB, 3 * MIB - 512));
+}
+
+/// The story: zeros up to the end of the disk, which lies in the middle of a cluster, took that
+/// cluster for a whole one. Meanwhile the disk grew, and a write to the new part of it was lost.
+#[test]
+fn zeros_up_to_the_old_end_spare_what_is_written_behind_it_once_the_disk_grew() {
+    const END: u64 = MIB + 4096;
+    scenario(300, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), END).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, MIB, 7, 4096).await.unwrap();
+        chain.close().await.unwrap();
+        drop(chain);
+        let chain = image.open(Mode::Write).await;
+        // So that writes to what is there go straight to their place.
+        write(&chain, MIB, 7, 512).await.unwrap();
+        let zeroes = async {
+            mica_rt::sleep(Duration::from_micros(world.random_below(400))).await;
+            let how = Zeroes { may_unmap: world.random_below(2) == 0, fast: false };
+            chain.write_zeroes(range(512 << 10, END - (512 << 10)), how).await
+        };
+        let grow = async {
+            mica_rt::sleep(Duration::from_micros(world.random_below(400))).await;
+            chain.resize(2 * MIB).await?;
+            write(&chain, END, 9, 512).await
+        };
+        let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(zeroes), Box::pin(grow)];
+        mica_rt::join_all(both).await.into_iter().collect::<Result<()>>().unwrap();
+        assert_eq!(read(&chain, END, 512).await.unwrap(), [9; 512]);
+        assert_eq!(read(&chain, MIB, 4096).await.unwrap(), [0; 4096]);
+        chain.close().await.unwrap();
+        image.expect_sound().await;
+    });
 }
