@@ -246,9 +246,7 @@ pub(crate) async fn open_overlay(
         }
         let (layer, metadata) = build_layer(images, opened, number, (None, true)).await?;
         let Some(metadata) = metadata else { return refuse("it is not a qcow2 image") };
-        if layer.len() != active.len() {
-            return refuse("its length differs from that of the active layer");
-        }
+        check_length(&layer, active)?;
         let end = GuestOffset::new(layer.len());
         if layer.unowned_until(GuestOffset::ZERO, end).await? != end {
             return refuse("it already has data");
@@ -258,16 +256,22 @@ pub(crate) async fn open_overlay(
     opened.await.map_err(|error| error.wrap(path.display().to_string()))
 }
 
+/// # Errors
+/// `Invalid` if `overlay` is not as long as the `active` layer that it is put on.
+pub(crate) fn check_length(overlay: &Layer, active: &Layer) -> Result<()> {
+    if overlay.len() == active.len() {
+        return Ok(());
+    }
+    let context = "its length differs from that of the active layer";
+    Err(Error::new(ErrorKind::Invalid, context))
+}
+
 fn same_file(one: Identity, other: Identity) -> bool {
     (one.device, one.inode) == (other.device, other.inode)
 }
 
 /// The layer `written`, whose writer has closed its `file`, as one that is no longer written.
-pub(crate) async fn freeze(
-    images: &dyn Images,
-    written: &Layer,
-    file: Arc<dyn Store>,
-) -> Result<Layer> {
+pub(crate) fn freeze(images: &dyn Images, written: &Layer, file: Arc<dyn Store>) -> Result<Layer> {
     let tables = match &written.tables {
         None => None,
         Some(tables) => {

@@ -20,7 +20,7 @@ impl Manage for Chain {
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async {
             match self.writer.load_full() {
-                Some(writer) => writer.close().await,
+                Some(writer) => writer.complete(async |writer| writer.close().await).await,
                 None => Ok(()),
             }
         })

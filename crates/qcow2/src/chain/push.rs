@@ -11,10 +11,11 @@
 //! Invariants
 //! - I1 What was acknowledged before the gate is held is durable in the layer that gets frozen, and
 //!   nothing else is in it; what is acknowledged later is in the new layer.
-//! - I2 After an error the chain is unchanged.
+//! - I2 After an error the chain is unchanged. If the call is dropped while the writer is being
+//!   closed, nothing more is acknowledged.
 
 use super::{Chain, not_writable, open_writer};
-use crate::open::{freeze, open_overlay};
+use crate::open::{check_length, freeze, open_overlay};
 use mica_block::{Disk, Result};
 use std::path::Path;
 use std::sync::Arc;
@@ -38,8 +39,13 @@ impl Chain {
         // So that little is left to flush while changes wait.
         self.flush().await?;
         let held = self.gate.hold().await;
-        writer.close().await?;
-        let frozen = freeze(&*map.images, before.active(), writer.raw_file()).await?;
+        // The disk may have grown since the overlay was opened.
+        check_length(&layer, before.active())?;
+        let frozen = writer.complete(async |writer| {
+            writer.close().await?;
+            freeze(&*map.images, before.active(), writer.raw_file())
+        });
+        let frozen = frozen.await?;
         map.replace_layers(before.pushed(Arc::new(frozen), layer));
         self.writer.store(Some(Arc::new(next)));
         drop(held);

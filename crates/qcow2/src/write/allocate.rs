@@ -246,7 +246,11 @@ impl Space {
         let expected = HostCluster::ZERO.up_to(file_end).rev();
         let tail = unused.iter().rev().zip(expected).take_while(|(have, want)| *have == want);
         let Some((first, _)) = tail.last() else { return Ok(()) };
-        store.set_len(self.bits.start_of(*first).bytes()).await
+        let len = self.bits.start_of(*first).bytes();
+        store.set_len(len).await?;
+        let mut state = self.lock();
+        state.min_file_len = state.min_file_len.min(len);
+        Ok(())
     }
 
     /// Searches from the cursor to the end of its page of refcounts, and takes the cursor along.

@@ -10,7 +10,7 @@ use mica_block::{Result, Store, read_exact};
 use mica_qcow2_format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
 use mica_units::HostOffset;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 2;
@@ -36,6 +36,8 @@ pub(crate) struct InUse {
     bitmaps: Option<BitmapsExtension>,
     has_snapshots: bool,
     marked: AtomicBool,
+    /// Logs that were begun.
+    logs: AtomicU32,
 }
 
 impl InUse {
@@ -46,6 +48,7 @@ impl InUse {
             bitmaps: header.bitmaps.filter(|_| header.autoclear.bitmaps_consistent),
             has_snapshots: header.snapshot_count > 0,
             marked: AtomicBool::new(false),
+            logs: AtomicU32::new(0),
         }
     }
 
@@ -121,7 +124,10 @@ impl Writer {
         // know, when it repairs it (`qemu-img check -r leaks`, seen with 10.0.2).
         let redo_memory = self.redo_memory.clone().filter(|_| !self.header.has_snapshots);
         let Some(redo_memory) = redo_memory else { return kept };
-        let seed = self.now_ns.cast_unsigned() ^ u128::from(std::process::id()) << 64;
+        let number = self.header.logs.fetch_add(1, Ordering::Relaxed);
+        let seed = self.now_ns.cast_unsigned()
+            ^ u128::from(std::process::id()) << 64
+            ^ u128::from(number) << 96;
         let name = crc32c(&seed.to_le_bytes());
         let mut stores = vec![Arc::clone(&self.metadata.store) as Arc<dyn Store>];
         if self.l2.data_file {

@@ -90,6 +90,8 @@ impl Writer {
     }
 
     async fn l1_entry(&self, index: u64) -> Result<L1Entry> {
+        let entries = self.l1_place.get().1;
+        assert!(index < u64::from(entries), "L1 entry {index} of {entries}");
         Ok(L1Entry(self.metadata.read_u64(self.l1_entry_at(index)).await?))
     }
 

@@ -2,6 +2,7 @@
 //! process dies: the guest notices nothing, and no layer is damaged.
 
 use crate::chain::{ChainSubject, Shape};
+use crate::plain::{Plain, read, write};
 use mica_block::{Images as _, LocalFuture, Manage, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
@@ -20,19 +21,24 @@ struct Growing {
     /// The active layers that it had, the last one last.
     tops: RefCell<Vec<PathBuf>>,
     open: RefCell<Option<Chain>>,
-    pushed: Cell<u64>,
+    /// How many of them were the active layer when the last call for one returned.
+    confirmed: Cell<usize>,
 }
 
 impl Growing {
     fn new(shape: Shape) -> Self {
         let tops = RefCell::new(vec![shape.top.clone()]);
-        Self { shape, tops, open: RefCell::default(), pushed: Cell::new(0) }
+        Self { shape, tops, open: RefCell::default(), confirmed: Cell::new(1) }
     }
 
     /// The active layer as determined from the files alone: the last one, unless the one beneath
-    /// still names a log. Then nothing was written to the last one.
+    /// still names a log. Then nothing was written to the last one. Where the first one cannot name a
+    /// log, its user has to know whether it got a layer on top.
     async fn top(&self, world: &World) -> PathBuf {
         let tops = self.tops.borrow().clone();
+        if !self.outlives_the_process() && self.confirmed.get() == 1 {
+            return tops[0].clone();
+        }
         let mut found = tops[tops.len() - 1].clone();
         for top in &tops {
             let header = inspect(world, top).await.map(|info| info.header);
@@ -68,7 +74,7 @@ impl Growing {
         let chain = self.open.borrow().clone().unwrap();
         self.tops.borrow_mut().push(path.clone());
         chain.push(&path).await?;
-        self.pushed.set(self.pushed.get() + 1);
+        self.confirmed.set(self.tops.borrow().len());
         Ok(())
     }
 }
@@ -84,6 +90,7 @@ impl Subject for Growing {
             let top = self.top(world).await;
             // What is above is empty, and is added again.
             self.tops.borrow_mut().truncate_after(&top);
+            self.confirmed.set(self.tops.borrow().len());
             let writable = mode == Mode::Write;
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let options = ChainOptions {
@@ -187,5 +194,48 @@ fn process_may_die_while_layers_are_put_on_top() {
             (Cut::KillAt(after), Loss::Nothing)
         };
         rounds(&world, cut, 0).await;
+    });
+}
+
+/// The story: the disk grew while an overlay of the old length was about to become the active layer.
+/// Writes to the new part changed what lies behind its L1 table.
+#[test]
+fn layer_that_became_too_short_is_not_put_on_top() {
+    const OLD: u64 = 2 << 20;
+    const NEW: u64 = 64 << 20;
+    scenario(40, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), OLD).await;
+        let path = Path::new(crate::chain::FOLDER).join("pushed.qcow2");
+        let wish = ImageWish {
+            cluster_bytes: Some(512),
+            backing_name: Some(Plain::top().file_name().unwrap().to_owned()),
+            backing_format: Some("qcow2".to_owned()),
+            ..ImageWish::default()
+        };
+        world.put(&path, Vec::new());
+        let store = world.open_writable(&path).unwrap().store;
+        create(wish.plan(OLD).unwrap(), Stores { image: &*store, data: None }).await.unwrap();
+        drop(store);
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, 4096).await.unwrap();
+        let push = async {
+            mica_rt::sleep(Duration::from_micros(world.random_below(200))).await;
+            chain.push(&path).await
+        };
+        let grow = async {
+            mica_rt::sleep(Duration::from_micros(world.random_below(2000))).await;
+            chain.resize(NEW).await
+        };
+        let both: [LocalFuture<'_, Result<()>>; 2] = [Box::pin(push), Box::pin(grow)];
+        let ended = mica_rt::join_all(both).await;
+        ended[1].as_ref().expect("the disk grows");
+        let top = if ended[0].is_ok() { path } else { Plain::top() };
+        write(&chain, NEW - 4096, 9, 4096).await.unwrap();
+        chain.close().await.unwrap();
+        drop(chain);
+        let options = ChainOptions::default();
+        let chain = Chain::open(Arc::new(world.clone()), &top, &options).await.unwrap();
+        assert_eq!(read(&chain, 0, 4096).await.unwrap(), [7; 4096]);
+        assert_eq!(read(&chain, NEW - 4096, 4096).await.unwrap(), [9; 4096]);
     });
 }
