@@ -42,7 +42,7 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     };
     let memory = images.redo_logs().log(path)?;
     let found = match &memory {
-        Some(memory) => find_orphaned(&**memory, name).await?,
+        Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
         None => None,
     };
     let Some(found) = found else {
@@ -138,13 +138,15 @@ async fn drop_unnamed(images: &dyn Images, path: &Path, store: &dyn Store) -> Re
 /// Lets go of the log in `memory`, which the image at `path` does not name any more, if it has any
 /// links. Says whether it had.
 async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Result<bool> {
-    let found = match Found::read_any(memory) {
+    let found = match once_orphaned(|| Found::read_any(memory)).await {
         Ok(Some(found)) if found.has_links() => found,
         Ok(_) => return Ok(false),
         // Nothing of it is used, so it keeps no image from being opened.
         Err(error) => {
-            tracing::debug!(%error, "a log that no image names cannot be read");
-            return Ok(false);
+            tracing::debug!(%error, "a log that the image does not name cannot be read");
+            let kept = memory.set_aside();
+            warn_of_loss(path, NOT_NAMED, kept);
+            return Ok(true);
         }
     };
     let header = read_header(store).await?;
@@ -225,13 +227,12 @@ fn warn_of_another(path: &Path, place: &Path) {
     );
 }
 
-/// The log in `memory` that the image calls `name`, for a process that has the image open for
-/// writing. A process that was just killed closes its files one after the other, so the log may
-/// still be its own for a moment.
-async fn find_orphaned(memory: &dyn RedoMemory, name: u32) -> Result<Option<Found>> {
+/// Reads a log by `read`, for a process that has the image open for writing. A process that was just
+/// killed closes its files one after the other, so the log may still be its own for a moment.
+async fn once_orphaned(read: impl Fn() -> Result<Option<Found>>) -> Result<Option<Found>> {
     let mut tries = 1;
     loop {
-        match Found::read(memory, name) {
+        match read() {
             Err(error) if error.kind() == ErrorKind::Denied && tries < TRIES_MAX => {
                 mica_rt::sleep(PAUSE).await;
                 tries += 1;
