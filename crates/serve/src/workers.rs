@@ -77,7 +77,7 @@ impl Drop for Workers {
         self.stop.raise();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a worker ended by a failure in the server");
+                tracing::error!("a worker thread panicked");
             }
         }
     }

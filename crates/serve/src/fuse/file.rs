@@ -71,7 +71,7 @@ impl DiskFile {
             // A reply that is dropped answers with EIO.
             if catch_panic(async move { work(task, reply).await }).await.is_err() {
                 export.stats[worker].panics.add(1);
-                tracing::error!("a request of a FUSE file ended by a failure in the server");
+                tracing::error!("the server panicked on a request of a FUSE file");
             }
         });
     }

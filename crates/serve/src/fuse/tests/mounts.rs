@@ -44,7 +44,7 @@ fn mount_of_nobody(path: &Path) -> File {
 #[test]
 fn mounts_of_servers_that_are_gone_are_cleared() {
     let Some(place) = Place::new() else { return };
-    // Without a server the file cannot even be opened to be mounted over: twice is once more.
+    // Without a server the file cannot even be opened to be mounted over, so this is done twice.
     drop(mount_of_nobody(&place.file()));
     assert_eq!(errno(place.file().metadata()), Some(Errno::NOTCONN));
     drop(mount_of_nobody(&place.file()));

@@ -107,7 +107,7 @@ fn data_that_is_gone_breaks_its_device_alone() {
     }
 }
 
-/// A sector in parts, so that it goes through a buffer of ours.
+/// A sector in parts, so that it goes through one of our own buffers.
 const SPLIT: &[Seg] = &[(3 * MIB, 256, false), (3 * MIB + 8192, 256, false)];
 
 fn segs_written(segs: &[Seg]) -> Vec<Seg> {

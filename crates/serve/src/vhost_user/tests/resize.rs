@@ -126,7 +126,7 @@ fn front_end_that_answers_wrongly_or_never_holds_nothing_up() {
             reply(&channel, code, value);
         });
     }
-    // What comes unasked is no answer.
+    // An unsolicited message is not an answer.
     for _ in 0..100 {
         reply(&channel, 2, 0);
     }
