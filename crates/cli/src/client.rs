@@ -73,7 +73,7 @@ impl Client {
         let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
         let answer = exchange(stream, method, path, body).map_err(failed)?;
         let unexpected =
-            || Failure::new(format!("{named}: what answers there is not a mica server"));
+            || Failure::new(format!("{named}: the process listening there is not mica"));
         let (status, text) = parse(&answer).ok_or_else(unexpected)?;
         let value: Value = serde_json::from_slice(text).map_err(|_| unexpected())?;
         match status {

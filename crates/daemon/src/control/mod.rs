@@ -101,13 +101,13 @@ impl Control {
         let tcp = sockets.metrics.as_ref().map(clone).transpose()?.map(StdTcpListener::from);
         let metrics_at = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
         if let Some(address) = metrics_at {
-            tracing::info!(%address, "figures are served");
+            tracing::info!(%address, "serving metrics");
         }
         let (stop, stopping) = watch::channel(false);
         let sources = Sources::new(Arc::clone(shared), log);
         let body = move || {
             if let Err(error) = serve(unix, tcp, sources, stopping) {
-                tracing::error!(%error, "the control socket is no longer served");
+                tracing::error!(%error, "stopped serving the control socket");
             }
         };
         let thread = std::thread::Builder::new().name("mica-control".to_owned()).spawn(body);
@@ -205,7 +205,7 @@ impl Accept for UnixAccept {
         if !is_authorized_peer {
             let before = self.refusals.fetch_add(1, Ordering::Relaxed);
             if before < REFUSALS_LOGGED_MAX {
-                tracing::warn!(?user, "an unauthorized user was refused at the control socket");
+                tracing::warn!(?user, "refused an unauthorized user at the control socket");
             } else {
                 // Without this the counter would wrap one day, and logging resume.
                 self.refusals.store(REFUSALS_LOGGED_MAX, Ordering::Relaxed);

@@ -82,6 +82,6 @@ pub(super) async fn body<T: DeserializeOwned>(body: Body) -> Result<T, Refusal> 
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, what)
     })?;
     serde_json::from_slice(&bytes).map_err(|error| {
-        Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not understood: {error}"))
+        Refusal::new(StatusCode::BAD_REQUEST, format!("cannot parse the body: {error}"))
     })
 }

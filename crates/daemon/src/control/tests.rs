@@ -300,7 +300,7 @@ fn what_waits_to_be_done_is_bounded() {
     for _ in 0..4 {
         let (status, error) = statuses.recv().expect("an answer");
         assert_eq!(status, 503);
-        assert!(error.contains("ask again"), "{error}");
+        assert!(error.contains("try again later"), "{error}");
     }
     drop(busy);
     for _ in 0..ACTIONS_ADMITTED_MAX {
