@@ -207,7 +207,7 @@ impl BitmapsExtension {
     pub(super) fn decode(step: &Step<'_>, cluster_bits: ClusterBits) -> Result<Self> {
         Self::check_len(step)?;
         let Ok(raw) = RawBitmaps::read_from_bytes(&step.data) else {
-            return Err(corrupt(format!("bitmaps extension at byte {} is cut", step.offset)));
+            return Err(corrupt(format!("bitmaps extension at byte {} is truncated", step.offset)));
         };
         let at = step.offset;
         let count = raw.count.get();

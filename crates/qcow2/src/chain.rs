@@ -33,7 +33,7 @@ pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
 
-/// A unit of fewer bits than this is not told as the preferred one.
+/// A unit of fewer bits than this is not reported as the preferred one.
 const PREFERRED_BITS_MIN: u32 = 12;
 
 /// Whether the sidecars are used.

@@ -228,7 +228,7 @@ pub(crate) enum Got {
     File(Arc<File>),
     /// Reopened, and only its content can prove that it is the same.
     Unproven(Box<Unproven>),
-    /// No descriptor is free, or somebody else is proving the file.
+    /// No descriptor is free, or another task is proving the file.
     Busy,
 }
 

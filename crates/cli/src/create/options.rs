@@ -57,7 +57,7 @@ impl NewImageOptions {
                              cluster_size, extended_l2, refcount_bits, lazy_refcounts, \
                              compression_type, preallocation";
                 return Err(Failure::new(format!(
-                    "-o: Invalid parameter '{key}': it is one of {known}"
+                    "-o: Invalid parameter '{key}': known ones are {known}"
                 )));
             }
         }

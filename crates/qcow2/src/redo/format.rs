@@ -66,17 +66,17 @@ pub(super) fn append_witnesses(witnesses: &[Witness], bytes: &mut Vec<u8>) {
 
 /// Decodes a record of witnesses; `None` if it is malformed.
 pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
-    let (told, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
-    let decode = |told: &[u8; WITNESS_BYTES]| {
-        let value = i128::from_le_bytes(*told[8..].first_chunk()?);
-        match u64::from_le_bytes(*told.first_chunk()?) {
+    let (witnesses, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
+    let decode = |bytes: &[u8; WITNESS_BYTES]| {
+        let value = i128::from_le_bytes(*bytes[8..].first_chunk()?);
+        match u64::from_le_bytes(*bytes.first_chunk()?) {
             0 => Some(Witness::None),
             1 => u64::try_from(value).ok().map(Witness::MountGeneration),
             2 => Some(Witness::Changed(value)),
             _ => None,
         }
     };
-    told.iter().map(decode).collect()
+    witnesses.iter().map(decode).collect()
 }
 
 /// The header of a log.

@@ -224,7 +224,7 @@ mod tests {
                 crate::yield_now().await;
                 drop(early);
             }
-            // Who joined late is led in a grace of his own, which waits for nobody that is late.
+            // A late joiner is led in a grace of its own, which does not wait for late requests.
             drop(late);
             for waiting in waiting {
                 waiting.await;
