@@ -51,7 +51,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// One value for a result, another for a quick look.
+    /// One value for a result, another for a smoke run.
     fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }

@@ -71,7 +71,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// One value for a result, another for a quick look.
+    /// One value for a result, another for a smoke run.
     fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }
@@ -119,7 +119,7 @@ struct Context<'a> {
     parts: parts::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
-    /// Whether it is only a quick look.
+    /// Whether it is only a smoke run.
     quick: bool,
 }
 

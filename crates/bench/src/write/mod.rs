@@ -28,7 +28,7 @@ use std::time::Duration;
 const KIB_4: u32 = 4 << 10;
 const KIB_64: u32 = 64 << 10;
 const MIB: u32 = 1 << 20;
-/// Most writes of a load in a quick look.
+/// Maximum of writes of a load in a smoke run.
 const QUICK_WRITES_MAX: usize = 4096;
 
 /// What to measure, and how long.
