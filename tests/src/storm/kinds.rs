@@ -59,9 +59,9 @@ kinds! {
     KillStart = "kill-start", Event;
     /// A plain start right after a kill, which has to succeed
     Instant = "instant", Event;
-    /// Live take-over
+    /// Live takeover
     Takeover = "takeover", Event;
-    /// SIGKILL of either server, or of both, in a take-over
+    /// SIGKILL of either server, or of both, in a takeover
     KillTakeover = "kill-takeover", Event;
     /// A disk gets another length, while it is served and while it is not
     Resize = "resize", Event;

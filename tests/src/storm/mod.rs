@@ -1,5 +1,5 @@
 //! A storm: random chains live through random lives of servers, under clients, with kills (of
-//! servers, in take-overs, in resizes), QEMU's own writes, copies put back, failing and full
+//! servers, in takeovers, in resizes), QEMU's own writes, copies put back, failing and full
 //! storage, others who look at what is served, and much else ([`Kind`] has all of it); a judge
 //! knows what every sector may hold, and which losses somebody has to report (`loss.rs`).
 //!
