@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_of_its_own_user_is_nobody_elses_from_the_first_moment_on() {
+    fn private_socket_is_private_from_the_first_moment() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let _listener = Listener::unix_for(&path, SocketUsers::Own).expect("listens");
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_no_socket_is_left_alone() {
+    fn file_that_is_not_a_socket_is_left_alone() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("disk.raw");
         std::fs::write(&path, b"precious").expect("write");
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn file_goes_with_the_last_clone_and_stays_for_who_took_over() {
+    fn file_goes_with_the_last_clone_and_stays_after_a_takeover() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let first = Listener::unix(&path).expect("bind");

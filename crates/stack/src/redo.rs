@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn file_of_another_user_is_told_if_the_image_is_theirs() {
+    fn file_of_another_user_is_reported_if_the_image_is_theirs() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = RedoPlace::Directory(folder.path().to_owned());
         let user = rustix::process::geteuid().as_raw();

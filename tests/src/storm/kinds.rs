@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_run_leaves_out_is_told_as_an_option() {
+    fn what_a_run_leaves_out_is_shown_as_an_option() {
         assert_eq!(Kinds::default().as_options(), "");
         let kinds = parse(&[], &["v2", "lazy"]).expect("they are kinds");
         assert_eq!(kinds.as_options(), " --without v2,lazy");

@@ -220,7 +220,7 @@ mod tests {
     /// The story: the header before had the old name still, and an older copy of the image was
     /// believed by it.
     #[test]
-    fn name_that_was_given_up_is_no_name_while_the_header_before_has_it() {
+    fn abandoned_name_is_not_a_name_while_the_header_before_has_it() {
         let memory = Memory(Mutex::new(vec![0; 4096]));
         assert_eq!(memory.goes_by(7), None);
         memory.put([7, 8], 1);

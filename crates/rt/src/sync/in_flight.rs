@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn grace_ends_when_those_who_entered_before_are_done() {
+    fn grace_ends_when_earlier_requests_are_done() {
         let executor = crate::Executor::new(crate::Backend::Sim { seed: 1 }).expect("starts");
         executor.block_on(async {
             let requests = Arc::new(Requests::default());

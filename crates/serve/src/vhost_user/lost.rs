@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_gone_reads_as_zeros_and_is_told_to_its_session_alone() {
+    fn lost_memory_reads_as_zeros_and_is_reported_to_its_session_only() {
         let (lost, other) = (Arc::default(), Arc::default());
         let (gone, there) = (file(4), file(4));
         let (map, kept) = (watched(&gone, &lost), watched(&there, &other));
@@ -344,7 +344,7 @@ mod tests {
     /// Run by the test below, in a process of its own.
     #[test]
     #[ignore = "ends its process"]
-    fn fault_in_memory_that_nobody_watches() {
+    fn fault_in_unwatched_memory() {
         let gone = file(1);
         let _watched = watched(&file(1), &Arc::default());
         let shared = FileOffset::new(gone.try_clone().expect("a file"), 0);
@@ -366,8 +366,8 @@ mod tests {
     }
 
     #[test]
-    fn bus_error_elsewhere_ends_the_process_as_ever() {
-        for name in ["fault_in_memory_that_nobody_watches", "signal_that_somebody_sends"] {
+    fn bus_error_elsewhere_still_ends_the_process() {
+        for name in ["fault_in_unwatched_memory", "signal_that_was_sent"] {
             let name = format!("vhost_user::lost::tests::{name}");
             let arguments = ["--exact", "--ignored", "--test-threads=1", &name];
             let program = std::env::current_exe().expect("this test");

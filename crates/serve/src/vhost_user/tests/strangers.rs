@@ -134,7 +134,7 @@ fn descriptors_that_are_something_else_are_refused() {
 
 /// An event descriptor that is always readable is none, but looks like one.
 #[test]
-fn other_anonymous_descriptors_are_no_kicks() {
+fn other_anonymous_descriptors_are_not_kicks() {
     let world = World::new(TestDisk::new(MIB));
     let (front_end, _, mut ring) = ready(&world);
     ring.kick = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)
