@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// The default control socket.
 const CONTROL: &str = "/run/mica/control.sock";
-/// Most bytes of an answer.
+/// Maximum size of an answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
 /// Time limit for an answer; a drain may flush gigabytes.
 const ANSWER_WAIT: Duration = Duration::from_secs(600);

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 /// Prefix of the names of stored sockets. No disk's name contains its `@`.
 const STORED: &str = "stored@";
-/// Most sockets that are accepted.
+/// Maximum number of sockets that are accepted.
 const SOCKETS_MAX: usize = 4096;
 
 /// Whether systemd passed sockets to this process.

@@ -51,7 +51,7 @@ pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Head
 /// How a chain is opened.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
-    /// Most bytes that the chain's cache holds; less than [`CACHE_BYTES_MIN`] is raised to that.
+    /// Capacity of the chain's cache; less than [`CACHE_BYTES_MIN`] is raised to that.
     pub cache_bytes: u64,
     /// Whether the sidecars are used.
     pub index: IndexUse,

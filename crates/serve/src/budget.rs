@@ -25,7 +25,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Most bytes that all clients of a process hold, in addition to their reserves.
+/// Maximum number of bytes that all clients of a process hold, in addition to their reserves.
 pub(crate) const POOL_BYTES: usize = 256 << 20;
 /// Granularity of the pool: small requests take many requests' worth at once, and rarely.
 const STEP_BYTES: usize = 256 << 10;

@@ -60,7 +60,7 @@ pub enum WritesInPlace {
 impl Handles {
     /// Fewest descriptors with which a cache is useful.
     const BOUND_MIN: usize = 4;
-    /// Most descriptors that a cache keeps: as many as a chain may have layers.
+    /// Maximum number of descriptors that a cache keeps: as many as a chain may have layers.
     const BOUND_MAX: usize = 1 << 16;
 
     /// A cache of at most `bound` open descriptors.

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// Most bytes of a request's body.
+/// Maximum size of a request's body, in bytes.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 
 /// Why a request is refused.

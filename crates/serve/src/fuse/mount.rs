@@ -40,7 +40,7 @@ struct MountId {
     device: (u32, u32),
 }
 
-/// Most dead mounts over one file that are cleared.
+/// Maximum number of dead mounts over one file that are cleared.
 const DEAD_MAX: usize = 16;
 /// How long a server has to show that it is alive.
 const LIVING_LIMIT: Duration = Duration::from_secs(5);

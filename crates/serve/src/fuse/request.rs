@@ -65,7 +65,7 @@ enum FallocateMode {
     Zero,
 }
 
-/// Most failed requests of one file that are logged.
+/// Maximum number of failed requests of one file that are logged.
 const FAILURES_LOGGED_MAX: u32 = 16;
 
 impl Task {

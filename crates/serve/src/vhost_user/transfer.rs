@@ -14,11 +14,11 @@ use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
 
-/// Maximum of bytes under way for one request.
+/// Maximum number of bytes under way for one request.
 const WINDOW_BYTES: usize = 1 << 20;
 /// Bytes under way where there is little room.
 const WINDOW_BYTES_MIN: usize = 128 << 10;
-/// Maximum of pieces of a window that are operations of their own.
+/// Maximum number of pieces of a window that are operations of their own.
 const PIECES_MAX: usize = 8;
 
 /// Memory of this process that one request takes.
