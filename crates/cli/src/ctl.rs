@@ -25,7 +25,7 @@ pub(crate) struct CtlArgs {
 enum CtlVerb {
     /// Show which disks are served, from what and where.
     Status,
-    /// Show figures since the start.
+    /// Show statistics since the start.
     Stats {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]

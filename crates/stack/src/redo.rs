@@ -56,7 +56,7 @@ fn usual_directory() -> PathBuf {
     PathBuf::from("/dev/shm")
 }
 
-/// Maximum size of such a file, in bytes. It takes as much memory as was written between two flushes.
+/// Maximum size of such a file. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The end of the name of a note with a file's place.

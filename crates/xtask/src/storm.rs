@@ -35,8 +35,8 @@ pub(crate) struct Options {
     /// Start no new chain after this many minutes.
     #[arg(long)]
     minutes: Option<f64>,
-    /// Use only these kinds of shapes and events; `--kinds` lists them. Naming only events keeps all
-    /// shapes, and vice versa.
+    /// Use only these kinds of shapes and events; `--kinds` lists them. Naming only events keeps
+    /// all shapes, and vice versa.
     #[arg(long, value_delimiter = ',', value_name = "KINDS")]
     only: Vec<String>,
     /// Leave these kinds out.

@@ -82,7 +82,8 @@ pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
 /// The limits that a caller may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Maximum number of concurrent connections, over all listeners. Further ones are closed at once.
+    /// Maximum number of concurrent connections, over all listeners. Further ones are closed at
+    /// once.
     pub connections_max: usize,
     /// From the connection to the end of the handshake.
     pub handshake_deadline: Duration,

@@ -139,7 +139,7 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
     PrivateKeyDer::from_pem_slice(&bytes).map_err(|error| {
         let is_encrypted = bytes.windows(9).any(|window| window == b"ENCRYPTED");
         let why = match is_encrypted {
-            true => "it has a passphrase, which nobody is there to type: store it without one",
+            true => "it has a passphrase, which nobody can type here: store it without one",
             false => "a PEM file that begins with BEGIN PRIVATE KEY is expected",
         };
         invalid(format!(

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 /// Maximum number of requests of a burst.
 const REQUESTS_MAX: u64 = 12;
-/// Maximum number of bytes that the reads of a burst ask for: they wait in the socket while we still
-/// send.
+/// Maximum number of bytes that the reads of a burst ask for: they wait in the socket while we
+/// still send.
 const READ_BYTES_MAX: u64 = 64 << 10;
 
 /// The bytes that the disk has to have.
