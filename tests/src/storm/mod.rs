@@ -62,14 +62,14 @@ use story::{Fault, Outcome, Story};
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 
-/// What a run is to be like.
+/// Settings of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The program under test.
     pub binary: PathBuf,
     /// How many chains; each has a seed of its own, from `seed` on.
     pub chains: u64,
-    /// Times that each chain lives through it all.
+    /// How often each chain is repeated.
     pub repeat: u64,
     /// The seed of the first chain.
     pub seed: u64,

@@ -39,7 +39,7 @@ pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outco
     Ok(Left::Serving(new))
 }
 
-/// Who is killed in a takeover.
+/// Which process is killed in a takeover.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Victim {
     Old,

@@ -63,7 +63,7 @@ impl<M> Deref for Watched<M> {
     }
 }
 
-/// What is to be known of a file to watch a mapping of it.
+/// What has to be known about a file to watch a mapping of it.
 #[derive(Clone)]
 pub(super) struct Pages {
     lost: Arc<Lost>,

@@ -204,7 +204,7 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
             Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
             Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
                 tracing::warn!("cannot accept a front end: too many open files");
-                // Nothing else is to be waited for: the stop is checked again after a while.
+                // There is nothing to wait for: the stop is checked again after a while.
                 let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
             }
             Err(_) => {}

@@ -136,7 +136,7 @@ fn root_reads_what_the_owner_of_an_image_left() {
     assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
     let refused = place.open_writable(Locking::On).err().expect("it is another user's");
     assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
-    // Who is not the owner is not believed.
+    // A user who is not the owner is not believed.
     chown(&log, Some(OWNER + 1), None).unwrap();
     assert_eq!(place.read(Locking::On), 0);
     assert!(log.exists());
