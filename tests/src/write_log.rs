@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_log_is_refused() {
+    fn file_that_is_not_a_log_is_refused() {
         let entry = |words: &[u64]| log(1, &[padded(words)]);
         let mut larger_sectors = entry(&[0, 0, FLUSH]);
         larger_sectors[24..28].copy_from_slice(&3000_u32.to_le_bytes());

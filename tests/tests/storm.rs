@@ -1,4 +1,4 @@
-//! The storm's short form: some chains of random shape go through kills, take-overs, QEMU's own
+//! The storm's short form: some chains of random shape go through kills, takeovers, QEMU's own
 //! writes, full file systems and much else, and every sector is judged. `cargo xtask storm` is the
 //! long form, and replays a failing seed.
 //!

@@ -43,7 +43,7 @@ pub(crate) struct Options {
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Few layers, few runs, short loads: a look, not a result.
+    /// Few layers, few runs, short loads: a smoke run, not a result.
     #[arg(long)]
     quick: bool,
     #[command(flatten)]
@@ -51,7 +51,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// One value for a result, another for a quick look.
+    /// One value for a result, another for a smoke run.
     fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }

@@ -1,4 +1,4 @@
-//! mica beside its peers: the figures of `GOALS`, each from one run in which the peers take turns;
+//! mica against its peers: the figures of `GOALS`, each from one run in which the peers take turns;
 //! and the demonstration.
 //!
 //! `cargo xtask bench` and `cargo xtask demo` build and run this. Absolute times belong to the
@@ -28,7 +28,7 @@ mod write;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
-/// Measures mica beside its peers.
+/// Benchmarks mica against its peers.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Cli {

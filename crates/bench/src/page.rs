@@ -9,7 +9,7 @@ use std::fmt::Write;
 pub(super) struct Found<'a> {
     /// Facts of the machine.
     pub(super) machine: &'a [(String, String)],
-    /// Whether it was a quick look.
+    /// Whether it was a smoke run.
     pub(super) quick: bool,
     /// The figures.
     pub(super) samples: &'a Samples,
@@ -37,7 +37,7 @@ impl Found<'_> {
 
     fn head(&self, page: &mut String, verified: &str) {
         if self.quick {
-            page.push_str("**A quick look: few runs, short loads. No result.**\n\n");
+            page.push_str("**A smoke run: few runs, short loads. Not a result.**\n\n");
         }
         page.push_str(
             "Medians of runs in which the servers took turns; ratios count, absolute times belong \

@@ -23,7 +23,7 @@ use mica_daemon::{HELPER_VERB, LogLevel};
 #[derive(Parser)]
 #[command(name = "mica", version, max_term_width = 100)]
 pub(crate) struct Cli {
-    /// What is logged to stderr besides errors.
+    /// What to log to stderr besides errors.
     #[arg(long, global = true, value_enum, default_value = "warn", value_name = "LEVEL")]
     pub(crate) log_level: LogLevel,
     #[command(subcommand)]

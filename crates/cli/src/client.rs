@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// The default control socket.
 const CONTROL: &str = "/run/mica/control.sock";
-/// Most bytes of an answer.
+/// Maximum size of an answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
 /// Time limit for an answer; a drain may flush gigabytes.
 const ANSWER_WAIT: Duration = Duration::from_secs(600);
@@ -73,7 +73,7 @@ impl Client {
         let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
         let answer = exchange(stream, method, path, body).map_err(failed)?;
         let unexpected =
-            || Failure::new(format!("{named}: what answers there is not a mica server"));
+            || Failure::new(format!("{named}: the process listening there is not mica"));
         let (status, text) = parse(&answer).ok_or_else(unexpected)?;
         let value: Value = serde_json::from_slice(text).map_err(|_| unexpected())?;
         match status {

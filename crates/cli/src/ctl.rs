@@ -25,7 +25,7 @@ pub(crate) struct CtlArgs {
 enum CtlVerb {
     /// Show which disks are served, from what and where.
     Status,
-    /// Show figures since the start.
+    /// Show statistics since the start.
     Stats {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
@@ -99,7 +99,7 @@ fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
     let names: Vec<_> = disks.iter().map(|found| text(&found["name"])).collect();
     let found = disks.into_iter().find(|found| found["name"] == disk);
     let found = found.ok_or_else(|| {
-        Failure::new(format!("there is no disk {disk:?}; there is {}", names.join(", ")))
+        Failure::new(format!("no disk {disk:?}; disks are: {}", names.join(", ")))
     })?;
     answer["disks"] = json!([found]);
     Ok(())

@@ -72,6 +72,6 @@ impl ImageArgs {
 /// Parses the size given for an option.
 pub(crate) fn size_of(option: &str, text: &str) -> Result<u64, Failure> {
     parse_size(text).ok_or_else(|| {
-        Failure::new(format!("{option}: {text:?} is not a size: write it like 64k or 8G"))
+        Failure::new(format!("{option}: invalid size {text:?}; use for example 64k or 8G"))
     })
 }

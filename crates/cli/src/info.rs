@@ -73,7 +73,7 @@ async fn describe(
         return Ok((description.finish(file), None));
     }
     let info = wait_for_dead(async || inspect(images, path).await).await?;
-    // A backing file that may not be opened is no error if only its name is shown.
+    // A backing file that may not be opened is not an error if only its name is shown.
     let backing = match info.backing(images, path) {
         Ok(backing) => backing,
         Err(_) if !follow => None,

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            // If stdout or stderr is closed, nobody can be told.
+            // If stdout or stderr is closed, this cannot be reported.
             let _ = error.print();
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(2) };
         }

@@ -24,18 +24,19 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     process: ProcessSettings,
     /// Take over from the server at the --control socket: its sockets, and its disks once it has
-    /// closed them. Guests only wait. If this server cannot serve, that one keeps serving.
+    /// closed them. Guests see only a short pause. If this server cannot serve, that one keeps
+    /// serving.
     #[arg(long)]
     takeover: bool,
-    /// Exit once the disks are served, or cannot be: the server is another process, in the
-    /// background. With --takeover this is what systemd runs to reload.
+    /// Exit once the disks are being served, or startup has failed: the server is another process,
+    /// in the background. With --takeover this is what systemd runs to reload.
     #[arg(long)]
     fork: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
 
-// What a configuration says where there is one. (A doc comment would become the help of the verb.)
+// What a configuration file would say. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct DiskArgs {
     #[command(flatten)]
@@ -76,7 +77,7 @@ pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
 fn config(args: ServeArgs) -> Result<Config, Failure> {
     let mut config = match (&args.config, args.disk.image.clone()) {
         (Some(file), _) => Config::read(file)?,
-        (None, Some(image)) => args.disk.alone(image)?,
+        (None, Some(image)) => args.disk.into_config(image)?,
         (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
     };
     config.process = args.process.or(config.process);
@@ -87,14 +88,14 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
 }
 
 impl DiskArgs {
-    /// A configuration of this disk alone.
-    fn alone(self, image: PathBuf) -> Result<Config, Failure> {
+    /// A configuration with this disk only.
+    fn into_config(self, image: PathBuf) -> Result<Config, Failure> {
         let DiskArgs { settings, stats, images, .. } = self;
         // A block device is refused with a message of its own.
         let is_placed = settings.has_place() || settings.ublk || has_inherited_sockets();
         if !is_placed {
             return Err(Failure::new(
-                "nothing says where the disk is served: add --nbd SOCKET, --vhost-user SOCKET or \
+                "nowhere to serve the disk: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",
             )
             .with_code(2));

@@ -97,7 +97,7 @@ impl Config {
     pub fn check(&self) -> Result<()> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if self.disks.is_empty() {
-            return invalid("there is no disk to serve".to_owned());
+            return invalid("no disk to serve".to_owned());
         }
         if self.stats.stats_file.is_some() && self.disks.len() > 1 {
             let what = "stats-file covers a single disk; use `mica ctl stats`";
@@ -113,7 +113,7 @@ impl Config {
                 ));
             }
             if !names.insert(name) {
-                return invalid(format!("two disks are called {name:?}"));
+                return invalid(format!("two disks are named {name:?}"));
             }
             if disk.settings.ublk {
                 return Err(ublk::refusal(name));
@@ -124,7 +124,7 @@ impl Config {
             let endpoints = disk.endpoints();
             if endpoints.is_empty() && !has_inherited_sockets() {
                 return invalid(format!(
-                    "disk {name:?}: nothing says where it is served: add nbd, vhost-user or fuse"
+                    "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
                 ));
             }
             for endpoint in endpoints {

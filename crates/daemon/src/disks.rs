@@ -24,7 +24,7 @@ impl Disks {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let name = &disk.name;
         if all.iter().any(|other| other.name == *name) {
-            return Err(Error::new(ErrorKind::Invalid, format!("two disks are called {name:?}")));
+            return Err(Error::new(ErrorKind::Invalid, format!("two disks are named {name:?}")));
         }
         all.push(disk);
         Ok(())

@@ -8,7 +8,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Most descriptors in one message.
+/// Maximum number of descriptors in one message.
 pub(crate) const FDS_MAX: usize = 32;
 
 /// A socket that preserves message boundaries.

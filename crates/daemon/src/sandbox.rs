@@ -63,7 +63,7 @@ impl Sandbox {
         }
         // Otherwise a setuid program could get back what we gave up.
         rustix::thread::set_no_new_privs(true)
-            .map_err(|error| Error::from_io("giving up new privileges", error.into()))?;
+            .map_err(|error| Error::from_io("setting no_new_privs", error.into()))?;
         sandbox.lacking.extend(match restrict_files(needs) {
             Ok(status) => match (status.ruleset, status.landlock) {
                 (RulesetStatus::FullyEnforced, _) => None,
@@ -115,7 +115,7 @@ impl Sandbox {
 /// # Errors
 /// Those of the system calls.
 pub(crate) fn restrict_helper(mounts: bool) -> Result<()> {
-    let failed = |error| Error::from_io("the sandbox helper", error);
+    let failed = |error| Error::from_io("sandbox helper failed", error);
     // A program that mounts for users is setuid, which would have no effect then.
     if mounts && !rustix::process::geteuid().is_root() {
         return Ok(());

@@ -119,7 +119,7 @@ impl Served {
         }
         held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
         if held.is_empty() && settings.fuse.is_none() {
-            let what = "nothing says where it is served, and no socket was passed for it";
+            let what = "nowhere to serve it: no socket was named or passed for it";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         Ok(())
@@ -204,7 +204,10 @@ impl Served {
         });
         let outcome = closed.map_err(|error| {
             let image = self.image();
-            error.wrap(format!("closing {}: not all that was written is in it", image.display()))
+            error.wrap(format!(
+                "closing {}: not everything that was written is in it",
+                image.display()
+            ))
         });
         self.release();
         *self.lock() = State::Ended(Box::new(counts), Some(outcome.clone()));
@@ -239,7 +242,7 @@ impl Served {
         let notice = notifier.map(|notify| notify());
         if let Some(Err(error)) = &notice {
             let name = &self.name;
-            tracing::warn!(%error, "the machine of {name} was not told its disk's new length");
+            tracing::warn!(%error, "cannot notify the virtual machine of {name} of its disk's new length");
         }
         Ok(Resized { old, new: self.image_figures().len, notice })
     }

@@ -175,7 +175,7 @@ impl Sockets {
     /// everything is served.
     pub(crate) fn remove_spare(self) {
         for held in self.spare {
-            tracing::info!(name = held.name, "a socket of an earlier configuration is closed");
+            tracing::info!(name = held.name, "closed a socket of an earlier configuration");
             held.listener.own_file();
             // Sockets in use may share the name; they are stored after this.
             systemd::forget(&held.name);
@@ -231,7 +231,7 @@ impl ControlSockets {
 fn check_metrics(address: SocketAddr, is_public: bool) -> Result<()> {
     let context = || format!("--metrics {address}");
     if !is_public && !address.ip().to_canonical().is_loopback() {
-        let what = "figures are shown on the loopback only, unless --metrics-public allows more";
+        let what = "metrics are served only on loopback addresses without --metrics-public";
         return Err(Error::new(ErrorKind::Denied, what).wrap(context()));
     }
     Ok(())

@@ -1,10 +1,10 @@
-//! What systemd is told and what it passes on: see sd_notify(3) and sd_listen_fds(3).
+//! What is sent to systemd and what it passes on: see sd_notify(3) and sd_listen_fds(3).
 //!
 //! Sockets that this process creates are stored with systemd, so that they stay open if it crashes:
 //! clients that connect then wait for the next server instead of being refused.
 //!
 //! Invariants
-//! - I1 A socket that is no longer served is no longer stored: clients would wait for nobody,
+//! - I1 A socket that is no longer served is no longer stored: clients would wait in vain,
 //!   and the store would fill up. What another process now serves stays stored.
 //! - I2 In a takeover the old process tells systemd of the new main process before it ends: the
 //!   end of the main process would be the end of the service.
@@ -31,7 +31,7 @@ use std::time::Duration;
 
 /// Prefix of the names of stored sockets. No disk's name contains its `@`.
 const STORED: &str = "stored@";
-/// Most sockets that are accepted.
+/// Maximum number of sockets that are accepted.
 const SOCKETS_MAX: usize = 4096;
 
 /// Whether systemd passed sockets to this process.

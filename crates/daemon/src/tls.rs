@@ -66,7 +66,7 @@ impl<'a> Security<'a> {
             (_, Some(directory)) => Tls::load(directory, clients).map(Some),
             (Some(_), None) => Err(Error::new(
                 ErrorKind::Invalid,
-                "--tls needs certificates: say where they are with --tls-certificates DIR",
+                "--tls needs certificates: add --tls-certificates DIR",
             )),
         }
     }
@@ -75,7 +75,8 @@ impl<'a> Security<'a> {
     fn address(&self, name: &str, has_tls: bool) -> Result<Option<SocketAddr>> {
         let Some(address) = name.strip_prefix("tcp:") else { return Ok(None) };
         let address: SocketAddr = address.parse().map_err(|_| {
-            let context = format!("--nbd {name}: write a TCP address like tcp:127.0.0.1:10809");
+            let context =
+                format!("--nbd {name}: invalid TCP address; use for example tcp:127.0.0.1:10809");
             Error::new(ErrorKind::Invalid, context)
         })?;
         let is_secured = has_tls && self.policy() == TlsPolicy::Required;

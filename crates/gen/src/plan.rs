@@ -9,7 +9,7 @@ use mica_units::{ClusterBits, LayerNumber};
 const CLUSTER_BITS_CHOICES: &[u32] = &[9, 12, 14, 16, 17, 18, 20, 21];
 /// Extended L2 entries need at least this.
 const EXTENDED_CLUSTER_BITS_MIN: u32 = 14;
-/// Verifiable content is judged by blocks of this size, so units are no smaller.
+/// Verifiable content is judged by blocks of this size, so units are never smaller.
 const UNIT_BYTES_MIN: u64 = 4096;
 
 /// What a chain will be.

@@ -213,7 +213,8 @@ impl FromStr for Features {
             Feature::ALL.iter().copied().find(|feature| feature.name() == name).ok_or_else(|| {
                 let known: Vec<_> = Feature::ALL.iter().map(|feature| feature.name()).collect();
                 let known = known.join(", ");
-                let context = format!("no feature '{name}'; there are {known}, all and none");
+                let context =
+                    format!("unknown feature '{name}'; features are {known}, all and none");
                 Error::new(ErrorKind::Invalid, context)
             })
         };

@@ -52,7 +52,7 @@ pub use walk::{Walk, WalkStep};
 use std::fmt::Debug;
 use std::hash::Hash;
 
-/// Most levels of directories: 16 levels of 4 bits name every 64-bit key.
+/// Maximum number of levels of directories: 16 levels of 4 bits name every 64-bit key.
 pub const HEIGHT_MAX: u8 = 16;
 
 /// Names a node, for as long as it is kept: two references that are equal name the same bytes.

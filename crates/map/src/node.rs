@@ -12,7 +12,7 @@ pub const NODE_HEADER_BYTES: usize = 8;
 /// Bytes of a directory's payload before its references: which children it has.
 pub(crate) const BITMAP_BYTES: usize = FANOUT / 8;
 
-/// Most bytes of a directory node, its header included.
+/// Maximum size of a directory node, in bytes, its header included.
 pub const fn directory_bytes_max<R: Reference>() -> usize {
     NODE_HEADER_BYTES + BITMAP_BYTES + FANOUT * R::BYTES
 }

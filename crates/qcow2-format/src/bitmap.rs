@@ -120,7 +120,7 @@ impl BitmapEntry {
         };
         if extra_len != 0 {
             return Err(corrupt(format!(
-                "bitmap entry has {extra_len} bytes of extra data, which nobody defines"
+                "bitmap entry has {extra_len} bytes of extra data, which the format does not define"
             )));
         }
         let name = until_nul(name);

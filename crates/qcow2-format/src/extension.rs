@@ -17,7 +17,7 @@ pub(super) const BITMAPS: u32 = 0x2385_2875;
 pub(super) const LUKS_HEADER: u32 = 0x0537_be77;
 pub(super) const DATA_FILE_NAME: u32 = 0x4441_5441;
 
-/// Most bitmaps that QEMU and mica accept in an image.
+/// Maximum number of bitmaps that QEMU and mica accept in an image.
 const BITMAP_COUNT_MAX: u32 = 65535;
 /// Longest bitmap directory that QEMU and mica accept.
 const BITMAP_DIRECTORY_BYTES_MAX: u64 = 1024 * 65535;
@@ -207,7 +207,7 @@ impl BitmapsExtension {
     pub(super) fn decode(step: &Step<'_>, cluster_bits: ClusterBits) -> Result<Self> {
         Self::check_len(step)?;
         let Ok(raw) = RawBitmaps::read_from_bytes(&step.data) else {
-            return Err(corrupt(format!("bitmaps extension at byte {} is cut", step.offset)));
+            return Err(corrupt(format!("bitmaps extension at byte {} is truncated", step.offset)));
         };
         let at = step.offset;
         let count = raw.count.get();

@@ -100,9 +100,9 @@ fn parse_json(json: &[u8]) -> Result<ImageName> {
             return Err(refuse(&format!("file.{key} is given twice")));
         }
     }
-    let format = text(options.remove("driver")).map_err(|()| refuse("driver is not a text"))?;
-    let driver = text(file.remove("driver")).map_err(|()| refuse("file.driver is not a text"))?;
-    let path = text(file.remove("filename")).map_err(|()| refuse("filename is not a text"))?;
+    let format = text(options.remove("driver")).map_err(|()| refuse("driver is not a string"))?;
+    let driver = text(file.remove("driver")).map_err(|()| refuse("file.driver is not a string"))?;
+    let path = text(file.remove("filename")).map_err(|()| refuse("filename is not a string"))?;
     if let Some(key) = options.keys().next() {
         return Err(refuse(&format!("option {key:?} is not known")));
     }
@@ -115,7 +115,7 @@ fn parse_json(json: &[u8]) -> Result<ImageName> {
     if !matches!(driver.as_deref(), None | Some("file")) {
         return Err(refuse("file.driver is not file"));
     }
-    let path = path.ok_or_else(|| refuse("there is no file.filename"))?;
+    let path = path.ok_or_else(|| refuse("file.filename is missing"))?;
     if !path.starts_with('/') {
         // QEMU would look in the directory in which it happens to run.
         return Err(refuse("the file's path is not absolute"));

@@ -6,12 +6,12 @@ use mica_units::HostOffset;
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Most internal snapshots that QEMU and mica accept.
+/// Maximum number of internal snapshots that QEMU and mica accept.
 pub const SNAPSHOT_COUNT_MAX: u32 = 65536;
 /// Longest snapshot table that QEMU and mica accept.
 pub const SNAPSHOT_TABLE_BYTES_MAX: u64 = 1024 * 65536;
 
-/// Most extra data in an entry that QEMU and mica accept.
+/// Maximum extra data in an entry that QEMU and mica accept.
 const EXTRA_BYTES_MAX: usize = 1024;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]

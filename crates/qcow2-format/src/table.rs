@@ -263,7 +263,7 @@ impl L2Format {
     /// # Errors
     /// As [`Self::interpret`]; `Corrupt` too if bytes are missing.
     pub fn decode(self, bytes: &[u8]) -> Result<L2Entry> {
-        let raw = self.raw(bytes, 0).ok_or_else(|| corrupt("L2 entry is cut"))?;
+        let raw = self.raw(bytes, 0).ok_or_else(|| corrupt("L2 entry is truncated"))?;
         self.interpret(raw)
     }
 

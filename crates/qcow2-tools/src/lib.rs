@@ -1,4 +1,4 @@
-//! Operations on qcow2 images that nobody uses: checking and repairing them, creating new ones,
+//! Operations on qcow2 images that are not in use: checking and repairing them, creating new ones,
 //! changing their length. Internal crate.
 
 pub mod check;

@@ -33,7 +33,7 @@ pub const CACHE_BYTES_MIN: u64 = 64 << 10;
 /// Budget of a chain's cache unless the user says otherwise.
 pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
 
-/// A unit of fewer bits than this is not told as the preferred one.
+/// A unit of fewer bits than this is not reported as the preferred one.
 const PREFERRED_BITS_MIN: u32 = 12;
 
 /// Whether the sidecars are used.
@@ -51,7 +51,7 @@ pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Head
 /// How a chain is opened.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
-    /// Most bytes that the chain's cache holds; less than [`CACHE_BYTES_MIN`] is raised to that.
+    /// Capacity of the chain's cache; less than [`CACHE_BYTES_MIN`] is raised to that.
     pub cache_bytes: u64,
     /// Whether the sidecars are used.
     pub index: IndexUse,

@@ -5,7 +5,7 @@ use mica_units::{GuestOffset, LayerNumber};
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-/// Most bytes that are kept; one cluster is kept whatever its size.
+/// Maximum number of bytes that are kept; one cluster is kept whatever its size.
 const KEPT_BYTES_MAX: usize = 1 << 20;
 
 /// A few decompressed clusters, the latest first.

@@ -102,7 +102,7 @@ impl Gate {
     /// A moment for [`Self::is_over`]; `None` until everything from the last one is done.
     pub(crate) fn moment(&self) -> Option<Moment> {
         let [reads, in_place, changes] = self.under_way();
-        // A phase that was ended in vain, as the next one could not be, is drained all the sooner.
+        // A phase that was ended for nothing, as the next one could not be, is drained sooner.
         Some(Moment([reads.end_phase()?, in_place.end_phase()?, changes.end_phase()?]))
     }
 

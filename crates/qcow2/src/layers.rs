@@ -1,4 +1,4 @@
-//! The layers of a chain at one time, from the base.
+//! The layers of a chain at one moment, from the base.
 //!
 //! A layer has a number, which names it in memory, and a position, which names it in the sidecars.
 //! A layer keeps its number for as long as it is open; its position changes when a layer beneath it

@@ -375,7 +375,7 @@ impl fmt::Debug for SharedMemory {
 const CLASS_BITS_MIN: u32 = 12;
 const CLASS_BITS_MAX: u32 = 21;
 const CLASS_COUNT: usize = (CLASS_BITS_MAX - CLASS_BITS_MIN + 1) as usize;
-/// Most bytes that one thread keeps for reuse.
+/// Maximum number of bytes that one thread keeps for reuse.
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
 #[derive(Default)]

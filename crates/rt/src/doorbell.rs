@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn full_counter_of_a_blocking_descriptor_holds_nobody_up() {
+    fn full_counter_of_a_blocking_descriptor_does_not_block() {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("an event");
         let bell = Doorbell::new(fd.try_clone().expect("a descriptor"));
         let full = u64::MAX - 1;

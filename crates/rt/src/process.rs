@@ -5,8 +5,8 @@ use rustix::event::{Timespec, poll};
 /// Whether a process has been killed, has begun to exit, or no longer exists: what it holds will be
 /// released soon. Takes two milliseconds if it is alive.
 pub fn is_dying(process: u32) -> bool {
-    let told = |what: &str| std::fs::read_to_string(format!("/proc/{process}/{what}"));
-    let lives = || match (told("stat"), told("status")) {
+    let read = |what: &str| std::fs::read_to_string(format!("/proc/{process}/{what}"));
+    let lives = || match (read("stat"), read("status")) {
         (Ok(stat), Ok(status)) => !dies(&stat, &status),
         _ => false,
     };

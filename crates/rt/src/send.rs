@@ -3,7 +3,7 @@
 use crate::buf::Buf;
 use std::collections::VecDeque;
 
-/// Most buffers in one sendmsg: the kernel's UIO_MAXIOV.
+/// Maximum number of buffers in one sendmsg: the kernel's UIO_MAXIOV.
 pub(crate) const SEND_BUFS_MAX: usize = 1024;
 
 /// Buffers that are sent in order, and the progress so far.

@@ -66,7 +66,7 @@ fn unheard(panic: Box<dyn Any + Send>) {
     if current().is_simulated() {
         resume_unwind(panic);
     }
-    tracing::error!("a task that nobody waits for panicked: this is a bug, and its work is lost");
+    tracing::error!("a detached task panicked: this is a bug, and its work is lost");
 }
 
 /// A task, as a future of its output: awaiting it resumes a panic of the task. Dropping this leaves

@@ -9,9 +9,8 @@
 //! Each share has a **reserve** of its own, so that its small requests proceed no matter what
 //! others take, and large ones do too, piece by piece. Anything beyond that comes from the pool. A
 //! share gets at most a fraction of what is free, and a party at most all of it: so there is always
-//! something left for the next client, nobody waits for somebody else to release memory, and a
-//! client that hoards memory slows down nobody but itself and, somewhat, the other clients of its
-//! own disk.
+//! something left for the next client, no client waits for another to release memory, and a client
+//! that hoards memory slows down only itself and, somewhat, the other clients of its own disk.
 //!
 //! The total is at most [`POOL_BYTES`] plus the reserves of all shares that may exist, whose
 //! numbers are bounded where they are created.
@@ -26,11 +25,11 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Most bytes that all clients of a process hold, in addition to their reserves.
+/// Maximum number of bytes that all clients of a process hold, in addition to their reserves.
 pub(crate) const POOL_BYTES: usize = 256 << 20;
 /// Granularity of the pool: small requests take many requests' worth at once, and rarely.
 const STEP_BYTES: usize = 256 << 10;
-/// A share may take this fraction of what is free: one part in so many.
+/// A share may take this fraction of what is free: one part in this many.
 const PART: usize = 8;
 /// What a share in use keeps beyond its current need.
 const SLACK_BYTES: usize = 1 << 20;

@@ -7,7 +7,7 @@ use mica_rt::Instant;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Rates; zero is no limit.
+/// Rates; zero means no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Rates {
     /// Operations per second.

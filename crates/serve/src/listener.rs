@@ -76,7 +76,7 @@ impl Listener {
     /// Listens on a unix socket at `path`. The socket of a dead server is replaced.
     ///
     /// # Errors
-    /// `Denied` if a living server listens there, or if there is something that is no socket.
+    /// `Denied` if a living server listens there, or if something that is not a socket is there.
     pub fn unix(path: &Path) -> Result<Self> {
         Self::unix_for(path, SocketUsers::AsUmask)
     }
@@ -125,7 +125,7 @@ impl Listener {
     /// file, if it has one, is left alone until [`Listener::own_file`].
     ///
     /// # Errors
-    /// If it is no listening stream socket.
+    /// If it is not a listening stream socket.
     pub fn inherited(fd: OwnedFd) -> Result<Self> {
         let context = || "taking over a listening socket";
         let listening = sockopt::socket_acceptconn(&fd)
@@ -147,7 +147,7 @@ impl Listener {
         let listener = UnixListener::from(fd);
         let name = listener.local_addr().map_err(|error| Error::from_io(context(), error))?;
         let path = name.as_pathname().map(|bound| name_of_bound(bound.to_owned()));
-        // One that is gone is nobody's to remove.
+        // If it is gone, there is nothing to remove.
         let file = path.and_then(|path| SocketFile::find(&path, false).ok());
         Self::wrap(listener.into(), Family::Unix, file)
     }
@@ -162,7 +162,7 @@ impl Listener {
         self.set_ours(true);
     }
 
-    /// Leaves the file where it is: somebody else listens there.
+    /// Leaves the file where it is: another process listens there.
     pub fn leave_file(&self) {
         self.set_ours(false);
     }
@@ -235,7 +235,7 @@ impl Drop for SocketFile {
             && self.path.symlink_metadata().is_ok_and(is_same)
             && let Err(error) = std::fs::remove_file(&self.path)
         {
-            tracing::warn!(path = %self.path.display(), %error, "a socket file stays behind");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove a socket file");
         }
     }
 }
@@ -377,7 +377,7 @@ const GONE_LOOKS_MAX: u32 = 500;
 
 /// Connects to the server on `path`. A process that was killed still listens for a moment: that is
 /// waited for.
-fn connect_to_the_living(path: &Path) -> io::Result<()> {
+fn probe_listener(path: &Path) -> io::Result<()> {
     let mut looks = 0;
     loop {
         let stream = UnixStream::connect(path)?;
@@ -393,7 +393,7 @@ fn connect_to_the_living(path: &Path) -> io::Result<()> {
         if looks == 1 {
             tracing::warn!(
                 socket = %path.display(),
-                "waits for the process that listened there, {number}, to be gone"
+                "waiting for the process that listened there, {number}, to exit"
             );
         }
         let pause = rustix::event::Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
@@ -404,21 +404,21 @@ fn connect_to_the_living(path: &Path) -> io::Result<()> {
 fn remove_leftover(path: &Path) -> Result<()> {
     let Ok(found) = path.symlink_metadata() else { return Ok(()) };
     if !found.file_type().is_socket() {
-        let what = format!("{}: there is something that is not a socket", listening_on(path));
+        let what = format!("{} exists and is not a socket", path.display());
         return Err(Error::new(ErrorKind::Denied, what));
     }
-    match connect_to_the_living(path) {
+    match probe_listener(path) {
         Ok(()) => Err(is_taken(path)),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| {
                 Error::from_io(format!("removing the leftover socket {}", path.display()), error)
             })
         }
-        // A sandbox lets nobody connect; before it was entered there was nothing.
+        // The sandbox forbids connecting; before it was entered nothing was there.
         Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
             Err(is_taken(path))
         }
-        Err(error) => Err(Error::from_io(format!("looking at {}", path.display()), error)),
+        Err(error) => Err(Error::from_io(format!("checking {}", path.display()), error)),
     }
 }
 
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_of_its_own_user_is_nobody_elses_from_the_first_moment_on() {
+    fn private_socket_is_private_from_the_first_moment() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let _listener = Listener::unix_for(&path, SocketUsers::Own).expect("listens");
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_no_socket_is_left_alone() {
+    fn file_that_is_not_a_socket_is_left_alone() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("disk.raw");
         std::fs::write(&path, b"precious").expect("write");
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn file_goes_with_the_last_clone_and_stays_for_who_took_over() {
+    fn file_goes_with_the_last_clone_and_stays_after_a_takeover() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
         let first = Listener::unix(&path).expect("bind");

@@ -35,5 +35,5 @@ pub(crate) async fn read_parts(
 
 /// A request and the memory for it contradict each other.
 pub(crate) fn too_short() -> Error {
-    Error::new(ErrorKind::Invalid, "a request that is not as long as its memory")
+    Error::new(ErrorKind::Invalid, "a request and its buffer differ in length")
 }

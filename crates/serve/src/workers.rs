@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
-/// Most threads of a process that serves.
+/// Maximum number of threads of a process that serves.
 const WORKERS_MAX: usize = 256;
 
 /// Threads with an executor each. They end when this is dropped; what still runs on them is
@@ -77,7 +77,7 @@ impl Drop for Workers {
         self.stop.raise();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a worker ended by a failure in the server");
+                tracing::error!("a worker thread panicked");
             }
         }
     }

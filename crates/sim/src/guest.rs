@@ -17,7 +17,7 @@ pub struct Load {
     pub tasks: u64,
     /// Requests of each task.
     pub requests: u64,
-    /// Most sectors of a request.
+    /// Maximum number of sectors of a request.
     pub sectors_max: u64,
     /// One request in this many is a flush.
     pub flush_one_in: u64,

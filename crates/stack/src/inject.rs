@@ -54,7 +54,7 @@ impl FromStr for Fault {
             _ => None,
         };
         fault.ok_or_else(|| {
-            let what = format!("--inject {text:?} is not understood; it takes {}", Self::SYNTAX);
+            let what = format!("invalid --inject {text:?}; use {}", Self::SYNTAX);
             Error::new(ErrorKind::Invalid, what)
         })
     }

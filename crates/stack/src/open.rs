@@ -139,7 +139,7 @@ async fn open_now(
             let text = named.to_string_lossy();
             let size = parse_size(&text).ok_or_else(|| {
                 let context =
-                    format!("{text:?} is not a size: write it like 8G for the null format");
+                    format!("invalid size {text:?} for the null format; use for example 8G");
                 Error::new(ErrorKind::Invalid, context)
             })?;
             let disk = NullDisk::new(size)?;

@@ -116,7 +116,7 @@ impl Policy {
         let located = Located::find(path)?;
         if absolute(path)? != self.named {
             let place = located.real_path().map_err(|error| {
-                let what = format!("whether {path:?} may be opened cannot be judged without /proc");
+                let what = format!("without /proc, it is unknown whether {path:?} may be opened");
                 Error::new(ErrorKind::Denied, format!("{what} ({error})"))
             })?;
             self.judge(path, &place)?;

@@ -46,8 +46,8 @@ const PREFERRED_BYTES: u32 = 4096;
 /// Zeros that have to be written out are written in pieces of at most this size.
 const ZEROES_BYTES_MAX: u64 = 512 << 10;
 
-/// Most runs that one plan queries the file system for; anything beyond is reported as data, which
-/// is always true enough.
+/// Maximum number of runs that one plan queries the file system for; anything beyond is reported as
+/// data, which is always true enough.
 const RUNS_MAX: usize = 1 << 14;
 /// Runs after which other tasks get a turn: each takes two system calls.
 const RUNS_PER_TURN: u64 = 64;

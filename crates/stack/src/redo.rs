@@ -56,7 +56,7 @@ fn usual_directory() -> PathBuf {
     PathBuf::from("/dev/shm")
 }
 
-/// Most bytes of such a file. It takes as much memory as was written between two flushes.
+/// Maximum size of such a file. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The end of the name of a note with a file's place.
@@ -87,8 +87,8 @@ impl RedoFile {
 
     fn of_user(place: &RedoPlace, identity: Identity, user: u32) -> Option<Self> {
         let RedoPlace::Directory(directory) = place else { return None };
-        let told = std::fs::read_to_string(BOOT_ID).ok()?;
-        let digits: String = told.chars().filter(char::is_ascii_hexdigit).collect();
+        let text = std::fs::read_to_string(BOOT_ID).ok()?;
+        let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
         let boot = u128::from_str_radix(&digits, 16).ok()?;
         let folder = folder::path_of(directory, user);
         let name = name_of(identity);
@@ -114,10 +114,10 @@ impl RedoFile {
             RedoPlace::Directory(directory) => Some(folder::path_of(directory, own_user())),
             RedoPlace::Nowhere => None,
         };
-        // It is this user's, and nobody else's.
+        // Only if the folder is this user's, and nobody else's.
         folder::find_of(usual, own_user()).ok().flatten()?;
-        let told = read_note(&usual.join(note_of(identity)));
-        let files = [Some(usual.join(name_of(identity))), told];
+        let noted = read_note(&usual.join(note_of(identity)));
+        let files = [Some(usual.join(name_of(identity))), noted];
         files.into_iter().flatten().find(|file| {
             let found = file.symlink_metadata();
             let is_own = own.as_deref().is_some_and(|own| file.starts_with(own));
@@ -127,9 +127,9 @@ impl RedoFile {
 
     /// Records in the usual folder where this file is. A failure only means that nobody gets the
     /// hint.
-    fn tell(&self) {
+    fn write_note(&self) {
         let Some(usual) = &self.usual else { return };
-        let told = folder::make(usual).and_then(|folder| {
+        let written = folder::make(usual).and_then(|folder| {
             let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
             let flags = flags | OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
             let note = openat(&folder, self.note(), flags, Mode::RUSR | Mode::WUSR);
@@ -137,12 +137,12 @@ impl RedoFile {
             let place = self.path();
             note.write_all_at(place.as_os_str().as_bytes(), 0).map_err(|error| self.explain(error))
         });
-        if let Err(error) = told {
-            tracing::debug!(%error, "the place of a log could not be noted");
+        if let Err(error) = written {
+            tracing::debug!(%error, "cannot note the place of a redo log");
         }
     }
 
-    fn tell_no_more(&self) {
+    fn remove_note(&self) {
         let Some(usual) = &self.usual else { return };
         if let Ok(Some(folder)) = folder::find_of(usual, self.user) {
             let _ = unlinkat(&folder, self.note(), AtFlags::empty());
@@ -171,7 +171,7 @@ impl RedoFile {
                     found.push(this);
                 }
                 Err(error) if error.kind() == ErrorKind::Denied => {
-                    tracing::debug!(%error, "the image is read as it is");
+                    tracing::debug!(%error, "reading the image without its redo log");
                     return Ok(Vec::new());
                 }
                 Err(error) => return Err(error),
@@ -228,9 +228,9 @@ impl RedoFile {
     fn open_unlocked(&self, create: bool) -> Result<Option<File>> {
         let folder = match create {
             true => Some(folder::make(&self.folder)?),
-            // Somebody else put something there: that must not keep the image from being opened.
+            // Something that is not ours is there: that must not keep the image from being opened.
             false => folder::find_of(&self.folder, self.user).unwrap_or_else(|error| {
-                tracing::warn!(%error, "what was not flushed is not looked for");
+                tracing::warn!(%error, "not searching for unflushed writes");
                 None
             }),
         };
@@ -244,7 +244,7 @@ impl RedoFile {
             Ok(file) => Ok(Some(file.into())),
             Err(Errno::NOENT) if !create => Ok(None),
             Err(error @ (Errno::LOOP | Errno::ACCESS | Errno::NXIO)) if !create => {
-                tracing::warn!(path = %self.path().display(), %error, "this is no file of ours");
+                tracing::warn!(path = %self.path().display(), %error, "not a redo log of this user");
                 Ok(None)
             }
             Err(error) => Err(self.explain(error)),
@@ -264,7 +264,7 @@ impl RedoFile {
                 Err(Error::new(ErrorKind::Denied, self.explain(error).to_string()))
             }
             Err(error) => {
-                tracing::debug!(path = %self.path().display(), %error, "a log cannot be locked");
+                tracing::debug!(path = %self.path().display(), %error, "cannot lock the redo log");
                 Ok(())
             }
         }
@@ -277,7 +277,7 @@ impl RedoFile {
         let there = match file.take().map_or_else(|| self.open(false), |file| Ok(Some(file))) {
             Ok(there) => there?,
             Err(error) => {
-                tracing::warn!(%error, "a log stays");
+                tracing::warn!(%error, "cannot remove the redo log");
                 return None;
             }
         };
@@ -290,19 +290,20 @@ impl RedoFile {
         Some((there, folder))
     }
 
-    /// `file`, if it is this user's alone.
+    /// `file`, if it is a private file of this user.
     fn check_ours(&self, file: File, stat: &Stat, create: bool) -> Result<Option<File>> {
         let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
             && stat.st_uid == self.user
             && stat.st_mode & 0o077 == 0
             && stat.st_nlink == 1;
-        // Where it is another's, ours is not there.
+        // If it belongs to somebody else, then this user has none here.
         if !is_ours && !create {
-            tracing::warn!(path = %self.path().display(), "this file is not this user's alone");
+            tracing::warn!(path = %self.path().display(), "not a private file: ignoring it");
             return Ok(None);
         }
         if !is_ours {
-            let what = "is not this user's alone: remove it, or name another --redo-dir";
+            let what =
+                "is not a private file of this user: remove it, or choose another --redo-dir";
             let context = format!("{} {what}", self.path().display());
             return Err(Error::new(ErrorKind::Denied, context));
         }
@@ -320,14 +321,14 @@ fn is_since(path: &Path, time: SystemTime) -> bool {
     found.is_ok_and(|modified| modified >= time)
 }
 
-/// The contents of the note at `path`, in a folder that is this user's alone.
+/// The contents of the note at `path`, in a folder that only this user can access.
 fn read_note(path: &Path) -> Option<PathBuf> {
     let mut note = OpenOptions::new();
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let note = note.read(true).custom_flags(i32::try_from(flags.bits()).ok()?).open(path).ok()?;
-    let mut told = Vec::new();
-    note.take(NOTE_BYTES_MAX).read_to_end(&mut told).ok()?;
-    Some(PathBuf::from(OsString::from_vec(told))).filter(|told| told.is_absolute())
+    let mut text = Vec::new();
+    note.take(NOTE_BYTES_MAX).read_to_end(&mut text).ok()?;
+    Some(PathBuf::from(OsString::from_vec(text))).filter(|place| place.is_absolute())
 }
 
 fn note_of(identity: Identity) -> String {
@@ -372,9 +373,9 @@ impl RedoMemory for RedoFile {
         let mut file = self.lock();
         if file.is_none() {
             *file = self.open(true)?;
-            self.tell();
+            self.write_note();
         }
-        let there = file.as_ref().expect("it was made");
+        let there = file.as_ref().expect("it was opened above");
         // The header is written with every group. A file that lost its name in the meantime (the
         // end of a session removes its user's files) is of no use to a successor.
         let is_named = at != 0 || fstat(there).is_ok_and(|stat| stat.st_nlink > 0);
@@ -387,15 +388,15 @@ impl RedoMemory for RedoFile {
 
     fn remove(&self) {
         let Some((there, folder)) = self.take() else { return };
-        self.tell_no_more();
+        self.remove_note();
         // If its name cannot be removed, it is emptied instead.
         if let Err(error) = there.set_len(0) {
-            tracing::warn!(path = %self.path().display(), %error, "a log keeps what is in it");
+            tracing::warn!(path = %self.path().display(), %error, "cannot truncate the redo log");
         }
         if let Some(folder) = folder
             && let Err(error) = unlinkat(&folder, &self.name, AtFlags::empty())
         {
-            tracing::warn!(path = %self.path().display(), %error, "a file stays behind");
+            tracing::warn!(path = %self.path().display(), %error, "cannot remove the redo log");
         }
         // Locked until it no longer has a name (I3).
         drop(there);
@@ -407,12 +408,12 @@ impl RedoMemory for RedoFile {
         let renamed = folder
             .map_or(Err(Errno::NOENT), |folder| renameat(&folder, &self.name, &folder, &name));
         if let Err(error) = renamed {
-            tracing::debug!(path = %self.path().display(), %error, "a log is not kept");
+            tracing::debug!(path = %self.path().display(), %error, "cannot keep the redo log");
             *self.lock() = Some(there);
             self.remove();
             return None;
         }
-        self.tell_no_more();
+        self.remove_note();
         Some(self.folder.join(name))
     }
 }
@@ -468,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_in_another_place_is_told_where_the_file_is() {
+    fn search_in_another_place_finds_where_the_file_is() {
         let folder = || tempfile::tempdir().expect("a folder");
         let (usual, other) = (folder(), folder());
         let place = |folder: &tempfile::TempDir| RedoPlace::Directory(folder.path().into());
@@ -560,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn file_of_another_user_is_told_if_the_image_is_theirs() {
+    fn file_of_another_user_is_reported_if_the_image_is_theirs() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = RedoPlace::Directory(folder.path().to_owned());
         let user = rustix::process::geteuid().as_raw();

@@ -104,7 +104,10 @@ impl Alignment {
     fn read_around(self, file: &Arc<File>, mut buf: Buf, offset: HostOffset) -> IoFuture {
         let (start, end) = self.around(offset.bytes(), buf.len() as u64);
         let Ok(around_len) = usize::try_from(end - start) else {
-            return mica_block::ready(Err(Error::new(ErrorKind::Limit, "a read too long")), buf);
+            return mica_block::ready(
+                Err(Error::new(ErrorKind::Limit, "the read is too long")),
+                buf,
+            );
         };
         let around = IoFuture::file(
             mica_rt::read_at(file, Buf::new(around_len), start),

@@ -60,7 +60,7 @@ pub enum WritesInPlace {
 impl Handles {
     /// Fewest descriptors with which a cache is useful.
     const BOUND_MIN: usize = 4;
-    /// Most descriptors that a cache keeps: as many as a chain may have layers.
+    /// Maximum number of descriptors that a cache keeps: as many as a chain may have layers.
     const BOUND_MAX: usize = 1 << 16;
 
     /// A cache of at most `bound` open descriptors.
@@ -228,7 +228,7 @@ pub(crate) enum Got {
     File(Arc<File>),
     /// Reopened, and only its content can prove that it is the same.
     Unproven(Box<Unproven>),
-    /// No descriptor is free, or somebody else is proving the file.
+    /// No descriptor is free, or another task is proving the file.
     Busy,
 }
 

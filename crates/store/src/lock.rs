@@ -87,7 +87,7 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
                 return Ok(());
             }
             Err(error) if is_refusal(&error) => {
-                return Err(conflict(file, path, byte, "locked the image for itself"));
+                return Err(conflict(file, path, byte, "has locked the image exclusively"));
             }
             Err(error) => return Err(failed(error)),
         }

@@ -22,7 +22,7 @@ enum Content {
     Writable(RwLock<Vec<u8>>),
 }
 
-/// Most bytes that a store in memory grows to, unless it is limited to fewer.
+/// Maximum number of bytes that a store in memory grows to, unless it is limited to fewer.
 const LEN_MAX: u64 = 1 << 32;
 
 impl MemoryStore {

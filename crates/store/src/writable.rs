@@ -219,7 +219,7 @@ impl Inner {
         let (_claim, len) = self.claim_parts(offset, asked_end).await?;
         let (start, end) = self.align.around(offset, bytes.len() as u64);
         let around_len = usize::try_from(end - start)
-            .map_err(|_| Error::new(ErrorKind::Limit, "a write too long"))?;
+            .map_err(|_| Error::new(ErrorKind::Limit, "the write is too long"))?;
         let mut around = Buf::new(around_len);
         let block = usize::try_from(self.align.block_bytes()).expect("at most a page");
         let skipped = usize::try_from(offset - start).expect("less than a block");

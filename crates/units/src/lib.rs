@@ -151,7 +151,7 @@ pub struct LayerNumber(u16);
 impl LayerNumber {
     /// Layer 0.
     pub const BASE: Self = Self(0);
-    /// Most layers that one chain may have.
+    /// Maximum number of layers that one chain may have.
     pub const COUNT_MAX: usize = 1 << 16;
 
     /// Layer `number`, or `None` beyond the most layers a chain may have.

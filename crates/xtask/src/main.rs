@@ -33,14 +33,14 @@ enum Verb {
     Setup,
     /// Run the long forms of the random tests, for a night or longer.
     Soak(soak::Options),
-    /// Measure mica beside its peers.
+    /// Benchmark mica against its peers.
     #[command(disable_help_flag = true)]
     Bench(Words),
-    /// Make a disk with files, let it live through snapshots, and read it all back through mica.
+    /// Make a disk with files, take it through snapshots, and read it all back through mica.
     #[command(disable_help_flag = true)]
     Demo(Words),
-    /// Let random chains live through kills, take-overs, QEMU's own writes and much else, and judge
-    /// every sector.
+    /// Put random chains through kills, takeovers, QEMU's own writes and much else, and check every
+    /// sector.
     Storm(storm::Options),
 }
 

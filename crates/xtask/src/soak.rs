@@ -1,4 +1,4 @@
-//! The long forms of random tests: CI runs them for seconds, this for as long as one likes.
+//! The long forms of random tests: CI runs them for seconds, this for as long as you like.
 //!
 //! Each is an ordinary test with one variable for the number of repetitions and another for the
 //! start of its random numbers. A round runs each of them as often as suits a night; further rounds
@@ -13,18 +13,18 @@ use std::time::Duration;
 /// How long, and what.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// What is run [default: all of it].
+    /// What to run [default: all of it].
     what: Vec<What>,
-    /// Each so many times as often as in a night; 0.1, the least, for a look.
+    /// Multiplier for the overnight counts; at least 0.1, which is a smoke run.
     #[arg(long, default_value_t = 1.0)]
     times: f64,
-    /// Rounds until so many hours have passed; one round by default.
+    /// Repeat rounds until this many hours have passed; one round by default.
     #[arg(long, default_value_t = 0.0)]
     hours: f64,
-    /// Where random numbers begin.
+    /// Seed of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// The program that is tested [default: built for release].
+    /// The program to test [default: the release build].
     #[arg(long)]
     program: Option<PathBuf>,
 }

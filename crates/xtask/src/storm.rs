@@ -23,20 +23,20 @@ const ENTERED: &str = "MICA_STORM_NAMESPACE";
 /// Lines of a fault that are shown.
 const LINES_MAX: usize = 12;
 
-/// What the storm is to be like.
+/// Options of the storm.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Chains that it goes over, each with a seed of its own.
+    /// Number of chains, each with a seed of its own.
     #[arg(long, default_value_t = 100)]
     chains: u64,
     /// The seed of the first chain; the time by default.
     #[arg(long)]
     seed: Option<u64>,
-    /// Begin no chain after so many minutes.
+    /// Start no new chain after this many minutes.
     #[arg(long)]
     minutes: Option<f64>,
-    /// Keep to these kinds of shapes and events; `--kinds` lists them. Naming events leaves all
-    /// shapes, and the other way round.
+    /// Use only these kinds of shapes and events; `--kinds` lists them. Naming only events keeps
+    /// all shapes, and vice versa.
     #[arg(long, value_delimiter = ',', value_name = "KINDS")]
     only: Vec<String>,
     /// Leave these kinds out.
@@ -48,7 +48,7 @@ pub(crate) struct Options {
     /// Chains at the same time; as many as processors by default.
     #[arg(long)]
     threads: Option<u64>,
-    /// Let each chain live through it all so many times: what happens within a step differs.
+    /// Repeat each chain this many times: what happens within a step differs.
     #[arg(long, default_value_t = 1)]
     repeat: u64,
     /// Where the files of chains that went wrong are kept.
@@ -72,7 +72,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     let kinds = Kinds::parse(&options.only, &options.without);
-    let kinds = kinds.map_err(|name| anyhow!("no kind is called {name:?}: --kinds lists them"))?;
+    let kinds = kinds.map_err(|name| anyhow!("unknown kind {name:?}: --kinds lists them"))?;
     if !tools::missing(&storm::TOOLS).is_empty() {
         setup::run()?;
     }

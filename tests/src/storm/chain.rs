@@ -29,7 +29,7 @@ pub(super) struct World<'a> {
     pub(super) places: &'a Places,
     pub(super) story: Story,
     pub(super) seed: u64,
-    /// Most clients.
+    /// Maximum number of clients.
     pub(super) clients: u64,
     pub(super) run: PathBuf,
     pub(super) log: PathBuf,

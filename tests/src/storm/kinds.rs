@@ -59,9 +59,9 @@ kinds! {
     KillStart = "kill-start", Event;
     /// A plain start right after a kill, which has to succeed
     Instant = "instant", Event;
-    /// Live take-over
+    /// Live takeover
     Takeover = "takeover", Event;
-    /// SIGKILL of either server, or of both, in a take-over
+    /// SIGKILL of either server, or of both, in a takeover
     KillTakeover = "kill-takeover", Event;
     /// A disk gets another length, while it is served and while it is not
     Resize = "resize", Event;
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_run_leaves_out_is_told_as_an_option() {
+    fn what_a_run_leaves_out_is_shown_as_an_option() {
         assert_eq!(Kinds::default().as_options(), "");
         let kinds = parse(&[], &["v2", "lazy"]).expect("they are kinds");
         assert_eq!(kinds.as_options(), " --without v2,lazy");

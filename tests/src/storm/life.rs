@@ -180,7 +180,7 @@ fn kill(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
     Ok(Left::Killed)
 }
 
-/// Who is killed while a disk gets longer.
+/// Which process is killed while a disk grows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Victim {
     Server,

@@ -1,5 +1,5 @@
 //! A storm: random chains live through random lives of servers, under clients, with kills (of
-//! servers, in take-overs, in resizes), QEMU's own writes, copies put back, failing and full
+//! servers, in takeovers, in resizes), QEMU's own writes, copies put back, failing and full
 //! storage, others who look at what is served, and much else ([`Kind`] has all of it); a judge
 //! knows what every sector may hold, and which losses somebody has to report (`loss.rs`).
 //!
@@ -62,14 +62,14 @@ use story::{Fault, Outcome, Story};
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 
-/// What a run is to be like.
+/// Settings of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The program under test.
     pub binary: PathBuf,
     /// How many chains; each has a seed of its own, from `seed` on.
     pub chains: u64,
-    /// Times that each chain lives through it all.
+    /// How often each chain is repeated.
     pub repeat: u64,
     /// The seed of the first chain.
     pub seed: u64,

@@ -142,7 +142,7 @@ pub(super) struct Served {
     process: Process,
     pub(super) socket: PathBuf,
     pub(super) manner: Manner,
-    /// It survived a take-over in which the other one was killed: it may still be about to hand
+    /// It survived a takeover in which the other one was killed: it may still be about to hand
     /// over, and to disconnect its clients for that.
     pub(super) is_shaken: bool,
 }

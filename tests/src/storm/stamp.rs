@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_tell_who_wrote_and_in_which_order() {
+    fn numbers_show_writer_and_order() {
         let mut stamper = Stamper::new(1);
         let (guest, foreign) = (stamper.next(Writer::Guest), stamper.next(Writer::Foreign));
         assert_eq!([guest, foreign].map(writer), [Writer::Guest, Writer::Foreign]);

@@ -40,7 +40,7 @@ pub enum Wrong {
     Panicked,
     /// A request failed that had no reason to.
     Failed,
-    /// A take-over failed.
+    /// A takeover failed.
     Takeover,
     /// Something did not end in time.
     Hang,
@@ -73,7 +73,7 @@ impl Wrong {
             Self::Died => "server died",
             Self::Panicked => "panic",
             Self::Failed => "request failed",
-            Self::Takeover => "take-over failed",
+            Self::Takeover => "takeover failed",
             Self::Hang => "hang",
             Self::Silent => "lost without a word",
             Self::Looked => "not safe from others",
@@ -149,10 +149,10 @@ counts! {
     sick = "lives with failing I/O";
     /// Kills of a server that serves or starts.
     kills = "kills";
-    /// Kills in a take-over.
-    takeover_kills = "kills in take-overs";
-    /// Live take-overs that succeeded.
-    takeovers = "take-overs";
+    /// Kills in a takeover.
+    takeover_kills = "kills in takeovers";
+    /// Live takeovers that succeeded.
+    takeovers = "takeovers";
     /// Clean closes.
     closes = "clean closes";
     /// Resizes in which somebody was killed.

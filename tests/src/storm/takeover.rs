@@ -13,7 +13,7 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// Requests that show that clients go on.
 const PROGRESS: u64 = 4;
 
-/// A take-over that has to succeed.
+/// A takeover that has to succeed.
 pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outcome<Left> {
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
@@ -39,7 +39,7 @@ pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outco
     Ok(Left::Serving(new))
 }
 
-/// Who is killed in a take-over.
+/// Which process is killed in a takeover.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Victim {
     Old,
@@ -47,7 +47,7 @@ enum Victim {
     Both,
 }
 
-/// A take-over in which a server is killed.
+/// A takeover in which a server is killed.
 pub(super) fn go_wrong(
     chain: &mut Chain<'_>,
     rng: &mut Rng,

@@ -399,7 +399,7 @@ fn a_socket_without_a_server_is_reported_at_once() {
         let _ = stream.write_all(b"SSH-2.0-x\r\n");
     });
     let said = mica::run(["ctl", "status", "--control", &nobody]).refusal();
-    assert!(said.contains("not a mica server") || said.contains("reset"), "{said}");
+    assert!(said.contains("is not mica") || said.contains("reset"), "{said}");
     stranger.join().expect("it answered");
 }
 

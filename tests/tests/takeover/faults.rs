@@ -336,7 +336,7 @@ fn drains_are_refused_while_another_process_takes_over_and_done_after_it() {
 }
 
 #[test]
-fn drain_is_done_although_its_client_has_gone() {
+fn drain_completes_although_its_client_has_disconnected() {
     let Some((dir, mut old)) = served(&["--inject", "delay=400ms,op=sync"]) else { return };
     let dir = dir.path();
     write(dir, 1 << 20, 10);

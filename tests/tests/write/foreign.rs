@@ -96,7 +96,7 @@ fn survives_a_commit(options: &str) {
 }
 
 /// QEMU opens the image for writing, and clears what it does not know: the image names the log no
-/// more. The log is there still, and whoever finds it says once what is lost.
+/// more. The log is still there, and the process that finds it reports once what is lost.
 #[test]
 fn log_that_qemu_made_nameless_is_reported_once() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

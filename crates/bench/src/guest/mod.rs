@@ -63,7 +63,7 @@ pub(crate) struct Options {
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Few layers, one run of each, short loads: a look, not a result.
+    /// Few layers, one run of each, short loads: a smoke run, not a result.
     #[arg(long)]
     quick: bool,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// One value for a result, another for a quick look.
+    /// One value for a result, another for a smoke run.
     fn full_or_quick<T>(&self, result: T, look: T) -> T {
         if self.quick { look } else { result }
     }
@@ -119,7 +119,7 @@ struct Context<'a> {
     parts: parts::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
-    /// Whether it is only a quick look.
+    /// Whether it is only a smoke run.
     quick: bool,
 }
 

@@ -66,7 +66,7 @@ const DATABASES: &[Column] = &[
 pub(super) fn page(found: &Found<'_>) -> String {
     let samples = found.samples;
     let verified = "Every read was verified, and every write read back. Depth is that of each \
-                    queue; one thread drives all queues, and its processor time is told beside the \
+                    queue; one thread drives all queues, and its processor time is shown beside the \
                     server's.";
     found.page("Serving machines: mica beside its peers", verified, |page| {
         by_layers(

@@ -35,7 +35,7 @@ pub(super) struct Context<'a> {
 pub(super) struct Bounds {
     /// How long a load lasts at most.
     pub(super) limit: Duration,
-    /// Most writes of a load.
+    /// Maximum number of writes of a load.
     pub(super) writes_max: usize,
 }
 

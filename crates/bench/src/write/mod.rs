@@ -28,7 +28,7 @@ use std::time::Duration;
 const KIB_4: u32 = 4 << 10;
 const KIB_64: u32 = 64 << 10;
 const MIB: u32 = 1 << 20;
-/// Most writes of a load in a quick look.
+/// Maximum number of writes of a load in a smoke run.
 const QUICK_WRITES_MAX: usize = 4096;
 
 /// What to measure, and how long.
@@ -49,7 +49,7 @@ pub(crate) struct Options {
     /// Of these, only those with this in their name, such as "overlay/random-4k".
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
-    /// One run of each, short loads: a look, not a result.
+    /// One run of each, short loads: a smoke run, not a result.
     #[arg(long)]
     quick: bool,
     #[command(flatten)]

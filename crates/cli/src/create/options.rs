@@ -57,7 +57,7 @@ impl NewImageOptions {
                              cluster_size, extended_l2, refcount_bits, lazy_refcounts, \
                              compression_type, preallocation";
                 return Err(Failure::new(format!(
-                    "-o: Invalid parameter '{key}': it is one of {known}"
+                    "-o: Invalid parameter '{key}': known ones are {known}"
                 )));
             }
         }
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_option_is_refused() {
+    fn unknown_option_is_refused() {
         assert!(parse(&["cluster_sizes=1k".to_owned()], Format::Qcow2).is_err());
         assert!(parse(&["cluster_size=1k".to_owned()], Format::Raw).is_err());
         let options = parse(&["cluster_size=1k,lazy_refcounts".to_owned()], Format::Qcow2);

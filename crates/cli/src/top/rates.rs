@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_was_started_anew_counts_from_nothing() {
+    fn restarted_server_counts_from_zero() {
         let rates = answer(2, 500, 50, 50, 0);
         let before = answer(1, 90_000, 900, 800, 0);
         let rates = &between(&before, &rates)[0];

@@ -99,7 +99,7 @@ fn what_is_not_understood_is_said_with_its_line() {
     let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbdd = ['x']\n");
     assert!(message.contains("line 4") && message.contains("`nbdd`"), "{message}");
     let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = 'fast'\n");
-    assert!(message.contains("line 5") && message.contains("\"fast\" is not a size"), "{message}");
+    assert!(message.contains("line 5") && message.contains("invalid size \"fast\""), "{message}");
     let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
     assert!(message.contains("cannot be negative"), "{message}");
     let message = refused("queues = [\n");
@@ -151,7 +151,7 @@ fn what_makes_no_sense_is_refused() {
         (disk("", "nbd = ['/s']"), "a name has"),
         (disk("../a", "nbd = ['/s']"), "a name has"),
         (disk(&"a".repeat(65), "nbd = ['/s']"), "a name has"),
-        (disk("a", ""), "nothing says where"),
+        (disk("a", ""), "nowhere to serve"),
         (
             "stats-file = 'f'\n".to_owned() + &one + &disk("b", "nbd = ['/t']"),
             "stats-file covers a single disk",
@@ -159,7 +159,7 @@ fn what_makes_no_sense_is_refused() {
         (disk("a", "nbd = ['/s', '/s']"), "used twice"),
         (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "used twice"),
         (one.clone() + &disk("b", "vhost-user = '/s'"), "used twice"),
-        (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are called"),
+        (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are named"),
     ] {
         let message = refused(&text);
         assert!(message.contains(what), "{text}: {message}");

@@ -47,7 +47,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 
-/// Most connections of each listener. Others wait in its backlog.
+/// Maximum number of connections of each listener. Others wait in its backlog.
 const CONNECTIONS_MAX: u32 = 32;
 /// Time limit for a request's head, and again for its body.
 const REQUEST_WAIT: Duration = Duration::from_secs(5);
@@ -56,19 +56,19 @@ const READER_WAIT: Duration = Duration::from_secs(30);
 /// Time limit for a connection of the control socket: a drain may flush gigabytes. An action that
 /// has started completes in any case.
 const CONTROL_WAIT: Duration = Duration::from_secs(600);
-/// Most bytes of a request's head.
+/// Maximum size of a request's head, in bytes.
 const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
-/// Most actions performed at the same time.
+/// Maximum number of actions performed at the same time.
 const ACTIONS_MAX: usize = 4;
-/// Most actions performed or queued: they outlive the connections that asked for them, so the limit
-/// on connections does not bound them.
+/// Maximum number of actions performed or queued: they outlive the connections that asked for them,
+/// so the limit on connections does not bound them.
 const ACTIONS_ADMITTED_MAX: usize = 16;
 /// Pause after an accept that failed for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time limit for the last answers at the end.
 const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(2);
-/// Most refused users that are logged.
+/// Maximum number of refused users that are logged.
 const REFUSALS_LOGGED_MAX: u32 = 16;
 
 /// The thread.
@@ -101,13 +101,13 @@ impl Control {
         let tcp = sockets.metrics.as_ref().map(clone).transpose()?.map(StdTcpListener::from);
         let metrics_at = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
         if let Some(address) = metrics_at {
-            tracing::info!(%address, "figures are served");
+            tracing::info!(%address, "serving metrics");
         }
         let (stop, stopping) = watch::channel(false);
         let sources = Sources::new(Arc::clone(shared), log);
         let body = move || {
             if let Err(error) = serve(unix, tcp, sources, stopping) {
-                tracing::error!(%error, "the control socket is no longer served");
+                tracing::error!(%error, "stopped serving the control socket");
             }
         };
         let thread = std::thread::Builder::new().name("mica-control".to_owned()).spawn(body);
@@ -205,7 +205,7 @@ impl Accept for UnixAccept {
         if !is_authorized_peer {
             let before = self.refusals.fetch_add(1, Ordering::Relaxed);
             if before < REFUSALS_LOGGED_MAX {
-                tracing::warn!(?user, "an unauthorized user was refused at the control socket");
+                tracing::warn!(?user, "refused an unauthorized user at the control socket");
             } else {
                 // Without this the counter would wrap one day, and logging resume.
                 self.refusals.store(REFUSALS_LOGGED_MAX, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// Most bytes of a request's body.
+/// Maximum size of a request's body, in bytes.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 
 /// Why a request is refused.
@@ -82,6 +82,6 @@ pub(super) async fn body<T: DeserializeOwned>(body: Body) -> Result<T, Refusal> 
         Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, what)
     })?;
     serde_json::from_slice(&bytes).map_err(|error| {
-        Refusal::new(StatusCode::BAD_REQUEST, format!("the body is not understood: {error}"))
+        Refusal::new(StatusCode::BAD_REQUEST, format!("cannot parse the body: {error}"))
     })
 }

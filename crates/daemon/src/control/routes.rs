@@ -77,7 +77,7 @@ pub(super) fn local_only(routes: Router) -> Router {
         if host.is_some_and(is_local) {
             return next.run(request).await;
         }
-        let what = "this server is only known as localhost or by a loopback address";
+        let what = "this server answers only as localhost or at a loopback address";
         Refusal::new(StatusCode::FORBIDDEN, what).into_response()
     }))
 }
@@ -92,7 +92,7 @@ pub(super) fn is_local(host: &str) -> bool {
 }
 
 async fn not_found(request: Request) -> Refusal {
-    let what = format!("there is no {} here", request.uri().path());
+    let what = format!("{} does not exist", request.uri().path());
     Refusal::new(StatusCode::NOT_FOUND, what)
 }
 
@@ -205,7 +205,7 @@ fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
     let held = shared.handing_over.try_lock().ok();
     held.filter(|_| !shared.is_handed_over.load(Ordering::Acquire)).ok_or_else(|| {
         let what =
-            "another process is taking over or has taken over: ask again, and it will answer";
+            "another process is taking over or has taken over: try again, and it will answer";
         Refusal::new(StatusCode::CONFLICT, what.to_owned())
     })
 }
@@ -215,7 +215,7 @@ fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
     shared.disks.named(name).ok_or_else(|| {
         let all = shared.disks.all();
         let there: Vec<_> = all.iter().map(|served| &*served.name).collect();
-        let what = format!("there is no disk {name:?}; there is {}", there.join(", "));
+        let what = format!("no disk {name:?}; disks are: {}", there.join(", "));
         Refusal::new(StatusCode::NOT_FOUND, what)
     })
 }
@@ -227,7 +227,7 @@ async fn perform<T: Send + 'static>(
     action: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Refusal> {
     let admitted = Arc::clone(actions).try_acquire_owned().map_err(|_| {
-        let what = "too many actions are in progress: ask again later";
+        let what = "too many actions are in progress: try again later";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
     })?;
     let body = move || {

@@ -168,7 +168,7 @@ fn requests_are_bounded() {
 }
 
 #[test]
-fn clients_that_say_nothing_hold_nobody_up() {
+fn silent_clients_do_not_block_others() {
     let world = world();
     let stalled: Vec<_> = (0..8)
         .map(|index| {
@@ -270,7 +270,7 @@ fn the_drain_of_all_ends_the_process_after_its_answer() {
 }
 
 #[test]
-fn names_of_the_loopback_are_told_from_others() {
+fn loopback_names_are_recognised() {
     for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {
         assert!(routes::is_local(host), "{host}");
     }
@@ -300,7 +300,7 @@ fn what_waits_to_be_done_is_bounded() {
     for _ in 0..4 {
         let (status, error) = statuses.recv().expect("an answer");
         assert_eq!(status, 503);
-        assert!(error.contains("ask again"), "{error}");
+        assert!(error.contains("try again later"), "{error}");
     }
     drop(busy);
     for _ in 0..ACTIONS_ADMITTED_MAX {

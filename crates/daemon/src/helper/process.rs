@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// # Errors
 /// If there is no server, or no sandbox.
 pub fn run_helper() -> Result<()> {
-    let failed = |error| Error::from_io("the sandbox helper", error);
+    let failed = |error| Error::from_io("sandbox helper failed", error);
     let link = std::io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
     // Signals that end the server, or ask it to end, are for the server to handle: it may still
     // need the helper.

@@ -88,7 +88,7 @@ fn apply(mut allowed: Rules, threads: Threads, unlisted: Unlisted) -> io::Result
     // The other filters answer these; this one lets them pass.
     allowed.extend(refused.clone());
     allowed.extend(older.clone());
-    let unlistedd = match unlisted {
+    let for_unlisted = match unlisted {
         Unlisted::Error => SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
         Unlisted::Kill => SeccompAction::KillProcess,
     };
@@ -98,7 +98,7 @@ fn apply(mut allowed: Rules, threads: Threads, unlisted: Unlisted) -> io::Result
         (refused, errno(libc::EPERM), SeccompAction::Allow),
         // clone3 has its flags in memory, where no filter sees them; libraries fall back to clone.
         (older, errno(libc::ENOSYS), SeccompAction::Allow),
-        (allowed, SeccompAction::Allow, unlistedd),
+        (allowed, SeccompAction::Allow, for_unlisted),
     ] {
         let architecture = std::env::consts::ARCH.try_into().map_err(io::Error::other)?;
         let filter = SeccompFilter::new(rules, other, matched, architecture);

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Deserialize, Clone, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which beyond the
-    /// loopback needs TLS. Can be repeated.
+    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which needs TLS
+    /// unless it is a loopback address. Can be repeated.
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Vec<String>,
     /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
@@ -25,11 +25,11 @@ pub struct DiskSettings {
     /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
-    /// Whether NBD clients must present a certificate signed by ca-cert.pem. They must by default.
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "WHETHER")]
+    /// Whether NBD clients must present a certificate signed by ca-cert.pem; on by default.
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "on|off")]
     pub tls_verify_peer: Option<VerifyPeer>,
-    /// Allow unencrypted TCP beyond this machine: for networks on which everybody may read and
-    /// change the disk.
+    /// Allow unencrypted TCP from other machines: for networks on which anybody may read and change
+    /// the disk.
     #[arg(long)]
     pub allow_plain_tcp: bool,
     /// Where the monitor of a virtual machine (QEMU, cloud-hypervisor, Firecracker) connects to use
@@ -44,25 +44,25 @@ pub struct DiskSettings {
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
     /// Whether other users may use that file; auto by default.
-    #[arg(long, value_enum, value_name = "WHETHER")]
+    #[arg(long, value_enum, value_name = "on|off|auto")]
     pub allow_other: Option<OtherUsers>,
     /// Virtqueues of the vhost-user-blk device; 4 by default.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub num_queues: Option<u16>,
-    /// Serial number that the virtual machine sees; at most 20 bytes count. The image's name
-    /// without its extension by default.
+    /// Serial number that the virtual machine sees, truncated to 20 bytes. The image's name without
+    /// its extension by default.
     #[arg(long, value_name = "TEXT")]
     pub serial: Option<String>,
-    /// Most operations per second of the vhost-user-blk device.
+    /// Limit on operations per second for the vhost-user-blk device.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
     pub iops: u64,
-    /// Operations that a burst may have; a tenth of a second's worth by default.
+    /// Burst size, in operations; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
     pub iops_burst: u64,
-    /// Most bytes per second of the vhost-user-blk device, reads and writes together.
+    /// Limit on bytes per second for the vhost-user-blk device, reads and writes together.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
     pub bps: Size,
-    /// Bytes that a burst may have; a tenth of a second's worth by default.
+    /// Burst size, in bytes; a tenth of a second's worth by default.
     #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
     pub bps_burst: Size,
     /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
@@ -81,11 +81,11 @@ pub struct DiskSettings {
     /// Description of the NBD export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT")]
     pub description: Option<String>,
-    /// Most NBD clients at one time; 256 by default.
+    /// Maximum number of concurrent NBD clients; 256 by default.
     #[arg(short = 'e', long, value_name = "COUNT")]
     pub shared: Option<usize>,
     /// Whether sidecars of the chain's index are used, and written in the background.
-    #[arg(long, value_enum, default_value_t, value_name = "WHETHER")]
+    #[arg(long, value_enum, default_value_t, value_name = "auto|read|off")]
     pub index: IndexMode,
 }
 
@@ -95,7 +95,7 @@ impl DiskSettings {
         self.num_queues.unwrap_or(4)
     }
 
-    /// Most NBD clients at one time.
+    /// Maximum number of concurrent NBD clients.
     pub(crate) fn clients_max(&self) -> usize {
         self.shared.unwrap_or(256)
     }

@@ -69,7 +69,7 @@ pub struct ImageSettings {
     pub index_dir: Option<PathBuf>,
     /// Keep redo logs (writes not flushed yet) in this directory, which must be in memory, in a
     /// folder of this user (mica-UID): if mica is killed, the next process to open the image
-    /// replays them. "off" does without.
+    /// replays them. "off" disables them.
     #[arg(long, default_value = SHARED_MEMORY, value_name = "DIRECTORY")]
     pub redo_dir: PathBuf,
     /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
@@ -212,7 +212,7 @@ impl ImageSettings {
     /// The file descriptors that all images of this process share.
     pub fn handles() -> Arc<Handles> {
         if let Err(error) = raise_open_files_limit() {
-            tracing::info!(%error, "the limit of open files cannot be raised");
+            tracing::info!(%error, "cannot raise the limit on open files");
         }
         Handles::for_process(HANDLES_RESERVE)
     }

@@ -20,21 +20,21 @@ pub struct ProcessSettings {
     /// Listen on this unix socket for `mica ctl` and `mica top`, run by root or this user.
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
-    /// Serve figures at this TCP address: for Prometheus at /metrics, for browsers at /.
+    /// Serve metrics at this TCP address: for Prometheus at /metrics, for browsers at /.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
-    /// Allow the figures to be read from other machines.
+    /// Allow other machines to read the metrics.
     #[arg(long)]
     pub metrics_public: bool,
     /// Whether the process gives up what serving does not need (other files, other programs, the
     /// network) before it reads an image: on, as far as the kernel can; require, or serve nothing;
     /// off.
-    #[arg(long, value_enum, value_name = "WHETHER")]
+    #[arg(long, value_enum, value_name = "on|require|off")]
     pub sandbox: Option<SandboxMode>,
 }
 
 impl ProcessSettings {
-    /// These settings, with the `others` where these say nothing.
+    /// These settings, with those of `others` where they are not set.
     #[must_use]
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -63,7 +63,7 @@ impl ProcessSettings {
 #[derive(Args, Deserialize, Clone, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct StatsSettings {
-    /// Write the figures of this run as JSON to this file at the end.
+    /// Write statistics of this run to this file as JSON at the end.
     #[arg(long, value_name = "FILE")]
     pub stats_file: Option<PathBuf>,
 }

@@ -15,7 +15,7 @@ impl FromStr for Size {
 
     fn from_str(text: &str) -> Result<Self> {
         parse_size(text).map(Self).ok_or_else(|| {
-            let context = format!("{text:?} is not a size: write it like 64k or 8G");
+            let context = format!("invalid size {text:?}; use for example 64k or 8G");
             Error::new(ErrorKind::Invalid, context)
         })
     }

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 pub(crate) const FOLDER: &str = "mica-takeover-";
 /// The name of the socket in the folder.
 pub(crate) const SOCKET: &str = "socket";
-/// Most bytes of an HTTP answer.
+/// Maximum size of an HTTP answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
 /// A listening socket in a folder that other users cannot enter.

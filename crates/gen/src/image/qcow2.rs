@@ -15,7 +15,7 @@ use mica_qcow2_tools::layout::{CompressionLevel, Compressor, refcount_area};
 use mica_units::Rng;
 use mica_units::{GuestOffset, HostOffset, SECTOR_BYTES};
 
-/// Most clusters that one compressed cluster takes, including space left free before it.
+/// Maximum number of clusters that one compressed cluster takes, with space left free before it.
 const COMPRESSED_CLUSTERS_MAX: u64 = 2;
 
 /// Writes the layer's file, and its data file if it has one.
@@ -90,7 +90,7 @@ struct Layout {
     l1_entries: usize,
     l2: u64,
     data: u64,
-    /// Most clusters that the file can have.
+    /// Maximum number of clusters that the file can have.
     clusters: u64,
 }
 
@@ -129,7 +129,7 @@ impl Layout {
     }
 }
 
-/// Most clusters of the image that `content` takes.
+/// Maximum number of clusters of the image that `content` takes.
 fn clusters_max(content: Content, shape: &Qcow2Shape) -> u64 {
     match content {
         _ if shape.data_file != DataFile::Internal => 0,

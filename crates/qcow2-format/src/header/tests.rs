@@ -391,7 +391,7 @@ proptest! {
             && let Ok(again) = header.encode()
         {
             let decoded = Header::decode(&again, again.len() as u64).expect("our own");
-            // A length that is no multiple of eight is rounded up, as extensions are aligned.
+            // A length that is not a multiple of eight is rounded up, as extensions are aligned.
             let mut unknown_tail = header.unknown_tail.clone();
             unknown_tail.resize(unknown_tail.len().next_multiple_of(8), 0);
             prop_assert_eq!(decoded, Header { stale_bitmaps: false, unknown_tail, ..header });

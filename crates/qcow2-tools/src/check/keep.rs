@@ -6,8 +6,8 @@ use super::references::References;
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 
-/// Most separate ranges that are kept of one kind. A real image has one lost tail beyond its end;
-/// only a malicious one names so many.
+/// Maximum number of separate ranges that are kept of one kind. A real image has one lost tail
+/// beyond its end; only a malicious one names this many.
 const RANGES_MAX: usize = 1 << 20;
 
 /// The purpose of a walk.

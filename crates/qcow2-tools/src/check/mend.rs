@@ -11,7 +11,7 @@ use mica_block::{Result, Store, read_exact, write_all};
 use mica_qcow2_format::{L2Format, RawL2Entry};
 use mica_units::{HostOffset, SECTOR_BYTES};
 
-/// Most bytes that are read and written at once around words that change.
+/// Maximum number of bytes that are read and written at once around words that change.
 const SPAN_BYTES_MAX: u64 = 1 << 16;
 const COPIED: u64 = 1 << 63;
 

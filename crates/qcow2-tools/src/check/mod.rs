@@ -53,7 +53,7 @@ use tables::Tables;
 
 /// Longest read.
 const READ_BYTES_MAX: usize = 1 << 20;
-/// Most clusters that QEMU checks.
+/// Maximum number of clusters that QEMU checks.
 const CLUSTER_COUNT_MAX: u64 = i32::MAX as u64;
 /// Highest end of a read that QEMU allows.
 const HOST_END_MAX: u64 = (i64::MAX as u64) & !((1 << 30) - 1);

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn references_beyond_the_width_are_told() {
+    fn references_beyond_the_width_are_reported() {
         let (cluster, end) = (HostCluster::new(1 << 19), HostCluster::new(1 << 20));
         let mut references = References::new(RefcountWidth::from_order(1).expect("valid"), end);
         assert_eq!(references.add(cluster, 2), 0);

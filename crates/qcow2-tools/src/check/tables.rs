@@ -10,7 +10,7 @@ use mica_qcow2_format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
 use mica_units::{HostCluster, HostOffset};
 use std::collections::BTreeMap;
 
-/// Most L2 tables that are remembered before they are read.
+/// Maximum number of L2 tables that are remembered before they are read.
 const TABLES_MAX: usize = 1 << 18;
 
 /// How often something is mentioned.

@@ -220,7 +220,7 @@ fn more_references_than_a_refcount_can_hold_are_corruptions() {
 }
 
 #[test]
-fn table_that_many_snapshots_share_counts_for_each_but_is_told_once() {
+fn table_that_many_snapshots_share_counts_for_each_but_is_reported_once() {
     let mut image = Image::new();
     let snapshot = SnapshotEntry {
         id: "1".to_owned(),

@@ -49,7 +49,7 @@ impl FromStr for Preallocation {
     fn from_str(text: &str) -> Result<Self> {
         let all = [Self::Off, Self::Metadata, Self::Falloc, Self::Full];
         all.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            invalid(format!("preallocation={text}: it is one of off, metadata, falloc, full"))
+            invalid(format!("invalid preallocation={text}: use off, metadata, falloc or full"))
         })
     }
 }

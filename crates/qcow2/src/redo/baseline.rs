@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn next_header_that_does_not_follow_the_present_one_is_no_record() {
+    fn next_header_that_does_not_follow_the_present_one_is_not_a_record() {
         let mut bytes = Vec::new();
         HeaderState { now: fields(5), next: Some(fields(7)) }.append_to(&mut bytes);
         assert_eq!(HeaderState::decode(&bytes[16..]), None);

@@ -66,17 +66,17 @@ pub(super) fn append_witnesses(witnesses: &[Witness], bytes: &mut Vec<u8>) {
 
 /// Decodes a record of witnesses; `None` if it is malformed.
 pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
-    let (told, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
-    let decode = |told: &[u8; WITNESS_BYTES]| {
-        let value = i128::from_le_bytes(*told[8..].first_chunk()?);
-        match u64::from_le_bytes(*told.first_chunk()?) {
+    let (witnesses, []) = content.as_chunks::<WITNESS_BYTES>() else { return None };
+    let decode = |bytes: &[u8; WITNESS_BYTES]| {
+        let value = i128::from_le_bytes(*bytes[8..].first_chunk()?);
+        match u64::from_le_bytes(*bytes.first_chunk()?) {
             0 => Some(Witness::None),
             1 => u64::try_from(value).ok().map(Witness::MountGeneration),
             2 => Some(Witness::Changed(value)),
             _ => None,
         }
     };
-    told.iter().map(decode).collect()
+    witnesses.iter().map(decode).collect()
 }
 
 /// The header of a log.
@@ -220,7 +220,7 @@ mod tests {
     /// The story: the header before had the old name still, and an older copy of the image was
     /// believed by it.
     #[test]
-    fn name_that_was_given_up_is_no_name_while_the_header_before_has_it() {
+    fn abandoned_name_is_not_a_name_while_the_header_before_has_it() {
         let memory = Memory(Mutex::new(vec![0; 4096]));
         assert_eq!(memory.goes_by(7), None);
         memory.put([7, 8], 1);

@@ -124,7 +124,7 @@ impl Found {
                 .witnesses
                 .iter()
                 .zip(stores)
-                .any(|(told, store)| told.tells_loss(store.witness()))
+                .any(|(recorded, store)| recorded.tells_loss(store.witness()))
     }
 }
 

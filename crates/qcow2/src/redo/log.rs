@@ -55,7 +55,7 @@ pub(crate) struct Log {
     /// Its contents from groups that are being made durable, and from later ones.
     held: [Held; 2],
     /// What the log has recorded since the last mark: it is repeated only if it changed.
-    told: Option<(LogBaseline, Vec<Witness>)>,
+    recorded: Option<(LogBaseline, Vec<Witness>)>,
 }
 
 /// The contents of a part of a log.
@@ -125,7 +125,7 @@ impl Log {
             expected: Vec::new(),
             bytes: Vec::new(),
             held: [Held::default(); 2],
-            told: None,
+            recorded: None,
         };
         // Another writer's log, or one that nobody replayed.
         log.out.remove();
@@ -201,7 +201,7 @@ impl Log {
         for expected in self.expected.drain(..) {
             expected.append_to(&mut self.bytes);
         }
-        self.append_told(baseline);
+        self.append_changed(baseline);
         if self.bytes.len() == GROUP_HEAD_BYTES {
             return Ok(());
         }
@@ -222,26 +222,26 @@ impl Log {
     }
 
     /// Appends what is new in `baseline` and in the witnesses of the stores.
-    fn append_told(&mut self, baseline: &LogBaseline) {
+    fn append_changed(&mut self, baseline: &LogBaseline) {
         // The data that the group links was written earlier.
         let witnesses = witnesses_of(&self.stores);
-        let told = self.told.as_ref();
-        if told.is_none_or(|(told, _)| told.header != baseline.header) {
+        let last = self.recorded.as_ref();
+        if last.is_none_or(|(last, _)| last.header != baseline.header) {
             baseline.header.append_to(&mut self.bytes);
         }
-        if told.is_none_or(|(told, _)| told.space != baseline.space) {
+        if last.is_none_or(|(last, _)| last.space != baseline.space) {
             baseline.space.append_to(&mut self.bytes);
         }
-        if told.is_none_or(|(_, told)| *told != witnesses) {
+        if last.is_none_or(|(_, last)| *last != witnesses) {
             append_witnesses(&witnesses, &mut self.bytes);
         }
-        match &mut self.told {
-            Some((told, told_witnesses)) => {
-                told.header = baseline.header;
-                told.space.clone_from(&baseline.space);
-                *told_witnesses = witnesses;
+        match &mut self.recorded {
+            Some((last, last_witnesses)) => {
+                last.header = baseline.header;
+                last.space.clone_from(&baseline.space);
+                *last_witnesses = witnesses;
             }
-            told => *told = Some((baseline.clone(), witnesses)),
+            none => *none = Some((baseline.clone(), witnesses)),
         }
     }
 
@@ -278,7 +278,7 @@ impl Log {
         };
         self.held = [both, Held::default()];
         // The older half is forgotten with the group.
-        self.told = None;
+        self.recorded = None;
         // A name that went unused, because an earlier group found no space, will do.
         if self.next.is_none() {
             self.next = Some(name_after(self.name));

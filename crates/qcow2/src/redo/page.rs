@@ -74,7 +74,7 @@ fn header_is_laid_out_as_the_page_says() {
 }
 
 #[test]
-fn records_of_what_a_log_goes_on_from_are_as_long_as_the_page_says() {
+fn baseline_records_are_as_long_as_the_page_says() {
     let mut bytes = Vec::new();
     let now = HeaderFields::default();
     HeaderState { now, next: None }.append_to(&mut bytes);

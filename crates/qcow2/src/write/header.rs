@@ -183,9 +183,9 @@ impl Writer {
 pub(crate) enum HeaderChange {
     /// The disk is this long.
     Size(u64),
-    /// The L1 table is here, and has so many entries.
+    /// The L1 table is here, and has this many entries.
     L1(HostOffset, u32),
-    /// The refcount table is here, and has so many clusters.
+    /// The refcount table is here, and has this many clusters.
     RefcountTable(HostOffset, u32),
 }
 

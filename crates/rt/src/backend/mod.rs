@@ -56,7 +56,7 @@ impl Driver {
             Backend::Auto => match uring() {
                 Ok(kind) => kind,
                 Err(error) => {
-                    tracing::warn!(%error, "io_uring is refused here: using a pool of threads");
+                    tracing::warn!(%error, "io_uring is not permitted here: using a thread pool");
                     pool()?
                 }
             },

@@ -241,12 +241,12 @@ impl Pool {
         match std::thread::Builder::new().name(name).spawn(move || shared.work()) {
             Ok(thread) => self.threads.push(thread),
             Err(error) if self.threads.is_empty() => {
-                tracing::warn!(%error, "no thread for I/O: files hold up their queue");
+                tracing::warn!(%error, "cannot start an I/O thread: file I/O blocks its queue");
                 lock(&self.shared.queue).closed = true;
                 self.shared.work();
                 lock(&self.shared.queue).closed = false;
             }
-            Err(error) => tracing::warn!(%error, "the pool stays smaller than planned"),
+            Err(error) => tracing::warn!(%error, "the thread pool is smaller than planned"),
         }
     }
 

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn grace_ends_when_those_who_entered_before_are_done() {
+    fn grace_ends_when_earlier_requests_are_done() {
         let executor = crate::Executor::new(crate::Backend::Sim { seed: 1 }).expect("starts");
         executor.block_on(async {
             let requests = Arc::new(Requests::default());
@@ -224,7 +224,7 @@ mod tests {
                 crate::yield_now().await;
                 drop(early);
             }
-            // Who joined late is led in a grace of his own, which waits for nobody that is late.
+            // A late joiner is led in a grace of its own, which does not wait for late requests.
             drop(late);
             for waiting in waiting {
                 waiting.await;

@@ -30,7 +30,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn notifications_that_nobody_took_are_merged() {
+    fn untaken_notifications_are_merged() {
         let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
         executor.block_on(async {
             let (notify, pause) = (Notify::default(), Duration::from_millis(1));

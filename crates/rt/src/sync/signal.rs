@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_who_waits_goes_on() {
+    fn all_waiters_continue() {
         let signal = Signal::default();
         let mut context = Context::from_waker(Waker::noop());
         let (mut first, mut second) = (pin!(signal.raised()), pin!(signal.raised()));

@@ -73,7 +73,7 @@ fn task_that_spins_lets_time_pass() {
 }
 
 #[test]
-fn executor_drains_operations_that_nobody_waits_for() {
+fn executor_drains_abandoned_operations() {
     let ran = Rc::new(Cell::new(0));
     let executor = sim(7);
     executor.block_on(async {

@@ -44,7 +44,7 @@ fn timeout_passes_on_what_is_in_time() {
 
 /// A task that is always ready must not keep others from their completions and timers.
 #[test]
-fn busy_task_starves_nobody() {
+fn busy_task_does_not_starve_others() {
     let content = pattern(4096);
     on_each_backend(|| async {
         for access in [Access::Buffered, Access::Direct] {
@@ -186,7 +186,7 @@ fn panic_of_a_task_resumes_in_what_waits_for_it() {
 }
 
 #[test]
-fn panic_that_nobody_waits_for_ends_nothing_else() {
+fn panic_in_a_detached_task_ends_nothing_else() {
     on_each_backend(|| async {
         spawn(async { panic!("this panic is part of the test") });
         sleep(Duration::from_millis(1)).await;

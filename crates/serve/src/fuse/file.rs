@@ -71,7 +71,7 @@ impl DiskFile {
             // A reply that is dropped answers with EIO.
             if catch_panic(async move { work(task, reply).await }).await.is_err() {
                 export.stats[worker].panics.add(1);
-                tracing::error!("a request of a FUSE file ended by a failure in the server");
+                tracing::error!("the server panicked on a request of a FUSE file");
             }
         });
     }
@@ -95,7 +95,7 @@ impl Filesystem for DiskFile {
         let refused = || io::Error::other("a limit that FUSE does not take");
         config.set_max_write(REQUEST_BYTES).map_err(|_| refused())?;
         config.set_max_background(BACKGROUND_MAX).map_err(|_| refused())?;
-        // Each makes something faster or possible; older kernels do without.
+        // Each makes something faster or possible; older kernels lack them.
         for wish in [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP] {
             let _ = config.add_capabilities(wish);
         }

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_no_room_waits_until_somebody_leaves() {
+    fn request_without_room_waits_until_another_leaves() {
         let gate = gate();
         let first = gate.enter(BUDGET_BYTES - 1).expect("open");
         let _second = gate.enter(1).expect("there is room");
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_turns_away_who_waits_and_who_comes_and_tells_who_is_inside() {
+    fn closing_refuses_waiting_and_new_requests_and_signals_those_inside() {
         let gate = gate();
         let inside = gate.enter(BUDGET_BYTES).expect("open");
         let waiting = enter_elsewhere(&gate, 1);

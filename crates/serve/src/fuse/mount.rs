@@ -24,7 +24,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// A file that something of ours is mounted over.
+/// A file that one of our disks is mounted over.
 #[derive(Clone, Debug)]
 pub(super) struct MountPoint {
     path: PathBuf,
@@ -40,7 +40,7 @@ struct MountId {
     device: (u32, u32),
 }
 
-/// Most dead mounts over one file that are cleared.
+/// Maximum number of dead mounts over one file that are cleared.
 const DEAD_MAX: usize = 16;
 /// How long a server has to show that it is alive.
 const LIVING_LIMIT: Duration = Duration::from_secs(5);
@@ -50,9 +50,9 @@ const LINKS_MAX: usize = 40;
 /// Finds the file that `file` names and clears dead mounts from it: how many.
 ///
 /// # Errors
-/// `Denied` if a server serves there; `Invalid` if it is no regular file.
+/// `Denied` if a server serves there; `Invalid` if it is not a regular file.
 pub(super) fn prepare(file: &Path) -> Result<(PathBuf, usize)> {
-    let path = resolve(file).map_err(|error| looking_at(file, error))?;
+    let path = resolve(file).map_err(|error| check_failed(file, error))?;
     let mut cleared = 0;
     for _ in 0..DEAD_MAX {
         let Some(entry) = top(&path)? else { break };
@@ -66,18 +66,19 @@ pub(super) fn prepare(file: &Path) -> Result<(PathBuf, usize)> {
         MountPoint { path: path.clone(), id: Some(entry.id) }.unmount()?;
         cleared += 1;
     }
-    let found = path.metadata().map_err(|error| looking_at(&path, error))?;
+    let found = path.metadata().map_err(|error| check_failed(&path, error))?;
     if !found.is_file() {
-        let context = format!("{} is not a regular file to be mounted over", path.display());
+        let context =
+            format!("{} is not a regular file, so it cannot be mounted over", path.display());
         return Err(Error::new(ErrorKind::Invalid, context));
     }
     Ok((path, cleared))
 }
 
-fn looking_at(path: &Path, error: io::Error) -> Error {
+fn check_failed(path: &Path, error: io::Error) -> Error {
     let what = match error.kind() {
-        io::ErrorKind::NotFound => "the file to be mounted over has to exist",
-        _ => "looking at the file to be mounted over",
+        io::ErrorKind::NotFound => "the file to mount over has to exist",
+        _ => "checking the file to mount over",
     };
     Error::from_io(format!("{}: {what}", path.display()), error)
 }
@@ -124,7 +125,7 @@ impl MountPoint {
         Self { path, id }
     }
 
-    /// Removes it, even if it is in use: requests under way and later ones fail. It is no error if
+    /// Removes it, even if it is in use: requests under way and later ones fail. Not an error if
     /// it is already gone.
     pub(super) fn unmount(&self) -> Result<()> {
         let path = match self.id {
@@ -316,7 +317,7 @@ fn unescape(field: &[u8]) -> Vec<u8> {
 /// Whether a mount is possible at all: names that FUSE's options cannot express are refused.
 pub(super) fn check_name(path: &Path) -> Result<()> {
     if path.as_os_str().as_bytes().contains(&b'\n') {
-        let context = format!("{:?} cannot be mounted over: its name has a line end", path);
+        let context = format!("{:?} cannot be mounted over: its name contains a newline", path);
         return Err(Error::new(ErrorKind::Invalid, context));
     }
     Ok(())

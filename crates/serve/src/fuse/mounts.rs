@@ -42,11 +42,11 @@ pub trait Mounts: Send + Sync {
     ///
     /// # Errors
     /// `Denied` if a living server is mounted there, or if this user may not mount; `Invalid` if
-    /// the file is no regular file, or the image itself; else any error of the system.
+    /// the file is not a regular file, or is the image itself; else any error of the system.
     fn mount(&self, request: &MountRequest) -> Result<Mounted>;
 
     /// Removes the mount over `file`, even if it is in use: requests under way and later ones fail.
-    /// It is no error if it is already gone. The connection must not have ended: the mount is
+    /// Not an error if it is already gone. The connection must not have ended: the mount is
     /// identified by numbers that are reused after that.
     ///
     /// # Errors

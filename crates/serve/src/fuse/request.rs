@@ -60,12 +60,12 @@ pub(super) enum Durability {
 
 /// What `fallocate` does to a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Emptying {
+enum FallocateMode {
     Punch,
     Zero,
 }
 
-/// Most failed requests of one file that are logged.
+/// Maximum number of failed requests of one file that are logged.
 const FAILURES_LOGGED_MAX: u32 = 16;
 
 impl Task {
@@ -159,10 +159,10 @@ impl Task {
         let mode = u32::try_from(mode).ok().and_then(FallocateFlags::from_bits);
         let keep = FallocateFlags::KEEP_SIZE;
         let is_inside = at.checked_add(len).is_some_and(|end| end <= self.disk_len());
-        let emptying = match mode {
-            Some(mode) if mode == FallocateFlags::PUNCH_HOLE | keep => Emptying::Punch,
-            Some(mode) if mode == FallocateFlags::ZERO_RANGE | keep => Emptying::Zero,
-            Some(FallocateFlags::ZERO_RANGE) if is_inside => Emptying::Zero,
+        let wanted = match mode {
+            Some(mode) if mode == FallocateFlags::PUNCH_HOLE | keep => FallocateMode::Punch,
+            Some(mode) if mode == FallocateFlags::ZERO_RANGE | keep => FallocateMode::Zero,
+            Some(FallocateFlags::ZERO_RANGE) if is_inside => FallocateMode::Zero,
             // Anything that would extend the disk.
             Some(mode) if mode.is_empty() || mode == FallocateFlags::ZERO_RANGE => {
                 let errno = if is_inside { Errno::EOPNOTSUPP } else { Errno::ENOSPC };
@@ -171,12 +171,12 @@ impl Task {
             _ => return Err(Failure::Refused(Errno::EOPNOTSUPP)),
         };
         let stats = self.stats();
-        let may_unmap = match emptying {
-            Emptying::Punch => {
+        let may_unmap = match wanted {
+            FallocateMode::Punch => {
                 stats.discards.add(1);
                 self.export.discard == Discard::Unmap
             }
-            Emptying::Zero => {
+            FallocateMode::Zero => {
                 stats.zeroes.add(1);
                 false
             }

@@ -2,7 +2,7 @@
 //!
 //! At shutdown no more requests are admitted, those under way are answered, and then the file is
 //! unmounted, even if it is open: later requests fail. Each step has a time limit, so that a disk
-//! that hangs, or one that is stored on its own file, holds nobody up.
+//! that hangs, or one that is stored on its own file, does not block the rest.
 
 use super::attributes::{Access, AllowOther, Attributes, Others};
 use super::export::Export;
@@ -72,7 +72,7 @@ impl Server {
         })?;
         if mounted.cleared > 0 {
             let file = file.display();
-            tracing::info!(%file, "the mount of a server that is gone was cleared");
+            tracing::info!(%file, "cleared the mount of a dead server");
         }
         let others = if mounted.is_for_others { Others::Allowed } else { Others::Denied };
         let stats = (0..=workers.handles().len()).map(|_| QueueStats::default()).collect();
@@ -100,7 +100,7 @@ impl Server {
 
 /// Opens `image` only to inspect it. Returns its device and inode too.
 fn open_image(image: &Path) -> Result<(File, (u64, u64))> {
-    let failed = |error| Error::from_io(format!("looking at {}", image.display()), error);
+    let failed = |error| Error::from_io(format!("checking {}", image.display()), error);
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(image);
     let opened = opened.map_err(failed)?;
     let found = opened.metadata().map_err(failed)?;
@@ -133,7 +133,7 @@ fn take_requests(
     let taking = move || {
         if let Err(error) = session.run() {
             let file = name.display();
-            tracing::error!(%file, %error, "a FUSE file is served no more");
+            tracing::error!(%file, %error, "stopped serving a FUSE file");
         }
         taken_from.close();
         // Nobody waits any more where the server has ended before.
@@ -194,7 +194,7 @@ impl Running {
         self.export.gate.close();
         let left = self.export.gate.drain(DRAIN_LIMIT);
         if left > 0 {
-            tracing::warn!(file, left, "requests of a FUSE file did not end in time");
+            tracing::warn!(file, left, "requests of a FUSE file did not complete in time");
         }
         // If somebody has unmounted it, whatever is mounted there now is not ours. The thread may
         // not know that yet.
@@ -204,10 +204,10 @@ impl Running {
         if !self.device.is_gone()
             && let Err(error) = self.mounts.unmount(&path)
         {
-            tracing::error!(file, ?error, "a FUSE file stays mounted");
+            tracing::error!(file, ?error, "cannot unmount a FUSE file");
         }
         if self.ended.recv_timeout(RELEASE_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
-            tracing::info!(file, "somebody has a FUSE file still open; what they ask fails");
+            tracing::info!(file, "FUSE file still open elsewhere; further requests fail");
         }
         self.device.close();
     }

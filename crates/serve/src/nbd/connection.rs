@@ -77,7 +77,7 @@ pub(super) async fn serve(
     };
     if mica_rt::catch_panic(body).await.is_err() {
         stats.panics.add(1);
-        tracing::error!("a connection ended by a failure in the server");
+        tracing::error!("the server panicked on a connection");
     }
     closer.shutdown();
 }
@@ -90,7 +90,7 @@ async fn serve_inner(
 ) {
     let handshake = timeout(common.limits.handshake_deadline, shake_hands(stream, secured, common));
     let Some(outcome) = unless_stopped(&common.stop, handshake).await else {
-        tracing::debug!("a handshake was broken off: the server stops");
+        tracing::debug!("aborted a handshake: the server is stopping");
         return;
     };
     match outcome {

@@ -61,7 +61,7 @@ pub(super) const RECEIVE_BYTES_MIN: usize = 4 << 10;
 pub(super) const RECEIVE_BYTES_MAX: usize = 64 << 10;
 /// What is left of a payload is received straight into its own buffer if it is at least this long.
 pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
-/// Most that writing zeros is charged to the budget: a disk that has to write them out does so in
+/// Maximum charge to the budget for writing zeros: a disk that has to write them out does so in
 /// pieces of about this size.
 pub(super) const ZEROES_CHARGE_BYTES: usize = 512 << 10;
 /// Descriptors in one reply to a block status request.
@@ -82,7 +82,8 @@ pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
 /// The limits that a caller may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Connections at one time, over all listeners. Further ones are closed at once.
+    /// Maximum number of concurrent connections, over all listeners. Further ones are closed at
+    /// once.
     pub connections_max: usize,
     /// From the connection to the end of the handshake.
     pub handshake_deadline: Duration,

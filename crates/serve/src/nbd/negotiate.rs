@@ -43,7 +43,7 @@ pub(super) enum Refused {
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Aborted => f.write_str("the client changed its mind"),
+            Self::Aborted => f.write_str("the client aborted the negotiation"),
             Self::Closed => f.write_str("the client closed the connection"),
             Self::Malformed(what) => write!(f, "the client sent {what}"),
             Self::TooMuch => f.write_str("the client sent too many options"),
@@ -200,11 +200,11 @@ impl<'a> Negotiation<'a> {
 
     /// The name itself is not repeated: it may be long, and is the client's own.
     fn unknown_export(&self, out: &mut Vec<u8>, option: u32) -> Step<'a> {
-        self.reply(out, option, option_reply::ERR_UNKNOWN, &[b"there is no export of that name"]);
+        self.reply(out, option, option_reply::ERR_UNKNOWN, &[b"there is no export with that name"]);
         Step::Next
     }
 
-    /// The error reply to an option whose data is not even looked at, if it is one.
+    /// The error reply to an option whose data is not even read, if it is one.
     fn unread(&self, header: &OptionHeader) -> Result<Option<(u32, &'static [u8])>, Refused> {
         let is_name = header.option == option::EXPORT_NAME;
         let is_secret = self.security == Security::Required;
@@ -247,7 +247,7 @@ impl<'a> Negotiation<'a> {
             return Err(Refused::Malformed("a name beyond the limit"));
         }
         let Some(export) = self.find(data) else {
-            return Err(Refused::Malformed("an unknown export, asked for in the old way"));
+            return Err(Refused::Malformed("an unknown export name in the old style"));
         };
         let flags = self.transmission_flags(&*export.disk);
         let info = protocol::info_export(export.disk.geometry().len, flags);
@@ -264,7 +264,7 @@ impl<'a> Negotiation<'a> {
             return self.invalid(out, option::STARTTLS, "STARTTLS has no data");
         }
         if self.security == Security::Established {
-            return self.invalid(out, option::STARTTLS, "TLS is there already");
+            return self.invalid(out, option::STARTTLS, "TLS is already in use");
         }
         self.reply(out, option::STARTTLS, option_reply::ACK, &[]);
         Step::StartTls
@@ -395,7 +395,7 @@ async fn send(channel: &impl Channel, bytes: &[u8]) -> Result<(), Refused> {
     channel.send(VecDeque::from([Buf::from_slice(bytes)])).await.map_err(Refused::Io)
 }
 
-/// Received bytes that were not looked at yet.
+/// Received bytes that were not processed yet.
 struct Inbox<'a, C> {
     channel: &'a C,
     /// Absent while a receive owns it.

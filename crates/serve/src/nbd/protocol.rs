@@ -158,7 +158,7 @@ impl ErrorCode {
             Self::NoMem => "the server is out of memory",
             Self::Inval => "the request is malformed or beyond the end of the disk",
             Self::NoSpc => "no space left on the disk's storage, or beyond the end of the disk",
-            Self::NotSup => "zeros are not faster than data here",
+            Self::NotSup => "writing zeros would not be faster than writing data",
             Self::Overflow => "too long for one reply",
         }
     }

@@ -105,7 +105,7 @@ impl Running {
         let deadline = common.limits.drain_deadline;
         let left = open.wait_for_none(deadline);
         if left > 0 {
-            tracing::warn!(left, "connections are dropped with requests in flight");
+            tracing::warn!(left, "dropping connections with requests in flight");
             given_up.raise();
             // What drops them only has to take its turn.
             open.wait_for_none(deadline);
@@ -184,7 +184,7 @@ impl Dispatch {
         else {
             // Runs on the first executor, whose counter this is.
             self.peers[0].shared.stats.connections_refused.add(1);
-            tracing::debug!("a connection was closed: there are too many");
+            tracing::debug!("closed a connection: there are too many");
             return;
         };
         tune(&socket, family);
@@ -236,7 +236,7 @@ async fn accept_all(
         match accepted {
             Ok(socket) => dispatch.hand_over(socket, family, secured.clone()),
             Err(error) => {
-                tracing::warn!(%error, "a connection could not be accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 sleep(ACCEPT_PAUSE).await;
             }
         }

@@ -95,11 +95,11 @@ pub(super) enum Ended {
 impl fmt::Display for Ended {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Disconnected => f.write_str("the client said goodbye"),
+            Self::Disconnected => f.write_str("the client disconnected"),
             Self::Closed => f.write_str("the client closed the connection"),
-            Self::Stopped => f.write_str("the server stops"),
-            Self::Malformed => f.write_str("the client sent something that is no request"),
-            Self::TooSlow => f.write_str("the client let a deadline pass"),
+            Self::Stopped => f.write_str("the server is stopping"),
+            Self::Malformed => f.write_str("the client sent something that is not a request"),
+            Self::TooSlow => f.write_str("the client missed a deadline"),
             Self::ReplyBroken => f.write_str("a read failed after its reply had begun"),
             Self::Io(error) => write!(f, "the connection failed: {error}"),
         }
@@ -379,7 +379,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Ends the session when a deadline has passed (I5). The timer is set once and looked at when
+    /// Ends the session when a deadline has passed (I5). The timer is set once and checked when
     /// it fires: a client that is quick never makes it be set again.
     fn poll_watch(&mut self, mut watch: Pin<&mut Option<Sleep>>, woken: bool) -> Result<(), Ended> {
         let mut due = woken;

@@ -14,7 +14,7 @@ use std::rc::Rc;
 pub(super) struct Status {
     pub(super) cookie: u64,
     pub(super) range: GuestRange,
-    /// Most descriptors that the client takes.
+    /// Maximum number of descriptors that the client takes.
     pub(super) extents_max: usize,
 }
 

@@ -60,13 +60,13 @@ pub(super) enum ChangeKind {
 /// What a long request did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Outcome {
-    /// Read so many bytes; its reply is put.
+    /// Read this many bytes; its reply is queued.
     Read(u64),
     /// Answered something; its reply is put.
     Answered,
     /// Wrote a piece; another one answers for all.
     Piece,
-    /// Wrote so many bytes.
+    /// Wrote this many bytes.
     Written(u64),
     Flushed,
     Zeroed,

@@ -5,7 +5,7 @@
 //! ones of those are in `ca-crl.pem` if that is there. All of it is read once, at the start.
 //!
 //! What would make every client fail is an error here, in one line that says which file, what is
-//! wrong with it, and what to do. What would make some clients fail, or lets others look at the
+//! wrong with it, and what to do. What would make some clients fail, or lets others read the
 //! key, is a warning.
 
 use mica_block::{Error, ErrorKind, Result};
@@ -134,12 +134,12 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
     let mode = file.metadata().map_or(0, |found| found.mode());
     if mode & MODE_OTHERS != 0 {
         let path = path.display();
-        tracing::warn!("every user of this machine can get at the key in {path}: chmod 600 it");
+        tracing::warn!("every user of this machine can read the key in {path}: chmod 600 it");
     }
     PrivateKeyDer::from_pem_slice(&bytes).map_err(|error| {
         let is_encrypted = bytes.windows(9).any(|window| window == b"ENCRYPTED");
         let why = match is_encrypted {
-            true => "it has a passphrase, which nobody is there to type: write it without one",
+            true => "it has a passphrase, which nobody can type here: store it without one",
             false => "a PEM file that begins with BEGIN PRIVATE KEY is expected",
         };
         invalid(format!(
@@ -158,7 +158,7 @@ fn read_issuers(path: &Path, provider: &CryptoProvider) -> Result<RootCertStore>
     for certificate in certificates.list {
         // Verification takes the CA as it is, whatever its dates: they are looked at here.
         if let Err(error @ Unfit::Date(_)) = fitness(&certificate, &[], &roots, provider, now()) {
-            tracing::warn!("a CA in {} is left out: its certificate {error}", path.display());
+            tracing::warn!("ignoring a CA in {}: its certificate {error}", path.display());
             expired = Some(error);
             continue;
         }
@@ -185,8 +185,10 @@ fn verifier(
             let (bytes, _) = read(&path, "the list of revoked certificates")?;
             let lists: Vec<_> = CertificateRevocationListDer::pem_slice_iter(&bytes)
                 .collect::<std::result::Result<_, _>>()
-                .map_err(|error| invalid(format!("{} is no PEM file: {error}", path.display())))?;
-            // A file that revokes nothing is not what somebody put it there for.
+                .map_err(|error| {
+                    invalid(format!("{} is not a PEM file: {error}", path.display()))
+                })?;
+            // Nobody puts a file there that is meant to revoke nothing.
             if lists.is_empty() {
                 let what = "a PEM file that begins with BEGIN X509 CRL is expected";
                 return Err(invalid(format!("{} holds no list: {what}", path.display())));
@@ -195,11 +197,11 @@ fn verifier(
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
         Err(error) => {
-            return Err(Error::from_io(format!("looking at {}", path.display()), error));
+            return Err(Error::from_io(format!("checking {}", path.display()), error));
         }
     };
     let builder = WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(provider));
-    // As GnuTLS has it: a list that is out of date lets nobody in, a CA without a list everybody.
+    // As in GnuTLS: a CA whose list is out of date admits no clients, one without a list all.
     builder
         .with_crls(revoked)
         .allow_unknown_revocation_status()
@@ -219,7 +221,7 @@ impl Certificates {
         let (bytes, _) = read(&path, role)?;
         let list = CertificateDer::pem_slice_iter(&bytes)
             .collect::<std::result::Result<Vec<_>, _>>()
-            .map_err(|error| invalid(format!("{} is no PEM file: {error}", path.display())))?;
+            .map_err(|error| invalid(format!("{} is not a PEM file: {error}", path.display())))?;
         if list.is_empty() {
             let what = "a PEM file that begins with BEGIN CERTIFICATE is expected";
             return Err(invalid(format!("{} holds no certificate: {what}", path.display())));

@@ -12,7 +12,7 @@
 //! - I1 `incoming` and `plain` have at most [`INCOMING_BYTES`] each. A handshake message that does
 //!   not fit ends the connection.
 //! - I2 No complete record is left in `incoming` when a receive starts, so that the sending side
-//!   may ask rustls to go on without anything being decrypted.
+//!   may ask rustls to continue without anything being decrypted.
 //! - I3 Records leave in the order in which they were encrypted: one send at a time (the session's
 //!   I4), and what rustls has to say by itself goes in front of it.
 //! - I4 A record of which a part went out and a part did not is the last: nothing follows it, not
@@ -101,7 +101,7 @@ impl<'a> TlsStream<'a> {
             if !state.connection.is_handshaking() {
                 let version = state.connection.protocol_version();
                 let suite = state.connection.negotiated_cipher_suite();
-                tracing::debug!(?version, ?suite, "a TLS connection is there");
+                tracing::debug!(?version, ?suite, "TLS connection established");
                 return Ok(());
             }
         }
@@ -133,7 +133,7 @@ impl<'a> TlsStream<'a> {
         match result? {
             0 => {
                 state.failed = true;
-                let what = "the connection was cut off without a goodbye";
+                let what = "the connection was cut off without a close_notify";
                 Err(io::Error::new(io::ErrorKind::UnexpectedEof, what))
             }
             count => {
@@ -246,7 +246,7 @@ impl State {
         self.end += count;
     }
 
-    /// Lets rustls go on until it has used up `incoming`: plain bytes go to `target`, and to
+    /// Lets rustls continue until it has used up `incoming`: plain bytes go to `target`, and to
     /// `plain` what does not fit. Then, if data may be sent, `write` is called. Gives the bytes in
     /// `target`, and what `write` gave.
     fn drive<T>(
@@ -295,7 +295,7 @@ impl State {
                 }
                 Ok(ConnectionState::BlockedHandshake | ConnectionState::Closed) => Some(Ok(None)),
                 // Early data is not enabled.
-                Ok(_) => Some(Err(invalid_data("TLS is in a state that it cannot be in"))),
+                Ok(_) => Some(Err(invalid_data("TLS is in an impossible state"))),
                 Err(error) => Some(Err(tls_error(error))),
             };
             self.at += discard;
@@ -422,5 +422,5 @@ fn invalid_data(what: &'static str) -> io::Error {
 }
 
 fn failed_before() -> io::Error {
-    io::Error::new(io::ErrorKind::BrokenPipe, "the TLS connection has failed before")
+    io::Error::new(io::ErrorKind::BrokenPipe, "the TLS connection has already failed")
 }

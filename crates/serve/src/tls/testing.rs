@@ -155,7 +155,7 @@ pub(crate) async fn send(
     Ok(())
 }
 
-/// Receives once; gives what is plain, and whether the connection goes on.
+/// Receives once; returns the plain bytes, and whether the connection continues.
 pub(crate) async fn receive(
     connection: &mut ClientConnection,
     stream: &Stream,

@@ -272,7 +272,7 @@ fn keys_are_changed_when_the_client_asks_and_not_without_end() {
 }
 
 #[test]
-fn goodbye_waits_for_nobody() {
+fn close_notify_does_not_wait() {
     with_connections(async |server, client| {
         // The client takes nothing: the send does not end, and nothing follows the part that went.
         let batch = VecDeque::from([Buf::zeroed(1 << 20)]);

@@ -64,7 +64,7 @@ mod tests {
     use mica_rt::{Backend, Executor, now, sleep};
 
     #[test]
-    fn looking_goes_on_while_it_pays() {
+    fn polling_continues_while_it_pays() {
         Executor::new(Backend::Sim { seed: 1 }).unwrap().block_on(async {
             let mut attention = Attention::default();
             assert_eq!(attention.pause(now()), Pause::Sleep, "nothing is known yet");

@@ -83,7 +83,7 @@ impl BackChannel {
         let _notifying = self.notifying.lock().unwrap_or_else(PoisonError::into_inner);
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Some(Open { socket, gives_replies }) = open else { return Ok(Notice::Nobody) };
-        let failed = |error: Errno| Error::from_io("telling a front end", error.into());
+        let failed = |error: Errno| Error::from_io("notifying the front end", error.into());
         if gives_replies {
             discard_late_replies(&socket);
         }
@@ -129,23 +129,27 @@ fn wait_reply(socket: &OwnedFd) -> Result<()> {
         let timeout = Timespec::try_from(left).expect("a few seconds");
         let mut fds = [PollFd::new(socket, PollFlags::IN)];
         match poll(&mut fds, Some(&timeout)) {
-            Ok(0) => return refuse("a front end gives no answer to a notice"),
+            Ok(0) => return refuse("the front end did not answer in time"),
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(Error::from_io("waiting for a front end", error.into())),
+            Err(error) => {
+                return Err(Error::from_io("waiting for the front end's answer", error.into()));
+            }
         }
         match rustix::net::recv(socket, &mut bytes[done..], RecvFlags::DONTWAIT) {
-            Ok((0, _)) => return refuse("a front end has closed its back channel"),
+            Ok((0, _)) => return refuse("the front end closed the back channel"),
             Ok((count, _)) => done += count,
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(error) => return Err(Error::from_io("asking a front end", error.into())),
+            Err(error) => {
+                return Err(Error::from_io("reading the front end's answer", error.into()));
+            }
         }
     }
     let expected = message(CONFIG_CHANGE, REPLY);
     let is_reply = bytes[..4] == expected[..4] && bytes[4] & 4 != 0 && bytes[8..12] == [8, 0, 0, 0];
     match is_reply {
         true if bytes[HEADER_BYTES..] == [0; 8] => Ok(()),
-        true => refuse("a front end refuses a notice"),
-        false => refuse("a front end sent an answer to something else"),
+        true => refuse("the front end refused the notification"),
+        false => refuse("the front end answered something else"),
     }
 }
 

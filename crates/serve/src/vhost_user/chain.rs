@@ -7,9 +7,10 @@
 use std::fmt;
 use vm_memory::{Address, ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 
-/// Most descriptors of one chain, with its indirect table: a request of 4 MiB in pages, and more.
+/// Maximum number of descriptors of one chain, with its indirect table: a request of 4 MiB in
+/// pages, and more.
 pub(super) const DESCRIPTORS_MAX: u32 = 2048;
-/// Bytes of a chain at most ("Drivers MUST NOT add a descriptor chain longer than 2^32 bytes").
+/// Maximum size of a chain ("Drivers MUST NOT add a descriptor chain longer than 2^32 bytes").
 const BYTES_MAX: u64 = 1 << 32;
 
 const NEXT: u16 = 1;

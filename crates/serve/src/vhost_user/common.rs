@@ -46,8 +46,8 @@ impl Common {
         if !self.losses.is_broken.swap(true, Ordering::Relaxed) {
             self.losses.count.fetch_add(1, Ordering::Relaxed);
             tracing::error!(
-                "a front end has taken away memory that it shared (it truncated the file, or the \
-                 memory behind it ran out): its device is broken until it connects again"
+                "the front end took away memory that it had shared (it truncated the file, or the \
+                 memory behind it ran out): the device is broken until it reconnects"
             );
         }
     }

@@ -54,7 +54,7 @@ pub(super) struct Device {
 }
 
 fn invalid(error: &mica_block::Error) -> Error {
-    tracing::warn!(%error, "a front end asks for what cannot be");
+    tracing::warn!(%error, "invalid request from the front end");
     Error::InvalidParam
 }
 
@@ -105,7 +105,7 @@ impl Device {
         match control.stop() {
             Some(base) => vring.base = base,
             None => {
-                tracing::error!(index, "a queue ended by a failure in the server");
+                tracing::error!(index, "the server panicked on a queue");
                 // Its position is unknown: it starts when the front end sets it up again.
                 vring.kick = None;
             }
@@ -323,7 +323,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let kick = vring::kick(fd)?;
         if kick.is_none() {
-            tracing::warn!("a front end wants its queue polled, which is not done");
+            tracing::warn!("the front end asked for a polled queue, which is not supported");
         }
         self.while_stopped(u32::from(index), |vring| {
             vring.kick = kick;
@@ -369,8 +369,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         Ok(())
     }
 
-    /// `vhost` gives a sender that cannot say what is to be said; so the descriptor was looked at
-    /// before.
+    /// The sender that `vhost` passes cannot send the message that is needed, so the descriptor was
+    /// peeked at before.
     fn set_backend_req_fd(&mut self, _backend: Backend) {
         let negotiated = VhostUserProtocolFeatures::from_bits_truncate(self.protocol_features);
         if let Some(socket) = self.peeked.take()
@@ -406,11 +406,11 @@ impl VhostUserBackendReqHandlerMut for Device {
     }
 
     fn set_config(&mut self, _offset: u32, _bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
-        Err(Error::InvalidOperation("nothing of the configuration can be set"))
+        Err(Error::InvalidOperation("the configuration is read-only"))
     }
 
     fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
-        Err(Error::InvalidOperation("this is no GPU"))
+        Err(Error::InvalidOperation("the device is not a GPU"))
     }
 
     fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {

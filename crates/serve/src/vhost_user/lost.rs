@@ -3,9 +3,9 @@
 //! A front end can truncate a file that it shares with us, or run out of the memory that backs it.
 //! An access to what is gone raises SIGBUS, which ends the process, and with it the disks of all
 //! other guests. So every mapping of a front end's file is **watched**: a fault in one puts pages
-//! of zeros there, marks the memory as **lost**, and goes on; the device that has it is broken from
-//! then on ([`super::common::Common::note_lost`]), and nobody else is. The kernel gets no signal
-//! where it touches such memory for us: it fails the operation with EFAULT.
+//! of zeros there, marks the memory as **lost**, and returns; only the device that has it is broken
+//! from then on ([`super::common::Common::note_lost`]). The kernel gets no signal where it touches
+//! such memory for us: it fails the operation with EFAULT.
 //!
 //! The handler may interrupt any instruction, so it only reads atomics and makes system calls.
 //!
@@ -14,7 +14,7 @@
 //!   time, and gives it up before it is unmapped: what the handler replaces is a guest's.
 //! - I2 Entries are never freed, only used again, so that the handler may walk them at any time. It
 //!   skips those that change concurrently: they do not belong to memory that its thread touches.
-//! - I3 A fault anywhere else, and a SIGBUS that somebody sent, end the process as ever.
+//! - I3 A fault anywhere else, and a SIGBUS that was sent, end the process as usual.
 
 use std::ffi::c_void;
 use std::ops::Deref;
@@ -63,7 +63,7 @@ impl<M> Deref for Watched<M> {
     }
 }
 
-/// What is to be known of a file to watch a mapping of it.
+/// What has to be known about a file to watch a mapping of it.
 #[derive(Clone)]
 pub(super) struct Pages {
     lost: Arc<Lost>,
@@ -221,7 +221,7 @@ fn install() {
         // SAFETY: an action, whose handler does only what a handler may.
         if unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } != 0 {
             let error = std::io::Error::last_os_error();
-            tracing::warn!(%error, "a front end that truncates its memory will end this process");
+            tracing::warn!(%error, "a front end that truncates its memory will kill this process");
         }
     });
 }
@@ -237,7 +237,7 @@ extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, _: *
         unsafe { ((*info).si_code, (*info).si_addr().addr(), libc::__errno_location()) };
     // SAFETY: it is this thread's.
     let errno_before = unsafe { *errno };
-    // What somebody sent has no address.
+    // A signal that was sent has no address.
     let is_fault = code > 0;
     let is_replaced = is_fault && entries().any(|entry| entry.replace(address));
     // SAFETY: as above.
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_gone_reads_as_zeros_and_is_told_to_its_session_alone() {
+    fn lost_memory_reads_as_zeros_and_is_reported_to_its_session_only() {
         let (lost, other) = (Arc::default(), Arc::default());
         let (gone, there) = (file(4), file(4));
         let (map, kept) = (watched(&gone, &lost), watched(&there, &other));
@@ -344,7 +344,7 @@ mod tests {
     /// Run by the test below, in a process of its own.
     #[test]
     #[ignore = "ends its process"]
-    fn fault_in_memory_that_nobody_watches() {
+    fn fault_in_unwatched_memory() {
         let gone = file(1);
         let _watched = watched(&file(1), &Arc::default());
         let shared = FileOffset::new(gone.try_clone().expect("a file"), 0);
@@ -356,7 +356,7 @@ mod tests {
     /// Run by the test below, in a process of its own.
     #[test]
     #[ignore = "ends its process"]
-    fn signal_that_somebody_sends() {
+    fn signal_that_was_sent() {
         let _watched = watched(&file(1), &Arc::default());
         let me = rustix::process::getpid();
         rustix::process::kill_process(me, rustix::process::Signal::BUS).expect("sends");
@@ -366,8 +366,8 @@ mod tests {
     }
 
     #[test]
-    fn bus_error_elsewhere_ends_the_process_as_ever() {
-        for name in ["fault_in_memory_that_nobody_watches", "signal_that_somebody_sends"] {
+    fn bus_error_elsewhere_still_ends_the_process() {
+        for name in ["fault_in_unwatched_memory", "signal_that_was_sent"] {
             let name = format!("vhost_user::lost::tests::{name}");
             let arguments = ["--exact", "--ignored", "--test-threads=1", &name];
             let program = std::env::current_exe().expect("this test");

@@ -40,7 +40,7 @@ impl Region {
         let (start, len, offset) = (layout.guest_phys_addr, layout.memory_size, layout.mmap_offset);
         let metadata = file.metadata().map_err(|error| Error::from_io("guest memory", error))?;
         if !metadata.is_file() {
-            return Err(invalid("a descriptor that is no file"));
+            return Err(invalid("a descriptor that is not a file"));
         }
         let end = offset.checked_add(len).ok_or_else(|| invalid("an offset beyond 64 bits"))?;
         if len == 0 || metadata.len() < end {
@@ -127,7 +127,7 @@ impl Memory {
     }
 
     /// `pieces`, divided where a region ends, so that each lies in one: guest addresses may go on
-    /// in the next. What is no memory stays as it is.
+    /// in the next. What is not memory stays as it is.
     pub(super) fn divide(&self, pieces: Vec<Piece>) -> Vec<Piece> {
         let mut divided = Vec::with_capacity(pieces.len());
         for mut piece in pieces {

@@ -109,7 +109,7 @@ pub(super) async fn serve(setup: Setup) {
         let polled = catch_unwind(AssertUnwindSafe(|| running.poll(control).map(Some)));
         polled.unwrap_or_else(|_| {
             running.stats.panics.add(1);
-            running.break_off(&"a failure in the server");
+            running.break_off(&"the server panicked");
             Poll::Ready(None)
         })
     })
@@ -233,7 +233,7 @@ impl<'a> Running<'a> {
         let taken = u16::try_from(heads.len()).expect("at most the queue's size");
         self.queue.set_next_avail(used_idx.0.wrapping_add(taken));
         if !heads.is_empty() {
-            tracing::info!(count = heads.len(), "requests that were in flight are done again");
+            tracing::info!(count = heads.len(), "replaying in-flight requests");
         }
         heads.reverse();
         self.recovered = heads.len();
@@ -378,7 +378,7 @@ impl<'a> Running<'a> {
                 Ok(8) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Ok(_) => return self.break_off(&"its kick descriptor is no eventfd"),
+                Ok(_) => return self.break_off(&"its kick descriptor is not an eventfd"),
                 Err(error) => return self.break_off(&error),
             }
         }

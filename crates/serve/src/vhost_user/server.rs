@@ -138,7 +138,7 @@ impl Running {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("a device ended by a failure in the server");
+            tracing::error!("a device's thread panicked");
         }
     }
 }
@@ -195,7 +195,7 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         match poll(&mut fds, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
-            Err(error) => return tracing::error!(%error, "a device is served no more"),
+            Err(error) => return tracing::error!(%error, "stopped serving a device"),
         }
         if !fds[0].revents().is_empty() {
             return;
@@ -203,8 +203,8 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
             Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
             Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
-                tracing::warn!("a front end could not be accepted: too many open files");
-                // Nothing else is to be waited for: the stop is looked at again after a while.
+                tracing::warn!("cannot accept a front end: too many open files");
+                // There is nothing to wait for: the stop is checked again after a while.
                 let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
             }
             Err(_) => {}
@@ -226,14 +226,14 @@ fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Sto
 
 /// Serves a front end until it disconnects.
 pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handle]) {
-    tracing::info!("a front end has connected");
+    tracing::info!("front end connected");
     let device = Device::new(Arc::clone(common), workers.to_vec());
     let device = Arc::new(Mutex::new(device));
     let Ok(peeked) = stream.try_clone() else { return };
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&device));
     let why = loop {
-        let came_along = back_channel::peek(&peeked);
-        device.lock().unwrap_or_else(PoisonError::into_inner).peeked = came_along;
+        let back_channel_fd = back_channel::peek(&peeked);
+        device.lock().unwrap_or_else(PoisonError::into_inner).peeked = back_channel_fd;
         if let Err(error) = handler.handle_request() {
             break error;
         }
@@ -242,5 +242,5 @@ pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handl
     // The queues end before the connection does: a front end that sees it close knows that nothing
     // is in flight any more.
     device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
-    tracing::info!(%why, "a front end has gone");
+    tracing::info!(%why, "front end disconnected");
 }

@@ -3,8 +3,8 @@
 //! A transfer goes in windows, so that what it holds is bounded: by its window, and by what the
 //! queue may hold for it ([`Cost`]). Other tasks run between two windows. Within a window
 //! each part that is one extent and one piece is one operation on the guest's own memory. Where a
-//! driver divides its memory so that pieces are no whole sectors, or so finely that an operation
-//! each would cost more than a copy, the window goes through a buffer of ours.
+//! driver divides its memory so that pieces are not whole sectors, or so finely that an operation
+//! each would cost more than a copy, the window goes through one of our own buffers.
 
 use super::chain::{DESCRIPTORS_MAX, Piece};
 use super::memory::Memory;
@@ -14,14 +14,14 @@ use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
 
-/// Bytes that are under way for one request at most.
+/// Maximum number of bytes under way for one request.
 const WINDOW_BYTES: usize = 1 << 20;
-/// Bytes that are under way where there is little room.
+/// Bytes under way where there is little room.
 const WINDOW_BYTES_MIN: usize = 128 << 10;
-/// Pieces of a window that are operations of their own at most.
+/// Maximum number of pieces of a window that are operations of their own.
 const PIECES_MAX: usize = 8;
 
-/// Memory of ours that one request takes.
+/// Memory of this process that one request takes.
 #[derive(Clone, Copy)]
 pub(super) struct Cost {
     /// For the list of its pieces, as received and as divided.
@@ -148,7 +148,7 @@ fn is_direct(pieces: &[Piece]) -> bool {
 fn bufs_of(memory: &Memory, pieces: &[Piece]) -> Result<Vec<Buf>> {
     let buf = |piece: &Piece| {
         memory.buf(*piece).ok_or_else(|| {
-            let context = format!("{} bytes at {:#x} are no guest memory", piece.len, piece.at.0);
+            let context = format!("{} bytes at {:#x} are not guest memory", piece.len, piece.at.0);
             Error::new(ErrorKind::Invalid, context)
         })
     };

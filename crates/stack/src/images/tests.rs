@@ -134,7 +134,7 @@ fn link_in_the_place_of_a_sidecar_is_neither_followed_nor_read() {
 }
 
 #[test]
-fn sidecar_that_is_no_plain_file_is_ignored() {
+fn sidecar_that_is_not_a_plain_file_is_ignored() {
     let (folder, path) = folder_with_image();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     let images = images(&path);

@@ -142,7 +142,7 @@ fn empty_name_and_name_with_a_zero_byte_are_refused() {
 }
 
 #[test]
-fn what_is_not_there_is_told_only_of_allowed_places() {
+fn missing_files_are_reported_only_in_allowed_places() {
     let folder = Folder::new();
     let policy = folder.policy("chain/top", &[]);
     assert_eq!(folder.get(&policy, "missing").unwrap_err().kind(), ErrorKind::NotFound);
@@ -153,7 +153,7 @@ fn what_is_not_there_is_told_only_of_allowed_places() {
 }
 
 #[test]
-fn what_is_no_image_is_refused_also_where_it_is_allowed() {
+fn what_is_not_an_image_is_refused_even_in_an_allowed_place() {
     let folder = Folder::new();
     let policy = folder.policy("chain/top", &[]);
     assert_eq!(folder.get(&policy, "below").unwrap_err().kind(), ErrorKind::Invalid);
@@ -169,7 +169,7 @@ fn devices_and_the_root_are_never_allowed_by_what_lies_in_them() {
 }
 
 #[test]
-fn named_image_that_is_not_there_is_told() {
+fn missing_named_image_is_reported() {
     let folder = Folder::new();
     let error = Policy::new(&folder.path("chain/missing"), Names::Beside, &[]).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::NotFound);

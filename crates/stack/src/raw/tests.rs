@@ -46,7 +46,7 @@ fn read_plan_is_one_extent() {
 }
 
 #[test]
-fn allocation_plan_tells_holes_and_covers_the_range() {
+fn allocation_plan_shows_holes_and_covers_the_range() {
     let disk = raw(vec![7; 700]);
     let extents = plan(&disk, range(100, 924), Detail::Allocation).unwrap();
     assert_eq!(

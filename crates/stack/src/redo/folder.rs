@@ -24,7 +24,7 @@ pub(super) fn path_of(directory: &Path, user: u32) -> PathBuf {
 /// The folder of this user's logs below `directory`, created if it does not exist.
 ///
 /// # Errors
-/// Any error of the system; `Denied` if it is not this user's alone.
+/// Any error of the system; `Denied` if others can change it.
 pub fn redo_folder(directory: &Path) -> Result<PathBuf> {
     let path = path_of(directory, rustix::process::geteuid().as_raw());
     make(&path).map(|_| path)
@@ -86,7 +86,8 @@ pub(super) fn find_of(path: &Path, user: u32) -> Result<Option<OwnedFd>> {
 }
 
 fn not_ours(path: &Path) -> Error {
-    let what = "is not a folder of this user alone: remove it, or name another --redo-dir";
+    let what =
+        "is not a folder that only this user can change: remove it, or choose another --redo-dir";
     Error::new(ErrorKind::Denied, format!("{} {what}", path.display()))
 }
 

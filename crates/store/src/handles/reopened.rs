@@ -71,8 +71,8 @@ impl Handle {
         if slot.identity != now {
             tracing::warn!(
                 path = %self.path.display(),
-                "its inode was changed while it was not open, and nothing tells whether its \
-                 content was, too: it is taken for what it was"
+                "its inode was changed while it was not open, and nothing shows whether its \
+                 content was, too: assuming that it was not"
             );
         }
         slot.identity = now;

@@ -146,7 +146,7 @@ pub(super) fn holder(file: &File, byte: u64) -> Holder {
     }
 }
 
-/// Most descriptors of other processes that are inspected.
+/// Maximum number of descriptors of other processes that are inspected.
 const DESCRIPTORS_MAX: usize = 1 << 16;
 
 /// Answers `question` from `/proc`. A lock of an open file description names no process, but each

@@ -141,7 +141,7 @@ fn file_that_changed_its_length_is_reported() {
 }
 
 #[test]
-fn file_that_became_something_else_is_reported_and_hangs_nobody() {
+fn file_that_became_something_else_is_reported_and_blocks_nobody() {
     let folder = tempfile::tempdir().unwrap();
     on_each_backend(|| async {
         let paths = numbered_files(folder.path(), 20);

@@ -165,6 +165,6 @@ fn file_that_is_locked_as_a_whole_is_left_alone() {
         let holder = std::fs::File::options().write(true).open(&path).unwrap();
         let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;
         rustix::fs::fcntl_lock(&holder, exclusive).unwrap();
-        assert_denied(open(), "locked the image for itself");
+        assert_denied(open(), "has locked the image exclusively");
     }
 }

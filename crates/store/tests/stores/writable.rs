@@ -162,7 +162,7 @@ fn writes_into_one_block_at_once_do_not_lose_one_another() {
 }
 
 #[test]
-fn write_of_a_part_continues_when_nobody_waits_for_it() {
+fn write_of_a_part_continues_without_a_waiter() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     std::fs::write(&path, vec![1; 8192]).unwrap();

@@ -1,4 +1,4 @@
-//! What each step took, told at the end.
+//! What each step took, reported at the end.
 
 use mica_tests::clock;
 use std::time::{Duration, Instant};

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_tells_what_passed_failed_and_was_skipped() {
+    fn report_shows_what_passed_failed_and_was_skipped() {
         let report = r#"<?xml version="1.0" encoding="UTF-8"?>
 <testsuites name="nextest-run" tests="4" failures="1" errors="0">
   <testsuite name="a::b" tests="3" disabled="0" errors="0" failures="1">

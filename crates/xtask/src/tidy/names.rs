@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn declaring_and_exporting_a_module_is_no_arrow_and_using_it_is() {
+    fn declaring_and_exporting_a_module_is_not_an_arrow_but_using_it_is() {
         let exported = [
             ("src/lib.rs", "pub mod a;\npub use a::{A, B};\npub struct Own;\n"),
             ("src/a.rs", "pub struct A;\npub struct B(crate::Own);\n"),

@@ -135,7 +135,7 @@ fn disk_that_gets_longer_has_zeros_and_forgets_what_it_lost() {
 }
 
 #[test]
-fn neighbours_that_are_wrong_alike_are_told_as_one() {
+fn similar_neighbouring_errors_are_reported_as_one() {
     let model = Model::new(DISK, 4);
     let bytes = [stamp::bytes(DISK, 0, 3, 7), vec![3; SECTOR]].concat();
     let bad = model.judge(0, &bytes, View::Kept).expect_err("nobody wrote");

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
-/// Most requests in flight at once.
+/// Maximum number of requests in flight at once.
 const UNDER_WAY_MAX: u64 = 12;
 
 /// A request that changes the disk.

@@ -24,7 +24,7 @@ fn killed_server_leaves_a_mount_that_the_next_one_clears() {
     for round in 1..=3_u8 {
         let served = Served::start(dir, "top.qcow2", &["--log-level", "info"]);
         if round > 1 {
-            assert!(served.log().contains("was cleared"), "{}", served.log());
+            assert!(served.log().contains("cleared the mount"), "{}", served.log());
         }
         let file = served.open();
         let mut before = [0; 4096];

@@ -7,9 +7,10 @@ use mica_tests::guest::{Answer, Guest, Request};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Most requests of a burst.
+/// Maximum number of requests of a burst.
 const REQUESTS_MAX: u64 = 12;
-/// Most bytes that the reads of a burst ask for: they wait in the socket while we still send.
+/// Maximum number of bytes that the reads of a burst ask for: they wait in the socket while we
+/// still send.
 const READ_BYTES_MAX: u64 = 64 << 10;
 
 /// The bytes that the disk has to have.

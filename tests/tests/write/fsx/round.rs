@@ -15,7 +15,7 @@ use std::process::Command;
 const OPS_DEFAULT: u64 = 240;
 /// Requests on one image; for more, another is made, so that a failure is quickly reproduced.
 const ROUND_OPS_MAX: u64 = 4000;
-/// Most internal snapshots of an image.
+/// Maximum number of internal snapshots of an image.
 const SNAPSHOTS_MAX: usize = 3;
 
 /// Runs rounds on all `shapes`.

@@ -9,7 +9,7 @@
 
 use mica_units::HostCluster;
 
-/// Most runs of a chunk.
+/// Maximum number of runs of a chunk.
 const CHUNK_RUNS_MAX: usize = 2048;
 
 /// Clusters in a row, with a tag: 47 bits of the first, 16 bits of their count less one, 1 bit.

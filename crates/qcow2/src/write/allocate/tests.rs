@@ -28,7 +28,7 @@ struct Shape {
     width: RefcountWidth,
     /// Clusters of the file in the beginning.
     clusters: u64,
-    /// Most clusters that one request wants.
+    /// Maximum number of clusters that one request wants.
     wanted_max: u64,
     /// Clusters in use beyond which more is returned than reserved.
     used_max: usize,

@@ -347,7 +347,7 @@ impl World {
 }
 
 #[test]
-fn each_offer_ends_once_and_nobody_sleeps_for_ever() {
+fn each_offer_ends_once_and_no_waiter_sleeps_forever() {
     from_seeds(60, |seed| {
         let mut rng = Rng::new(seed);
         let load = Load {

@@ -109,7 +109,7 @@ fn calls_during_a_run_share_the_next_one() {
 }
 
 #[test]
-fn a_failure_goes_to_all_who_waited_and_to_nobody_else() {
+fn failure_reaches_every_waiter_and_nobody_else() {
     let (group, device) = (GroupSync::new(), Device::default());
     let call = || Call::new(group.run(async || device.sync().await));
     let (mut first, mut second, mut third) = (call(), call(), call());

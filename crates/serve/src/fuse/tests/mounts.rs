@@ -44,7 +44,7 @@ fn mount_of_nobody(path: &Path) -> File {
 #[test]
 fn mounts_of_servers_that_are_gone_are_cleared() {
     let Some(place) = Place::new() else { return };
-    // Without a server the file cannot even be opened to be mounted over: twice is once more.
+    // Without a server the file cannot even be opened to be mounted over, so this is done twice.
     drop(mount_of_nobody(&place.file()));
     assert_eq!(errno(place.file().metadata()), Some(Errno::NOTCONN));
     drop(mount_of_nobody(&place.file()));
@@ -55,7 +55,7 @@ fn mounts_of_servers_that_are_gone_are_cleared() {
 }
 
 #[test]
-fn server_that_does_not_answer_is_left_alone_and_holds_nobody_up() {
+fn unresponsive_server_is_left_alone_and_blocks_nobody() {
     let Some(place) = Place::new() else { return };
     let silent = mount_of_nobody(&place.file());
 
@@ -88,7 +88,7 @@ fn image_is_not_hidden_under_its_own_disk() {
 /// The story: the thread that takes requests had not heard of it yet, the kernel had given the
 /// numbers of the first mount to the second, and the end of the first server took that away.
 #[test]
-fn mount_that_the_user_removed_is_no_error_and_a_later_one_stays() {
+fn mount_that_the_user_removed_is_not_an_error_and_a_later_one_stays() {
     let Some(place) = Place::new() else { return };
     let first = place.start(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap).expect("served");
     assert!(!first.device.is_gone());

@@ -72,7 +72,7 @@ fn divided_write_that_is_to_be_durable_is_flushed_once_at_its_end() {
 }
 
 #[test]
-fn divided_write_that_fails_is_answered_once_and_the_connection_goes_on() {
+fn divided_write_that_fails_is_answered_once_and_the_connection_continues() {
     for bad in [0..512, MIB..MIB + 512, 8 * MIB - 512..8 * MIB] {
         let disk = || MemoryDisk { bad: bad.clone(), ..disk() };
         simulated_memory(disk, Discard::Unmap, async |world, _| {
@@ -113,7 +113,7 @@ fn reads_of_any_length_are_served_within_the_reserve() {
 
 /// Each of many clients begins a write of the largest payload, sends a part and never the rest.
 #[test]
-fn clients_that_never_finish_their_payload_keep_nobody_from_anything() {
+fn clients_that_never_finish_their_payload_do_not_block_others() {
     let disk = || MemoryDisk::new(64 * MIB);
     simulated_memory(disk, Discard::Unmap, async |world, _| {
         let mut greedy = Vec::new();

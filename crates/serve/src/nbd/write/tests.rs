@@ -321,7 +321,7 @@ fn writes_of_a_client_that_left_count_as_in_flight_until_they_are_done() {
 }
 
 #[test]
-fn half_a_payload_holds_up_nobody_and_is_never_written() {
+fn half_a_payload_blocks_nobody_and_is_never_written() {
     simulated(slow, async |world, disk| {
         let stuck = world.simple_session().await;
         stuck.request(0, WRITE, 1, 0, 1 << 20).await;

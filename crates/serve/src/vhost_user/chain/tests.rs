@@ -61,7 +61,7 @@ fn pieces_that_touch_are_one_and_empty_ones_none() {
     assert_eq!(chain.writable, pieces(&[(0x108, 2)]));
 }
 
-/// An empty writable descriptor is no writable byte yet.
+/// An empty writable descriptor does not count as a writable byte.
 #[test]
 fn order_is_that_of_bytes() {
     assert_eq!(read(&[(0, 1, NEXT | WRITE, 1), (0, 1, 0, 0)]).err(), Some(Malformed::Order));

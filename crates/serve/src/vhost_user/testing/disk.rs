@@ -31,7 +31,7 @@ pub(in crate::vhost_user) struct TestDisk {
 struct Gate {
     closed: AtomicBool,
     waiting: AtomicUsize,
-    /// The most that waited at one time.
+    /// The most that waited at the same time.
     most: AtomicUsize,
 }
 
@@ -77,7 +77,7 @@ impl TestDisk {
         self.gate.waiting.load(Ordering::Acquire)
     }
 
-    /// The most that waited at one time.
+    /// The most that waited at the same time.
     pub(in crate::vhost_user) fn most_waiting(&self) -> usize {
         self.gate.most.load(Ordering::Acquire)
     }

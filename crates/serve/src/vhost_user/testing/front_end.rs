@@ -197,7 +197,7 @@ impl FrontEnd {
         self.command(code, &u64::from(ring.index).to_le_bytes(), &[fd.as_fd()]);
     }
 
-    /// Stops a ring; where it is to go on.
+    /// Stops a ring; returns where to continue.
     pub(in crate::vhost_user) fn stop(&self, ring: &Ring) -> u16 {
         let (answer, _) = self.ask(code::GET_VRING_BASE, &pair(ring.index, 0));
         u16::from_le_bytes(*answer[4..].first_chunk().expect("8 bytes"))

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 #[test]
-fn stop_drains_and_says_where_to_go_on() {
+fn stop_drains_and_reports_where_to_continue() {
     let world = World::new(TestDisk::new(MIB));
     let (front_end, mut rings) = world.guest(Way { event_idx: true, ..Way::default() });
     world.disk.close();

@@ -78,12 +78,12 @@ fn truncate(machine: &Machine, region: usize) {
 }
 
 #[test]
-fn rings_that_are_gone_break_their_device_alone() {
+fn lost_rings_break_only_their_device() {
     survives(|machine| truncate(machine, 0), |machine| machine.rings[0].kick());
 }
 
 #[test]
-fn data_that_is_gone_breaks_its_device_alone() {
+fn lost_data_breaks_only_its_device() {
     let in_place: &[Seg] = &[(3 * MIB, 512, false)];
     let pieces: Vec<Seg> = (0..16).map(|piece| (3 * MIB + piece * 8192, 32, false)).collect();
     for segs in [in_place, &pieces] {
@@ -107,7 +107,7 @@ fn data_that_is_gone_breaks_its_device_alone() {
     }
 }
 
-/// A sector in parts, so that it goes through a buffer of ours.
+/// A sector in parts, so that it goes through one of our own buffers.
 const SPLIT: &[Seg] = &[(3 * MIB, 256, false), (3 * MIB + 8192, 256, false)];
 
 fn segs_written(segs: &[Seg]) -> Vec<Seg> {
@@ -115,7 +115,7 @@ fn segs_written(segs: &[Seg]) -> Vec<Seg> {
 }
 
 #[test]
-fn in_flight_region_that_is_gone_breaks_its_device_alone() {
+fn lost_in_flight_region_breaks_only_its_device() {
     survives(
         |machine| machine.in_flight.set_len(0).expect("truncated"),
         |machine| {
@@ -126,7 +126,7 @@ fn in_flight_region_that_is_gone_breaks_its_device_alone() {
 }
 
 #[test]
-fn rings_that_are_gone_before_they_start_are_refused() {
+fn rings_lost_before_they_start_are_refused() {
     let world = World::new(TestDisk::new(MIB));
     let guest = Guest::unsealed(&[2 * MIB]);
     let front_end = world.connect();

@@ -97,7 +97,7 @@ fn front_end_without_replies_is_notified_too() {
 }
 
 #[test]
-fn without_a_front_end_there_is_nobody_to_tell() {
+fn without_a_front_end_nobody_is_notified() {
     let world = world();
     assert_eq!(notify(&world).expect("no session"), Notice::Nobody);
     let (front_end, _rings) = world.guest(Way::default());
@@ -126,7 +126,7 @@ fn front_end_that_answers_wrongly_or_never_holds_nothing_up() {
             reply(&channel, code, value);
         });
     }
-    // What comes unasked is no answer.
+    // An unsolicited message is not an answer.
     for _ in 0..100 {
         reply(&channel, 2, 0);
     }
@@ -137,7 +137,7 @@ fn front_end_that_answers_wrongly_or_never_holds_nothing_up() {
 }
 
 #[test]
-fn channel_that_is_no_socket_is_refused() {
+fn channel_that_is_not_a_socket_is_refused() {
     let world = world();
     for _ in 0..50 {
         let (front_end, _rings) = world.guest(Way::default());

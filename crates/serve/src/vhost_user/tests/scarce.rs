@@ -9,7 +9,7 @@ const REQUESTS: u16 = 20;
 const PIECES: u64 = 16;
 const PIECE_BYTES: u32 = 16 << 10;
 
-/// What a driver writes in many small pieces: such a request goes through memory of ours.
+/// What a driver writes in many small pieces: such a request goes through our own memory.
 fn pieces() -> Vec<Seg> {
     (0..PIECES)
         .map(|piece| (2 * MIB + piece * 2 * u64::from(PIECE_BYTES), PIECE_BYTES, false))
@@ -59,7 +59,7 @@ fn requests_for_which_there_is_no_memory_run_one_after_the_other_and_none_is_los
     world.disk.close();
     offer_all(&mut rings[0]);
     wait_for(&world, 1);
-    // What is done in place needs no memory: another queue goes on.
+    // What is done in place needs no memory: another queue continues.
     world.disk.open();
     assert_eq!(rings[1].write(1000, &[1; 512]), 0);
     assert_eq!(rings[0].wait_used(usize::from(REQUESTS)).len(), usize::from(REQUESTS));

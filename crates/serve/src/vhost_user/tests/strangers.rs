@@ -73,7 +73,7 @@ fn messages_that_make_no_sense_are_refused() {
         assert!(!matches!(is_taken, Ok(true)), "message {code} with {payload:?}");
         assert!(front_end.is_closed(), "message {code} with {payload:?}");
     }
-    // Places of rings are looked at when all is known.
+    // Places of rings are checked once all is known.
     for (code, payload) in
         [address(1, 0x4000, 0x2000), address(4 * MIB - 512, 0x4000, 0x2000), address(9 * MIB, 0, 0)]
     {
@@ -134,7 +134,7 @@ fn descriptors_that_are_something_else_are_refused() {
 
 /// An event descriptor that is always readable is none, but looks like one.
 #[test]
-fn other_anonymous_descriptors_are_no_kicks() {
+fn other_anonymous_descriptors_are_not_kicks() {
     let world = World::new(TestDisk::new(MIB));
     let (front_end, _, mut ring) = ready(&world);
     ring.kick = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)
@@ -145,7 +145,7 @@ fn other_anonymous_descriptors_are_no_kicks() {
     world.assert_serves();
 }
 
-/// A ring that contradicts itself is left alone; the other ring goes on.
+/// A ring that contradicts itself is left alone; the other ring continues.
 #[test]
 fn rings_that_contradict_themselves_end_alone() {
     type Break = fn(&mut Ring);
@@ -181,9 +181,9 @@ fn rings_that_contradict_themselves_end_alone() {
     }
 }
 
-/// Chains that are none are given back with nothing written, and the ring goes on.
+/// Malformed chains are returned with nothing written, and the ring continues.
 #[test]
-fn chains_that_are_none_are_given_back() {
+fn malformed_chains_are_returned() {
     let world = World::new(TestDisk::new(MIB));
     let (front_end, mut rings) = world.guest(Way::default());
     let ring = &mut rings[0];

@@ -66,7 +66,7 @@ impl Place {
         })
     }
 
-    /// What who only reads sees.
+    /// What a read-only opener sees.
     fn read(&self, locking: Locking) -> u8 {
         let chain = ChainOptions::default();
         let opened = open(&self.image, Format::Qcow2, self.options(locking), &chain);
@@ -97,10 +97,10 @@ fn image_of_a_dead_writer_is_read_with_what_it_left() {
     assert_eq!(place.read(Locking::ForceShare), 7);
 }
 
-/// The story: a writer that took no lock of the image, or whose file system has none, lived; who
-/// opened the image for reading got its lock, and the log of that writer over what it read.
+/// The story: a writer that took no lock of the image, or whose file system has none, was alive; a
+/// reader that opened the image got its lock, and applied that writer's log to what it read.
 #[test]
-fn log_of_a_writer_that_lives_is_its_own_though_it_locks_no_image() {
+fn log_of_a_living_writer_is_its_own_though_it_locks_no_image() {
     let place = Place::new();
     let written = place.open_writable(Locking::Off).unwrap();
     place.write(&*written, 7);
@@ -136,7 +136,7 @@ fn root_reads_what_the_owner_of_an_image_left() {
     assert_eq!((place.read(Locking::On), place.read(Locking::ForceShare)), (7, 0));
     let refused = place.open_writable(Locking::On).err().expect("it is another user's");
     assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
-    // Who is not the owner is not believed.
+    // A user who is not the owner is not believed.
     chown(&log, Some(OWNER + 1), None).unwrap();
     assert_eq!(place.read(Locking::On), 0);
     assert!(log.exists());

@@ -206,7 +206,7 @@ fn goodbye_is_answered_by_closing_after_what_is_in_flight() {
 }
 
 #[test]
-fn shutdown_answers_what_is_in_flight_and_closes_everybody() {
+fn shutdown_answers_what_is_in_flight_and_closes_all_connections() {
     // CVE-2024-7409.
     simulated(slow, async |world| {
         let _idle = world.session().await;

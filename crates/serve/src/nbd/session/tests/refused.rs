@@ -1,4 +1,4 @@
-//! What is refused, and whether the session goes on.
+//! What is refused, and whether the session continues.
 
 use super::*;
 use crate::nbd::limits::PAYLOAD_BYTES_MAX;
