@@ -162,13 +162,13 @@ fn old_process_that_is_killed_leaves_all_to_the_new_one() {
 
 #[test]
 fn image_that_a_dead_process_still_holds_is_waited_for() {
-    let Some((dir, mut old)) = served(&["--read-only", "--inject", "delay=2s"]) else { return };
+    let Some((dir, mut old)) = served(&["--read-only", "--inject", "delay=4s"]) else { return };
     let dir = dir.path();
     // Something that holds the image for a while, as the rings of a dead process do.
     let mut holder = Command::new("qemu-io");
     holder.args(["-r", "-c", "sleep 2500", "disk.qcow2"]).current_dir(dir);
     let mut holder = holder.spawn().expect("started");
-    // It has to be answered before the image is closed.
+    // It has to be answered before the image is closed, and is not before the process is killed.
     let mut client = guest(dir);
     client.send(&Request::Read { offset: 0, len: 4096 }).expect("sent");
     // Files left by a killed process, and files that are not ours.
