@@ -9,7 +9,6 @@ mod latency;
 mod limit;
 mod listener;
 pub mod nbd;
-mod parts;
 mod sectors;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]

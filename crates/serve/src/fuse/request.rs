@@ -8,10 +8,11 @@ use super::export::Export;
 use super::gate::Entered;
 use super::stats::QueueStats;
 use crate::discard::Discard;
-use crate::parts::{read_parts, too_short};
 use crate::sectors::{self, next_piece};
 use fuser::Errno;
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes, windows};
+use mica_block::{
+    Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes, read_extents, windows,
+};
 use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
@@ -109,11 +110,8 @@ impl Task {
         let Some(range) = self.cut(at, len.into()) else { return Ok(Buf::new(0)) };
         let disk = self.disk();
         let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
-        let whole = vec![Buf::new(usize::try_from(range.len()).expect("a request's length"))];
-        let mut parts = read_parts(disk, &extents, whole).await?.into_iter();
-        let mut read = parts.next().ok_or_else(too_short)?;
-        parts.for_each(|part| read.join(part));
-        assert_eq!(read.len() as u64, range.len(), "a plan covers what was asked");
+        let buf = Buf::new(usize::try_from(range.len()).expect("a request's length"));
+        let read = read_extents(disk, &extents, buf).await?;
         self.stats().read_bytes.add(range.len());
         self.stats().latencies.read.add(began, now());
         Ok(read)

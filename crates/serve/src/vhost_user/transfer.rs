@@ -8,8 +8,7 @@
 
 use super::chain::{DESCRIPTORS_MAX, Piece};
 use super::memory::Memory;
-use crate::parts::{read_parts, too_short};
-use mica_block::{Detail, Disk, Error, ErrorKind, Result};
+use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result, read_extents};
 use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
@@ -72,27 +71,41 @@ pub(super) async fn read(
         let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
         let mut bufs = bufs_of(memory, &pieces)?;
         if is_direct(&pieces) {
-            read_parts(disk, &extents, bufs).await?;
+            read_into(disk, &extents, bufs).await?;
             continue;
         }
-        let whole = vec![Buf::new(bytes_len(range.len()))];
-        let read = read_parts(disk, &extents, whole).await?;
-        let mut read = read.into_iter();
-        let mut from = read.next().unwrap_or_else(|| Buf::new(0));
+        let mut read = read_extents(disk, &extents, Buf::new(bytes_len(range.len()))).await?;
         for buf in &mut bufs {
-            let mut done = 0;
-            while done < buf.len() {
-                if from.is_empty() {
-                    from = read.next().ok_or_else(too_short)?;
-                }
-                let count = from.len().min(buf.len() - done);
-                buf.put(done, &from[..count]);
-                from.advance(count);
-                done += count;
-            }
+            let count = buf.len();
+            buf.put(0, read.get(..count).ok_or_else(too_short)?);
+            read.advance(count);
         }
     }
     Ok(())
+}
+
+/// Reads `extents` into `bufs`, which are as long together.
+async fn read_into(disk: &dyn Disk, extents: &[Extent], bufs: Vec<Buf>) -> Result<()> {
+    let mut reads = Vec::new();
+    let mut bufs = bufs.into_iter();
+    let mut buf = Buf::new(0);
+    for extent in extents {
+        let mut at = extent.start;
+        let end = extent.range().end();
+        while at < end {
+            if buf.is_empty() {
+                buf = bufs.next().ok_or_else(too_short)?;
+            }
+            let count = (buf.len() as u64).min(end.bytes() - at.bytes());
+            let part = GuestRange::new(at, count).and_then(|range| extent.within(range));
+            let part = part.ok_or_else(too_short)?;
+            reads.push(
+                disk.read(&part, buf.split_to(usize::try_from(count).expect("within a buffer"))),
+            );
+            at = part.range().end();
+        }
+    }
+    mica_rt::join_all(reads).await.into_iter().map(|(result, _)| result).collect()
 }
 
 /// Writes `pieces` to `range`, which is as long, in windows of `window_bytes`.
@@ -195,4 +208,9 @@ impl Windows {
 
 fn bytes_len(len: u64) -> usize {
     usize::try_from(len).expect("within a window")
+}
+
+/// A request and the memory for it contradict each other.
+fn too_short() -> Error {
+    Error::new(ErrorKind::Invalid, "a request and its buffer differ in length")
 }
