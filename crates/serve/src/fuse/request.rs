@@ -15,7 +15,6 @@ use mica_block::{Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zero
 use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// A request under way, on its executor.
 pub(super) struct Task {
@@ -65,9 +64,6 @@ enum Emptying {
     Zero,
 }
 
-/// Most failed requests of one file that are logged.
-const FAILURES_LOGGED_MAX: u32 = 16;
-
 impl Task {
     fn disk(&self) -> &dyn Disk {
         self.entered.disk()
@@ -90,12 +86,8 @@ impl Task {
             }
             Failure::Failed(error) => {
                 self.stats().failed.add(1);
-                let logged = self.export.failures_logged.fetch_add(1, Ordering::Relaxed);
-                if logged < FAILURES_LOGGED_MAX {
+                if self.export.failures.admits() {
                     tracing::warn!(?error, "a request of a FUSE file failed");
-                } else {
-                    // Counting further would wrap some day, and restart the log.
-                    self.export.failures_logged.store(FAILURES_LOGGED_MAX, Ordering::Relaxed);
                 }
                 errno_of(&error)
             }

@@ -5,6 +5,7 @@ use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use crate::budget::Party;
 use crate::discard::Discard;
+use crate::failure_log::FailureLog;
 use crate::limit::Limiter;
 use mica_block::Disk;
 use std::sync::Arc;
@@ -23,6 +24,14 @@ pub(super) struct Common {
     pub(super) losses: Losses,
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
+}
+
+/// What is logged of the guest of one session.
+#[derive(Default)]
+pub(super) struct SessionLogs {
+    pub(super) failures: FailureLog,
+    /// Queues that broke.
+    pub(super) breaks: FailureLog,
 }
 
 /// Sessions that lost some of their memory.

@@ -22,7 +22,7 @@ mod end;
 
 use super::attention::{Attention, Pause};
 use super::chain::{Chain, Piece, Table};
-use super::common::Common;
+use super::common::{Common, SessionLogs};
 use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
@@ -54,6 +54,7 @@ pub(super) struct Setup {
     pub(super) index: usize,
     /// Whether memory of the session is gone.
     pub(super) lost: Arc<Lost>,
+    pub(super) logs: Arc<SessionLogs>,
     /// The queue's control; dropped last.
     pub(super) ending: Ending,
     pub(super) queue: Queue,
@@ -64,7 +65,7 @@ pub(super) struct Setup {
 
 /// Serves a queue until it is asked to stop.
 pub(super) async fn serve(setup: Setup) {
-    let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
@@ -77,6 +78,7 @@ pub(super) async fn serve(setup: Setup) {
         stats: &common.stats[index],
         common: &common,
         lost,
+        logs,
         is_writable: disk.is_writable(),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
@@ -182,6 +184,7 @@ struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
     lost: Arc<Lost>,
+    logs: Arc<SessionLogs>,
     stats: &'a QueueStats,
     is_writable: bool,
     queue: Queue,
@@ -349,7 +352,9 @@ impl<'a> Running<'a> {
     fn break_off(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.is_broken, true) {
             self.stats.broken_queues.add(1);
-            tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            if self.logs.breaks.admits() {
+                tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            }
             self.settings.report_error();
         }
     }

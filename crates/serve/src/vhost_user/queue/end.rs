@@ -40,7 +40,9 @@ impl<'a> Running<'a> {
                 if error.raw_os_error() == Some(libc::EFAULT) {
                     self.lost.set();
                 }
-                tracing::warn!(%error, "a request failed");
+                if self.logs.failures.admits() {
+                    tracing::warn!(%error, "a request failed");
+                }
                 if error.kind() == ErrorKind::Unsupported {
                     Status::Unsupported
                 } else {
