@@ -24,6 +24,8 @@ pub(super) struct Common {
     pub(super) losses: Losses,
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
+    /// Whether the server ends: what would take long is left off.
+    pub(super) is_ending: AtomicBool,
 }
 
 /// What is logged of the guest of one session.
@@ -48,6 +50,17 @@ impl Common {
         self.stats.iter().for_each(|queue| queue.add_to(&mut sum));
         sum.memory_losses = self.losses.count.load(Ordering::Relaxed);
         sum
+    }
+
+    /// The server ends.
+    pub(super) fn end(&self) {
+        self.is_ending.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it does.
+    #[inline]
+    pub(super) fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Relaxed)
     }
 
     /// Memory of the session is gone: the device is broken until there is another session.

@@ -5,7 +5,9 @@
 //! ```
 //!
 //! Invariants
-//! - I1 Every head that was taken is returned exactly once, whatever the outcome of its request.
+//! - I1 Every head that was taken is returned exactly once, whatever the outcome of its request;
+//!   but discards and zeros that the end of the server cuts short, which may have gigabytes to go,
+//!   stay marked as in flight, and the next server does them again.
 //! - I2 The status and the data of a request are in guest memory before the used ring names it.
 //! - I3 A queue that is asked to stop takes nothing more, and has stopped when nothing of it is in
 //!   flight: then the device touches no guest memory for it any more.
@@ -165,17 +167,32 @@ enum Kind {
 }
 
 enum Work<'a> {
-    Read { io: IoFuture, _in_flight: InFlight<'a> },
+    Read {
+        io: IoFuture,
+        _in_flight: InFlight<'a>,
+    },
     Write(Writing<'a>),
     Long(LocalFuture<'a, Result<()>>),
+    /// A discard, or a write of zeros.
+    Empty(LocalFuture<'a, Result<Progress>>),
+}
+
+/// How far a request got that did not fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Progress {
+    Done,
+    /// The server ends, and did not wait for the rest.
+    LeftOff,
 }
 
 impl Work<'_> {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Progress>> {
+        let done = |result: Result<()>| result.map(|()| Progress::Done);
         match self {
-            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Long(future) => future.as_mut().poll(context),
+            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| done(result)),
+            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| done(result)),
+            Self::Long(future) => future.as_mut().poll(context).map(done),
+            Self::Empty(future) => future.as_mut().poll(context),
         }
     }
 }
@@ -329,7 +346,9 @@ impl<'a> Running<'a> {
     }
 
     fn may_take(&self) -> bool {
-        self.timer.is_none() && !self.is_full && !self.free.is_empty()
+        // What is not begun when the server ends stays in the ring.
+        let is_ending = self.common.is_ending();
+        self.timer.is_none() && !self.is_full && !self.free.is_empty() && !is_ending
     }
 
     /// Asks to be notified, and whether there is something already.

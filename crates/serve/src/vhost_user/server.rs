@@ -68,6 +68,7 @@ impl Server {
             back_channel: BackChannel::default(),
             losses: Default::default(),
             party: Party::new(workers.pool()),
+            is_ending: Default::default(),
             id,
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -126,13 +127,15 @@ impl Running {
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
-    /// not taken stay in the guest's rings, for the next server.
+    /// not taken stay in the guest's rings, for the next server; so does the rest of what would
+    /// take long.
     pub fn shutdown(mut self) -> Counters {
         self.stop_and_join();
         self.counters()
     }
 
     fn stop_and_join(&mut self) {
+        self.common.end();
         self.listener = None;
         self.stop.raise();
         if let Some(thread) = self.thread.take()
