@@ -15,6 +15,7 @@ use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::{Handle, Socket};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -197,7 +198,7 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         ];
         match poll(&mut fds, None) {
             Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => continue,
+            Err(Errno::INTR) => continue,
             Err(error) => return tracing::error!(%error, "a device is served no more"),
         }
         if !fds[0].revents().is_empty() {
@@ -205,12 +206,13 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         }
         match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
             Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
-            Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
-                tracing::warn!("a front end could not be accepted: too many open files");
-                // Nothing else is to be waited for: the stop is looked at again after a while.
+            // It has gone, or another process that listens here was faster.
+            Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => {
+                tracing::warn!(%error, "a front end could not be accepted");
+                // For lack of descriptors or memory. It is still there after a while.
                 let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
             }
-            Err(_) => {}
         }
     }
 }
