@@ -76,23 +76,26 @@ pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
 fn config(args: ServeArgs) -> Result<Config, Failure> {
     let mut config = match (&args.config, args.disk.image.clone()) {
         (Some(file), _) => Config::read(file)?,
-        (None, Some(image)) => args.disk.alone(image)?,
+        (None, Some(image)) => args.disk.alone(image, args.takeover)?,
         (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
     };
     config.process = args.process.or(config.process);
     config.takeover = args.takeover;
     // This very program, even if its file has been replaced since.
     config.helper = Some(PathBuf::from("/proc/self/exe"));
+    if let Some(file) = &args.config {
+        config.check().map_err(|error| error.wrap(file.display().to_string()))?;
+    }
     Ok(config)
 }
 
 impl DiskArgs {
     /// A configuration of this disk alone.
-    fn alone(self, image: PathBuf) -> Result<Config, Failure> {
+    fn alone(self, image: PathBuf, takeover: bool) -> Result<Config, Failure> {
         let DiskArgs { settings, stats, images, .. } = self;
+        let has_place = settings.has_place() || takeover || has_inherited_sockets();
         // A block device is refused with a message of its own.
-        let is_placed = settings.has_place() || settings.ublk || has_inherited_sockets();
-        if !is_placed {
+        if !has_place && !settings.ublk {
             return Err(Failure::new(
                 "nothing says where the disk is served: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",

@@ -118,10 +118,6 @@ impl Served {
             None => held.extend(inherited.named(&device).pop()),
         }
         held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
-        if held.is_empty() && settings.fuse.is_none() {
-            let what = "nothing says where it is served, and no socket was passed for it";
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
         Ok(())
     }
 

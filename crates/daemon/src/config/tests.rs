@@ -7,7 +7,8 @@ fn read(text: &str) -> Result<Config> {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("mica.toml");
     std::fs::write(&file, text).expect("writes");
-    Config::read(&file).map(|mut config| {
+    let checked = |config: Config| config.check().map(|()| config);
+    Config::read(&file).and_then(checked).map(|mut config| {
         // Tests write paths as if the folder were /vm.
         let moved = |path: &mut PathBuf| {
             if let Ok(rest) = path.strip_prefix(folder.path()) {
