@@ -331,8 +331,12 @@ impl Shared {
         // The other process may need a moment to release the image.
         match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
             Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+            // Its image is closed, and its sockets are about to be.
             Err(error) if error.kind() == ErrorKind::Denied && self.is_stopping() => {}
-            Err(error) => tracing::error!(%error, "disk {name:?} is no longer served"),
+            Err(error) => {
+                served.give_up();
+                tracing::error!(%error, "disk {name:?} is no longer served");
+            }
         }
     }
 }
