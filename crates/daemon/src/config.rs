@@ -128,6 +128,10 @@ impl Config {
             if let Some(what) = disk.settings.ineffective_option(has_sockets) {
                 return invalid(format!("disk {name:?}: {what}"));
             }
+            if disk.settings.shared == Some(0) {
+                let what = "shared 0 would admit no NBD client: it is the most at one time";
+                return invalid(format!("disk {name:?}: {what}"));
+            }
             let endpoints = disk.endpoints();
             if endpoints.is_empty() && !has_sockets {
                 return invalid(format!(

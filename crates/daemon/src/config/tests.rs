@@ -191,3 +191,10 @@ fn files_that_images_may_name_are_none_beside_or_given() {
         assert!(error.to_string().contains("--names none"), "{error}");
     }
 }
+
+/// With qemu-nbd 0 is no limit; here every client was turned away.
+#[test]
+fn number_that_admits_no_client_is_refused_by_name() {
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = ['/s']\nshared = 0\n");
+    assert!(message.contains("shared 0"), "{message}");
+}
