@@ -3,7 +3,7 @@
 //! The exit code is 0 if everything acknowledged is in the images.
 
 use crate::failure::Failure;
-use crate::fork::{Fork, Waiting};
+use crate::fork::Fork;
 use crate::images::ImageArgs;
 use clap::{Args, Command, Id};
 use mica_daemon::{
@@ -61,9 +61,11 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
         false => Fork::Server(None),
     };
     let Fork::Server(waiting) = fork else { return Ok(fork.outcome()) };
-    let daemon = Daemon::start(config(args)?, log)?;
-    waiting.into_iter().for_each(Waiting::report);
-    daemon.run()?;
+    let started = config(args).and_then(|config| Ok(Daemon::start(config, log)?));
+    if let Some(waiting) = waiting {
+        waiting.report(&started);
+    }
+    started?.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
