@@ -39,9 +39,10 @@ pub(crate) enum Verb {
     Info(InfoArgs),
     /// Show which layer owns which bytes of the disk, and where they are.
     Map(MapArgs),
-    /// Check an image for corruption and leaked clusters. Changes nothing.
+    /// Check an image for corruption and leaked clusters. Changes nothing, except with -r.
     ///
-    /// Exit code: 0 nothing found, 1 the check failed, 2 corruption, 3 leaks only.
+    /// Exit code, after repairs if there are any: 0 nothing found, 1 the check failed, 2
+    /// corruption, 3 leaks only, 63 the format has no check.
     Check(CheckArgs),
     /// Compare the content of two disks.
     ///

@@ -16,6 +16,8 @@ use std::process::ExitCode;
 
 /// Most findings that are shown; all are counted.
 const FINDINGS_SHOWN_MAX: u64 = 1000;
+/// The exit code if the check itself fails, as qemu-img's.
+pub(crate) const EXIT_FAILED: u8 = 1;
 /// qemu-img's exit code for formats that have no check.
 const EXIT_NO_CHECK: u8 = 63;
 

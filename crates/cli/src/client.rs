@@ -71,7 +71,22 @@ impl Client {
             _ => Failure::from(error).within(named.to_string()),
         })?;
         let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
-        let answer = exchange(stream, method, path, body).map_err(failed)?;
+        let answer = match exchange(stream, method, path, body) {
+            Ok(answer) if answer.is_empty() => {
+                let what = "the server closed the connection without an answer: it may have \
+                            ended, or still be at work (`mica ctl status` says which)";
+                return Err(Failure::new(what).within(named));
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                let what = format!(
+                    "no answer within {} seconds: the server may still be at work (see `mica ctl \
+                     status`)",
+                    ANSWER_WAIT.as_secs()
+                );
+                return Err(Failure::new(what).within(named));
+            }
+            answer => answer.map_err(failed)?,
+        };
         let unexpected =
             || Failure::new(format!("{named}: the process listening there is not mica"));
         let (status, text) = parse(&answer).ok_or_else(unexpected)?;

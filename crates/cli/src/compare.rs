@@ -16,6 +16,11 @@ use std::process::ExitCode;
 const PIECE_BYTES_MIN: u64 = 2 << 20;
 const PIECE_BYTES_MAX: u64 = 1 << 52;
 
+/// The exit code if an image cannot be opened, as qemu-img's.
+const EXIT_NOT_OPENED: u8 = 2;
+/// The exit code of all other failures: 1 would be a verdict.
+pub(crate) const EXIT_FAILED: u8 = 3;
+
 #[derive(Args)]
 pub(crate) struct CompareArgs {
     /// Format of the second image.
@@ -40,14 +45,16 @@ pub(crate) struct CompareArgs {
 }
 
 pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
-    let executor = args.images.executor().map_err(|failure| failure.with_code(2))?;
+    let (failed, not_opened) = (
+        |failure: Failure| failure.with_code(EXIT_FAILED),
+        |failure: Failure| failure.with_code(EXIT_NOT_OPENED),
+    );
+    let executor = args.images.executor().map_err(failed)?;
     executor.block_on(async {
-        let first = args.images.open(&args.first, IndexUse::Read).await;
-        let first = first.map_err(|failure| failure.with_code(2))?;
+        let first = args.images.open(&args.first, IndexUse::Read).await.map_err(not_opened)?;
         let mut second = args.images.clone();
         second.settings.format.clone_from(&args.second_format);
-        let second = second.open(&args.second, IndexUse::Read).await;
-        let second = second.map_err(|failure| failure.with_code(2))?;
+        let second = second.open(&args.second, IndexUse::Read).await.map_err(not_opened)?;
         let (short, long): (&dyn Disk, &dyn Disk) = if first.geometry().len <= second.geometry().len
         {
             (&*first, &*second)
@@ -56,17 +63,17 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
         };
         let sizes = (first.geometry().len, second.geometry().len);
         if args.strict && sizes.0 != sizes.1 {
-            return report(args, &Difference::Length);
+            return report(args, &Difference::Length).map_err(failed);
         }
         let bar = progress_bar(long.geometry().len, "bytes");
         let bar = if args.progress { bar } else { indicatif::ProgressBar::hidden() };
         let outcome = compare(short, long, |at| bar.set_position(at)).await;
         bar.finish_and_clear();
-        let outcome = outcome.map_err(|error| Failure::from(error).with_code(3))?;
+        let outcome = outcome.map_err(Failure::from).map_err(failed)?;
         if sizes.0 != sizes.1 && args.report.format() == Some(OutputFormat::Human) {
-            print("Warning: Image size mismatch!\n")?;
+            print("Warning: Image size mismatch!\n").map_err(failed)?;
         }
-        report(args, &outcome)
+        report(args, &outcome).map_err(failed)
     })
 }
 

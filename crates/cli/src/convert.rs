@@ -4,7 +4,7 @@ mod content;
 mod cursor;
 mod engine;
 
-use crate::create::{NewFile, beside, fill_raw, new_data_file, parse_options};
+use crate::create::{NewFile, NewImageOptions, beside, fill_raw, new_data_file, parse_options};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::progress_bar;
@@ -28,7 +28,7 @@ pub(crate) struct ConvertArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
     output_format: String,
-    /// Options of the new image, as for `mica create`. Can be repeated.
+    /// Options of the new image, as for `mica create`, except size. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.
@@ -111,6 +111,15 @@ fn refuse_target_in_source(args: &ConvertArgs, source: &dyn Manage) -> Result<()
     Ok(())
 }
 
+fn options_of(args: &ConvertArgs, format: Format) -> Result<NewImageOptions, Failure> {
+    let options = parse_options(&args.options, format)?;
+    if options.size.is_some() {
+        let what = "-o size: a copy is as long as its source; `mica resize` changes that";
+        return Err(Failure::new(what));
+    }
+    Ok(options)
+}
+
 fn convert_to_raw(
     args: &ConvertArgs,
     executor: &mica_rt::Executor,
@@ -120,10 +129,10 @@ fn convert_to_raw(
     if args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
     }
-    if args.backing.is_some() {
+    if args.backing.is_some() || args.backing_format.is_some() {
         return Err(Failure::new("Backing file not supported for file format 'raw'"));
     }
-    let options = parse_options(&args.options, Format::Raw)?;
+    let options = options_of(args, Format::Raw)?;
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
@@ -219,7 +228,7 @@ fn convert_to_qcow2(
 }
 
 fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
-    let mut options = parse_options(&args.options, Format::Qcow2)?;
+    let mut options = options_of(args, Format::Qcow2)?;
     if let Some(backing) = &args.backing {
         options.wish.backing_name = Some(backing.clone());
     }

@@ -16,6 +16,11 @@ impl Failure {
         Self { message: message.into(), code: 1 }
     }
 
+    /// Its exit code.
+    pub(crate) fn code(&self) -> u8 {
+        self.code
+    }
+
     /// The same with another exit code.
     #[must_use]
     pub(crate) fn with_code(self, code: u8) -> Self {

@@ -19,8 +19,9 @@ use std::process::{Command, ExitCode, Stdio};
 const ROLE: &str = "MICA_SERVE_FORKED";
 const MIDDLE: &str = "middle";
 const LAST: &str = "last";
-/// The report.
+/// The reports: it serves, or it ends with the exit code that follows.
 const SERVED: &str = "served";
+const FAILED: &str = "failed";
 
 /// What this process has to do.
 pub(crate) enum Fork {
@@ -28,18 +29,22 @@ pub(crate) enum Fork {
     Server(Option<Waiting>),
     /// It is not the server, which now serves.
     Served,
-    /// It is not the server, which has reported why it failed.
-    Failed,
+    /// It is not the server, which has said why it failed, and ended with this exit code.
+    Failed(u8),
 }
 
 /// The process that waits for the server.
 pub(crate) struct Waiting;
 
 impl Waiting {
-    /// Reports that everything is served.
-    pub(crate) fn report(self) {
+    /// Reports whether everything is served.
+    pub(crate) fn report<T>(self, started: &Result<T, Failure>) {
+        let report = match started {
+            Ok(_) => SERVED.to_owned(),
+            Err(failure) => format!("{FAILED} {}", failure.code()),
+        };
         // If it is gone, nobody needs the report.
-        let _ = writeln!(std::io::stdout(), "{SERVED}");
+        let _ = writeln!(std::io::stdout(), "{report}");
     }
 }
 
@@ -70,7 +75,7 @@ impl Fork {
     pub(crate) fn outcome(&self) -> ExitCode {
         match self {
             Self::Server(_) | Self::Served => ExitCode::SUCCESS,
-            Self::Failed => ExitCode::FAILURE,
+            Self::Failed(code) => ExitCode::from(*code),
         }
     }
 }
@@ -79,11 +84,24 @@ fn wait() -> Result<Fork, Failure> {
     let mut middle = respawn(MIDDLE)?.stdout(Stdio::piped()).spawn().map_err(failed)?;
     let mut report = String::new();
     if let Some(stdout) = middle.stdout.take() {
-        // Without a report, end of file comes when the last process ends.
-        BufReader::new(stdout).read_line(&mut report).map_err(failed)?;
+        let mut stdout = BufReader::new(stdout);
+        stdout.read_line(&mut report).map_err(failed)?;
+        if report.trim_end() != SERVED {
+            // One that failed says why before it ends, and with it this.
+            std::io::copy(&mut stdout, &mut std::io::sink()).map_err(failed)?;
+        }
     }
     middle.wait().map_err(failed)?;
-    Ok(if report.trim_end() == SERVED { Fork::Served } else { Fork::Failed })
+    Ok(outcome_of(report.trim_end()))
+}
+
+fn outcome_of(report: &str) -> Fork {
+    let code = report.strip_prefix(FAILED).and_then(|code| code.trim().parse().ok());
+    match report {
+        SERVED => Fork::Served,
+        // Without a report, something ended it.
+        _ => Fork::Failed(code.unwrap_or(1)),
+    }
 }
 
 /// A command for this program with the same arguments, in another role.
@@ -95,4 +113,18 @@ fn respawn(role: &str) -> Result<Command, Failure> {
 
 fn failed(error: std::io::Error) -> Failure {
     Failure::new(format!("--fork: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_code_is_that_of_the_server() {
+        assert!(matches!(outcome_of("served"), Fork::Served));
+        assert!(matches!(outcome_of("failed 2"), Fork::Failed(2)));
+        for broken in ["", "failed", "failed x", "failed 256", "serv"] {
+            assert!(matches!(outcome_of(broken), Fork::Failed(1)), "{broken:?}");
+        }
+    }
 }

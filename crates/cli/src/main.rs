@@ -25,7 +25,7 @@ mod serve;
 mod top;
 
 use args::{Cli, Verb};
-use clap::Parser;
+use clap::{ArgMatches, CommandFactory, Parser};
 use failure::Failure;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
             let is_help = !error.use_stderr();
             // If stdout or stderr is closed, this cannot be reported.
             let _ = error.print();
-            return if is_help { ExitCode::SUCCESS } else { ExitCode::from(2) };
+            return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
         }
     };
     let log = output::start_log(cli.log_level);
@@ -63,4 +63,15 @@ fn main() -> ExitCode {
         Verb::Helper => serve::run_helper(),
     };
     outcome.unwrap_or_else(|failure: Failure| failure.report())
+}
+
+/// The exit code for a command line that is not understood: 2, unless its verb says something else
+/// with that.
+fn usage_code() -> u8 {
+    let understood = Cli::command().ignore_errors(true).try_get_matches();
+    match understood.as_ref().ok().and_then(ArgMatches::subcommand_name) {
+        Some("check") => check::EXIT_FAILED,
+        Some("compare") => compare::EXIT_FAILED,
+        _ => 2,
+    }
 }

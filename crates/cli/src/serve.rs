@@ -3,7 +3,7 @@
 //! The exit code is 0 if everything acknowledged is in the images.
 
 use crate::failure::Failure;
-use crate::fork::{Fork, Waiting};
+use crate::fork::Fork;
 use crate::images::ImageArgs;
 use clap::{Args, Command, Id};
 use mica_daemon::{
@@ -62,9 +62,11 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
         false => Fork::Server(None),
     };
     let Fork::Server(waiting) = fork else { return Ok(fork.outcome()) };
-    let daemon = Daemon::start(config(args)?, log)?;
-    waiting.into_iter().for_each(Waiting::report);
-    daemon.run()?;
+    let started = config(args).and_then(|config| Ok(Daemon::start(config, log)?));
+    if let Some(waiting) = waiting {
+        waiting.report(&started);
+    }
+    started?.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -77,23 +79,26 @@ pub(crate) fn run_helper() -> Result<ExitCode, Failure> {
 fn config(args: ServeArgs) -> Result<Config, Failure> {
     let mut config = match (&args.config, args.disk.image.clone()) {
         (Some(file), _) => Config::read(file)?,
-        (None, Some(image)) => args.disk.into_config(image)?,
+        (None, Some(image)) => args.disk.into_config(image, args.takeover)?,
         (None, None) => return Err(Failure::new("nothing to serve: name an image, or --config")),
     };
     config.process = args.process.or(config.process);
     config.takeover = args.takeover;
     // This very program, even if its file has been replaced since.
     config.helper = Some(PathBuf::from("/proc/self/exe"));
+    if let Some(file) = &args.config {
+        config.check().map_err(|error| error.wrap(file.display().to_string()))?;
+    }
     Ok(config)
 }
 
 impl DiskArgs {
     /// A configuration with this disk only.
-    fn into_config(self, image: PathBuf) -> Result<Config, Failure> {
+    fn into_config(self, image: PathBuf, takeover: bool) -> Result<Config, Failure> {
         let DiskArgs { settings, stats, images, .. } = self;
+        let has_place = settings.has_place() || takeover || has_inherited_sockets();
         // A block device is refused with a message of its own.
-        let is_placed = settings.has_place() || settings.ublk || has_inherited_sockets();
-        if !is_placed {
+        if !has_place && !settings.ublk {
             return Err(Failure::new(
                 "nowhere to serve the disk: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",

@@ -53,7 +53,8 @@ pub struct DiskConfig {
 }
 
 impl Config {
-    /// Reads a configuration file. Relative paths in it start from its folder.
+    /// Reads a configuration file. Relative paths in it start from its folder. What it asks for is
+    /// not checked: that depends on more ([`Config::check`]).
     ///
     /// # Errors
     /// If it cannot be read or is not understood: where, and what.
@@ -70,8 +71,13 @@ impl Config {
         })?;
         let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
         config.resolve(folder.parent().unwrap_or(Path::new("/")));
-        config.check().map_err(|error| error.wrap(named()))?;
         Ok(config)
+    }
+
+    /// Whether a disk may be served at sockets that its settings do not name: those of systemd's
+    /// units, which a process that takes over gets from the one before it.
+    fn may_inherit_sockets(&self) -> bool {
+        self.takeover || has_inherited_sockets()
     }
 
     /// Doorbells of virtual machines that may have to be rung at the same time.
@@ -103,6 +109,7 @@ impl Config {
             let what = "stats-file covers a single disk; use `mica ctl stats`";
             return invalid(what.to_owned());
         }
+        let has_sockets = self.may_inherit_sockets();
         let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
         for disk in &self.disks {
             let name = &disk.name;
@@ -118,11 +125,15 @@ impl Config {
             if disk.settings.ublk {
                 return Err(ublk::refusal(name));
             }
-            if let Some(what) = disk.settings.ineffective_option(has_inherited_sockets()) {
+            if let Some(what) = disk.settings.ineffective_option(has_sockets) {
+                return invalid(format!("disk {name:?}: {what}"));
+            }
+            if disk.settings.shared == Some(0) {
+                let what = "shared 0 would admit no NBD client: it is the most at one time";
                 return invalid(format!("disk {name:?}: {what}"));
             }
             let endpoints = disk.endpoints();
-            if endpoints.is_empty() && !has_inherited_sockets() {
+            if endpoints.is_empty() && !has_sockets {
                 return invalid(format!(
                     "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
                 ));

@@ -75,6 +75,7 @@ impl Daemon {
         inherited.clear_places(&config)?;
         let outside = outside(&config)?;
         let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &inherited)?)?;
+        outside.watch()?;
         let workers = Workers::start(threads, config.io.backend())?;
         if config.process.sandbox() != SandboxMode::Off {
             mica_rt::prepare_doorbells(config.doorbells());

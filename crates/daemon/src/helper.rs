@@ -25,12 +25,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The verb that makes this program the helper.
 pub const HELPER_VERB: &str = "sandbox-helper";
@@ -117,6 +118,17 @@ impl Outside {
         }
     }
 
+    /// Notices if the helper ends before this process does. Called inside the sandbox.
+    ///
+    /// # Errors
+    /// Those of the system calls.
+    pub(crate) fn watch(&self) -> Result<()> {
+        match self {
+            Self::Here(_) => Ok(()),
+            Self::Helper(helper) => helper.watch(),
+        }
+    }
+
     pub(crate) fn mounts(&self) -> Arc<dyn Mounts> {
         match self {
             Self::Here(mounts) => Arc::clone(mounts) as _,
@@ -127,9 +139,19 @@ impl Outside {
 
 /// The server's end of the helper.
 pub(crate) struct Helper {
-    /// `None` once a reply was late: it would be taken for that of the next request.
-    link: Mutex<Option<OwnedFd>>,
+    link: Mutex<Link>,
+    /// The process, until somebody waits for its end.
+    process: Mutex<Option<Child>>,
     files: Vec<PathBuf>,
+}
+
+/// The way to the helper.
+enum Link {
+    Open(OwnedFd),
+    /// A reply was late: it would be taken for that of the next request.
+    Late,
+    /// There is no helper any more.
+    Ended,
 }
 
 impl Helper {
@@ -144,13 +166,33 @@ impl Helper {
             .map_err(|error| failed(error.into()))?;
         let mut command = Command::new(program);
         command.arg0("mica").arg(HELPER_VERB).stdin(theirs);
-        // It writes nothing but replies. It ends with the link, and nobody has to wait for it.
-        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(failed)?;
+        // It writes nothing but replies. It ends with the link.
+        let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let process = Mutex::new(Some(process.map_err(failed)?));
         let setup = files.iter().map(|file| Setup::File(bytes_of(file)));
         for message in setup.chain([Setup::Begin]) {
             send(&ours, &message, &[]).map_err(failed)?;
         }
-        Ok(Arc::new(Self { link: Mutex::new(Some(ours)), files }))
+        Ok(Arc::new(Self { link: Mutex::new(Link::Open(ours)), process, files }))
+    }
+
+    /// Waits for its end on a thread, and reports one that comes too early. Called inside the
+    /// sandbox, which threads that run already would not be in.
+    ///
+    /// # Errors
+    /// Those of the system calls.
+    pub(crate) fn watch(self: &Arc<Self>) -> Result<()> {
+        let Some(mut process) = lock(&self.process).take() else { return Ok(()) };
+        let helper = Arc::downgrade(self);
+        let body = move || {
+            let _ = process.wait();
+            if let Some(helper) = helper.upgrade() {
+                *lock(&helper.link) = Link::Ended;
+                tracing::error!("{ENDED}");
+            }
+        };
+        let thread = std::thread::Builder::new().name("mica-reaper".to_owned()).spawn(body);
+        thread.map(drop).map_err(|error| Error::from_io("watching the sandbox helper", error))
     }
 
     /// Finds out who holds a lock.
@@ -173,24 +215,30 @@ impl Helper {
 
     /// Sends a request and waits for the reply.
     fn request(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>)> {
-        let failed = |error| Error::from_io("sending a request to the sandbox helper", error);
-        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
-        let silent = || {
-            let what = "the sandbox helper does not answer: restart the server";
-            Error::new(ErrorKind::Io, what)
+        let mut link = lock(&self.link);
+        let socket = match &*link {
+            Link::Open(socket) => socket,
+            broken => return Err(broken.error()),
         };
-        let socket = link.as_ref().ok_or_else(silent)?;
-        send(socket, request, &[]).map_err(failed)?;
-        let received = receive_reply(socket).and_then(|(reply, fds)| {
+        let received = send(socket, request, &[]).and_then(|()| {
+            let (reply, fds) = receive_reply(socket)?;
             // Once it says so, the helper has closed its copy: a mount then ends with this process.
-            if !fds.is_empty() && !matches!(receive_reply(socket), Some((Reply::Released, _))) {
-                return None;
+            if !fds.is_empty() && !matches!(receive_reply(socket)?, (Reply::Released, _)) {
+                return Err(io::ErrorKind::InvalidData.into());
             }
-            Some((reply, fds))
+            Ok((reply, fds))
         });
-        let Some((reply, fds)) = received else {
-            *link = None;
-            return Err(silent());
+        let (reply, fds) = match received {
+            Ok(received) => received,
+            Err(error) => {
+                *link = match error.kind() {
+                    io::ErrorKind::UnexpectedEof
+                    | io::ErrorKind::BrokenPipe
+                    | io::ErrorKind::ConnectionReset => Link::Ended,
+                    _ => Link::Late,
+                };
+                return Err(link.error());
+            }
         };
         match reply {
             Reply::Refused { kind, what } => {
@@ -239,20 +287,40 @@ impl Mounts for Helper {
     }
 }
 
-/// The next reply, if it arrives in time.
-fn receive_reply(socket: &OwnedFd) -> Option<(Reply, Vec<OwnedFd>)> {
+impl Link {
+    /// Why nothing can be requested.
+    fn error(&self) -> Error {
+        let what = match self {
+            Self::Ended => ENDED,
+            Self::Open(_) | Self::Late => "the sandbox helper does not answer: restart the server",
+        };
+        Error::new(ErrorKind::Io, what)
+    }
+}
+
+const ENDED: &str = "the sandbox helper has ended: restart the server";
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The next reply, if it arrives in time; `UnexpectedEof` if the helper has ended.
+fn receive_reply(socket: &OwnedFd) -> io::Result<(Reply, Vec<OwnedFd>)> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     let count = loop {
         match poll(&mut fds, Some(&ANSWER_LIMIT)) {
             Err(rustix::io::Errno::INTR) => {}
-            outcome => break outcome.ok()?,
+            outcome => break outcome?,
         }
     };
     if count == 0 {
-        return None;
+        return Err(io::ErrorKind::TimedOut.into());
     }
-    let (bytes, fds) = receive_with_fds(socket, MESSAGE_BYTES_MAX).ok()?;
-    Some((serde_json::from_slice(&bytes).ok()?, fds))
+    let (bytes, fds) = receive_with_fds(socket, MESSAGE_BYTES_MAX)?;
+    if bytes.is_empty() {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok((serde_json::from_slice(&bytes)?, fds))
 }
 
 fn protocol_error() -> Error {

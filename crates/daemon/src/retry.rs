@@ -2,7 +2,7 @@
 
 use mica_block::{ErrorKind, Result};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long to wait for an image that another process holds.
 #[derive(Clone, Copy)]
@@ -13,24 +13,40 @@ pub(crate) struct Patience {
 }
 
 /// Calls `open` until it succeeds or fails for another reason than that the image is held; gives up
-/// once `patience` has run out or `is_cancelled`.
+/// once `patience` has run out or `is_cancelled`. What `open` itself waits counts.
 ///
 /// # Errors
 /// Those of the last call of `open`.
 pub(crate) fn while_held<T>(
     patience: Patience,
     is_cancelled: impl Fn() -> bool,
+    open: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
+    let start = Instant::now();
+    let clock = Clock { elapsed: || start.elapsed(), sleep };
+    while_held_by(&clock, patience, is_cancelled, open)
+}
+
+/// A clock that starts with the first attempt.
+struct Clock<E, S> {
+    elapsed: E,
+    sleep: S,
+}
+
+fn while_held_by<T>(
+    clock: &Clock<impl Fn() -> Duration, impl Fn(Duration)>,
+    patience: Patience,
+    is_cancelled: impl Fn() -> bool,
     mut open: impl FnMut() -> Result<T>,
 ) -> Result<T> {
-    let mut waited = Duration::ZERO;
     loop {
         let outcome = open();
         let is_held = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied);
-        if !is_held || waited >= patience.limit || is_cancelled() {
+        if !is_held || (clock.elapsed)() >= patience.limit || is_cancelled() {
             return outcome;
         }
-        sleep(patience.pause);
-        waited += patience.pause;
+        (clock.sleep)(patience.pause);
     }
 }
 
@@ -44,19 +60,28 @@ fn sleep(time: Duration) {
 mod tests {
     use super::*;
     use mica_block::Error;
+    use std::cell::Cell;
 
     const BRIEF: Patience =
         Patience { limit: Duration::from_millis(3), pause: Duration::from_millis(1) };
 
-    /// The outcome, and the number of attempts.
-    fn attempt(is_cancelled: bool, outcomes: &[Option<ErrorKind>]) -> (Option<ErrorKind>, usize) {
+    /// The outcome, and the number of attempts, each of which takes a while.
+    fn attempt(
+        is_cancelled: bool,
+        outcomes: &[Option<ErrorKind>],
+        each: Duration,
+    ) -> (Option<ErrorKind>, usize) {
         let mut count = 0;
-        let outcome = while_held(
+        let now = Cell::new(Duration::ZERO);
+        let pass = |time| now.set(now.get() + time);
+        let outcome = while_held_by(
+            &Clock { elapsed: || now.get(), sleep: pass },
             BRIEF,
             || is_cancelled,
             || {
                 let outcome = outcomes[count.min(outcomes.len() - 1)];
                 count += 1;
+                pass(each);
                 outcome.map_or(Ok(()), |kind| Err(Error::new(kind, "refused")))
             },
         );
@@ -66,9 +91,9 @@ mod tests {
     #[test]
     fn held_image_is_tried_again_until_it_is_free() {
         let held = Some(ErrorKind::Denied);
-        assert_eq!(attempt(false, &[held, held, None]), (None, 3));
+        assert_eq!(attempt(false, &[held, held, None], Duration::ZERO), (None, 3));
         assert_eq!(
-            attempt(false, &[held, Some(ErrorKind::Corrupt)]),
+            attempt(false, &[held, Some(ErrorKind::Corrupt)], Duration::ZERO),
             (Some(ErrorKind::Corrupt), 2)
         );
     }
@@ -76,7 +101,17 @@ mod tests {
     #[test]
     fn image_that_stays_held_is_given_up() {
         let held = Some(ErrorKind::Denied);
-        assert_eq!(attempt(false, &[held]), (held, 4), "at once, and after each of three pauses");
-        assert_eq!(attempt(true, &[held]), (held, 1), "cancelled");
+        let tried = attempt(false, &[held], Duration::ZERO);
+        assert_eq!(tried, (held, 4), "at once, and after each of three pauses");
+        assert_eq!(attempt(true, &[held], Duration::ZERO), (held, 1), "cancelled");
+    }
+
+    /// The story: attempts that themselves waited for a dead process did not count, so that a limit
+    /// of seconds lasted an hour.
+    #[test]
+    fn time_within_attempts_counts() {
+        let held = Some(ErrorKind::Denied);
+        assert_eq!(attempt(false, &[held], Duration::from_millis(1)), (held, 2));
+        assert_eq!(attempt(false, &[held], BRIEF.limit), (held, 1));
     }
 }

@@ -55,8 +55,20 @@ pub(crate) struct Served {
 enum State {
     /// It is being served.
     Serving(Box<Servers>),
-    /// It is closing or closed, and nothing serves it. The outcome is set once it is closed.
-    Ended(Box<Counts>, Option<Result<()>>),
+    /// It is closing or closed, and nothing serves it.
+    Ended(Box<Counts>, End),
+}
+
+/// How far the end of a disk is.
+#[derive(Clone)]
+enum End {
+    /// Its servers end and it is being closed.
+    Closing,
+    /// It is closed. A failure means that some acknowledged writes are not in the image.
+    Closed(Result<()>),
+    /// It was closed for another process, which failed, and cannot be opened again. Everything
+    /// acknowledged is in the image.
+    NotResumed,
 }
 
 /// The length to grow a disk to.
@@ -118,10 +130,6 @@ impl Served {
             None => held.extend(inherited.named(&device).pop()),
         }
         held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
-        if held.is_empty() && settings.fuse.is_none() {
-            let what = "nowhere to serve it: no socket was named or passed for it";
-            return Err(Error::new(ErrorKind::Invalid, what));
-        }
         Ok(())
     }
 
@@ -165,7 +173,8 @@ impl Served {
         systemd::close(std::mem::take(&mut *self.held()));
     }
 
-    /// Serves it again, after [`Self::suspend`].
+    /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
+    /// [`Self::give_up`].
     ///
     /// # Errors
     /// Whatever prevents it from being opened or served.
@@ -180,20 +189,30 @@ impl Served {
         })
     }
 
+    /// Gives up on [`Self::resume`]: clients do not wait for it any longer.
+    pub(crate) fn give_up(&self) {
+        let _changes = self.lock_changes();
+        if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
+            *end = End::NotResumed;
+        }
+        self.close_sockets();
+    }
+
     /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
         let servers = {
             let mut state = self.lock();
             let servers = match &mut *state {
                 State::Serving(servers) => std::mem::take(servers),
-                State::Ended(_, outcome) => return outcome.clone().unwrap_or(Ok(())),
+                State::Ended(_, End::Closed(outcome)) => return outcome.clone(),
+                State::Ended(_, End::Closing | End::NotResumed) => return Ok(()),
             };
             // Meanwhile callers see what was counted so far.
-            *state = State::Ended(Box::new(servers.counts()), None);
+            *state = State::Ended(Box::new(servers.counts()), End::Closing);
             servers
         };
         let counts = servers.shutdown();
-        *self.lock() = State::Ended(Box::new(counts), None);
+        *self.lock() = State::Ended(Box::new(counts), End::Closing);
         let disk = self.opened().disk();
         let closed = disk.and_then(|disk| {
             self.resources.workers.run(move || async move {
@@ -210,7 +229,7 @@ impl Served {
             ))
         });
         self.release();
-        *self.lock() = State::Ended(Box::new(counts), Some(outcome.clone()));
+        *self.lock() = State::Ended(Box::new(counts), End::Closed(outcome.clone()));
         outcome
     }
 
@@ -273,9 +292,9 @@ impl Served {
     pub(crate) fn condition(&self) -> &'static str {
         match &*self.lock() {
             State::Serving(_) => "serving",
-            State::Ended(_, None) => "draining",
-            State::Ended(_, Some(Ok(()))) => "drained",
-            State::Ended(_, Some(Err(_))) => "failed",
+            State::Ended(_, End::Closing) => "draining",
+            State::Ended(_, End::Closed(Ok(()))) => "drained",
+            State::Ended(_, End::Closed(Err(_)) | End::NotResumed) => "failed",
         }
     }
 

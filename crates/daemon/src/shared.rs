@@ -10,11 +10,13 @@ use crate::servers::Resources;
 use crate::settings::ProcessSettings;
 use crate::sockets::{ControlSockets, Sockets};
 use crate::systemd;
-use mica_block::{Error, Result};
+use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+};
 use std::time::Duration;
 
 /// What the parts of the process see of it.
@@ -25,9 +27,9 @@ pub(crate) struct Shared {
     pub(crate) ending: Handle,
     /// Does what the sandbox forbids.
     pub(crate) outside: Outside,
-    /// Held while everything is handed over to another process, and while everything is stopped:
-    /// one at a time.
-    pub(crate) handing_over: Mutex<()>,
+    /// Held alone while everything is handed over to another process, and while everything is
+    /// stopped: one at a time. Drains of single disks share it.
+    life: RwLock<()>,
     /// Whether it has been asked to stop.
     is_stopping: AtomicBool,
     /// Whether another process now serves all of it.
@@ -50,7 +52,7 @@ impl Shared {
             resources,
             ending,
             outside,
-            handing_over: Mutex::default(),
+            life: RwLock::default(),
             is_stopping: AtomicBool::new(false),
             is_handed_over: AtomicBool::new(false),
             watch_period,
@@ -118,11 +120,55 @@ impl Shared {
         self.is_stopping.load(Ordering::Relaxed)
     }
 
+    /// While this is held, nothing is handed over to another process.
+    ///
+    /// # Errors
+    /// `Denied` if everything is being handed over, or was, or is being stopped.
+    pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, ()>> {
+        let held = match self.life.try_read() {
+            Ok(held) => Some(held),
+            // A takeover that panicked is over.
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if self.is_handed_over.load(Ordering::Acquire) {
+            return Err(denied("another process has taken over: ask again, and it will answer"));
+        }
+        held.ok_or_else(|| match self.is_stopping() {
+            true => denied("the server is stopping, which drains every disk"),
+            false => denied("another process is taking over: ask again, and it will answer"),
+        })
+    }
+
+    /// The same, for a takeover. Nobody else holds it then.
+    ///
+    /// # Errors
+    /// `Denied` with what is going on instead.
+    pub(crate) fn hold_alone(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+        let held = match self.life.try_write() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                // Whoever is there shares it, or else says what it is.
+                let _shared = self.hold()?;
+                return Err(denied("a disk is being drained: take over when that is done"));
+            }
+        };
+        match self.is_stopping() {
+            true => Err(denied("the server is stopping")),
+            false => Ok(held),
+        }
+    }
+
     /// Stops every disk.
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
-        let _alone = self.handing_over.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.life.write().unwrap_or_else(PoisonError::into_inner);
         // Every disk is closed; the first failure is reported.
         each_of(&self.disks.all(), |served| served.stop()).into_iter().fold(Ok(()), Result::and)
     }
+}
+
+fn denied(what: &str) -> Error {
+    Error::new(ErrorKind::Denied, what)
 }

@@ -67,7 +67,8 @@ impl Sockets {
     /// Matches each of the `inherited` sockets with its use in `config`.
     ///
     /// # Errors
-    /// `Invalid` if a systemd unit passed a socket that nothing in `config` uses.
+    /// `Invalid` if a systemd unit passed a socket that nothing in `config` uses, or if `config`
+    /// has a disk that would be served nowhere.
     pub(crate) fn assign(inherited: Vec<Held>, config: &Config) -> Result<Self> {
         let mut sockets = Self::default();
         let mut wanted: Vec<_> =
@@ -101,7 +102,20 @@ impl Sockets {
                 None => sockets.spare.push(held),
             }
         }
-        Ok(sockets)
+        let is_placed = |disk: &DiskConfig| {
+            let names = [disk.name.clone(), device_name(&disk.name)];
+            disk.settings.has_place() || names.iter().any(|name| sockets.by_name.contains_key(name))
+        };
+        match config.disks.iter().find(|disk| !is_placed(disk)) {
+            None => Ok(sockets),
+            Some(DiskConfig { name, .. }) => {
+                let context = format!(
+                    "disk {name:?}: nowhere to serve it, as no socket was passed for \
+                     it: add nbd, vhost-user or fuse"
+                );
+                Err(Error::new(ErrorKind::Invalid, context))
+            }
+        }
     }
 
     /// Makes sure that the sockets of `config` that were not inherited can be created: inside the
@@ -244,9 +258,10 @@ mod tests {
 
     fn config() -> Config {
         let disk = |name: &str| DiskConfig::new(name.to_owned(), PathBuf::from("image"));
-        let mut web1 = disk("web1");
+        let (mut web1, mut web2) = (disk("web1"), disk("web2"));
         web1.settings.nbd = vec!["/nowhere/web1.nbd".to_owned()];
-        Config { disks: vec![web1, disk("web2")], ..Config::default() }
+        web2.settings.nbd = vec!["/nowhere/web2.nbd".to_owned()];
+        Config { disks: vec![web1, web2], ..Config::default() }
     }
 
     fn inherited(folder: &Path, name: &str, origin: Origin) -> Held {
@@ -287,6 +302,19 @@ mod tests {
         assert!(!folder.path().join("y.sock").exists());
         assert!(!folder.path().join("web1.sock").exists());
         assert!(folder.path().join("x.sock").exists(), "its unit's");
+    }
+
+    #[test]
+    fn disk_without_an_address_is_served_at_a_unit_s_socket_of_its_name_or_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut config = config();
+        config.disks[1].settings.nbd.clear();
+        for name in ["web2", "web2.vhost-user"] {
+            let own = inherited(folder.path(), name, Origin::Unit);
+            Sockets::assign(vec![own], &config).expect("it has a place");
+        }
+        let error = Sockets::assign(Vec::new(), &config).expect_err("it has none");
+        assert!(error.to_string().contains("\"web2\": nowhere to serve it"), "{error}");
     }
 
     #[test]

@@ -177,13 +177,10 @@ impl Shared {
         let shared = Arc::clone(self);
         let (sender, started) = mpsc::channel();
         let body = move || {
-            let Ok(_alone) = shared.handing_over.try_lock() else {
-                let what = "another takeover is in progress, or the server is stopping";
-                return drop(sender.send(Err(Error::new(ErrorKind::Denied, what))));
+            let _alone = match shared.hold_alone() {
+                Ok(alone) => alone,
+                Err(error) => return drop(sender.send(Err(error))),
             };
-            if shared.is_stopping() {
-                return drop(sender.send(Err(Silence::Cancelled.into())));
-            }
             if sender.send(Ok(())).is_err() {
                 return;
             }
@@ -331,8 +328,12 @@ impl Shared {
         // The other process may need a moment to release the image.
         match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
             Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+            // Its image is closed, and its sockets are about to be.
             Err(error) if error.kind() == ErrorKind::Denied && self.is_stopping() => {}
-            Err(error) => tracing::error!(%error, "disk {name:?} is no longer served"),
+            Err(error) => {
+                served.give_up();
+                tracing::error!(%error, "disk {name:?} is no longer served");
+            }
         }
     }
 }

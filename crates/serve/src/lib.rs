@@ -4,6 +4,7 @@ mod budget;
 mod counter;
 mod counters;
 mod discard;
+mod failure_log;
 pub mod fuse;
 mod latency;
 mod limit;

@@ -25,6 +25,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A listening socket.
 ///
@@ -242,10 +243,16 @@ impl Drop for SocketFile {
 
 /// Prepares an accepted connection.
 pub(crate) fn tune(socket: &Socket, family: Family) {
-    // Each is an optimisation: a socket that refuses it works all the same.
+    // A socket that refuses one of these works all the same.
     match family {
         Family::Tcp(_) => {
             let _ = sockopt::set_tcp_nodelay(socket, true);
+            // A client whose machine is gone says nothing more, as one that is idle, which may be
+            // so for ever: the system finds out which it is, after two minutes.
+            let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE);
+            let _ = sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL);
+            let _ = sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES);
+            let _ = sockopt::set_socket_keepalive(socket, true);
         }
         // The system's default holds two large replies at most; TCP grows its buffers by itself.
         Family::Unix => {
@@ -255,6 +262,9 @@ pub(crate) fn tune(socket: &Socket, family: Family) {
 }
 
 const SEND_BUFFER_BYTES: usize = 1 << 20;
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_PROBES: u32 = 6;
 
 const LOCK_ATTEMPTS: u32 = 250;
 const LOCK_PAUSE: rustix::event::Timespec =
@@ -428,6 +438,21 @@ mod tests {
     use rustix::fs::inotify;
     use std::os::unix::fs::PermissionsExt;
     use std::sync::mpsc;
+
+    /// The story: a client whose machine had lost its power kept its place for ever.
+    #[test]
+    fn tcp_client_that_says_nothing_is_probed() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("listens");
+        let address = listener.local_addr().expect("an address");
+        let _client = std::net::TcpStream::connect(address).expect("connects");
+        let socket = Socket::new(listener.accept().expect("there").0).expect("a socket");
+        tune(&socket, Family::Tcp(address));
+        assert!(sockopt::socket_keepalive(&socket).expect("known"));
+        let idle = sockopt::tcp_keepidle(&socket).expect("known");
+        let interval = sockopt::tcp_keepintvl(&socket).expect("known");
+        let probes = sockopt::tcp_keepcnt(&socket).expect("known");
+        assert_eq!(idle + interval * probes, Duration::from_secs(120));
+    }
 
     /// Once, a script that waited for the file and then connected was refused.
     #[test]

@@ -28,7 +28,7 @@ impl Workers {
     /// `Invalid` for none or too many; else any error of the backend or the system.
     pub fn start(count: usize, backend: Backend) -> Result<Arc<Self>> {
         if !(1..=WORKERS_MAX).contains(&count) {
-            let context = format!("a server has between 1 and {WORKERS_MAX} threads, not {count}");
+            let context = format!("queues {count}: a server has 1 to {WORKERS_MAX} worker threads");
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));

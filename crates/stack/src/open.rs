@@ -103,22 +103,22 @@ async fn open_for(
 /// Those of `open`.
 pub async fn wait_for_dead<T>(mut open: impl AsyncFnMut() -> Result<T>) -> Result<T> {
     let [mut turn, turn_max] = HELD_TURNS;
-    let mut waited = Duration::ZERO;
+    let start = mica_rt::now();
+    let mut is_first = true;
     loop {
         let error = match open().await {
             Err(error) => error,
             opened => return opened,
         };
         match lock_patience(&error) {
-            Some(patience) if waited < patience => {
-                if waited.is_zero() {
+            Some(patience) if mica_rt::now().saturating_since(start) < patience => {
+                if std::mem::take(&mut is_first) {
                     tracing::warn!("{error}: waiting until the system releases it");
                 }
             }
             _ => return Err(error),
         }
         mica_rt::sleep(turn).await;
-        waited += turn;
         turn = (turn * 2).min(turn_max);
     }
 }

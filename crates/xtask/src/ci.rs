@@ -26,7 +26,7 @@ const LICENCES: &[&str] = &[
 /// How much of it.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// What finds most in two minutes: format, style, lints, and tests beside the code.
+    /// What finds most for its time: format, style, lints, and tests beside the code.
     #[arg(long)]
     quick: bool,
 }

@@ -2,6 +2,7 @@
 
 use mica_tests::{mica, qemu, tools};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 /// Two images that differ in `dir`, as files and formats; both programs give `code`.
 #[track_caller]
@@ -47,4 +48,26 @@ fn verdicts_are_qemus() {
     same_verdict(dir, one, ["different.qcow2", "qcow2"], false, 1);
     same_verdict(dir, one, ["tail.qcow2", "qcow2"], false, 1);
     same_verdict(dir, one, ["none.qcow2", "qcow2"], false, 2);
+}
+
+/// The story: identical images were different where nobody could be told that they are not.
+#[test]
+fn failures_are_no_verdict() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let zeros = dir.path().join("zeros");
+    std::fs::File::create(&zeros).and_then(|file| file.set_len(1 << 20)).expect("made");
+    let zeros = zeros.display().to_string();
+    let compare = ["compare", "-f", "raw", "-F", "raw", &zeros, &zeros];
+    assert_eq!(mica::run(compare).code(), Some(0));
+    let full = std::fs::File::options().write(true).open("/dev/full").expect("there");
+    let mut untold = Command::new(mica::binary());
+    let status = untold.args(compare).stdout(full).stderr(Stdio::null()).status();
+    assert_eq!(status.expect("it runs").code(), Some(3));
+    for (verb, code) in [("compare", 3), ("check", 1), ("info", 2)] {
+        let said = mica::run([verb, "--outptu", "json", &zeros]);
+        assert_eq!(said.code(), Some(code), "{verb}: {said}");
+        let said = mica::run(["--log-level", "error", verb]);
+        assert_eq!(said.code(), Some(code), "{verb}: {said}");
+        assert_eq!(mica::run([verb, "--help"]).code(), Some(0));
+    }
 }

@@ -145,6 +145,13 @@ fn nothing_is_copied_over_its_own_source() {
     mica_in(dir, &["convert", "top.qcow2", "base.qcow2"]).refusal();
     assert_eq!(fs::read(dir.join("base.qcow2")).expect("it is there"), before);
     mica_in(dir, &["convert", "-c", "-O", "raw", "top.qcow2", "copy.raw"]).refusal();
+    mica_in(dir, &["convert", "-F", "raw", "-O", "raw", "top.qcow2", "copy.raw"]).refusal();
+    for format in ["raw", "qcow2"] {
+        let sized = ["convert", "-O", format, "-o", "size=1M", "top.qcow2", "sized"];
+        let said = mica_in(dir, &sized).refusal();
+        assert!(said.contains("-o size"), "{said}");
+    }
+    assert!(!dir.join("copy.raw").exists() && !dir.join("sized").exists());
     mica_in(dir, &["convert", "-m", "17", "top.qcow2", "copy.qcow2"]).refusal();
     assert!(!dir.join("copy.raw").exists() && !dir.join("copy.qcow2").exists());
 }

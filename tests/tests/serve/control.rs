@@ -397,9 +397,20 @@ fn a_socket_without_a_server_is_reported_at_once() {
     let stranger = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");
         let _ = stream.write_all(b"SSH-2.0-x\r\n");
+        drop(stream);
+        // And a server that ends when it has taken a request.
+        let (mut stream, _) = listener.accept().expect("a client");
+        let mut request = Vec::new();
+        while !request.ends_with(b"{}") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).expect("a request");
+            request.extend(byte);
+        }
     });
     let said = mica::run(["ctl", "status", "--control", &nobody]).refusal();
     assert!(said.contains("is not mica") || said.contains("reset"), "{said}");
+    let said = mica::run(["ctl", "drain", "--control", &nobody]).refusal();
+    assert!(said.contains("without an answer"), "{said}");
     stranger.join().expect("it answered");
 }
 

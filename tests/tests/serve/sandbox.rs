@@ -2,9 +2,11 @@
 //! it does outside.
 
 use mica_tests::server::Server;
-use mica_tests::{clock, mica, nbd, qemu, tools};
+use mica_tests::{clock, command, mica, nbd, qemu, tools};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -93,12 +95,7 @@ fn what_is_outside_is_another_process_with_few_calls_of_its_own() {
         .expect("read");
     assert_eq!(head, [1; 4096]);
 
-    let children = format!("/proc/{0}/task/{0}/children", server.pid());
-    let children = fs::read_to_string(children).expect("it runs");
-    let [helper] = children.split_whitespace().collect::<Vec<_>>()[..] else {
-        panic!("one child: {children:?}")
-    };
-    let helper = helper.parse().expect("a number");
+    let helper = helper_of(&server);
     let is_outside =
         |(_, privileges, calls): &(String, String, String)| privileges != "1" || calls != "2";
     for process in [server.pid(), helper] {
@@ -110,6 +107,41 @@ fn what_is_outside_is_another_process_with_few_calls_of_its_own() {
     assert_eq!(fs::read(&file).expect("unmounted"), b"underneath");
     let gone = || (!Path::new(&format!("/proc/{helper}/fdinfo/0")).exists()).then_some(());
     assert!(clock::poll(NAMED_MAX, Duration::from_millis(5), gone).is_some(), "it ends with it");
+}
+
+/// The only child of a server: its helper.
+#[track_caller]
+fn helper_of(server: &Server) -> u32 {
+    let children = format!("/proc/{0}/task/{0}/children", server.pid());
+    let children = fs::read_to_string(children).expect("it runs");
+    let [helper] = children.split_whitespace().collect::<Vec<_>>()[..] else {
+        panic!("one child: {children:?}")
+    };
+    helper.parse().expect("a number")
+}
+
+/// The story: it stayed as a zombie, and what needed it later failed with a broken pipe.
+#[test]
+fn helper_that_dies_is_reported_and_reaped() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let control = dir.path().join("control");
+    let options = ["--control", &control.display().to_string()];
+    let server = Server::mica(Path::new("1M"), "null", &options).expect("served");
+    let helper = helper_of(&server);
+    let pid = i32::try_from(helper).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::KILL).expect("it runs");
+    let reaped = || (!Path::new(&format!("/proc/{helper}")).exists()).then_some(());
+    clock::poll(NAMED_MAX, Duration::from_millis(5), reaped).expect("nothing of it is left");
+    let said = || server.log().contains("sandbox helper has ended: restart").then_some(());
+    clock::poll(NAMED_MAX, Duration::from_millis(5), said).expect("it is said");
+
+    let words = ["serve", "--takeover", "--format", "null", "--nbd", "next", "1M"];
+    let mut next = Command::new(mica::binary());
+    next.args(words).args(options).current_dir(dir.path());
+    let said = command::finish_within(&mut next, NAMED_MAX).refusal();
+    assert!(said.contains("helper has ended"), "{said}");
+    assert!(server.connect(&nbd::Wish::default()).is_ok(), "it still serves");
+    server.stop().expect("it stops");
 }
 
 #[test]

@@ -138,6 +138,29 @@ fn other_disks_are_still_served_if_one_cannot_be_closed() {
     assert_eq!(old.ended_within(SOON), Some(1), "{}", old.log());
 }
 
+/// The story: its clients were left waiting for a disk that nobody would serve.
+#[test]
+fn disk_that_cannot_be_opened_again_is_not_waited_for() {
+    let Some((dir, mut old)) = served(&[]) else { return };
+    let dir = dir.path();
+    write(dir, 0, 2);
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    channel.say(&word("ready"), &[]).expect("heard");
+    assert_eq!(channel.hear().expect("it closes"), "closed");
+    std::fs::rename(dir.join("disk.qcow2"), dir.join("elsewhere.qcow2")).expect("renamed");
+    let waiting = UnixStream::connect(dir.join("socket")).expect("it waits");
+    drop((channel, sockets));
+    old.wait_until_said("is no longer served");
+    assert_eq!(std::io::Read::read(&mut &waiting, &mut [0]).ok().filter(|count| *count > 0), None);
+    assert!(!dir.join("socket").exists(), "{}", old.log());
+    assert_eq!(state(dir), "failed", "{}", old.log());
+
+    old.signal(Signal::TERM);
+    assert_eq!(old.ended_within(SOON), Some(0), "nothing was lost: {}", old.log());
+    std::fs::rename(dir.join("elsewhere.qcow2"), dir.join("disk.qcow2")).expect("renamed");
+    assert_sound(dir);
+}
+
 #[test]
 fn old_process_that_is_killed_leaves_all_to_the_new_one() {
     // Before and after the new one was notified that everything is closed.

@@ -7,7 +7,8 @@ fn read(text: &str) -> Result<Config> {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("mica.toml");
     std::fs::write(&file, text).expect("writes");
-    Config::read(&file).map(|mut config| {
+    let checked = |config: Config| config.check().map(|()| config);
+    Config::read(&file).and_then(checked).map(|mut config| {
         // Tests write paths as if the folder were /vm.
         let moved = |path: &mut PathBuf| {
             if let Ok(rest) = path.strip_prefix(folder.path()) {
@@ -189,4 +190,11 @@ fn files_that_images_may_name_are_none_beside_or_given() {
         let error = named(contradiction).expect_err("it contradicts itself");
         assert!(error.to_string().contains("--names none"), "{error}");
     }
+}
+
+/// With qemu-nbd 0 is no limit; here every client was turned away.
+#[test]
+fn number_that_admits_no_client_is_refused_by_name() {
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = ['/s']\nshared = 0\n");
+    assert!(message.contains("shared 0"), "{message}");
 }

@@ -30,8 +30,7 @@ use mica_serve::vhost_user::Notice;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 type Answer = Result<Response, Refusal>;
@@ -161,7 +160,7 @@ async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answ
     let served = find(&sources.shared, &name)?;
     let actions = Arc::clone(&sources.actions);
     let drained = move || -> Result<(), Refusal> {
-        let _alone = hold(&sources.shared)?;
+        let _held = sources.shared.hold()?;
         Ok(served.stop()?)
     };
     perform(&actions, drained).await??;
@@ -172,7 +171,7 @@ async fn drain_all(State(sources): State<Sources>) -> Answer {
     let (shared, actions) = (Arc::clone(&sources.shared), Arc::clone(&sources.actions));
     let drained = move || -> Result<(), Refusal> {
         // Waiting for a takeover here would end the wrong process.
-        drop(hold(&shared)?);
+        drop(shared.hold()?);
         let stopped = shared.stop();
         // Whether or not the client is still there. The end waits for the answer.
         shared.ending.close();
@@ -198,16 +197,6 @@ async fn set_log_level(State(sources): State<Sources>, sent: Body) -> Answer {
     let Log { level } = body(sent).await?;
     sources.log.set_level(level);
     Ok(log_level(State(sources)).await)
-}
-
-/// Prevents takeovers while held, unless one is in progress or done.
-fn hold(shared: &Shared) -> Result<MutexGuard<'_, ()>, Refusal> {
-    let held = shared.handing_over.try_lock().ok();
-    held.filter(|_| !shared.is_handed_over.load(Ordering::Acquire)).ok_or_else(|| {
-        let what =
-            "another process is taking over or has taken over: try again, and it will answer";
-        Refusal::new(StatusCode::CONFLICT, what.to_owned())
-    })
 }
 
 /// The disk called `name`.

@@ -269,6 +269,44 @@ fn the_drain_of_all_ends_the_process_after_its_answer() {
     assert!(!socket.exists() && !folder.path().join("two").exists());
 }
 
+/// The story: the second of two drains was told that another process takes over.
+#[test]
+fn drains_do_not_exclude_each_other_and_a_takeover_is_told_of_them() {
+    let world = world();
+    let shared = Arc::clone(&world.daemon.shared);
+    let one = shared.disks.named("one").expect("it is served");
+    let busy = one.lock_changes();
+    let drain = request("POST", "/v1/disks/one/drain", "mica", "");
+    let control = world.control();
+    let slow = std::thread::spawn(move || exchange(control, &drain));
+    // It holds it as soon as it has begun.
+    while shared.hold_alone().is_ok() {
+        std::thread::yield_now();
+    }
+    let other = world.ask("POST", "/v1/disks/two/drain", "");
+    assert_eq!((other.status, &*other.body), (200, "{\"drained\":[\"two\"]}\n"));
+    let takeover = shared.hold_alone().expect_err("refused");
+    assert!(takeover.to_string().contains("being drained"), "{takeover}");
+    drop(busy);
+    assert_eq!(slow.join().expect("answered").status, 200);
+
+    let alone = shared.hold_alone().expect("nothing is in progress");
+    let drain = world.ask("POST", "/v1/disks/one/drain", "");
+    assert_eq!(drain.status, 409);
+    assert!(drain.error().contains("is taking over"), "{}", drain.body);
+    drop(alone);
+    let panicking = Arc::clone(&shared);
+    let panicked = std::thread::spawn(move || {
+        let _alone = panicking.hold_alone();
+        panic!("this panic is part of the test");
+    });
+    assert!(panicked.join().is_err());
+    assert_eq!(world.ask("POST", "/v1/disks/one/drain", "").status, 200, "it is not for ever");
+    shared.stop().expect("stopped");
+    let takeover = shared.hold_alone().expect_err("refused");
+    assert!(takeover.to_string().contains("stopping"), "{takeover}");
+}
+
 #[test]
 fn loopback_names_are_recognised() {
     for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {

@@ -49,8 +49,8 @@ pub struct DiskSettings {
     /// Virtqueues of the vhost-user-blk device; 4 by default.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub num_queues: Option<u16>,
-    /// Serial number that the virtual machine sees, truncated to 20 bytes. The image's name without
-    /// its extension by default.
+    /// Serial number that the virtual machine sees, truncated to 20 bytes. By default the image's
+    /// name without its extension; in a configuration the disk's name.
     #[arg(long, value_name = "TEXT")]
     pub serial: Option<String>,
     /// Limit on operations per second for the vhost-user-blk device.

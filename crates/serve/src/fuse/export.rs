@@ -4,9 +4,9 @@ use super::attributes::Attributes;
 use super::gate::Gate;
 use super::stats::QueueStats;
 use crate::discard::Discard;
+use crate::failure_log::FailureLog;
 use mica_rt::sync::SharedLock;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 
 /// The target of the kernel's requests.
 pub(super) struct Export {
@@ -16,5 +16,5 @@ pub(super) struct Export {
     pub(super) edges: SharedLock,
     /// One for each executor, and the last for the thread that takes requests.
     pub(super) stats: Box<[QueueStats]>,
-    pub(super) failures_logged: AtomicU32,
+    pub(super) failures: FailureLog,
 }

@@ -1,7 +1,8 @@
 //! The kernel's requests: taken from it on one thread, handed to the executors, answered there.
 //!
 //! Requests that need the disk go through the gate and to an executor. The others are answered
-//! here, so that `stat` never waits for I/O.
+//! here: `stat` needs no I/O, and waits for that of others only while the gate is full, which holds
+//! up this thread.
 
 use super::attributes::{Access, Change};
 use super::export::Export;

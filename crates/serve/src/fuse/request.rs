@@ -16,7 +16,6 @@ use mica_block::{
 use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// A request under way, on its executor.
 pub(super) struct Task {
@@ -66,9 +65,6 @@ enum FallocateMode {
     Zero,
 }
 
-/// Maximum number of failed requests of one file that are logged.
-const FAILURES_LOGGED_MAX: u32 = 16;
-
 impl Task {
     fn disk(&self) -> &dyn Disk {
         self.entered.disk()
@@ -91,12 +87,8 @@ impl Task {
             }
             Failure::Failed(error) => {
                 self.stats().failed.add(1);
-                let logged = self.export.failures_logged.fetch_add(1, Ordering::Relaxed);
-                if logged < FAILURES_LOGGED_MAX {
+                if self.export.failures.admits() {
                     tracing::warn!(?error, "a request of a FUSE file failed");
-                } else {
-                    // Counting further would wrap some day, and restart the log.
-                    self.export.failures_logged.store(FAILURES_LOGGED_MAX, Ordering::Relaxed);
                 }
                 errno_of(&error)
             }

@@ -11,6 +11,7 @@ use super::gate::Gate;
 use super::mounts::{MountRequest, Mounts};
 use super::stats::{Counters, QueueStats};
 use crate::discard::Discard;
+use crate::failure_log::FailureLog;
 use crate::workers::Workers;
 use fuser::{Config, Session, SessionACL};
 use mica_block::{Disk, Error, Result};
@@ -21,7 +22,7 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicUsize};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -82,7 +83,7 @@ impl Server {
             discard,
             edges: SharedLock::default(),
             stats,
-            failures_logged: AtomicU32::new(0),
+            failures: FailureLog::default(),
         });
         match take_requests(mounted.device, &file, &export, others, &workers) {
             Ok((device, ended)) => {

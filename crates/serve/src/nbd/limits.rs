@@ -76,8 +76,6 @@ pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
 /// TLS handshakes of all clients in a second: each takes about a millisecond of a queue that has
 /// disks to serve. Further clients wait, within the handshake's deadline.
 pub(super) const TLS_HANDSHAKES: Rates = Rates { iops: 200, iops_burst: 50, bps: 0, bps_burst: 0 };
-/// Failed requests of one connection that are logged.
-pub(super) const FAILURES_LOGGED_MAX: u32 = 16;
 
 /// The limits that a caller may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -43,6 +43,7 @@ use super::shared::Shared;
 use super::stats::QueueStats;
 use crate::budget::Share;
 use crate::discard::Discard;
+use crate::failure_log::FailureLog;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
 use mica_block::{Disk, Extent};
@@ -201,7 +202,7 @@ struct Session<'a> {
     /// When the request that is arriving began to, and the steps it had made by then.
     arriving: Option<(Instant, u64)>,
     send_began: Option<Instant>,
-    failures_logged: u32,
+    failures: FailureLog,
     /// Requests taken so far.
     taken: u64,
     /// See [`LONE_RECEIVES`].
@@ -244,7 +245,7 @@ impl<'a> Session<'a> {
             broken: false,
             arriving: None,
             send_began: None,
-            failures_logged: 0,
+            failures: FailureLog::default(),
             taken: 0,
             lone_receives: 0,
             extents: Vec::new(),

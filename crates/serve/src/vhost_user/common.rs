@@ -5,6 +5,7 @@ use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use crate::budget::Party;
 use crate::discard::Discard;
+use crate::failure_log::FailureLog;
 use crate::limit::Limiter;
 use mica_block::Disk;
 use std::sync::Arc;
@@ -23,6 +24,16 @@ pub(super) struct Common {
     pub(super) losses: Losses,
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
+    /// Whether the server ends: what would take long is left off.
+    pub(super) is_ending: AtomicBool,
+}
+
+/// What is logged of the guest of one session.
+#[derive(Default)]
+pub(super) struct SessionLogs {
+    pub(super) failures: FailureLog,
+    /// Queues that broke.
+    pub(super) breaks: FailureLog,
 }
 
 /// Sessions that lost some of their memory.
@@ -39,6 +50,17 @@ impl Common {
         self.stats.iter().for_each(|queue| queue.add_to(&mut sum));
         sum.memory_losses = self.losses.count.load(Ordering::Relaxed);
         sum
+    }
+
+    /// The server ends.
+    pub(super) fn end(&self) {
+        self.is_ending.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it does.
+    #[inline]
+    pub(super) fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Relaxed)
     }
 
     /// Memory of the session is gone: the device is broken until there is another session.

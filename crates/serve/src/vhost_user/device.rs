@@ -7,7 +7,7 @@
 //!
 //! Section names are those of QEMU's vhost-user specification.
 
-use super::common::Common;
+use super::common::{Common, SessionLogs};
 use super::config::{self, F_LOG_ALL, F_PROTOCOL_FEATURES, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::Inflight;
@@ -51,6 +51,7 @@ pub(super) struct Device {
     log: Option<Arc<DirtyLog>>,
     /// Whether any memory of this session is gone.
     lost: Arc<Lost>,
+    logs: Arc<SessionLogs>,
 }
 
 fn invalid(error: &mica_block::Error) -> Error {
@@ -74,6 +75,7 @@ impl Device {
             inflight: None,
             log: None,
             lost: Arc::default(),
+            logs: Arc::default(),
         }
     }
 
@@ -167,6 +169,7 @@ impl Device {
             common: Arc::clone(&self.common),
             index,
             lost: Arc::clone(&self.lost),
+            logs: Arc::clone(&self.logs),
             ending: Ending(Arc::clone(&control)),
             queue,
             features: self.features,

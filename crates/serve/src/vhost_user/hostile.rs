@@ -54,6 +54,7 @@ pub fn survive(input: &[u8]) -> Counters {
         back_channel: Default::default(),
         losses: Default::default(),
         party: Party::new(workers.pool()),
+        is_ending: Default::default(),
         id,
     };
     let common = Arc::new(common);

@@ -5,7 +5,9 @@
 //! ```
 //!
 //! Invariants
-//! - I1 Every head that was taken is returned exactly once, whatever the outcome of its request.
+//! - I1 Every head that was taken is returned exactly once, whatever the outcome of its request;
+//!   but discards and zeros that the end of the server cuts short, which may have gigabytes to go,
+//!   stay marked as in flight, and the next server does them again.
 //! - I2 The status and the data of a request are in guest memory before the used ring names it.
 //! - I3 A queue that is asked to stop takes nothing more, and has stopped when nothing of it is in
 //!   flight: then the device touches no guest memory for it any more.
@@ -22,7 +24,7 @@ mod end;
 
 use super::attention::{Attention, Pause};
 use super::chain::{Chain, Piece, Table};
-use super::common::Common;
+use super::common::{Common, SessionLogs};
 use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
@@ -54,6 +56,7 @@ pub(super) struct Setup {
     pub(super) index: usize,
     /// Whether memory of the session is gone.
     pub(super) lost: Arc<Lost>,
+    pub(super) logs: Arc<SessionLogs>,
     /// The queue's control; dropped last.
     pub(super) ending: Ending,
     pub(super) queue: Queue,
@@ -64,7 +67,7 @@ pub(super) struct Setup {
 
 /// Serves a queue until it is asked to stop.
 pub(super) async fn serve(setup: Setup) {
-    let Setup { common, index, lost, ending, mut queue, features, kick, inflight } = setup;
+    let Setup { common, index, lost, logs, ending, mut queue, features, kick, inflight } = setup;
     let control = &*ending.0;
     queue.set_event_idx(has(features, F_RING_EVENT_IDX));
     queue.set_ready(true);
@@ -77,6 +80,7 @@ pub(super) async fn serve(setup: Setup) {
         stats: &common.stats[index],
         common: &common,
         lost,
+        logs,
         is_writable: disk.is_writable(),
         table: Table { at: GuestAddress(queue.desc_table()), entries: u32::from(queue.size()) },
         wakers: (0..size).map(|index| wake_set.waker(index)).collect(),
@@ -163,17 +167,32 @@ enum Kind {
 }
 
 enum Work<'a> {
-    Read { io: IoFuture, _in_flight: InFlight<'a> },
+    Read {
+        io: IoFuture,
+        _in_flight: InFlight<'a>,
+    },
     Write(Writing<'a>),
     Long(LocalFuture<'a, Result<()>>),
+    /// A discard, or a write of zeros.
+    Empty(LocalFuture<'a, Result<Progress>>),
+}
+
+/// How far a request got that did not fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Progress {
+    Done,
+    /// The server ends, and did not wait for the rest.
+    LeftOff,
 }
 
 impl Work<'_> {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<()>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Progress>> {
+        let done = |result: Result<()>| result.map(|()| Progress::Done);
         match self {
-            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| result),
-            Self::Long(future) => future.as_mut().poll(context),
+            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| done(result)),
+            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| done(result)),
+            Self::Long(future) => future.as_mut().poll(context).map(done),
+            Self::Empty(future) => future.as_mut().poll(context),
         }
     }
 }
@@ -182,6 +201,7 @@ struct Running<'a> {
     disk: &'a dyn Disk,
     common: &'a Common,
     lost: Arc<Lost>,
+    logs: Arc<SessionLogs>,
     stats: &'a QueueStats,
     is_writable: bool,
     queue: Queue,
@@ -326,7 +346,9 @@ impl<'a> Running<'a> {
     }
 
     fn may_take(&self) -> bool {
-        self.timer.is_none() && !self.is_full && !self.free.is_empty()
+        // What is not begun when the server ends stays in the ring.
+        let is_ending = self.common.is_ending();
+        self.timer.is_none() && !self.is_full && !self.free.is_empty() && !is_ending
     }
 
     /// Asks to be notified, and whether there is something already.
@@ -349,7 +371,9 @@ impl<'a> Running<'a> {
     fn break_off(&mut self, why: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.is_broken, true) {
             self.stats.broken_queues.add(1);
-            tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            if self.logs.breaks.admits() {
+                tracing::warn!(%why, "a queue is broken and is not served until it is set up again");
+            }
             self.settings.report_error();
         }
     }

@@ -15,6 +15,7 @@ use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::{Handle, Socket};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -68,6 +69,7 @@ impl Server {
             back_channel: BackChannel::default(),
             losses: Default::default(),
             party: Party::new(workers.pool()),
+            is_ending: Default::default(),
             id,
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -126,13 +128,15 @@ impl Running {
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
-    /// not taken stay in the guest's rings, for the next server.
+    /// not taken stay in the guest's rings, for the next server; so does the rest of what would
+    /// take long.
     pub fn shutdown(mut self) -> Counters {
         self.stop_and_join();
         self.counters()
     }
 
     fn stop_and_join(&mut self) {
+        self.common.end();
         self.listener = None;
         self.stop.raise();
         if let Some(thread) = self.thread.take()
@@ -194,7 +198,7 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         ];
         match poll(&mut fds, None) {
             Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => continue,
+            Err(Errno::INTR) => continue,
             Err(error) => return tracing::error!(%error, "stopped serving a device"),
         }
         if !fds[0].revents().is_empty() {
@@ -202,12 +206,13 @@ fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: 
         }
         match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
             Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
-            Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
-                tracing::warn!("cannot accept a front end: too many open files");
-                // There is nothing to wait for: the stop is checked again after a while.
+            // It has gone, or another process that listens here was faster.
+            Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a front end");
+                // For lack of descriptors or memory. It is still there after a while.
                 let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
             }
-            Err(_) => {}
         }
     }
 }

@@ -105,7 +105,7 @@ async fn read_into(disk: &dyn Disk, extents: &[Extent], bufs: Vec<Buf>) -> Resul
             at = part.range().end();
         }
     }
-    mica_rt::join_all(reads).await.into_iter().map(|(result, _)| result).collect()
+    mica_rt::join_all(reads).await.into_iter().try_for_each(|(result, _)| result)
 }
 
 /// Writes `pieces` to `range`, which is as long, in windows of `window_bytes`.

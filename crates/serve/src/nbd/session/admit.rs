@@ -2,9 +2,7 @@
 
 use super::super::check::Action;
 use super::super::input::Next;
-use super::super::limits::{
-    FAILURES_LOGGED_MAX, PIECE_BYTES, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES,
-};
+use super::super::limits::{PIECE_BYTES, REPLIES_QUEUED_MAX, SLOTS_MAX, WINDOW_BYTES};
 use super::super::protocol::{ErrorCode, command};
 use super::super::read::{Read, read_long};
 use super::super::shared::{Charge, Failure};
@@ -308,8 +306,7 @@ impl<'a> Session<'a> {
     fn fail(&mut self, cookie: u64, failure: Failure) {
         let Failure { error, offset, code, ends_connection } = failure;
         // That zeros would be slow is an answer.
-        if code != ErrorCode::NotSup && self.failures_logged < FAILURES_LOGGED_MAX {
-            self.failures_logged += 1;
+        if code != ErrorCode::NotSup && self.failures.admits() {
             tracing::warn!(offset = ?offset.map(GuestOffset::bytes), ?error, "a request failed");
         }
         if ends_connection {

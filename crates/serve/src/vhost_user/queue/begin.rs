@@ -1,13 +1,16 @@
 //! What is done for a request, from its head to its first answer.
 
 use super::end::Ended;
-use super::{Kind, Running, Slot, Work};
+use super::{Kind, Progress, Running, Slot, Work};
 use crate::discard::Discard;
+use crate::sectors::next_piece;
 use crate::vhost_user::chain::Piece;
+use crate::vhost_user::common::Common;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, ID_BYTES, Request, Rules, Status, ZeroRange};
 use crate::vhost_user::transfer::{self, Cost};
-use mica_block::{Detail, Disk, Planned, Result, Zeroes};
+use mica_block::{Detail, Planned, Result, Zeroes};
+use mica_rt::yield_now;
 use mica_units::GuestRange;
 use std::future::Future;
 use std::sync::Arc;
@@ -136,11 +139,11 @@ impl<'a> Running<'a> {
             }
             Action::Discard(ranges) => {
                 self.stats.discards.add(1);
-                Work::Long(Box::pin(discard(self.disk, ranges)))
+                Work::Empty(Box::pin(discard(self.common, ranges)))
             }
             Action::WriteZeroes(ranges) => {
                 self.stats.zeroes.add(1);
-                Work::Long(Box::pin(write_zeroes(self.disk, ranges, self.common.discard)))
+                Work::Empty(Box::pin(write_zeroes(self.common, ranges)))
             }
         };
         let index = self.free.pop().expect("looked before it was taken");
@@ -233,17 +236,39 @@ fn kind_of(action: &Action) -> Kind {
     }
 }
 
-async fn discard(disk: &dyn Disk, ranges: Vec<ZeroRange>) -> Result<()> {
-    for ZeroRange { range, .. } in ranges {
-        disk.discard(range).await?;
-    }
-    Ok(())
+async fn discard(common: &Common, ranges: Vec<ZeroRange>) -> Result<Progress> {
+    let discard = async |piece: ZeroRange| common.disk.discard(piece.range).await;
+    in_pieces(common, ranges, discard).await
 }
 
-async fn write_zeroes(disk: &dyn Disk, ranges: Vec<ZeroRange>, discard: Discard) -> Result<()> {
+async fn write_zeroes(common: &Common, ranges: Vec<ZeroRange>) -> Result<Progress> {
+    let write = async |ZeroRange { range, may_unmap }: ZeroRange| {
+        let may_unmap = may_unmap && common.discard == Discard::Unmap;
+        common.disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await
+    };
+    in_pieces(common, ranges, write).await
+}
+
+/// Empties `ranges`, of which a request may name 64 GiB, piece by piece.
+async fn in_pieces(
+    common: &Common,
+    ranges: Vec<ZeroRange>,
+    empty: impl AsyncFn(ZeroRange) -> Result<()>,
+) -> Result<Progress> {
     for ZeroRange { range, may_unmap } in ranges {
-        let may_unmap = may_unmap && discard == Discard::Unmap;
-        disk.write_zeroes(range, Zeroes { may_unmap, fast: false }).await?;
+        let mut at = range.start();
+        while at < range.end() {
+            if common.is_ending() {
+                return Ok(Progress::LeftOff);
+            }
+            let piece = next_piece(at, range.end());
+            empty(ZeroRange { range: piece, may_unmap }).await?;
+            at = piece.end();
+            if at < range.end() {
+                // Other tasks run between the pieces.
+                yield_now().await;
+            }
+        }
     }
-    Ok(())
+    Ok(Progress::Done)
 }

@@ -1,6 +1,6 @@
 //! How a request is returned: its status, the used ring, the dirty log, the driver's call.
 
-use super::{Kind, Running, Slot};
+use super::{Kind, Progress, Running, Slot};
 use crate::vhost_user::chain::{Malformed, Piece};
 use crate::vhost_user::log::DirtyLog;
 use crate::vhost_user::memory::Memory;
@@ -20,7 +20,7 @@ pub(super) struct Ended {
 }
 
 impl<'a> Running<'a> {
-    pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<()>) {
+    pub(super) fn end_slot(&mut self, slot: Slot<'a>, result: Result<Progress>) {
         let Slot { head, status_at, written, memory, kind, began, cost, work } = slot;
         drop(work);
         self.used_bytes -= cost;
@@ -33,14 +33,23 @@ impl<'a> Running<'a> {
             Kind::Other => {}
         }
         let status = match result {
-            Ok(()) => Status::Ok,
+            Ok(Progress::Done) => Status::Ok,
+            // It stays marked for the next server (I1).
+            Ok(Progress::LeftOff) if self.inflight.is_some() => return,
+            // Its monitor keeps no marks, so that nobody would do the rest.
+            Ok(Progress::LeftOff) => {
+                self.stats.failed.add(1);
+                Status::IoError
+            }
             Err(error) => {
                 self.stats.failed.add(1);
                 // Memory that the kernel found gone, not the disk.
                 if error.raw_os_error() == Some(libc::EFAULT) {
                     self.lost.set();
                 }
-                tracing::warn!(%error, "a request failed");
+                if self.logs.failures.admits() {
+                    tracing::warn!(%error, "a request failed");
+                }
                 if error.kind() == ErrorKind::Unsupported {
                     Status::Unsupported
                 } else {

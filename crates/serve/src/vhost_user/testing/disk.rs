@@ -133,11 +133,17 @@ impl Disk for TestDisk {
     }
 
     fn write_zeroes(&self, range: GuestRange, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.memory.write_zeroes(range, how)
+        Box::pin(async move {
+            self.gate.pass().await;
+            self.memory.write_zeroes(range, how).await
+        })
     }
 
     fn discard(&self, range: GuestRange) -> LocalFuture<'_, Result<()>> {
-        self.memory.discard(range)
+        Box::pin(async move {
+            self.gate.pass().await;
+            self.memory.discard(range).await
+        })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {

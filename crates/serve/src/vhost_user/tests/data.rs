@@ -6,6 +6,7 @@ use crate::testing::clock::now;
 use crate::testing::memory::Event;
 use crate::testing::random::Random;
 use crate::vhost_user::testing::{MIB, Ring, Seg, TestDisk, Way, World};
+use mica_block::REQUEST_BYTES_MAX;
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -183,6 +184,37 @@ fn discards_zeros_and_flushes_reach_the_disk() {
     assert_eq!(ring.run(8, 0, &[(at, 20, true)]), (0, 21));
     assert_eq!(ring.guest().get(at, 20), b"a serial number\0\0\0\0\0");
     assert_eq!(ring.run(99, 0, &[]).0, 2);
+}
+
+/// The story: the contract of a disk says how much a request may be, and a guest could ask for 64
+/// GiB at once.
+#[test]
+fn long_discards_and_zeros_reach_the_disk_in_pieces() {
+    let gib = 1024 * MIB;
+    let world = World::new(TestDisk::new(5 * gib));
+    let (_front_end, mut rings) = world.guest(Way::default());
+    let ring = &mut rings[0];
+    let at = 2 * MIB;
+    ring.guest().put(at, &[range(8, 4 << 20, 0), range(6 << 20, 2, 0)].concat());
+    for kind in [11, 13] {
+        assert_eq!(ring.run(kind, 0, &[(at, 32, false)]).0, 0);
+        let events = world.disk.memory.events();
+        let pieces: Vec<(u64, u64)> = events
+            .iter()
+            .map(|event| match *event {
+                Event::Discard { at, len } | Event::Zeroes { at, len, .. } => (at, len),
+                _ => panic!("{event:?}"),
+            })
+            .collect();
+        assert!(pieces.iter().all(|(_, len)| *len <= REQUEST_BYTES_MAX), "{pieces:?}");
+        let (last, first) = pieces.split_last().expect("pieces");
+        assert_eq!(*last, (3 * gib, 1024));
+        let end = first.iter().fold(4096, |end, (at, len)| {
+            assert_eq!(*at, end, "one after the other");
+            at + len
+        });
+        assert_eq!(end, 4096 + 2 * gib);
+    }
 }
 
 #[test]

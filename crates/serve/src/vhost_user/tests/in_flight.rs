@@ -1,6 +1,6 @@
 //! Servers that go while requests are in flight, and what the next one does.
 
-use crate::testing::clock::pause;
+use crate::testing::clock::{pause, until};
 use crate::testing::memory::Event;
 use crate::vhost_user::inflight::Inflight;
 use crate::vhost_user::testing::{
@@ -115,6 +115,48 @@ fn server_that_is_replaced_loses_nothing() {
         drop(front_end);
     }
     assert_eq!(world.disk.memory.events().len(), 60);
+}
+
+/// A server that is told to end while it writes gigabytes of zeros.
+#[test]
+fn rest_of_long_zeros_is_left_to_the_next_server() {
+    let len = 1024 * MIB;
+    let mut world = World::new(TestDisk::new(len));
+    let guest = Guest::new(&[2 * MIB, 2 * MIB]);
+    let mut ring = Ring::new(&guest, 0, 64, Way::default());
+    guest.put(MIB, &[0, len / 512].map(u64::to_le_bytes).concat());
+    let end = |world: &mut World, ring: &mut Ring| {
+        world.disk.close();
+        ring.request(13, 0, &[(MIB, 16, false)]);
+        ring.kick();
+        until("the first piece waits", || world.disk.waiting() == 1);
+        let server = world.server.take().expect("it runs");
+        std::thread::scope(|scope| {
+            let ending = scope.spawn(move || drop(server));
+            // It has been told when its socket is gone.
+            until("it ends", || !world.path().exists());
+            world.disk.open();
+            ending.join().expect("ends");
+        });
+        assert_eq!(world.disk.memory.events().len(), 1, "the piece that was under way");
+        world.serve();
+    };
+    let (front_end, kept) = start(&world, &guest, &ring, None);
+    end(&mut world, &mut ring);
+    assert_eq!(ring.take_used().len(), 0, "it is not done");
+    drop(front_end);
+    let (front_end, _) = start(&world, &guest, &ring, Some(kept));
+    let (head, _) = ring.wait_used(1)[0];
+    assert_eq!((ring.status(head), world.disk.memory.events().len()), (0, 32), "all of it");
+    drop(front_end);
+
+    // A monitor that keeps no marks: nobody else would answer.
+    let (front_end, mut rings) = world.guest(Way::default());
+    rings[0].guest().put(MIB, &[0, len / 512].map(u64::to_le_bytes).concat());
+    end(&mut world, &mut rings[0]);
+    let (head, _) = rings[0].wait_used(1)[0];
+    assert_eq!(rings[0].status(head), 1);
+    drop(front_end);
 }
 
 /// A guest that stops while a predecessor's requests were not all done again yet.
