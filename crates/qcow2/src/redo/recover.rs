@@ -227,8 +227,8 @@ fn warn_of_another(path: &Path, place: &Path) {
     );
 }
 
-/// Reads a log by `read`, for a process that has the image open for writing. A process that was just
-/// killed closes its files one after the other, so the log may still be its own for a moment.
+/// Reads a log by `read`, for a process that has the image open for writing. A process that was
+/// just killed closes its files one after the other, so the log may still be its own for a moment.
 async fn once_orphaned(read: impl Fn() -> Result<Option<Found>>) -> Result<Option<Found>> {
     let mut tries = 1;
     loop {

@@ -81,8 +81,8 @@ impl Writer {
         self.wrote.store(true, Ordering::Release);
         self.grow_l1(entries).await?;
         {
-            // A request that takes the last cluster for a whole one, as the disk ends in it, is done
-            // or sees the new length.
+            // A request that takes the last cluster for a whole one, as the disk ends in it, is
+            // done or sees the new length.
             let last = self.l2.cluster_bits.guest_cluster(GuestOffset::new(old));
             let _claimed = self.claim_clusters(last, last).await;
             self.map.set_len(len);

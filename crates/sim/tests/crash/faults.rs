@@ -106,8 +106,9 @@ fn a_disk_continues_when_there_is_space_again() {
     });
 }
 
-/// The story: a new refcount block was durable, but the table that was to name it could not be read.
-/// The next request found the block where it wanted to put one, and declared the image corrupt.
+/// The story: a new refcount block was durable, but the table that was to name it could not be
+/// read. The next request found the block where it wanted to put one, and declared the image
+/// corrupt.
 #[test]
 fn refcount_table_that_cannot_be_read_once_harms_no_later_write() {
     let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };

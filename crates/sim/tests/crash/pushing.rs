@@ -32,8 +32,8 @@ impl Growing {
     }
 
     /// The active layer as determined from the files alone: the last one, unless the one beneath
-    /// still names a log. Then nothing was written to the last one. Where the first one cannot name a
-    /// log, its user has to know whether it got a layer on top.
+    /// still names a log. Then nothing was written to the last one. Where the first one cannot name
+    /// a log, its user has to know whether it got a layer on top.
     async fn top(&self, world: &World) -> PathBuf {
         let tops = self.tops.borrow().clone();
         if !self.outlives_the_process() && self.confirmed.get() == 1 {
@@ -197,8 +197,8 @@ fn process_may_die_while_layers_are_put_on_top() {
     });
 }
 
-/// The story: the disk grew while an overlay of the old length was about to become the active layer.
-/// Writes to the new part changed what lies behind its L1 table.
+/// The story: the disk grew while an overlay of the old length was about to become the active
+/// layer. Writes to the new part changed what lies behind its L1 table.
 #[test]
 fn layer_that_became_too_short_is_not_put_on_top() {
     const OLD: u64 = 2 << 20;
