@@ -16,7 +16,7 @@ const UNDER_WAY_MAX: u64 = 12;
 
 /// A request that changes the disk.
 #[derive(Clone, Debug)]
-struct Change {
+pub(super) struct Change {
     sectors: Range<u64>,
     number: u64,
 }
@@ -40,13 +40,14 @@ pub(super) struct Load<'a> {
     pub(super) log: &'a Path,
     /// The image file, which the kernel may write back whenever it likes.
     pub(super) image: &'a File,
+    /// What was acknowledged, and no flush was sent since.
+    pub(super) acknowledged: Vec<Change>,
 }
 
 impl Load<'_> {
     /// Sends at most `count` requests, and returns when all are answered.
     pub(super) fn run(&mut self, count: u64) -> Result<()> {
         let mut under_way: HashMap<u64, Sent> = HashMap::new();
-        let mut acknowledged = Vec::new();
         let (mut sent, mut center) = (0, 0);
         while sent < count || !under_way.is_empty() {
             if self.rng.percent(2) {
@@ -55,14 +56,14 @@ impl Load<'_> {
             }
             let is_full = under_way.len() as u64 > self.rng.below(UNDER_WAY_MAX);
             if sent == count || is_full {
-                self.receive(&mut under_way, &mut acknowledged)?;
+                self.receive(&mut under_way)?;
                 continue;
             }
             sent += 1;
             let flushes = under_way.values().any(|sent| matches!(sent, Sent::Flush(_)));
             if !flushes && self.rng.percent(8) {
                 let cookie = self.guest.send(&Request::Flush)?;
-                under_way.insert(cookie, Sent::Flush(std::mem::take(&mut acknowledged)));
+                under_way.insert(cookie, Sent::Flush(std::mem::take(&mut self.acknowledged)));
                 continue;
             }
             if self.rng.percent(20) {
@@ -80,6 +81,13 @@ impl Load<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Makes durable all that was acknowledged, by whichever server.
+    pub(super) fn flush(&mut self) -> Result<()> {
+        ensure!(self.guest.flush()? == 0, "a flush fails");
+        let changes = std::mem::take(&mut self.acknowledged);
+        self.settle(&changes)
     }
 
     /// Sectors near `center` or anywhere, often whole blocks or whole clusters.
@@ -118,15 +126,11 @@ impl Load<'_> {
         Ok(())
     }
 
-    fn receive(
-        &mut self,
-        under_way: &mut HashMap<u64, Sent>,
-        acknowledged: &mut Vec<Change>,
-    ) -> Result<()> {
+    fn receive(&mut self, under_way: &mut HashMap<u64, Sent>) -> Result<()> {
         let (cookie, answer) = self.guest.receive()?;
         ensure!(answer == Answer::Done(Vec::new()), "{answer:?}");
         match under_way.remove(&cookie).context("an answer to nothing")? {
-            Sent::Change { change, fua: false } => acknowledged.push(change),
+            Sent::Change { change, fua: false } => self.acknowledged.push(change),
             Sent::Change { change, fua: true } => self.settle(&[change])?,
             Sent::Flush(changes) => self.settle(&changes)?,
         }

@@ -105,7 +105,8 @@ fn record(
     shape.make(recorder.folder())?;
     let from = recorder.sync()?;
     let path = recorder.folder().join(IMAGE);
-    for _ in 0..GUESTS {
+    let mut acknowledged = Vec::new();
+    for number in 1..=GUESTS {
         let cache = rng.choose(&["writeback", "none"]);
         let aio = rng.choose(&["io_uring", "threads"]);
         let queues = rng.choose(&["1", "2"]);
@@ -114,10 +115,16 @@ fn record(
         let guest = Guest::connect(&server)?;
         let image = &File::open(&path)?;
         let log = recorder.log();
-        let mut load = Load { guest, history, rng, log, image };
-        let worked = load.run(REQUESTS);
+        let mut load = Load { guest, history, rng, log, image, acknowledged };
+        let worked = load.flush().and_then(|()| load.run(REQUESTS));
         worked.with_context(|| format!("{options:?}; mica said: {}", server.log()))?;
+        if number < GUESTS && shape.outlives_the_process() && load.rng.percent(50) {
+            acknowledged = load.acknowledged;
+            drop(server);
+            continue;
+        }
         load.guest.disconnect()?;
+        acknowledged = Vec::new();
         let stopped = server.stop()?;
         ensure!(stopped.status.success(), "mica ends with {stopped:?}");
     }

@@ -46,6 +46,12 @@ impl Shape {
         Rng::for_part(seed, name.fold(7, |hash, byte| hash * 31 % 1_000_003 + u64::from(byte)))
     }
 
+    /// Whether what was acknowledged is there when the server was killed: there is no redo log where
+    /// there are snapshots.
+    pub(super) fn outlives_the_process(&self) -> bool {
+        self.first != First::Snapshot
+    }
+
     /// What sectors are before the first guest.
     pub(super) fn first_effect(&self) -> Effect {
         if self.first == First::Zeros { Effect::Zeros } else { Effect::Stamps }
@@ -93,6 +99,12 @@ fn small_clusters_survive_power_cuts() {
 #[test]
 fn an_empty_image_survives_power_cuts() {
     round::all(&Shape::qcow2("cluster_size=64k", First::Zeros));
+}
+
+#[test]
+fn a_data_file_whose_clusters_are_all_there_survives_power_cuts() {
+    let options = "data_file=data.raw,preallocation=metadata";
+    round::all(&Shape::qcow2(options, First::Zeros));
 }
 
 #[test]
