@@ -230,7 +230,7 @@ impl RedoFile {
             true => Some(folder::make(&self.folder)?),
             // Something that is not ours is there: that must not keep the image from being opened.
             false => folder::find_of(&self.folder, self.user).unwrap_or_else(|error| {
-                tracing::warn!(%error, "not searching for unflushed writes");
+                tracing::warn!(?error, "not searching for unflushed writes");
                 None
             }),
         };

@@ -6,6 +6,8 @@
 //! - I1 A log begins only when nothing is dirty: while a group is being taken, or before the first
 //!   write.
 //! - I2 No two logs of a writer share a name.
+//! - I3 While the image names a log that is gone, neither pages nor the header are written: should
+//!   that log come back, the image would be taken for what it was. The name goes first.
 
 use super::Stage;
 use super::baseline::LogBaseline;
@@ -25,6 +27,17 @@ pub(crate) struct HeaderLogged {
     _made_here: (),
 }
 
+/// The log that the header of the image names.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum Named {
+    #[default]
+    Nothing,
+    /// The one that is being written.
+    Present,
+    /// One that was lost.
+    Gone,
+}
+
 /// The log of a writer, if it has one.
 #[derive(Default)]
 pub(crate) struct Logging {
@@ -33,6 +46,7 @@ pub(crate) struct Logging {
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     log: Option<Log>,
+    named: Named,
     /// The last name that was used.
     name: u32,
     /// The image's autoclear bits that are not part of a name.
@@ -70,9 +84,31 @@ impl Logging {
 
     /// There is no log for a while.
     fn lost(&mut self, error: &mica_block::Error) {
-        tracing::warn!(%error, "if this process is killed, writes since the last flush are lost");
+        tracing::warn!(?error, "if this process is killed, writes since the last flush are lost");
+        self.forsake_name();
         self.wait = self.next_wait;
         self.next_wait = (self.next_wait * 2).clamp(1, WAIT_MAX);
+    }
+
+    /// The log that the image may name is gone.
+    fn forsake_name(&mut self) {
+        if self.named == Named::Present {
+            self.named = Named::Gone;
+        }
+    }
+
+    /// The autoclear bits without a name, if the image names a log that is gone (I3).
+    pub(crate) fn bits_without_name(&self) -> Option<u64> {
+        (self.named == Named::Gone).then_some(self.low_bits)
+    }
+
+    /// The header has these autoclear `bits`.
+    pub(crate) fn has_bits(&mut self, bits: u64) {
+        self.named = match (names_log(bits), &self.log) {
+            (None, _) => Named::Nothing,
+            (Some(_), Some(_)) => Named::Present,
+            (Some(_), None) => Named::Gone,
+        };
     }
 
     /// `len` bytes at `at` are being changed.
@@ -153,6 +189,7 @@ impl Logging {
             && let Some(log) = self.log.take_if(|_| mark.is_first)
         {
             log.remove();
+            self.forsake_name();
         }
     }
 

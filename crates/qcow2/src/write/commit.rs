@@ -80,7 +80,11 @@ impl Writer {
         let inherits = self.inherits.load(Ordering::Acquire);
         let has_metadata = inherits || !early.is_empty() || !late.is_empty();
         let in_two_steps = taken.in_two_steps && !late.is_empty();
-        if let Err(error) = self.write_pages(early).await {
+        let written = async {
+            self.metadata.unname_before_group().await?;
+            self.write_pages(early).await
+        };
+        if let Err(error) = written.await {
             self.metadata.lock().put_back(&dirty, taken);
             return Err(error);
         }
@@ -150,7 +154,11 @@ impl Writer {
                 self.metadata.lock().logging.not_named(mark, &error);
                 Ok(false)
             }
-            named => named.map(|()| true),
+            named => {
+                named?;
+                self.metadata.lock().logging.has_bits(bits);
+                Ok(true)
+            }
         }
     }
 

@@ -26,8 +26,9 @@ const SNAPSHOTS: &str = "writes that are not flushed are lost if this process is
                          the snapshots of an image that names one";
 const NO_PLACE: &str = "writes that are not flushed are lost if this process is killed: there is no \
                         directory for the redo log";
-const NO_MEMORY: &str = "writes that are not flushed are lost if this process is killed: the redo log \
-                         could not be written, as its file system is full";
+const NO_LOG: &str = "writes that are not flushed are lost if this process is killed: the redo log \
+                      could not be written, as the server's log says";
+const FAILED: &str = "the disk accepts no more writes after an error: the server's log says which";
 
 /// What the header has to record before the first write.
 pub(crate) struct InUse {
@@ -109,10 +110,11 @@ impl Writer {
     pub(crate) fn weakness(&self) -> Option<&'static str> {
         let is_lost = !self.metadata.lock().logging.is_on();
         match &self.header {
+            _ if self.metadata.failure().is_some() => Some(FAILED),
             header if !header.is_v3 => Some(VERSION_2),
             header if header.has_snapshots => Some(SNAPSHOTS),
             _ if self.redo_memory.is_none() => Some(NO_PLACE),
-            header if header.is_marked() && is_lost => Some(NO_MEMORY),
+            header if header.is_marked() && is_lost => Some(NO_LOG),
             _ => None,
         }
     }
@@ -174,7 +176,9 @@ impl Writer {
     async fn write_autoclear(&self, bits: u64) -> Result<()> {
         let logged = self.metadata.lock().logging.allow_name(bits);
         let place = place_of(field::AUTOCLEAR);
-        self.metadata.write_header_through(logged, &bits.to_be_bytes(), place).await
+        self.metadata.write_header_through(logged, &bits.to_be_bytes(), place).await?;
+        self.metadata.lock().logging.has_bits(bits);
+        Ok(())
     }
 }
 
@@ -236,9 +240,33 @@ impl Metadata {
             pages.header.next = Some(next);
             (next, pages.log_header(space.state()))
         };
+        self.unname_lost_log().await?;
         let (at, bytes) = change.bytes();
         self.write_header_through(logged, &bytes, at).await?;
         self.lock().header = HeaderState { now: next, next: None };
+        Ok(())
+    }
+
+    /// Before a group is written: see [`Self::unname_lost_log`].
+    pub(super) async fn unname_before_group(self: &Arc<Self>) -> Result<()> {
+        if self.lock().logging.bits_without_name().is_none() {
+            return Ok(());
+        }
+        let _claim = self.header_changes.claim(0).await;
+        self.unname_lost_log().await
+    }
+
+    /// Takes the name of a log that is gone out of the header, before anything is written that it
+    /// does not know of: should it come back, it would be taken for the image's own. The caller has
+    /// the claim to changes of the header. Nothing is synced, as a power cut ends the log, too.
+    async fn unname_lost_log(self: &Arc<Self>) -> Result<()> {
+        let unnamed = {
+            let logging = &self.lock().logging;
+            logging.bits_without_name().map(|bits| (bits, logging.allow_name(bits)))
+        };
+        let Some((bits, logged)) = unnamed else { return Ok(()) };
+        self.write_header(logged, &bits.to_be_bytes(), place_of(field::AUTOCLEAR)).await?;
+        self.lock().logging.has_bits(bits);
         Ok(())
     }
 

@@ -201,7 +201,7 @@ impl Writer {
         if error.kind() == ErrorKind::Corrupt && self.metadata.failure().is_none() {
             self.metadata.fail_for_good(&error);
             if let Err(error) = self.mark_corrupt().await {
-                tracing::error!(%error, "the image could not be marked as corrupt");
+                tracing::error!(?error, "the image could not be marked as corrupt");
             }
         }
         error

@@ -138,7 +138,7 @@ impl Metadata {
     /// process to open the image.
     pub(crate) fn fail(&self, error: &Error) {
         if self.failed.set(error.clone()).is_ok() {
-            tracing::error!(%error, "the disk accepts no more writes");
+            tracing::error!(?error, "the disk accepts no more writes");
         }
     }
 

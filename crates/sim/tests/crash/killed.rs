@@ -5,6 +5,7 @@ use crate::chain::ChainSubject;
 use crate::plain::{Plain, range, read, write};
 use crate::random::subject;
 use mica_block::{Disk as _, ErrorKind, Images as _, Manage as _};
+use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::create::ImageWish;
 use mica_rt::join_all;
@@ -15,6 +16,7 @@ use mica_sim::{
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -518,4 +520,63 @@ fn what_a_killed_writer_left_is_durable_once_the_next_one_has_flushed() {
             }
         });
     }
+}
+
+/// The story: the folder of the log went away and came back. Groups had become durable without the
+/// log, but the image still named it: the next writer trusted it, and freed clusters in use.
+#[test]
+fn image_does_not_name_a_log_that_is_gone_once_a_group_is_written() {
+    scenario(4, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
+        let name = |image: &Plain| image.word(AUTOCLEAR_AT) >> 32;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, 4096).await.unwrap();
+        chain.flush().await.unwrap();
+        assert_ne!(name(&image), 0, "there is a log");
+        world.fill_memory(true);
+        write(&chain, MIB, 7, 4096).await.unwrap();
+        assert!(chain.weakness().is_some(), "the log is lost");
+        world.inject_change(ChangeFault { nth: 2, ..full() });
+        drop(chain.flush().await);
+        assert_eq!(name(&image), 0, "the name goes before any page");
+        world.heal_changes();
+        chain.flush().await.unwrap();
+        assert_eq!(name(&image), 0);
+        world.fill_memory(false);
+        for number in 0..8 {
+            write(&chain, 2 * MIB + number * CLUSTER, 9, 4096).await.unwrap();
+            chain.flush().await.unwrap();
+        }
+        assert_ne!(name(&image), 0, "there is another log");
+        assert!(chain.weakness().is_none());
+        chain.close().await.unwrap();
+        image.expect_sound().await;
+    });
+}
+
+/// The story: the data could not be made durable when the log was to be replayed, and the log was
+/// removed without a word.
+#[test]
+fn log_whose_data_cannot_be_made_durable_is_set_aside() {
+    scenario(1, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, 4096).await.unwrap();
+        drop(chain);
+        world.kill();
+        world.inject_change(ChangeFault {
+            operation: Operation::Sync,
+            nth: 1,
+            lasting: false,
+            errno: ENOSPC,
+        });
+        let options = ChainOptions { writable: true, ..ChainOptions::default() };
+        let opened = Chain::open(Arc::new(world.clone()), &Plain::top(), &options).await;
+        assert!(opened.is_err(), "the sync failed");
+        assert_eq!(image.word(AUTOCLEAR_AT) >> 32, 0, "it is not looked for any more");
+        let chain = image.open(Mode::Write).await;
+        assert_eq!(read(&chain, 0, 512).await.unwrap(), [0; 512]);
+        chain.close().await.unwrap();
+        image.expect_uncorrupted("without the log").await;
+    });
 }
