@@ -28,6 +28,7 @@ const NOTHING_FITS: &str = "left nothing here that fits";
 const HEADER_CHANGED: &str = "another program has since changed its header, or made it shorter";
 const REMOUNTED: &str = "its file system has since been remounted, or its device reattached";
 const WRITTEN_SINCE: &str = "another program has since written over what it had changed";
+const NOT_DURABLE: &str = "its data could not be made durable";
 const NOT_NAMED: &str =
     "another program has since opened it for writing, or put a copy in its place";
 
@@ -74,12 +75,12 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         match usable(&found, &header, store, data.as_deref()).await? {
             Ok(replay) => {
                 let synced = sync_both(store, data.as_deref()).await;
-                if let (Err(_), Some(memory)) = (&synced, &memory) {
+                if let Err(error) = synced {
                     // The kernel reports lost data once: the next attempt would hear nothing of it,
                     // and trust the log.
-                    memory.remove();
+                    set_aside(path, store, memory.as_deref(), NOT_DURABLE).await?;
+                    return Err(error);
                 }
-                synced?;
                 write_down(store, &replay).await?;
                 unused = found.unused();
                 tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
