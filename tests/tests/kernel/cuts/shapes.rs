@@ -46,8 +46,8 @@ impl Shape {
         Rng::for_part(seed, name.fold(7, |hash, byte| hash * 31 % 1_000_003 + u64::from(byte)))
     }
 
-    /// Whether what was acknowledged is there when the server was killed: there is no redo log where
-    /// there are snapshots.
+    /// Whether what was acknowledged is there when the server was killed: there is no redo log
+    /// where there are snapshots.
     pub(super) fn outlives_the_process(&self) -> bool {
         self.first != First::Snapshot
     }
