@@ -34,6 +34,7 @@
 //! - W3 A log with a gap is worthless: if it cannot be written it is removed, and a warning states
 //!   the consequence.
 //! - W4 The image has a name only while the file holds the whole baseline of the log of that name.
+//!   If the log is lost, the name leaves the image before anything else is written ([`logging`]).
 //! - W5 While the log is named, each page that it changes has in the file the contents from before
 //!   the first change, or those that a group that was taken gave it, or some sectors of one and
 //!   some of the other. The log has a sum of each before the page may be written ([`expected`]).
