@@ -39,7 +39,7 @@ pub(crate) async fn write(
     }
 }
 
-/// Makes `piece`, which [`next_piece`] gave, read as zeros. Parts of sectors are always written.
+/// Makes `piece`, one of [`pieces`], read as zeros. Parts of sectors are always written.
 pub(crate) async fn write_zeroes(
     disk: &dyn Disk,
     edges: &SharedLock,
@@ -56,8 +56,18 @@ pub(crate) async fn write_zeroes(
     }
 }
 
-/// The next piece of what ends at `end`: whole sectors, or a part of one.
-pub(crate) fn next_piece(at: GuestOffset, end: GuestOffset) -> GuestRange {
+/// The pieces of `range`, in order: whole sectors, or a part of one.
+pub(crate) fn pieces(range: GuestRange) -> impl Iterator<Item = GuestRange> {
+    let mut at = range.start();
+    std::iter::from_fn(move || {
+        let piece = (at < range.end()).then(|| next_piece(at, range.end()))?;
+        at = piece.end();
+        Some(piece)
+    })
+}
+
+/// The next piece of what ends at `end`.
+fn next_piece(at: GuestOffset, end: GuestOffset) -> GuestRange {
     let unit = if at.bytes().is_multiple_of(SECTOR_BYTES) { PIECE_BYTES } else { SECTOR_BYTES };
     let boundary = (at.bytes() / unit + 1).checked_mul(unit).map_or(end, GuestOffset::new);
     let last = end.bytes() - end.bytes() % SECTOR_BYTES;

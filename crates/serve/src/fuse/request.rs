@@ -8,7 +8,7 @@ use super::export::Export;
 use super::gate::Entered;
 use super::stats::QueueStats;
 use crate::discard::Discard;
-use crate::sectors::{self, next_piece};
+use crate::sectors::{self, pieces};
 use fuser::Errno;
 use mica_block::{
     Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes, read_extents, windows,
@@ -180,16 +180,13 @@ impl Task {
     }
 
     async fn empty(&self, range: GuestRange, how: Zeroes) -> Outcome<()> {
-        let mut at = range.start();
-        while at < range.end() {
+        for piece in pieces(range) {
             if self.entered.is_closing() {
                 return Err(Failure::Refused(Errno::ESHUTDOWN));
             }
-            let piece = next_piece(at, range.end());
             sectors::write_zeroes(self.disk(), &self.export.edges, piece, how).await?;
             self.export.attributes.touch();
-            at = piece.end();
-            if at < range.end() {
+            if piece.end() < range.end() {
                 yield_now().await;
             }
         }

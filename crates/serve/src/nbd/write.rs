@@ -17,7 +17,7 @@ use super::limits::{PIECE_ALIGN, PIECE_BYTES};
 use super::protocol::ErrorCode;
 use super::shared::{Charge, Failure, Shared};
 pub(super) use crate::sectors::is_whole;
-use crate::sectors::{self, next_piece};
+use crate::sectors::{self, pieces};
 use mica_block::{Disk, ErrorKind, Zeroes};
 use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange};
@@ -209,17 +209,14 @@ async fn flush(disk: &dyn Disk, at: GuestOffset) -> Result<(), Failure> {
 
 async fn write_zeroes(shared: &Shared<'_>, range: GuestRange, how: Zeroes) -> Result<(), Failure> {
     let Shared { disk, edges, .. } = *shared;
-    let mut at = range.start();
-    while at < range.end() {
-        let piece = next_piece(at, range.end());
+    for piece in pieces(range) {
         sectors::write_zeroes(disk, edges, piece, how).await.map_err(|error| {
             let is_slow = how.fast && error.kind() == ErrorKind::Unsupported;
-            let failure = Failure::at(error, at);
+            let failure = Failure::at(error, piece.start());
             // "NBD_CMD_FLAG_FAST_ZERO": the client writes them itself, or asks without the flag.
             Failure { code: if is_slow { ErrorCode::NotSup } else { failure.code }, ..failure }
         })?;
-        at = piece.end();
-        if at < range.end() {
+        if piece.end() < range.end() {
             // Other tasks run between the pieces.
             yield_now().await;
         }
@@ -230,15 +227,12 @@ async fn write_zeroes(shared: &Shared<'_>, range: GuestRange, how: Zeroes) -> Re
 /// Discards the whole sectors of `range`.
 async fn discard(shared: &Shared<'_>, range: GuestRange) -> Result<(), Failure> {
     let Shared { disk, edges, .. } = *shared;
-    let mut at = range.start();
-    while at < range.end() {
-        let piece = next_piece(at, range.end());
+    for piece in pieces(range) {
         if is_whole(piece) {
             let _sharing = edges.share().await;
-            disk.discard(piece).await.map_err(|error| Failure::at(error, at))?;
+            disk.discard(piece).await.map_err(|error| Failure::at(error, piece.start()))?;
         }
-        at = piece.end();
-        if at < range.end() {
+        if piece.end() < range.end() {
             yield_now().await;
         }
     }

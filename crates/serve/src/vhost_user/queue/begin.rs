@@ -3,7 +3,7 @@
 use super::end::Ended;
 use super::{Kind, Progress, Running, Slot, Work};
 use crate::discard::Discard;
-use crate::sectors::next_piece;
+use crate::sectors::pieces;
 use crate::vhost_user::chain::Piece;
 use crate::vhost_user::common::Common;
 use crate::vhost_user::memory::Memory;
@@ -256,15 +256,12 @@ async fn in_pieces(
     empty: impl AsyncFn(ZeroRange) -> Result<()>,
 ) -> Result<Progress> {
     for ZeroRange { range, may_unmap } in ranges {
-        let mut at = range.start();
-        while at < range.end() {
+        for piece in pieces(range) {
             if common.is_ending() {
                 return Ok(Progress::LeftOff);
             }
-            let piece = next_piece(at, range.end());
             empty(ZeroRange { range: piece, may_unmap }).await?;
-            at = piece.end();
-            if at < range.end() {
+            if piece.end() < range.end() {
                 // Other tasks run between the pieces.
                 yield_now().await;
             }
