@@ -230,14 +230,7 @@ impl<'a> Crashes<'a> {
         self.model.borrow_mut().crash();
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the crash: {error}"));
-        // A reader repairs nothing, and must see the same.
-        if self.world.random_below(2) == 0 {
-            self.settle(Mode::Read).await;
-        }
-        if self.world.random_below(4) == 0 {
-            self.flush_what_is_left().await;
-        }
-        self.settle(Mode::Write).await;
+        self.settle_in_turn().await;
         self.expect_clean().await;
     }
 
@@ -246,6 +239,14 @@ impl<'a> Crashes<'a> {
     async fn expect_takeover(&mut self) {
         let checked = self.subject.check(self.world).await;
         self.leaks = checked.unwrap_or_else(|error| panic!("after the process died: {error}"));
+        self.settle_in_turn().await;
+        let checked = self.subject.check(self.world).await;
+        self.leaks = checked.unwrap_or_else(|error| panic!("after the log was replayed: {error}"));
+    }
+
+    /// Others open what is left; the last one writes, and closes it.
+    async fn settle_in_turn(&mut self) {
+        // A reader repairs nothing, and must see the same.
         if self.world.random_below(2) == 0 {
             self.settle(Mode::Read).await;
         }
@@ -253,8 +254,6 @@ impl<'a> Crashes<'a> {
             self.flush_what_is_left().await;
         }
         self.settle(Mode::Write).await;
-        let checked = self.subject.check(self.world).await;
-        self.leaks = checked.unwrap_or_else(|error| panic!("after the log was replayed: {error}"));
     }
 
     /// The next process to open the disk for writing is asked to flush, and for nothing else; then
