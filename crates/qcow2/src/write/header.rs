@@ -240,7 +240,10 @@ impl Metadata {
             pages.header.next = Some(next);
             (next, pages.log_header(space.state()))
         };
-        self.unname_lost_log().await?;
+        if let Err(error) = self.unname_lost_log().await {
+            self.fail(&error);
+            return Err(error);
+        }
         let (at, bytes) = change.bytes();
         self.write_header_through(logged, &bytes, at).await?;
         self.lock().header = HeaderState { now: next, next: None };
