@@ -45,10 +45,8 @@ pub(crate) struct CompareArgs {
 }
 
 pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> {
-    let (failed, not_opened) = (
-        |failure: Failure| failure.with_code(EXIT_FAILED),
-        |failure: Failure| failure.with_code(EXIT_NOT_OPENED),
-    );
+    let failed = |failure: Failure| failure.with_code(EXIT_FAILED);
+    let not_opened = |failure: Failure| failure.with_code(EXIT_NOT_OPENED);
     let executor = args.images.executor().map_err(failed)?;
     executor.block_on(async {
         let first = args.images.open(&args.first, IndexUse::Read).await.map_err(not_opened)?;

@@ -129,7 +129,7 @@ impl Config {
                 return invalid(format!("disk {name:?}: {what}"));
             }
             if disk.settings.shared == Some(0) {
-                let what = "shared 0 would admit no NBD client: it is the most at one time";
+                let what = "shared 0 would admit no NBD client; use 1 or more";
                 return invalid(format!("disk {name:?}: {what}"));
             }
             let endpoints = disk.endpoints();

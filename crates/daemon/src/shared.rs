@@ -132,11 +132,11 @@ impl Shared {
             Err(TryLockError::WouldBlock) => None,
         };
         if self.is_handed_over.load(Ordering::Acquire) {
-            return Err(denied("another process has taken over: ask again, and it will answer"));
+            return Err(denied("another process has taken over: try again, and it will answer"));
         }
         held.ok_or_else(|| match self.is_stopping() {
             true => denied("the server is stopping, which drains every disk"),
-            false => denied("another process is taking over: ask again, and it will answer"),
+            false => denied("another process is taking over: try again, and it will answer"),
         })
     }
 

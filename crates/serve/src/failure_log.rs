@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-/// Most failures of one kind and one client that are logged.
+/// Maximum number of failures of one kind and one client that are logged.
 const LOGGED_MAX: u32 = 16;
 
 /// Counts the failures of one kind that were logged.

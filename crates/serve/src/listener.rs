@@ -247,8 +247,8 @@ pub(crate) fn tune(socket: &Socket, family: Family) {
     match family {
         Family::Tcp(_) => {
             let _ = sockopt::set_tcp_nodelay(socket, true);
-            // A client whose machine is gone says nothing more, as one that is idle, which may be
-            // so for ever: the system finds out which it is, after two minutes.
+            // A client whose machine is gone looks like an idle one, which may stay as long as it
+            // likes: the system probes it, and gives it up after two minutes.
             let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE);
             let _ = sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL);
             let _ = sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES);
