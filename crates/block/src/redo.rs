@@ -70,8 +70,19 @@ impl RedoLogs for NoRedoLogs {
 /// Memory that outlives the process, but not a reboot: a file that is never made durable. Calls do
 /// not wait for a device.
 pub trait RedoMemory: Send + Sync {
-    /// The boot of the machine: a different number after each.
-    fn boot(&self) -> u128;
+    /// Removes all its content for a new writer, and returns its new origin.
+    ///
+    /// # Errors
+    /// What the system reports.
+    fn renew(&self) -> Result<u128>;
+
+    /// Identifies it since it was last [renewed](Self::renew): a reboot of the machine gives it
+    /// another origin, and a copy of its content that is put in its place has another one, because
+    /// such a copy may lack what was written last.
+    ///
+    /// # Errors
+    /// What the system reports.
+    fn origin(&self) -> Result<u128>;
 
     /// Its size in bytes.
     fn capacity(&self) -> u64;
@@ -85,7 +96,7 @@ pub trait RedoMemory: Send + Sync {
     /// Writes `bytes` at `at`. If the process dies meanwhile, any part of them may be there.
     ///
     /// # Errors
-    /// What the system reports.
+    /// What the system reports; also if it was not renewed, or was removed since.
     fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()>;
 
     /// Removes all its content.

@@ -23,4 +23,4 @@ pub use model::{ModelDisk, Request, Ticket, Wrong};
 pub use power::Loss;
 pub use scenario::{FIRST_VARIABLE, RUNS_VARIABLE, SEED_VARIABLE, scenario};
 pub use tiny::{TinyImage, TinySpec};
-pub use world::{ChangeFault, ENOSPC, Latency, Operation, PowerCut, ReadFault, World};
+pub use world::{ChangeFault, ENOSPC, Latency, LogCopies, Operation, PowerCut, ReadFault, World};

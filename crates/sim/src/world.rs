@@ -15,6 +15,7 @@ mod redo;
 mod store;
 
 pub use fault::{ChangeFault, ENOSPC, Operation, PowerCut};
+pub use redo::LogCopies;
 
 use fault::Changes;
 use file::{SharedFile, SimFile};
@@ -62,7 +63,9 @@ struct State {
     files: BTreeMap<PathBuf, SharedFile>,
     sidecars: BTreeMap<PathBuf, SharedFile>,
     sidecars_denied: bool,
-    redo_memories: BTreeMap<PathBuf, Vec<u8>>,
+    redo_memories: BTreeMap<PathBuf, redo::Memory>,
+    /// How many of them were ever made.
+    memories_made: u64,
     memory_is_full: bool,
     /// Whether file systems report that they were remounted.
     tells_life: bool,
@@ -90,6 +93,7 @@ impl World {
             sidecars: BTreeMap::new(),
             sidecars_denied: false,
             redo_memories: BTreeMap::new(),
+            memories_made: 0,
             memory_is_full: false,
             tells_life: true,
             changes: Changes::default(),
@@ -256,6 +260,21 @@ impl World {
     /// Whether the memory that outlives a process is full.
     pub fn fill_memory(&self, is_full: bool) {
         lock(&self.state).memory_is_full = is_full;
+    }
+
+    /// Copies the logs of writers.
+    pub fn copy_logs(&self) -> LogCopies {
+        LogCopies(lock(&self.state).redo_memories.clone())
+    }
+
+    /// Puts copies of logs in the place of what is there.
+    pub fn put_back_logs(&self, LogCopies(copies): LogCopies) {
+        let state = &mut *lock(&self.state);
+        state.redo_memories = copies;
+        for memory in state.redo_memories.values_mut() {
+            state.memories_made += 1;
+            memory.is_made(state.memories_made);
+        }
     }
 
     /// Whether file systems report that they were remounted; if not, only the times of files show

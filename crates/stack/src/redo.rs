@@ -23,8 +23,8 @@ pub(crate) mod logs;
 use mica_block::{Error, ErrorKind, Identity, RedoMemory, Result};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, renameat, statat,
-    unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags, flock, fstat, openat,
+    renameat, statat, statx, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::OsString;
@@ -270,6 +270,23 @@ impl RedoFile {
         }
     }
 
+    /// The boot, and which of all files of its file system this is: by its inode, and since that is
+    /// given to another one later, by the time of its creation, if the file system knows it.
+    fn origin_of(&self, file: Option<&File>) -> Result<u128> {
+        let Some(file) = file else { return Ok(self.boot) };
+        let wanted = StatxFlags::INO | StatxFlags::BTIME;
+        let stat = statx(file, c"", AtFlags::EMPTY_PATH, wanted);
+        let stat = stat.map_err(|error| self.explain(error))?;
+        let created = match StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME)
+        {
+            true => [stat.stx_btime.tv_sec.cast_unsigned(), stat.stx_btime.tv_nsec.into()],
+            false => [0; 2],
+        };
+        // A boot is a number of 122 random bits.
+        let [seconds, nanoseconds] = created.map(u128::from);
+        Ok(self.boot ^ u128::from(stat.stx_ino) ^ seconds << 64 ^ nanoseconds << 98)
+    }
+
     /// The file, if it exists, which is locked, and its folder, if the name in it still belongs to
     /// this file: it may be another's by now (I3).
     fn take(&self) -> Option<(File, Option<OwnedFd>)> {
@@ -341,8 +358,20 @@ fn name_of(identity: Identity) -> String {
 }
 
 impl RedoMemory for RedoFile {
-    fn boot(&self) -> u128 {
-        self.boot
+    fn renew(&self) -> Result<u128> {
+        self.remove();
+        let mut file = self.lock();
+        *file = self.open(true)?;
+        self.write_note();
+        self.origin_of(file.as_ref())
+    }
+
+    fn origin(&self) -> Result<u128> {
+        let mut file = self.lock();
+        if file.is_none() {
+            *file = self.open(false)?;
+        }
+        self.origin_of(file.as_ref())
     }
 
     fn capacity(&self) -> u64 {
@@ -371,11 +400,7 @@ impl RedoMemory for RedoFile {
 
     fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let mut file = self.lock();
-        if file.is_none() {
-            *file = self.open(true)?;
-            self.write_note();
-        }
-        let there = file.as_ref().expect("it was opened above");
+        let Some(there) = &*file else { return Err(self.explain(Errno::NOENT)) };
         // The header is written with every group. A file that lost its name in the meantime (the
         // end of a session removes its user's files) is of no use to a successor.
         let is_named = at != 0 || fstat(there).is_ok_and(|stat| stat.st_nlink > 0);
@@ -441,10 +466,12 @@ mod tests {
         let mut bytes = [1; 4];
         one.read_at(10, &mut bytes).expect("reads");
         assert_eq!((bytes, count()), ([0; 4], 0));
+        one.write_at(12, b"ab").expect_err("there is no file yet");
+        let origin = one.renew().expect("made");
         one.write_at(12, b"ab").expect("writes");
         let again = RedoFile::new(&place, identity(1)).expect("there is a place");
-        assert_eq!(again.boot(), one.boot());
         drop(one);
+        assert_eq!(again.origin().expect("it is there"), origin);
         again.read_at(10, &mut bytes).expect("reads");
         assert_eq!(bytes, *b"\0\0ab");
         let other = RedoFile::new(&place, identity(2)).expect("there is a place");
@@ -455,6 +482,31 @@ mod tests {
         assert!(RedoFile::new(&RedoPlace::Nowhere, identity(1)).is_none());
     }
 
+    fn write(file: &RedoFile, content: &[u8]) {
+        file.renew().expect("made");
+        file.write_at(0, content).expect("writes");
+    }
+
+    #[test]
+    fn origin_is_that_of_this_file_and_not_of_a_copy() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let make = || RedoFile::new(&place, identity(1)).expect("there is a place");
+        let one = make();
+        let origin = one.renew().expect("made");
+        one.write_at(0, b"log").expect("writes");
+        drop(one);
+        let away = folder.path().join("away");
+        std::fs::rename(make().path(), &away).expect("moved");
+        std::fs::rename(&away, make().path()).expect("moved back");
+        assert_eq!(make().origin().expect("it is there"), origin);
+        std::fs::copy(make().path(), &away).expect("copied");
+        std::fs::rename(&away, make().path()).expect("put in its place");
+        let there = make().origin().expect("it is there");
+        assert_ne!(there, origin);
+        assert_ne!(make().renew().expect("made"), there);
+    }
+
     #[test]
     fn log_is_since_what_was_there_before_it_was_written() {
         use std::time::Duration;
@@ -462,7 +514,7 @@ mod tests {
         let place = RedoPlace::Directory(folder.path().to_owned());
         let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         assert!(!one.is_since(SystemTime::UNIX_EPOCH), "it is not there");
-        one.write_at(0, b"log").expect("writes");
+        write(&one, b"log");
         let written = one.path().metadata().and_then(|found| found.modified()).expect("written");
         assert!(one.is_since(written) && one.is_since(SystemTime::UNIX_EPOCH));
         assert!(!one.is_since(written + Duration::from_secs(1)));
@@ -478,14 +530,14 @@ mod tests {
         let mut file = RedoFile::new(&place(&other), identity(1)).expect("there is a place");
         file.usual = Some(usual_folder.clone());
         assert_eq!(elsewhere(place(&usual)), None);
-        file.write_at(0, b"a").expect("writes");
+        write(&file, b"a");
         assert_eq!(elsewhere(place(&usual)), Some(file.path()));
         assert_eq!(elsewhere(RedoPlace::Nowhere), Some(file.path()));
         assert_eq!(elsewhere(place(&other)), None, "it is there");
         file.remove();
         assert_eq!(elsewhere(place(&usual)), None);
         let there = RedoFile::new(&place(&usual), identity(1)).expect("there is a place");
-        there.write_at(0, b"a").expect("writes");
+        write(&there, b"a");
         assert_eq!(elsewhere(place(&other)), Some(there.path()));
         assert_eq!(elsewhere(RedoPlace::Nowhere), Some(there.path()));
     }
@@ -503,11 +555,11 @@ mod tests {
         let mut bytes = [1; 4];
         one.read_at(0, &mut bytes).expect("it is as if there were none");
         assert_eq!(bytes, [0; 4]);
-        assert!(one.write_at(0, b"x").is_err());
+        assert!(one.renew().is_err());
         std::fs::remove_file(one.path()).expect("ours");
         symlink(folder.path().join("elsewhere"), one.path()).expect("a link");
         one.read_at(0, &mut bytes).expect("it is as if there were none");
-        assert!(bytes == [0; 4] && one.write_at(0, b"x").is_err());
+        assert!(bytes == [0; 4] && one.renew().is_err());
         assert!(!folder.path().join("elsewhere").exists());
     }
 
@@ -516,10 +568,10 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let place = RedoPlace::Directory(folder.path().to_owned());
         let one = RedoFile::new(&place, identity(1)).expect("there is a place");
-        one.write_at(0, b"head").expect("writes");
+        write(&one, b"head");
         std::fs::remove_file(one.path()).expect("it is there");
         one.write_at(0, b"head").expect_err("nobody would find it");
-        one.write_at(0, b"head").expect("it is made again");
+        write(&one, b"head");
         assert_eq!(std::fs::read(one.path()).expect("it is there"), b"head");
     }
 
@@ -528,10 +580,10 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let place = RedoPlace::Directory(folder.path().to_owned());
         let one = RedoFile::new(&place, identity(1)).expect("there is a place");
-        one.write_at(0, b"first").expect("writes");
+        write(&one, b"first");
         std::fs::remove_file(one.path()).expect("it is there");
         let other = RedoFile::new(&place, identity(1)).expect("there is a place");
-        other.write_at(0, b"second").expect("writes");
+        write(&other, b"second");
         one.remove();
         assert_eq!(std::fs::read(one.path()).expect("it is there"), b"second");
         one.remove();
@@ -548,7 +600,7 @@ mod tests {
         let one = RedoFile::new(&place, identity(1)).expect("there is a place");
         assert_eq!(one.set_aside(), None, "there is none");
         for content in [b"first", b"other"] {
-            one.write_at(0, content).expect("writes");
+            write(&one, content);
             let kept = one.set_aside().expect("it is kept");
             assert_eq!(std::fs::read(&kept).expect("it is there"), content);
             assert!(!one.path().exists() && kept.to_string_lossy().ends_with(".lost"));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// writing clears them, as it must with bits that it does not know.
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
-pub(super) const MAGIC: [u8; 8] = *b"micalog\x05";
+pub(super) const MAGIC: [u8; 8] = *b"micalog\x06";
 pub(super) const HEADER_BYTES: usize = 64;
 /// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
@@ -86,7 +86,8 @@ pub(super) struct LogHeader {
     pub(super) salt: u32,
     /// The image's name for it: one or, while a group is made durable, either this or the next one.
     pub(super) names: [u32; 2],
-    pub(super) boot: u128,
+    /// Of the memory that it was written to: a copy is not believed, since its end may be missing.
+    pub(super) origin: u128,
     /// The place of the first group that counts.
     pub(super) start: u64,
     /// Its number.
@@ -101,7 +102,7 @@ impl LogHeader {
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&self.salt.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.names[0].to_le_bytes());
-        bytes[16..32].copy_from_slice(&self.boot.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.origin.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.start.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.number.to_le_bytes());
         bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
@@ -122,7 +123,7 @@ impl LogHeader {
         Some(Self {
             salt: small(8)?,
             names: [small(12)?, small(48)?],
-            boot: u128::from_le_bytes(*bytes[16..].first_chunk()?),
+            origin: u128::from_le_bytes(*bytes[16..].first_chunk()?),
             start: number(32)?,
             number: number(40)?,
             sequence: number(52)?,
@@ -181,8 +182,8 @@ mod tests {
 
     impl Memory {
         fn put(&self, names: [u32; 2], sequence: u64) {
-            let (salt, boot, start, number) = (1, 2, RECORDS_AT, 3);
-            let header = LogHeader { salt, names, boot, start, number, sequence };
+            let (salt, origin, start, number) = (1, 2, RECORDS_AT, 3);
+            let header = LogHeader { salt, names, origin, start, number, sequence };
             let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
             self.write_at(at, &header.encode()).expect("it has room");
         }
@@ -194,8 +195,12 @@ mod tests {
     }
 
     impl RedoMemory for Memory {
-        fn boot(&self) -> u128 {
-            2
+        fn renew(&self) -> Result<u128> {
+            self.origin()
+        }
+
+        fn origin(&self) -> Result<u128> {
+            Ok(2)
         }
 
         fn capacity(&self) -> u64 {

@@ -59,8 +59,8 @@ impl Found {
 
     fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
         let Some(header) = header else { return Ok(None) };
-        let LogHeader { salt, boot, start, mut number, .. } = header;
-        if boot != memory.boot() || start < RECORDS_AT {
+        let LogHeader { salt, origin, start, mut number, .. } = header;
+        if origin != memory.origin()? || start < RECORDS_AT {
             return Ok(None);
         }
         let mut groups = Vec::new();

@@ -36,6 +36,8 @@ pub(crate) struct Log {
     out: Arc<dyn RedoMemory>,
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
+    /// Of its memory.
+    origin: u128,
     salt: u32,
     /// How many times its header was written.
     sequence: u64,
@@ -110,9 +112,12 @@ impl Log {
         stores: Vec<Arc<dyn Store>>,
         name: u32,
     ) -> Result<Self> {
+        // What another writer left there, or nobody replayed, goes.
+        let origin = out.renew()?;
         let mut log = Self {
             out,
             stores,
+            origin,
             salt: name,
             sequence: 0,
             name,
@@ -127,8 +132,6 @@ impl Log {
             held: [Held::default(); 2],
             recorded: None,
         };
-        // Another writer's log, or one that nobody replayed.
-        log.out.remove();
         match log.write_header() {
             Ok(()) => Ok(log),
             Err(error) => {
@@ -148,7 +151,7 @@ impl Log {
         let header = LogHeader {
             salt: self.salt,
             names: [self.name, self.next.unwrap_or(self.name)],
-            boot: self.out.boot(),
+            origin: self.origin,
             start: self.start,
             number: self.first,
             sequence: self.sequence,

@@ -47,8 +47,8 @@
 //!   the change ([`dropped`]).
 //!
 //! Invariants for recovery
-//! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine, the
-//!   image names it, it records its baseline, the file matches that, and nothing contradicts it:
+//! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine and in
+//!   the memory that its writer wrote to (a copy of it may lack its end), the image names it, it records its baseline, the file matches that, and nothing contradicts it:
 //!   the header, the length, the pages (W5), the dropped bytes (W8), the linked clusters, which
 //!   must be counted ([`evidence`]), and the file system, which must not have lost anything
 //!   ([`mica_block::Witness`]). An empty log changes nothing.
@@ -67,8 +67,9 @@
 //! while the writer ran, after its last flush, and is put back in place of the image: it gets the
 //! log's metadata, which is sound, but the data of clusters that were new after the copy is
 //! missing; and zeros that such a program writes where the file has zeros already, which changes no
-//! byte of it: what the log has there is applied, though it is older. The image stays sound in all
-//! cases.
+//! byte of it: what the log has there is applied, though it is older. The image stays sound in
+//! these cases. Nor is an older copy of a log that is written into the log's own file: only copies
+//! that take its place are.
 
 mod baseline;
 mod dropped;

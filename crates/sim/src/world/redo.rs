@@ -2,10 +2,30 @@
 
 use super::{World, lock};
 use mica_block::{Error, ErrorKind, RedoMemory, Result};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// Small, so that it fills up.
 const CAPACITY: u64 = 256 << 10;
+
+/// What is there for one image.
+#[derive(Clone, Debug)]
+pub(super) struct Memory {
+    /// Never the same again.
+    number: u64,
+    bytes: Vec<u8>,
+}
+
+impl Memory {
+    /// It is the memory that was made as the one with this `number`.
+    pub(super) fn is_made(&mut self, number: u64) {
+        self.number = number;
+    }
+}
+
+/// Copies of all that is there.
+#[derive(Debug)]
+pub struct LogCopies(pub(super) BTreeMap<PathBuf, Memory>);
 
 /// One process's part of the memory for the image at `path`.
 pub(super) struct SimRedoMemory {
@@ -26,8 +46,24 @@ impl SimRedoMemory {
 }
 
 impl RedoMemory for SimRedoMemory {
-    fn boot(&self) -> u128 {
-        lock(&self.world.state).changes.boots.into()
+    fn renew(&self) -> Result<u128> {
+        if self.is_dead() {
+            return Err(Error::new(ErrorKind::Io, "the process is dead"));
+        }
+        let mut state = lock(&self.world.state);
+        state.memories_made += 1;
+        let number = state.memories_made;
+        let memory = Memory { number, bytes: Vec::new() };
+        state.redo_memories.insert(self.path.clone(), memory);
+        drop(state);
+        self.world.complete_memory_change();
+        self.origin()
+    }
+
+    fn origin(&self) -> Result<u128> {
+        let state = lock(&self.world.state);
+        let number = state.redo_memories.get(&self.path).map_or(0, |memory| memory.number);
+        Ok(u128::from(state.changes.boots) << 64 | u128::from(number))
     }
 
     fn capacity(&self) -> u64 {
@@ -36,7 +72,7 @@ impl RedoMemory for SimRedoMemory {
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
         let state = lock(&self.world.state);
-        let bytes = state.redo_memories.get(&self.path).map_or(&[][..], |bytes| bytes);
+        let bytes = state.redo_memories.get(&self.path).map_or(&[][..], |memory| &memory.bytes);
         let start = usize::try_from(at).expect("small").min(bytes.len());
         let there = &bytes[start..(start + buf.len()).min(bytes.len())];
         buf.fill(0);
@@ -61,7 +97,9 @@ impl RedoMemory for SimRedoMemory {
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
         }
-        let memory = state.redo_memories.entry(self.path.clone()).or_default();
+        let Some(Memory { bytes: memory, .. }) = state.redo_memories.get_mut(&self.path) else {
+            return Err(Error::new(ErrorKind::Io, "there is no memory"));
+        };
         memory.resize(memory.len().max(start + bytes.len()), 0);
         memory[start..start + bytes.len()].copy_from_slice(bytes);
         drop(state);

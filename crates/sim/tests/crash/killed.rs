@@ -554,6 +554,40 @@ fn image_does_not_name_a_log_that_is_gone_once_a_group_is_written() {
     });
 }
 
+/// The story: a folder of logs was copied while its server lived, and the copy was put back after
+/// the server had died. It lacked the groups whose pages a flush had begun to write, and what they
+/// had linked was freed.
+#[test]
+fn copy_of_a_log_is_not_taken_for_the_log() {
+    let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
+    for steps in 1..24 {
+        scenario(1, |world| {
+            let wish = &wish;
+            async move {
+                let image = Plain::new(&world, wish, 4 * MIB).await;
+                let chain = image.open(Mode::Write).await;
+                for at in [0, 2 * MIB] {
+                    write(&chain, at, 7, 512).await.unwrap();
+                }
+                chain.flush().await.unwrap();
+                let copies = world.copy_logs();
+                write(&chain, 2 * MIB + 512, 9, 512).await.unwrap();
+                world.kill_after(steps);
+                let _ = until_power_cut(&world, chain.flush()).await;
+                drop(chain);
+                world.kill();
+                world.put_back_logs(copies);
+                let chain = image.open(Mode::Write).await;
+                for at in [0, 2 * MIB] {
+                    assert_eq!(read(&chain, at, 512).await.unwrap(), [7; 512], "it was flushed");
+                }
+                chain.close().await.unwrap();
+                image.expect_uncorrupted("after the copy").await;
+            }
+        });
+    }
+}
+
 /// The story: the data could not be made durable when the log was to be replayed, and the log was
 /// removed without a word.
 #[test]
