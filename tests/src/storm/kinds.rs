@@ -96,6 +96,8 @@ kinds! {
     LogSpace = "log-space", Event;
     /// The log is kept elsewhere, or nowhere
     LogPlace = "log-place", Event;
+    /// The log goes away while its server lives, and may come back
+    LogGone = "log-gone", Event;
     /// Reads and writes of the image are slow
     Slow = "slow", Event;
     /// Reads, writes and syncs of the image fail at times

@@ -4,6 +4,7 @@ use super::chain::{Chain, text};
 use super::cue::Moment;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
+use super::log_gone;
 use super::loss::LogAt;
 use super::model::{Model, View};
 use super::peek;
@@ -142,6 +143,7 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
             Some(Kind::KillTakeover) => takeover::go_wrong(chain, rng, &stage, served),
             Some(Kind::Resize) => grow(chain, rng, &stage, served),
             Some(Kind::LogSpace) => fill_log(chain, rng, &stage, served, moment),
+            Some(Kind::LogGone) => log_gone::take_log(chain, rng, &stage, served, moment),
             Some(_) => fill_images(chain, rng, &stage, served, moment),
         }
     })?;
@@ -165,11 +167,20 @@ fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
     if served.manner.log == LogAt::Small {
         events.extend(world.kinds.of(&[Kind::LogSpace, Kind::LogSpace, Kind::LogSpace]));
     }
+    if served.manner.log == LogAt::Usual {
+        events.extend(world.kinds.of(&[Kind::LogGone]));
+    }
     let is_quiet = events.is_empty() || rng.percent(30);
     (!is_quiet).then(|| rng.choose(&events))
 }
 
-fn kill(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served) -> Outcome<Left> {
+/// Kills the server under its clients.
+pub(super) fn kill(
+    chain: &mut Chain<'_>,
+    rng: &mut Rng,
+    stage: &Stage,
+    mut served: Served,
+) -> Outcome<Left> {
     let moment = Moment::random(rng);
     chain.tell(format_args!("  killed at {moment:?}"));
     moment.wait(&chain.path(&chain.active().name), stage)?;

@@ -13,13 +13,13 @@
 //!   same inode need not be its own ([`Cause::Copied`]).
 //! - L4 Anything else without a word is wrong: if there is nothing to be seen, a log disappeared.
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
-//!   memory for it was full ([`Cause::SmallLog`]).
+//!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).
 
 use super::story::{Count, Counts, Outcome};
 use rustix::process::geteuid;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Why what was not flushed may be lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,6 +28,8 @@ pub(super) enum Cause {
     NoLog,
     /// The memory for its log was full at times.
     SmallLog,
+    /// Its log was taken away, and perhaps put back.
+    LogGone,
     /// Its syncs failed at times.
     Sick,
     /// Another program wrote to the image.
@@ -128,8 +130,8 @@ impl Trace {
         let is_new = header[VERSION_AT..VERSION_AT + 4] == 3_u32.to_be_bytes();
         let stat = image.metadata()?;
         let log = logs.and_then(|logs| {
-            let folder = logs.join(format!("mica-{}", geteuid().as_raw()));
-            fs::metadata(folder.join(format!("{:x}-{:x}.redo", stat.dev(), stat.ino()))).ok()
+            let name = format!("{:x}-{:x}.redo", stat.dev(), stat.ino());
+            fs::metadata(folder_in(logs).join(name)).ok()
         });
         // An image that is younger has the inode of one that was deleted.
         let is_older = |log: &fs::Metadata| match (stat.created(), log.modified()) {
@@ -142,10 +144,20 @@ impl Trace {
         })
     }
 
+    /// Whether the image names a log.
+    pub(super) fn is_named(self) -> bool {
+        self.is_named
+    }
+
     /// Whether the image's log is where it is looked for.
     pub(super) fn has_log(self) -> bool {
         self.has_log
     }
+}
+
+/// Where servers of this user that keep logs in `logs` have them.
+pub(super) fn folder_in(logs: &Path) -> PathBuf {
+    logs.join(format!("mica-{}", geteuid().as_raw()))
 }
 
 /// Whether a program warned of a loss.

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! run ─▶ threads, each with its places ─▶ chain: build, then a few times
-//!          live: start, judge, clients ∥ event, end              life, load, takeover, served
+//!          live: start, judge, clients ∥ event, end              life, load, takeover, log_gone, served
 //!          rest: QEMU, copies, timestamps, mica's verbs; judge         rest, layers, copies
 //! ```
 //!
@@ -30,6 +30,7 @@ mod kinds;
 mod layers;
 mod life;
 mod load;
+mod log_gone;
 mod loss;
 mod model;
 mod peek;

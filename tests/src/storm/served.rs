@@ -87,7 +87,7 @@ impl Manner {
     }
 
     /// Where it keeps its log.
-    fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
+    pub(super) fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
         let world = &chain.world;
         match self.log {
             LogAt::Usual => Some(world.log.clone()),
@@ -145,6 +145,8 @@ pub(super) struct Served {
     /// It survived a takeover in which the other one was killed: it may still be about to hand
     /// over, and to disconnect its clients for that.
     pub(super) is_shaken: bool,
+    /// Somebody took its log away.
+    pub(super) log_was_taken: bool,
 }
 
 /// The place of the log, as reported by a server that refuses to start because it looks elsewhere.
@@ -164,7 +166,7 @@ impl Served {
         chain.tell(format_args!("  {name} {options:?}"));
         let process = Process::start_binary(chain.world.binary, &chain.world.run, &name, &options);
         let socket = chain.world.run.join("socket");
-        Ok(Self { process, socket, manner: manner.clone(), is_shaken: false })
+        Ok(Self { process, socket, manner: manner.clone(), is_shaken: false, log_was_taken: false })
     }
 
     /// Starts one and waits until it serves; with patience while a killed one holds the image, but
@@ -275,6 +277,7 @@ impl Served {
         }
         match self.manner.log {
             _ if self.has_lost() => Some(Cause::Sick),
+            _ if self.log_was_taken => Some(Cause::LogGone),
             LogAt::Small => Some(Cause::SmallLog),
             LogAt::Elsewhere => Some(Cause::Elsewhere),
             LogAt::Usual | LogAt::Nowhere => None,
@@ -309,7 +312,12 @@ impl Served {
         let weakness = self.weakness(chain);
         chain.state.was_killed(weakness);
         // Who lost its log says so at once: nobody can know it later.
-        let has_none = weakness == Some(Cause::SmallLog) && !self.manner.trace(chain)?.has_log();
+        let trace = self.manner.trace(chain)?;
+        let has_none = match weakness {
+            Some(Cause::SmallLog) => !trace.has_log(),
+            Some(Cause::LogGone) => !trace.is_named(),
+            _ => false,
+        };
         if weakness == Some(Cause::Sick) || has_none && self.lost_its_log() {
             chain.state.loss.was_told();
         }

@@ -171,6 +171,8 @@ counts! {
     peeks = "looks by others";
     /// Times that space ran out for a server.
     full = "full file systems";
+    /// Logs that were taken from servers that live.
+    logs_taken = "logs taken away";
     /// Starts after a kill of images that another program wrote meanwhile.
     contested = "starts after a foreign write";
     /// Starts at which unflushed writes were lost, as they may be.

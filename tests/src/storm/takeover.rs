@@ -18,6 +18,7 @@ pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outco
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
+    new.log_was_taken = old.log_was_taken;
     let ended = clock::poll(LIMIT, PAUSE, || {
         let states = (old.is_running(), new.is_running());
         (states != (true, true)).then_some(states)
@@ -61,6 +62,7 @@ pub(super) fn go_wrong(
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
+    new.log_was_taken = old.log_was_taken;
     let pause = Duration::from_micros(rng.below(50_000));
     chain.tell(format_args!("  kills {victim:?} after {pause:?}"));
     clock::sleep(pause);

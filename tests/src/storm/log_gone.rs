@@ -1,0 +1,130 @@
+//! The log of a server that lives is taken away under its clients, and may be put back: by a mount
+//! that comes and goes, by whoever cleans up, or by a move between file systems.
+//!
+//! The server goes on without it and says so. What is put back may be older than the image, and must
+//! not be believed then.
+
+use super::chain::Chain;
+use super::kinds::Kind;
+use super::life;
+use super::load::Stage;
+use super::loss;
+use super::served::{Left, Served};
+use super::story::Outcome;
+use crate::command;
+use mica_units::Rng;
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+/// How it is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum How {
+    /// The same files get another name.
+    Moved,
+    /// Copies are made first.
+    Copied,
+    /// For good.
+    Removed,
+}
+
+/// When it is put back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Back {
+    WhileServed,
+    /// If the server is killed at once.
+    AfterKill,
+    Never,
+}
+
+/// Takes away the folder with the server's log, for some requests or for longer.
+pub(super) fn take_log(
+    chain: &mut Chain<'_>,
+    rng: &mut Rng,
+    stage: &Stage,
+    mut served: Served,
+    moment: u64,
+) -> Outcome<Left> {
+    let how = rng.choose(&[How::Moved, How::Copied, How::Copied, How::Removed]);
+    let back = rng.choose(&[Back::AfterKill, Back::AfterKill, Back::WhileServed, Back::Never]);
+    chain.tell(format_args!("  its log is taken away: {how:?}, put back: {back:?}"));
+    chain.world.counts.logs_taken.add();
+    let taken = Taken::take(chain, how)?;
+    served.log_was_taken = true;
+    stage.wait_for(moment + rng.below(60));
+    if back == Back::WhileServed {
+        taken.put_back()?;
+        stage.wait_for(moment + 5 + rng.below(90));
+    }
+    if !chain.world.does(rng, Kind::Kill, 60) {
+        return Ok(Left::Serving(served));
+    }
+    let left = life::kill(chain, rng, stage, served)?;
+    if back == Back::AfterKill {
+        taken.put_back()?;
+    }
+    Ok(left)
+}
+
+/// What was taken, and from where.
+struct Taken {
+    folder: PathBuf,
+    away: PathBuf,
+}
+
+impl Taken {
+    fn take(chain: &mut Chain<'_>, how: How) -> Outcome<Self> {
+        let name = chain.new_name("taken");
+        let away = chain.world.run.join(name);
+        let taken = Self { folder: loss::folder_in(&chain.world.log), away };
+        match how {
+            How::Moved => rename(&taken.folder, &taken.away)?,
+            How::Copied => {
+                // Files may go while they are copied, and there need not be any.
+                let [from, to] =
+                    [&taken.folder, &taken.away].map(|path| path.display().to_string());
+                command::run("cp", ["-a", "--", &from, &to]);
+                remove(&taken.folder)?;
+            }
+            How::Removed => remove(&taken.folder)?,
+        }
+        Ok(taken)
+    }
+
+    /// Puts it back, if there is anything, in place of what is there by now.
+    fn put_back(&self) -> Outcome {
+        if self.away.exists() {
+            again_while_full(|| {
+                remove(&self.folder)?;
+                rename(&self.away, &self.folder)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    // A server makes its folder when it needs one.
+    or_none(fs::rename(from, to))
+}
+
+fn remove(folder: &Path) -> io::Result<()> {
+    again_while_full(|| or_none(fs::remove_dir_all(folder)))
+}
+
+fn or_none(done: io::Result<()>) -> io::Result<()> {
+    match done {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+/// A server may put a file into the folder at any moment.
+fn again_while_full(mut act: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match act() {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            done => return done,
+        }
+    }
+}
