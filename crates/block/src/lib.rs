@@ -34,7 +34,7 @@ pub use manage::{
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use plan::{Windows, read_extents, read_extents_by, windows};
-pub use redo::{NoRedoLogs, RedoLogs, RedoMemory};
+pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,

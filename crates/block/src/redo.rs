@@ -67,6 +67,16 @@ impl RedoLogs for NoRedoLogs {
     }
 }
 
+/// Identifies the memory of one log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RedoOrigin {
+    /// The boot of the machine: a different number after each.
+    pub boot: u128,
+    /// Which memory since then. A copy of the content that is put in its place has another number:
+    /// it may lack what was written last.
+    pub place: u128,
+}
+
 /// Memory that outlives the process, but not a reboot: a file that is never made durable. Calls do
 /// not wait for a device.
 pub trait RedoMemory: Send + Sync {
@@ -74,15 +84,13 @@ pub trait RedoMemory: Send + Sync {
     ///
     /// # Errors
     /// What the system reports.
-    fn renew(&self) -> Result<u128>;
+    fn renew(&self) -> Result<RedoOrigin>;
 
-    /// Identifies it since it was last [renewed](Self::renew): a reboot of the machine gives it
-    /// another origin, and a copy of its content that is put in its place has another one, because
-    /// such a copy may lack what was written last.
+    /// Its origin since it was last [renewed](Self::renew).
     ///
     /// # Errors
     /// What the system reports.
-    fn origin(&self) -> Result<u128>;
+    fn origin(&self) -> Result<RedoOrigin>;
 
     /// Its size in bytes.
     fn capacity(&self) -> u64;

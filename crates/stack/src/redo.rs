@@ -20,7 +20,7 @@
 pub(crate) mod folder;
 pub(crate) mod logs;
 
-use mica_block::{Error, ErrorKind, Identity, RedoMemory, Result};
+use mica_block::{Error, ErrorKind, Identity, RedoMemory, RedoOrigin, Result};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags, flock, fstat, openat,
@@ -270,21 +270,19 @@ impl RedoFile {
         }
     }
 
-    /// The boot, and which of all files of its file system this is: by its inode, and since that is
-    /// given to another one later, by the time of its creation, if the file system knows it.
-    fn origin_of(&self, file: Option<&File>) -> Result<u128> {
-        let Some(file) = file else { return Ok(self.boot) };
+    /// A file is identified by its inode and, since that is given to another one later, by the time
+    /// of its creation, if the file system knows it.
+    fn origin_of(&self, file: Option<&File>) -> Result<RedoOrigin> {
+        let boot = self.boot;
+        let Some(file) = file else { return Ok(RedoOrigin { boot, place: 0 }) };
         let wanted = StatxFlags::INO | StatxFlags::BTIME;
         let stat = statx(file, c"", AtFlags::EMPTY_PATH, wanted);
         let stat = stat.map_err(|error| self.explain(error))?;
-        let created = match StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME)
-        {
-            true => [stat.stx_btime.tv_sec.cast_unsigned(), stat.stx_btime.tv_nsec.into()],
-            false => [0; 2],
-        };
-        // A boot is a number of 122 random bits.
-        let [seconds, nanoseconds] = created.map(u128::from);
-        Ok(self.boot ^ u128::from(stat.stx_ino) ^ seconds << 64 ^ nanoseconds << 98)
+        let is_known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
+        let created = stat.stx_btime;
+        let created_ns = i128::from(created.tv_sec) * 1_000_000_000 + i128::from(created.tv_nsec);
+        let created_ns = if is_known { created_ns.cast_unsigned() } else { 0 };
+        Ok(RedoOrigin { boot, place: u128::from(stat.stx_ino) | created_ns << 64 })
     }
 
     /// The file, if it exists, which is locked, and its folder, if the name in it still belongs to
@@ -358,7 +356,7 @@ fn name_of(identity: Identity) -> String {
 }
 
 impl RedoMemory for RedoFile {
-    fn renew(&self) -> Result<u128> {
+    fn renew(&self) -> Result<RedoOrigin> {
         self.remove();
         let mut file = self.lock();
         *file = self.open(true)?;
@@ -366,7 +364,7 @@ impl RedoMemory for RedoFile {
         self.origin_of(file.as_ref())
     }
 
-    fn origin(&self) -> Result<u128> {
+    fn origin(&self) -> Result<RedoOrigin> {
         let mut file = self.lock();
         if file.is_none() {
             *file = self.open(false)?;

@@ -1,7 +1,7 @@
 //! The bytes of a log: header, groups, records.
 
 use crate::crc32c::crc32c;
-use mica_block::{RedoMemory, Result, Store, Witness};
+use mica_block::{RedoMemory, RedoOrigin, Result, Store, Witness};
 use std::sync::Arc;
 
 /// The autoclear bits that name the log of a writer: any other program that opens the image for
@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 pub(super) const MAGIC: [u8; 8] = *b"micalog\x06";
-pub(super) const HEADER_BYTES: usize = 64;
+pub(super) const HEADER_BYTES: usize = 80;
 /// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
 pub(super) const RECORDS_AT: u64 = 4096;
@@ -86,8 +86,8 @@ pub(super) struct LogHeader {
     pub(super) salt: u32,
     /// The image's name for it: one or, while a group is made durable, either this or the next one.
     pub(super) names: [u32; 2],
-    /// Of the memory that it was written to: a copy is not believed, since its end may be missing.
-    pub(super) origin: u128,
+    /// Of the memory that it was written to.
+    pub(super) origin: RedoOrigin,
     /// The place of the first group that counts.
     pub(super) start: u64,
     /// Its number.
@@ -102,11 +102,12 @@ impl LogHeader {
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&self.salt.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.names[0].to_le_bytes());
-        bytes[16..32].copy_from_slice(&self.origin.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.origin.boot.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.start.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.number.to_le_bytes());
         bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
         bytes[52..60].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[60..76].copy_from_slice(&self.origin.place.to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -120,10 +121,11 @@ impl LogHeader {
         }
         let small = |at: usize| bytes[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         let number = |at: usize| bytes[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        let large = |at: usize| bytes[at..].first_chunk().map(|bytes| u128::from_le_bytes(*bytes));
         Some(Self {
             salt: small(8)?,
             names: [small(12)?, small(48)?],
-            origin: u128::from_le_bytes(*bytes[16..].first_chunk()?),
+            origin: RedoOrigin { boot: large(16)?, place: large(60)? },
             start: number(32)?,
             number: number(40)?,
             sequence: number(52)?,
@@ -178,11 +180,13 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
+    const ORIGIN: RedoOrigin = RedoOrigin { boot: 2, place: 9 };
+
     struct Memory(Mutex<Vec<u8>>);
 
     impl Memory {
         fn put(&self, names: [u32; 2], sequence: u64) {
-            let (salt, origin, start, number) = (1, 2, RECORDS_AT, 3);
+            let (salt, origin, start, number) = (1, ORIGIN, RECORDS_AT, 3);
             let header = LogHeader { salt, names, origin, start, number, sequence };
             let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
             self.write_at(at, &header.encode()).expect("it has room");
@@ -195,12 +199,12 @@ mod tests {
     }
 
     impl RedoMemory for Memory {
-        fn renew(&self) -> Result<u128> {
+        fn renew(&self) -> Result<RedoOrigin> {
             self.origin()
         }
 
-        fn origin(&self) -> Result<u128> {
-            Ok(2)
+        fn origin(&self) -> Result<RedoOrigin> {
+            Ok(ORIGIN)
         }
 
         fn capacity(&self) -> u64 {

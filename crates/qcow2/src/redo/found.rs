@@ -46,10 +46,11 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 }
 
 impl Found {
-    /// Reads the log, if it answers to `name`.
+    /// Reads the log, if it answers to `name`, and is no copy: that may lack its end.
     pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
-        let header = read_header(memory)?.filter(|header| header.names.contains(&name));
-        Self::read_groups(memory, header)
+        let place = memory.origin()?.place;
+        let is_right = |it: &LogHeader| it.names.contains(&name) && it.origin.place == place;
+        Self::read_groups(memory, read_header(memory)?.filter(is_right))
     }
 
     /// Reads the log, whatever it answers to.
@@ -60,7 +61,7 @@ impl Found {
     fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
         let Some(header) = header else { return Ok(None) };
         let LogHeader { salt, origin, start, mut number, .. } = header;
-        if origin != memory.origin()? || start < RECORDS_AT {
+        if origin.boot != memory.origin()?.boot || start < RECORDS_AT {
             return Ok(None);
         }
         let mut groups = Vec::new();

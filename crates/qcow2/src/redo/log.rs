@@ -8,7 +8,7 @@ use super::format::{
     ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, group_sum, name_after,
     other_half, witnesses_of,
 };
-use mica_block::{Error, ErrorKind, RedoMemory, Result, Store, Witness};
+use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witness};
 use mica_units::HostOffset;
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub(crate) struct Log {
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     /// Of its memory.
-    origin: u128,
+    origin: RedoOrigin,
     salt: u32,
     /// How many times its header was written.
     sequence: u64,

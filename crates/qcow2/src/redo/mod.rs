@@ -48,9 +48,10 @@
 //!
 //! Invariants for recovery
 //! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine and in
-//!   the memory that its writer wrote to (a copy of it may lack its end), the image names it, it records its baseline, the file matches that, and nothing contradicts it:
-//!   the header, the length, the pages (W5), the dropped bytes (W8), the linked clusters, which
-//!   must be counted ([`evidence`]), and the file system, which must not have lost anything
+//!   the memory that its writer wrote to (a copy of it may lack its end), the image names it, it
+//!   records its baseline, the file matches that, and nothing contradicts it: the header, the
+//!   length, the pages (W5), the dropped bytes (W8), the linked clusters, which must be counted
+//!   ([`evidence`]), and the file system, which must not have lost anything
 //!   ([`mica_block::Witness`]). An empty log changes nothing.
 //! - R2 Otherwise it is set aside as a whole: what another program made durable outranks what this
 //!   one did not. If acknowledged writes are lost with it, one warning says so; also where the

@@ -6,6 +6,7 @@ use super::format::{
     EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, HEADER_BYTES, HEADERS_AT, LATE, LATE_ZEROS,
     LogHeader, MAGIC, RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, ZERO_PAGES_MAX,
 };
+use mica_block::RedoOrigin;
 use mica_units::HostCluster;
 
 const PAGE: &str = include_str!("../../../../docs/formats/redo-log.md");
@@ -56,14 +57,15 @@ fn header_is_laid_out_as_the_page_says() {
     let header = LogHeader {
         salt: 0x1111_1111,
         names: [0x2222_2222, 0x3333_3333],
-        origin: 4,
+        origin: RedoOrigin { boot: 4, place: 8 },
         start: 5,
         number: 6,
         sequence: 7,
     };
     let bytes = header.encode();
     assert_eq!(LogHeader::decode(&bytes), Some(header));
-    for (at, byte) in [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7)] {
+    let starts = [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7), (60, 8)];
+    for (at, byte) in starts {
         assert_eq!(bytes[at], byte, "at {at}");
     }
     for at in 0..bytes.len() {

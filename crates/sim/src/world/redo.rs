@@ -1,7 +1,7 @@
 //! Memory that outlives a process of the world, but not a power cut.
 
 use super::{World, lock};
-use mica_block::{Error, ErrorKind, RedoMemory, Result};
+use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -46,7 +46,7 @@ impl SimRedoMemory {
 }
 
 impl RedoMemory for SimRedoMemory {
-    fn renew(&self) -> Result<u128> {
+    fn renew(&self) -> Result<RedoOrigin> {
         if self.is_dead() {
             return Err(Error::new(ErrorKind::Io, "the process is dead"));
         }
@@ -60,10 +60,10 @@ impl RedoMemory for SimRedoMemory {
         self.origin()
     }
 
-    fn origin(&self) -> Result<u128> {
+    fn origin(&self) -> Result<RedoOrigin> {
         let state = lock(&self.world.state);
         let number = state.redo_memories.get(&self.path).map_or(0, |memory| memory.number);
-        Ok(u128::from(state.changes.boots) << 64 | u128::from(number))
+        Ok(RedoOrigin { boot: state.changes.boots.into(), place: number.into() })
     }
 
     fn capacity(&self) -> u64 {
