@@ -1,7 +1,6 @@
 //! The life of a server: clients work, and something happens to it.
 
 use super::chain::{Chain, text};
-use super::cue::Moment;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
 use super::log_gone;
@@ -137,7 +136,7 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
         stage.wait_for(moment);
         match event {
             None => Ok(Left::Serving(served)),
-            Some(Kind::Kill) => kill(chain, rng, &stage, served),
+            Some(Kind::Kill) => served.kill_under_load(chain, rng, &stage),
             Some(Kind::Peek) => peek::while_busy(chain, rng).map(|()| Left::Serving(served)),
             Some(Kind::Takeover) => takeover::go(chain, &stage, served),
             Some(Kind::KillTakeover) => takeover::go_wrong(chain, rng, &stage, served),
@@ -172,23 +171,6 @@ fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
     }
     let is_quiet = events.is_empty() || rng.percent(30);
     (!is_quiet).then(|| rng.choose(&events))
-}
-
-/// Kills the server under its clients.
-pub(super) fn kill(
-    chain: &mut Chain<'_>,
-    rng: &mut Rng,
-    stage: &Stage,
-    mut served: Served,
-) -> Outcome<Left> {
-    let moment = Moment::random(rng);
-    chain.tell(format_args!("  killed at {moment:?}"));
-    moment.wait(&chain.path(&chain.active().name), stage)?;
-    stage.board().phase = Phase::Ending;
-    served.kill()?;
-    served.was_killed(chain)?;
-    chain.world.counts.kills.add();
-    Ok(Left::Killed)
 }
 
 /// Which process is killed while a disk grows.
@@ -271,7 +253,7 @@ fn fill_images(
     chain.world.counts.full.add();
     stage.wait_for(moment + 5 + rng.below(60));
     if chain.world.does(rng, Kind::Kill, 40) {
-        let left = kill(chain, rng, stage, served);
+        let left = served.kill_under_load(chain, rng, stage);
         drop(filler);
         return left;
     }
@@ -297,7 +279,7 @@ fn fill_log(
     chain.world.counts.full.add();
     stage.wait_for(moment + 5 + rng.below(60));
     match chain.world.does(rng, Kind::Kill, 50) {
-        true => kill(chain, rng, stage, served),
+        true => served.kill_under_load(chain, rng, stage),
         false => Ok(Left::Serving(served)),
     }
 }

@@ -1,12 +1,11 @@
 //! The log of a server that lives is taken away under its clients, and may be put back: by a mount
 //! that comes and goes, by whoever cleans up, or by a move between file systems.
 //!
-//! The server goes on without it and says so. What is put back may be older than the image, and must
-//! not be believed then.
+//! The server goes on without it and says so. What is put back may be older than the image, and
+//! must not be believed then.
 
 use super::chain::Chain;
 use super::kinds::Kind;
-use super::life;
 use super::load::Stage;
 use super::loss;
 use super::served::{Left, Served};
@@ -59,7 +58,7 @@ pub(super) fn take_log(
     if !chain.world.does(rng, Kind::Kill, 60) {
         return Ok(Left::Serving(served));
     }
-    let left = life::kill(chain, rng, stage, served)?;
+    let left = served.kill_under_load(chain, rng, stage)?;
     if back == Back::AfterKill {
         taken.put_back()?;
     }

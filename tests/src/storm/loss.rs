@@ -10,7 +10,8 @@
 //! - L3 Nobody has to where nothing is left to be seen. The killed server kept no log, which it
 //!   reports for as long as it serves ([`Cause::NoLog`], judged when it starts). Or the image is a
 //!   copy from before its log had a name, or from after another program cleared it: a log of the
-//!   same inode need not be its own ([`Cause::Copied`]).
+//!   same inode need not be its own ([`Cause::Copied`]). Or one took the log away, and another one
+//!   the name ([`Cause::LogGone`]).
 //! - L4 Anything else without a word is wrong: if there is nothing to be seen, a log disappeared.
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
 //!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).
@@ -109,13 +110,17 @@ impl Loss {
 
     /// Whether somebody has to say that something is lost.
     pub(super) fn is_due(&self, trace: Trace) -> bool {
-        let is_unknown = [Cause::Copied, Cause::NoLog].into_iter().any(|cause| self.has(cause));
-        trace.is_named || !is_unknown
+        let unknown = [Cause::Copied, Cause::NoLog, Cause::LogGone];
+        trace.is_named || !unknown.into_iter().any(|cause| self.has(cause))
     }
 
     /// Where a loss that nobody reported is counted.
     pub(super) fn silent<'a>(&self, counts: &'a Counts) -> &'a Count {
-        if self.has(Cause::NoLog) { &counts.silent_no_log } else { &counts.silent_copied }
+        match () {
+            () if self.has(Cause::NoLog) => &counts.silent_no_log,
+            () if self.has(Cause::Copied) => &counts.silent_copied,
+            () => &counts.silent_log_gone,
+        }
     }
 }
 

@@ -8,8 +8,8 @@
 //!
 //! ```text
 //! run ─▶ threads, each with its places ─▶ chain: build, then a few times
-//!          live: start, judge, clients ∥ event, end              life, load, takeover, log_gone, served
-//!          rest: QEMU, copies, timestamps, mica's verbs; judge         rest, layers, copies
+//!          live: start, judge, clients ∥ event, end      life, load, takeover, log_gone, served
+//!          rest: QEMU, copies, timestamps, mica's verbs; judge             rest, layers, copies
 //! ```
 //!
 //! Nothing here knows more of mica than its command line, NBD, what it warns of, and where an image

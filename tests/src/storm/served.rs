@@ -1,7 +1,9 @@
 //! A server of the chain: started with or without patience, taken over from, killed, closed.
 
 use super::chain::{Chain, text};
+use super::cue::Moment;
 use super::kinds::Kind;
+use super::load::{Phase, Stage};
 use super::loss::{Cause, LogAt, Trace};
 use super::model::View;
 use super::stamp::Seq;
@@ -241,6 +243,23 @@ impl Served {
         }
         self.wait()?;
         self.look_for_panic()
+    }
+
+    /// Kills it at some moment, while clients work.
+    pub(super) fn kill_under_load(
+        mut self,
+        chain: &mut Chain<'_>,
+        rng: &mut Rng,
+        stage: &Stage,
+    ) -> Outcome<Left> {
+        let moment = Moment::random(rng);
+        chain.tell(format_args!("  killed at {moment:?}"));
+        moment.wait(&chain.path(&chain.active().name), stage)?;
+        stage.board().phase = Phase::Ending;
+        self.kill()?;
+        self.was_killed(chain)?;
+        chain.world.counts.kills.add();
+        Ok(Left::Killed)
     }
 
     /// Waits until it has ended; its exit code.

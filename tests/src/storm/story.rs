@@ -183,6 +183,8 @@ counts! {
     silent_no_log = "  without: there was no log";
     /// A copy of the image does not name its log.
     silent_copied = "  without: a copy that names no log";
+    /// Somebody took the log away, and somebody else the name.
+    silent_log_gone = "  without: neither log nor name";
     /// Plain starts that had to be tried again since the killed server still held the image.
     refused = "starts tried again";
     /// Checks by QEMU.
