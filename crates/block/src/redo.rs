@@ -72,9 +72,9 @@ impl RedoLogs for NoRedoLogs {
 pub struct RedoOrigin {
     /// The boot of the machine: a different number after each.
     pub boot: u128,
-    /// Which memory since then. A copy of the content that is put in its place has another number:
-    /// it may lack what was written last.
-    pub place: u128,
+    /// Which memory since then: another number if a copy of the content was put in its place, which
+    /// may lack what was written last. 0 if that is unknown.
+    pub memory: u128,
 }
 
 /// Memory that outlives the process, but not a reboot: a file that is never made durable. Calls do
@@ -86,7 +86,7 @@ pub trait RedoMemory: Send + Sync {
     /// What the system reports.
     fn renew(&self) -> Result<RedoOrigin>;
 
-    /// Its origin since it was last [renewed](Self::renew).
+    /// Its origin since it was last [renewed](Self::renew); if there is none, that of no memory.
     ///
     /// # Errors
     /// What the system reports.

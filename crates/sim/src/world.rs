@@ -267,11 +267,11 @@ impl World {
         LogCopies(lock(&self.state).redo_memories.clone())
     }
 
-    /// Puts copies of logs in the place of what is there.
-    pub fn put_back_logs(&self, LogCopies(copies): LogCopies) {
+    /// Puts copies of logs in the place of what is there, or writes them into it.
+    pub fn put_back_logs(&self, LogCopies(copies): LogCopies, in_place: bool) {
         let state = &mut *lock(&self.state);
         state.redo_memories = copies;
-        for memory in state.redo_memories.values_mut() {
+        for memory in state.redo_memories.values_mut().filter(|_| !in_place) {
             state.memories_made += 1;
             memory.is_made(state.memories_made);
         }

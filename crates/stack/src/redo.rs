@@ -23,7 +23,7 @@ pub(crate) mod logs;
 use mica_block::{Error, ErrorKind, Identity, RedoMemory, RedoOrigin, Result};
 use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags, flock, fstat, openat,
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags, flock, fstat, openat,
     renameat, statat, statx, unlinkat,
 };
 use rustix::io::Errno;
@@ -272,17 +272,17 @@ impl RedoFile {
 
     /// A file is identified by its inode and, since that is given to another one later, by the time
     /// of its creation, if the file system knows it.
-    fn origin_of(&self, file: Option<&File>) -> Result<RedoOrigin> {
-        let boot = self.boot;
-        let Some(file) = file else { return Ok(RedoOrigin { boot, place: 0 }) };
+    fn origin_of(&self, file: Option<&File>) -> RedoOrigin {
         let wanted = StatxFlags::INO | StatxFlags::BTIME;
-        let stat = statx(file, c"", AtFlags::EMPTY_PATH, wanted);
-        let stat = stat.map_err(|error| self.explain(error))?;
-        let is_known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
-        let created = stat.stx_btime;
-        let created_ns = i128::from(created.tv_sec) * 1_000_000_000 + i128::from(created.tv_nsec);
-        let created_ns = if is_known { created_ns.cast_unsigned() } else { 0 };
-        Ok(RedoOrigin { boot, place: u128::from(stat.stx_ino) | created_ns << 64 })
+        let stat = file.and_then(|file| statx(file, c"", AtFlags::EMPTY_PATH, wanted).ok());
+        let memory = stat.map_or(0, |stat| {
+            let is_known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
+            let time = stat.stx_btime;
+            let time_ns = i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec);
+            let time_ns = if is_known { time_ns.cast_unsigned() } else { 0 };
+            u128::from(stat.stx_ino) | time_ns << 64
+        });
+        RedoOrigin { boot: self.boot, memory }
     }
 
     /// The file, if it exists, which is locked, and its folder, if the name in it still belongs to
@@ -303,6 +303,16 @@ impl RedoFile {
             (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
         });
         Some((there, folder))
+    }
+
+    /// Whether the name of the log leads to `file`; if that cannot be seen, whether any name does.
+    fn has_its_name(&self, file: &File) -> bool {
+        let Ok(own) = fstat(file) else { return false };
+        match statat(CWD, self.path(), AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(named) => (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino),
+            Err(Errno::NOENT) => false,
+            Err(_) => own.st_nlink > 0,
+        }
     }
 
     /// `file`, if it is a private file of this user.
@@ -360,8 +370,12 @@ impl RedoMemory for RedoFile {
         self.remove();
         let mut file = self.lock();
         *file = self.open(true)?;
+        if let Some(there) = &*file {
+            // Somebody may have put one there in the meantime.
+            there.set_len(0).map_err(|error| self.explain(error))?;
+        }
         self.write_note();
-        self.origin_of(file.as_ref())
+        Ok(self.origin_of(file.as_ref()))
     }
 
     fn origin(&self) -> Result<RedoOrigin> {
@@ -369,7 +383,7 @@ impl RedoMemory for RedoFile {
         if file.is_none() {
             *file = self.open(false)?;
         }
-        self.origin_of(file.as_ref())
+        Ok(self.origin_of(file.as_ref()))
     }
 
     fn capacity(&self) -> u64 {
@@ -401,8 +415,7 @@ impl RedoMemory for RedoFile {
         let Some(there) = &*file else { return Err(self.explain(Errno::NOENT)) };
         // The header is written with every group. A file that lost its name in the meantime (the
         // end of a session removes its user's files) is of no use to a successor.
-        let is_named = at != 0 || fstat(there).is_ok_and(|stat| stat.st_nlink > 0);
-        if !is_named {
+        if at == 0 && !self.has_its_name(there) {
             *file = None;
             return Err(self.explain(Errno::NOENT));
         }
@@ -571,6 +584,8 @@ mod tests {
         one.write_at(0, b"head").expect_err("nobody would find it");
         write(&one, b"head");
         assert_eq!(std::fs::read(one.path()).expect("it is there"), b"head");
+        std::fs::rename(one.path(), folder.path().join("away")).expect("it is there");
+        one.write_at(0, b"head").expect_err("it is elsewhere now");
     }
 
     #[test]

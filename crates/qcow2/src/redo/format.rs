@@ -84,7 +84,8 @@ pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
 pub(super) struct LogHeader {
     /// Included in the checksums of its groups.
     pub(super) salt: u32,
-    /// The image's name for it: one or, while a group is made durable, either this or the next one.
+    /// The image's names for it, from the first to the last: one or, while a group is made durable,
+    /// several.
     pub(super) names: [u32; 2],
     /// Of the memory that it was written to.
     pub(super) origin: RedoOrigin,
@@ -97,6 +98,12 @@ pub(super) struct LogHeader {
 }
 
 impl LogHeader {
+    /// Whether an image that names its log `name` can mean this one.
+    pub(super) fn answers_to(&self, name: u32) -> bool {
+        let [first, last] = self.names;
+        name.wrapping_sub(first) <= last.wrapping_sub(first)
+    }
+
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -107,7 +114,7 @@ impl LogHeader {
         bytes[40..48].copy_from_slice(&self.number.to_le_bytes());
         bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
         bytes[52..60].copy_from_slice(&self.sequence.to_le_bytes());
-        bytes[60..76].copy_from_slice(&self.origin.place.to_le_bytes());
+        bytes[60..76].copy_from_slice(&self.origin.memory.to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -125,7 +132,7 @@ impl LogHeader {
         Some(Self {
             salt: small(8)?,
             names: [small(12)?, small(48)?],
-            origin: RedoOrigin { boot: large(16)?, place: large(60)? },
+            origin: RedoOrigin { boot: large(16)?, memory: large(60)? },
             start: number(32)?,
             number: number(40)?,
             sequence: number(52)?,
@@ -180,7 +187,7 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    const ORIGIN: RedoOrigin = RedoOrigin { boot: 2, place: 9 };
+    const ORIGIN: RedoOrigin = RedoOrigin { boot: 2, memory: 9 };
 
     struct Memory(Mutex<Vec<u8>>);
 
@@ -194,7 +201,7 @@ mod tests {
 
         fn goes_by(&self, name: u32) -> Option<u64> {
             let header = read_header(self).expect("it is read")?;
-            header.names.contains(&name).then_some(header.sequence)
+            header.answers_to(name).then_some(header.sequence)
         }
     }
 

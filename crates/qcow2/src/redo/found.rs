@@ -19,6 +19,8 @@ pub(super) struct Found {
     space: Option<SpaceState>,
     /// Evidence that the data that the groups link is still there.
     witnesses: Vec<Witness>,
+    /// It is not where its writer had it: its last groups may be missing.
+    pub(super) is_copy: bool,
 }
 
 /// One record of a group.
@@ -46,11 +48,10 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 }
 
 impl Found {
-    /// Reads the log, if it answers to `name`, and is no copy: that may lack its end.
+    /// Reads the log, if it answers to `name`.
     pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
-        let place = memory.origin()?.place;
-        let is_right = |it: &LogHeader| it.names.contains(&name) && it.origin.place == place;
-        Self::read_groups(memory, read_header(memory)?.filter(is_right))
+        let header = read_header(memory)?.filter(|header| header.answers_to(name));
+        Self::read_groups(memory, header)
     }
 
     /// Reads the log, whatever it answers to.
@@ -61,7 +62,8 @@ impl Found {
     fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
         let Some(header) = header else { return Ok(None) };
         let LogHeader { salt, origin, start, mut number, .. } = header;
-        if origin.boot != memory.origin()?.boot || start < RECORDS_AT {
+        let here = memory.origin()?;
+        if origin.boot != here.boot || start < RECORDS_AT {
             return Ok(None);
         }
         let mut groups = Vec::new();
@@ -73,7 +75,13 @@ impl Found {
                 groups.push(records);
             }
         }
-        let mut found = Self { groups, header: None, space: None, witnesses: Vec::new() };
+        let mut found = Self {
+            groups,
+            header: None,
+            space: None,
+            witnesses: Vec::new(),
+            is_copy: origin.memory != here.memory,
+        };
         for record in found.groups.iter().flat_map(|group| records(group)) {
             match record.kind {
                 HEADER => found.header = HeaderState::decode(record.content),

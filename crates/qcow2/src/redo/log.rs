@@ -25,6 +25,8 @@ struct Touched {
 pub(crate) struct Mark {
     end: u64,
     number: u64,
+    /// The image's name for the log before any link of the group is written.
+    pub(crate) begun: u32,
     /// The image's name for the log from this group on.
     pub(crate) name: u32,
     /// The log began with this group, which is not in it.
@@ -42,7 +44,7 @@ pub(crate) struct Log {
     /// How many times its header was written.
     sequence: u64,
     name: u32,
-    /// The name that the image may already have.
+    /// The last name that the image may already have.
     next: Option<u32>,
     /// Where the first group that counts is, and its number.
     start: u64,
@@ -146,16 +148,25 @@ impl Log {
         self.next.unwrap_or(self.name)
     }
 
-    fn write_header(&mut self) -> Result<()> {
-        self.sequence += 1;
-        let header = LogHeader {
+    /// Whether the image may have this `name` for it.
+    pub(crate) fn answers_to(&self, name: u32) -> bool {
+        self.header().answers_to(name)
+    }
+
+    fn header(&self) -> LogHeader {
+        LogHeader {
             salt: self.salt,
-            names: [self.name, self.next.unwrap_or(self.name)],
+            names: [self.name, self.name()],
             origin: self.origin,
             start: self.start,
             number: self.first,
             sequence: self.sequence,
-        };
+        }
+    }
+
+    fn write_header(&mut self) -> Result<()> {
+        self.sequence += 1;
+        let header = self.header();
         let [even, odd] = HEADERS_AT;
         let at = if self.sequence.is_multiple_of(2) { even } else { odd };
         self.out.write_at(at, &header.encode())
@@ -282,17 +293,19 @@ impl Log {
         self.held = [both, Held::default()];
         // The older half is forgotten with the group.
         self.recorded = None;
-        // A name that went unused, because an earlier group found no space, will do.
-        if self.next.is_none() {
-            self.next = Some(name_after(self.name));
-            self.write_header()?;
-        }
-        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
+        // If an earlier group found no space the image may have one of its names; this one has
+        // others.
+        let begun = name_after(self.name());
+        let name = name_after(begun);
+        self.next = Some(name);
+        self.write_header()?;
+        Ok(Mark { end: self.end, number: self.number, begun, name, is_first: false })
     }
 
     /// The mark of a log that begins with a group.
     pub(crate) fn first_mark(&self) -> Mark {
-        Mark { end: self.end, number: self.number, name: self.name, is_first: true }
+        let (name, begun) = (self.name, self.name);
+        Mark { end: self.end, number: self.number, begun, name, is_first: true }
     }
 
     /// Whether it changes nothing.

@@ -18,12 +18,14 @@
 //! keeps them if it opens an image for reading and reopens it for writing, as a commit into it
 //! does. The name changes with every group that a flush makes durable, so that it identifies a
 //! state and not only a writer: an older copy that is put back into the file names a log that no
-//! longer exists. The image gets the new name when the group's pages are in the file, and the log
-//! answers to both names from before that until the group is durable: a writer may die at any
-//! moment in between.
+//! longer exists. It changes twice: before the first link of the group is written, so that an older
+//! copy of the log, which lacks changes of the group, is not the image's any more; and when all its
+//! pages are in the file. The log answers to all names in between until the group is durable: a
+//! writer may die at any moment.
 //!
 //! ```text
-//! log: old, new ─▶ pages of the group ─▶ image: new ─▶ all durable ─▶ log: new, without the group
+//! log: old to new ─▶ early pages ─▶ links ──────▶ image: new ─▶ all durable ─▶ log: new,
+//!                    image: between                                            without the group
 //! ```
 //!
 //! Invariants for the writer
@@ -47,11 +49,10 @@
 //!   the change ([`dropped`]).
 //!
 //! Invariants for recovery
-//! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine and in
-//!   the memory that its writer wrote to (a copy of it may lack its end), the image names it, it
-//!   records its baseline, the file matches that, and nothing contradicts it: the header, the
-//!   length, the pages (W5), the dropped bytes (W8), the linked clusters, which must be counted
-//!   ([`evidence`]), and the file system, which must not have lost anything
+//! - R1 No evidence, no write. A log is applied only if it is of this boot of the machine, the
+//!   image names it, it records its baseline, the file matches that, and nothing contradicts it:
+//!   the header, the length, the pages (W5), the dropped bytes (W8), the linked clusters, which
+//!   must be counted ([`evidence`]), and the file system, which must not have lost anything
 //!   ([`mica_block::Witness`]). An empty log changes nothing.
 //! - R2 Otherwise it is set aside as a whole: what another program made durable outranks what this
 //!   one did not. If acknowledged writes are lost with it, one warning says so; also where the
@@ -62,15 +63,17 @@
 //! - R4 Unused clusters are freed only when the image no longer names a log: if the process died
 //!   earlier, they would be freed a second time, after they were given to somebody else.
 //! - R5 A process that only reads writes nothing to the image and leaves the log as it is.
+//! - R6 A copy of the log that the image names is a state of the image from before: applying it is
+//!   sound, but its last groups may be missing. If it is seen to be a copy, a warning says so.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
 //! while the writer ran, after its last flush, and is put back in place of the image: it gets the
 //! log's metadata, which is sound, but the data of clusters that were new after the copy is
 //! missing; and zeros that such a program writes where the file has zeros already, which changes no
-//! byte of it: what the log has there is applied, though it is older. The image stays sound in
-//! these cases. Nor is an older copy of a log that is written into the log's own file: only copies
-//! that take its place are.
+//! byte of it: what the log has there is applied, though it is older; and an older copy of the log
+//! that is written into the log's own file, whose missing groups are lost without a word. The image
+//! stays sound in all cases.
 
 mod baseline;
 mod dropped;

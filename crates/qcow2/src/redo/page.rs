@@ -57,7 +57,7 @@ fn header_is_laid_out_as_the_page_says() {
     let header = LogHeader {
         salt: 0x1111_1111,
         names: [0x2222_2222, 0x3333_3333],
-        origin: RedoOrigin { boot: 4, place: 8 },
+        origin: RedoOrigin { boot: 4, memory: 8 },
         start: 5,
         number: 6,
         sequence: 7,

@@ -83,6 +83,9 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
                 }
                 write_down(store, &replay).await?;
                 unused = found.unused();
+                if found.is_copy {
+                    warn_of_copy(path);
+                }
                 tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
             }
             Err(why) if found.has_links() => {
@@ -137,9 +140,19 @@ async fn drop_unnamed(images: &dyn Images, path: &Path, store: &dyn Store) -> Re
 }
 
 /// Lets go of the log in `memory`, which the image at `path` does not name any more, if it has any
-/// links. Says whether it had.
+/// links, or may have had more. Says whether it did.
 async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Result<bool> {
     let found = match once_orphaned(|| Found::read_any(memory)).await {
+        Ok(Some(found)) if found.is_copy => {
+            let kept = memory.set_aside().map(|place| place.display().to_string());
+            tracing::warn!(
+                image = %path.display(),
+                kept,
+                "a copy of a redo log is in the place of the image's own, and {NOT_NAMED}: if its \
+                 last writer did not close it, writes that were not flushed are lost"
+            );
+            return Ok(true);
+        }
         Ok(Some(found)) if found.has_links() => found,
         Ok(_) => return Ok(false),
         // Nothing of it is used, so it keeps no image from being opened.
@@ -164,6 +177,14 @@ async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Re
 /// Whether the file has all that the log changes already.
 async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result<bool> {
     Ok(found.fits(store, header)? && Replay::plan(store, header, found).await?.is_in(store).await?)
+}
+
+fn warn_of_copy(path: &Path) {
+    tracing::warn!(
+        image = %path.display(),
+        "its last writer did not close it, and the redo log here is a copy: if that was made while \
+         the writer lived, later writes that were not flushed are lost"
+    );
 }
 
 fn warn_of_loss(path: &Path, why: &str, kept: Option<PathBuf>) {
@@ -202,6 +223,9 @@ pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Re
                 return Ok(image);
             }
         };
+        if found.is_copy {
+            warn_of_copy(path);
+        }
         tracing::info!(
             image = %path.display(),
             "its last writer died: it is read with what that left, which the next process to \

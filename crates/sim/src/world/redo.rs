@@ -63,7 +63,7 @@ impl RedoMemory for SimRedoMemory {
     fn origin(&self) -> Result<RedoOrigin> {
         let state = lock(&self.world.state);
         let number = state.redo_memories.get(&self.path).map_or(0, |memory| memory.number);
-        Ok(RedoOrigin { boot: state.changes.boots.into(), place: number.into() })
+        Ok(RedoOrigin { boot: state.changes.boots.into(), memory: number.into() })
     }
 
     fn capacity(&self) -> u64 {

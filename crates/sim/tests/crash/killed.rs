@@ -560,7 +560,7 @@ fn image_does_not_name_a_log_that_is_gone_once_a_group_is_written() {
 #[test]
 fn copy_of_a_log_is_not_taken_for_the_log() {
     let wish = ImageWish { cluster_bytes: Some(512), ..ImageWish::default() };
-    for steps in 1..24 {
+    for (steps, in_place) in (1..24).flat_map(|steps| [(steps, false), (steps, true)]) {
         scenario(1, |world| {
             let wish = &wish;
             async move {
@@ -576,7 +576,7 @@ fn copy_of_a_log_is_not_taken_for_the_log() {
                 let _ = until_power_cut(&world, chain.flush()).await;
                 drop(chain);
                 world.kill();
-                world.put_back_logs(copies);
+                world.put_back_logs(copies, in_place);
                 let chain = image.open(Mode::Write).await;
                 for at in [0, 2 * MIB] {
                     assert_eq!(read(&chain, at, 512).await.unwrap(), [7; 512], "it was flushed");
