@@ -1,14 +1,14 @@
 //! The log of a server that lives is taken away under its clients, and may be put back: by a mount
 //! that comes and goes, by whoever cleans up, or by a move between file systems.
 //!
-//! The server goes on without it and says so. What is put back may be older than the image, and
-//! must not be believed then.
+//! The server notices with a later group that it has no log, and says so. What is put back may be
+//! older than the image.
 
 use super::chain::Chain;
 use super::kinds::Kind;
 use super::load::Stage;
 use super::loss;
-use super::served::{Left, Served};
+use super::served::{Left, LogFate, Served};
 use super::story::Outcome;
 use crate::command;
 use mica_units::Rng;
@@ -23,6 +23,8 @@ enum How {
     Moved,
     /// Copies are made first.
     Copied,
+    /// Only copies are made, and later written into the files.
+    Overwritten,
     /// For good.
     Removed,
 }
@@ -44,12 +46,12 @@ pub(super) fn take_log(
     mut served: Served,
     moment: u64,
 ) -> Outcome<Left> {
-    let how = rng.choose(&[How::Moved, How::Copied, How::Copied, How::Removed]);
+    let how = rng.choose(&[How::Moved, How::Copied, How::Copied, How::Overwritten, How::Removed]);
     let back = rng.choose(&[Back::AfterKill, Back::AfterKill, Back::WhileServed, Back::Never]);
     chain.tell(format_args!("  its log is taken away: {how:?}, put back: {back:?}"));
     chain.world.counts.logs_taken.add();
     let taken = Taken::take(chain, how)?;
-    served.log_was_taken = true;
+    served.log_fate = fate(how, back);
     stage.wait_for(moment + rng.below(60));
     if back == Back::WhileServed {
         taken.put_back()?;
@@ -65,26 +67,36 @@ pub(super) fn take_log(
     Ok(left)
 }
 
+/// What becomes of the log, if the server is killed.
+fn fate(how: How, back: Back) -> LogFate {
+    match how {
+        How::Overwritten if back == Back::Never => LogFate::Untouched,
+        How::Overwritten => LogFate::Overwritten,
+        How::Moved if back != Back::Never => LogFate::Returned,
+        How::Copied if back != Back::Never => LogFate::Replaced,
+        How::Moved | How::Copied | How::Removed => LogFate::Taken,
+    }
+}
+
 /// What was taken, and from where.
 struct Taken {
     folder: PathBuf,
     away: PathBuf,
+    how: How,
 }
 
 impl Taken {
     fn take(chain: &mut Chain<'_>, how: How) -> Outcome<Self> {
         let name = chain.new_name("taken");
         let away = chain.world.run.join(name);
-        let taken = Self { folder: loss::folder_in(&chain.world.log), away };
+        let taken = Self { folder: loss::folder_in(&chain.world.log), away, how };
         match how {
             How::Moved => rename(&taken.folder, &taken.away)?,
             How::Copied => {
-                // Files may go while they are copied, and there need not be any.
-                let [from, to] =
-                    [&taken.folder, &taken.away].map(|path| path.display().to_string());
-                command::run("cp", ["-a", "--", &from, &to]);
+                copy(&taken.folder, &taken.away);
                 remove(&taken.folder)?;
             }
+            How::Overwritten => copy(&taken.folder, &taken.away),
             How::Removed => remove(&taken.folder)?,
         }
         Ok(taken)
@@ -92,7 +104,9 @@ impl Taken {
 
     /// Puts it back, if there is anything, in place of what is there by now.
     fn put_back(&self) -> Outcome {
-        if self.away.exists() {
+        if self.how == How::Overwritten {
+            copy(&self.away.join("."), &self.folder);
+        } else if self.away.exists() {
             again_while_full(|| {
                 remove(&self.folder)?;
                 rename(&self.away, &self.folder)
@@ -100,6 +114,12 @@ impl Taken {
         }
         Ok(())
     }
+}
+
+/// Files may go while they are copied, and there need not be any.
+fn copy(from: &Path, to: &Path) {
+    let [from, to] = [from, to].map(|path| path.display().to_string());
+    command::run("cp", ["-a", "--", &from, &to]);
 }
 
 fn rename(from: &Path, to: &Path) -> io::Result<()> {

@@ -11,7 +11,8 @@
 //!   reports for as long as it serves ([`Cause::NoLog`], judged when it starts). Or the image is a
 //!   copy from before its log had a name, or from after another program cleared it: a log of the
 //!   same inode need not be its own ([`Cause::Copied`]). Or one took the log away, and another one
-//!   the name ([`Cause::LogGone`]).
+//!   the name ([`Cause::LogGone`]). Or an older copy was written into the log's own file
+//!   ([`Cause::LogOverwritten`]).
 //! - L4 Anything else without a word is wrong: if there is nothing to be seen, a log disappeared.
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
 //!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).
@@ -29,8 +30,10 @@ pub(super) enum Cause {
     NoLog,
     /// The memory for its log was full at times.
     SmallLog,
-    /// Its log was taken away, and perhaps put back.
+    /// Its log was taken away, and perhaps a copy put in its place.
     LogGone,
+    /// An older copy of its log was written into it.
+    LogOverwritten,
     /// Its syncs failed at times.
     Sick,
     /// Another program wrote to the image.
@@ -68,6 +71,11 @@ pub(super) struct Trace {
 }
 
 impl Loss {
+    /// Whether a log may be applied that is older than the image.
+    pub(super) fn has_older_log(&self) -> bool {
+        self.has(Cause::LogGone) || self.has(Cause::LogOverwritten)
+    }
+
     /// Unflushed writes may be lost, for one more reason.
     pub(super) fn add(&mut self, cause: Cause) {
         if !self.has(cause) {
@@ -110,14 +118,16 @@ impl Loss {
 
     /// Whether somebody has to say that something is lost.
     pub(super) fn is_due(&self, trace: Trace) -> bool {
-        let unknown = [Cause::Copied, Cause::NoLog, Cause::LogGone];
-        trace.is_named || !unknown.into_iter().any(|cause| self.has(cause))
+        let is_unknown = [Cause::Copied, Cause::NoLog].into_iter().any(|cause| self.has(cause))
+            || self.has(Cause::LogGone) && !trace.has_log;
+        (trace.is_named || !is_unknown) && !self.has(Cause::LogOverwritten)
     }
 
     /// Where a loss that nobody reported is counted.
     pub(super) fn silent<'a>(&self, counts: &'a Counts) -> &'a Count {
         match () {
             () if self.has(Cause::NoLog) => &counts.silent_no_log,
+            () if self.has(Cause::LogOverwritten) => &counts.silent_overwritten,
             () if self.has(Cause::Copied) => &counts.silent_copied,
             () => &counts.silent_log_gone,
         }
@@ -178,9 +188,12 @@ mod tests {
     fn word_is_due_unless_nothing_can_be_known() {
         let named = Trace { is_named: true, has_log: false };
         let nothing = Trace { is_named: false, has_log: false };
-        for (cause, is_due) in
-            [(Cause::NoLog, false), (Cause::Copied, false), (Cause::Written, true)]
-        {
+        for (cause, is_due) in [
+            (Cause::Copied, false),
+            (Cause::NoLog, false),
+            (Cause::LogGone, false),
+            (Cause::Written, true),
+        ] {
             let mut loss = Loss::default();
             loss.add(cause);
             assert_eq!((loss.is_due(named), loss.is_due(nothing)), (true, is_due), "{cause:?}");

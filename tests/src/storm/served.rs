@@ -138,6 +138,20 @@ fn sickness(rng: &mut Rng) -> String {
     format!("error={when},op={operations},errno={errno}")
 }
 
+/// What others did to the log of a server that lives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum LogFate {
+    Untouched,
+    /// It is not where it was.
+    Taken,
+    /// It was taken, and is there again, or will be if the server is killed.
+    Returned,
+    /// A copy is in its place, or will be if the server is killed.
+    Replaced,
+    /// An older copy was written into it, or will be if the server is killed.
+    Overwritten,
+}
+
 /// A server that was started.
 #[derive(Debug)]
 pub(super) struct Served {
@@ -147,8 +161,8 @@ pub(super) struct Served {
     /// It survived a takeover in which the other one was killed: it may still be about to hand
     /// over, and to disconnect its clients for that.
     pub(super) is_shaken: bool,
-    /// Somebody took its log away.
-    pub(super) log_was_taken: bool,
+    /// What others did to its log.
+    pub(super) log_fate: LogFate,
 }
 
 /// The place of the log, as reported by a server that refuses to start because it looks elsewhere.
@@ -168,7 +182,13 @@ impl Served {
         chain.tell(format_args!("  {name} {options:?}"));
         let process = Process::start_binary(chain.world.binary, &chain.world.run, &name, &options);
         let socket = chain.world.run.join("socket");
-        Ok(Self { process, socket, manner: manner.clone(), is_shaken: false, log_was_taken: false })
+        Ok(Self {
+            process,
+            socket,
+            manner: manner.clone(),
+            is_shaken: false,
+            log_fate: LogFate::Untouched,
+        })
     }
 
     /// Starts one and waits until it serves; with patience while a killed one holds the image, but
@@ -296,10 +316,24 @@ impl Served {
         }
         match self.manner.log {
             _ if self.has_lost() => Some(Cause::Sick),
-            _ if self.log_was_taken => Some(Cause::LogGone),
+            _ if self.log_fate == LogFate::Overwritten => Some(Cause::LogOverwritten),
+            _ if self.is_log_gone(chain) => Some(Cause::LogGone),
             LogAt::Small => Some(Cause::SmallLog),
             LogAt::Elsewhere => Some(Cause::Elsewhere),
             LogAt::Usual | LogAt::Nowhere => None,
+        }
+    }
+
+    /// Whether it may have no log of its own any more. One that it lost is restarted with a later
+    /// group: the image names it then.
+    fn is_log_gone(&self, chain: &Chain<'_>) -> bool {
+        match self.log_fate {
+            LogFate::Untouched | LogFate::Overwritten => false,
+            LogFate::Returned => self.lost_its_log(),
+            LogFate::Replaced => true,
+            LogFate::Taken => {
+                !self.manner.trace(chain).is_ok_and(|trace| trace.is_named() && trace.has_log())
+            }
         }
     }
 
@@ -378,6 +412,7 @@ impl Served {
             && before.len() == content.len()
             && content != before
             && self.manner.log != LogAt::Small
+            && !chain.state.loss.has_older_log()
         {
             let what = "neither what QEMU read before the start, nor all that was acknowledged";
             let judged = judge::disk(&chain.state, &bytes, View::Kept, what);

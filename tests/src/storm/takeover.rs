@@ -18,7 +18,6 @@ pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outco
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
-    new.log_was_taken = old.log_was_taken;
     let ended = clock::poll(LIMIT, PAUSE, || {
         let states = (old.is_running(), new.is_running());
         (states != (true, true)).then_some(states)
@@ -62,7 +61,6 @@ pub(super) fn go_wrong(
     stage.board().phase = Phase::Moving;
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
-    new.log_was_taken = old.log_was_taken;
     let pause = Duration::from_micros(rng.below(50_000));
     chain.tell(format_args!("  kills {victim:?} after {pause:?}"));
     clock::sleep(pause);
@@ -93,7 +91,8 @@ pub(super) fn go_wrong(
         None => {
             stage.board().phase = Phase::Ending;
             chain.state.was_killed(weakness);
-            if lost_its_log {
+            // Where the image names a log it is told by the next one, or there is one.
+            if lost_its_log && !manner.trace(chain)?.is_named() {
                 chain.state.loss.was_told();
             }
             Ok(Left::Killed)
