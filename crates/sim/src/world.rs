@@ -267,13 +267,15 @@ impl World {
         LogCopies(lock(&self.state).redo_memories.clone())
     }
 
-    /// Puts copies of logs in the place of what is there, or writes them into it.
+    /// Puts copies of logs in the place of what is there, or writes them into it; let some time pass
+    /// before.
     pub fn put_back_logs(&self, LogCopies(copies): LogCopies, in_place: bool) {
         let state = &mut *lock(&self.state);
         state.redo_memories = copies;
-        for memory in state.redo_memories.values_mut().filter(|_| !in_place) {
+        let now_ns = state.time_ns();
+        for memory in state.redo_memories.values_mut() {
             state.memories_made += 1;
-            memory.is_made(state.memories_made);
+            memory.is_put_back((!in_place).then_some(state.memories_made), now_ns);
         }
     }
 
@@ -359,6 +361,11 @@ impl State {
     fn tick(&mut self) -> i128 {
         self.now_ns += TICK_NS;
         self.now_ns
+    }
+
+    /// The time of day, as 64 bits hold it.
+    fn time_ns(&self) -> i64 {
+        i64::try_from(self.now_ns).unwrap_or(i64::MAX)
     }
 
     fn random(&mut self) -> u64 {

@@ -27,6 +27,7 @@ use rustix::fs::{
     renameat, statat, statx, unlinkat,
 };
 use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -277,10 +278,9 @@ impl RedoFile {
         let stat = file.and_then(|file| statx(file, c"", AtFlags::EMPTY_PATH, wanted).ok());
         let memory = stat.map_or(0, |stat| {
             let is_known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
-            let time = stat.stx_btime;
-            let time_ns = i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec);
+            let time_ns = nanoseconds(stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec);
             let time_ns = if is_known { time_ns.cast_unsigned() } else { 0 };
-            u128::from(stat.stx_ino) | time_ns << 64
+            u128::from(stat.stx_ino) | u128::from(time_ns) << 64
         });
         RedoOrigin { boot: self.boot, memory }
     }
@@ -340,6 +340,10 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+fn nanoseconds(seconds: i64, rest: impl TryInto<i64>) -> i64 {
+    seconds.saturating_mul(1_000_000_000).saturating_add(rest.try_into().unwrap_or(0))
+}
+
 /// Whether the file at `path` was written to at this time or later.
 fn is_since(path: &Path, time: SystemTime) -> bool {
     let found = path.symlink_metadata().and_then(|found| found.modified());
@@ -384,6 +388,21 @@ impl RedoMemory for RedoFile {
             *file = self.open(false)?;
         }
         Ok(self.origin_of(file.as_ref()))
+    }
+
+    fn now_ns(&self) -> i64 {
+        let now = clock_gettime(ClockId::RealtimeCoarse);
+        nanoseconds(now.tv_sec, now.tv_nsec)
+    }
+
+    fn changed_ns(&self) -> Result<i64> {
+        let mut file = self.lock();
+        if file.is_none() {
+            *file = self.open(false)?;
+        }
+        let Some(file) = &*file else { return Ok(0) };
+        let stat = fstat(file).map_err(|error| self.explain(error))?;
+        Ok(nanoseconds(stat.st_ctime, stat.st_ctime_nsec))
     }
 
     fn capacity(&self) -> u64 {

@@ -9,11 +9,11 @@ use std::sync::Arc;
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 pub(super) const MAGIC: [u8; 8] = *b"micalog\x06";
-pub(super) const HEADER_BYTES: usize = 80;
+pub(super) const HEADER_BYTES: usize = 88;
 /// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
 pub(super) const RECORDS_AT: u64 = 4096;
-pub(super) const GROUP_HEAD_BYTES: usize = 16;
+pub(super) const GROUP_HEAD_BYTES: usize = 24;
 pub(super) const RECORD_HEAD_BYTES: usize = 16;
 const _: () = assert!(HEADER_BYTES as u64 <= RECORDS_AT);
 
@@ -84,8 +84,7 @@ pub(super) fn decode_witnesses(content: &[u8]) -> Option<Vec<Witness>> {
 pub(super) struct LogHeader {
     /// Included in the checksums of its groups.
     pub(super) salt: u32,
-    /// The image's names for it, from the first to the last: one or, while a group is made durable,
-    /// several.
+    /// The image's name for it: one or, while a group is made durable, either this or the next one.
     pub(super) names: [u32; 2],
     /// Of the memory that it was written to.
     pub(super) origin: RedoOrigin,
@@ -95,15 +94,11 @@ pub(super) struct LogHeader {
     pub(super) number: u64,
     /// One higher than in the header that was written before.
     pub(super) sequence: u64,
+    /// When it was written.
+    pub(super) time_ns: i64,
 }
 
 impl LogHeader {
-    /// Whether an image that names its log `name` can mean this one.
-    pub(super) fn answers_to(&self, name: u32) -> bool {
-        let [first, last] = self.names;
-        name.wrapping_sub(first) <= last.wrapping_sub(first)
-    }
-
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -115,6 +110,7 @@ impl LogHeader {
         bytes[48..52].copy_from_slice(&self.names[1].to_le_bytes());
         bytes[52..60].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[60..76].copy_from_slice(&self.origin.memory.to_le_bytes());
+        bytes[76..84].copy_from_slice(&self.time_ns.to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -136,6 +132,7 @@ impl LogHeader {
             start: number(32)?,
             number: number(40)?,
             sequence: number(52)?,
+            time_ns: number(76)?.cast_signed(),
         })
     }
 }
@@ -162,14 +159,50 @@ pub(super) fn other_half(at: u64, capacity: u64) -> u64 {
     if at < middle { middle } else { RECORDS_AT }
 }
 
-/// The checksum of a group: it covers the log's salt and its number too, so that remains of an
-/// earlier group or log are not taken for a later one.
-pub(super) fn group_sum(salt: u32, number: u64, records: &[u8]) -> u32 {
-    let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    sum.update(&salt.to_le_bytes());
-    sum.update(&number.to_le_bytes());
-    sum.update(records);
-    u32::try_from(sum.finalize()).expect("32 bits")
+/// The start of a group: what its records are preceded by.
+#[derive(Clone, Copy)]
+pub(super) struct GroupHead {
+    pub(super) number: u64,
+    /// When it was written.
+    pub(super) time_ns: i64,
+    /// Bytes of its records.
+    pub(super) len: u32,
+    pub(super) sum: u32,
+}
+
+impl GroupHead {
+    /// For these `records`. The checksum covers the log's salt and the group's number too, so that
+    /// remains of an earlier group or log are not taken for a later one.
+    pub(super) fn of(salt: u32, number: u64, time_ns: i64, records: &[u8]) -> Self {
+        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        sum.update(&salt.to_le_bytes());
+        sum.update(&number.to_le_bytes());
+        sum.update(&time_ns.to_le_bytes());
+        sum.update(records);
+        let sum = u32::try_from(sum.finalize()).expect("32 bits");
+        let len = u32::try_from(records.len()).expect("within the log");
+        Self { number, time_ns, len, sum }
+    }
+
+    pub(super) fn encode(&self) -> [u8; GROUP_HEAD_BYTES] {
+        let mut bytes = [0; GROUP_HEAD_BYTES];
+        bytes[..8].copy_from_slice(&self.number.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.time_ns.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.len.to_le_bytes());
+        bytes[20..].copy_from_slice(&self.sum.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; GROUP_HEAD_BYTES]) -> Self {
+        let (longs, _) = bytes.as_chunks();
+        let (words, _) = bytes.as_chunks();
+        Self {
+            number: u64::from_le_bytes(longs[0]),
+            time_ns: i64::from_le_bytes(longs[1]),
+            len: u32::from_le_bytes(words[4]),
+            sum: u32::from_le_bytes(words[5]),
+        }
+    }
 }
 
 /// The log's name in the autoclear `bits` of an image.
@@ -194,14 +227,14 @@ mod tests {
     impl Memory {
         fn put(&self, names: [u32; 2], sequence: u64) {
             let (salt, origin, start, number) = (1, ORIGIN, RECORDS_AT, 3);
-            let header = LogHeader { salt, names, origin, start, number, sequence };
+            let header = LogHeader { salt, names, origin, start, number, sequence, time_ns: 0 };
             let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
             self.write_at(at, &header.encode()).expect("it has room");
         }
 
         fn goes_by(&self, name: u32) -> Option<u64> {
             let header = read_header(self).expect("it is read")?;
-            header.answers_to(name).then_some(header.sequence)
+            header.names.contains(&name).then_some(header.sequence)
         }
     }
 
@@ -212,6 +245,14 @@ mod tests {
 
         fn origin(&self) -> Result<RedoOrigin> {
             Ok(ORIGIN)
+        }
+
+        fn now_ns(&self) -> i64 {
+            0
+        }
+
+        fn changed_ns(&self) -> Result<i64> {
+            Ok(0)
         }
 
         fn capacity(&self) -> u64 {

@@ -3,11 +3,15 @@
 use super::baseline::{HeaderState, Run, SpaceState};
 use super::expected::{EXPECTED, Expected, decode_expected};
 use super::format::{
-    EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, LATE, LATE_ZEROS, LogHeader, RECORD_HEAD_BYTES,
-    RECORDS_AT, SPACE, WITNESSES, decode_witnesses, group_sum, other_half, read_header,
+    EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADER, LATE, LATE_ZEROS, LogHeader,
+    RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, decode_witnesses, other_half, read_header,
 };
 use mica_block::{RedoMemory, Result, Store, Witness};
 use mica_qcow2_format::Header;
+
+/// Maximum time from the moment at which a write to a log gets its time to its end. A write that
+/// took longer costs the clusters that were counted ahead, which leak.
+const WRITE_NS_MAX: u64 = 100_000_000;
 
 /// The contents of a log.
 pub(super) struct Found {
@@ -21,6 +25,8 @@ pub(super) struct Found {
     witnesses: Vec<Witness>,
     /// It is not where its writer had it: its last groups may be missing.
     pub(super) is_copy: bool,
+    /// Nobody changed it after its last group was written: nothing is missing.
+    is_whole: bool,
 }
 
 /// One record of a group.
@@ -50,7 +56,7 @@ pub(super) fn records(group: &[u8]) -> impl Iterator<Item = Record<'_>> {
 impl Found {
     /// Reads the log, if it answers to `name`.
     pub(super) fn read(memory: &dyn RedoMemory, name: u32) -> Result<Option<Self>> {
-        let header = read_header(memory)?.filter(|header| header.answers_to(name));
+        let header = read_header(memory)?.filter(|header| header.names.contains(&name));
         Self::read_groups(memory, header)
     }
 
@@ -61,7 +67,7 @@ impl Found {
 
     fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
         let Some(header) = header else { return Ok(None) };
-        let LogHeader { salt, origin, start, mut number, .. } = header;
+        let LogHeader { salt, origin, start, mut number, mut time_ns, .. } = header;
         let here = memory.origin()?;
         if origin.boot != here.boot || start < RECORDS_AT {
             return Ok(None);
@@ -69,19 +75,17 @@ impl Found {
         let mut groups = Vec::new();
         for half in [start, other_half(start, memory.capacity())] {
             let mut at = half;
-            while let Some(records) = read_group(memory, (salt, number), at)? {
+            while let Some((records, written_ns)) = read_group(memory, (salt, number), at)? {
                 at += (GROUP_HEAD_BYTES + records.len()) as u64;
                 number += 1;
                 groups.push(records);
+                time_ns = time_ns.max(written_ns);
             }
         }
-        let mut found = Self {
-            groups,
-            header: None,
-            space: None,
-            witnesses: Vec::new(),
-            is_copy: origin.memory != here.memory,
-        };
+        let is_copy = origin.memory != here.memory;
+        let is_whole = !is_copy && memory.changed_ns()?.abs_diff(time_ns) <= WRITE_NS_MAX;
+        let (header, space, witnesses) = (None, None, Vec::new());
+        let mut found = Self { groups, header, space, witnesses, is_copy, is_whole };
         for record in found.groups.iter().flat_map(|group| records(group)) {
             match record.kind {
                 HEADER => found.header = HeaderState::decode(record.content),
@@ -114,9 +118,10 @@ impl Found {
         kinds.into_iter().any(|kind| matches!(kind, LATE | LATE_ZEROS))
     }
 
-    /// Clusters that are counted and not linked, after all groups.
+    /// Clusters that are counted and not linked, after all groups; none if a group may be missing,
+    /// which would have linked them.
     pub(super) fn unused(&self) -> &[Run] {
-        self.space.as_ref().map_or(&[], |space| &space.unused)
+        self.space.as_ref().filter(|_| self.is_whole).map_or(&[], |space| &space.unused)
     }
 
     /// What the file may hold in pages that the log changes.
@@ -137,12 +142,13 @@ impl Found {
     }
 }
 
-/// The records of the group with this salt and number at `at`, if it is there.
+/// The records of the group with this salt and number at `at`, if it is there, and when it was
+/// written.
 fn read_group(
     memory: &dyn RedoMemory,
     (salt, number): (u32, u64),
     at: u64,
-) -> Result<Option<Vec<u8>>> {
+) -> Result<Option<(Vec<u8>, i64)>> {
     let end = memory.capacity();
     let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
     if records_at > end {
@@ -150,13 +156,12 @@ fn read_group(
     }
     let mut head = [0; GROUP_HEAD_BYTES];
     memory.read_at(at, &mut head)?;
-    let word = |at: usize| u32::from_le_bytes(*head[at..].first_chunk().expect("4 bytes"));
-    let found = u64::from_le_bytes(*head.first_chunk().expect("8 bytes"));
-    let len = u64::from(word(8));
-    if found != number || records_at + len > end {
+    let head = GroupHead::decode(&head);
+    if head.number != number || records_at + u64::from(head.len) > end {
         return Ok(None);
     }
-    let mut records = vec![0; usize::try_from(len).expect("within the log")];
+    let mut records = vec![0; usize::try_from(head.len).expect("within the log")];
     memory.read_at(records_at, &mut records)?;
-    Ok((group_sum(salt, number, &records) == word(12)).then_some(records))
+    let is_right = GroupHead::of(salt, number, head.time_ns, &records).sum == head.sum;
+    Ok(is_right.then_some((records, head.time_ns)))
 }

@@ -4,8 +4,8 @@ use super::Stage;
 use super::baseline::LogBaseline;
 use super::expected::Expected;
 use super::format::{
-    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADERS_AT, LATE, LATE_ZEROS, LogHeader, RECORDS_AT,
-    ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, group_sum, name_after,
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADERS_AT, LATE, LATE_ZEROS, LogHeader,
+    RECORDS_AT, ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after,
     other_half, witnesses_of,
 };
 use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witness};
@@ -25,8 +25,6 @@ struct Touched {
 pub(crate) struct Mark {
     end: u64,
     number: u64,
-    /// The image's name for the log before any link of the group is written.
-    pub(crate) begun: u32,
     /// The image's name for the log from this group on.
     pub(crate) name: u32,
     /// The log began with this group, which is not in it.
@@ -44,7 +42,7 @@ pub(crate) struct Log {
     /// How many times its header was written.
     sequence: u64,
     name: u32,
-    /// The last name that the image may already have.
+    /// The name that the image may already have.
     next: Option<u32>,
     /// Where the first group that counts is, and its number.
     start: u64,
@@ -148,25 +146,17 @@ impl Log {
         self.next.unwrap_or(self.name)
     }
 
-    /// Whether the image may have this `name` for it.
-    pub(crate) fn answers_to(&self, name: u32) -> bool {
-        self.header().answers_to(name)
-    }
-
-    fn header(&self) -> LogHeader {
-        LogHeader {
+    fn write_header(&mut self) -> Result<()> {
+        self.sequence += 1;
+        let header = LogHeader {
             salt: self.salt,
-            names: [self.name, self.name()],
+            names: [self.name, self.next.unwrap_or(self.name)],
             origin: self.origin,
             start: self.start,
             number: self.first,
             sequence: self.sequence,
-        }
-    }
-
-    fn write_header(&mut self) -> Result<()> {
-        self.sequence += 1;
-        let header = self.header();
+            time_ns: self.out.now_ns(),
+        };
         let [even, odd] = HEADERS_AT;
         let at = if self.sequence.is_multiple_of(2) { even } else { odd };
         self.out.write_at(at, &header.encode())
@@ -224,11 +214,9 @@ impl Log {
         if is_full || self.zero_pages() > ZERO_PAGES_MAX {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
-        let len = u32::try_from(self.bytes.len() - GROUP_HEAD_BYTES).expect("within the log");
-        let sum = group_sum(self.salt, self.number, &self.bytes[GROUP_HEAD_BYTES..]);
-        self.bytes[..8].copy_from_slice(&self.number.to_le_bytes());
-        self.bytes[8..12].copy_from_slice(&len.to_le_bytes());
-        self.bytes[12..16].copy_from_slice(&sum.to_le_bytes());
+        let (head, records) = self.bytes.split_at_mut(GROUP_HEAD_BYTES);
+        let group = GroupHead::of(self.salt, self.number, self.out.now_ns(), records);
+        head.copy_from_slice(&group.encode());
         self.out.write_at(self.end, &self.bytes)?;
         self.end += self.bytes.len() as u64;
         self.number += 1;
@@ -293,19 +281,17 @@ impl Log {
         self.held = [both, Held::default()];
         // The older half is forgotten with the group.
         self.recorded = None;
-        // If an earlier group found no space the image may have one of its names; this one has
-        // others.
-        let begun = name_after(self.name());
-        let name = name_after(begun);
-        self.next = Some(name);
-        self.write_header()?;
-        Ok(Mark { end: self.end, number: self.number, begun, name, is_first: false })
+        // A name that went unused, because an earlier group found no space, will do.
+        if self.next.is_none() {
+            self.next = Some(name_after(self.name));
+            self.write_header()?;
+        }
+        Ok(Mark { end: self.end, number: self.number, name: self.name(), is_first: false })
     }
 
     /// The mark of a log that begins with a group.
     pub(crate) fn first_mark(&self) -> Mark {
-        let (name, begun) = (self.name, self.name);
-        Mark { end: self.end, number: self.number, begun, name, is_first: true }
+        Mark { end: self.end, number: self.number, name: self.name, is_first: true }
     }
 
     /// Whether it changes nothing.

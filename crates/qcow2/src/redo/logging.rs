@@ -130,10 +130,10 @@ impl Logging {
         self.log.as_ref().is_some_and(Log::is_long)
     }
 
-    /// The image's autoclear bits with a `name` for the log, if there is one.
-    pub(crate) fn bits_with(&self, name: u32) -> Option<u64> {
+    /// The image's autoclear bits under the name that a group gives it.
+    pub(crate) fn bits_of(&self, mark: &Mark) -> Option<u64> {
         self.log.as_ref()?;
-        Some(self.low_bits | u64::from(name) << LOG_NAME_SHIFT)
+        Some(self.low_bits | u64::from(mark.name) << LOG_NAME_SHIFT)
     }
 
     /// Keeps `log`, unless it failed; returns the value of the outcome.
@@ -229,8 +229,9 @@ impl Logging {
     /// The header is about to get these autoclear `bits`: the log already answers to the name in
     /// them, or they hold none.
     pub(crate) fn allow_name(&self, bits: u64) -> HeaderLogged {
-        let is_own = |name| self.log.as_ref().is_some_and(|log| log.answers_to(name));
-        assert!(names_log(bits).is_none_or(is_own), "the header names this log or none");
+        let name = names_log(bits);
+        let own = self.log.as_ref().map(Log::name);
+        assert!(name.is_none() || name == own, "the header names this log or none");
         HeaderLogged { _made_here: () }
     }
 

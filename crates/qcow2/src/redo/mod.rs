@@ -18,14 +18,12 @@
 //! keeps them if it opens an image for reading and reopens it for writing, as a commit into it
 //! does. The name changes with every group that a flush makes durable, so that it identifies a
 //! state and not only a writer: an older copy that is put back into the file names a log that no
-//! longer exists. It changes twice: before the first link of the group is written, so that an older
-//! copy of the log, which lacks changes of the group, is not the image's any more; and when all its
-//! pages are in the file. The log answers to all names in between until the group is durable: a
-//! writer may die at any moment.
+//! longer exists. The image gets the new name when the group's pages are in the file, and the log
+//! answers to both names from before that until the group is durable: a writer may die at any
+//! moment in between.
 //!
 //! ```text
-//! log: old to new ─▶ early pages ─▶ links ──────▶ image: new ─▶ all durable ─▶ log: new,
-//!                    image: between                                            without the group
+//! log: old, new ─▶ pages of the group ─▶ image: new ─▶ all durable ─▶ log: new, without the group
 //! ```
 //!
 //! Invariants for the writer
@@ -63,8 +61,10 @@
 //! - R4 Unused clusters are freed only when the image no longer names a log: if the process died
 //!   earlier, they would be freed a second time, after they were given to somebody else.
 //! - R5 A process that only reads writes nothing to the image and leaves the log as it is.
-//! - R6 A copy of the log that the image names is a state of the image from before: applying it is
-//!   sound, but its last groups may be missing. If it is seen to be a copy, a warning says so.
+//! - R6 A copy of the log may lack its last groups, whose pages the file may have: clusters are freed
+//!   only by a log that nobody changed since its last group was written. What else a log without its
+//!   end does to the image is sound: pages that it changes are as it expects them (W5), others only
+//!   got links to clusters that are counted. If it is seen to be a copy, a warning says so.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made

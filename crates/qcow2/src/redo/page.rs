@@ -3,8 +3,8 @@
 use super::baseline::{HeaderFields, HeaderState, SpaceState};
 use super::expected::EXPECTED;
 use super::format::{
-    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, HEADER, HEADER_BYTES, HEADERS_AT, LATE, LATE_ZEROS,
-    LogHeader, MAGIC, RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, ZERO_PAGES_MAX,
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADER, HEADER_BYTES, HEADERS_AT, LATE,
+    LATE_ZEROS, LogHeader, MAGIC, RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, ZERO_PAGES_MAX,
 };
 use mica_block::RedoOrigin;
 use mica_units::HostCluster;
@@ -61,10 +61,12 @@ fn header_is_laid_out_as_the_page_says() {
         start: 5,
         number: 6,
         sequence: 7,
+        time_ns: 9,
     };
     let bytes = header.encode();
     assert_eq!(LogHeader::decode(&bytes), Some(header));
-    let starts = [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7), (60, 8)];
+    let starts =
+        [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7), (60, 8), (76, 9)];
     for (at, byte) in starts {
         assert_eq!(bytes[at], byte, "at {at}");
     }
@@ -73,6 +75,18 @@ fn header_is_laid_out_as_the_page_says() {
         damaged[at] ^= 1;
         assert_eq!(LogHeader::decode(&damaged), None, "byte {at} is summed");
     }
+}
+
+#[test]
+fn group_head_is_laid_out_as_the_page_says() {
+    let head = GroupHead { number: 0x11, time_ns: 0x22, len: 0x33, sum: 0x44 };
+    let bytes = head.encode();
+    for (at, byte) in [(0, 0x11), (8, 0x22), (16, 0x33), (20, 0x44)] {
+        assert_eq!(bytes[at], byte, "at {at}");
+    }
+    assert_eq!(GroupHead::decode(&bytes).encode(), bytes);
+    let sum = |time_ns| GroupHead::of(1, 2, time_ns, b"records").sum;
+    assert_ne!(sum(3), sum(4), "the time is summed");
 }
 
 #[test]

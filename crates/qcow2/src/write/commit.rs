@@ -7,8 +7,8 @@
 //! then: clusters that lost their last link ─▶ limbo ─▶ punched, counted down, free
 //! ```
 //!
-//! Alongside the early pages the image gets the name that it has while links are written, and
-//! alongside the last sync the one that the log has from then on ([`redo`](crate::redo)).
+//! Alongside the last sync the image gets the name that the log has from then on
+//! ([`redo`](crate::redo)).
 //!
 //! One step is enough if every link of the group names clusters whose counts are durable already
 //! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
@@ -80,7 +80,11 @@ impl Writer {
         let inherits = self.inherits.load(Ordering::Acquire);
         let has_metadata = inherits || !early.is_empty() || !late.is_empty();
         let in_two_steps = taken.in_two_steps && !late.is_empty();
-        if let Err(error) = self.begin_writing(early, &taken).await {
+        let written = async {
+            self.metadata.unname_before_group().await?;
+            self.write_pages(early).await
+        };
+        if let Err(error) = written.await {
             self.metadata.lock().put_back(&dirty, taken);
             return Err(error);
         }
@@ -104,14 +108,7 @@ impl Writer {
         };
         let is_named = Cell::new(false);
         let named: LocalFuture<'_, Result<()>> = Box::pin(async {
-            let Some(mark) = &taken.logged else { return Ok(()) };
-            match self.name_log(mark.name).await {
-                // The group can be durable without the name.
-                Err(error) if error.kind() == ErrorKind::NoSpace => {
-                    self.metadata.lock().logging.not_named(mark, &error);
-                }
-                named => is_named.set(named?),
-            }
+            is_named.set(self.name_log(&taken).await?);
             Ok(())
         });
         mica_rt::join_all([synced, named]).await.into_iter().collect::<Result<()>>()?;
@@ -130,20 +127,6 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes the `early` pages of the group `taken`. Afterwards the image has the name that it has
-    /// while links are written.
-    async fn begin_writing(&self, early: Vec<(HostOffset, Buf)>, taken: &Group) -> Result<()> {
-        self.metadata.unname_before_group().await?;
-        let written: LocalFuture<'_, Result<()>> = Box::pin(self.write_pages(early));
-        let named: LocalFuture<'_, Result<()>> = Box::pin(async {
-            match &taken.logged {
-                Some(mark) if !mark.is_first => self.name_log(mark.begun).await.map(drop),
-                _ => Ok(()),
-            }
-        });
-        mica_rt::join_all([written, named]).await.into_iter().collect()
-    }
-
     fn end_group(&self, dirty: &Dirty, taken: &Group) {
         let mut pages = self.metadata.lock();
         pages.written(dirty);
@@ -152,20 +135,31 @@ impl Writer {
         pages.forget_logged(taken, self.space.state());
     }
 
-    /// Gives the image this `name` for the log. Returns whether there is one.
-    async fn name_log(&self, name: u32) -> Result<bool> {
+    /// Makes the image name the log as of the group `taken`, whose pages are in the file. Returns
+    /// whether it does.
+    async fn name_log(&self, taken: &Group) -> Result<bool> {
+        let Some(mark) = &taken.logged else { return Ok(false) };
         let (named, page_bytes) = {
             let pages = self.metadata.lock();
-            let bits = pages.logging.bits_with(name);
+            let bits = pages.logging.bits_of(mark);
             (bits.map(|bits| (bits, pages.logging.allow_name(bits))), pages.page_bytes())
         };
         let Some((bits, logged)) = named else { return Ok(false) };
         // A page is the unit that a device writes.
         self.counters.metadata_bytes.fetch_add(page_bytes, Ordering::Relaxed);
         let at = HostOffset::new(field::AUTOCLEAR as u64);
-        self.metadata.write_header(logged, &bits.to_be_bytes(), at).await?;
-        self.metadata.lock().logging.has_bits(bits);
-        Ok(true)
+        match self.metadata.write_header(logged, &bits.to_be_bytes(), at).await {
+            // The group can be durable without the name.
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                self.metadata.lock().logging.not_named(mark, &error);
+                Ok(false)
+            }
+            named => {
+                named?;
+                self.metadata.lock().logging.has_bits(bits);
+                Ok(true)
+            }
+        }
     }
 
     async fn write_pages(&self, pages: Vec<(HostOffset, Buf)>) -> Result<()> {

@@ -13,13 +13,15 @@ const CAPACITY: u64 = 256 << 10;
 pub(super) struct Memory {
     /// Never the same again.
     number: u64,
+    changed_ns: i64,
     bytes: Vec<u8>,
 }
 
 impl Memory {
-    /// It is the memory that was made as the one with this `number`.
-    pub(super) fn is_made(&mut self, number: u64) {
-        self.number = number;
+    /// It is written back now, into what was made as the one with this `number`, or into itself.
+    pub(super) fn is_put_back(&mut self, number: Option<u64>, now_ns: i64) {
+        self.number = number.unwrap_or(self.number);
+        self.changed_ns = now_ns;
     }
 }
 
@@ -53,7 +55,8 @@ impl RedoMemory for SimRedoMemory {
         let mut state = lock(&self.world.state);
         state.memories_made += 1;
         let number = state.memories_made;
-        let memory = Memory { number, bytes: Vec::new() };
+        let changed_ns = state.time_ns();
+        let memory = Memory { number, changed_ns, bytes: Vec::new() };
         state.redo_memories.insert(self.path.clone(), memory);
         drop(state);
         self.world.complete_memory_change();
@@ -64,6 +67,15 @@ impl RedoMemory for SimRedoMemory {
         let state = lock(&self.world.state);
         let number = state.redo_memories.get(&self.path).map_or(0, |memory| memory.number);
         Ok(RedoOrigin { boot: state.changes.boots.into(), memory: number.into() })
+    }
+
+    fn now_ns(&self) -> i64 {
+        lock(&self.world.state).time_ns()
+    }
+
+    fn changed_ns(&self) -> Result<i64> {
+        let state = lock(&self.world.state);
+        Ok(state.redo_memories.get(&self.path).map_or(0, |memory| memory.changed_ns))
     }
 
     fn capacity(&self) -> u64 {
@@ -97,9 +109,12 @@ impl RedoMemory for SimRedoMemory {
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
         }
-        let Some(Memory { bytes: memory, .. }) = state.redo_memories.get_mut(&self.path) else {
+        let now_ns = state.time_ns();
+        let Some(memory) = state.redo_memories.get_mut(&self.path) else {
             return Err(Error::new(ErrorKind::Io, "there is no memory"));
         };
+        memory.changed_ns = now_ns;
+        let memory = &mut memory.bytes;
         memory.resize(memory.len().max(start + bytes.len()), 0);
         memory[start..start + bytes.len()].copy_from_slice(bytes);
         drop(state);
