@@ -267,8 +267,8 @@ impl World {
         LogCopies(lock(&self.state).redo_memories.clone())
     }
 
-    /// Puts copies of logs in the place of what is there, or writes them into it; let some time pass
-    /// before.
+    /// Puts copies of logs in the place of what is there, or writes them into it; let some time
+    /// pass before.
     pub fn put_back_logs(&self, LogCopies(copies): LogCopies, in_place: bool) {
         let state = &mut *lock(&self.state);
         state.redo_memories = copies;

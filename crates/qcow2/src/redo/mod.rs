@@ -61,10 +61,11 @@
 //! - R4 Unused clusters are freed only when the image no longer names a log: if the process died
 //!   earlier, they would be freed a second time, after they were given to somebody else.
 //! - R5 A process that only reads writes nothing to the image and leaves the log as it is.
-//! - R6 A copy of the log may lack its last groups, whose pages the file may have: clusters are freed
-//!   only by a log that nobody changed since its last group was written. What else a log without its
-//!   end does to the image is sound: pages that it changes are as it expects them (W5), others only
-//!   got links to clusters that are counted. If it is seen to be a copy, a warning says so.
+//! - R6 A copy of the log may lack its last groups, whose pages the file may have: clusters are
+//!   freed only by a log that nobody changed since its last group was written. What else a log
+//!   without its end does to the image is sound: pages that it changes are as it expects them (W5),
+//!   others only got links to clusters that are counted. If it is seen to be a copy, a warning says
+//!   so.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
