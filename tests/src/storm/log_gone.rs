@@ -33,7 +33,7 @@ enum How {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Back {
     WhileServed,
-    /// If the server is killed at once.
+    /// When the server was killed.
     AfterKill,
     Never,
 }
@@ -47,17 +47,21 @@ pub(super) fn take_log(
     moment: u64,
 ) -> Outcome<Left> {
     let how = rng.choose(&[How::Moved, How::Copied, How::Copied, How::Overwritten, How::Removed]);
-    let back = rng.choose(&[Back::AfterKill, Back::AfterKill, Back::WhileServed, Back::Never]);
+    let is_killed = chain.world.does(rng, Kind::Kill, 60);
+    let back = match is_killed {
+        true => rng.choose(&[Back::AfterKill, Back::AfterKill, Back::WhileServed, Back::Never]),
+        false => rng.choose(&[Back::WhileServed, Back::Never]),
+    };
     chain.tell(format_args!("  its log is taken away: {how:?}, put back: {back:?}"));
     chain.world.counts.logs_taken.add();
     let taken = Taken::take(chain, how)?;
-    served.log_fate = fate(how, back);
+    served.log_fate = served.log_fate.max(fate(how, back));
     stage.wait_for(moment + rng.below(60));
     if back == Back::WhileServed {
         taken.put_back()?;
         stage.wait_for(moment + 5 + rng.below(90));
     }
-    if !chain.world.does(rng, Kind::Kill, 60) {
+    if !is_killed {
         return Ok(Left::Serving(served));
     }
     let left = served.kill_under_load(chain, rng, stage)?;
@@ -67,7 +71,7 @@ pub(super) fn take_log(
     Ok(left)
 }
 
-/// What becomes of the log, if the server is killed.
+/// What becomes of the log by that.
 fn fate(how: How, back: Back) -> LogFate {
     match how {
         How::Overwritten if back == Back::Never => LogFate::Untouched,

@@ -138,17 +138,17 @@ fn sickness(rng: &mut Rng) -> String {
     format!("error={when},op={operations},errno={errno}")
 }
 
-/// What others did to the log of a server that lives.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// What others did to the log of a server that lives, the worst last.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum LogFate {
     Untouched,
+    /// It was taken, and is there again when the next server starts.
+    Returned,
     /// It is not where it was.
     Taken,
-    /// It was taken, and is there again, or will be if the server is killed.
-    Returned,
-    /// A copy is in its place, or will be if the server is killed.
+    /// A copy is in its place when the next server starts.
     Replaced,
-    /// An older copy was written into it, or will be if the server is killed.
+    /// An older copy was written into it.
     Overwritten,
 }
 
