@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
 pub(super) const MAGIC: [u8; 8] = *b"micalog\x06";
-pub(super) const HEADER_BYTES: usize = 88;
+pub(super) const HEADER_BYTES: usize = 96;
 /// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
 pub(super) const RECORDS_AT: u64 = 4096;
@@ -96,6 +96,8 @@ pub(super) struct LogHeader {
     pub(super) sequence: u64,
     /// When it was written.
     pub(super) time_ns: i64,
+    /// The number of the group after all that were there then.
+    pub(super) next: u64,
 }
 
 impl LogHeader {
@@ -111,6 +113,7 @@ impl LogHeader {
         bytes[52..60].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[60..76].copy_from_slice(&self.origin.memory.to_le_bytes());
         bytes[76..84].copy_from_slice(&self.time_ns.to_le_bytes());
+        bytes[84..92].copy_from_slice(&self.next.to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -133,6 +136,7 @@ impl LogHeader {
             number: number(40)?,
             sequence: number(52)?,
             time_ns: number(76)?.cast_signed(),
+            next: number(84)?,
         })
     }
 }
@@ -227,7 +231,16 @@ mod tests {
     impl Memory {
         fn put(&self, names: [u32; 2], sequence: u64) {
             let (salt, origin, start, number) = (1, ORIGIN, RECORDS_AT, 3);
-            let header = LogHeader { salt, names, origin, start, number, sequence, time_ns: 0 };
+            let header = LogHeader {
+                salt,
+                names,
+                origin,
+                start,
+                number,
+                sequence,
+                time_ns: 0,
+                next: number,
+            };
             let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
             self.write_at(at, &header.encode()).expect("it has room");
         }

@@ -9,9 +9,11 @@ use super::format::{
 use mica_block::{RedoMemory, Result, Store, Witness};
 use mica_qcow2_format::Header;
 
-/// Maximum time from the moment at which a write to a log gets its time to its end. A write that
-/// took longer costs the clusters that were counted ahead, which leak.
-const WRITE_NS_MAX: u64 = 100_000_000;
+const COPY: &str = "its redo log is a copy, which may lack what it acknowledged last";
+const CHANGED: &str = "its redo log was changed later, and may lack what it acknowledged last";
+
+/// Maximum time from the moment at which a write to a log gets its time to its end.
+const WRITE_NS_MAX: u64 = 1_000_000_000;
 
 /// The contents of a log.
 pub(super) struct Found {
@@ -23,10 +25,8 @@ pub(super) struct Found {
     space: Option<SpaceState>,
     /// Evidence that the data that the groups link is still there.
     witnesses: Vec<Witness>,
-    /// It is not where its writer had it: its last groups may be missing.
-    pub(super) is_copy: bool,
-    /// Nobody changed it after its last group was written: nothing is missing.
-    is_whole: bool,
+    /// Why its last groups may be missing, if they may.
+    pub(super) doubt: Option<&'static str>,
 }
 
 /// One record of a group.
@@ -67,25 +67,32 @@ impl Found {
 
     fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
         let Some(header) = header else { return Ok(None) };
-        let LogHeader { salt, origin, start, mut number, mut time_ns, .. } = header;
+        let LogHeader { salt, origin, start, mut number, .. } = header;
         let here = memory.origin()?;
         if origin.boot != here.boot || start < RECORDS_AT {
             return Ok(None);
         }
-        let mut groups = Vec::new();
+        let (mut groups, mut times_ns) = (Vec::new(), vec![header.time_ns]);
         for half in [start, other_half(start, memory.capacity())] {
             let mut at = half;
-            while let Some((records, written_ns)) = read_group(memory, (salt, number), at)? {
+            while let Some(head) = read_head(memory, at)?.filter(|head| head.number == number) {
+                // Also of one that its writer did not complete.
+                times_ns.push(head.time_ns);
+                let Some(records) = read_records(memory, salt, head, at)? else { break };
                 at += (GROUP_HEAD_BYTES + records.len()) as u64;
                 number += 1;
                 groups.push(records);
-                time_ns = time_ns.max(written_ns);
             }
         }
-        let is_copy = origin.memory != here.memory;
-        let is_whole = !is_copy && memory.changed_ns()?.abs_diff(time_ns) <= WRITE_NS_MAX;
+        let changed_ns = memory.changed_ns()?;
+        let is_last = |time_ns: &i64| changed_ns.abs_diff(*time_ns) <= WRITE_NS_MAX;
+        let doubt = match () {
+            () if origin.memory != here.memory => Some(COPY),
+            () if number < header.next || !times_ns.iter().any(is_last) => Some(CHANGED),
+            () => None,
+        };
         let (header, space, witnesses) = (None, None, Vec::new());
-        let mut found = Self { groups, header, space, witnesses, is_copy, is_whole };
+        let mut found = Self { groups, header, space, witnesses, doubt };
         for record in found.groups.iter().flat_map(|group| records(group)) {
             match record.kind {
                 HEADER => found.header = HeaderState::decode(record.content),
@@ -118,10 +125,9 @@ impl Found {
         kinds.into_iter().any(|kind| matches!(kind, LATE | LATE_ZEROS))
     }
 
-    /// Clusters that are counted and not linked, after all groups; none if a group may be missing,
-    /// which would have linked them.
+    /// Clusters that are counted and not linked, after all groups.
     pub(super) fn unused(&self) -> &[Run] {
-        self.space.as_ref().filter(|_| self.is_whole).map_or(&[], |space| &space.unused)
+        self.space.as_ref().map_or(&[], |space| &space.unused)
     }
 
     /// What the file may hold in pages that the log changes.
@@ -142,26 +148,29 @@ impl Found {
     }
 }
 
-/// The records of the group with this salt and number at `at`, if it is there, and when it was
-/// written.
-fn read_group(
-    memory: &dyn RedoMemory,
-    (salt, number): (u32, u64),
-    at: u64,
-) -> Result<Option<(Vec<u8>, i64)>> {
-    let end = memory.capacity();
-    let records_at = at.saturating_add(GROUP_HEAD_BYTES as u64);
-    if records_at > end {
+/// The head of the group at `at`, if there is room for one.
+fn read_head(memory: &dyn RedoMemory, at: u64) -> Result<Option<GroupHead>> {
+    if at.saturating_add(GROUP_HEAD_BYTES as u64) > memory.capacity() {
         return Ok(None);
     }
     let mut head = [0; GROUP_HEAD_BYTES];
     memory.read_at(at, &mut head)?;
-    let head = GroupHead::decode(&head);
-    if head.number != number || records_at + u64::from(head.len) > end {
+    Ok(Some(GroupHead::decode(&head)))
+}
+
+/// The records of the group at `at`, which has this head, if they are all there.
+fn read_records(
+    memory: &dyn RedoMemory,
+    salt: u32,
+    head: GroupHead,
+    at: u64,
+) -> Result<Option<Vec<u8>>> {
+    let records_at = at + GROUP_HEAD_BYTES as u64;
+    if records_at + u64::from(head.len) > memory.capacity() {
         return Ok(None);
     }
     let mut records = vec![0; usize::try_from(head.len).expect("within the log")];
     memory.read_at(records_at, &mut records)?;
-    let is_right = GroupHead::of(salt, number, head.time_ns, &records).sum == head.sum;
-    Ok(is_right.then_some((records, head.time_ns)))
+    let is_right = GroupHead::of(salt, head.number, head.time_ns, &records).sum == head.sum;
+    Ok(is_right.then_some(records))
 }

@@ -156,6 +156,7 @@ impl Log {
             number: self.first,
             sequence: self.sequence,
             time_ns: self.out.now_ns(),
+            next: self.number,
         };
         let [even, odd] = HEADERS_AT;
         let at = if self.sequence.is_multiple_of(2) { even } else { odd };

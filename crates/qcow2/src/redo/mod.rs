@@ -61,20 +61,18 @@
 //! - R4 Unused clusters are freed only when the image no longer names a log: if the process died
 //!   earlier, they would be freed a second time, after they were given to somebody else.
 //! - R5 A process that only reads writes nothing to the image and leaves the log as it is.
-//! - R6 A copy of the log may lack its last groups, whose pages the file may have: clusters are
-//!   freed only by a log that nobody changed since its last group was written. What else a log
-//!   without its end does to the image is sound: pages that it changes are as it expects them (W5),
-//!   others only got links to clusters that are counted. If it is seen to be a copy, a warning says
-//!   so.
+//! - R6 A log that may lack its last groups changes nothing, as the file may have pages of them:
+//!   one that is a copy, that was changed after its last write (by its own record of the time), or
+//!   that has fewer groups than its header tells.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
 //! while the writer ran, after its last flush, and is put back in place of the image: it gets the
 //! log's metadata, which is sound, but the data of clusters that were new after the copy is
 //! missing; and zeros that such a program writes where the file has zeros already, which changes no
-//! byte of it: what the log has there is applied, though it is older; and an older copy of the log
-//! that is written into the log's own file, whose missing groups are lost without a word. The image
-//! stays sound in all cases.
+//! byte of it: what the log has there is applied, though it is older. The image stays sound in
+//! these cases. Nor is an older copy of the log that is written into the log's own file within a
+//! second of its last write.
 
 mod baseline;
 mod dropped;

@@ -62,11 +62,22 @@ fn header_is_laid_out_as_the_page_says() {
         number: 6,
         sequence: 7,
         time_ns: 9,
+        next: 10,
     };
     let bytes = header.encode();
     assert_eq!(LogHeader::decode(&bytes), Some(header));
-    let starts =
-        [(8, 0x11), (12, 0x22), (16, 4), (32, 5), (40, 6), (48, 0x33), (52, 7), (60, 8), (76, 9)];
+    let starts = [
+        (8, 0x11),
+        (12, 0x22),
+        (16, 4),
+        (32, 5),
+        (40, 6),
+        (48, 0x33),
+        (52, 7),
+        (60, 8),
+        (76, 9),
+        (84, 10),
+    ];
     for (at, byte) in starts {
         assert_eq!(bytes[at], byte, "at {at}");
     }

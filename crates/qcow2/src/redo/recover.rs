@@ -67,6 +67,9 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         }
         return set_aside(path, store, memory.as_deref(), NOTHING_FITS).await;
     };
+    if let Some(why) = found.doubt {
+        return set_aside(path, store, memory.as_deref(), why).await;
+    }
     let header = read_header(store).await?;
     let mut unused: &[Run] = &[];
     // Marking an image as corrupt ends the writing, and the log.
@@ -83,9 +86,6 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
                 }
                 write_down(store, &replay).await?;
                 unused = found.unused();
-                if found.is_copy {
-                    warn_of_copy(path);
-                }
                 tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
             }
             Err(why) if found.has_links() => {
@@ -143,13 +143,14 @@ async fn drop_unnamed(images: &dyn Images, path: &Path, store: &dyn Store) -> Re
 /// links, or may have had more. Says whether it did.
 async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Result<bool> {
     let found = match once_orphaned(|| Found::read_any(memory)).await {
-        Ok(Some(found)) if found.is_copy => {
+        Ok(Some(found)) if found.doubt.is_some() => {
             let kept = memory.set_aside().map(|place| place.display().to_string());
             tracing::warn!(
                 image = %path.display(),
                 kept,
-                "a copy of a redo log is in the place of the image's own, and {NOT_NAMED}: if its \
-                 last writer did not close it, writes that were not flushed are lost"
+                "a redo log that was copied or changed is in the place of the image's own, and \
+                 {NOT_NAMED}: if its last writer did not close it, writes that were not flushed are \
+                 lost"
             );
             return Ok(true);
         }
@@ -179,14 +180,6 @@ async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result
     Ok(found.fits(store, header)? && Replay::plan(store, header, found).await?.is_in(store).await?)
 }
 
-fn warn_of_copy(path: &Path) {
-    tracing::warn!(
-        image = %path.display(),
-        "its last writer did not close it, and the redo log here is a copy: if that was made while \
-         the writer lived, later writes that were not flushed are lost"
-    );
-}
-
 fn warn_of_loss(path: &Path, why: &str, kept: Option<PathBuf>) {
     let kept = kept.map(|place| place.display().to_string());
     tracing::warn!(
@@ -205,6 +198,10 @@ pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Re
     let memories = images.redo_logs().orphaned(path)?;
     for memory in &memories {
         let Some(found) = Found::read(&**memory, name)? else { continue };
+        if let Some(why) = found.doubt {
+            warn_of_loss(path, why, None);
+            return Ok(image);
+        }
         let header = read_header(&*image.store).await?;
         if found.is_empty() || header.incompatible.corrupt {
             return Ok(image);
@@ -223,9 +220,6 @@ pub async fn read_over(images: &dyn Images, path: &Path, image: OpenImage) -> Re
                 return Ok(image);
             }
         };
-        if found.is_copy {
-            warn_of_copy(path);
-        }
         tracing::info!(
             image = %path.display(),
             "its last writer died: it is read with what that left, which the next process to \
@@ -275,7 +269,9 @@ pub(crate) fn warn_of_log(images: &dyn Images, path: &Path, header: &Header) {
     let Ok(memories) = images.redo_logs().orphaned(path) else { return };
     for memory in &memories {
         let Ok(Some(found)) = Found::read(&**memory, name) else { continue };
-        if found.has_links() {
+        if let Some(why) = found.doubt {
+            warn_of_loss(path, why, None);
+        } else if found.has_links() {
             tracing::warn!(
                 image = %path.display(),
                 "its last writer died, and writes that were not flushed are not in it yet: open it \

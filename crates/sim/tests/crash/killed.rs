@@ -576,7 +576,7 @@ fn copy_of_a_log_frees_nothing_that_is_linked() {
                 let _ = until_power_cut(&world, chain.flush()).await;
                 drop(chain);
                 world.kill();
-                world.pass_time(Duration::from_secs(1));
+                world.pass_time(Duration::from_secs(2));
                 world.put_back_logs(copies, in_place);
                 let chain = image.open(Mode::Write).await;
                 for at in [0, 2 * MIB] {
