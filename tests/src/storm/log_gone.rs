@@ -10,11 +10,16 @@ use super::load::Stage;
 use super::loss;
 use super::served::{Left, LogFate, Served};
 use super::story::Outcome;
+use crate::clock;
 use crate::command;
 use mica_units::Rng;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long after its last write a log is overwritten at the earliest.
+const OVERWRITTEN_AFTER: Duration = Duration::from_millis(1200);
 
 /// How it is taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -109,6 +114,8 @@ impl Taken {
     /// Puts it back, if there is anything, in place of what is there by now.
     fn put_back(&self) -> Outcome {
         if self.how == How::Overwritten {
+            // Nobody could tell if it were there at once.
+            clock::sleep(OVERWRITTEN_AFTER);
             copy(&self.away.join("."), &self.folder);
         } else if self.away.exists() {
             again_while_full(|| {

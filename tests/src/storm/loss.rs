@@ -11,8 +11,7 @@
 //!   reports for as long as it serves ([`Cause::NoLog`], judged when it starts). Or the image is a
 //!   copy from before its log had a name, or from after another program cleared it: a log of the
 //!   same inode need not be its own ([`Cause::Copied`]). Or one took the log away, and another one
-//!   the name ([`Cause::LogGone`]). Or an older copy was written into the log's own file
-//!   ([`Cause::LogOverwritten`]).
+//!   the name ([`Cause::LogGone`]).
 //! - L4 Anything else without a word is wrong: if there is nothing to be seen, a log disappeared.
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
 //!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).
@@ -30,10 +29,8 @@ pub(super) enum Cause {
     NoLog,
     /// The memory for its log was full at times.
     SmallLog,
-    /// Its log was taken away, and perhaps a copy put in its place.
+    /// Its log was taken away, or an older copy of it put back.
     LogGone,
-    /// An older copy of its log was written into it.
-    LogOverwritten,
     /// Its syncs failed at times.
     Sick,
     /// Another program wrote to the image.
@@ -71,11 +68,6 @@ pub(super) struct Trace {
 }
 
 impl Loss {
-    /// Whether a log may be applied that is older than the image.
-    pub(super) fn has_older_log(&self) -> bool {
-        self.has(Cause::LogGone) || self.has(Cause::LogOverwritten)
-    }
-
     /// Unflushed writes may be lost, for one more reason.
     pub(super) fn add(&mut self, cause: Cause) {
         if !self.has(cause) {
@@ -120,14 +112,13 @@ impl Loss {
     pub(super) fn is_due(&self, trace: Trace) -> bool {
         let is_unknown = [Cause::Copied, Cause::NoLog].into_iter().any(|cause| self.has(cause))
             || self.has(Cause::LogGone) && !trace.has_log;
-        (trace.is_named || !is_unknown) && !self.has(Cause::LogOverwritten)
+        trace.is_named || !is_unknown
     }
 
     /// Where a loss that nobody reported is counted.
     pub(super) fn silent<'a>(&self, counts: &'a Counts) -> &'a Count {
         match () {
             () if self.has(Cause::NoLog) => &counts.silent_no_log,
-            () if self.has(Cause::LogOverwritten) => &counts.silent_overwritten,
             () if self.has(Cause::Copied) => &counts.silent_copied,
             () => &counts.silent_log_gone,
         }

@@ -316,7 +316,6 @@ impl Served {
         }
         match self.manner.log {
             _ if self.has_lost() => Some(Cause::Sick),
-            _ if self.log_fate == LogFate::Overwritten => Some(Cause::LogOverwritten),
             _ if self.is_log_gone(chain) => Some(Cause::LogGone),
             LogAt::Small => Some(Cause::SmallLog),
             LogAt::Elsewhere => Some(Cause::Elsewhere),
@@ -328,9 +327,9 @@ impl Served {
     /// group: the image names it then.
     fn is_log_gone(&self, chain: &Chain<'_>) -> bool {
         match self.log_fate {
-            LogFate::Untouched | LogFate::Overwritten => false,
+            LogFate::Untouched => false,
             LogFate::Returned => self.lost_its_log(),
-            LogFate::Replaced => true,
+            LogFate::Replaced | LogFate::Overwritten => true,
             LogFate::Taken => {
                 !self.manner.trace(chain).is_ok_and(|trace| trace.is_named() && trace.has_log())
             }
@@ -350,7 +349,14 @@ impl Served {
         let control = chain.world.run.join("control");
         let control = control.display().to_string();
         let args = ["ctl", "--control", &control, "--output", "json", "status"];
-        let told = foreign::succeeded(chain.world.mica(&args)?)?;
+        // The control socket is there a moment after those of the disks.
+        let mut told = chain.world.mica(&args)?;
+        let start = clock::now();
+        while !told.status.success() && start.elapsed() < LIMIT {
+            clock::sleep(PAUSE * 10);
+            told = chain.world.mica(&args)?;
+        }
+        let told = foreign::succeeded(told)?;
         let status: serde_json::Value = serde_json::from_str(&told)
             .map_err(|error| Fault::new(Wrong::Silent, format!("{error}: {told}")))?;
         let disks = status["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -412,7 +418,6 @@ impl Served {
             && before.len() == content.len()
             && content != before
             && self.manner.log != LogAt::Small
-            && !chain.state.loss.has_older_log()
         {
             let what = "neither what QEMU read before the start, nor all that was acknowledged";
             let judged = judge::disk(&chain.state, &bytes, View::Kept, what);

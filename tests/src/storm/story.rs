@@ -185,8 +185,6 @@ counts! {
     silent_copied = "  without: a copy that names no log";
     /// Somebody took the log away, and somebody else the name.
     silent_log_gone = "  without: neither log nor name";
-    /// An older copy was written into the log.
-    silent_overwritten = "  without: an older log in its own file";
     /// Plain starts that had to be tried again since the killed server still held the image.
     refused = "starts tried again";
     /// Checks by QEMU.
