@@ -93,13 +93,13 @@ pub trait RedoMemory: Send + Sync {
     fn origin(&self) -> Result<RedoOrigin>;
 
     /// The time of day in nanoseconds, by the clock that [`Self::changed_ns`] goes by.
-    fn now_ns(&self) -> i64;
+    fn now_ns(&self) -> i128;
 
     /// When its content was last changed, by whomever; 0 if there is none.
     ///
     /// # Errors
     /// What the system reports.
-    fn changed_ns(&self) -> Result<i64>;
+    fn changed_ns(&self) -> Result<i128>;
 
     /// Its size in bytes.
     fn capacity(&self) -> u64;

@@ -272,10 +272,10 @@ impl World {
     pub fn put_back_logs(&self, LogCopies(copies): LogCopies, in_place: bool) {
         let state = &mut *lock(&self.state);
         state.redo_memories = copies;
-        let now_ns = state.time_ns();
+        let now_ns = state.now_ns;
         for memory in state.redo_memories.values_mut() {
             state.memories_made += 1;
-            memory.is_put_back((!in_place).then_some(state.memories_made), now_ns);
+            memory.put_back((!in_place).then_some(state.memories_made), now_ns);
         }
     }
 
@@ -361,11 +361,6 @@ impl State {
     fn tick(&mut self) -> i128 {
         self.now_ns += TICK_NS;
         self.now_ns
-    }
-
-    /// The time of day, as 64 bits hold it.
-    fn time_ns(&self) -> i64 {
-        i64::try_from(self.now_ns).unwrap_or(i64::MAX)
     }
 
     fn random(&mut self) -> u64 {

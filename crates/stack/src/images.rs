@@ -132,10 +132,7 @@ impl Images for FileImages {
     }
 
     fn now_ns(&self) -> i128 {
-        // File systems take their stamps from the coarse clock: anything that changes after this
-        // call is stamped with this time or a later one.
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-        i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)
+        mica_store::now_ns()
     }
 }
 

@@ -21,13 +21,13 @@ pub(crate) mod folder;
 pub(crate) mod logs;
 
 use mica_block::{Error, ErrorKind, Identity, RedoMemory, RedoOrigin, Result};
+use mica_store::nanoseconds;
 use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags, flock, fstat, openat,
-    renameat, statat, statx, unlinkat,
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, openat, renameat,
+    statat, unlinkat,
 };
 use rustix::io::Errno;
-use rustix::time::{ClockId, clock_gettime};
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -35,7 +35,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Where such files are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -274,15 +274,21 @@ impl RedoFile {
     /// A file is identified by its inode and, since that is given to another one later, by the time
     /// of its creation, if the file system knows it.
     fn origin_of(&self, file: Option<&File>) -> RedoOrigin {
-        let wanted = StatxFlags::INO | StatxFlags::BTIME;
-        let stat = file.and_then(|file| statx(file, c"", AtFlags::EMPTY_PATH, wanted).ok());
-        let memory = stat.map_or(0, |stat| {
-            let is_known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
-            let time_ns = nanoseconds(stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec);
-            let time_ns = if is_known { time_ns.cast_unsigned() } else { 0 };
-            u128::from(stat.stx_ino) | u128::from(time_ns) << 64
+        let found = file.and_then(|file| file.metadata().ok());
+        let memory = found.map_or(0, |found| {
+            let created = found.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+            u128::from(found.ino()) | created.map_or(0, |time| time.as_nanos()) << 64
         });
         RedoOrigin { boot: self.boot, memory }
+    }
+
+    /// The file, which is opened if it exists and was not opened yet.
+    fn there(&self) -> Result<MutexGuard<'_, Option<File>>> {
+        let mut file = self.lock();
+        if file.is_none() {
+            *file = self.open(false)?;
+        }
+        Ok(file)
     }
 
     /// The file, if it exists, which is locked, and its folder, if the name in it still belongs to
@@ -299,8 +305,7 @@ impl RedoFile {
         let folder = folder::find_of(&self.folder, self.user).ok().flatten();
         let folder = folder.filter(|folder| {
             let named = statat(folder, &self.name, AtFlags::SYMLINK_NOFOLLOW);
-            let (Ok(named), Ok(own)) = (named, fstat(&there)) else { return false };
-            (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
+            matches!((named, fstat(&there)), (Ok(named), Ok(own)) if is_same(&named, &own))
         });
         Some((there, folder))
     }
@@ -309,7 +314,7 @@ impl RedoFile {
     fn has_its_name(&self, file: &File) -> bool {
         let Ok(own) = fstat(file) else { return false };
         match statat(CWD, self.path(), AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(named) => (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino),
+            Ok(named) => is_same(&named, &own),
             Err(Errno::NOENT) => false,
             Err(_) => own.st_nlink > 0,
         }
@@ -340,8 +345,9 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-fn nanoseconds(seconds: i64, rest: impl TryInto<i64>) -> i64 {
-    seconds.saturating_mul(1_000_000_000).saturating_add(rest.try_into().unwrap_or(0))
+/// Whether it is the same file.
+fn is_same(one: &Stat, other: &Stat) -> bool {
+    (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 }
 
 /// Whether the file at `path` was written to at this time or later.
@@ -383,23 +389,15 @@ impl RedoMemory for RedoFile {
     }
 
     fn origin(&self) -> Result<RedoOrigin> {
-        let mut file = self.lock();
-        if file.is_none() {
-            *file = self.open(false)?;
-        }
-        Ok(self.origin_of(file.as_ref()))
+        Ok(self.origin_of(self.there()?.as_ref()))
     }
 
-    fn now_ns(&self) -> i64 {
-        let now = clock_gettime(ClockId::RealtimeCoarse);
-        nanoseconds(now.tv_sec, now.tv_nsec)
+    fn now_ns(&self) -> i128 {
+        mica_store::now_ns()
     }
 
-    fn changed_ns(&self) -> Result<i64> {
-        let mut file = self.lock();
-        if file.is_none() {
-            *file = self.open(false)?;
-        }
+    fn changed_ns(&self) -> Result<i128> {
+        let file = self.there()?;
         let Some(file) = &*file else { return Ok(0) };
         let stat = fstat(file).map_err(|error| self.explain(error))?;
         Ok(nanoseconds(stat.st_ctime, stat.st_ctime_nsec))
@@ -410,10 +408,7 @@ impl RedoMemory for RedoFile {
     }
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
-        let mut file = self.lock();
-        if file.is_none() {
-            *file = self.open(false)?;
-        }
+        let file = self.there()?;
         let mut done = 0;
         while let Some(file) = &*file
             && done < buf.len()

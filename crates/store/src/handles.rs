@@ -27,7 +27,7 @@ mod reopened;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::kind::{FileKind, no_direct, not_an_image, now_ns, open_flags};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
@@ -265,7 +265,7 @@ impl Handle {
         let slot = Slot {
             file: None,
             identity: located.identity(located.regular_len()),
-            closed_ns: reopened::now_ns(),
+            closed_ns: now_ns(),
             refused: None,
             is_being_proved: false,
         };
@@ -416,7 +416,7 @@ impl Ring {
             // One that is being used or opened right now is not idle.
             let Ok(mut slot) = handle.slot.try_lock() else { continue };
             if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
-                slot.closed_ns = reopened::now_ns();
+                slot.closed_ns = now_ns();
                 slot.file = None;
                 return Some(position);
             }

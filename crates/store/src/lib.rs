@@ -26,7 +26,7 @@ mod writable;
 
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, WritesInPlace, raise_open_files_limit};
-pub use kind::FileKind;
+pub use kind::{FileKind, nanoseconds, now_ns};
 pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
 pub use memory::MemoryStore;

@@ -209,6 +209,11 @@ impl GroupHead {
     }
 }
 
+/// A time as headers and groups have it: until the year 2262.
+pub(super) fn time_of(now_ns: i128) -> i64 {
+    i64::try_from(now_ns).unwrap_or(i64::MAX)
+}
+
 /// The log's name in the autoclear `bits` of an image.
 pub(super) fn names_log(bits: u64) -> Option<u32> {
     u32::try_from(bits >> LOG_NAME_SHIFT).ok().filter(|name| *name != 0)
@@ -260,11 +265,11 @@ mod tests {
             Ok(ORIGIN)
         }
 
-        fn now_ns(&self) -> i64 {
+        fn now_ns(&self) -> i128 {
             0
         }
 
-        fn changed_ns(&self) -> Result<i64> {
+        fn changed_ns(&self) -> Result<i128> {
             Ok(0)
         }
 

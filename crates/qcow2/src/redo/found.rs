@@ -13,7 +13,7 @@ const COPY: &str = "its redo log is a copy, which may lack what it acknowledged 
 const CHANGED: &str = "its redo log was changed later, and may lack what it acknowledged last";
 
 /// Maximum time from the moment at which a write to a log gets its time to its end.
-const WRITE_NS_MAX: u64 = 1_000_000_000;
+const WRITE_NS_MAX: u128 = 1_000_000_000;
 
 /// The contents of a log.
 pub(super) struct Found {
@@ -72,23 +72,23 @@ impl Found {
         if origin.boot != here.boot || start < RECORDS_AT {
             return Ok(None);
         }
-        let (mut groups, mut times_ns) = (Vec::new(), vec![header.time_ns]);
+        let changed_ns = memory.changed_ns()?;
+        let is_last = |time_ns: i64| changed_ns.abs_diff(time_ns.into()) <= WRITE_NS_MAX;
+        let (mut groups, mut is_untouched) = (Vec::new(), is_last(header.time_ns));
         for half in [start, other_half(start, memory.capacity())] {
             let mut at = half;
             while let Some(head) = read_head(memory, at)?.filter(|head| head.number == number) {
                 // Also of one that its writer did not complete.
-                times_ns.push(head.time_ns);
+                is_untouched |= is_last(head.time_ns);
                 let Some(records) = read_records(memory, salt, head, at)? else { break };
                 at += (GROUP_HEAD_BYTES + records.len()) as u64;
                 number += 1;
                 groups.push(records);
             }
         }
-        let changed_ns = memory.changed_ns()?;
-        let is_last = |time_ns: &i64| changed_ns.abs_diff(*time_ns) <= WRITE_NS_MAX;
         let doubt = match () {
             () if origin.memory != here.memory => Some(COPY),
-            () if number < header.next || !times_ns.iter().any(is_last) => Some(CHANGED),
+            () if number < header.next || !is_untouched => Some(CHANGED),
             () => None,
         };
         let (header, space, witnesses) = (None, None, Vec::new());

@@ -6,7 +6,7 @@ use super::expected::Expected;
 use super::format::{
     EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADERS_AT, LATE, LATE_ZEROS, LogHeader,
     RECORDS_AT, ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after,
-    other_half, witnesses_of,
+    other_half, time_of, witnesses_of,
 };
 use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witness};
 use mica_units::HostOffset;
@@ -155,7 +155,7 @@ impl Log {
             start: self.start,
             number: self.first,
             sequence: self.sequence,
-            time_ns: self.out.now_ns(),
+            time_ns: time_of(self.out.now_ns()),
             next: self.number,
         };
         let [even, odd] = HEADERS_AT;
@@ -216,7 +216,8 @@ impl Log {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
         let (head, records) = self.bytes.split_at_mut(GROUP_HEAD_BYTES);
-        let group = GroupHead::of(self.salt, self.number, self.out.now_ns(), records);
+        let time_ns = time_of(self.out.now_ns());
+        let group = GroupHead::of(self.salt, self.number, time_ns, records);
         head.copy_from_slice(&group.encode());
         self.out.write_at(self.end, &self.bytes)?;
         self.end += self.bytes.len() as u64;

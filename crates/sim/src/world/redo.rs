@@ -13,13 +13,14 @@ const CAPACITY: u64 = 256 << 10;
 pub(super) struct Memory {
     /// Never the same again.
     number: u64,
-    changed_ns: i64,
+    changed_ns: i128,
     bytes: Vec<u8>,
 }
 
 impl Memory {
-    /// It is written back now, into what was made as the one with this `number`, or into itself.
-    pub(super) fn is_put_back(&mut self, number: Option<u64>, now_ns: i64) {
+    /// Puts it back, as one that was made later and has this `number`, or into the one that it is a
+    /// copy of.
+    pub(super) fn put_back(&mut self, number: Option<u64>, now_ns: i128) {
         self.number = number.unwrap_or(self.number);
         self.changed_ns = now_ns;
     }
@@ -55,7 +56,7 @@ impl RedoMemory for SimRedoMemory {
         let mut state = lock(&self.world.state);
         state.memories_made += 1;
         let number = state.memories_made;
-        let changed_ns = state.time_ns();
+        let changed_ns = state.now_ns;
         let memory = Memory { number, changed_ns, bytes: Vec::new() };
         state.redo_memories.insert(self.path.clone(), memory);
         drop(state);
@@ -69,11 +70,11 @@ impl RedoMemory for SimRedoMemory {
         Ok(RedoOrigin { boot: state.changes.boots.into(), memory: number.into() })
     }
 
-    fn now_ns(&self) -> i64 {
-        lock(&self.world.state).time_ns()
+    fn now_ns(&self) -> i128 {
+        lock(&self.world.state).now_ns
     }
 
-    fn changed_ns(&self) -> Result<i64> {
+    fn changed_ns(&self) -> Result<i128> {
         let state = lock(&self.world.state);
         Ok(state.redo_memories.get(&self.path).map_or(0, |memory| memory.changed_ns))
     }
@@ -109,7 +110,7 @@ impl RedoMemory for SimRedoMemory {
         if state.memory_is_full {
             return Err(Error::new(ErrorKind::NoSpace, "the memory is full"));
         }
-        let now_ns = state.time_ns();
+        let now_ns = state.now_ns;
         let Some(memory) = state.redo_memories.get_mut(&self.path) else {
             return Err(Error::new(ErrorKind::Io, "there is no memory"));
         };

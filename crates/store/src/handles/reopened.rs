@@ -11,7 +11,7 @@
 use super::{Handle, Locking, Slot};
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::kind::{FileKind, end_of, nanoseconds};
+use crate::kind::{FileKind, end_of};
 use mica_block::{
     Error, ErrorKind, Identity, IoFuture, Result, Run, Store, StoreIdentity, Witness,
 };
@@ -181,10 +181,4 @@ impl Store for Reopened {
     fn allocated_bytes(&self) -> Result<u64> {
         self.facts().allocated_bytes()
     }
-}
-
-/// The current time, by the clock that stamps files.
-pub(super) fn now_ns() -> i128 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
-    nanoseconds(now.tv_sec, u64::try_from(now.tv_nsec).unwrap_or(0))
 }
