@@ -10,8 +10,8 @@
 //! - L3 Nobody has to where nothing is left to be seen. The killed server kept no log, which it
 //!   reports for as long as it serves ([`Cause::NoLog`], judged when it starts). Or the image is a
 //!   copy from before its log had a name, or from after another program cleared it: a log of the
-//!   same inode need not be its own ([`Cause::Copied`]). Or one took the log away, and another one
-//!   the name ([`Cause::LogGone`]).
+//!   same inode need not be its own ([`Cause::Copied`]). Or somebody took the log away, and another
+//!   program cleared the name ([`Cause::LogGone`]).
 //! - L4 Anything else without a word is wrong: if there is nothing to be seen, a log disappeared.
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
 //!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).

@@ -89,7 +89,7 @@ impl Manner {
     }
 
     /// Where it keeps its log.
-    pub(super) fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
+    fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
         let world = &chain.world;
         match self.log {
             LogAt::Usual => Some(world.log.clone()),
@@ -350,13 +350,12 @@ impl Served {
         let control = control.display().to_string();
         let args = ["ctl", "--control", &control, "--output", "json", "status"];
         // The control socket is there a moment after those of the disks.
-        let mut told = chain.world.mica(&args)?;
-        let start = clock::now();
-        while !told.status.success() && start.elapsed() < LIMIT {
-            clock::sleep(PAUSE * 10);
-            told = chain.world.mica(&args)?;
-        }
-        let told = foreign::succeeded(told)?;
+        let ask = || chain.world.mica(&args);
+        let told = clock::poll(LIMIT, PAUSE * 10, || match ask() {
+            Ok(said) if !said.status.success() => None,
+            said => Some(said),
+        });
+        let told = foreign::succeeded(told.unwrap_or_else(ask)?)?;
         let status: serde_json::Value = serde_json::from_str(&told)
             .map_err(|error| Fault::new(Wrong::Silent, format!("{error}: {told}")))?;
         let disks = status["disks"].as_array().map(Vec::as_slice).unwrap_or_default();

@@ -102,8 +102,8 @@ impl Logging {
         (self.named == Named::Gone).then_some(self.low_bits)
     }
 
-    /// The header has these autoclear `bits`.
-    pub(crate) fn has_bits(&mut self, bits: u64) {
+    /// Takes note that the header has these autoclear `bits`.
+    pub(crate) fn note_bits(&mut self, bits: u64) {
         self.named = match (names_log(bits), &self.log) {
             (None, _) => Named::Nothing,
             (Some(_), Some(_)) => Named::Present,

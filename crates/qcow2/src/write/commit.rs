@@ -156,7 +156,7 @@ impl Writer {
             }
             named => {
                 named?;
-                self.metadata.lock().logging.has_bits(bits);
+                self.metadata.lock().logging.note_bits(bits);
                 Ok(true)
             }
         }

@@ -177,7 +177,7 @@ impl Writer {
         let logged = self.metadata.lock().logging.allow_name(bits);
         let place = place_of(field::AUTOCLEAR);
         self.metadata.write_header_through(logged, &bits.to_be_bytes(), place).await?;
-        self.metadata.lock().logging.has_bits(bits);
+        self.metadata.lock().logging.note_bits(bits);
         Ok(())
     }
 }
@@ -269,7 +269,7 @@ impl Metadata {
         };
         let Some((bits, logged)) = unnamed else { return Ok(()) };
         self.write_header(logged, &bits.to_be_bytes(), place_of(field::AUTOCLEAR)).await?;
-        self.lock().logging.has_bits(bits);
+        self.lock().logging.note_bits(bits);
         Ok(())
     }
 
