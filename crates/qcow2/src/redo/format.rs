@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// writing clears them, as it must with bits that it does not know.
 pub(crate) const LOG_NAME_SHIFT: u32 = 32;
 
-pub(super) const MAGIC: [u8; 8] = *b"micalog\x06";
-pub(super) const HEADER_BYTES: usize = 96;
+pub(super) const MAGIC: [u8; 8] = *b"micalog\x07";
+pub(super) const HEADER_BYTES: usize = 100;
 /// A log has two headers, written in turn: a process killed while writing one leaves the other.
 pub(super) const HEADERS_AT: [u64; 2] = [0, 512];
 pub(super) const RECORDS_AT: u64 = 4096;
@@ -98,6 +98,8 @@ pub(super) struct LogHeader {
     pub(super) time_ns: i64,
     /// The number of the group after all that were there then.
     pub(super) next: u64,
+    /// A process began to apply it to the image.
+    pub(super) is_being_applied: bool,
 }
 
 impl LogHeader {
@@ -114,6 +116,7 @@ impl LogHeader {
         bytes[60..76].copy_from_slice(&self.origin.memory.to_le_bytes());
         bytes[76..84].copy_from_slice(&self.time_ns.to_le_bytes());
         bytes[84..92].copy_from_slice(&self.next.to_le_bytes());
+        bytes[92..96].copy_from_slice(&u32::from(self.is_being_applied).to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -137,7 +140,15 @@ impl LogHeader {
             sequence: number(52)?,
             time_ns: number(76)?.cast_signed(),
             next: number(84)?,
+            is_being_applied: small(92)? != 0,
         })
+    }
+
+    /// Writes it to the log in `out`, in place of the older one of the two.
+    pub(super) fn write(&self, out: &dyn RedoMemory) -> Result<()> {
+        let [even, odd] = HEADERS_AT;
+        let at = if self.sequence.is_multiple_of(2) { even } else { odd };
+        out.write_at(at, &self.encode())
     }
 }
 
@@ -245,9 +256,9 @@ mod tests {
                 sequence,
                 time_ns: 0,
                 next: number,
+                is_being_applied: false,
             };
-            let at = HEADERS_AT[usize::from(!sequence.is_multiple_of(2))];
-            self.write_at(at, &header.encode()).expect("it has room");
+            header.write(self).expect("it has room");
         }
 
         fn goes_by(&self, name: u32) -> Option<u64> {

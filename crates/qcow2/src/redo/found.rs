@@ -4,7 +4,7 @@ use super::baseline::{HeaderState, Run, SpaceState};
 use super::expected::{EXPECTED, Expected, decode_expected};
 use super::format::{
     EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADER, LATE, LATE_ZEROS, LogHeader,
-    RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, decode_witnesses, other_half, read_header,
+    RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, decode_witnesses, other_half, read_header, time_of,
 };
 use mica_block::{RedoMemory, Result, Store, Witness};
 use mica_qcow2_format::Header;
@@ -17,6 +17,7 @@ const WRITE_NS_MAX: u128 = 1_000_000_000;
 
 /// The contents of a log.
 pub(super) struct Found {
+    log: LogHeader,
     /// The records of each group, in the order of the groups.
     pub(super) groups: Vec<Vec<u8>>,
     /// The header's fields after all groups.
@@ -86,13 +87,14 @@ impl Found {
                 groups.push(records);
             }
         }
+        let log = header;
         let doubt = match () {
             () if origin.memory != here.memory => Some(COPY),
-            () if number < header.next || !is_untouched => Some(CHANGED),
+            () if number < log.next || !is_untouched => Some(CHANGED),
             () => None,
         };
         let (header, space, witnesses) = (None, None, Vec::new());
-        let mut found = Self { groups, header, space, witnesses, doubt };
+        let mut found = Self { log, groups, header, space, witnesses, doubt };
         for record in found.groups.iter().flat_map(|group| records(group)) {
             match record.kind {
                 HEADER => found.header = HeaderState::decode(record.content),
@@ -128,6 +130,17 @@ impl Found {
     /// Clusters that are counted and not linked, after all groups.
     pub(super) fn unused(&self) -> &[Run] {
         self.space.as_ref().map_or(&[], |space| &space.unused)
+    }
+
+    /// Records in the log in `memory` that its changes are about to be written to the image.
+    pub(super) fn begin_to_apply(&self, memory: &dyn RedoMemory) -> Result<()> {
+        let (sequence, time_ns) = (self.log.sequence + 1, time_of(memory.now_ns()));
+        LogHeader { sequence, time_ns, is_being_applied: true, ..self.log }.write(memory)
+    }
+
+    /// Whether the file may have some of its changes already, since a process began to apply it.
+    pub(super) fn is_being_applied(&self) -> bool {
+        self.log.is_being_applied
     }
 
     /// What the file may hold in pages that the log changes.

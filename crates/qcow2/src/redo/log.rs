@@ -4,7 +4,7 @@ use super::Stage;
 use super::baseline::LogBaseline;
 use super::expected::Expected;
 use super::format::{
-    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADERS_AT, LATE, LATE_ZEROS, LogHeader,
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, LATE, LATE_ZEROS, LogHeader,
     RECORDS_AT, ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after,
     other_half, time_of, witnesses_of,
 };
@@ -157,10 +157,9 @@ impl Log {
             sequence: self.sequence,
             time_ns: time_of(self.out.now_ns()),
             next: self.number,
+            is_being_applied: false,
         };
-        let [even, odd] = HEADERS_AT;
-        let at = if self.sequence.is_multiple_of(2) { even } else { odd };
-        self.out.write_at(at, &header.encode())
+        header.write(&*self.out)
     }
 
     /// `len` bytes at `at` are being changed.

@@ -64,6 +64,10 @@
 //! - R6 A log that may lack its last groups changes nothing, as the file may have pages of them:
 //!   one that is a copy, that was changed after its last write (by its own record of the time), or
 //!   that has fewer groups than its header tells.
+//! - R7 A page has what the log makes of it only after the log states that a process began to apply
+//!   it. Before, it is the work of another program, which gave the same cluster the same place and
+//!   its own content: an allocator that takes the first free cluster does that, and in a data file
+//!   the place of a cluster is always the same.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made

@@ -63,6 +63,7 @@ fn header_is_laid_out_as_the_page_says() {
         sequence: 7,
         time_ns: 9,
         next: 10,
+        is_being_applied: true,
     };
     let bytes = header.encode();
     assert_eq!(LogHeader::decode(&bytes), Some(header));
@@ -77,6 +78,7 @@ fn header_is_laid_out_as_the_page_says() {
         (60, 8),
         (76, 9),
         (84, 10),
+        (92, 1),
     ];
     for (at, byte) in starts {
         assert_eq!(bytes[at], byte, "at {at}");

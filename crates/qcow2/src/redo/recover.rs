@@ -84,6 +84,9 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
                     set_aside(path, store, memory.as_deref(), NOT_DURABLE).await?;
                     return Err(error);
                 }
+                if let Some(memory) = &memory {
+                    found.begin_to_apply(&**memory)?;
+                }
                 write_down(store, &replay).await?;
                 unused = found.unused();
                 tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
