@@ -4,7 +4,8 @@ use super::baseline::{HeaderState, Run, SpaceState};
 use super::expected::{EXPECTED, Expected, decode_expected};
 use super::format::{
     EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, HEADER, LATE, LATE_ZEROS, LogHeader,
-    RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, decode_witnesses, other_half, read_header, time_of,
+    RECORD_HEAD_BYTES, RECORDS_AT, SPACE, WITNESSES, decode_witnesses, other_half, read_header,
+    time_of,
 };
 use mica_block::{RedoMemory, Result, Store, Witness};
 use mica_qcow2_format::Header;

@@ -4,9 +4,9 @@ use super::Stage;
 use super::baseline::LogBaseline;
 use super::expected::Expected;
 use super::format::{
-    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, LATE, LATE_ZEROS, LogHeader,
-    RECORDS_AT, ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after,
-    other_half, time_of, witnesses_of,
+    EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, LATE, LATE_ZEROS, LogHeader, RECORDS_AT,
+    ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after, other_half, time_of,
+    witnesses_of,
 };
 use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witness};
 use mica_units::HostOffset;
