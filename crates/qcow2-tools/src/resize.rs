@@ -1,8 +1,9 @@
 //! Makes the disk of an image that is not in use longer or shorter.
 //!
 //! Longer: the data file, if there is one ─▶ room in the L1 table ─▶ zeros where something would
-//! show ─▶ the new size. Shorter: the new size with a shorter L1 table ─▶ what is beyond is freed,
-//! and the file ends where its last cluster does ─▶ the data file.
+//! show ─▶ the new size. Shorter: a copy of the L2 table in which the disk ends, without what is
+//! beyond, and of the L1 table ─▶ the new size with these ─▶ what is beyond is freed, and the file
+//! ends where its last cluster does ─▶ the data file.
 //!
 //! Invariants
 //! - I1 What the header names is durable before the header is, so that a power cut leaves the old
@@ -10,6 +11,8 @@
 //! - I2 The part by which a disk grew never holds anything but zeros: neither what a longer backing
 //!   file has there, nor what the image kept from a time when it was longer.
 //! - I3 A cluster is freed only after nothing durable names it.
+//! - I4 If there is room for the copies, no entry beyond the end of a shorter disk is left, at any
+//!   instant: another program that makes it longer shows what such an entry names.
 
 mod blocks;
 mod data;
@@ -26,9 +29,9 @@ use mica_qcow2::FileSpace;
 use mica_qcow2::read_header;
 use mica_qcow2::replay_redo_log;
 use mica_qcow2::{Chain, ChainOptions, IndexUse, check_resizable};
-use mica_qcow2_format::{Header, L1Entry, L2Entry, Version, field};
+use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, Version, field};
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use mica_units::{ClusterBits, GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -222,61 +225,142 @@ impl Resizer {
     }
 
     async fn shrink(&mut self, size: u64, entries: u32) -> Result<()> {
-        let l2 = self.header.l2_format();
-        let bits = l2.cluster_bits;
-        let l1 = self.read_l1().await?;
-        let (old_at, old_entries) = (self.header.l1_offset, self.header.l1_entries);
+        let bits = self.header.cluster_bits;
+        let mut l1 = self.read_l1().await?;
+        let beyond = l1.split_off(len_of(entries.into()));
+        let old_at = self.header.l1_offset;
+        let cut = self.cut_table(&l1, size).await?;
+        let copies = match &cut {
+            Some(cut) => self.copy_tables(&l1, cut).await?,
+            None => None,
+        };
         self.header.size = size;
         self.header.l1_entries = entries;
+        if let Some(copies) = copies {
+            self.header.l1_offset = copies.l1;
+        }
         self.write_header().await?;
 
-        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
-        if !size.is_multiple_of(l2.table_bytes()) {
-            let last = L1Entry(l1[len_of(u64::from(entries) - 1)]);
-            self.cut_table(&space, last, size).await?;
+        let mut space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        if let Some(cut) = &cut {
+            self.end_cut(&space, cut, copies).await?;
         }
-        for entry in &l1[len_of(entries.into())..] {
+        for entry in &beyond {
             let Some(at) = L1Entry(*entry).decode(bits)? else { continue };
             let table = read_exact(&*self.image.store, at, self.cluster_len()).await?;
             self.free_entries(&space, &table, 0).await?;
             space.free(at, 1).await?;
         }
-        let l1_bytes = |entries: u32| u64::from(entries) * L1Entry::BYTES as u64;
-        let (kept, all) =
-            (bits.clusters_for(l1_bytes(entries)), bits.clusters_for(l1_bytes(old_entries)));
+        let all = l1_clusters(bits, l1.len() + beyond.len());
+        let kept = if copies.is_some() { 0 } else { l1_clusters(bits, l1.len()) };
         space.free(HostOffset::new(old_at.bytes() + bits.bytes_of(kept)), all - kept).await?;
         space.commit().await?;
+        if let (Some(cut), Some(copies)) = (&cut, copies) {
+            // Before any of what is free now is used again.
+            self.give_back(&space).await?;
+            space = self.bring_down(&l1, cut, copies).await?;
+        }
         let space = self.drop_empty_blocks(space).await?;
-        let tables = l1[..len_of(entries.into())].iter().map(|entry| L1Entry(*entry).offset());
-        let last_table = tables.map(HostOffset::bytes).max().unwrap_or(0);
-        space.give_back(last_table.saturating_add(bits.bytes())).await?;
+        self.give_back(&space).await?;
         match &self.data {
             Some(data) => data.shorten(size).await,
             None => Ok(()),
         }
     }
 
-    /// Clears the entries beyond the new end in the table in which the disk ends. A table shared
-    /// with a snapshot stays: its entries beyond the end are zeroed if the disk grows again.
-    async fn cut_table(&self, space: &FileSpace, entry: L1Entry, size: u64) -> Result<()> {
-        let l2 = self.header.l2_format();
-        let Some(at) = entry.decode(l2.cluster_bits)? else { return Ok(()) };
-        if !entry.copied() {
-            return Ok(());
+    /// Returns free space to the file system, except before the last table.
+    async fn give_back(&self, space: &FileSpace) -> Result<()> {
+        let tables = self.read_l1().await?.into_iter().map(|entry| L1Entry(entry).offset());
+        let last_table = tables.map(HostOffset::bytes).max().unwrap_or(0);
+        space.give_back(last_table.saturating_add(self.header.cluster_bits.bytes())).await
+    }
+
+    /// Brings the copies of tables, which were made while what is beyond the end was still there,
+    /// nearer to the start, so that the file can end earlier.
+    async fn bring_down(&mut self, l1: &[u64], cut: &Cut, before: Copies) -> Result<FileSpace> {
+        let again = self.copy_tables(l1, cut).await?;
+        let mut unused = None;
+        if let Some(again) = again {
+            let last = |copies: Copies| copies.l1.max(copies.l2);
+            let is_nearer = last(again) < last(before);
+            unused = Some(if is_nearer { before } else { again });
+            if is_nearer {
+                self.header.l1_offset = again.l1;
+                self.write_header().await?;
+            }
         }
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        if let Some(unused) = unused {
+            space.free(unused.l2, 1).await?;
+            space.free(unused.l1, l1_clusters(self.header.cluster_bits, l1.len())).await?;
+            space.commit().await?;
+        }
+        Ok(space)
+    }
+
+    /// What has to be cleared in the table in which a disk of `size` bytes ends, if that has
+    /// anything beyond.
+    async fn cut_table(&self, l1: &[u64], size: u64) -> Result<Option<Cut>> {
+        let l2 = self.header.l2_format();
         let end = size.next_multiple_of(l2.cluster_bits.bytes());
         if end.is_multiple_of(l2.table_bytes()) {
+            return Ok(None);
+        }
+        let index = len_of(l2.l1_index(GuestOffset::new(end)));
+        let entry = L1Entry(l1[index]);
+        let Some(at) = entry.decode(l2.cluster_bits)? else { return Ok(None) };
+        let table = read_exact(&*self.image.store, at, self.cluster_len()).await?;
+        let first = l2.l2_index(GuestOffset::new(end));
+        let beyond = &table[len_of(first) * l2.entry_bytes()..];
+        let has_any = beyond.iter().any(|byte| *byte != 0);
+        Ok(has_any.then_some(Cut { index, at, is_own: entry.copied(), table, first }))
+    }
+
+    /// Puts copies of the table that is `cut`, and of the L1 table with these entries, in new
+    /// places, if there is room.
+    async fn copy_tables(&mut self, l1: &[u64], cut: &Cut) -> Result<Option<Copies>> {
+        let (l2, store) = (self.header.l2_format(), &*self.image.store);
+        let bits = l2.cluster_bits;
+        let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        let written = async {
+            let copies = Copies {
+                l2: space.take(1).await?,
+                l1: space.take(l1_clusters(bits, l1.len())).await?,
+            };
+            let mut entries = l1.to_vec();
+            entries[cut.index] = L1Entry::encode(copies.l2, true).0;
+            let mut table = Buf::zeroed(len_of(bits.bytes()) * len_of(l1_clusters(bits, l1.len())));
+            let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+            table.put(0, &bytes);
+            write_all(store, cut.cleared(l2), copies.l2).await?;
+            write_all(store, table, copies.l1).await?;
+            space.commit().await?;
+            Ok(copies)
+        };
+        let written: Result<Copies> = written.await;
+        // The refcount table may have moved in the meantime.
+        self.header = read_header(store).await?;
+        match written {
+            Ok(copies) => Ok(Some(copies)),
+            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Frees what was `cut`. Without copies the table is cleared where it is; one that a snapshot
+    /// has too stays, and its entries beyond the end are zeroed if the disk grows again.
+    async fn end_cut(&self, space: &FileSpace, cut: &Cut, copies: Option<Copies>) -> Result<()> {
+        if copies.is_some() {
+            space.free(cut.at, 1).await?;
+        } else if cut.is_own {
+            space.check(cut.at)?;
+            let store = &*self.image.store;
+            write_all(store, cut.cleared(self.header.l2_format()), cut.at).await?;
+            store.sync().await?;
+        } else {
             return Ok(());
         }
-        let first = l2.l2_index(GuestOffset::new(end));
-        space.check(at)?;
-        let store = &*self.image.store;
-        let mut table = read_exact(store, at, self.cluster_len()).await?;
-        let before = Buf::from_slice(&table);
-        table.fill_part(len_of(first) * l2.entry_bytes()..table.len(), 0);
-        write_all(store, table, at).await?;
-        store.sync().await?;
-        self.free_entries(space, &before, first).await
+        self.free_entries(space, &cut.table, cut.first).await
     }
 
     /// Frees what the entries of `table` name, from entry `first` on.
@@ -335,6 +419,39 @@ impl Resizer {
         write_all(store, sector, HostOffset::ZERO).await?;
         store.sync().await
     }
+}
+
+/// Where copies of two tables are.
+#[derive(Clone, Copy)]
+struct Copies {
+    l1: HostOffset,
+    l2: HostOffset,
+}
+
+/// The table in which a shorter disk ends, as it was.
+struct Cut {
+    /// Its entry in the L1 table.
+    index: usize,
+    at: HostOffset,
+    /// No snapshot has it too.
+    is_own: bool,
+    table: Buf,
+    /// The first entry beyond the end.
+    first: u64,
+}
+
+impl Cut {
+    /// The table without what is beyond the end.
+    fn cleared(&self, l2: L2Format) -> Buf {
+        let mut table = Buf::from_slice(&self.table);
+        table.fill_part(len_of(self.first) * l2.entry_bytes()..table.len(), 0);
+        table
+    }
+}
+
+/// Clusters of an L1 table with this many entries.
+fn l1_clusters(bits: ClusterBits, entries: usize) -> u64 {
+    bits.clusters_for((entries * L1Entry::BYTES) as u64)
 }
 
 /// A length that was checked to be small.

@@ -11,6 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
+/// Where the header has the bits of a cluster, the length of the disk and the entries of the L1
+/// table.
+const CLUSTER_BITS_AT: u64 = 20;
+const SIZE_AT: u64 = 24;
+const L1_ENTRIES_AT: u64 = 36;
 /// The part of the disk that is written.
 const WRITTEN: u64 = 3 * MIB;
 
@@ -33,6 +38,7 @@ async fn cut_after_each(world: &World, wish: &ImageWish, (old, new): (u64, u64))
             let ended = until_power_cut(&world, resize).await;
             world.keep_power();
             image.expect_uncorrupted(&about).await;
+            expect_zeros_if_lengthened(&image, old, &about).await;
             // Later writes still succeed.
             let chain = image.open(Mode::Write).await;
             let len = chain.geometry().len;
@@ -51,6 +57,23 @@ async fn cut_after_each(world: &World, wish: &ImageWish, (old, new): (u64, u64))
                 break;
             }
         }
+    }
+}
+
+/// Another program makes the disk as long again as its tables reach, or `before`, by writing the
+/// new length and nothing else.
+async fn expect_zeros_if_lengthened(image: &Plain, before: u64, about: &str) {
+    let image = image.in_another_world();
+    let bytes = image.bytes(CLUSTER_BITS_AT, 4);
+    let cluster = 1_u64 << u32::from_be_bytes(*bytes.first_chunk().unwrap());
+    let tables = image.word(L1_ENTRIES_AT) >> 32;
+    let (now, longer) = (image.word(SIZE_AT), (tables * cluster * cluster / 8).min(before));
+    let end = now.next_multiple_of(cluster);
+    if longer > end {
+        image.put(SIZE_AT, longer);
+        let chain = image.open(Mode::Read).await;
+        let shown = read(&chain, end, longer - end).await.unwrap();
+        assert!(shown.iter().all(|byte| *byte == 0), "{about}: what was beyond the end shows");
     }
 }
 
