@@ -427,8 +427,8 @@ impl RedoMemory for RedoFile {
     fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let mut file = self.lock();
         let Some(there) = &*file else { return Err(self.explain(Errno::NOENT)) };
-        // The header is written with every group. A file that lost its name in the meantime (the
-        // end of a session removes its user's files) is of no use to a successor.
+        // Of the two headers, which are written in turn, one is here. A file that lost its name in
+        // the meantime (the end of a session removes its user's files) is of no use to a successor.
         if at == 0 && !self.has_its_name(there) {
             *file = None;
             return Err(self.explain(Errno::NOENT));

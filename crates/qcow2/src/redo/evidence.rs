@@ -1,12 +1,12 @@
 //! Whether the changes that a log makes to the tables of an image fit the image found.
 //!
-//! Sums of pages prove that nobody changed what the log changes ([`super::expected`]). This file
+//! Sums of pages show that nobody changed what the log changes ([`super::expected`]). This file
 //! checks the rest, which follows from the tables alone, so that no operation of a writer can
 //! forget to record it: the tables of the file are compared with those that the log makes of them.
 //!
 //! Invariants
 //! - I1 Dropped bytes are zeros in the file: see [`super::dropped`].
-//! - I2 Linked clusters are counted: they were given to nobody else.
+//! - I2 Linked clusters are counted: nobody freed them.
 
 use super::dropped::{dropped_units, ranges_of};
 use super::replay::Replay;

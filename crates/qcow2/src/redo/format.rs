@@ -98,8 +98,8 @@ pub(super) struct LogHeader {
     pub(super) time_ns: i64,
     /// The number of the group after all that were there then.
     pub(super) next: u64,
-    /// A process began to apply it to the image.
-    pub(super) is_being_applied: bool,
+    /// A process began to replay it.
+    pub(super) replay_began: bool,
 }
 
 impl LogHeader {
@@ -116,7 +116,7 @@ impl LogHeader {
         bytes[60..76].copy_from_slice(&self.origin.memory.to_le_bytes());
         bytes[76..84].copy_from_slice(&self.time_ns.to_le_bytes());
         bytes[84..92].copy_from_slice(&self.next.to_le_bytes());
-        bytes[92..96].copy_from_slice(&u32::from(self.is_being_applied).to_le_bytes());
+        bytes[92..96].copy_from_slice(&u32::from(self.replay_began).to_le_bytes());
         let sum = crc32c(&bytes[..HEADER_BYTES - 4]);
         bytes[HEADER_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
         bytes
@@ -140,7 +140,7 @@ impl LogHeader {
             sequence: number(52)?,
             time_ns: number(76)?.cast_signed(),
             next: number(84)?,
-            is_being_applied: small(92)? != 0,
+            replay_began: small(92)? != 0,
         })
     }
 
@@ -256,7 +256,7 @@ mod tests {
                 sequence,
                 time_ns: 0,
                 next: number,
-                is_being_applied: false,
+                replay_began: false,
             };
             header.write(self).expect("it has room");
         }

@@ -121,8 +121,8 @@ impl Found {
         self.groups.is_empty()
     }
 
-    /// Whether acknowledged writes are lost without it: a link, which is in a late page or in a new
-    /// table.
+    /// Whether acknowledged writes are lost without it: a link, which is in a late page. A table
+    /// that is new is linked by one.
     pub(super) fn has_links(&self) -> bool {
         let kinds = self.groups.iter().flat_map(|group| records(group)).map(|record| record.kind);
         kinds.into_iter().any(|kind| matches!(kind, LATE | LATE_ZEROS))
@@ -134,14 +134,15 @@ impl Found {
     }
 
     /// Records in the log in `memory` that its changes are about to be written to the image.
-    pub(super) fn begin_to_apply(&self, memory: &dyn RedoMemory) -> Result<()> {
+    pub(super) fn begin_replay(&self, memory: &dyn RedoMemory) -> Result<()> {
         let (sequence, time_ns) = (self.log.sequence + 1, time_of(memory.now_ns()));
-        LogHeader { sequence, time_ns, is_being_applied: true, ..self.log }.write(memory)
+        let next = self.log.number + self.groups.len() as u64;
+        LogHeader { sequence, time_ns, next, replay_began: true, ..self.log }.write(memory)
     }
 
-    /// Whether the file may have some of its changes already, since a process began to apply it.
-    pub(super) fn is_being_applied(&self) -> bool {
-        self.log.is_being_applied
+    /// Whether a process began to replay it, so that the file may have some of its changes.
+    pub(super) fn replay_began(&self) -> bool {
+        self.log.replay_began
     }
 
     /// What the file may hold in pages that the log changes.

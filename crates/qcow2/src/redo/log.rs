@@ -157,7 +157,7 @@ impl Log {
             sequence: self.sequence,
             time_ns: time_of(self.out.now_ns()),
             next: self.number,
-            is_being_applied: false,
+            replay_began: false,
         };
         header.write(&*self.out)
     }

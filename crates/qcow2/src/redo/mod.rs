@@ -64,19 +64,23 @@
 //! - R6 A log that may lack its last groups changes nothing, as the file may have pages of them:
 //!   one that is a copy, that was changed after its last write (by its own record of the time), or
 //!   that has fewer groups than its header tells.
-//! - R7 A page has what the log makes of it only after the log states that a process began to apply
-//!   it. Before, it is the work of another program, which gave the same cluster the same place and
-//!   its own content: an allocator that takes the first free cluster does that, and in a data file
-//!   the place of a cluster is always the same.
+//! - R7 Until a process begins to replay the log, which it records first, a page has nothing that
+//!   the log makes of it but what the writer recorded that it would write (W5). Anything else is
+//!   another program's work, which gave the same cluster the same place and its own content: an
+//!   allocator that takes the first free cluster does that, and in a data file the place of a
+//!   cluster is always the same. A replay that was interrupted wrote the first of its pages, in
+//!   their order, and no others.
 //!
 //! Not detected: a program that keeps the name, allocates and frees until the tables are as they
 //! were, and in the meantime has overwritten clusters that the log links; and a copy that was made
 //! while the writer ran, after its last flush, and is put back in place of the image: it gets the
 //! log's metadata, which is sound, but the data of clusters that were new after the copy is
 //! missing; and zeros that such a program writes where the file has zeros already, which changes no
-//! byte of it: what the log has there is applied, though it is older. The image stays sound in
-//! these cases. Nor is an older copy of the log that is written into the log's own file within a
-//! second of its last write.
+//! byte of it: what the log has there is applied, though it is older; and a program that makes the
+//! links of a group that was being written, or replayed, when its process died. The image stays
+//! sound in these cases. It does not if a program undoes such a link and gives the cluster to
+//! another place, whose table the log does not have: both places then have it. Nor is an older copy
+//! of the log detected that is written into the log's own file within a second of its last write.
 
 mod baseline;
 mod dropped;

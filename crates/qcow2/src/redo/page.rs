@@ -63,7 +63,7 @@ fn header_is_laid_out_as_the_page_says() {
         sequence: 7,
         time_ns: 9,
         next: 10,
-        is_being_applied: true,
+        replay_began: true,
     };
     let bytes = header.encode();
     assert_eq!(LogHeader::decode(&bytes), Some(header));

@@ -47,24 +47,7 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         None => None,
     };
     let Some(found) = found else {
-        if let Some(place) = images.redo_logs().of_another(path)? {
-            let context = format!(
-                "what its last writer left is in {}, which belongs to another user: open it as \
-                 that user once, or remove that file and lose what was not flushed",
-                place.display()
-            );
-            return Err(Error::new(ErrorKind::Denied, context));
-        }
-        if let Some(place) = images.redo_logs().elsewhere(path)? {
-            let directory = place.ancestors().nth(2).unwrap_or(&place);
-            let context = format!(
-                "what its last writer left is in {}: pass {} as --redo-dir, or remove that file \
-                 and lose what was not flushed",
-                place.display(),
-                directory.display()
-            );
-            return Err(Error::new(ErrorKind::Denied, context));
-        }
+        refuse_if_elsewhere(images, path)?;
         return set_aside(path, store, memory.as_deref(), NOTHING_FITS).await;
     };
     if let Some(why) = found.doubt {
@@ -85,7 +68,7 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
                     return Err(error);
                 }
                 if let Some(memory) = &memory {
-                    found.begin_to_apply(&**memory)?;
+                    found.begin_replay(&**memory)?;
                 }
                 write_down(store, &replay).await?;
                 unused = found.unused();
@@ -107,6 +90,27 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
     let mut freed = Replay::empty(&header);
     freed.free_unused(store, &header, unused).await?;
     write_down(store, &freed).await
+}
+
+/// Fails if the log of the image at `path` is where this process does not use it.
+fn refuse_if_elsewhere(images: &dyn Images, path: &Path) -> Result<()> {
+    let context = if let Some(place) = images.redo_logs().of_another(path)? {
+        format!(
+            "what its last writer left is in {}, which belongs to another user: open it as that \
+             user once, or remove that file and lose what was not flushed",
+            place.display()
+        )
+    } else if let Some(place) = images.redo_logs().elsewhere(path)? {
+        format!(
+            "what its last writer left is in {}: pass {} as --redo-dir, or remove that file and \
+             lose what was not flushed",
+            place.display(),
+            place.ancestors().nth(2).unwrap_or(&place).display()
+        )
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::Denied, context))
 }
 
 /// Detaches the image from a log that is not used, and warns with the reason `why`. The name goes
@@ -178,9 +182,14 @@ async fn drop_log(path: &Path, store: &dyn Store, memory: &dyn RedoMemory) -> Re
     Ok(true)
 }
 
-/// Whether the file has all that the log changes already.
+/// Whether the file has all that the log changes already, by the work of those who had the log
+/// (R7).
 async fn is_in_file(found: &Found, header: &Header, store: &dyn Store) -> Result<bool> {
-    Ok(found.fits(store, header)? && Replay::plan(store, header, found).await?.is_in(store).await?)
+    if !found.fits(store, header)? {
+        return Ok(false);
+    }
+    let replay = Replay::plan(store, header, found).await?;
+    Ok(replay.goes_on_from(store, found).await? && replay.is_in(store).await?)
 }
 
 fn warn_of_loss(path: &Path, why: &str, kept: Option<PathBuf>) {

@@ -132,7 +132,8 @@ impl Replay {
     }
 
     /// Whether each page of the file in `store` is as the writer of the log that was `found`, or a
-    /// process that began to replay it, may have left it. Otherwise another program wrote since.
+    /// process that began to replay it, may have left it (R7). Otherwise another program wrote
+    /// since.
     pub(super) async fn goes_on_from(&self, store: &dyn Store, found: &Found) -> Result<bool> {
         let mut allowed: BTreeMap<u64, Vec<Sums>> = BTreeMap::new();
         for Expected { at, pages, sums } in found.expected() {
@@ -146,20 +147,32 @@ impl Replay {
                 allowed.entry(at).or_default().push(sums);
             }
         }
-        let mut logged = self.pages.iter().filter(|(_, page)| page.is_logged);
-        if !logged.all(|(at, _)| allowed.contains_key(at)) {
-            return Ok(false);
-        }
         let len = usize::try_from(self.page_bytes).expect("4 KiB");
-        for (at, mut allowed) in allowed {
-            // Without such a process, another program made the same links, with its own data.
-            if found.is_being_applied() {
-                allowed.extend(self.pages.get(&at).map(|page| sums_of(&page.bytes)));
-            }
-            let there = sums_of(&read_exact(store, HostOffset::new(at), len).await?);
+        let sums_at = async |at| Ok(sums_of(&read_exact(store, at, len).await?));
+        let fits = |at, there: &Sums, allowed: &[Sums]| {
             let mut sectors = there.iter().enumerate();
-            if !sectors.all(|(sector, sum)| allowed.iter().any(|sums| sums[sector] == *sum)) {
-                tracing::debug!(at, "a page of the image has changed");
+            let fits = sectors.all(|(sector, sum)| allowed.iter().any(|sums| sums[sector] == *sum));
+            if !fits {
+                tracing::debug!(%at, "a page of the image has changed");
+            }
+            fits
+        };
+        // A process that replayed it and died wrote some of the pages, in this order.
+        let mut may_be_made = found.replay_began();
+        for (at, bytes) in Step::ALL.into_iter().flat_map(|step| self.pages_of(step)) {
+            let Some(mut allowed) = allowed.remove(&at.bytes()) else { return Ok(false) };
+            let (there, made) = (sums_at(at).await?, sums_of(bytes));
+            if may_be_made {
+                allowed.push(made);
+            }
+            if !fits(at, &there, &allowed) {
+                return Ok(false);
+            }
+            may_be_made &= there == made;
+        }
+        for (at, allowed) in allowed {
+            let at = HostOffset::new(at);
+            if !fits(at, &sums_at(at).await?, &allowed) {
                 return Ok(false);
             }
         }

@@ -90,7 +90,10 @@ impl Writer {
         }
         if in_two_steps {
             self.sync(true).await?;
-            self.metadata.lock().group.durable = number;
+            let mut pages = self.metadata.lock();
+            pages.group.durable = number;
+            // Not earlier: until then another program could make the same links (R7 of the log).
+            pages.expect_links(&late, self.space.state());
         }
         if let Err(error) = self.write_pages(late).await {
             // Some links may be in the file. What they need must be durable before any others
@@ -112,8 +115,9 @@ impl Writer {
             Ok(())
         });
         mica_rt::join_all([synced, named]).await.into_iter().collect::<Result<()>>()?;
-        if !is_named.get() {
-            taken.logged = None;
+        if !is_named.get() && taken.logged.take().is_some() {
+            // The log goes on from where it was, and expects what it was there.
+            self.metadata.lock().group.freed.append(&mut taken.freed);
         }
         if inherits {
             self.inherits.store(false, Ordering::Release);

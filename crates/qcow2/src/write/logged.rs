@@ -2,6 +2,7 @@
 
 use super::pages::{Group, PageState};
 use crate::redo::{HeaderLogged, LogBaseline, Mark, SpaceState, Stage};
+use mica_rt::Buf;
 use mica_units::HostOffset;
 
 impl PageState {
@@ -53,16 +54,30 @@ impl PageState {
     }
 
     /// The extent of the log for a group that is taken.
-    pub(super) fn mark_log(&mut self, space: SpaceState) -> Option<Mark> {
+    pub(super) fn mark_log(&mut self, space: SpaceState, in_two_steps: bool) -> Option<Mark> {
         let has_pages = self.dirty_count() > 0;
         if self.logging.is_on() && (has_pages || self.logging.is_behind()) {
-            self.log_state(space.clone());
             // While they are being written the file has either.
-            let numbers: Vec<_> = self.early.iter().chain(&self.late).copied().collect();
+            let late = Some(&self.late).filter(|_| !in_two_steps).into_iter().flatten();
+            let numbers: Vec<_> = self.early.iter().chain(late).copied().collect();
             numbers.into_iter().for_each(|number| self.expect_page(number));
             self.log_state(space);
         }
         self.logging.take_group(has_pages)
+    }
+
+    /// The links of a group, which are these `pages`, are about to be written: the file has either.
+    pub(super) fn expect_links(&mut self, pages: &[(HostOffset, Buf)], space: SpaceState) {
+        if self.logging.is_on() {
+            let page_len = usize::try_from(self.page_bytes()).expect("4 KiB");
+            for (at, bytes) in pages {
+                let places = (at.bytes()..).step_by(page_len);
+                for (at, page) in places.zip(bytes.chunks(page_len)) {
+                    self.logging.expect(at, page);
+                }
+            }
+            self.log_state(space);
+        }
     }
 
     /// Everything in the log up to `taken` is durable. Its baseline is logged at once: an empty log
