@@ -231,7 +231,7 @@ impl Resizer {
         let old_at = self.header.l1_offset;
         let cut = self.cut_table(&l1, size).await?;
         let copies = match &cut {
-            Some(cut) => self.copy_tables(&l1, cut).await?,
+            Some(cut) => self.copy_tables((&l1, &beyond), cut).await?,
             None => None,
         };
         self.header.size = size;
@@ -243,10 +243,16 @@ impl Resizer {
 
         let mut space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
         if let Some(cut) = &cut {
+            space.check(cut.at)?;
+        }
+        // What is beyond the end may name anything.
+        self.read_l1().await?.iter().for_each(|entry| space.protect(L1Entry(*entry).offset()));
+        if let Some(cut) = &cut {
             self.end_cut(&space, cut, copies).await?;
         }
         for entry in &beyond {
             let Some(at) = L1Entry(*entry).decode(bits)? else { continue };
+            space.check(at)?;
             let table = read_exact(&*self.image.store, at, self.cluster_len()).await?;
             self.free_entries(&space, &table, 0).await?;
             space.free(at, 1).await?;
@@ -278,7 +284,9 @@ impl Resizer {
     /// Brings the copies of tables, which were made while what is beyond the end was still there,
     /// nearer to the start, so that the file can end earlier.
     async fn bring_down(&mut self, l1: &[u64], cut: &Cut, before: Copies) -> Result<FileSpace> {
-        let again = self.copy_tables(l1, cut).await?;
+        let mut named = l1.to_vec();
+        named[cut.index] = L1Entry::encode(before.l2, true).0;
+        let again = self.copy_tables((&named, &[]), cut).await?;
         let mut unused = None;
         if let Some(again) = again {
             let last = |copies: Copies| copies.l1.max(copies.l2);
@@ -316,12 +324,25 @@ impl Resizer {
         Ok(has_any.then_some(Cut { index, at, is_own: entry.copied(), table, first }))
     }
 
-    /// Puts copies of the table that is `cut`, and of the L1 table with these entries, in new
-    /// places, if there is room.
-    async fn copy_tables(&mut self, l1: &[u64], cut: &Cut) -> Result<Option<Copies>> {
+    /// Puts copies of the table that is `cut`, and of the L1 table with the entries `l1` without
+    /// those that are `beyond`, in new places, if there is room. An image that contradicts itself
+    /// gets no copies.
+    async fn copy_tables(
+        &mut self,
+        (l1, beyond): (&[u64], &[u64]),
+        cut: &Cut,
+    ) -> Result<Option<Copies>> {
         let (l2, store) = (self.header.l2_format(), &*self.image.store);
         let bits = l2.cluster_bits;
+        let counts_of_block = bits.bytes() * 8 / u64::from(self.header.refcount_width.bits());
+        let tables = || l1.iter().chain(beyond).map(|entry| L1Entry(*entry).offset());
+        let own = L1Entry(l1[cut.index]).offset();
+        let is_alone = tables().filter(|table| *table == own).count() == 1;
+        if !is_alone || l1_clusters(bits, l1.len()) > counts_of_block / 2 {
+            return Ok(None);
+        }
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
+        tables().for_each(|table| space.protect(table));
         let written = async {
             let copies = Copies {
                 l2: space.take(1).await?,
@@ -340,11 +361,8 @@ impl Resizer {
         let written: Result<Copies> = written.await;
         // The refcount table may have moved in the meantime.
         self.header = read_header(store).await?;
-        match written {
-            Ok(copies) => Ok(Some(copies)),
-            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(None),
-            Err(error) => Err(error),
-        }
+        // Whatever it was: nothing names what was written.
+        Ok(written.ok())
     }
 
     /// Frees what was `cut`. Without copies the table is cleared where it is; one that a snapshot
@@ -353,7 +371,6 @@ impl Resizer {
         if copies.is_some() {
             space.free(cut.at, 1).await?;
         } else if cut.is_own {
-            space.check(cut.at)?;
             let store = &*self.image.store;
             write_all(store, cut.cleared(self.header.l2_format()), cut.at).await?;
             store.sync().await?;

@@ -39,6 +39,10 @@ impl FileSpace {
     }
 
     /// Takes `count` contiguous clusters.
+    ///
+    /// # Errors
+    /// `NoSpace` if there are no such clusters, or `Corrupt` if metadata lies there that nothing
+    /// counts; any error of the store.
     pub async fn take(&self, count: u64) -> Result<HostOffset> {
         let mut run: Option<Reserved> = None;
         let mut passed = Vec::new();
@@ -60,7 +64,9 @@ impl FileSpace {
             self.free(self.bits.start_of(passed.first), passed.count).await?;
         }
         let first = run.map_or(HostCluster::ZERO, |run| run.first);
-        Ok(self.bits.start_of(first))
+        let at = self.bits.start_of(first);
+        self.metadata.ranges.check(at, self.bits.bytes_of(count))?;
+        Ok(at)
     }
 
     /// The end of the file, if `count` clusters that nothing counts follow there.
@@ -98,6 +104,13 @@ impl FileSpace {
     /// `clusters` are no longer used and still occupy space.
     pub fn put_freed(&self, clusters: Vec<HostCluster>) {
         self.freed.borrow_mut().extend(clusters);
+    }
+
+    /// The L2 table at `at`, if that is not 0, is metadata.
+    pub fn protect(&self, at: HostOffset) {
+        if at != HostOffset::ZERO {
+            self.metadata.ranges.add(at, self.bits.bytes(), "an L2 table");
+        }
     }
 
     /// The bytes at `at` are no longer metadata.

@@ -96,6 +96,44 @@ fn disks_that_get_shorter_survive_a_cut_after_every_operation() {
     every_shape((4 * MIB, MIB));
 }
 
+/// Entries beyond the new end name the first free cluster, which a copy of a table may get, or a
+/// table. What is before the end is kept, whatever becomes of the shrink.
+#[test]
+fn entries_beyond_the_end_that_name_anything_take_nothing_from_the_rest() {
+    const ENTRY_FLAG: u64 = 1 << 63;
+    // So that there is a second L1 entry: one table is of 2 MiB.
+    let wish = ImageWish { cluster_bytes: Some(4096), ..ImageWish::default() };
+    scenario(1, |world| {
+        let wish = &wish;
+        async move {
+            for (place, in_l1) in (0..24).flat_map(|place| [(place, false), (place, true)]) {
+                let world = World::new(world.seed() + place);
+                let image = Plain::new(&world, wish, 4 * MIB).await;
+                let chain = image.open(Mode::Write).await;
+                write(&chain, 0, 7, 12 << 12).await.unwrap();
+                chain.close().await.unwrap();
+                drop(chain);
+                let named = (place * 4096) | ENTRY_FLAG;
+                // Data that is named twice is freed once, and its bytes may be gone.
+                if (0..12).any(|index| image.word(image.l2() + index * 8) == named) {
+                    continue;
+                }
+                image.put(if in_l1 { image.l1() + 8 } else { image.l2() + 400 * 8 }, named);
+                image.put(image.l2() + 500 * 8, (23 * 4096) | ENTRY_FLAG);
+                let mut resizer = Resizer::open(Arc::new(world.clone()), &Plain::top()).await;
+                if let Ok(resizer) = &mut resizer {
+                    let _ = resizer.resize(MIB).await;
+                }
+                drop(resizer);
+                let about = format!("cluster {place} is named, in the L1 table: {in_l1}");
+                let chain = image.open(Mode::Read).await;
+                let shown = read(&chain, 0, 12 << 12).await.unwrap();
+                assert!(shown.iter().all(|byte| *byte == 7), "{about}");
+            }
+        }
+    });
+}
+
 #[test]
 fn disks_that_get_longer_survive_a_cut_after_every_operation() {
     every_shape((4 * MIB, 12 * MIB));
