@@ -151,10 +151,11 @@ impl Logging {
         }
     }
 
-    /// A group is being taken; all of it is in the log, if there is one.
-    pub(crate) fn take_group(&mut self, has_pages: bool) -> Option<Mark> {
+    /// A group is being taken, which writes or frees something or not; all of it is in the log, if
+    /// there is one.
+    pub(crate) fn take_group(&mut self, does_anything: bool) -> Option<Mark> {
         match self.log.take() {
-            Some(log) if !has_pages && log.is_empty() => {
+            Some(log) if !does_anything && log.is_empty() => {
                 self.log = Some(log);
                 None
             }

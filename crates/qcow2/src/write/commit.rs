@@ -95,7 +95,11 @@ impl Writer {
             // Not earlier: until then another program could make the same links (R7 of the log).
             pages.expect_links(&late, self.space.state());
         }
-        if let Err(error) = self.write_pages(late).await {
+        let linked = async {
+            self.metadata.unname_before_group().await?;
+            self.write_pages(late).await
+        };
+        if let Err(error) = linked.await {
             // Some links may be in the file. What they need must be durable before any others
             // follow.
             if !in_two_steps {
@@ -281,6 +285,11 @@ impl Writer {
         while self.has_limbo() {
             self.gate.grace().await;
             self.flush().await?;
+            if self.is_limbo_empty() {
+                // What the group freed goes nowhere while the image cannot be named: without space
+                // for its header, it cannot be closed either.
+                break;
+            }
         }
         let mut unused = self.space.drain_pool();
         unused.sort_unstable();
@@ -296,8 +305,11 @@ impl Writer {
     }
 
     fn has_limbo(&self) -> bool {
+        !self.metadata.lock().group.freed.is_empty() || !self.is_limbo_empty()
+    }
+
+    fn is_limbo_empty(&self) -> bool {
         let limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
-        let group_freed = !self.metadata.lock().group.freed.is_empty();
-        group_freed || limbo.ending.is_some() || !limbo.waiting.is_empty()
+        limbo.ending.is_none() && limbo.waiting.is_empty()
     }
 }

@@ -53,17 +53,18 @@ impl PageState {
         logged
     }
 
-    /// The extent of the log for a group that is taken.
-    pub(super) fn mark_log(&mut self, space: SpaceState, in_two_steps: bool) -> Option<Mark> {
-        let has_pages = self.dirty_count() > 0;
-        if self.logging.is_on() && (has_pages || self.logging.is_behind()) {
+    /// The extent of the log for the group that is `taken`. What a group frees may be overwritten
+    /// after it, and its log must not expect that any more, even if it has no pages.
+    pub(super) fn mark_log(&mut self, space: SpaceState, taken: &Group) -> Option<Mark> {
+        let does_anything = self.dirty_count() > 0 || !taken.freed.is_empty();
+        if self.logging.is_on() && (does_anything || self.logging.is_behind()) {
             // While they are being written the file has either.
-            let late = Some(&self.late).filter(|_| !in_two_steps).into_iter().flatten();
+            let late = Some(&self.late).filter(|_| !taken.in_two_steps).into_iter().flatten();
             let numbers: Vec<_> = self.early.iter().chain(late).copied().collect();
             numbers.into_iter().for_each(|number| self.expect_page(number));
             self.log_state(space);
         }
-        self.logging.take_group(has_pages)
+        self.logging.take_group(does_anything)
     }
 
     /// The links of a group, which are these `pages`, are about to be written: the file has either.

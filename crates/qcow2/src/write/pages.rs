@@ -414,7 +414,7 @@ impl PageState {
             ..Group::default()
         };
         let mut taken = std::mem::replace(&mut self.group, next);
-        taken.logged = self.mark_log(space, taken.in_two_steps);
+        taken.logged = self.mark_log(space, &taken);
         (self.take_dirty(), taken)
     }
 

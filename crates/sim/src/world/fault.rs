@@ -3,6 +3,7 @@
 use super::file::SharedFile;
 use super::{World, lock};
 use crate::Loss;
+use crate::power::Change;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -55,6 +56,8 @@ pub(super) struct Changes {
     cut_after_syncs: Option<(u64, u64, Loss)>,
     /// One sync in this many is acknowledged and not done; 0 for none.
     syncs_ignored_one_in: u64,
+    /// There is no space for writes before this place in a file.
+    pub(super) full_before: usize,
     cuts: u64,
     /// How many times the power went.
     pub(super) boots: u64,
@@ -69,6 +72,12 @@ impl World {
         let changes = &mut lock(&self.state).changes;
         let before = changes.started[fault.operation as usize];
         changes.faults.push((fault, before, false));
+    }
+
+    /// From now on there is no space for writes that begin before `at` in a file: one that is
+    /// shared with a copy needs new space wherever it is written. 0 ends that.
+    pub fn fill_before(&self, at: usize) {
+        lock(&self.state).changes.full_before = at;
     }
 
     /// Removes all faults of changes. Returns whether one of them struck.
@@ -234,6 +243,12 @@ impl World {
             }
         }
         errno
+    }
+
+    /// The errno of a write for which there is no space.
+    pub(super) fn lacks_space(&self, change: &Change) -> Option<i32> {
+        let full_before = lock(&self.state).changes.full_before;
+        matches!(change, Change::Data { at, .. } if *at < full_before).then_some(ENOSPC)
     }
 
     /// A change completed, whatever became of it.

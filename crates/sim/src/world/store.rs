@@ -52,7 +52,7 @@ impl SimStore {
 
     /// Starts an operation that makes `change` when it completes.
     fn start(&self, operation: Operation, change: Change, buf: Buf) -> Op {
-        let errno = self.world.start_change(operation);
+        let errno = self.world.start_change(operation).or_else(|| self.world.lacks_space(&change));
         let mut file = lock(&self.file);
         let name = file.journal().start(change);
         let latency = file.nominal_latency();

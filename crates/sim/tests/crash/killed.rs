@@ -132,6 +132,31 @@ fn close_that_finds_no_space_loses_nothing() {
     });
 }
 
+/// The story: the header of an image that shares its blocks with a copy found no space. The group
+/// kept what it had freed, as the log still expected it, and the close waited for it for ever.
+#[test]
+fn close_ends_although_there_is_no_space_for_the_header() {
+    scenario(8, |world| async move {
+        let image = Plain::new(&world, &ImageWish::default(), 4 * MIB).await;
+        let chain = image.open(Mode::Write).await;
+        write(&chain, 0, 7, usize::try_from(4 * CLUSTER).unwrap()).await.unwrap();
+        chain.flush().await.unwrap();
+        write(&chain, 5 * CLUSTER, 7, 4096).await.unwrap();
+        world.fill_before(512);
+        chain.discard(range(0, 2 * CLUSTER)).await.unwrap();
+        chain.flush().await.unwrap();
+        assert_eq!(chain.close().await.unwrap_err().kind(), ErrorKind::NoSpace);
+        world.fill_before(0);
+        drop(chain);
+        world.kill();
+        let chain = image.open(Mode::Write).await;
+        assert_eq!(read(&chain, 0, 2 * CLUSTER).await.unwrap(), vec![0; 2 << 16]);
+        assert_eq!(read(&chain, 5 * CLUSTER, 4096).await.unwrap(), [7; 4096]);
+        chain.close().await.unwrap();
+        image.expect_uncorrupted("after the close").await;
+    });
+}
+
 /// The story: the log was restarted only if nothing changed while a group was made durable. Under a
 /// load that never pauses it grew until it was full, and from then on there was none.
 #[test]
