@@ -277,10 +277,17 @@ fn drains_do_not_exclude_each_other_and_a_takeover_is_told_of_them() {
     let one = shared.disks.named("one").expect("it is served");
     let busy = one.lock_changes();
     let drain = request("POST", "/v1/disks/one/drain", "mica", "");
-    let control = world.control();
-    let slow = std::thread::spawn(move || exchange(control, &drain));
-    // It holds it as soon as it has begun.
+    let start = || {
+        let (control, drain) = (world.control(), drain.clone());
+        std::thread::spawn(move || exchange(control, &drain))
+    };
+    let mut slow = start();
+    // It holds it as soon as it has begun, unless it came just while this looked.
     while shared.hold_alone().is_ok() {
+        if slow.is_finished() {
+            assert_eq!(slow.join().expect("answered").status, 409);
+            slow = start();
+        }
         std::thread::yield_now();
     }
     let other = world.ask("POST", "/v1/disks/two/drain", "");
