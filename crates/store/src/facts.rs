@@ -1,6 +1,7 @@
 //! What the system reports about an open file: its length, its space, its holes.
 
-use crate::kind::{FileKind, nanoseconds};
+use crate::kind::FileKind;
+use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Result, Run, RunKind, Witness};
 use mica_rt::File;
 use mica_units::SECTOR_BYTES;

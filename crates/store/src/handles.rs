@@ -27,9 +27,10 @@ mod reopened;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{FileKind, no_direct, not_an_image, now_ns, open_flags};
+use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
+use crate::stamp::now_ns;
 use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
 use reopened::{Proving, Verdict};

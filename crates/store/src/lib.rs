@@ -22,12 +22,14 @@ mod located;
 mod lock;
 mod memory;
 mod mount_generation;
+mod stamp;
 mod writable;
 
 pub use file::{CacheMode, FileStore};
 pub use handles::{Handles, WritesInPlace, raise_open_files_limit};
-pub use kind::{FileKind, nanoseconds, now_ns};
+pub use kind::FileKind;
 pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};
 pub use memory::MemoryStore;
+pub use stamp::{nanoseconds, now_ns};
 pub use writable::WritableFile;

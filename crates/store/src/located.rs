@@ -4,7 +4,8 @@
 //! first resolved with O_PATH, which has none; the result is checked; and only then that very inode
 //! is opened, through its descriptor, so that nobody can swap the name in between.
 
-use crate::kind::{FileKind, nanoseconds, no_direct, not_an_image, open_flags};
+use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File};
 use rustix::fd::{AsRawFd, OwnedFd};
