@@ -67,16 +67,16 @@ impl Found {
         Self::read_groups(memory, read_header(memory)?)
     }
 
-    fn read_groups(memory: &dyn RedoMemory, header: Option<LogHeader>) -> Result<Option<Self>> {
-        let Some(header) = header else { return Ok(None) };
-        let LogHeader { salt, origin, start, mut number, .. } = header;
+    fn read_groups(memory: &dyn RedoMemory, log: Option<LogHeader>) -> Result<Option<Self>> {
+        let Some(log) = log else { return Ok(None) };
+        let LogHeader { salt, origin, start, mut number, .. } = log;
         let here = memory.origin()?;
         if origin.boot != here.boot || start < RECORDS_AT {
             return Ok(None);
         }
         let changed_ns = memory.changed_ns()?;
         let is_last = |time_ns: i64| changed_ns.abs_diff(time_ns.into()) <= WRITE_NS_MAX;
-        let (mut groups, mut is_untouched) = (Vec::new(), is_last(header.time_ns));
+        let (mut groups, mut is_untouched) = (Vec::new(), is_last(log.time_ns));
         for half in [start, other_half(start, memory.capacity())] {
             let mut at = half;
             while let Some(head) = read_head(memory, at)?.filter(|head| head.number == number) {
@@ -88,7 +88,6 @@ impl Found {
                 groups.push(records);
             }
         }
-        let log = header;
         let doubt = match () {
             () if origin.memory != here.memory => Some(COPY),
             () if number < log.next || !is_untouched => Some(CHANGED),

@@ -46,12 +46,12 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
         Some(memory) => once_orphaned(|| Found::read(&**memory, name)).await?,
         None => None,
     };
-    let Some(found) = found else {
+    let (Some(log), Some(found)) = (memory.as_deref(), found) else {
         refuse_if_elsewhere(images, path)?;
         return set_aside(path, store, memory.as_deref(), NOTHING_FITS).await;
     };
     if let Some(why) = found.doubt {
-        return set_aside(path, store, memory.as_deref(), why).await;
+        return set_aside(path, store, Some(log), why).await;
     }
     let header = read_header(store).await?;
     let mut unused: &[Run] = &[];
@@ -64,27 +64,23 @@ pub async fn replay_redo_log(images: &dyn Images, path: &Path, store: &dyn Store
                 if let Err(error) = synced {
                     // The kernel reports lost data once: the next attempt would hear nothing of it,
                     // and trust the log.
-                    set_aside(path, store, memory.as_deref(), NOT_DURABLE).await?;
+                    set_aside(path, store, Some(log), NOT_DURABLE).await?;
                     return Err(error);
                 }
-                if let Some(memory) = &memory {
-                    found.begin_replay(&**memory)?;
-                }
+                found.begin_replay(log)?;
                 write_down(store, &replay).await?;
                 unused = found.unused();
                 tracing::info!(groups = found.groups.len(), "replayed a dead writer's redo log");
             }
             Err(why) if found.has_links() => {
-                return set_aside(path, store, memory.as_deref(), why).await;
+                return set_aside(path, store, Some(log), why).await;
             }
             // Only clusters that were counted ahead are lost with it: they leak.
             Err(why) => tracing::debug!(why, "a log that links nothing is not used"),
         }
     }
     clear_name(store).await?;
-    if let Some(memory) = memory {
-        memory.remove();
-    }
+    log.remove();
     // Only now: while the image names the log, free clusters may be given to somebody else, and the
     // log would free them a second time.
     let mut freed = Replay::empty(&header);
