@@ -35,6 +35,30 @@ fn folder_of_logs(dir: &Path) -> String {
     logs.to_str().expect("a plain name").to_owned()
 }
 
+/// Makes `disk.qcow2` in `dir`, of which 4 MiB are durable, and kills a server that has its log in
+/// `place`, and to which a guest wrote 1 MiB at each of these.
+#[track_caller]
+fn leave_unflushed(dir: &Path, options: &str, place: &[&str], mibs: &[u64]) {
+    qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
+    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
+    let image = dir.join("disk.qcow2");
+    let server = Server::mica_writable(&image, "qcow2", place).expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    for mib in mibs {
+        assert_eq!(guest.write(mib << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
+    }
+    // Dropping the server kills it.
+    drop(server);
+}
+
+/// QEMU does this `write` to an overlay, and commits that into `disk.qcow2`.
+#[track_caller]
+fn commit_by_qemu(dir: &Path, write: &str) {
+    qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
+    qemu::io(dir, &["-f", "qcow2"], "over.qcow2", &[write]);
+    qemu::img(dir, ["commit", "-q", "-f", "qcow2", "over.qcow2"]).ok();
+}
+
 #[track_caller]
 fn survives_a_commit(options: &str) {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
@@ -45,19 +69,10 @@ fn survives_a_commit(options: &str) {
     let image = dir.join("disk.qcow2");
     let logs = folder_of_logs(dir);
     let place = ["--redo-dir", &logs];
-    qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
-    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
-    let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
-    let mut guest = Guest::connect(&server).expect("served");
-    assert_eq!(guest.write(8 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
-    assert_eq!(guest.write(16 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
-    // Dropping the server kills it.
-    drop(server);
+    leave_unflushed(dir, options, &place, &[8, 16]);
 
-    qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
-    qemu::io(dir, &["-f", "qcow2"], "over.qcow2", &["write -P 9 24M 4M"]);
     let named = name_of_log(&image);
-    qemu::img(dir, ["commit", "-q", "-f", "qcow2", "over.qcow2"]).ok();
+    commit_by_qemu(dir, "write -P 9 24M 4M");
     assert_ne!(named, [0; 4], "the log had a name");
     assert_eq!(
         name_of_log(&image),
@@ -154,20 +169,13 @@ fn same_cluster_is_not_the_guests(options: &str, keeps_name: bool) {
     let image = dir.join("disk.qcow2");
     let logs = folder_of_logs(dir);
     let place = ["--redo-dir", &logs];
-    qemu::create(dir, "disk.qcow2", &["-o", options], "64M");
-    qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &["write -P 1 0 4M"]);
-    let server = Server::mica_writable(&image, "qcow2", &place).expect("served");
-    let mut guest = Guest::connect(&server).expect("served");
-    assert_eq!(guest.write(8 << 20, &vec![WRITTEN; MIB]).expect("answered"), 0);
-    drop(server);
+    leave_unflushed(dir, options, &place, &[8]);
 
-    let writes = ["write -P 9 9M 1M"];
+    let write = "write -P 9 9M 1M";
     if keeps_name {
-        qemu::overlay(dir, "over.qcow2", "disk.qcow2", &[]);
-        qemu::io(dir, &["-f", "qcow2"], "over.qcow2", &writes);
-        qemu::img(dir, ["commit", "-q", "-f", "qcow2", "over.qcow2"]).ok();
+        commit_by_qemu(dir, write);
     } else {
-        qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &writes);
+        qemu::io(dir, &["-f", "qcow2"], "disk.qcow2", &[write]);
     }
     let has_name = name_of_log(&image) != [0; 4];
     assert_eq!(has_name, keeps_name, "QEMU does otherwise: this test tests nothing any more");
