@@ -6,6 +6,7 @@
 mod in_place;
 mod pool;
 mod sim;
+mod threads;
 mod uring;
 
 use crate::clock::Clock;

@@ -5,34 +5,24 @@
 //! when the data is cached. With O_DIRECT that flag waits for the device, so it is not used there.
 //!
 //! Invariants
-//! - I1 A thread owns the buffer that it reads into or writes from: it is moved to the thread and
-//!   back.
-//! - I2 A socket operation is retried only after poll reported it ready.
+//! - I1 A socket operation is retried only after poll reported it ready.
 
+use super::threads::{Threads, Work, code_of};
 use crate::buf::Buf;
 use crate::file::{Access, File};
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::socket::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::Errno;
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Threads of one executor's pool: enough to keep a disk busy at depth 32.
-const THREADS_MAX: usize = 32;
-
 pub(crate) struct Pool {
-    shared: Arc<Shared>,
     remote: Arc<Remote>,
-    threads: Vec<JoinHandle<()>>,
-    /// Operations given to threads and not yet finished.
-    working: usize,
+    threads: Threads,
     waiting: Vec<Waiting>,
 }
 
@@ -43,48 +33,11 @@ struct Waiting {
     events: PollFlags,
 }
 
-struct Job {
-    key: OpKey,
-    file: Arc<File>,
-    work: Work,
-}
-
-/// What a thread does with the file of a job.
-enum Work {
-    Read { buf: Buf, done: usize, offset: u64 },
-    Write { buf: Buf, done: usize, offset: u64 },
-    SyncData,
-    Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
-}
-
-struct Shared {
-    queue: Mutex<Queue>,
-    job_added: Condvar,
-    finished: Mutex<Vec<(Job, i32)>>,
-    remote: Arc<Remote>,
-}
-
-#[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
-    idle_threads: usize,
-    closed: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Pool {
     #[expect(clippy::unnecessary_wraps, reason = "the same shape as the other backends")]
     pub(crate) fn new(remote: Arc<Remote>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
-            queue: Mutex::default(),
-            job_added: Condvar::new(),
-            finished: Mutex::default(),
-            remote: Arc::clone(&remote),
-        });
-        Ok(Self { shared, remote, threads: Vec::new(), working: 0, waiting: Vec::new() })
+        let threads = Threads::new(Arc::clone(&remote));
+        Ok(Self { remote, threads, waiting: Vec::new() })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
@@ -96,16 +49,16 @@ impl Pool {
                 let done = resume_at(file, *done);
                 let offset = *offset + done as u64;
                 let buf = std::mem::replace(buf, Buf::new(0));
-                self.give(key, file, Work::Write { buf, done, offset });
+                self.threads.give(key, file, Work::Write { buf, done, offset });
                 None
             }
             OpKind::SyncData { file } => {
-                self.give(key, file, Work::SyncData);
+                self.threads.give(key, file, Work::SyncData);
                 None
             }
             OpKind::Fallocate { file, mode, offset, len } => {
                 let (mode, offset, len) = (*mode, *offset, *len);
-                self.give(key, file, Work::Fallocate { mode, offset, len });
+                self.threads.give(key, file, Work::Fallocate { mode, offset, len });
                 None
             }
             OpKind::Recv { socket, buf } => {
@@ -148,20 +101,10 @@ impl Pool {
             !cancelled
         });
         let wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
-        if wait != Some(Duration::ZERO) || self.working > 0 || !self.waiting.is_empty() {
+        if wait != Some(Duration::ZERO) || self.threads.are_working() || !self.waiting.is_empty() {
             self.poll(wait, ops, completions);
         }
-        for (job, code) in lock(&self.shared.finished).drain(..) {
-            self.working -= 1;
-            if let Work::Read { buf: back, .. } | Work::Write { buf: back, .. } = job.work {
-                let (OpKind::Read { buf, .. } | OpKind::Write { buf, .. }) = ops.kind_mut(job.key)
-                else {
-                    unreachable!("a buffer returns to the operation that it belongs to");
-                };
-                *buf = back;
-            }
-            completions.push((job.key, code));
-        }
+        self.threads.take_finished(ops, completions);
     }
 
     fn poll(&mut self, wait: Option<Duration>, ops: &mut Ops, completions: &mut Vec<(OpKey, i32)>) {
@@ -217,37 +160,8 @@ impl Pool {
             }
         }
         let buf = std::mem::replace(buf, Buf::new(0));
-        self.give(key, file, Work::Read { buf, done, offset });
+        self.threads.give(key, file, Work::Read { buf, done, offset });
         None
-    }
-
-    /// Gives `work` to a thread.
-    fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
-        let job = Job { key, file: Arc::clone(file), work };
-        let mut queue = lock(&self.shared.queue);
-        queue.jobs.push_back(job);
-        let need_thread = queue.idle_threads < queue.jobs.len();
-        drop(queue);
-        self.working += 1;
-        if need_thread && self.threads.len() < THREADS_MAX {
-            self.add_thread();
-        }
-        self.shared.job_added.notify_one();
-    }
-
-    fn add_thread(&mut self) {
-        let shared = Arc::clone(&self.shared);
-        let name = "mica-io".to_owned();
-        match std::thread::Builder::new().name(name).spawn(move || shared.work()) {
-            Ok(thread) => self.threads.push(thread),
-            Err(error) if self.threads.is_empty() => {
-                tracing::warn!(%error, "cannot start an I/O thread: file I/O blocks its queue");
-                lock(&self.shared.queue).closed = true;
-                self.shared.work();
-                lock(&self.shared.queue).closed = false;
-            }
-            Err(error) => tracing::warn!(%error, "the thread pool is smaller than planned"),
-        }
     }
 
     fn try_or_wait(
@@ -268,60 +182,5 @@ impl Pool {
 
     fn wait_for(&mut self, key: OpKey, socket: &Arc<Socket>, events: PollFlags) {
         self.waiting.push(Waiting { key, socket: Arc::clone(socket), events });
-    }
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        lock(&self.shared.queue).closed = true;
-        self.shared.job_added.notify_all();
-        for thread in self.threads.drain(..) {
-            // A thread that panicked has said so.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Shared {
-    fn work(&self) {
-        loop {
-            let mut queue = lock(&self.queue);
-            let mut job = loop {
-                if let Some(job) = queue.jobs.pop_front() {
-                    break job;
-                }
-                if queue.closed {
-                    return;
-                }
-                queue.idle_threads += 1;
-                queue = self.job_added.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                queue.idle_threads -= 1;
-            };
-            drop(queue);
-            let code = code_of(job.run());
-            lock(&self.finished).push((job, code));
-            self.remote.ring();
-        }
-    }
-}
-
-impl Job {
-    fn run(&mut self) -> Result<usize, Errno> {
-        let file = &*self.file;
-        match &mut self.work {
-            Work::Read { buf, done, offset } => buf.read_from(file, *done, *offset),
-            Work::Write { buf, done, offset } => rustix::io::pwrite(file, &buf[*done..], *offset),
-            Work::SyncData => fdatasync(file).map(|()| 0),
-            Work::Fallocate { mode, offset, len } => {
-                fallocate(file, *mode, *offset, *len).map(|()| 0)
-            }
-        }
-    }
-}
-
-fn code_of(result: Result<usize, Errno>) -> i32 {
-    match result {
-        Ok(count) => i32::try_from(count).unwrap_or(i32::MAX),
-        Err(error) => -error.raw_os_error(),
     }
 }
