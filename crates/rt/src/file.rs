@@ -4,12 +4,20 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// File systems that can tell beforehand whether a write to the page cache would wait: those that
+/// set `FOP_BUFFER_WASYNC`.
+const NOWAIT_WRITERS: [rustix::fs::FsWord; 2] = [libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
+
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
 #[derive(Debug)]
 pub struct File {
     fd: OwnedFd,
     access: Access,
+    /// Whether it is a regular file, not a device.
+    is_regular: bool,
+    /// Whether a write to the page cache can be tried without waiting (`RWF_NOWAIT`).
+    has_nowait_writes: bool,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
     /// See [`File::write_in_place`].
@@ -29,7 +37,13 @@ pub enum Access {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        Self { fd, access, has_locks: AtomicBool::new(false), in_place: None }
+        use rustix::fs::{FileType, fstat, fstatfs};
+        let is_regular = fstat(&fd)
+            .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
+        let has_nowait_writes =
+            is_regular && fstatfs(&fd).is_ok_and(|system| NOWAIT_WRITERS.contains(&system.f_type));
+        let has_locks = AtomicBool::new(false);
+        Self { fd, access, is_regular, has_nowait_writes, has_locks, in_place: None }
     }
 
     /// How it was opened.
@@ -38,7 +52,7 @@ impl File {
     }
 
     /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says
-    /// so, where the ring would hand them to a thread of the kernel. If such a write blocks,
+    /// so, where each would otherwise be given to a thread. If such a write blocks,
     /// perhaps for as long as the file system is frozen, everything on the executor blocks with it.
     #[must_use]
     pub fn write_in_place(mut self, is_allowed: Arc<AtomicBool>) -> Self {
@@ -50,6 +64,14 @@ impl File {
     #[inline]
     pub fn is_written_in_place(&self) -> bool {
         self.in_place.as_ref().is_some_and(|is_allowed| is_allowed.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn is_regular(&self) -> bool {
+        self.is_regular
+    }
+
+    pub(crate) fn has_nowait_writes(&self) -> bool {
+        self.has_nowait_writes
     }
 
     pub(crate) fn raw(&self) -> RawFd {

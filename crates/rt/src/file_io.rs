@@ -26,7 +26,8 @@ pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
 /// # Panics
 /// Outside an executor.
 pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    Op::start(OpKind::Write { file: Arc::clone(file), buf, offset, done: 0 })
+    let file = Arc::clone(file);
+    Op::start(OpKind::Write { file, buf, offset, done: 0, may_wait: false })
 }
 
 /// Makes durable what was written to `file` before, and what is needed to read it back, including

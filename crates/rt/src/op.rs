@@ -20,14 +20,45 @@ use std::time::Duration;
 
 /// What an operation does, with everything that it needs until it is complete.
 pub(crate) enum OpKind {
-    Read { file: Arc<File>, buf: Buf, offset: u64, done: usize },
-    Write { file: Arc<File>, buf: Buf, offset: u64, done: usize },
-    SyncData { file: Arc<File> },
-    Fallocate { file: Arc<File>, mode: FallocateFlags, offset: u64, len: u64 },
-    Recv { socket: Arc<Socket>, buf: Buf },
-    Send { socket: Arc<Socket>, parts: SendParts },
-    Readable { socket: Arc<Socket> },
-    Simulated { work: Option<SimWork>, buf: Buf, latency: Duration },
+    Read {
+        file: Arc<File>,
+        buf: Buf,
+        offset: u64,
+        done: usize,
+    },
+    Write {
+        file: Arc<File>,
+        buf: Buf,
+        offset: u64,
+        done: usize,
+        /// Whether an attempt that must not wait got nowhere.
+        may_wait: bool,
+    },
+    SyncData {
+        file: Arc<File>,
+    },
+    Fallocate {
+        file: Arc<File>,
+        mode: FallocateFlags,
+        offset: u64,
+        len: u64,
+    },
+    Recv {
+        socket: Arc<Socket>,
+        buf: Buf,
+    },
+    Send {
+        socket: Arc<Socket>,
+        parts: SendParts,
+    },
+    Readable {
+        socket: Arc<Socket>,
+    },
+    Simulated {
+        work: Option<SimWork>,
+        buf: Buf,
+        latency: Duration,
+    },
 }
 
 /// What a simulated operation does at the moment at which it completes.
@@ -43,7 +74,13 @@ pub(crate) enum Next {
 impl OpKind {
     /// Processes the kernel's answer and decides whether the operation is complete.
     pub(crate) fn advance(&mut self, code: i32) -> Next {
-        if code == -libc::EINTR || code == -libc::EAGAIN {
+        if code == -libc::EINTR {
+            return Next::Again;
+        }
+        if code == -libc::EAGAIN {
+            if let Self::Write { may_wait, .. } = self {
+                *may_wait = true;
+            }
             return Next::Again;
         }
         match self {
@@ -237,7 +274,7 @@ mod tests {
     fn write_of(len: usize, access: Access) -> OpKind {
         let null = std::fs::File::open("/dev/null").expect("a device");
         let file = Arc::new(File::new(null.into(), access));
-        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0 }
+        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0, may_wait: false }
     }
 
     /// The progress of an operation, and its code if it is complete.

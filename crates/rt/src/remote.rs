@@ -57,7 +57,7 @@ impl Remote {
         let _ = rustix::io::read(&self.bell, &mut [0_u8; 8]);
     }
 
-    /// Rings without an item: a thread of the pool backend has a completion.
+    /// Rings without an item: a thread has finished a job.
     pub(crate) fn ring(&self) {
         // A full counter still wakes the reader.
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());

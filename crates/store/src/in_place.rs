@@ -1,7 +1,7 @@
 //! Whether the executor makes small writes to a file by itself ([`File::write_in_place`]).
 //!
-//! ext2, ext3 and ext4 cannot tell beforehand whether a write to the page cache would wait, so the
-//! ring hands each one to a thread of the kernel, which costs several times what the write does.
+//! ext2, ext3 and ext4 cannot tell beforehand whether a write to the page cache would wait, so each
+//! one would be given to a thread, which costs several times what the write does.
 //! But a write may block: on dirty pages, on a journal, on a file system that is frozen; and then
 //! everything else on the executor blocks with it. So the executor makes writes only to files of
 //! these file systems, and only while no other disk would suffer. Disks are added and removed while

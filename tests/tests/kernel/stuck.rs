@@ -1,6 +1,10 @@
 //! The file system of one disk is frozen. Writes to that disk wait; the other disks of the server
 //! do not.
 
+use mica_rt::{
+    Access, Backend, Buf, Executor, FallocateFlags, fallocate, join_all, sleep, spawn, timeout,
+    write_at,
+};
 use mica_tests::guest::{Guest, Request};
 use mica_tests::mounts::Mount;
 use mica_tests::server::Server;
@@ -8,6 +12,7 @@ use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 const BLOCK: usize = 4096;
@@ -31,6 +36,19 @@ impl Drop for Frozen {
     }
 }
 
+/// A file system of its own, in a file in `dir`, mounted there. `None` where that is not allowed.
+fn mounted_ext4(dir: &Path) -> Option<Mount> {
+    let (file, folder) = (dir.join("ext4.img"), dir.join("mounted"));
+    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
+    let mke2fs = tools::MKE2FS.find().expect("present").display().to_string();
+    command::run(&mke2fs, ["-q", "-F", "-t", "ext4", &file.display().to_string()]).ok();
+    let mount = Mount::ext4(&file, &folder).ok();
+    if mount.is_none() {
+        tools::skip("mounting a file system is not allowed here");
+    }
+    mount
+}
+
 #[test]
 fn a_frozen_file_system_delays_no_other_disk() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::MKE2FS]) {
@@ -38,14 +56,8 @@ fn a_frozen_file_system_delays_no_other_disk() {
     }
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
-    let (file, folder) = (dir.join("ext4.img"), dir.join("mounted"));
-    File::create(&file).and_then(|made| made.set_len(128 << 20)).expect("made");
-    let mke2fs = tools::MKE2FS.find().expect("present").display().to_string();
-    command::run(&mke2fs, ["-q", "-F", "-t", "ext4", &file.display().to_string()]).ok();
-    let Ok(mount) = Mount::ext4(&file, &folder) else {
-        tools::skip("mounting a file system is not allowed here");
-        return;
-    };
+    let Some(mount) = mounted_ext4(dir) else { return };
+    let folder = mount.folder().to_owned();
     qemu::create(&folder, "stuck.qcow2", &["-o", "preallocation=full"], "8M");
     qemu::create(dir, "other.qcow2", &["-o", "preallocation=full"], "8M");
     // One executor serves both.
@@ -82,4 +94,55 @@ fn a_frozen_file_system_delays_no_other_disk() {
     assert!(server.stop().expect("it stops").status.success());
     mount.unmount();
     qemu::io(dir, &["-r"], "other.qcow2", &["read -P 3 0 200k"]);
+}
+
+/// The kernel sorts the changes of files into 64 buckets, and those of one bucket wait for each
+/// other; threads that all wait for one file have none left for the others.
+#[test]
+fn changes_of_a_frozen_file_system_delay_no_other_file() {
+    if !tools::present(&[tools::MKE2FS]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let Some(mount) = mounted_ext4(dir.path()) else { return };
+    let open = |path: PathBuf| {
+        let file = File::options().read(true).write(true).create(true).truncate(true).open(path);
+        Arc::new(mica_rt::File::new(file.expect("made").into(), Access::Buffered))
+    };
+    let stuck = open(mount.folder().join("stuck"));
+    let others: Vec<_> = (0..400).map(|name| open(dir.path().join(name.to_string()))).collect();
+    for backend in [Backend::Uring, Backend::Pool] {
+        let Ok(executor) = Executor::new(backend) else {
+            tools::skip("io_uring is not allowed here");
+            continue;
+        };
+        executor.block_on(async {
+            let frozen = Frozen::new(mount.folder());
+            let waiting: Vec<_> = (0..100)
+                .map(|block| {
+                    let stuck = Arc::clone(&stuck);
+                    spawn(async move {
+                        let write = write_at(&stuck, Buf::zeroed(BLOCK), block * BLOCK as u64);
+                        fallocate(&stuck, FallocateFlags::KEEP_SIZE, 0, BLOCK as u64).await?;
+                        write.await.0
+                    })
+                })
+                .collect();
+            sleep(Duration::from_millis(50)).await;
+            let changes = others.iter().map(|other| async {
+                let (written, _) = write_at(other, Buf::zeroed(BLOCK), 0).await;
+                assert_eq!(written.expect("written"), BLOCK);
+                let more = fallocate(other, FallocateFlags::empty(), 0, 2 * BLOCK as u64);
+                more.await.expect("there is space");
+            });
+            let all = timeout(LIMIT, join_all(changes)).await;
+            assert!(all.is_ok(), "{backend:?}: a file waits for the frozen one");
+            drop(frozen);
+            for waiting in waiting {
+                assert_eq!(waiting.await.expect("no error"), BLOCK);
+            }
+        });
+    }
+    drop((stuck, others));
+    mount.unmount();
 }

@@ -1,15 +1,14 @@
 //! Writes to the page cache, done by the executor itself.
 //!
-//! Where the file system cannot tell beforehand whether a write would wait, the ring hands each one
-//! to a thread of the kernel. That costs several times what the write does, which is to copy a few
-//! pages; a thread of our own costs as much. But a write may block, and everything else on the
-//! executor with it. So whoever opened the file decides ([`File::write_in_place`]), and after a
-//! write that blocked the next ones go to the ring.
+//! Where the file system cannot tell beforehand whether a write would wait, each one needs a
+//! thread. That costs several times what the write does, which is to copy a few pages. But a write
+//! may block, and everything else on the executor with it. So whoever opened the file decides
+//! ([`File::write_in_place`]), and after a write that blocked the next ones are given to threads.
 //!
 //! Invariants
 //! - I1 Nothing is written in place unless the file says so at that moment.
 //! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long.
-//! - I3 A write that fails is retried by the ring, which reports why.
+//! - I3 A write that fails is retried by a thread, which reports why.
 
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
@@ -36,7 +35,7 @@ impl InPlace {
         Self { remote, not_before: None }
     }
 
-    /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to the ring.
+    /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
     pub(super) fn write(&mut self, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
         // A part of a page may have to be read first.
         let is_fit = buf.len() <= LENGTH_MAX
@@ -109,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_else_is_left_to_the_ring() {
+    fn everything_else_is_left_to_a_thread() {
         let (_, direct, _) = made(Access::Direct);
         let (made, file, is_allowed) = made(Access::Buffered);
         assert_eq!(in_place().write(&file, &Buf::zeroed(LENGTH_MAX + 4096), 0), None, "long");
@@ -123,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_waited_leaves_the_next_to_the_ring() {
+    fn one_that_waited_leaves_the_next_to_a_thread() {
         let (_made, file, _) = made(Access::Buffered);
         let (mut in_place, buf) = (in_place(), Buf::zeroed(4096));
         in_place.note(now(), WAITED_MIN / 2);

@@ -4,6 +4,7 @@
 //! `sim` is a virtual clock and simulated devices, so that the code above runs from a seed.
 
 mod in_place;
+mod lanes;
 mod pool;
 mod sim;
 mod threads;
@@ -109,7 +110,7 @@ impl Driver {
         completions.append(&mut self.completions);
         let wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
         match &mut self.kind {
-            Kind::Uring(uring) => uring.turn(wait, completions),
+            Kind::Uring(uring) => uring.turn(wait, ops, completions),
             Kind::Pool(pool) => pool.turn(wait, ops, completions),
             Kind::Sim(sim) => sim.turn(wait, ops, completions),
         }

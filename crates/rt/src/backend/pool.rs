@@ -45,7 +45,7 @@ impl Pool {
             OpKind::Read { file, buf, offset, done } => {
                 self.submit_read(key, file, buf, *offset, *done)
             }
-            OpKind::Write { file, buf, offset, done } => {
+            OpKind::Write { file, buf, offset, done, .. } => {
                 let done = resume_at(file, *done);
                 let offset = *offset + done as u64;
                 let buf = std::mem::replace(buf, Buf::new(0));
@@ -100,8 +100,11 @@ impl Pool {
             }
             !cancelled
         });
-        let wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
-        if wait != Some(Duration::ZERO) || self.threads.are_working() || !self.waiting.is_empty() {
+        let mut wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
+        if wait != Some(Duration::ZERO) && !self.threads.may_sleep() {
+            wait = Some(Duration::ZERO);
+        }
+        if wait != Some(Duration::ZERO) || !self.waiting.is_empty() {
             self.poll(wait, ops, completions);
         }
         self.threads.take_finished(ops, completions);

@@ -1,4 +1,11 @@
-//! The io_uring backend: one ring per executor.
+//! The io_uring backend: one ring per executor, and threads for what a ring does badly.
+//!
+//! The kernel lets the changes of one regular file wait for each other, and sorts files for that
+//! into 64 buckets by a hash: a file that waits, for a frozen file system perhaps for hours, holds
+//! up every other file of its bucket. So whatever a ring would hand to such a bucket goes to
+//! threads of our own, which know the files apart: writes to the page cache that may wait, and
+//! `fallocate`. Writes with O_DIRECT are not sorted so where the file system lets them run side by
+//! side (ext4, XFS), and stay in the ring.
 //!
 //! Invariants
 //! - I1 The kernel is handed only memory that the operation's slot owns until the completion
@@ -9,7 +16,10 @@
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
 use super::in_place::{self, InPlace};
-use crate::op::{OpKey, OpKind, resume_at};
+use super::threads::{Threads, Work};
+use crate::buf::Buf;
+use crate::file::Access;
+use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
 use crate::send::{SEND_BUFS_MAX, SendParts};
@@ -31,6 +41,10 @@ const LOOK_MAX: Duration = Duration::from_micros(15);
 const SHORT_WAIT_MAX: Duration = Duration::from_micros(60);
 /// Largest single read, write or receive that is submitted: the length field has 32 bits.
 const LENGTH_MAX: usize = 1 << 30;
+/// Threads of the kernel that may wait for files at once. It starts one only when all the others
+/// wait, and by default stops at four per processor: then a disk that answers nothing would hold up
+/// the others.
+const KERNEL_THREADS_MAX: u32 = 1024;
 
 /// The operations of a ring.
 const NEEDED: [u8; 9] = [
@@ -57,6 +71,7 @@ pub(crate) struct Uring {
     /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
+    threads: Threads,
 }
 
 impl Uring {
@@ -67,15 +82,20 @@ impl Uring {
         if NEEDED.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        // The second number, 0, leaves those for devices and sockets as they are.
+        if let Err(error) = ring.submitter().register_iowq_max_workers(&mut [KERNEL_THREADS_MAX, 0])
+        {
+            tracing::debug!(%error, "the kernel decides how many of its threads wait for files");
+        }
         enable(&ring, &NEEDED, &[])?;
-        let in_place = InPlace::new(Arc::clone(&remote));
         Ok(Self {
             ring,
-            remote,
             bell_armed: false,
             early: Vec::new(),
             looks_first: false,
-            in_place,
+            in_place: InPlace::new(Arc::clone(&remote)),
+            threads: Threads::new(Arc::clone(&remote)),
+            remote,
         })
     }
 
@@ -88,21 +108,36 @@ impl Uring {
                 let at = *offset + from as u64;
                 opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
-            OpKind::Write { file, buf, offset, done } => {
-                // A short write continues in the ring, which reports why it was short.
+            OpKind::Write { file, buf, offset, done, may_wait } => {
+                // A short write continues on a thread, which reports why it was short.
                 if *done == 0
                     && let Some(count) = self.in_place.write(file, buf, *offset)
                 {
                     return Some(i32::try_from(count).expect("shorter than what is tried"));
                 }
                 let from = resume_at(file, *done);
+                let at = *offset + from as u64;
+                let is_sorted = file.is_regular() && file.access() == Access::Buffered;
+                if is_sorted && (*may_wait || !file.has_nowait_writes()) {
+                    let buf = std::mem::replace(buf, Buf::new(0));
+                    self.threads.give(key, file, Work::Write { buf, done: from, offset: at });
+                    return None;
+                }
                 let left = &buf[from..];
                 let length = u32_of(left.len().min(LENGTH_MAX));
-                let at = *offset + from as u64;
-                opcode::Write::new(Fd(file.raw()), left.as_ptr(), length).offset(at).build()
+                let flags = if is_sorted { libc::RWF_NOWAIT } else { 0 };
+                opcode::Write::new(Fd(file.raw()), left.as_ptr(), length)
+                    .offset(at)
+                    .rw_flags(flags)
+                    .build()
             }
             OpKind::SyncData { file } => {
                 opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
+            }
+            OpKind::Fallocate { file, mode, offset, len } if file.is_regular() => {
+                let (mode, offset, len) = (*mode, *offset, *len);
+                self.threads.give(key, file, Work::Fallocate { mode, offset, len });
+                return None;
             }
             OpKind::Fallocate { file, mode, offset, len } => {
                 let mode = mode.bits().cast_signed();
@@ -127,17 +162,26 @@ impl Uring {
         self.push(entry);
     }
 
-    pub(crate) fn turn(&mut self, wait: Option<Duration>, completions: &mut Vec<(OpKey, i32)>) {
+    pub(crate) fn turn(
+        &mut self,
+        wait: Option<Duration>,
+        ops: &mut Ops,
+        completions: &mut Vec<(OpKey, i32)>,
+    ) {
         if !self.bell_armed {
             let bell = Fd(self.remote.bell().as_raw_fd());
             let entry = opcode::PollAdd::new(bell, u32::from(POLL_IN)).build().user_data(BELL);
             self.bell_armed = true;
             self.push(entry);
         }
-        let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
+        let mut wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
+        if wait != Some(Duration::ZERO) && !self.threads.may_sleep() {
+            wait = Some(Duration::ZERO);
+        }
         self.enter(wait);
         completions.append(&mut self.early);
         self.take_in(completions);
+        self.threads.take_finished(ops, completions);
     }
 
     fn take_in(&mut self, completions: &mut Vec<(OpKey, i32)>) {
