@@ -4,9 +4,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// File systems that can tell beforehand whether a write to the page cache would wait: those that
-/// set `FOP_BUFFER_WASYNC`.
-const NOWAIT_WRITERS: [rustix::fs::FsWord; 2] = [libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
+/// What `fstatfs` calls ext2, ext3 and ext4.
+const EXT_MAGIC: rustix::fs::FsWord = 0xef53;
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -16,8 +15,7 @@ pub struct File {
     access: Access,
     /// Whether it is a regular file, not a device.
     is_regular: bool,
-    /// Whether a write to the page cache can be tried without waiting (`RWF_NOWAIT`).
-    has_nowait_writes: bool,
+    is_tried_first: bool,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
     /// See [`File::write_in_place`].
@@ -40,10 +38,14 @@ impl File {
         use rustix::fs::{FileType, fstat, fstatfs};
         let is_regular = fstat(&fd)
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
-        let has_nowait_writes =
-            is_regular && fstatfs(&fd).is_ok_and(|system| NOWAIT_WRITERS.contains(&system.f_type));
+        let is_tried_first = is_regular
+            && fstatfs(&fd).is_ok_and(|system| match system.f_type {
+                libc::XFS_SUPER_MAGIC | libc::BTRFS_SUPER_MAGIC => true,
+                EXT_MAGIC => access == Access::Direct,
+                _ => false,
+            });
         let has_locks = AtomicBool::new(false);
-        Self { fd, access, is_regular, has_nowait_writes, has_locks, in_place: None }
+        Self { fd, access, is_regular, is_tried_first, has_locks, in_place: None }
     }
 
     /// How it was opened.
@@ -70,8 +72,10 @@ impl File {
         self.is_regular
     }
 
-    pub(crate) fn has_nowait_writes(&self) -> bool {
-        self.has_nowait_writes
+    /// Whether a write is first tried without waiting (`RWF_NOWAIT`): it is a regular file of a
+    /// file system that can tell beforehand whether the write would wait.
+    pub(crate) fn is_tried_first(&self) -> bool {
+        self.is_tried_first
     }
 
     pub(crate) fn raw(&self) -> RawFd {

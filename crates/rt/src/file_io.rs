@@ -26,8 +26,8 @@ pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
 /// # Panics
 /// Outside an executor.
 pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    let file = Arc::clone(file);
-    Op::start(OpKind::Write { file, buf, offset, done: 0, may_wait: false })
+    let (file, may_wait) = (Arc::clone(file), !file.is_tried_first());
+    Op::start(OpKind::Write { file, buf, offset, done: 0, may_wait })
 }
 
 /// Makes durable what was written to `file` before, and what is needed to read it back, including

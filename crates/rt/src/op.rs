@@ -1,8 +1,9 @@
 //! Operations in flight: their buffers, and the tasks that wait for them.
 //!
 //! Invariants
-//! - I1 From submission to completion the operation's slot owns its buffers and its file: dropping
-//!   the future marks the slot abandoned and frees nothing.
+//! - I1 From submission to completion the operation's slot owns its buffers and its file, or the
+//!   thread that was given them does: dropping the future marks the slot abandoned and frees
+//!   nothing.
 //! - I2 A slot is freed exactly once: by the future that takes the result, or at completion if the
 //!   future is gone.
 //! - I3 A key is never given to a second operation while the kernel may still name it.
@@ -31,7 +32,7 @@ pub(crate) enum OpKind {
         buf: Buf,
         offset: u64,
         done: usize,
-        /// Whether an attempt that must not wait got nowhere.
+        /// Whether it is not tried without waiting, or that got nowhere.
         may_wait: bool,
     },
     SyncData {
@@ -74,13 +75,14 @@ pub(crate) enum Next {
 impl OpKind {
     /// Processes the kernel's answer and decides whether the operation is complete.
     pub(crate) fn advance(&mut self, code: i32) -> Next {
-        if code == -libc::EINTR {
+        if let Self::Write { may_wait: may_wait @ false, .. } = self
+            && code < 0
+        {
+            // Only an attempt that may wait says for certain what is wrong.
+            *may_wait = true;
             return Next::Again;
         }
-        if code == -libc::EAGAIN {
-            if let Self::Write { may_wait, .. } = self {
-                *may_wait = true;
-            }
+        if code == -libc::EINTR || code == -libc::EAGAIN {
             return Next::Again;
         }
         match self {
@@ -274,7 +276,7 @@ mod tests {
     fn write_of(len: usize, access: Access) -> OpKind {
         let null = std::fs::File::open("/dev/null").expect("a device");
         let file = Arc::new(File::new(null.into(), access));
-        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0, may_wait: false }
+        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0, may_wait: true }
     }
 
     /// The progress of an operation, and its code if it is complete.
@@ -309,6 +311,19 @@ mod tests {
         let OpKind::Write { file, done, .. } = &write else { unreachable!("made as a write") };
         assert_eq!(resume_at(file, *done), 4096);
         assert_eq!(after(&mut write, 8192), (12_288, Some(12_288)));
+    }
+
+    #[test]
+    fn attempt_that_must_not_wait_is_followed_by_one_that_may() {
+        for error in [libc::EAGAIN, libc::EOPNOTSUPP, libc::ENOSPC] {
+            let mut write = write_of(10_000, Access::Buffered);
+            let OpKind::Write { may_wait, .. } = &mut write else { unreachable!("made so") };
+            *may_wait = false;
+            assert_eq!(after(&mut write, 4096), (4096, None));
+            assert_eq!(after(&mut write, -error), (4096, None));
+            assert!(matches!(write, OpKind::Write { may_wait: true, .. }));
+            assert_eq!(after(&mut write, -libc::EIO), (4096, Some(-libc::EIO)));
+        }
     }
 
     #[test]

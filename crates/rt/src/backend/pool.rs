@@ -101,6 +101,7 @@ impl Pool {
             !cancelled
         });
         let mut wait = if completions.is_empty() { wait } else { Some(Duration::ZERO) };
+        wait = self.threads.call_again(wait);
         if wait != Some(Duration::ZERO) && !self.threads.may_sleep() {
             wait = Some(Duration::ZERO);
         }

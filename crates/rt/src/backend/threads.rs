@@ -7,11 +7,13 @@
 //! - I1 A thread owns the buffer that it reads into or writes from: it is moved to the thread and
 //!   back.
 //! - I2 While a job may begin, some thread is on its way to begin it. Whoever adds a job, and
-//!   whoever begins one and leaves another, calls the next ([`Shared::call`]).
-//! - I3 While jobs wait because [`THREADS`] are at work, one thread watches: when none has begun
-//!   for [`PATIENCE`], those at work are slow and count no more, until they end.
+//!   whoever begins one and leaves another, calls the next ([`Shared::call`]); if the system
+//!   refuses a thread, the executor tries again.
+//! - I3 While jobs wait because [`THREADS`] are at work, one thread watches: what has been at work
+//!   for a whole [`WINDOW`] counts no more.
 //! - I4 The executor sleeps only if nothing is finished, and then the next job that ends rings.
 
+use super::in_place;
 use super::lanes::{LaneKey, Lanes};
 use crate::buf::Buf;
 use crate::file::{Access, File};
@@ -20,15 +22,18 @@ use crate::remote::Remote;
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::Errno;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Threads of one executor that are at work at once, those apart that are slow.
 const THREADS: usize = 32;
 /// Threads of one executor in all.
 const THREADS_MAX: usize = 1024;
-/// If no job has begun for so long, those at work wait for something.
-const PATIENCE: Duration = Duration::from_millis(5);
+/// What is at work for longer than this, and less than twice as long, waits for something.
+const WINDOW: Duration = Duration::from_millis(50);
+/// When to try again after the system refused a thread.
+const RETRY: Duration = Duration::from_millis(100);
 /// A thread without work for so long ends.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
@@ -59,23 +64,27 @@ struct Shared {
     /// A thread has ended.
     ended: Condvar,
     finished: Mutex<Finished>,
+    /// Whether there are finished jobs: a hint for who polls.
+    has_finished: AtomicBool,
+    /// Whether the system refused a thread that was of use.
+    is_short: AtomicBool,
     remote: Arc<Remote>,
 }
 
 #[derive(Default)]
 struct Queue {
     lanes: Lanes<Job>,
-    /// Jobs begun so far: the number of the next.
-    begun: u64,
-    working: usize,
-    /// Of the jobs at work, those that count no more: their numbers are below `slow_below` (I3).
-    slow: usize,
-    slow_below: u64,
+    /// The window that jobs begin in now, and when it ends if somebody watches.
+    window: u64,
+    window_end: Option<Instant>,
+    /// Jobs at work that began in this window, in the one before, and earlier: the last count no
+    /// more (I3).
+    working: [usize; 3],
     threads: usize,
     idle_threads: usize,
     is_watched: bool,
-    /// Whether a thread could not be started, which was said.
-    was_refused: bool,
+    /// Whether it was said that the system refuses threads.
+    was_told: bool,
     is_closed: bool,
 }
 
@@ -88,7 +97,7 @@ struct Finished {
 
 /// A job at work.
 struct Begun {
-    number: u64,
+    window: u64,
     lane: LaneKey,
     job: Job,
 }
@@ -104,9 +113,16 @@ impl Threads {
             called: Condvar::new(),
             ended: Condvar::new(),
             finished: Mutex::default(),
+            has_finished: AtomicBool::new(false),
+            is_short: AtomicBool::new(false),
             remote,
         });
         Self { shared, given: 0 }
+    }
+
+    /// Whether there is something to take; it may be noticed late.
+    pub(super) fn have_finished(&self) -> bool {
+        self.shared.has_finished.load(Ordering::Relaxed)
     }
 
     /// Whether the executor may sleep until its bell rings; if not, there is something to take.
@@ -121,11 +137,12 @@ impl Threads {
 
     /// Takes over the buffers and outcomes of finished work.
     pub(super) fn take_finished(&mut self, ops: &mut Ops, completions: &mut Vec<(OpKey, i32)>) {
-        if self.given == 0 {
+        if !self.have_finished() {
             return;
         }
         let mut finished = lock(&self.shared.finished);
         finished.is_awaited = false;
+        self.shared.has_finished.store(false, Ordering::Relaxed);
         for (job, code) in finished.jobs.drain(..) {
             self.given -= 1;
             if let Work::Read { buf: back, .. } | Work::Write { buf: back, .. } = job.work {
@@ -145,12 +162,32 @@ impl Threads {
         self.given += 1;
         let mut queue = lock(&self.shared.queue);
         queue.lanes.add(job.lane(), job);
-        self.shared.call(&mut queue);
+        let is_of_use = self.shared.call(&mut queue);
         while queue.threads == 0
             && let Some(begun) = queue.begin()
         {
-            queue = self.shared.run(queue, begun);
+            drop(queue);
+            self.shared.remote.set_is_writing(true);
+            queue = self.shared.run(begun);
+            self.shared.remote.set_is_writing(false);
         }
+        drop(queue);
+        if is_of_use {
+            self.shared.called.notify_one();
+        }
+    }
+
+    /// Calls again if a thread was refused. How long the executor may sleep of the time that it
+    /// wants to.
+    pub(super) fn call_again(&self, wait: Option<Duration>) -> Option<Duration> {
+        if !self.shared.is_short.load(Ordering::Relaxed) {
+            return wait;
+        }
+        let is_of_use = self.shared.call(&mut lock(&self.shared.queue));
+        if is_of_use {
+            self.shared.called.notify_one();
+        }
+        Some(wait.map_or(RETRY, |wait| wait.min(RETRY)))
     }
 }
 
@@ -167,7 +204,7 @@ impl Drop for Threads {
 
 impl Queue {
     fn may_begin(&self) -> bool {
-        self.lanes.is_ready() && self.working - self.slow < THREADS
+        self.lanes.is_ready() && self.working[0] + self.working[1] < THREADS
     }
 
     fn begin(&mut self) -> Option<Begun> {
@@ -175,61 +212,83 @@ impl Queue {
             return None;
         }
         let (lane, job) = self.lanes.begin()?;
-        let number = self.begun;
-        self.begun += 1;
-        self.working += 1;
-        Some(Begun { number, lane, job })
+        self.working[0] += 1;
+        Some(Begun { window: self.window, lane, job })
     }
 
-    fn end(&mut self, lane: LaneKey, number: u64) {
+    /// A job that began in `window` has ended.
+    fn end(&mut self, lane: LaneKey, window: u64) {
         self.lanes.end(lane);
-        self.working -= 1;
-        if number < self.slow_below {
-            self.slow -= 1;
-        }
+        let age = usize::try_from(self.window - window).unwrap_or(usize::MAX);
+        self.working[age.min(2)] -= 1;
     }
 
-    /// Counts the jobs that are at work no more.
-    fn give_up_waiting(&mut self) {
-        self.slow = self.working;
-        self.slow_below = self.begun;
+    fn next_window(&mut self) {
+        let [now, before, earlier] = self.working;
+        self.working = [0, now, before + earlier];
+        self.window += 1;
+    }
+
+    /// How long the thread that watches waits for the window to end.
+    fn watch(&mut self) -> Duration {
+        let now = in_place::now();
+        let end = *self.window_end.get_or_insert(now + WINDOW);
+        end.saturating_duration_since(now)
+    }
+
+    /// The thread that watched was called, or the window has ended.
+    fn watched(&mut self) {
+        if self.window_end.is_some_and(|end| end <= in_place::now()) {
+            self.window_end = None;
+            self.next_window();
+        }
     }
 }
 
 impl Shared {
-    /// Makes a thread look at the queue if that is of use.
-    fn call(self: &Arc<Self>, queue: &mut Queue) {
-        if !queue.lanes.is_ready() || (queue.is_watched && !queue.may_begin()) {
-            return;
+    /// Whether an idle thread has to be called to look at the queue, once that is unlocked. Starts
+    /// a thread if one would be of use and none is idle.
+    #[must_use]
+    fn call(self: &Arc<Self>, queue: &mut Queue) -> bool {
+        let is_of_use = queue.lanes.is_ready() && (queue.may_begin() || !queue.is_watched);
+        let needs_one = is_of_use && queue.idle_threads == 0 && queue.threads < THREADS_MAX;
+        let started = if needs_one { self.start(queue) } else { Ok(()) };
+        self.is_short.store(started.is_err(), Ordering::Relaxed);
+        if let Err(error) = started
+            && !std::mem::replace(&mut queue.was_told, true)
+        {
+            tracing::warn!(%error, "cannot start a thread for I/O: it may be slow");
         }
-        if queue.idle_threads > 0 {
-            self.called.notify_one();
-        } else if queue.threads < THREADS_MAX {
-            match Thread::start(self, queue) {
-                Ok(()) => {}
-                Err(error) if !queue.was_refused => {
-                    queue.was_refused = true;
-                    tracing::warn!(%error, "cannot start a thread for I/O: it may be slow");
-                }
-                Err(_) => {}
-            }
-        }
+        is_of_use && queue.idle_threads > 0
+    }
+
+    fn start(self: &Arc<Self>, queue: &mut Queue) -> io::Result<()> {
+        let shared = Arc::clone(self);
+        let builder = std::thread::Builder::new().name("mica-io".to_owned());
+        builder.spawn(move || shared.work())?;
+        // It cannot have ended: the queue is locked.
+        queue.threads += 1;
+        Ok(())
     }
 
     fn work(self: &Arc<Self>) {
         let mut queue = lock(&self.queue);
         loop {
             if let Some(begun) = queue.begin() {
-                self.call(&mut queue);
-                queue = self.run(queue, begun);
+                let is_of_use = self.call(&mut queue);
+                drop(queue);
+                if is_of_use {
+                    self.called.notify_one();
+                }
+                queue = self.run(begun);
                 continue;
             }
-            if queue.is_closed {
-                return;
-            }
             let watches = queue.lanes.is_ready() && !queue.is_watched;
-            let wait = if watches { PATIENCE } else { IDLE_MAX };
-            let before = queue.begun;
+            // Beyond what may be at work at once, none is kept.
+            if queue.is_closed || (!watches && queue.idle_threads >= THREADS) {
+                break;
+            }
+            let wait = if watches { queue.watch() } else { IDLE_MAX };
             queue.is_watched |= watches;
             queue.idle_threads += 1;
             let waited = self.called.wait_timeout(queue, wait);
@@ -238,54 +297,31 @@ impl Shared {
             queue.idle_threads -= 1;
             if watches {
                 queue.is_watched = false;
-                if timed_out.timed_out() && queue.begun == before {
-                    queue.give_up_waiting();
-                }
+                queue.watched();
             } else if timed_out.timed_out() && !queue.lanes.is_ready() {
-                return;
+                break;
             }
         }
+        queue.threads -= 1;
+        drop(queue);
+        self.ended.notify_all();
     }
 
-    /// Runs a job, with the queue unlocked.
-    fn run<'a>(&'a self, queue: MutexGuard<'a, Queue>, begun: Begun) -> MutexGuard<'a, Queue> {
-        drop(queue);
-        let Begun { number, lane, mut job } = begun;
+    /// Runs a job. The queue must not be locked, and is in the end.
+    fn run(&self, begun: Begun) -> MutexGuard<'_, Queue> {
+        let Begun { window, lane, mut job } = begun;
         let code = code_of(job.run());
         let mut finished = lock(&self.finished);
         finished.jobs.push((job, code));
+        self.has_finished.store(true, Ordering::Relaxed);
         let is_awaited = std::mem::take(&mut finished.is_awaited);
         drop(finished);
         if is_awaited {
             self.remote.ring();
         }
         let mut queue = lock(&self.queue);
-        queue.end(lane, number);
+        queue.end(lane, window);
         queue
-    }
-}
-
-/// A thread, for as long as it runs.
-struct Thread(Arc<Shared>);
-
-impl Thread {
-    fn start(shared: &Arc<Shared>, queue: &mut Queue) -> io::Result<()> {
-        let shared = Arc::clone(shared);
-        let builder = std::thread::Builder::new().name("mica-io".to_owned());
-        builder.spawn(move || {
-            let thread = Self(shared);
-            thread.0.work();
-        })?;
-        // It cannot have ended: the queue is locked.
-        queue.threads += 1;
-        Ok(())
-    }
-}
-
-impl Drop for Thread {
-    fn drop(&mut self) {
-        lock(&self.0.queue).threads -= 1;
-        self.0.ended.notify_all();
     }
 }
 
@@ -367,15 +403,19 @@ mod tests {
         }
         let begin =
             |queue: &mut Queue| -> Vec<Begun> { std::iter::from_fn(|| queue.begin()).collect() };
+        let end = |queue: &mut Queue, from: &mut Vec<Begun>| {
+            let Begun { window, lane, .. } = from.pop().expect("at work");
+            queue.end(lane, window);
+        };
         let mut slow = begin(&mut queue);
         assert_eq!(slow.len(), THREADS);
-        queue.give_up_waiting();
+        end(&mut queue, &mut slow);
+        queue.next_window();
         let mut others = begin(&mut queue);
+        assert_eq!(others.len(), 1, "the slow ones may have begun just before");
+        queue.next_window();
+        others.append(&mut begin(&mut queue));
         assert_eq!(others.len(), THREADS);
-        let end = |queue: &mut Queue, from: &mut Vec<Begun>| {
-            let Begun { number, lane, .. } = from.pop().expect("at work");
-            queue.end(lane, number);
-        };
         end(&mut queue, &mut slow);
         assert!(!queue.may_begin(), "a slow one made no room before, and makes none now");
         end(&mut queue, &mut others);
@@ -383,7 +423,23 @@ mod tests {
         while !slow.is_empty() {
             end(&mut queue, &mut slow);
         }
-        assert_eq!((queue.working, queue.slow), (THREADS, 0));
+        while !others.is_empty() {
+            end(&mut queue, &mut others);
+        }
+        assert_eq!(queue.working, [1, 0, 0]);
+    }
+
+    #[test]
+    fn a_window_ends_while_somebody_watches() {
+        let mut queue = Queue::default();
+        assert!(queue.watch() <= WINDOW);
+        queue.window_end = Some(in_place::now() + 100 * WINDOW);
+        queue.watched();
+        assert_eq!(queue.window, 0, "it was called before the end");
+        queue.window_end = Some(in_place::now());
+        assert_eq!(queue.watch(), Duration::ZERO);
+        queue.watched();
+        assert_eq!((queue.window, queue.window_end), (1, None));
     }
 
     #[test]

@@ -2,10 +2,9 @@
 //!
 //! The kernel lets the changes of one regular file wait for each other, and sorts files for that
 //! into 64 buckets by a hash: a file that waits, for a frozen file system perhaps for hours, holds
-//! up every other file of its bucket. So whatever a ring would hand to such a bucket goes to
-//! threads of our own, which know the files apart: writes to the page cache that may wait, and
-//! `fallocate`. Writes with O_DIRECT are not sorted so where the file system lets them run side by
-//! side (ext4, XFS), and stay in the ring.
+//! up every other file of its bucket. So a change is tried in the ring only where it can be tried
+//! without waiting ([`crate::file::File::is_tried_first`]); otherwise, and if that fails, it goes to threads of
+//! our own, which know the files apart.
 //!
 //! Invariants
 //! - I1 The kernel is handed only memory that the operation's slot owns until the completion
@@ -18,7 +17,6 @@
 use super::in_place::{self, InPlace};
 use super::threads::{Threads, Work};
 use crate::buf::Buf;
-use crate::file::Access;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
@@ -82,7 +80,7 @@ impl Uring {
         if NEEDED.iter().any(|code| !probe.is_supported(*code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        // The second number, 0, leaves those for devices and sockets as they are.
+        // The second number, 0, leaves those that wait for sockets as they are.
         if let Err(error) = ring.submitter().register_iowq_max_workers(&mut [KERNEL_THREADS_MAX, 0])
         {
             tracing::debug!(%error, "the kernel decides how many of its threads wait for files");
@@ -109,7 +107,7 @@ impl Uring {
                 opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done, may_wait } => {
-                // A short write continues on a thread, which reports why it was short.
+                // A short write continues below, where it is reported why it was short.
                 if *done == 0
                     && let Some(count) = self.in_place.write(file, buf, *offset)
                 {
@@ -117,15 +115,14 @@ impl Uring {
                 }
                 let from = resume_at(file, *done);
                 let at = *offset + from as u64;
-                let is_sorted = file.is_regular() && file.access() == Access::Buffered;
-                if is_sorted && (*may_wait || !file.has_nowait_writes()) {
+                if file.is_regular() && *may_wait {
                     let buf = std::mem::replace(buf, Buf::new(0));
                     self.threads.give(key, file, Work::Write { buf, done: from, offset: at });
                     return None;
                 }
                 let left = &buf[from..];
                 let length = u32_of(left.len().min(LENGTH_MAX));
-                let flags = if is_sorted { libc::RWF_NOWAIT } else { 0 };
+                let flags = if file.is_regular() { libc::RWF_NOWAIT } else { 0 };
                 opcode::Write::new(Fd(file.raw()), left.as_ptr(), length)
                     .offset(at)
                     .rw_flags(flags)
@@ -174,11 +171,8 @@ impl Uring {
             self.bell_armed = true;
             self.push(entry);
         }
-        let mut wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
-        if wait != Some(Duration::ZERO) && !self.threads.may_sleep() {
-            wait = Some(Duration::ZERO);
-        }
-        self.enter(wait);
+        let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
+        self.enter(self.threads.call_again(wait));
         completions.append(&mut self.early);
         self.take_in(completions);
         self.threads.take_finished(ops, completions);
@@ -236,8 +230,14 @@ impl Uring {
                 if is_flagged || !self.ring.completion().is_empty() {
                     return self.ring.submit();
                 }
+                if self.threads.have_finished() {
+                    return Ok(0);
+                }
                 std::hint::spin_loop();
             }
+        }
+        if !self.threads.may_sleep() {
+            return self.ring.submit();
         }
         let timespec;
         let mut args = SubmitArgs::new();
