@@ -3,8 +3,8 @@
 //! The kernel lets the changes of one regular file wait for each other, and sorts files for that
 //! into 64 buckets by a hash: a file that waits, for a frozen file system perhaps for hours, holds
 //! up every other file of its bucket. So a change is tried in the ring only where it can be tried
-//! without waiting ([`crate::file::File::is_tried_first`]); otherwise, and if that fails, it goes to threads of
-//! our own, which know the files apart.
+//! without waiting ([`crate::file::File::is_tried_first`]); otherwise, and if that fails, it goes
+//! to threads of our own, which know the files apart.
 //!
 //! Invariants
 //! - I1 The kernel is handed only memory that the operation's slot owns until the completion
