@@ -1,11 +1,13 @@
 //! Open files of the host.
 
+use crate::op::Way;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What `fstatfs` calls ext2, ext3 and ext4.
 const EXT_MAGIC: rustix::fs::FsWord = 0xef53;
+const FUSE_MAGIC: rustix::fs::FsWord = 0x6573_5546;
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
@@ -15,7 +17,8 @@ pub struct File {
     access: Access,
     /// Whether it is a regular file, not a device.
     is_regular: bool,
-    is_tried_first: bool,
+    read_way: Way,
+    write_way: Way,
     /// Whether locks were taken.
     pub(crate) has_locks: AtomicBool,
     /// See [`File::write_in_place`].
@@ -38,14 +41,17 @@ impl File {
         use rustix::fs::{FileType, fstat, fstatfs};
         let is_regular = fstat(&fd)
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
-        let is_tried_first = is_regular
-            && fstatfs(&fd).is_ok_and(|system| match system.f_type {
-                libc::XFS_SUPER_MAGIC | libc::BTRFS_SUPER_MAGIC => true,
-                EXT_MAGIC => access == Access::Direct,
-                _ => false,
-            });
+        let magic = fstatfs(&fd).map_or(0, |system| system.f_type);
+        let write_way = match magic {
+            _ if !is_regular => Way::Ring,
+            libc::XFS_SUPER_MAGIC | libc::BTRFS_SUPER_MAGIC => Way::Try,
+            EXT_MAGIC if access == Access::Direct => Way::Try,
+            _ => Way::Thread,
+        };
+        // It asks its server for attributes even if the caller must not wait.
+        let read_way = if magic == FUSE_MAGIC { Way::Thread } else { Way::Ring };
         let has_locks = AtomicBool::new(false);
-        Self { fd, access, is_regular, is_tried_first, has_locks, in_place: None }
+        Self { fd, access, is_regular, read_way, write_way, has_locks, in_place: None }
     }
 
     /// How it was opened.
@@ -72,10 +78,19 @@ impl File {
         self.is_regular
     }
 
-    /// Whether a write is first tried without waiting (`RWF_NOWAIT`): it is a regular file of a
-    /// file system that can tell beforehand whether the write would wait.
-    pub(crate) fn is_tried_first(&self) -> bool {
-        self.is_tried_first
+    pub(crate) fn read_way(&self) -> Way {
+        self.read_way
+    }
+
+    /// How writes are carried out: those that are tried first are to regular files of a file system
+    /// that can tell beforehand whether the write would wait (`RWF_NOWAIT`).
+    pub(crate) fn write_way(&self) -> Way {
+        self.write_way
+    }
+
+    /// How the space of the file is changed.
+    pub(crate) fn space_way(&self) -> Way {
+        if self.is_regular { Way::Thread } else { Way::Ring }
     }
 
     pub(crate) fn raw(&self) -> RawFd {

@@ -2,7 +2,7 @@
 
 use crate::buf::Buf;
 use crate::file::File;
-use crate::op::OpKind;
+use crate::op::{OpKind, Way};
 use crate::submit::{Op, RawOp};
 use rustix::fs::FallocateFlags;
 use std::future::Future;
@@ -15,7 +15,8 @@ use std::sync::Arc;
 /// # Panics
 /// Outside an executor.
 pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    Op::start(OpKind::Read { file: Arc::clone(file), buf, offset, done: 0 })
+    let (file, way) = (Arc::clone(file), file.read_way());
+    Op::start(OpKind::Read { file, buf, offset, done: 0, way })
 }
 
 /// Writes `buf` at `offset` until all of it is written; the count is less than the buffer's length
@@ -26,8 +27,8 @@ pub fn read_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
 /// # Panics
 /// Outside an executor.
 pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
-    let (file, may_wait) = (Arc::clone(file), !file.is_tried_first());
-    Op::start(OpKind::Write { file, buf, offset, done: 0, may_wait })
+    let (file, way) = (Arc::clone(file), file.write_way());
+    Op::start(OpKind::Write { file, buf, offset, done: 0, way })
 }
 
 /// Makes durable what was written to `file` before, and what is needed to read it back, including
@@ -36,7 +37,7 @@ pub fn write_at(file: &Arc<File>, buf: Buf, offset: u64) -> Op {
 /// # Panics
 /// Outside an executor.
 pub fn sync_data(file: &Arc<File>) -> impl Future<Output = io::Result<()>> + use<> {
-    RawOp::start(OpKind::SyncData { file: Arc::clone(file) }).outcome()
+    RawOp::start(OpKind::SyncData { file: Arc::clone(file), way: Way::Ring }).outcome()
 }
 
 /// Changes the space of `len` bytes at `offset`, as `mode` says.
@@ -49,5 +50,14 @@ pub fn fallocate(
     offset: u64,
     len: u64,
 ) -> impl Future<Output = io::Result<()>> + use<> {
-    RawOp::start(OpKind::Fallocate { file: Arc::clone(file), mode, offset, len }).outcome()
+    let (file, way) = (Arc::clone(file), file.space_way());
+    RawOp::start(OpKind::Fallocate { file, mode, offset, len, way }).outcome()
+}
+
+/// Makes `file` end after `len` bytes: what is cut off is lost, what is added reads as zeros.
+///
+/// # Panics
+/// Outside an executor.
+pub fn set_len(file: &Arc<File>, len: u64) -> impl Future<Output = io::Result<()>> + use<> {
+    RawOp::start(OpKind::SetLen { file: Arc::clone(file), len }).outcome()
 }

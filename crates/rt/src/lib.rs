@@ -38,7 +38,7 @@ pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
 pub use executor::{Executor, Handle, yield_now};
 pub use file::{Access, File};
-pub use file_io::{fallocate, read_at, sync_data, write_at};
+pub use file_io::{fallocate, read_at, set_len, sync_data, write_at};
 pub use join::join_all;
 pub use net::{MemoryStream, Stream};
 pub use op::SimWork;

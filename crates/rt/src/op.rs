@@ -21,49 +21,30 @@ use std::time::Duration;
 
 /// What an operation does, with everything that it needs until it is complete.
 pub(crate) enum OpKind {
-    Read {
-        file: Arc<File>,
-        buf: Buf,
-        offset: u64,
-        done: usize,
-    },
-    Write {
-        file: Arc<File>,
-        buf: Buf,
-        offset: u64,
-        done: usize,
-        /// Whether it is not tried without waiting, or that got nowhere.
-        may_wait: bool,
-    },
-    SyncData {
-        file: Arc<File>,
-    },
-    Fallocate {
-        file: Arc<File>,
-        mode: FallocateFlags,
-        offset: u64,
-        len: u64,
-    },
-    Recv {
-        socket: Arc<Socket>,
-        buf: Buf,
-    },
-    Send {
-        socket: Arc<Socket>,
-        parts: SendParts,
-    },
-    Readable {
-        socket: Arc<Socket>,
-    },
-    Simulated {
-        work: Option<SimWork>,
-        buf: Buf,
-        latency: Duration,
-    },
+    Read { file: Arc<File>, buf: Buf, offset: u64, done: usize, way: Way },
+    Write { file: Arc<File>, buf: Buf, offset: u64, done: usize, way: Way },
+    SyncData { file: Arc<File>, way: Way },
+    Fallocate { file: Arc<File>, mode: FallocateFlags, offset: u64, len: u64, way: Way },
+    SetLen { file: Arc<File>, len: u64 },
+    Recv { socket: Arc<Socket>, buf: Buf },
+    Send { socket: Arc<Socket>, parts: SendParts },
+    Readable { socket: Arc<Socket> },
+    Simulated { work: Option<SimWork>, buf: Buf, latency: Duration },
 }
 
 /// What a simulated operation does at the moment at which it completes.
 pub type SimWork = Box<dyn FnOnce(&mut Buf) -> io::Result<usize>>;
+
+/// Who carries out an operation on a file, where there is a ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Way {
+    /// The ring.
+    Ring,
+    /// The ring, if that need not wait; otherwise, or if that fails, a thread.
+    Try,
+    /// A thread of ours.
+    Thread,
+}
 
 /// What to do with an operation after the kernel answered.
 pub(crate) enum Next {
@@ -75,12 +56,15 @@ pub(crate) enum Next {
 impl OpKind {
     /// Processes the kernel's answer and decides whether the operation is complete.
     pub(crate) fn advance(&mut self, code: i32) -> Next {
-        if let Self::Write { may_wait: may_wait @ false, .. } = self
-            && code < 0
+        if code < 0
+            && let Some(way) = self.way_mut()
         {
-            // Only an attempt that may wait says for certain what is wrong.
-            *may_wait = true;
-            return Next::Again;
+            // Nobody cancels what is awaited: the kernel found no thread for it. And only an
+            // attempt that may wait says for certain what is wrong.
+            if *way == Way::Try || (*way == Way::Ring && code == -libc::ECANCELED) {
+                *way = Way::Thread;
+                return Next::Again;
+            }
         }
         if code == -libc::EINTR || code == -libc::EAGAIN {
             return Next::Again;
@@ -112,9 +96,20 @@ impl OpKind {
             },
             Self::SyncData { .. }
             | Self::Fallocate { .. }
+            | Self::SetLen { .. }
             | Self::Recv { .. }
             | Self::Readable { .. }
             | Self::Simulated { .. } => Next::Complete(code),
+        }
+    }
+
+    fn way_mut(&mut self) -> Option<&mut Way> {
+        match self {
+            Self::Read { way, .. }
+            | Self::Write { way, .. }
+            | Self::SyncData { way, .. }
+            | Self::Fallocate { way, .. } => Some(way),
+            _ => None,
         }
     }
 
@@ -276,7 +271,7 @@ mod tests {
     fn write_of(len: usize, access: Access) -> OpKind {
         let null = std::fs::File::open("/dev/null").expect("a device");
         let file = Arc::new(File::new(null.into(), access));
-        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0, may_wait: true }
+        OpKind::Write { file, buf: Buf::zeroed(len), offset: 0, done: 0, way: Way::Thread }
     }
 
     /// The progress of an operation, and its code if it is complete.
@@ -317,13 +312,23 @@ mod tests {
     fn attempt_that_must_not_wait_is_followed_by_one_that_may() {
         for error in [libc::EAGAIN, libc::EOPNOTSUPP, libc::ENOSPC] {
             let mut write = write_of(10_000, Access::Buffered);
-            let OpKind::Write { may_wait, .. } = &mut write else { unreachable!("made so") };
-            *may_wait = false;
+            *write.way_mut().expect("a write has one") = Way::Try;
             assert_eq!(after(&mut write, 4096), (4096, None));
             assert_eq!(after(&mut write, -error), (4096, None));
-            assert!(matches!(write, OpKind::Write { may_wait: true, .. }));
+            assert_eq!(write.way_mut(), Some(&mut Way::Thread));
             assert_eq!(after(&mut write, -libc::EIO), (4096, Some(-libc::EIO)));
         }
+    }
+
+    #[test]
+    fn what_the_kernel_found_no_thread_for_gets_one_of_ours() {
+        let OpKind::Write { file, .. } = write_of(1, Access::Buffered) else {
+            unreachable!("made as a write")
+        };
+        let mut sync = OpKind::SyncData { file, way: Way::Ring };
+        assert!(matches!(sync.advance(-libc::ECANCELED), Next::Again));
+        assert_eq!(sync.way_mut(), Some(&mut Way::Thread));
+        assert!(matches!(sync.advance(-libc::EIO), Next::Complete(code) if code == -libc::EIO));
     }
 
     #[test]

@@ -25,7 +25,6 @@ use mica_block::{
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File};
 use mica_units::HostOffset;
-use rustix::fs::ftruncate;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -166,7 +165,7 @@ impl Store for WritableFile {
                 Alignment::NONE => None,
                 _ => Some(inner.claims.claim_range(len.min(now)..=u64::MAX, Mode::Exclusive).await),
             };
-            inner.cut(len)
+            inner.cut(len).await
         })
     }
 
@@ -235,7 +234,7 @@ impl Inner {
         let (result, _) = self.write_blocks(around, HostOffset::new(start)).await;
         let wanted = if result.is_ok() { len.max(asked_end) } else { len };
         if self.kind == FileKind::Regular && end > len && self.len()? > wanted {
-            self.cut(wanted)?;
+            self.cut(wanted).await?;
         }
         result
     }
@@ -278,9 +277,9 @@ impl Inner {
         changed.map_err(|error| Error::from_io(format!("{doing} {len} bytes at {offset}"), error))
     }
 
-    fn cut(&self, len: u64) -> Result<()> {
-        ftruncate(&self.file, len)
-            .map_err(|error| self.failed(&format!("setting the length to {len} of"), error.into()))
+    async fn cut(&self, len: u64) -> Result<()> {
+        let cut = mica_rt::set_len(&self.file, len).await;
+        cut.map_err(|error| self.failed(&format!("setting the length to {len} of"), error))
     }
 
     fn check_synced(&self) -> Result<()> {

@@ -4,3 +4,4 @@
 mod cuts;
 mod remount;
 mod stuck;
+mod threads;

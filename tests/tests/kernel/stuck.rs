@@ -18,6 +18,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const BLOCK: usize = 4096;
+/// More than an image gets longer by at once.
+const CLUSTERS: u64 = 100;
 /// How long the server may take until it serves both.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -60,7 +62,8 @@ fn a_frozen_file_system_delays_no_other_disk() {
     let dir = dir.path();
     let Some(mount) = mounted_ext4(dir) else { return };
     let folder = mount.folder().to_owned();
-    qemu::create(&folder, "stuck.qcow2", &["-o", "preallocation=full"], "8M");
+    // Its writes make it longer, too.
+    qemu::create(&folder, "stuck.qcow2", &[], "8M");
     qemu::create(dir, "other.qcow2", &["-o", "preallocation=full"], "8M");
     // One executor serves both.
     let server = Server::start("", |socket| {
@@ -84,14 +87,18 @@ fn a_frozen_file_system_delays_no_other_disk() {
     assert_eq!(stuck.write(0, &[1; BLOCK]).expect("answered"), 0);
 
     let frozen = Frozen::new(&folder);
-    let request = Request::Write { offset: 0, bytes: vec![2; BLOCK], fua: false };
-    stuck.send(&request).expect("sent");
+    for place in 0..CLUSTERS {
+        let request = Request::Write { offset: place << 16, bytes: vec![2; BLOCK], fua: false };
+        stuck.send(&request).expect("sent");
+    }
     for round in 0..50 {
         assert_eq!(other.write(round * BLOCK as u64, &[3; BLOCK]).expect("answered"), 0);
     }
     assert_eq!(other.flush().expect("answered"), 0);
     drop(frozen);
-    assert_eq!(stuck.receive().expect("answered").1.errno(), 0);
+    for _ in 0..CLUSTERS {
+        assert_eq!(stuck.receive().expect("answered").1.errno(), 0);
+    }
     assert_eq!(stuck.flush().expect("answered"), 0);
     assert!(server.stop().expect("it stops").status.success());
     mount.unmount();

@@ -2,8 +2,8 @@
 //! of waiting.
 //!
 //! Invariants
-//! - I1 At most [`LaneKey::turns`] jobs of a lane are at work at once, so one file, however long it
-//!   makes its jobs wait, does not take the threads from the others.
+//! - I1 A job begins only while fewer of its lane are at work than the lane has turns, so one file,
+//!   however long it makes its jobs wait, does not take the threads from the others.
 //! - I2 The jobs of a lane begin in the order in which they were added; lanes take turns.
 //! - I3 A lane stands in `ready` once if it has a job that waits and a free turn, otherwise not at
 //!   all.
@@ -12,8 +12,8 @@ use crate::file::File;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// Jobs of one file at work at once: enough to keep a disk busy at depth 32.
-const TURNS_MAX: usize = 32;
+/// Jobs of a lane at work at once, at first: enough to keep a disk busy at depth 32.
+pub(super) const TURNS_MAX: usize = 32;
 /// Lanes that are kept when they are empty, so that a job need not make its lane anew.
 const EMPTY_MAX: usize = 64;
 
@@ -35,26 +35,32 @@ impl LaneKey {
     pub(super) fn parallel(file: &Arc<File>) -> Self {
         Self { file: Arc::as_ptr(file).addr(), is_serial: false }
     }
-
-    fn turns(self) -> usize {
-        if self.is_serial { 1 } else { TURNS_MAX }
-    }
 }
 
 pub(super) struct Lanes<Job> {
     lanes: HashMap<LaneKey, Lane<Job>>,
     /// Lanes whose next job may begin.
     ready: VecDeque<LaneKey>,
+    /// Turns of a lane that is not serial.
+    turns: usize,
 }
 
 struct Lane<Job> {
     waiting: VecDeque<Job>,
     working: usize,
+    /// Whether it stands in `ready`.
+    is_ready: bool,
+}
+
+impl<Job> Lane<Job> {
+    fn may_begin(&self, key: LaneKey, turns: usize) -> bool {
+        !self.waiting.is_empty() && self.working < if key.is_serial { 1 } else { turns }
+    }
 }
 
 impl<Job> Default for Lanes<Job> {
     fn default() -> Self {
-        Self { lanes: HashMap::new(), ready: VecDeque::new() }
+        Self { lanes: HashMap::new(), ready: VecDeque::new(), turns: TURNS_MAX }
     }
 }
 
@@ -65,12 +71,9 @@ impl<Job> Lanes<Job> {
     }
 
     pub(super) fn add(&mut self, key: LaneKey, job: Job) {
-        let made = || Lane { waiting: VecDeque::new(), working: 0 };
-        let lane = self.lanes.entry(key).or_insert_with(made);
-        lane.waiting.push_back(job);
-        if lane.waiting.len() == 1 && lane.working < key.turns() {
-            self.ready.push_back(key);
-        }
+        let made = || Lane { waiting: VecDeque::new(), working: 0, is_ready: false };
+        self.lanes.entry(key).or_insert_with(made).waiting.push_back(job);
+        self.queue(key);
     }
 
     /// Takes the job that is next. Its lane has one turn less until [`Self::end`].
@@ -79,9 +82,8 @@ impl<Job> Lanes<Job> {
         let lane = self.lanes.get_mut(&key).expect("a ready lane exists");
         let job = lane.waiting.pop_front().expect("a ready lane has a job that waits");
         lane.working += 1;
-        if !lane.waiting.is_empty() && lane.working < key.turns() {
-            self.ready.push_back(key);
-        }
+        lane.is_ready = false;
+        self.queue(key);
         Some((key, job))
     }
 
@@ -89,11 +91,33 @@ impl<Job> Lanes<Job> {
     pub(super) fn end(&mut self, key: LaneKey) {
         let lane = self.lanes.get_mut(&key).expect("a lane with a job at work exists");
         lane.working -= 1;
-        if lane.working + 1 == key.turns() && !lane.waiting.is_empty() {
-            self.ready.push_back(key);
-        }
         if lane.working == 0 && lane.waiting.is_empty() && self.lanes.len() > EMPTY_MAX {
             self.lanes.remove(&key);
+        } else {
+            self.queue(key);
+        }
+    }
+
+    /// Gives each lane that is not serial so many turns.
+    pub(super) fn set_turns(&mut self, turns: usize) {
+        if std::mem::replace(&mut self.turns, turns.max(1)) == self.turns {
+            return;
+        }
+        self.ready.clear();
+        for (key, lane) in &mut self.lanes {
+            lane.is_ready = lane.may_begin(*key, self.turns);
+            if lane.is_ready {
+                self.ready.push_back(*key);
+            }
+        }
+    }
+
+    /// Makes the lane ready if it is to be (I3).
+    fn queue(&mut self, key: LaneKey) {
+        let lane = self.lanes.get_mut(&key).expect("the caller has found it");
+        if !lane.is_ready && lane.may_begin(key, self.turns) {
+            lane.is_ready = true;
+            self.ready.push_back(key);
         }
     }
 }
@@ -102,6 +126,10 @@ impl<Job> Lanes<Job> {
 mod tests {
     use super::*;
     use mica_units::next_random;
+
+    fn of(key: LaneKey, turns: usize) -> usize {
+        if key.is_serial { 1 } else { turns }
+    }
 
     #[test]
     fn lanes_do_what_a_plain_model_does() {
@@ -114,9 +142,14 @@ mod tests {
             // For each lane the jobs that wait, and how many are at work.
             let mut model: HashMap<LaneKey, (VecDeque<u32>, usize)> = HashMap::new();
             let mut working = Vec::new();
+            let mut turns = TURNS_MAX;
             let files = 1 + below(200);
             for job in 0..2000 {
                 let key = LaneKey { file: below(files), is_serial: below(2) == 0 };
+                if below(200) == 0 {
+                    turns = 1 + below(TURNS_MAX);
+                    lanes.set_turns(turns);
+                }
                 match below(3) {
                     0 => {
                         lanes.add(key, job);
@@ -126,13 +159,13 @@ mod tests {
                         Some((key, begun)) => {
                             let lane = model.get_mut(&key).unwrap();
                             assert_eq!(lane.0.pop_front(), Some(begun), "seed {seed}: in order");
+                            assert!(lane.1 < of(key, turns), "seed {seed}");
                             lane.1 += 1;
-                            assert!(lane.1 <= key.turns(), "seed {seed}");
                             working.push(key);
                         }
                         None => {
                             let may_begin = |(key, lane): (&LaneKey, &(VecDeque<u32>, usize))| {
-                                !lane.0.is_empty() && lane.1 < key.turns()
+                                !lane.0.is_empty() && lane.1 < of(*key, turns)
                             };
                             assert!(!model.iter().any(may_begin), "seed {seed}: none forgotten");
                         }

@@ -7,10 +7,9 @@
 //! Invariants
 //! - I1 A socket operation is retried only after poll reported it ready.
 
-use super::threads::{Threads, Work, code_of};
-use crate::buf::Buf;
-use crate::file::{Access, File};
-use crate::op::{OpKey, OpKind, Ops, resume_at};
+use super::threads::{Threads, code_of};
+use crate::file::Access;
+use crate::op::{OpKey, OpKind, Ops, Way};
 use crate::remote::Remote;
 use crate::socket::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -42,23 +41,22 @@ impl Pool {
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
         match op {
-            OpKind::Read { file, buf, offset, done } => {
-                self.submit_read(key, file, buf, *offset, *done)
-            }
-            OpKind::Write { file, buf, offset, done, .. } => {
-                let done = resume_at(file, *done);
-                let offset = *offset + done as u64;
-                let buf = std::mem::replace(buf, Buf::new(0));
-                self.threads.give(key, file, Work::Write { buf, done, offset });
+            OpKind::Read { file, buf, offset, done, way } => {
+                if *way == Way::Ring && file.access() == Access::Buffered {
+                    match buf.read_now(file, *done, *offset + *done as u64) {
+                        // Not cached, or a file system without NOWAIT support.
+                        Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INVAL) => {}
+                        result => return Some(code_of(result)),
+                    }
+                }
+                self.threads.give_op(key, op);
                 None
             }
-            OpKind::SyncData { file } => {
-                self.threads.give(key, file, Work::SyncData);
-                None
-            }
-            OpKind::Fallocate { file, mode, offset, len } => {
-                let (mode, offset, len) = (*mode, *offset, *len);
-                self.threads.give(key, file, Work::Fallocate { mode, offset, len });
+            OpKind::Write { .. }
+            | OpKind::SyncData { .. }
+            | OpKind::Fallocate { .. }
+            | OpKind::SetLen { .. } => {
+                self.threads.give_op(key, op);
                 None
             }
             OpKind::Recv { socket, buf } => {
@@ -143,29 +141,6 @@ impl Pool {
             };
             completions.extend(code.map(|code| (key, code)));
         }
-    }
-
-    fn submit_read(
-        &mut self,
-        key: OpKey,
-        file: &Arc<File>,
-        buf: &mut Buf,
-        offset: u64,
-        done: usize,
-    ) -> Option<i32> {
-        let done = resume_at(file, done);
-        let offset = offset + done as u64;
-        if file.access() == Access::Buffered {
-            match buf.read_now(file, done, offset) {
-                Ok(count) => return Some(code_of(Ok(count))),
-                // Not cached, or a file system without NOWAIT support: a thread reads it.
-                Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INVAL) => {}
-                Err(error) => return Some(code_of(Err(error))),
-            }
-        }
-        let buf = std::mem::replace(buf, Buf::new(0));
-        self.threads.give(key, file, Work::Read { buf, done, offset });
-        None
     }
 
     fn try_or_wait(

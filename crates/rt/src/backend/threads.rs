@@ -10,16 +10,16 @@
 //!   whoever begins one and leaves another, calls the next ([`Shared::call`]); if the system
 //!   refuses a thread, the executor tries again.
 //! - I3 While jobs wait because [`THREADS`] are at work, one thread watches: what has been at work
-//!   for a whole [`WINDOW`] counts no more.
+//!   for a whole [`WINDOW`] counts no more, and as many others may be at work as wait like that.
 //! - I4 The executor sleeps only if nothing is finished, and then the next job that ends rings.
 
 use super::in_place;
-use super::lanes::{LaneKey, Lanes};
+use super::lanes::{LaneKey, Lanes, TURNS_MAX};
 use crate::buf::Buf;
 use crate::file::{Access, File};
-use crate::op::{OpKey, OpKind, Ops};
+use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
-use rustix::fs::{FallocateFlags, fallocate, fdatasync};
+use rustix::fs::{FallocateFlags, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,9 @@ use std::time::{Duration, Instant};
 /// Threads of one executor that are at work at once, those apart that are slow.
 const THREADS: usize = 32;
 /// Threads of one executor in all.
-const THREADS_MAX: usize = 1024;
+const THREADS_MAX: usize = 4096;
+/// If this many jobs wait for long, a file has one job at work at once; with fewer, more.
+const SLOW_MAX: usize = 1024;
 /// What is at work for longer than this, and less than twice as long, waits for something.
 const WINDOW: Duration = Duration::from_millis(50);
 /// When to try again after the system refused a thread.
@@ -50,11 +52,12 @@ struct Job {
 }
 
 /// What a thread does with the file of a job.
-pub(super) enum Work {
+enum Work {
     Read { buf: Buf, done: usize, offset: u64 },
     Write { buf: Buf, done: usize, offset: u64 },
     SyncData,
     Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
+    SetLen { len: u64 },
 }
 
 struct Shared {
@@ -156,8 +159,36 @@ impl Threads {
         }
     }
 
+    /// Gives an operation on a file to a thread.
+    pub(super) fn give_op(&mut self, key: OpKey, op: &mut OpKind) {
+        let (file, work) = match op {
+            OpKind::Read { file, buf, offset, done, .. } => {
+                let done = resume_at(file, *done);
+                let offset = *offset + done as u64;
+                let buf = std::mem::replace(buf, Buf::new(0));
+                (file, Work::Read { buf, done, offset })
+            }
+            OpKind::Write { file, buf, offset, done, .. } => {
+                let done = resume_at(file, *done);
+                let offset = *offset + done as u64;
+                let buf = std::mem::replace(buf, Buf::new(0));
+                (file, Work::Write { buf, done, offset })
+            }
+            OpKind::SyncData { file, .. } => (file, Work::SyncData),
+            OpKind::Fallocate { file, mode, offset, len, .. } => {
+                (file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
+            }
+            OpKind::SetLen { file, len } => (file, Work::SetLen { len: *len }),
+            OpKind::Recv { .. }
+            | OpKind::Send { .. }
+            | OpKind::Readable { .. }
+            | OpKind::Simulated { .. } => unreachable!("not an operation on a file"),
+        };
+        self.give(key, file, work);
+    }
+
     /// Gives `work` to a thread. If there is none and none can be started, does it here.
-    pub(super) fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
+    fn give(&mut self, key: OpKey, file: &Arc<File>, work: Work) {
         let job = Job { key, file: Arc::clone(file), work };
         self.given += 1;
         let mut queue = lock(&self.shared.queue);
@@ -204,7 +235,7 @@ impl Drop for Threads {
 
 impl Queue {
     fn may_begin(&self) -> bool {
-        self.lanes.is_ready() && self.working[0] + self.working[1] < THREADS
+        self.lanes.is_ready() && self.working[0] + self.working[1] < THREADS.max(self.working[2])
     }
 
     fn begin(&mut self) -> Option<Begun> {
@@ -226,6 +257,7 @@ impl Queue {
     fn next_window(&mut self) {
         let [now, before, earlier] = self.working;
         self.working = [0, now, before + earlier];
+        self.lanes.set_turns(TURNS_MAX.min(SLOW_MAX / self.working[2].max(1)));
         self.window += 1;
     }
 
@@ -329,7 +361,7 @@ impl Job {
     fn lane(&self) -> LaneKey {
         let is_serial = match self.work {
             Work::Write { .. } => self.file.access() == Access::Buffered,
-            Work::Fallocate { .. } => true,
+            Work::Fallocate { .. } | Work::SetLen { .. } => true,
             Work::Read { .. } | Work::SyncData => false,
         };
         if is_serial && self.file.is_regular() {
@@ -348,6 +380,7 @@ impl Job {
             Work::Fallocate { mode, offset, len } => {
                 fallocate(file, *mode, *offset, *len).map(|()| 0)
             }
+            Work::SetLen { len } => ftruncate(file, *len).map(|()| 0),
         }
     }
 }

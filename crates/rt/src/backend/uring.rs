@@ -3,7 +3,7 @@
 //! The kernel lets the changes of one regular file wait for each other, and sorts files for that
 //! into 64 buckets by a hash: a file that waits, for a frozen file system perhaps for hours, holds
 //! up every other file of its bucket. So a change is tried in the ring only where it can be tried
-//! without waiting ([`crate::file::File::is_tried_first`]); otherwise, and if that fails, it goes
+//! without waiting ([`Way::Try`]); otherwise, and if that fails, it goes
 //! to threads of our own, which know the files apart.
 //!
 //! Invariants
@@ -15,9 +15,8 @@
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
 use super::in_place::{self, InPlace};
-use super::threads::{Threads, Work};
-use crate::buf::Buf;
-use crate::op::{OpKey, OpKind, Ops, resume_at};
+use super::threads::Threads;
+use crate::op::{OpKey, OpKind, Ops, Way, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
 use crate::send::{SEND_BUFS_MAX, SendParts};
@@ -99,44 +98,44 @@ impl Uring {
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
         let entry = match op {
-            OpKind::Read { file, buf, offset, done } => {
+            OpKind::Read { way: Way::Thread, .. }
+            | OpKind::SyncData { way: Way::Thread, .. }
+            | OpKind::Fallocate { way: Way::Thread, .. }
+            | OpKind::SetLen { .. } => {
+                self.threads.give_op(key, op);
+                return None;
+            }
+            OpKind::Read { file, buf, offset, done, .. } => {
                 let from = resume_at(file, *done);
                 let (memory, left) = buf.target(from);
                 let length = u32_of(left.min(LENGTH_MAX));
                 let at = *offset + from as u64;
                 opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
-            OpKind::Write { file, buf, offset, done, may_wait } => {
+            OpKind::Write { file, buf, offset, done, way } => {
                 // A short write continues below, where it is reported why it was short.
                 if *done == 0
                     && let Some(count) = self.in_place.write(file, buf, *offset)
                 {
                     return Some(i32::try_from(count).expect("shorter than what is tried"));
                 }
-                let from = resume_at(file, *done);
-                let at = *offset + from as u64;
-                if file.is_regular() && *may_wait {
-                    let buf = std::mem::replace(buf, Buf::new(0));
-                    self.threads.give(key, file, Work::Write { buf, done: from, offset: at });
+                if *way == Way::Thread {
+                    self.threads.give_op(key, op);
                     return None;
                 }
+                let from = resume_at(file, *done);
                 let left = &buf[from..];
                 let length = u32_of(left.len().min(LENGTH_MAX));
-                let flags = if file.is_regular() { libc::RWF_NOWAIT } else { 0 };
+                let flags = if *way == Way::Try { libc::RWF_NOWAIT } else { 0 };
                 opcode::Write::new(Fd(file.raw()), left.as_ptr(), length)
-                    .offset(at)
+                    .offset(*offset + from as u64)
                     .rw_flags(flags)
                     .build()
             }
-            OpKind::SyncData { file } => {
+            OpKind::SyncData { file, .. } => {
                 opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
             }
-            OpKind::Fallocate { file, mode, offset, len } if file.is_regular() => {
-                let (mode, offset, len) = (*mode, *offset, *len);
-                self.threads.give(key, file, Work::Fallocate { mode, offset, len });
-                return None;
-            }
-            OpKind::Fallocate { file, mode, offset, len } => {
+            OpKind::Fallocate { file, mode, offset, len, .. } => {
                 let mode = mode.bits().cast_signed();
                 opcode::Fallocate::new(Fd(file.raw()), *len).offset(*offset).mode(mode).build()
             }

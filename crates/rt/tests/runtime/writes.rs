@@ -2,8 +2,8 @@
 
 use crate::common::{empty_file, on_each_backend, pattern, real_backends};
 use mica_rt::{
-    Access, Backend, Buf, Executor, FallocateFlags, File, fallocate, join_all, read_at, sleep,
-    sync_data, write_at, yield_now,
+    Access, Backend, Buf, Executor, FallocateFlags, File, fallocate, join_all, read_at, set_len,
+    sleep, sync_data, write_at, yield_now,
 };
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -21,6 +21,23 @@ fn read_only(path: &std::path::Path) -> Arc<File> {
 
 fn errno<T>(result: std::io::Result<T>) -> Option<i32> {
     result.err().and_then(|error| error.raw_os_error())
+}
+
+#[test]
+fn file_gets_longer_with_zeros_and_shorter() {
+    let Some((path, file)) = empty_file(Access::Buffered) else { return };
+    on_each_backend(|| async {
+        set_len(&file, 0).await.unwrap();
+        write_at(&file, Buf::from_slice(&[7; 100]), 0).await.0.unwrap();
+        set_len(&file, 50).await.unwrap();
+        set_len(&file, 5000).await.unwrap();
+        let content = std::fs::read(&path).unwrap();
+        assert_eq!(content.len(), 5000);
+        assert!(content[..50].iter().all(|byte| *byte == 7));
+        assert!(content[50..].iter().all(|byte| *byte == 0));
+        assert_eq!(errno(set_len(&read_only(&path), 0).await), Some(libc::EINVAL));
+        assert_eq!(errno(set_len(&device("/dev/null"), 0).await), Some(libc::EINVAL));
+    });
 }
 
 #[test]

@@ -1,0 +1,58 @@
+//! The system refuses new threads to a server that runs, as a limit of processes does. What the
+//! kernel's rings and the server would have given to a thread is done all the same.
+
+use mica_tests::guest::Guest;
+use mica_tests::server::Server;
+use mica_tests::{mica, qemu, tools};
+use std::os::unix::fs::chown;
+use std::process::Command;
+
+const BLOCK: usize = 4096;
+/// A user without privileges: of root the system counts no processes.
+const USER: u32 = 61_234;
+
+#[test]
+fn server_that_gets_no_more_threads_serves_and_flushes() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    if !rustix::process::geteuid().is_root() {
+        tools::skip("needs root, to become another user");
+        return;
+    }
+    for cache in ["writeback", "none"] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let (dir, user) = (dir.path(), Some(USER));
+        qemu::create(dir, "disk.qcow2", &[], "8M");
+        for path in [dir.to_owned(), dir.join("disk.qcow2")] {
+            chown(path, user, user).expect("given away");
+        }
+        let as_user = || {
+            let user = USER.to_string();
+            let mut command = Command::new("setpriv");
+            command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]);
+            command
+        };
+        let serve = |socket: &std::path::Path| {
+            chown(socket.parent().expect("in a folder"), user, user).expect("given away");
+            let mut serve = as_user();
+            serve.arg(mica::binary()).args(["serve", "--cache", cache, "--redo-dir"]);
+            serve.arg(dir).arg("--nbd").arg(socket).arg(dir.join("disk.qcow2"));
+            serve
+        };
+        let server = Server::start("", serve).expect("served");
+        let pid = server.pid().to_string();
+        let limited = as_user().args(["prlimit", "--pid", &pid, "--nproc=1"]).status();
+        assert!(limited.expect("setpriv").success());
+        let mut guest = Guest::connect(&server).expect("served");
+        for place in 0..8 {
+            assert_eq!(guest.write(place << 20, &[1; BLOCK]).expect("answered"), 0, "{cache}");
+            assert_eq!(guest.flush().expect("answered"), 0, "{cache}");
+        }
+        // Not flushed: that is for the server to do when it ends.
+        assert_eq!(guest.write(0, &[2; BLOCK]).expect("answered"), 0, "{cache}");
+        let stopped = server.stop().expect("it stops");
+        assert!(stopped.status.success(), "{cache}: {stopped:?}");
+        qemu::io(dir, &["-r"], "disk.qcow2", &["read -P 2 0 4k", "read -P 1 7M 4k"]);
+    }
+}
