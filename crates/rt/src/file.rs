@@ -1,6 +1,5 @@
 //! Open files of the host.
 
-use crate::op::Way;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +32,17 @@ pub enum Access {
     Buffered,
     /// With O_DIRECT: buffers, offsets and lengths must be aligned.
     Direct,
+}
+
+/// Who carries out an operation on a file, where there is a ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Way {
+    /// The ring.
+    Ring,
+    /// The ring, if that need not wait; otherwise, or if that fails, a thread.
+    Try,
+    /// A thread of ours.
+    Thread,
 }
 
 impl File {

@@ -1,8 +1,8 @@
 //! Reads, writes and other operations on files.
 
 use crate::buf::Buf;
-use crate::file::File;
-use crate::op::{OpKind, Way};
+use crate::file::{File, Way};
+use crate::op::OpKind;
 use crate::submit::{Op, RawOp};
 use rustix::fs::FallocateFlags;
 use std::future::Future;

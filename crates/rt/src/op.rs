@@ -9,7 +9,7 @@
 //! - I3 A key is never given to a second operation while the kernel may still name it.
 
 use crate::buf::{BUF_ALIGN, Buf};
-use crate::file::{Access, File};
+use crate::file::{Access, File, Way};
 use crate::send::SendParts;
 use crate::socket::Socket;
 use rustix::fs::FallocateFlags;
@@ -34,17 +34,6 @@ pub(crate) enum OpKind {
 
 /// What a simulated operation does at the moment at which it completes.
 pub type SimWork = Box<dyn FnOnce(&mut Buf) -> io::Result<usize>>;
-
-/// Who carries out an operation on a file, where there is a ring.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Way {
-    /// The ring.
-    Ring,
-    /// The ring, if that need not wait; otherwise, or if that fails, a thread.
-    Try,
-    /// A thread of ours.
-    Thread,
-}
 
 /// What to do with an operation after the kernel answered.
 pub(crate) enum Next {

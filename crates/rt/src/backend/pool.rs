@@ -8,8 +8,8 @@
 //! - I1 A socket operation is retried only after poll reported it ready.
 
 use super::threads::{Threads, code_of};
-use crate::file::Access;
-use crate::op::{OpKey, OpKind, Ops, Way};
+use crate::file::{Access, Way};
+use crate::op::{OpKey, OpKind, Ops};
 use crate::remote::Remote;
 use crate::socket::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -16,7 +16,8 @@
 
 use super::in_place::{self, InPlace};
 use super::threads::Threads;
-use crate::op::{OpKey, OpKind, Ops, Way, resume_at};
+use crate::file::Way;
+use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
 use crate::send::{SEND_BUFS_MAX, SendParts};
