@@ -4,12 +4,16 @@ use anyhow::{Context, Result};
 use mica_gen::Rng;
 use mica_tests::write_log::{Record, Step, WriteLog};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// The unit of copying, left out if it is all zeros.
 const CHUNK: usize = 64 << 10;
 const SECTOR: u64 = 512;
+/// Where ext4 has its superblock, which has a checksum and no copy that a mount would look for: it
+/// needs a device that does not tear these bytes.
+const SUPERBLOCK: Range<u64> = 1024..2048;
 
 /// What happens to the writes that no flush has followed yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -99,7 +103,8 @@ impl<'a> Disk<'a> {
                 let count = rng.below(survivors.len() as u64 + 1);
                 survivors.truncate(usize::try_from(count).unwrap_or(usize::MAX));
                 if let Some(last) = survivors.last_mut() {
-                    last.torn_after = Some(SECTOR * rng.below(last.len() / SECTOR + 1));
+                    let kept = SECTOR * rng.below(last.len() / SECTOR + 1);
+                    last.torn_after = Some(last.whole_superblock(kept));
                 }
             }
         }
@@ -128,6 +133,18 @@ impl Survivor<'_> {
             Step::Write { data, .. } => data.len() as u64,
             Step::Discard { len, .. } => *len,
             Step::Flush => 0,
+        }
+    }
+
+    /// How many bytes are kept of it if `kept` would tear the superblock: none of that.
+    fn whole_superblock(&self, kept: u64) -> u64 {
+        let (Step::Write { offset, .. } | Step::Discard { offset, .. }) = self.record.step else {
+            return kept;
+        };
+        if offset + kept > SUPERBLOCK.start && offset + kept < SUPERBLOCK.end {
+            SUPERBLOCK.start.saturating_sub(offset)
+        } else {
+            kept
         }
     }
 
