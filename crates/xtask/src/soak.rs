@@ -4,6 +4,7 @@
 //! start of its random numbers. A round runs each of them as often as suits a night; further rounds
 //! start elsewhere.
 
+use crate::setup;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use mica_tests::{clock, shell};
@@ -115,6 +116,9 @@ impl What {
 /// Runs it; all of it, even if something fails.
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(options.times > 0.0, "--times is a number above 0");
+    if !setup::is_done() {
+        setup::run()?;
+    }
     let program = match &options.program {
         Some(program) => std::path::absolute(program).context("the program")?,
         None => {
