@@ -250,15 +250,23 @@ impl Queue {
     /// A job that began in `window` has ended.
     fn end(&mut self, lane: LaneKey, window: u64) {
         self.lanes.end(lane);
-        let age = usize::try_from(self.window - window).unwrap_or(usize::MAX);
-        self.working[age.min(2)] -= 1;
+        let age = usize::try_from(self.window - window).unwrap_or(usize::MAX).min(2);
+        self.working[age] -= 1;
+        if age == 2 {
+            self.share_turns();
+        }
     }
 
     fn next_window(&mut self) {
         let [now, before, earlier] = self.working;
         self.working = [0, now, before + earlier];
-        self.lanes.set_turns(TURNS_MAX.min(SLOW_MAX / self.working[2].max(1)));
         self.window += 1;
+        self.share_turns();
+    }
+
+    /// The more jobs wait for long, the fewer turns a file has; all of them when they have ended.
+    fn share_turns(&mut self) {
+        self.lanes.set_turns(TURNS_MAX.min(SLOW_MAX / self.working[2].max(1)));
     }
 
     /// How long the thread that watches waits for the window to end.
@@ -460,6 +468,33 @@ mod tests {
             end(&mut queue, &mut others);
         }
         assert_eq!(queue.working, [1, 0, 0]);
+    }
+
+    #[test]
+    fn file_has_its_turns_again_when_the_others_have_ended() {
+        let mut queue = Queue::default();
+        for _ in 0..SLOW_MAX {
+            let job = job(Work::SyncData);
+            queue.lanes.add(job.lane(), job);
+        }
+        let mut slow = Vec::new();
+        while slow.len() < SLOW_MAX {
+            slow.extend(std::iter::from_fn(|| queue.begin()));
+            queue.next_window();
+        }
+        queue.next_window();
+        let file = file();
+        for _ in 0..TURNS_MAX {
+            let job = Job { file: Arc::clone(&file), ..job(Work::SyncData) };
+            queue.lanes.add(job.lane(), job);
+        }
+        let begun = |queue: &mut Queue| std::iter::from_fn(|| queue.begin()).count();
+        assert_eq!(begun(&mut queue), 1);
+        // No window ends any more: nobody has to watch.
+        for Begun { window, lane, .. } in slow {
+            queue.end(lane, window);
+        }
+        assert_eq!(begun(&mut queue), TURNS_MAX - 1);
     }
 
     #[test]
