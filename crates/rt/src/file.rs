@@ -16,6 +16,7 @@ pub struct File {
     access: Access,
     /// Whether it is a regular file, not a device.
     is_regular: bool,
+    is_on_ext: bool,
     read_way: Way,
     write_way: Way,
     /// Whether locks were taken.
@@ -52,21 +53,27 @@ impl File {
         let is_regular = fstat(&fd)
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
         let magic = fstatfs(&fd).map_or(0, |system| system.f_type);
+        let is_on_ext = magic == EXT_MAGIC;
         let write_way = match magic {
             _ if !is_regular => Way::Ring,
             libc::XFS_SUPER_MAGIC | libc::BTRFS_SUPER_MAGIC => Way::Try,
-            EXT_MAGIC if access == Access::Direct => Way::Try,
+            _ if is_on_ext && access == Access::Direct => Way::Try,
             _ => Way::Thread,
         };
         // It asks its server for attributes even if the caller must not wait.
         let read_way = if magic == FUSE_MAGIC { Way::Thread } else { Way::Ring };
         let has_locks = AtomicBool::new(false);
-        Self { fd, access, is_regular, read_way, write_way, has_locks, in_place: None }
+        Self { fd, access, is_regular, is_on_ext, read_way, write_way, has_locks, in_place: None }
     }
 
     /// How it was opened.
     pub fn access(&self) -> Access {
         self.access
+    }
+
+    /// Whether it is on ext2, ext3 or ext4.
+    pub fn is_on_ext(&self) -> bool {
+        self.is_on_ext
     }
 
     /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says

@@ -8,12 +8,8 @@
 //! the process runs, so this is checked at each write.
 
 use mica_rt::File;
-use rustix::fs::fstatfs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// What `fstatfs` calls ext2, ext3 and ext4.
-const EXT_MAGIC: i64 = 0xef53;
 
 /// Whether executors may make writes by themselves, for all files of a process.
 #[derive(Default)]
@@ -28,16 +24,11 @@ impl InPlace {
 
     /// Lets the executor write `file` by itself if that is faster, and while it is allowed.
     pub(crate) fn apply_to(&self, file: File) -> File {
-        match lacks_nowait_writes(&file) {
+        match file.is_on_ext() {
             true => file.write_in_place(Arc::clone(&self.is_allowed)),
             false => file,
         }
     }
-}
-
-/// Whether the file system of `file` cannot tell beforehand that a write would wait.
-fn lacks_nowait_writes(file: &File) -> bool {
-    fstatfs(file).is_ok_and(|system| system.f_type == EXT_MAGIC)
 }
 
 #[cfg(test)]
@@ -53,7 +44,7 @@ mod tests {
             in_place.apply_to(File::new(fd.into(), Access::Buffered))
         };
         let (file, other) = (opened(made.path()), opened("/proc/self/stat".as_ref()));
-        let is_ext = lacks_nowait_writes(&file);
+        let is_ext = file.is_on_ext();
         for is_allowed in [false, true, false] {
             in_place.set(is_allowed);
             assert_eq!(file.is_written_in_place(), is_ext && is_allowed);

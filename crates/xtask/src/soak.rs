@@ -116,9 +116,7 @@ impl What {
 /// Runs it; all of it, even if something fails.
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(options.times > 0.0, "--times is a number above 0");
-    if !setup::is_done() {
-        setup::run()?;
-    }
+    setup::run()?;
     let program = match &options.program {
         Some(program) => std::path::absolute(program).context("the program")?,
         None => {
