@@ -2,8 +2,8 @@
 //! do not.
 
 use mica_rt::{
-    Access, Backend, Buf, Executor, FallocateFlags, fallocate, join_all, sleep, spawn, timeout,
-    write_at,
+    Access, Backend, Buf, Executor, FallocateFlags, fallocate, join_all, spawn, timeout, write_at,
+    yield_now,
 };
 use mica_tests::guest::{Guest, Request};
 use mica_tests::mounts::Mount;
@@ -146,7 +146,8 @@ fn changes_of_a_frozen_file_system_delay_no_other_file() {
             };
             let changes = |file| (0..10).map(move |block| spawn(change(file, block)));
             let waiting: Vec<_> = stuck.iter().flat_map(changes).collect();
-            sleep(Duration::from_millis(50)).await;
+            // So that they come first.
+            yield_now().await;
             let changes = join_all(others.iter().map(|other| change(other, 0)));
             let changed = timeout(LIMIT, changes).await.unwrap_or_default();
             assert_eq!(changed.len(), others.len(), "{backend:?}: one waits for a frozen file");

@@ -10,6 +10,7 @@
 //! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long.
 //! - I3 A write that fails is retried by a thread, which reports why.
 
+use super::now;
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
 use crate::remote::Remote;
@@ -62,14 +63,6 @@ impl InPlace {
             self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
         }
     }
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "how to wait for the system does not depend on the virtual clock"
-)]
-pub(super) fn now() -> Instant {
-    Instant::now()
 }
 
 #[cfg(test)]

@@ -56,6 +56,14 @@ impl<Job> Lane<Job> {
     fn may_begin(&self, key: LaneKey, turns: usize) -> bool {
         !self.waiting.is_empty() && self.working < if key.is_serial { 1 } else { turns }
     }
+
+    /// Makes it stand in `ready` if it is to (I3).
+    fn queue(&mut self, key: LaneKey, turns: usize, ready: &mut VecDeque<LaneKey>) {
+        if !self.is_ready && self.may_begin(key, turns) {
+            self.is_ready = true;
+            ready.push_back(key);
+        }
+    }
 }
 
 impl<Job> Default for Lanes<Job> {
@@ -72,8 +80,9 @@ impl<Job> Lanes<Job> {
 
     pub(super) fn add(&mut self, key: LaneKey, job: Job) {
         let made = || Lane { waiting: VecDeque::new(), working: 0, is_ready: false };
-        self.lanes.entry(key).or_insert_with(made).waiting.push_back(job);
-        self.queue(key);
+        let lane = self.lanes.entry(key).or_insert_with(made);
+        lane.waiting.push_back(job);
+        lane.queue(key, self.turns, &mut self.ready);
     }
 
     /// Takes the job that is next. Its lane has one turn less until [`Self::end`].
@@ -83,7 +92,7 @@ impl<Job> Lanes<Job> {
         let job = lane.waiting.pop_front().expect("a ready lane has a job that waits");
         lane.working += 1;
         lane.is_ready = false;
-        self.queue(key);
+        lane.queue(key, self.turns, &mut self.ready);
         Some((key, job))
     }
 
@@ -91,10 +100,10 @@ impl<Job> Lanes<Job> {
     pub(super) fn end(&mut self, key: LaneKey) {
         let lane = self.lanes.get_mut(&key).expect("a lane with a job at work exists");
         lane.working -= 1;
-        if lane.working == 0 && lane.waiting.is_empty() && self.lanes.len() > EMPTY_MAX {
+        lane.queue(key, self.turns, &mut self.ready);
+        let is_empty = lane.working == 0 && lane.waiting.is_empty();
+        if is_empty && self.lanes.len() > EMPTY_MAX {
             self.lanes.remove(&key);
-        } else {
-            self.queue(key);
         }
     }
 
@@ -105,19 +114,8 @@ impl<Job> Lanes<Job> {
         }
         self.ready.clear();
         for (key, lane) in &mut self.lanes {
-            lane.is_ready = lane.may_begin(*key, self.turns);
-            if lane.is_ready {
-                self.ready.push_back(*key);
-            }
-        }
-    }
-
-    /// Makes the lane ready if it is to be (I3).
-    fn queue(&mut self, key: LaneKey) {
-        let lane = self.lanes.get_mut(&key).expect("the caller has found it");
-        if !lane.is_ready && lane.may_begin(key, self.turns) {
-            lane.is_ready = true;
-            self.ready.push_back(key);
+            lane.is_ready = false;
+            lane.queue(*key, self.turns, &mut self.ready);
         }
     }
 }

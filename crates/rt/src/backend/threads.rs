@@ -13,8 +13,8 @@
 //!   for a whole [`WINDOW`] counts no more, and as many others may be at work as wait like that.
 //! - I4 The executor sleeps only if nothing is finished, and then the next job that ends rings.
 
-use super::in_place;
 use super::lanes::{LaneKey, Lanes, TURNS_MAX};
+use super::now;
 use crate::buf::Buf;
 use crate::file::{Access, File};
 use crate::op::{OpKey, OpKind, Ops, resume_at};
@@ -53,11 +53,26 @@ struct Job {
 
 /// What a thread does with the file of a job.
 enum Work {
-    Read { buf: Buf, done: usize, offset: u64 },
-    Write { buf: Buf, done: usize, offset: u64 },
+    Read(Transfer),
+    Write(Transfer),
     SyncData,
     Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
     SetLen { len: u64 },
+}
+
+/// A buffer that a thread has, and where its bytes from `done` on are in the file.
+struct Transfer {
+    buf: Buf,
+    done: usize,
+    offset: u64,
+}
+
+impl Transfer {
+    /// Takes `buf`, which begins at `offset`, to go on after `done` bytes.
+    fn take(file: &File, buf: &mut Buf, offset: u64, done: usize) -> Self {
+        let done = resume_at(file, done);
+        Self { buf: std::mem::replace(buf, Buf::new(0)), done, offset: offset + done as u64 }
+    }
 }
 
 struct Shared {
@@ -148,7 +163,9 @@ impl Threads {
         self.shared.has_finished.store(false, Ordering::Relaxed);
         for (job, code) in finished.jobs.drain(..) {
             self.given -= 1;
-            if let Work::Read { buf: back, .. } | Work::Write { buf: back, .. } = job.work {
+            if let Work::Read(Transfer { buf: back, .. })
+            | Work::Write(Transfer { buf: back, .. }) = job.work
+            {
                 let (OpKind::Read { buf, .. } | OpKind::Write { buf, .. }) = ops.kind_mut(job.key)
                 else {
                     unreachable!("a buffer returns to the operation that it belongs to");
@@ -163,22 +180,16 @@ impl Threads {
     pub(super) fn give_op(&mut self, key: OpKey, op: &mut OpKind) {
         let (file, work) = match op {
             OpKind::Read { file, buf, offset, done, .. } => {
-                let done = resume_at(file, *done);
-                let offset = *offset + done as u64;
-                let buf = std::mem::replace(buf, Buf::new(0));
-                (file, Work::Read { buf, done, offset })
+                (&*file, Work::Read(Transfer::take(file, buf, *offset, *done)))
             }
             OpKind::Write { file, buf, offset, done, .. } => {
-                let done = resume_at(file, *done);
-                let offset = *offset + done as u64;
-                let buf = std::mem::replace(buf, Buf::new(0));
-                (file, Work::Write { buf, done, offset })
+                (&*file, Work::Write(Transfer::take(file, buf, *offset, *done)))
             }
-            OpKind::SyncData { file, .. } => (file, Work::SyncData),
+            OpKind::SyncData { file, .. } => (&*file, Work::SyncData),
             OpKind::Fallocate { file, mode, offset, len, .. } => {
-                (file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
+                (&*file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
             }
-            OpKind::SetLen { file, len } => (file, Work::SetLen { len: *len }),
+            OpKind::SetLen { file, len } => (&*file, Work::SetLen { len: *len }),
             OpKind::Recv { .. }
             | OpKind::Send { .. }
             | OpKind::Readable { .. }
@@ -271,14 +282,14 @@ impl Queue {
 
     /// How long the thread that watches waits for the window to end.
     fn watch(&mut self) -> Duration {
-        let now = in_place::now();
+        let now = now();
         let end = *self.window_end.get_or_insert(now + WINDOW);
         end.saturating_duration_since(now)
     }
 
     /// The thread that watched was called, or the window has ended.
     fn watched(&mut self) {
-        if self.window_end.is_some_and(|end| end <= in_place::now()) {
+        if self.window_end.is_some_and(|end| end <= now()) {
             self.window_end = None;
             self.next_window();
         }
@@ -368,9 +379,9 @@ impl Shared {
 impl Job {
     fn lane(&self) -> LaneKey {
         let is_serial = match self.work {
-            Work::Write { .. } => self.file.access() == Access::Buffered,
+            Work::Write(_) => self.file.access() == Access::Buffered,
             Work::Fallocate { .. } | Work::SetLen { .. } => true,
-            Work::Read { .. } | Work::SyncData => false,
+            Work::Read(_) | Work::SyncData => false,
         };
         if is_serial && self.file.is_regular() {
             LaneKey::serial(&self.file)
@@ -382,8 +393,10 @@ impl Job {
     fn run(&mut self) -> Result<usize, Errno> {
         let file = &*self.file;
         match &mut self.work {
-            Work::Read { buf, done, offset } => buf.read_from(file, *done, *offset),
-            Work::Write { buf, done, offset } => rustix::io::pwrite(file, &buf[*done..], *offset),
+            Work::Read(Transfer { buf, done, offset }) => buf.read_from(file, *done, *offset),
+            Work::Write(Transfer { buf, done, offset }) => {
+                rustix::io::pwrite(file, &buf[*done..], *offset)
+            }
             Work::SyncData => fdatasync(file).map(|()| 0),
             Work::Fallocate { mode, offset, len } => {
                 fallocate(file, *mode, *offset, *len).map(|()| 0)
@@ -417,7 +430,8 @@ mod tests {
 
     #[test]
     fn changes_of_a_file_wait_for_each_other_and_nothing_else_does() {
-        let write = || Work::Write { buf: Buf::zeroed(1), done: 0, offset: 0 };
+        let part = || Transfer { buf: Buf::zeroed(1), done: 0, offset: 0 };
+        let write = || Work::Write(part());
         let mode = FallocateFlags::empty();
         let serial = |file: &Arc<File>, work| {
             let job = Job { file: Arc::clone(file), ..job(work) };
@@ -427,7 +441,7 @@ mod tests {
         assert!(serial(&buffered, write()));
         assert!(serial(&buffered, Work::Fallocate { mode, offset: 0, len: 1 }));
         assert!(!serial(&buffered, Work::SyncData));
-        assert!(!serial(&buffered, Work::Read { buf: Buf::zeroed(1), done: 0, offset: 0 }));
+        assert!(!serial(&buffered, Work::Read(part())));
         let direct = File::new(tempfile::tempfile().expect("made").into(), Access::Direct);
         assert!(!serial(&Arc::new(direct), write()));
         let device = std::fs::File::open("/dev/null").expect("a device");
@@ -501,10 +515,10 @@ mod tests {
     fn a_window_ends_while_somebody_watches() {
         let mut queue = Queue::default();
         assert!(queue.watch() <= WINDOW);
-        queue.window_end = Some(in_place::now() + 100 * WINDOW);
+        queue.window_end = Some(now() + 100 * WINDOW);
         queue.watched();
         assert_eq!(queue.window, 0, "it was called before the end");
-        queue.window_end = Some(in_place::now());
+        queue.window_end = Some(now());
         assert_eq!(queue.watch(), Duration::ZERO);
         queue.watched();
         assert_eq!((queue.window, queue.window_end), (1, None));

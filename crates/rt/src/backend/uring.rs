@@ -14,7 +14,8 @@
 //! - I4 A ring does nothing else, no matter who controls it: no filter of system calls sees what
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
-use super::in_place::{self, InPlace};
+use super::in_place::InPlace;
+use super::now;
 use super::threads::Threads;
 use crate::file::Way;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
@@ -220,7 +221,7 @@ impl Uring {
     /// Submits, and waits for a completion: polling for a while if the last wait was short, then
     /// asleep.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
-        let start = in_place::now();
+        let start = now();
         if self.looks_first {
             self.ring.submit()?;
             while start.elapsed() < LOOK_MAX.min(wait.unwrap_or(LOOK_MAX)) {
