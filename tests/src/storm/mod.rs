@@ -32,6 +32,7 @@ mod life;
 mod load;
 mod log_gone;
 mod loss;
+mod manner;
 mod model;
 mod peek;
 mod place;

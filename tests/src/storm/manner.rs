@@ -1,0 +1,118 @@
+//! How a server is started: where its log is, what ails its storage, and its other options.
+
+use super::chain::{Chain, text};
+use super::kinds::Kind;
+use super::loss::{LogAt, Trace};
+use super::story::Outcome;
+use mica_units::Rng;
+use std::path::PathBuf;
+
+/// How a server is started.
+#[derive(Clone, Debug)]
+pub(super) struct Manner {
+    pub(super) log: LogAt,
+    queues: u64,
+    slow: Option<String>,
+    sick: Option<String>,
+    more: Vec<String>,
+}
+
+impl Manner {
+    pub(super) fn random(chain: &Chain<'_>, rng: &mut Rng) -> Self {
+        let world = &chain.world;
+        let log = if world.places.small_log().is_some() && world.does(rng, Kind::LogSpace, 8) {
+            LogAt::Small
+        } else if world.does(rng, Kind::LogPlace, 5) {
+            rng.choose(&[LogAt::Elsewhere, LogAt::Nowhere])
+        } else {
+            LogAt::Usual
+        };
+        let slow = world.does(rng, Kind::Slow, 25).then(|| {
+            let operations = rng.choose(&["read", "write", "sync", "sync", "write+sync", "all"]);
+            format!("delay={}us,op={operations}", 50 + rng.below(4000))
+        });
+        let sick = world.does(rng, Kind::Sick, 12).then(|| sickness(rng));
+        let mut more = Vec::new();
+        if rng.percent(10) {
+            more.extend(["--aio".to_owned(), "threads".to_owned()]);
+        }
+        if rng.percent(10) {
+            more.extend(["--discard".to_owned(), "ignore".to_owned()]);
+        }
+        if rng.percent(20) {
+            more.extend(["--index".to_owned(), rng.choose(&["off", "read"]).to_owned()]);
+        }
+        Self { log, queues: rng.choose(&[1, 1, 2]), slow, sick, more }
+    }
+
+    /// Whether its reads and writes fail at times.
+    pub(super) fn is_sick(&self) -> bool {
+        self.sick.is_some()
+    }
+
+    /// Whether what it wrote need not be there: a failed sync says so, whereas a failed write
+    /// concerns nothing else.
+    pub(super) fn may_lose(&self) -> bool {
+        self.sick.as_ref().is_some_and(|sick| sick.contains("sync") || sick.contains("all"))
+    }
+
+    /// Without such failures.
+    pub(super) fn be_well(&mut self) {
+        self.sick = None;
+    }
+
+    /// What a server that is started like this can see of the one before.
+    pub(super) fn trace(&self, chain: &Chain<'_>) -> Outcome<Trace> {
+        let path = chain.path(&chain.active().name);
+        Trace::find(&path, self.log_place(chain).as_deref())
+    }
+
+    /// Where it keeps its log.
+    fn log_place(&self, chain: &Chain<'_>) -> Option<PathBuf> {
+        let world = &chain.world;
+        match self.log {
+            LogAt::Usual => Some(world.log.clone()),
+            LogAt::Small => world.places.small_log(),
+            LogAt::Elsewhere => Some(world.run.clone()),
+            LogAt::Nowhere => None,
+        }
+    }
+
+    pub(super) fn options(&self, chain: &Chain<'_>) -> Outcome<Vec<String>> {
+        let world = &chain.world;
+        let log = self.log_place(chain).unwrap_or_else(|| PathBuf::from("off"));
+        let image = chain.path(&chain.active().name);
+        let mut options: Vec<String> = [
+            "--nbd",
+            "socket",
+            "--queues",
+            &self.queues.to_string(),
+            world.log_option,
+            text(&log)?,
+        ]
+        .map(str::to_owned)
+        .to_vec();
+        for fault in [&self.slow, &self.sick].into_iter().flatten() {
+            options.extend(["--inject".to_owned(), fault.clone()]);
+        }
+        options.extend_from_slice(&self.more);
+        options.push(text(&image)?.to_owned());
+        Ok(options)
+    }
+}
+
+/// Which operations on images fail, and when.
+fn sickness(rng: &mut Rng) -> String {
+    let operations = rng.choose(&["read", "write", "sync", "write+sync", "punch+zero", "all"]);
+    let errno = rng.choose(&["EIO", "EIO", "ENOSPC", "EDQUOT"]);
+    // A disk is read as a whole, by many operations.
+    let is_read = ["read", "all"].contains(&operations);
+    let when = match rng.below(4) {
+        _ if is_read => format!("nth:{}", 1 + rng.below(4000)),
+        0 => format!("nth:{}", 1 + rng.below(400)),
+        1 => format!("from:{}", 20 + rng.below(400)),
+        2 => format!("every:{}", 40 + rng.below(400)),
+        _ => format!("0.{}%,seed={}", 1 + rng.below(9), rng.below(1 << 32)),
+    };
+    format!("error={when},op={operations},errno={errno}")
+}
