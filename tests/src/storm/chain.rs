@@ -2,63 +2,22 @@
 
 use super::aim::Aim;
 use super::judge;
-use super::kinds::{Kind, Kinds};
+use super::kinds::Kind;
 use super::loss::{Cause, Loss, Trace};
 use super::model::{Model, View};
-use super::place::{Ground, Places};
+use super::place::Ground;
 use super::shape::{self, Shape};
 use super::stamp::SECTOR;
 use super::stamp::{Seq, Stamper, Writer};
 use super::state::{Layer, State};
-use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
+use super::story::{Fault, Outcome};
+use super::world::World;
 use super::{foreign, stamp};
 use mica_units::Rng;
 use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-
-/// A run's context for the steps of a chain.
-#[derive(Debug)]
-pub(super) struct World<'a> {
-    pub(super) binary: &'a Path,
-    /// The option of `mica` for the place of a writer's log.
-    pub(super) log_option: &'a str,
-    pub(super) kinds: &'a Kinds,
-    pub(super) counts: &'a Counts,
-    pub(super) places: &'a Places,
-    pub(super) story: Story,
-    pub(super) seed: u64,
-    /// Maximum number of clients.
-    pub(super) clients: u64,
-    pub(super) run: PathBuf,
-    pub(super) log: PathBuf,
-    pub(super) images: PathBuf,
-    pub(super) ground: Ground,
-    /// The faults found so far.
-    pub(super) noted: &'a Mutex<Vec<Fault>>,
-}
-
-impl World<'_> {
-    /// Whether the run includes this, and the dice choose it.
-    pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
-        rng.percent(percent) && self.kinds.has(kind)
-    }
-
-    /// Runs `mica` among the images; it has to end by itself, and not with a panic.
-    pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
-        let binary = self.binary.display().to_string();
-        let log = self.log.display().to_string();
-        let more = [self.log_option, &log];
-        // `ctl` has no images, and so no log.
-        let more = if args.first() == Some(&"ctl") { &[][..] } else { &more[..] };
-        let said = foreign::run(&binary, &self.images, &[args, more].concat())?;
-        if said.code().is_none() || said.stderr.contains("panicked") {
-            return Err(Fault::new(Wrong::Panicked, said.to_string()));
-        }
-        Ok(said)
-    }
-}
+use std::path::PathBuf;
+use std::sync::PoisonError;
 
 /// A chain and its storm.
 #[derive(Debug)]
@@ -318,9 +277,4 @@ fn raw_base(chain: &mut Chain<'_>, rng: &mut Rng, len: u64) -> Outcome {
 pub(super) fn in_bytes(range: &Range<u64>) -> String {
     let sector = SECTOR as u64;
     format!("{} {}", range.start * sector, (range.end - range.start) * sector)
-}
-
-/// A path as an argument.
-pub(super) fn text(path: &Path) -> Outcome<&str> {
-    path.to_str().ok_or_else(|| trouble("a folder has no plain name"))
 }

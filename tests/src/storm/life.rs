@@ -1,6 +1,6 @@
 //! The life of a server: clients work, and something happens to it.
 
-use super::chain::{Chain, text};
+use super::chain::Chain;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
 use super::log_gone;
@@ -14,6 +14,7 @@ use super::shape;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
 use super::takeover;
+use super::world::text;
 use crate::clock;
 use crate::command;
 use mica_units::Rng;

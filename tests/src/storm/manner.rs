@@ -1,9 +1,10 @@
 //! How a server is started: where its log is, what ails its storage, and its other options.
 
-use super::chain::{Chain, text};
+use super::chain::Chain;
 use super::kinds::Kind;
 use super::loss::{LogAt, Trace};
 use super::story::Outcome;
+use super::world::text;
 use mica_units::Rng;
 use std::path::PathBuf;
 

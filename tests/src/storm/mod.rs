@@ -44,13 +44,13 @@ mod state;
 mod story;
 mod takeover;
 mod word;
+mod world;
 
 pub use kinds::{Kind, Kinds};
 pub use story::{Count, Counts, Wrong};
 
 use crate::{clock, command, tools};
 use anyhow::{Context, Result, ensure};
-use chain::World;
 use mica_units::Rng;
 use place::Places;
 use std::panic::AssertUnwindSafe;
@@ -60,6 +60,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use story::{Fault, Outcome, Story};
+use world::World;
 
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];

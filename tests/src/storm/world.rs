@@ -1,0 +1,56 @@
+//! What the steps of a chain do their work with: the program, the places, the counts, the story.
+
+use super::foreign;
+use super::kinds::{Kind, Kinds};
+use super::place::{Ground, Places};
+use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
+use mica_units::Rng;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// A run's context for the steps of a chain.
+#[derive(Debug)]
+pub(super) struct World<'a> {
+    pub(super) binary: &'a Path,
+    /// The option of `mica` for the place of a writer's log.
+    pub(super) log_option: &'a str,
+    pub(super) kinds: &'a Kinds,
+    pub(super) counts: &'a Counts,
+    pub(super) places: &'a Places,
+    pub(super) story: Story,
+    pub(super) seed: u64,
+    /// Maximum number of clients.
+    pub(super) clients: u64,
+    pub(super) run: PathBuf,
+    pub(super) log: PathBuf,
+    pub(super) images: PathBuf,
+    pub(super) ground: Ground,
+    /// The faults found so far.
+    pub(super) noted: &'a Mutex<Vec<Fault>>,
+}
+
+impl World<'_> {
+    /// Whether the run includes this, and the dice choose it.
+    pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
+        rng.percent(percent) && self.kinds.has(kind)
+    }
+
+    /// Runs `mica` among the images; it has to end by itself, and not with a panic.
+    pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
+        let binary = self.binary.display().to_string();
+        let log = self.log.display().to_string();
+        let more = [self.log_option, &log];
+        // `ctl` has no images, and so no log.
+        let more = if args.first() == Some(&"ctl") { &[][..] } else { &more[..] };
+        let said = foreign::run(&binary, &self.images, &[args, more].concat())?;
+        if said.code().is_none() || said.stderr.contains("panicked") {
+            return Err(Fault::new(Wrong::Panicked, said.to_string()));
+        }
+        Ok(said)
+    }
+}
+
+/// A path as an argument.
+pub(super) fn text(path: &Path) -> Outcome<&str> {
+    path.to_str().ok_or_else(|| trouble("a folder has no plain name"))
+}
