@@ -16,5 +16,6 @@ pub mod server;
 pub mod shell;
 pub mod storm;
 pub mod takeover;
+pub mod tasks;
 pub mod tools;
 pub mod write_log;

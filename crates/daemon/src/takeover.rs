@@ -47,7 +47,6 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// For an answer from the old process, which still serves.
@@ -155,13 +154,30 @@ fn unexpected(message: &Message) -> Error {
 }
 
 impl Shared {
-    /// Hands over to the process that listens at `path`. Returns once it is known to be one of ours
-    /// and does the rest on a thread of its own.
-    ///
-    /// # Errors
-    /// `Denied` if it is another user's or another takeover is in progress; otherwise whatever
-    /// prevents reaching it.
-    pub(crate) fn hand_over(self: &Arc<Self>, path: &Path) -> Result<()> {
+    /// Hands over to the process that listens at `path`. Says that this has `started` once that
+    /// process is known to be one of ours, or why not: `Denied` if it is another user's or another
+    /// takeover is in progress; otherwise whatever prevents reaching it.
+    pub(crate) fn hand_over(&self, path: &Path, started: impl FnOnce(Result<()>)) {
+        let begun = self.reach(path).and_then(|channel| Ok((channel, self.hold_alone()?)));
+        let (channel, _alone) = match begun {
+            Ok(begun) => begun,
+            Err(error) => return started(Err(error)),
+        };
+        started(Ok(()));
+        match self.transfer(&channel) {
+            Ok(()) => {
+                tracing::info!("another process has taken over");
+                self.is_handed_over.store(true, Ordering::Release);
+                self.ending.close();
+            }
+            Err(error) if self.is_stopping() => {
+                tracing::warn!(%error, "takeover failed: this process is stopping");
+            }
+            Err(error) => tracing::warn!(%error, "takeover failed: this process keeps serving"),
+        }
+    }
+
+    fn reach(&self, path: &Path) -> Result<Channel> {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
@@ -173,37 +189,7 @@ impl Shared {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        let channel = Channel::new(self.outside.connect(path)?)?;
-        let shared = Arc::clone(self);
-        let (sender, started) = mpsc::channel();
-        let body = move || {
-            let _alone = match shared.hold_alone() {
-                Ok(alone) => alone,
-                Err(error) => return drop(sender.send(Err(error))),
-            };
-            if sender.send(Ok(())).is_err() {
-                return;
-            }
-            match shared.transfer(&channel) {
-                Ok(()) => {
-                    tracing::info!("another process has taken over");
-                    shared.is_handed_over.store(true, Ordering::Release);
-                    shared.ending.close();
-                }
-                Err(error) if shared.is_stopping() => {
-                    tracing::warn!(%error, "takeover failed: this process is stopping");
-                }
-                Err(error) => tracing::warn!(%error, "takeover failed: this process keeps serving"),
-            }
-        };
-        let thread = std::thread::Builder::new().name("mica-takeover".to_owned()).spawn(body);
-        thread.map_err(|error| Error::from_io("starting a takeover", error))?;
-        match started.recv_timeout(ANSWER_LIMIT) {
-            Ok(started) => started,
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(Error::new(ErrorKind::Io, "the takeover did not start"))
-            }
-        }
+        Channel::new(self.outside.connect(path)?)
     }
 
     fn transfer(&self, channel: &Channel) -> Result<()> {

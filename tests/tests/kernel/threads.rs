@@ -2,11 +2,15 @@
 //! kernel's rings and the server would have given to a thread is done all the same.
 
 use mica_tests::guest::Guest;
+use mica_tests::nbd::{Connection, Wish};
 use mica_tests::server::Server;
-use mica_tests::{mica, qemu, tools};
+use mica_tests::takeover::{self, Process};
+use mica_tests::tasks::TaskGroup;
+use mica_tests::{clock, mica, qemu, tools};
 use std::fs;
 use std::os::unix::fs::chown;
 use std::process::Command;
+use std::time::Duration;
 
 const BLOCK: usize = 4096;
 /// A user without privileges: of root the system counts no processes.
@@ -59,4 +63,33 @@ fn server_that_gets_no_more_threads_serves_and_flushes() {
         assert!(stopped.status.success(), "{cache}: {stopped:?}");
         qemu::io(dir, &["-r"], "disk.qcow2", &["read -P 2 0 4k", "read -P 1 7M 4k"]);
     }
+}
+
+#[test]
+fn server_that_gets_no_more_threads_grows_a_disk_and_hands_over() {
+    let Some(group) = TaskGroup::new() else {
+        tools::skip("no control groups can be made here");
+        return;
+    };
+    let dir = tempfile::tempdir().expect("a folder");
+    let (dir, options) = (dir.path(), ["--nbd", "socket", "--redo-dir", "off", "disk.qcow2"]);
+    let (control, image) = (dir.join("control"), dir.join("disk.qcow2"));
+    let [control, image] = [&control, &image].map(|path| path.display().to_string());
+    mica::run(["create", "-q", &image, "8M"]).ok();
+    let mut old = Process::start(dir, "old", &options);
+    // The control socket is there a moment after those of the disks.
+    let status = ["ctl", "--control", &control, "status"];
+    let answered = || mica::run(status).status.success().then_some(());
+    assert!(clock::poll(takeover::LIMIT, Duration::from_millis(5), answered).is_some());
+    let limit = group.limit(old.pid(), 0).expect("limited");
+    let grown = mica::run(["ctl", "--control", &control, "resize", "disk", "16M"]).ok();
+    assert!(grown.contains("16777216 bytes now"), "{grown}");
+    let new = Process::start(dir, "new", &[&["--takeover"], &options[..]].concat());
+    let ended = old.ended_within(takeover::LIMIT);
+    assert_eq!(ended, Some(0), "old: {}\nnew: {}", old.log(), new.log());
+    drop(limit);
+    let socket = dir.join("socket");
+    new.wait_for(&socket);
+    assert_eq!(Connection::open(&socket, "", &Wish::default()).expect("served").len, 16 << 20);
+    new.stop();
 }

@@ -13,9 +13,9 @@
 //! - I2 Nothing can be changed over TCP: those routes do not exist there.
 //! - I3 The cost of a client is bounded: connections, the time each may take, headers, bodies,
 //!   and the actions performed at the same time. A connection carries one request.
-//! - I4 This thread waits for no disk: slow actions run on other threads, at most
-//!   [`ACTIONS_MAX`].
+//! - I4 This thread waits for no disk: slow actions run on other threads (`actions.rs`).
 
+mod actions;
 mod figures;
 mod log;
 mod metrics;
@@ -59,11 +59,6 @@ const CONTROL_WAIT: Duration = Duration::from_secs(600);
 /// Maximum size of a request's head, in bytes.
 const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
-/// Maximum number of actions performed at the same time.
-const ACTIONS_MAX: usize = 4;
-/// Maximum number of actions performed or queued: they outlive the connections that asked for them,
-/// so the limit on connections does not bound them.
-const ACTIONS_ADMITTED_MAX: usize = 16;
 /// Pause after an accept that failed for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time limit for the last answers at the end.
@@ -104,7 +99,7 @@ impl Control {
             tracing::info!(%address, "serving metrics");
         }
         let (stop, stopping) = watch::channel(false);
-        let sources = Sources::new(Arc::clone(shared), log);
+        let sources = Sources::new(Arc::clone(shared), log)?;
         let body = move || {
             if let Err(error) = serve(unix, tcp, sources, stopping) {
                 tracing::error!(%error, "stopped serving the control socket");
@@ -143,13 +138,9 @@ fn serve(
     sources: Sources,
     stopping: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .enable_time()
-        .max_blocking_threads(ACTIONS_MAX)
-        .thread_name("mica-control")
-        .build()?;
-    let served = runtime.block_on(async {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    runtime.block_on(async {
         let unix =
             unix.map(|unix| unix.set_nonblocking(true).and_then(|()| UnixListener::from_std(unix)));
         let tcp =
@@ -170,11 +161,7 @@ fn serve(
             task.await?;
         }
         Ok(())
-    });
-    // Actions whose client is gone continue; the end of the process waits for them where that
-    // matters.
-    runtime.shutdown_background();
-    served
+    })
 }
 
 /// A source of connections, and the routes that they get.
@@ -235,7 +222,8 @@ impl Accept for TcpAccept {
     }
 }
 
-/// Serves connections until told to stop, and then until the last ones have their answers.
+/// Serves connections until told to stop, and then until the last ones have their answers. Actions
+/// whose client is gone continue; the end of the process waits for them where that matters.
 async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX as usize));
     let accepting = async {

@@ -12,6 +12,7 @@
 //! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours takes over |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
 
+use super::actions::{Actions, TooMany};
 use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
@@ -31,7 +32,7 @@ use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::net::IpAddr;
 use std::sync::Arc;
-use tokio::sync::Semaphore;
+use tokio::sync::oneshot;
 
 type Answer = Result<Response, Refusal>;
 
@@ -118,8 +119,13 @@ struct TakeOver {
 
 async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
     let TakeOver { socket } = body(sent).await?;
-    let actions = Arc::clone(&sources.actions);
-    perform(&actions, move || sources.shared.hand_over(&socket)).await??;
+    let (sender, started) = oneshot::channel();
+    let shared = Arc::clone(&sources.shared);
+    // The action goes on after that.
+    begin(&sources.actions, move || {
+        shared.hand_over(&socket, |outcome| drop(sender.send(outcome)));
+    })?;
+    started.await.map_err(failed_inside)??;
     Ok(json(&value!({ "begun": true })))
 }
 
@@ -209,21 +215,25 @@ fn find(shared: &Shared, name: &str) -> Result<Arc<Served>, Refusal> {
     })
 }
 
-/// Performs an action that may take long on a thread of its own. It completes even if the client
-/// goes away, so the number of actions is bounded.
-async fn perform<T: Send + 'static>(
-    actions: &Arc<Semaphore>,
-    action: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Refusal> {
-    let admitted = Arc::clone(actions).try_acquire_owned().map_err(|_| {
+/// Begins an action that may take long. It completes even if the client goes away.
+fn begin(actions: &Actions, action: impl FnOnce() + Send + 'static) -> Result<(), Refusal> {
+    actions.run(action).map_err(|TooMany| {
         let what = "too many actions are in progress: try again later";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
-    })?;
-    let body = move || {
-        let _admitted = admitted;
-        action()
-    };
-    tokio::task::spawn_blocking(body).await.map_err(|_| {
-        Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the action failed inside the server")
     })
+}
+
+/// Performs such an action, and waits for it.
+async fn perform<T: Send + 'static>(
+    actions: &Actions,
+    action: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Refusal> {
+    let (sender, done) = oneshot::channel();
+    begin(actions, move || drop(sender.send(action())))?;
+    done.await.map_err(failed_inside)
+}
+
+/// Nobody is left who would say what came of an action.
+fn failed_inside(_: oneshot::error::RecvError) -> Refusal {
+    Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the action failed inside the server")
 }

@@ -1,9 +1,7 @@
 //! Routes, bounds and authorization, over real sockets.
 
-use super::{
-    ACTIONS_ADMITTED_MAX, HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized,
-    reply::BODY_BYTES_MAX, routes,
-};
+use super::actions::ACTIONS_MAX;
+use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
 use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -332,7 +330,7 @@ fn what_waits_to_be_done_is_bounded() {
     let disk = world.daemon.shared.disks.named("one").expect("it is served");
     let busy = disk.lock_changes();
     let (sender, statuses) = mpsc::channel();
-    let clients = ACTIONS_ADMITTED_MAX + 4;
+    let clients = ACTIONS_MAX + 4;
     for _ in 0..clients {
         let (control, sender) = (world.control(), sender.clone());
         std::thread::spawn(move || {
@@ -348,7 +346,7 @@ fn what_waits_to_be_done_is_bounded() {
         assert!(error.contains("try again later"), "{error}");
     }
     drop(busy);
-    for _ in 0..ACTIONS_ADMITTED_MAX {
+    for _ in 0..ACTIONS_MAX {
         assert_eq!(statuses.recv().expect("an answer").0, 501, "it is no disk that grows");
     }
 }
