@@ -59,10 +59,10 @@ pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
         let mut at = offset;
         while at < end {
             let piece = read_piece(&*disk, at, (end - at).min(PIECE_BYTES)).await?;
-            stdout.write_all(&piece)?;
+            stdout.write_all(&piece).map_err(Failure::of_stdout)?;
             at += piece.len() as u64;
         }
-        stdout.flush()?;
+        stdout.flush().map_err(Failure::of_stdout)?;
         Ok(ExitCode::SUCCESS)
     })
 }

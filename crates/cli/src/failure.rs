@@ -6,14 +6,27 @@ use std::process::ExitCode;
 /// Why a verb failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    message: String,
+    /// `None` if there is nothing to say.
+    message: Option<String>,
     code: u8,
 }
+
+/// The exit code for which a shell takes a program that SIGPIPE ended, as it ends qemu-img.
+const EXIT_NO_READER: u8 = 128 + 13;
 
 impl Failure {
     /// A failure with exit code 1.
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), code: 1 }
+        Self { message: Some(message.into()), code: 1 }
+    }
+
+    /// A failure of writing to stdout. Who reads the first lines and goes away (`| head`) wants no
+    /// more, not a message.
+    pub(crate) fn of_stdout(error: std::io::Error) -> Self {
+        match error.kind() {
+            std::io::ErrorKind::BrokenPipe => Self { message: None, code: EXIT_NO_READER },
+            _ => Self::from(error).within("standard output"),
+        }
     }
 
     /// Its exit code.
@@ -30,12 +43,14 @@ impl Failure {
     /// The same failure, in the context of `what`.
     #[must_use]
     pub(crate) fn within(self, what: impl std::fmt::Display) -> Self {
-        Self { message: format!("{what}: {}", self.message), ..self }
+        Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
     }
 
     /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
-        eprintln!("mica: {}", self.message);
+        if let Some(message) = self.message {
+            eprintln!("mica: {message}");
+        }
         ExitCode::from(self.code)
     }
 }
@@ -50,11 +65,9 @@ impl From<mica_block::Error> for Failure {
             cause = error.source();
         }
         // Names come from images: whatever they hold, print one line of plain text.
-        let message = message
-            .chars()
-            .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })
-            .collect();
-        Self { message, code: 1 }
+        let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
+        let message: String = message.chars().map(plain).collect();
+        Self::new(message)
     }
 }
 

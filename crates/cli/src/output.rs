@@ -91,7 +91,7 @@ fn filter(level: LogLevel) -> LevelFilter {
 /// If stdout is gone.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
-    Ok(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())?)
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::of_stdout)
 }
 
 /// Prints a value as JSON, indented as qemu-img does.

@@ -4,6 +4,7 @@ use mica_gen::{ChainSpec, Features, generate};
 use mica_tests::{mica, qemu, tools};
 use serde_json::Value;
 use std::path::Path;
+use std::process::Command;
 
 /// A run of the disk that both programs report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -151,4 +152,22 @@ fn a_part_of_the_disk_is_mapped_alone() {
     let map = mica::run(words.iter().chain(&part).chain(&[path.as_str()])).json();
     let runs = runs(&map);
     assert_eq!((runs.len(), runs[0].start, runs[0].length), (1, 1 << 20, 64 << 10));
+}
+
+#[test]
+fn nothing_is_said_to_a_reader_that_has_gone_away() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("disk.qcow2").display().to_string();
+    mica::run(["create", "-q", &path, "10M"]).ok();
+    for verb in [&["map"][..], &["info"], &["check"], &["read", "0", "1M"]] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let mut args = verb.to_vec();
+        args.insert(1, &path);
+        let mut command = Command::new(mica::binary());
+        let output = command.args(args).stdout(writer).output().expect("started");
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{verb:?}");
+        // As a shell shows that SIGPIPE ended a program.
+        assert_eq!(output.status.code(), Some(141), "{verb:?}");
+    }
 }
