@@ -114,7 +114,7 @@ impl Machine {
         qemu.args(["-m", MEMORY, "-cpu", "max", "-smp", "2", "-nodefaults", "-no-user-config"]);
         qemu.args(["-no-reboot", "-display", "none", "-monitor", "none", "-serial", "stdio"]);
         qemu.arg("-kernel").arg(parts::kernel()?).arg("-initrd").arg(folder.path().join("initrd"));
-        qemu.args(["-append", "console=ttyS0 quiet panic=-1"]).args(device(disk)?);
+        qemu.args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check"]).args(device(disk)?);
         qemu.stdin(Stdio::piped()).stdout(console.try_clone()?).stderr(console);
         let mut child = qemu.spawn().with_context(|| format!("starting {qemu:?}"))?;
         let stdin = child.stdin.take();
