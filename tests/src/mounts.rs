@@ -146,3 +146,28 @@ impl Drop for Mount {
         }
     }
 }
+
+/// A file system that takes no writes for as long as this lives (`fsfreeze`).
+#[derive(Debug)]
+pub struct Frozen(PathBuf);
+
+impl Frozen {
+    /// Freezes the one that is mounted at `folder`, once everything written has reached its
+    /// storage.
+    ///
+    /// # Errors
+    /// If it cannot be frozen.
+    pub fn new(folder: &Path) -> Result<Self> {
+        let said = command::run("fsfreeze", [Path::new("-f"), folder]);
+        if !said.status.success() {
+            bail!("{said}");
+        }
+        Ok(Self(folder.to_owned()))
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        command::run("fsfreeze", [Path::new("-u"), &self.0]);
+    }
+}

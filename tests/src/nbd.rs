@@ -81,6 +81,14 @@ pub struct Connection {
     pub structured: bool,
 }
 
+/// All bytes of the disk that is served at the unix socket at `path`.
+///
+/// # Errors
+/// If there is no server, or a read fails.
+pub fn read_disk(path: &Path) -> Result<Vec<u8>> {
+    Connection::open(path, "", &Wish::default())?.read_all()
+}
+
 impl Connection {
     /// Connects to the unix socket at `path` and negotiates up to `NBD_OPT_GO`.
     ///

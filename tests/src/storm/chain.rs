@@ -1,6 +1,7 @@
 //! The chain that a storm passes over, and what the storm knows of it.
 
 use super::aim::Aim;
+use super::beside::Beside;
 use super::judge;
 use super::kinds::Kind;
 use super::loss::{Cause, Loss, Trace};
@@ -30,6 +31,8 @@ pub(super) struct Chain<'a> {
     pub(super) made: u64,
     /// Copies of all files, by folder.
     pub(super) copies: Vec<(PathBuf, State)>,
+    /// What its servers serve besides.
+    pub(super) beside: Option<Beside>,
 }
 
 impl Chain<'_> {
@@ -51,6 +54,12 @@ impl Chain<'_> {
 
     pub(super) fn active(&self) -> &Layer {
         self.state.layers.last().expect("a chain has a layer")
+    }
+
+    /// The name of the disk, for `mica ctl`.
+    pub(super) fn disk_name(&self) -> &str {
+        let name = &self.active().name;
+        name.strip_suffix(".qcow2").unwrap_or(name)
     }
 
     /// The shape of the active layer, which is never raw.
@@ -233,7 +242,9 @@ pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
         leaks: Some(0),
     };
     let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
-    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new() };
+    let is_alone = !world.does(rng, Kind::Beside, 35);
+    let beside = if is_alone { None } else { Some(Beside::create(&world, rng)?) };
+    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), beside };
     let shapes: Vec<_> = (0..rng.choose(&[1, 1, 2, 2, 3, 4, 6]))
         .map(|_| Shape::random(rng, chain.world.kinds))
         .collect();

@@ -53,6 +53,8 @@ kinds! {
     Bitmaps = "bitmaps", Shape;
     /// Layers that are longer and shorter than others
     Lengths = "lengths", Shape;
+    /// Another disk in the same server, on another file system
+    Beside = "beside", Shape;
     /// SIGKILL of a server
     Kill = "kill", Event;
     /// SIGKILL of a server that just starts
@@ -102,6 +104,10 @@ kinds! {
     Slow = "slow", Event;
     /// Reads, writes and syncs of the image fail at times
     Sick = "sick", Event;
+    /// A disk's file system takes no writes for a while
+    Freeze = "freeze", Event;
+    /// The server gets no more threads for a while
+    Threads = "threads", Event;
     /// mica reads the image while nobody serves it
     Read = "read", Event;
 }

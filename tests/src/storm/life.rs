@@ -1,6 +1,8 @@
 //! The life of a server: clients work, and something happens to it.
 
+use super::beside::{Beside, Company};
 use super::chain::Chain;
+use super::freeze;
 use super::kinds::Kind;
 use super::load::{Load, Mood, Phase, Stage};
 use super::log_gone;
@@ -14,6 +16,7 @@ use super::shape;
 use super::stamp::SECTOR;
 use super::story::{Fault, Outcome, Wrong, trouble};
 use super::takeover;
+use super::threads;
 use super::world::text;
 use crate::clock;
 use crate::command;
@@ -73,6 +76,9 @@ fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Serve
     let trace = manner.trace(chain)?;
     let served = Served::start(chain, rng, manner)?;
     served.judge(chain, before.as_deref(), trace)?;
+    if let Some(beside) = &mut chain.beside {
+        beside.judge(chain.world.counts)?;
+    }
     served.look_for_weakness(chain)?;
     Ok(served)
 }
@@ -91,6 +97,7 @@ fn close(chain: &mut Chain<'_>, mut served: Served) -> Outcome {
         return Err(Fault::new(Wrong::Died, what));
     }
     chain.state.model.closed();
+    chain.beside.iter_mut().for_each(Beside::closed);
     if served.manner.is_sick() {
         chain.state.leaks = None;
     }
@@ -125,34 +132,68 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
     let stage = Stage::new(model, chain.stamper.clone());
     stage.board().may_fail = served.manner.is_sick();
     if std::mem::take(&mut served.is_shaken) {
-        stage.board().phase = Phase::Moving;
+        stage.enter(Phase::Moving);
     }
     let socket = served.socket.clone();
     let counts = chain.world.counts;
-    let left = stage.run(&socket, &load, counts, || {
-        let moment = rng.below(all * 3 / 4);
-        let event = event(chain, rng, &served);
-        chain.tell(format_args!(
-            "  {clients} clients, {all} requests, {mood:?}; at {moment}: {event:?}"
-        ));
-        stage.wait_for(moment);
-        match event {
-            None => Ok(Left::Serving(served)),
-            Some(Kind::Kill) => served.kill_under_load(chain, rng, &stage),
-            Some(Kind::Peek) => peek::while_busy(chain, rng).map(|()| Left::Serving(served)),
-            Some(Kind::Takeover) => takeover::go(chain, &stage, served),
-            Some(Kind::KillTakeover) => takeover::go_wrong(chain, rng, &stage, served),
-            Some(Kind::Resize) => grow(chain, rng, &stage, served),
-            Some(Kind::LogSpace) => fill_log(chain, rng, &stage, served, moment),
-            Some(Kind::LogGone) => log_gone::take_log(chain, rng, &stage, served, moment),
-            Some(_) => fill_images(chain, rng, &stage, served, moment),
-        }
-    })?;
+    let company = chain.beside.as_mut().map(|beside| beside.begin(&stage, rng));
+    let all_of_it = || {
+        stage.run(&socket, &load, counts, || {
+            let moment = rng.below(all * 3 / 4);
+            let event = event(chain, rng, &served);
+            chain.tell(format_args!(
+                "  {clients} clients, {all} requests, {mood:?}; at {moment}: {event:?}"
+            ));
+            stage.wait_for(moment);
+            let scene = Scene { stage: &stage, company: company.as_ref(), moment };
+            match event {
+                None => Ok(Left::Serving(served)),
+                Some(event) => happen(chain, rng, &scene, served, event),
+            }
+        })
+    };
+    let left = match &company {
+        Some(company) => company.run(counts, all_of_it),
+        None => all_of_it(),
+    }?;
+    if let (Some(beside), Some(company)) = (&mut chain.beside, company) {
+        beside.end(company);
+    }
     (chain.state.model, chain.stamper) = stage.end();
     if let Left::Serving(served) = &left {
         served.look_for_panic()?;
     }
     Ok(left)
+}
+
+/// The clients of a round.
+struct Scene<'a> {
+    stage: &'a Stage,
+    company: Option<&'a Company>,
+    /// Requests after which something happens.
+    moment: u64,
+}
+
+fn happen(
+    chain: &mut Chain<'_>,
+    rng: &mut Rng,
+    scene: &Scene<'_>,
+    served: Served,
+    event: Kind,
+) -> Outcome<Left> {
+    let Scene { stage, company, moment } = *scene;
+    match event {
+        Kind::Kill => served.kill_under_load(chain, rng, stage),
+        Kind::Peek => peek::while_busy(chain, rng).map(|()| Left::Serving(served)),
+        Kind::Takeover => takeover::go(chain, stage, served, || {}),
+        Kind::KillTakeover => takeover::go_wrong(chain, rng, stage, served),
+        Kind::Resize => grow(chain, rng, stage, served),
+        Kind::LogSpace => fill_log(chain, rng, stage, served, moment),
+        Kind::LogGone => log_gone::take_log(chain, rng, stage, served, moment),
+        Kind::Freeze => freeze::freeze(chain, rng, stage, company, served),
+        Kind::Threads => threads::refuse(chain, rng, stage, served, moment),
+        _ => fill_images(chain, rng, stage, served, moment),
+    }
 }
 
 fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
@@ -170,6 +211,12 @@ fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
     }
     if served.manner.log == LogAt::Usual {
         events.extend(world.kinds.of(&[Kind::LogGone]));
+    }
+    if freeze::is_possible(chain) {
+        events.extend(world.kinds.of(&[Kind::Freeze]));
+    }
+    if world.places.limits_threads() {
+        events.extend(world.kinds.of(&[Kind::Threads]));
     }
     let is_quiet = events.is_empty() || rng.percent(30);
     (!is_quiet).then(|| rng.choose(&events))
@@ -191,11 +238,10 @@ fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
     if longer > most {
         return Ok(Left::Serving(served));
     }
-    let name = chain.active().name.clone();
-    let name = name.strip_suffix(".qcow2").unwrap_or(&name);
+    let name = chain.disk_name().to_owned();
     let control = chain.world.run.join("control");
     let size = (longer * SECTOR as u64).to_string();
-    let args = ["ctl", "--control", text(&control)?, "resize", name, &size];
+    let args = ["ctl", "--control", text(&control)?, "resize", &name, &size];
     let is_killed = chain.world.does(rng, Kind::KillResize, 40);
     let victim = rng.choose(&[Victim::Server, Victim::Server, Victim::Client]);
     let victim = is_killed.then_some(victim);
@@ -210,7 +256,7 @@ fn grow(chain: &mut Chain<'_>, rng: &mut Rng, stage: &Stage, mut served: Served)
         return Ok(Left::Serving(served));
     };
     if victim == Victim::Server {
-        stage.board().phase = Phase::Ending;
+        stage.enter(Phase::Ending);
     }
     let mut ctl = Command::new(chain.world.binary);
     let mut ctl = ctl.args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;

@@ -14,7 +14,7 @@ use mica_units::Rng;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// How long a client waits for a server that takes over.
@@ -39,7 +39,6 @@ pub(super) enum Phase {
 pub(super) struct Board {
     pub(super) model: Model,
     pub(super) stamper: Stamper,
-    pub(super) phase: Phase,
     /// Requests may fail, since something is short or broken.
     pub(super) may_fail: bool,
     busy: Vec<Range<u64>>,
@@ -66,6 +65,8 @@ impl Board {
 pub(super) struct Stage {
     board: Mutex<Board>,
     changed: Condvar,
+    /// Of the server, and so of all of its disks.
+    phase: Arc<Mutex<Phase>>,
 }
 
 /// How much clients do.
@@ -132,10 +133,18 @@ enum What {
 
 impl Stage {
     pub(super) fn new(model: Model, stamper: Stamper) -> Self {
+        Self::in_phase(Arc::new(Mutex::new(Phase::Steady)), model, stamper)
+    }
+
+    /// For another disk of the same server.
+    pub(super) fn beside(&self, model: Model, stamper: Stamper) -> Self {
+        Self::in_phase(Arc::clone(&self.phase), model, stamper)
+    }
+
+    fn in_phase(phase: Arc<Mutex<Phase>>, model: Model, stamper: Stamper) -> Self {
         let board = Board {
             model,
             stamper,
-            phase: Phase::Steady,
             may_fail: false,
             busy: Vec::new(),
             sent: 0,
@@ -143,7 +152,17 @@ impl Stage {
             working: 0,
             faults: Vec::new(),
         };
-        Self { board: Mutex::new(board), changed: Condvar::new() }
+        Self { board: Mutex::new(board), changed: Condvar::new(), phase }
+    }
+
+    /// What the clients have to expect now.
+    pub(super) fn phase(&self) -> Phase {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on they have to expect something else.
+    pub(super) fn enter(&self, phase: Phase) {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
     }
 
     pub(super) fn board(&self) -> MutexGuard<'_, Board> {
@@ -182,7 +201,7 @@ impl Stage {
             }
             let outcome = meanwhile();
             if outcome.is_err() {
-                self.board().phase = Phase::Ending;
+                self.enter(Phase::Ending);
             }
             outcome
         });
@@ -244,7 +263,7 @@ impl<'a> Client<'a> {
             };
             // What has no answer may have happened.
             self.forget();
-            match self.stage.board().phase {
+            match self.stage.phase() {
                 Phase::Ending => return Ok(()),
                 Phase::Steady => {
                     return Err(Fault::new(Wrong::Died, format!("a client lost it: {error:#}")));
@@ -264,7 +283,7 @@ impl<'a> Client<'a> {
             if let Ok(connection) = Connection::open(socket, "", &Wish::default()) {
                 return Some(Some(Guest::on(connection)));
             }
-            (self.stage.board().phase == Phase::Ending).then_some(None)
+            (self.stage.phase() == Phase::Ending).then_some(None)
         });
         connected.ok_or_else(|| Fault::new(Wrong::Hang, "a client finds no server"))
     }
@@ -360,7 +379,7 @@ impl<'a> Client<'a> {
         board.answered += 1;
         release(&mut board, &doing);
         match answer {
-            Answer::Error(_) if board.may_fail || board.phase == Phase::Ending => {
+            Answer::Error(_) if board.may_fail || self.stage.phase() == Phase::Ending => {
                 self.counts.failed.add();
                 Ok(())
             }

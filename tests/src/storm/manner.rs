@@ -4,8 +4,10 @@ use super::chain::Chain;
 use super::kinds::Kind;
 use super::loss::{LogAt, Trace};
 use super::story::Outcome;
+use super::toml::{toml, toml_of_disk};
 use super::world::text;
 use mica_units::Rng;
+use std::fs;
 use std::path::PathBuf;
 
 /// How a server is started.
@@ -15,7 +17,8 @@ pub(super) struct Manner {
     queues: u64,
     slow: Option<String>,
     sick: Option<String>,
-    more: Vec<String>,
+    aio: Option<&'static str>,
+    more: Vec<(&'static str, &'static str)>,
 }
 
 impl Manner {
@@ -33,17 +36,15 @@ impl Manner {
             format!("delay={}us,op={operations}", 50 + rng.below(4000))
         });
         let sick = world.does(rng, Kind::Sick, 12).then(|| sickness(rng));
+        let aio = rng.percent(10).then_some("threads");
         let mut more = Vec::new();
         if rng.percent(10) {
-            more.extend(["--aio".to_owned(), "threads".to_owned()]);
-        }
-        if rng.percent(10) {
-            more.extend(["--discard".to_owned(), "ignore".to_owned()]);
+            more.push(("discard", "ignore"));
         }
         if rng.percent(20) {
-            more.extend(["--index".to_owned(), rng.choose(&["off", "read"]).to_owned()]);
+            more.push(("index", rng.choose(&["off", "read"])));
         }
-        Self { log, queues: rng.choose(&[1, 1, 2]), slow, sick, more }
+        Self { log, queues: rng.choose(&[1, 1, 2]), slow, sick, aio, more }
     }
 
     /// Whether its reads and writes fail at times.
@@ -79,26 +80,30 @@ impl Manner {
         }
     }
 
-    pub(super) fn options(&self, chain: &Chain<'_>) -> Outcome<Vec<String>> {
+    /// The options of server `name`. Where it serves another disk besides, they name a
+    /// configuration that has all of them.
+    pub(super) fn options(&self, chain: &Chain<'_>, name: &str) -> Outcome<Vec<String>> {
         let world = &chain.world;
+        let mut process = vec![("queues", self.queues.to_string())];
+        process.extend(self.aio.map(|aio| ("aio", aio.to_owned())));
         let log = self.log_place(chain).unwrap_or_else(|| PathBuf::from("off"));
+        let log_key = world.log_option.trim_start_matches('-');
+        let mut disk = vec![("nbd", "socket".to_owned()), (log_key, text(&log)?.to_owned())];
+        let faults = [&self.slow, &self.sick].into_iter().flatten();
+        disk.extend(faults.map(|fault| ("inject", fault.clone())));
+        disk.extend(self.more.iter().map(|(key, value)| (*key, (*value).to_owned())));
         let image = chain.path(&chain.active().name);
-        let mut options: Vec<String> = [
-            "--nbd",
-            "socket",
-            "--queues",
-            &self.queues.to_string(),
-            world.log_option,
-            text(&log)?,
-        ]
-        .map(str::to_owned)
-        .to_vec();
-        for fault in [&self.slow, &self.sick].into_iter().flatten() {
-            options.extend(["--inject".to_owned(), fault.clone()]);
-        }
-        options.extend_from_slice(&self.more);
-        options.push(text(&image)?.to_owned());
-        Ok(options)
+        let image = text(&image)?;
+        let Some(beside) = &chain.beside else {
+            let options = process.into_iter().chain(disk);
+            let options = options.flat_map(|(key, value)| [format!("--{key}"), value]);
+            return Ok(options.chain([image.to_owned()]).collect());
+        };
+        disk.extend([("name", chain.disk_name().to_owned()), ("image", image.to_owned())]);
+        let text = format!("{}{}{}", toml(&process), toml_of_disk(&disk), beside.toml());
+        let file = format!("{name}.toml");
+        fs::write(world.run.join(&file), text)?;
+        Ok(["--config", &file].map(str::to_owned).to_vec())
     }
 }
 

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! run ─▶ threads, each with its places ─▶ chain: build, then a few times
-//!          live: start, judge, clients ∥ event, end      life, load, takeover, log_gone, served
+//!          live: start, judge, clients ∥ event, end   life, load, takeover, freeze, served, …
 //!          rest: QEMU, copies, timestamps, mica's verbs; judge             rest, layers, copies
 //! ```
 //!
@@ -21,10 +21,12 @@
 //! instead, which is where the time of day reaches an image.
 
 mod aim;
+mod beside;
 mod chain;
 mod copies;
 mod cue;
 mod foreign;
+mod freeze;
 mod judge;
 mod kinds;
 mod layers;
@@ -43,6 +45,8 @@ mod stamp;
 mod state;
 mod story;
 mod takeover;
+mod threads;
+mod toml;
 mod word;
 mod world;
 
@@ -164,8 +168,15 @@ pub fn run(options: &Options, summary: &Summary) -> Result<()> {
 
 fn tell_left_out(places: &Places, summary: &Summary) {
     let mut left_out = lock(&summary.left_out);
-    if left_out.is_empty() && (places.grounds().len() < 3 || places.small_log().is_none()) {
-        left_out.push("no small file systems can be mounted here: nothing runs full".to_owned());
+    if !left_out.is_empty() {
+        return;
+    }
+    if places.grounds().len() < 3 || places.small_log().is_none() {
+        let what = "no small file systems can be mounted here: nothing runs full, or freezes";
+        left_out.push(what.to_owned());
+    }
+    if !places.limits_threads() {
+        left_out.push("no control groups can be made here: no server lacks threads".to_owned());
     }
 }
 
@@ -233,6 +244,9 @@ fn storm(world: World<'_>, rng: &mut Rng) -> Outcome {
     }
     chain.tell("the end");
     life::live_in_peace(&mut chain, rng)?;
+    if let Some(beside) = &chain.beside {
+        beside.look(&chain.world)?;
+    }
     rest::look(&mut chain, rng, "the end")
 }
 

@@ -4,6 +4,7 @@
 use super::story::{Outcome, trouble};
 use crate::command;
 use crate::mounts::Mount;
+use crate::tasks::{TaskGroup, TaskLimit};
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -39,6 +40,7 @@ pub(super) struct Places {
     /// Where killed servers leave what they have.
     log: TempDir,
     folder: TempDir,
+    tasks: Option<TaskGroup>,
 }
 
 impl Places {
@@ -55,7 +57,7 @@ impl Places {
         };
         let log_in = room.as_ref().map_or(Path::new(MEMORY), Mount::folder);
         let log = tempfile::Builder::new().prefix("mica-storm-").tempdir_in(log_in)?;
-        Ok(Self { memory, ext4, small_log, room, log, folder })
+        Ok(Self { memory, ext4, small_log, room, log, folder, tasks: TaskGroup::new() })
     }
 
     /// The kinds of file systems that there are.
@@ -93,6 +95,17 @@ impl Places {
     /// The same, on a small file system.
     pub(super) fn small_log(&self) -> Option<PathBuf> {
         self.small_log.as_ref().map(|mount| mount.folder().to_owned())
+    }
+
+    /// Whether servers can be refused threads.
+    pub(super) fn limits_threads(&self) -> bool {
+        self.tasks.is_some()
+    }
+
+    /// Lets server `pid` have only `more` threads in addition to what it has.
+    pub(super) fn limit_threads(&self, pid: u32, more: u64) -> Outcome<TaskLimit<'_>> {
+        let tasks = self.tasks.as_ref().ok_or_else(|| trouble("no control group"))?;
+        Ok(tasks.limit(pid, more)?)
     }
 
     /// Empties all of it for the next chain.

@@ -11,7 +11,7 @@ use super::stamp::Seq;
 use super::story::{Fault, Outcome, Wrong};
 use super::{foreign, judge, word};
 use crate::clock;
-use crate::nbd::{Connection, Wish};
+use crate::nbd::{self, Connection, Wish};
 use crate::takeover::Process;
 use mica_units::Rng;
 use rustix::process::Signal;
@@ -66,10 +66,10 @@ fn left_elsewhere(log: &str) -> Option<PathBuf> {
 impl Served {
     /// Starts one and goes on before it serves.
     pub(super) fn begin(chain: &mut Chain<'_>, manner: &Manner, more: &[&str]) -> Outcome<Self> {
-        let options = manner.options(chain)?;
+        let name = chain.new_name("server");
+        let options = manner.options(chain, &name)?;
         let options: Vec<_> =
             more.iter().copied().chain(options.iter().map(String::as_str)).collect();
-        let name = chain.new_name("server");
         chain.tell(format_args!("  {name} {options:?}"));
         let process = Process::start_binary(chain.world.binary, &chain.world.run, &name, &options);
         let socket = chain.world.run.join("socket");
@@ -147,11 +147,20 @@ impl Served {
         self.process.log()
     }
 
-    /// Kills it and waits until it has ended; it may have, by itself.
-    pub(super) fn kill(&mut self) -> Outcome {
+    pub(super) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Kills it; it may have ended by itself.
+    pub(super) fn send_kill(&mut self) {
         if self.process.is_running() {
             self.process.signal(Signal::KILL);
         }
+    }
+
+    /// Kills it and waits until it has ended; it may have, by itself.
+    pub(super) fn kill(&mut self) -> Outcome {
+        self.send_kill();
         self.wait()?;
         self.look_for_panic()
     }
@@ -166,7 +175,7 @@ impl Served {
         let moment = Moment::random(rng);
         chain.tell(format_args!("  killed at {moment:?}"));
         moment.wait(&chain.path(&chain.active().name), stage)?;
-        stage.board().phase = Phase::Ending;
+        stage.enter(Phase::Ending);
         self.kill()?;
         self.was_killed(chain)?;
         chain.world.counts.kills.add();
@@ -249,8 +258,9 @@ impl Served {
         let told = foreign::succeeded(told.unwrap_or_else(ask)?)?;
         let status: serde_json::Value = serde_json::from_str(&told)
             .map_err(|error| Fault::new(Wrong::Silent, format!("{error}: {told}")))?;
-        let disks = status["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
-        match disks.iter().any(|disk| disk["weakness"].is_string()) {
+        let mut disks = status["disks"].as_array().into_iter().flatten();
+        let disk = disks.find(|disk| disk["name"] == chain.disk_name());
+        match disk.is_some_and(|disk| disk["weakness"].is_string()) {
             true => Ok(()),
             false => Err(Fault::new(Wrong::Silent, format!("it keeps no log: {told}"))),
         }
@@ -296,9 +306,9 @@ impl Served {
             chain.state.loss.look_in(self.manner.log);
         }
         let view = chain.view();
-        let mut bytes = read_all(&self.socket);
+        let mut bytes = nbd::read_disk(&self.socket);
         for _ in 0..if self.manner.is_sick() { READS_MAX } else { 0 } {
-            bytes = bytes.or_else(|_| read_all(&self.socket));
+            bytes = bytes.or_else(|_| nbd::read_disk(&self.socket));
         }
         let bytes = bytes.map_err(|error| self.explain(&error))?;
         chain.world.counts.reads.add();
@@ -344,8 +354,4 @@ pub(super) enum Left {
 /// Whether somebody serves NBD at `socket`.
 fn is_served(socket: &Path) -> bool {
     socket.exists() && Connection::open(socket, "", &Wish::default()).is_ok()
-}
-
-fn read_all(socket: &Path) -> anyhow::Result<Vec<u8>> {
-    Connection::open(socket, "", &Wish::default())?.read_all()
 }

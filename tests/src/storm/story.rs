@@ -171,6 +171,10 @@ counts! {
     peeks = "looks by others";
     /// Times that space ran out for a server.
     full = "full file systems";
+    /// Times that a file system took no writes.
+    frozen = "frozen file systems";
+    /// Times that a server got no more threads.
+    threadless = "servers without threads";
     /// Logs that were taken from servers that live.
     logs_taken = "logs taken away";
     /// Starts after a kill of images that another program wrote meanwhile.

@@ -13,11 +13,17 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// Requests that show that clients go on.
 const PROGRESS: u64 = 4;
 
-/// A takeover that has to succeed.
-pub(super) fn go(chain: &mut Chain<'_>, stage: &Stage, mut old: Served) -> Outcome<Left> {
-    stage.board().phase = Phase::Moving;
+/// A takeover that has to succeed once `begun` is done.
+pub(super) fn go(
+    chain: &mut Chain<'_>,
+    stage: &Stage,
+    mut old: Served,
+    begun: impl FnOnce(),
+) -> Outcome<Left> {
+    stage.enter(Phase::Moving);
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
+    begun();
     let ended = clock::poll(LIMIT, PAUSE, || {
         let states = (old.is_running(), new.is_running());
         (states != (true, true)).then_some(states)
@@ -58,7 +64,7 @@ pub(super) fn go_wrong(
     let weakness = old.weakness(chain);
     let victims = [Victim::New, Victim::Both, Victim::Old];
     let victim = rng.choose(if weakness.is_some() { &victims[..2] } else { &victims });
-    stage.board().phase = Phase::Moving;
+    stage.enter(Phase::Moving);
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
     let pause = Duration::from_micros(rng.below(50_000));
@@ -69,7 +75,7 @@ pub(super) fn go_wrong(
     chain.state.leaks = None;
     let survivor = match victim {
         Victim::Both => {
-            stage.board().phase = Phase::Ending;
+            stage.enter(Phase::Ending);
             old.kill()?;
             new.kill()?;
             None
@@ -89,7 +95,7 @@ pub(super) fn go_wrong(
             Ok(Left::Serving(served))
         }
         None => {
-            stage.board().phase = Phase::Ending;
+            stage.enter(Phase::Ending);
             chain.state.was_killed(weakness);
             // Where the image names a log it is told by the next one, or there is one.
             if lost_its_log && !manner.trace(chain)?.is_named() {

@@ -6,13 +6,13 @@ use mica_rt::{
     yield_now,
 };
 use mica_tests::guest::{Guest, Request};
-use mica_tests::mounts::Mount;
+use mica_tests::mounts::{Frozen, Mount};
 use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use rustix::fs::OFlags;
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,23 +22,6 @@ const BLOCK: usize = 4096;
 const CLUSTERS: u64 = 100;
 /// How long the server may take until it serves both.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// A file system that takes no writes for as long as this lives (`fsfreeze`).
-struct Frozen(PathBuf);
-
-impl Frozen {
-    #[track_caller]
-    fn new(folder: &Path) -> Self {
-        command::run("fsfreeze", ["-f", &folder.display().to_string()]).ok();
-        Self(folder.to_owned())
-    }
-}
-
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        command::run("fsfreeze", ["-u", &self.0.display().to_string()]);
-    }
-}
 
 /// A file system of its own, in a file in `dir`, mounted there. `None` where that is not allowed.
 fn mounted_ext4(dir: &Path) -> Option<Mount> {
@@ -86,7 +69,7 @@ fn a_frozen_file_system_delays_no_other_disk() {
     let mut stuck = Guest::on(connection.expect("served"));
     assert_eq!(stuck.write(0, &[1; BLOCK]).expect("answered"), 0);
 
-    let frozen = Frozen::new(&folder);
+    let frozen = Frozen::new(&folder).expect("frozen");
     for place in 0..CLUSTERS {
         let request = Request::Write { offset: place << 16, bytes: vec![2; BLOCK], fua: false };
         stuck.send(&request).expect("sent");
@@ -134,7 +117,7 @@ fn changes_of_a_frozen_file_system_delay_no_other_file() {
             continue;
         };
         executor.block_on(async {
-            let frozen = Frozen::new(mount.folder());
+            let frozen = Frozen::new(mount.folder()).expect("frozen");
             let change = |file: &Arc<mica_rt::File>, block: u64| {
                 let file = Arc::clone(file);
                 async move {
