@@ -11,7 +11,7 @@ pub(crate) struct Failure {
     code: u8,
 }
 
-/// The exit code for which a shell takes a program that SIGPIPE ended, as it ends qemu-img.
+/// What a shell reports for a program that SIGPIPE killed, as happens to qemu-img.
 const EXIT_NO_READER: u8 = 128 + 13;
 
 impl Failure {
@@ -20,8 +20,8 @@ impl Failure {
         Self { message: Some(message.into()), code: 1 }
     }
 
-    /// A failure of writing to stdout. Who reads the first lines and goes away (`| head`) wants no
-    /// more, not a message.
+    /// A failure of writing to stdout. A reader that takes the first lines and leaves (`| head`)
+    /// wants no more, and no message.
     pub(crate) fn of_stdout(error: std::io::Error) -> Self {
         match error.kind() {
             std::io::ErrorKind::BrokenPipe => Self { message: None, code: EXIT_NO_READER },
@@ -34,10 +34,13 @@ impl Failure {
         self.code
     }
 
-    /// The same with another exit code.
+    /// The same with another exit code, unless there is nothing to say.
     #[must_use]
     pub(crate) fn with_code(self, code: u8) -> Self {
-        Self { code, ..self }
+        match self.message {
+            Some(_) => Self { code, ..self },
+            None => self,
+        }
     }
 
     /// The same failure, in the context of `what`.

@@ -52,18 +52,22 @@ fn build(args: &SubjectArgs) -> Result<ExitCode, Failure> {
             .await?;
         bar.finish_and_clear();
         let indexed = index.covered_layers();
-        match args.output.output {
+        let outcome = match indexed == frozen {
+            true => Ok(ExitCode::SUCCESS),
+            false => {
+                let what = "a layer changed while it was being indexed: build the index again";
+                Err(Failure::new(what))
+            }
+        };
+        let printed = match args.output.output {
             OutputFormat::Human => {
-                print(&format!("{indexed} of {frozen} frozen layers indexed, {built} now\n"))?;
+                print(&format!("{indexed} of {frozen} frozen layers indexed, {built} now\n"))
             }
             OutputFormat::Json => {
-                print_json(&json!({ "frozen": frozen, "indexed": indexed, "built": built }))?;
+                print_json(&json!({ "frozen": frozen, "indexed": indexed, "built": built }))
             }
-        }
-        if indexed == frozen {
-            return Ok(ExitCode::SUCCESS);
-        }
-        Err(Failure::new("a layer changed while it was being indexed: build the index again"))
+        };
+        outcome.and_then(|code| printed.map(|()| code))
     })
 }
 

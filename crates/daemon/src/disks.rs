@@ -42,7 +42,8 @@ impl Disks {
     }
 }
 
-/// Calls `act` for each of `disks`, many at a time, so that a slow one delays few others.
+/// Calls `act` for each of `disks`, many at a time, so that a slow one delays few others. A single
+/// one needs no thread besides this.
 pub(crate) fn each_of<'disks, T: Send>(
     disks: &'disks [Arc<Served>],
     act: impl Fn(&Served) -> T + Sync,
@@ -55,7 +56,9 @@ pub(crate) fn each_of<'disks, T: Send>(
                 let thread = std::thread::Builder::new().name("mica-act".to_owned());
                 thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
             };
-            let started: Vec<_> = some.iter().map(start).collect();
+            let Some((last, others)) = some.split_last() else { return };
+            let started: Vec<_> = others.iter().map(start).collect();
+            let done = act(last);
             all.extend(started.into_iter().map(|started| match started {
                 Ok(thread) => match thread.join() {
                     Ok(done) => done,
@@ -64,6 +67,7 @@ pub(crate) fn each_of<'disks, T: Send>(
                 // No thread could be started: do it on this one.
                 Err(served) => act(served),
             }));
+            all.push(done);
         });
     }
     all

@@ -1,6 +1,6 @@
 //! The thread that keeps the sidecars of a chain up to date.
 
-use mica_block::{Error, ErrorKind, Manage, ManageIndex, Result};
+use mica_block::{ErrorKind, Manage, ManageIndex};
 use mica_rt::{Backend, Executor};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -15,26 +15,27 @@ pub(crate) struct Indexer {
 }
 
 impl Indexer {
-    /// `None` if there is nothing to index.
-    pub(crate) fn start(disk: Arc<dyn Manage>) -> Result<Option<Self>> {
-        if disk.index().is_none() {
-            return Ok(None);
-        }
+    /// `None` if there is nothing to index, or no thread for it: the disk is served without.
+    pub(crate) fn start(disk: Arc<dyn Manage>) -> Option<Self> {
+        disk.index()?;
         let stopping = Arc::new(AtomicBool::new(false));
         let (indexed, flag) = (Arc::clone(&disk), Arc::clone(&stopping));
-        let thread = std::thread::Builder::new()
-            .name("mica-index".to_owned())
-            .spawn(move || {
-                // It does large sequential reads, one at a time: plain threads serve that as well
-                // as a ring does and leave the guests' rings alone.
-                let Some(index) = indexed.index() else { return };
-                match Executor::new(Backend::Pool) {
-                    Ok(executor) => executor.block_on(keep_index(index, &flag)),
-                    Err(error) => tracing::warn!(%error, "no index will be written"),
-                }
-            })
-            .map_err(|error| Error::from_io("starting the index thread", error))?;
-        Ok(Some(Self { disk, stopping, thread }))
+        let body = move || {
+            // It does large sequential reads, one at a time: plain threads serve that as well as a
+            // ring does and leave the guests' rings alone.
+            let Some(index) = indexed.index() else { return };
+            match Executor::new(Backend::Pool) {
+                Ok(executor) => executor.block_on(keep_index(index, &flag)),
+                Err(error) => tracing::warn!(%error, "no index will be written"),
+            }
+        };
+        match std::thread::Builder::new().name("mica-index".to_owned()).spawn(body) {
+            Ok(thread) => Some(Self { disk, stopping, thread }),
+            Err(error) => {
+                tracing::warn!(%error, "no index will be written until the next start");
+                None
+            }
+        }
     }
 
     /// Stops after the layer that is being indexed.

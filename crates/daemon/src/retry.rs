@@ -1,6 +1,7 @@
-//! Retrying while another process holds an image.
+//! Retrying while another process holds an image, or the system has no thread to spare.
 
 use mica_block::{ErrorKind, Result};
+use rustix::io::Errno;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -12,8 +13,9 @@ pub(crate) struct Patience {
     pub(crate) pause: Duration,
 }
 
-/// Calls `open` until it succeeds or fails for another reason than that the image is held; gives up
-/// once `patience` has run out or `is_cancelled`. What `open` itself waits counts.
+/// Calls `open` until it succeeds or fails for a reason that stays: not that the image is held, or
+/// that the system asks to try again. Gives up once `patience` has run out or `is_cancelled`. What
+/// `open` itself waits counts.
 ///
 /// # Errors
 /// Those of the last call of `open`.
@@ -42,8 +44,11 @@ fn while_held_by<T>(
 ) -> Result<T> {
     loop {
         let outcome = open();
-        let is_held = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied);
-        if !is_held || (clock.elapsed)() >= patience.limit || is_cancelled() {
+        let is_passing = outcome.as_ref().is_err_and(|error| {
+            error.kind() == ErrorKind::Denied
+                || error.raw_os_error() == Some(Errno::AGAIN.raw_os_error())
+        });
+        if !is_passing || (clock.elapsed)() >= patience.limit || is_cancelled() {
             return outcome;
         }
         (clock.sleep)(patience.pause);

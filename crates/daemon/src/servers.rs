@@ -89,7 +89,7 @@ impl Servers {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            self.indexer = Indexer::start(Arc::clone(managed))?;
+            self.indexer = Indexer::start(Arc::clone(managed));
         }
         Ok(())
     }

@@ -154,16 +154,19 @@ fn unexpected(message: &Message) -> Error {
 }
 
 impl Shared {
-    /// Hands over to the process that listens at `path`. Says that this has `started` once that
-    /// process is known to be one of ours, or why not: `Denied` if it is another user's or another
-    /// takeover is in progress; otherwise whatever prevents reaching it.
-    pub(crate) fn hand_over(&self, path: &Path, started: impl FnOnce(Result<()>)) {
-        let begun = self.reach(path).and_then(|channel| Ok((channel, self.hold_alone()?)));
-        let (channel, _alone) = match begun {
-            Ok(begun) => begun,
-            Err(error) => return started(Err(error)),
+    /// Hands over to the process that listens at `path`, which may take minutes. Calls `on_started`
+    /// once that process is known to be one of ours, or with the reason why not: `Denied` if it is
+    /// another user's or another takeover is in progress; otherwise whatever prevents connecting.
+    pub(crate) fn hand_over(&self, path: &Path, on_started: impl FnOnce(Result<()>)) {
+        // The other process takes a connection for consent, so that this comes last.
+        let alone = self.check_hand_over().and_then(|()| self.hold_alone());
+        let connected =
+            alone.and_then(|alone| Ok((Channel::new(self.outside.connect(path)?)?, alone)));
+        let (channel, _alone) = match connected {
+            Ok(connected) => connected,
+            Err(error) => return on_started(Err(error)),
         };
-        started(Ok(()));
+        on_started(Ok(()));
         match self.transfer(&channel) {
             Ok(()) => {
                 tracing::info!("another process has taken over");
@@ -177,7 +180,7 @@ impl Shared {
         }
     }
 
-    fn reach(&self, path: &Path) -> Result<Channel> {
+    fn check_hand_over(&self) -> Result<()> {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
@@ -189,7 +192,7 @@ impl Shared {
             );
             return Err(Error::new(ErrorKind::Denied, what));
         }
-        Channel::new(self.outside.connect(path)?)
+        Ok(())
     }
 
     fn transfer(&self, channel: &Channel) -> Result<()> {

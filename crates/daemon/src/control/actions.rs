@@ -1,19 +1,19 @@
 //! Actions that clients asked for and that may take long: a few threads carry them out, so that the
-//! control socket answers others meanwhile.
+//! control socket answers others meanwhile. They continue when the client is gone; the end of the
+//! process waits for them where that matters.
 //!
 //! Invariants
-//! - I1 At most [`THREADS_MAX`] actions run at the same time, and [`ACTIONS_MAX`] run or wait:
-//!   they outlive the connections that asked for them, so the limit on connections does not bound
-//!   them.
-//! - I2 One thread is always there. The system may refuse others to a process that is full of them,
-//!   and then is when somebody wants to drain it or to take over from it.
+//! - I1 At most as many run at the same time as there may be threads, and [`ACTIONS_MAX`] run or
+//!   wait: they outlive the connections that asked for them, so the limit on connections does not
+//!   bound them.
+//! - I2 One thread is always there: the system may refuse others to a process that has too many
+//!   already, which is when somebody wants to drain it or to take over from it.
 
 use mica_block::{Error, Result};
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-const THREADS_MAX: usize = 4;
 pub(super) const ACTIONS_MAX: usize = 16;
 
 type Action = Box<dyn FnOnce() + Send>;
@@ -25,8 +25,8 @@ pub(super) struct Actions(Arc<Shared>);
 #[derive(Debug)]
 pub(super) struct TooMany;
 
-#[derive(Default)]
 struct Shared {
+    threads_max: usize,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -40,12 +40,13 @@ struct Queue {
 }
 
 impl Actions {
-    /// Starts the first thread.
+    /// Starts the first of at most `threads_max` threads.
     ///
     /// # Errors
     /// If the system refuses it.
-    pub(super) fn start() -> Result<Self> {
-        let shared = Arc::new(Shared::default());
+    pub(super) fn start(threads_max: usize) -> Result<Self> {
+        let (queue, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { threads_max, queue, changed });
         start_thread(&shared, &mut shared.lock())
             .map_err(|error| Error::from_io("starting the control socket", error))?;
         Ok(Self(shared))
@@ -62,7 +63,7 @@ impl Actions {
         }
         queue.waiting.push_back(Box::new(action));
         let is_short = queue.threads < queue.running + queue.waiting.len();
-        if is_short && queue.threads < THREADS_MAX {
+        if is_short && queue.threads < self.0.threads_max {
             // If it is refused, those that are there do it later.
             let _ = start_thread(&self.0, &mut queue);
         }
@@ -94,7 +95,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out actions, until there is another thread for those to come.
+    /// Runs actions; ends when none waits and another thread remains.
     fn work(&self) {
         let mut queue = self.lock();
         loop {
@@ -125,7 +126,8 @@ mod tests {
 
     #[test]
     fn actions_run_side_by_side_up_to_a_limit_and_those_that_panic_harm_no_others() {
-        let actions = Actions::start().expect("a thread");
+        const THREADS_MAX: usize = 4;
+        let actions = Actions::start(THREADS_MAX).expect("a thread");
         assert!(actions.run(|| panic!("on purpose")).is_ok());
         let (sender, begun) = mpsc::channel();
         let (ends, hold) = mpsc::channel::<()>();

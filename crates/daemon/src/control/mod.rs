@@ -222,8 +222,7 @@ impl Accept for TcpAccept {
     }
 }
 
-/// Serves connections until told to stop, and then until the last ones have their answers. Actions
-/// whose client is gone continue; the end of the process waits for them where that matters.
+/// Serves connections until told to stop, and then until the last ones have their answers.
 async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX as usize));
     let accepting = async {

@@ -119,10 +119,12 @@ struct TakeOver {
 
 async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
     let TakeOver { socket } = body(sent).await?;
+    // Nobody waits for another takeover here.
+    drop(sources.shared.hold_alone()?);
     let (sender, started) = oneshot::channel();
     let shared = Arc::clone(&sources.shared);
-    // The action goes on after that.
-    begin(&sources.actions, move || {
+    // It answers once the takeover has started, and goes on with it.
+    begin(&sources.endings, move || {
         shared.hand_over(&socket, |outcome| drop(sender.send(outcome)));
     })?;
     started.await.map_err(failed_inside)??;
@@ -174,16 +176,17 @@ async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answ
 }
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {
-    let (shared, actions) = (Arc::clone(&sources.shared), Arc::clone(&sources.actions));
+    let (shared, endings) = (Arc::clone(&sources.shared), Arc::clone(&sources.endings));
+    // Waiting for a takeover would end the wrong process.
+    drop(shared.hold()?);
     let drained = move || -> Result<(), Refusal> {
-        // Waiting for a takeover here would end the wrong process.
         drop(shared.hold()?);
         let stopped = shared.stop();
         // Whether or not the client is still there. The end waits for the answer.
         shared.ending.close();
         Ok(stopped?)
     };
-    perform(&actions, drained).await??;
+    perform(&endings, drained).await??;
     let name = |served: &Arc<Served>| Value::from(&*served.name);
     let names: Vec<_> = sources.shared.disks.all().iter().map(name).collect();
     Ok(json(&value!({ "drained": names })))

@@ -7,12 +7,18 @@ use mica_block::Result;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Maximum number of disks that are changed at the same time.
+const ACTION_THREADS_MAX: usize = 4;
+
 /// What the routes answer from.
 #[derive(Clone)]
 pub(super) struct Sources {
     pub(super) shared: Arc<Shared>,
     pub(super) log: Arc<dyn LogSwitch>,
+    /// What changes a disk.
     pub(super) actions: Arc<Actions>,
+    /// Takeovers, and the end of the process: they wait for no disk's action to end.
+    pub(super) endings: Arc<Actions>,
     started: Instant,
 }
 
@@ -21,8 +27,9 @@ impl Sources {
     /// If the system refuses a thread for actions.
     #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
     pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Result<Self> {
-        let actions = Arc::new(Actions::start()?);
-        Ok(Self { shared, log, actions, started: Instant::now() })
+        let actions = Arc::new(Actions::start(ACTION_THREADS_MAX)?);
+        let endings = Arc::new(Actions::start(1)?);
+        Ok(Self { shared, log, actions, endings, started: Instant::now() })
     }
 
     pub(super) fn uptime(&self) -> Duration {
