@@ -3,6 +3,7 @@
 
 use crate::{clock, command};
 use anyhow::{Context, Result, bail};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -147,9 +148,13 @@ impl Drop for Mount {
     }
 }
 
-/// A file system that takes no writes for as long as this lives (`fsfreeze`).
+/// A file system that takes no writes for as long as this lives (`fsfreeze`), or this process does:
+/// whoever waits for it cannot even be killed.
 #[derive(Debug)]
-pub struct Frozen(PathBuf);
+pub struct Frozen {
+    /// Ends that once its standard input is closed.
+    guard: Child,
+}
 
 impl Frozen {
     /// Freezes the one that is mounted at `folder`, once everything written has reached its
@@ -158,16 +163,24 @@ impl Frozen {
     /// # Errors
     /// If it cannot be frozen.
     pub fn new(folder: &Path) -> Result<Self> {
+        let mut guard = Command::new("sh");
+        // An interrupt at the terminal is not for it.
+        guard.args(["-c", "read -r _; exec fsfreeze -u \"$0\""]).arg(folder).process_group(0);
+        let guard = guard.stdin(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+        let frozen = Self { guard };
         let said = command::run("fsfreeze", [Path::new("-f"), folder]);
         if !said.status.success() {
             bail!("{said}");
         }
-        Ok(Self(folder.to_owned()))
+        Ok(frozen)
     }
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        command::run("fsfreeze", [Path::new("-u"), &self.0]);
+        drop(self.guard.stdin.take());
+        if !self.guard.wait().is_ok_and(|status| status.success()) {
+            eprintln!("a file system may still be frozen");
+        }
     }
 }

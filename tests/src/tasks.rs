@@ -53,7 +53,7 @@ impl TaskGroup {
 
 impl Drop for TaskGroup {
     fn drop(&mut self) {
-        // Nothing but a folder stays if somebody is in it still.
+        // If a process is still in it, the group stays behind.
         clock::poll(LIMIT, PAUSE, || fs::remove_dir(&self.0).ok());
     }
 }

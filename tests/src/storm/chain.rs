@@ -1,12 +1,12 @@
 //! The chain that a storm passes over, and what the storm knows of it.
 
 use super::aim::Aim;
-use super::beside::Beside;
 use super::judge;
 use super::kinds::Kind;
 use super::loss::{Cause, Loss, Trace};
 use super::model::{Model, View};
 use super::place::Ground;
+use super::second_disk::SecondDisk;
 use super::shape::{self, Shape};
 use super::stamp::SECTOR;
 use super::stamp::{Seq, Stamper, Writer};
@@ -32,7 +32,7 @@ pub(super) struct Chain<'a> {
     /// Copies of all files, by folder.
     pub(super) copies: Vec<(PathBuf, State)>,
     /// What its servers serve besides.
-    pub(super) beside: Option<Beside>,
+    pub(super) second: Option<SecondDisk>,
 }
 
 impl Chain<'_> {
@@ -242,9 +242,9 @@ pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
         leaks: Some(0),
     };
     let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
-    let is_alone = !world.does(rng, Kind::Beside, 35);
-    let beside = if is_alone { None } else { Some(Beside::create(&world, rng)?) };
-    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), beside };
+    let is_alone = !world.does(rng, Kind::SecondDisk, 35);
+    let second = if is_alone { None } else { Some(SecondDisk::create(&world, rng)?) };
+    let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), second };
     let shapes: Vec<_> = (0..rng.choose(&[1, 1, 2, 2, 3, 4, 6]))
         .map(|_| Shape::random(rng, chain.world.kinds))
         .collect();

@@ -3,11 +3,11 @@
 //! are answered meanwhile, and so is `mica ctl status`. The server may be killed, or another one
 //! may take over, before the file system is itself again.
 
-use super::beside::Company;
 use super::chain::Chain;
 use super::kinds::Kind;
 use super::load::{Phase, Stage};
 use super::place::{Ground, mount_of};
+use super::second_disk::SecondClients;
 use super::served::{Left, Served};
 use super::story::{Fault, Outcome, Wrong};
 use super::takeover;
@@ -34,7 +34,7 @@ enum Fate {
 /// Whether a disk of the chain's server is on a file system that can be frozen.
 pub(super) fn is_possible(chain: &Chain<'_>) -> bool {
     let has_ext4 = chain.world.places.grounds().contains(&Ground::Ext4);
-    has_ext4 && (chain.world.ground == Ground::Ext4 || chain.beside.is_some())
+    has_ext4 && (chain.world.ground == Ground::Ext4 || chain.second.is_some())
 }
 
 /// Freezes it.
@@ -42,7 +42,7 @@ pub(super) fn freeze(
     chain: &mut Chain<'_>,
     rng: &mut Rng,
     stage: &Stage,
-    company: Option<&Company>,
+    others: Option<&SecondClients>,
     mut served: Served,
 ) -> Outcome<Left> {
     let world = &chain.world;
@@ -55,7 +55,8 @@ pub(super) fn freeze(
     }
     let fate = rng.choose(&fates);
     let [before, after] = [rng.below(200_000), rng.below(80_000)].map(Duration::from_micros);
-    let more = world.does(rng, Kind::Threads, 15).then(|| rng.below(3));
+    let is_short = world.does(rng, Kind::Threads, 15) && world.places.limits_threads();
+    let more = is_short.then(|| rng.below(3));
     chain.tell(format_args!("  frozen; {more:?} more threads; after {before:?}: {fate:?}"));
     let images = chain.world.places.images(Ground::Ext4);
     let frozen = Frozen::new(mount_of(&images))?;
@@ -63,15 +64,17 @@ pub(super) fn freeze(
     // Where there are no threads, a request that waits may hold up all others.
     let limit =
         more.map(|more| chain.world.places.limit_threads(served.pid(), more)).transpose()?;
-    if limit.is_none() {
-        let is_chain = chain.world.ground == Ground::Ext4;
-        if let Some(other) = if is_chain { company.map(|other| &other.stage) } else { Some(stage) }
-        {
-            goes_on(other, &served)?;
-        }
-        answers(chain)?;
+    let is_chain = chain.world.ground == Ground::Ext4;
+    let other = if is_chain { others.map(|others| &others.stage) } else { Some(stage) };
+    let other = other.filter(|_| limit.is_none());
+    for pause in [Duration::ZERO, before] {
+        // Requests to what is frozen add up meanwhile.
+        clock::sleep(pause);
+        other.map_or(Ok(()), |other| is_served_on(other, &served))?;
     }
-    clock::sleep(before);
+    if limit.is_none() {
+        is_told_of(chain)?;
+    }
     match fate {
         Fate::Nothing => {
             drop(frozen);
@@ -94,9 +97,9 @@ pub(super) fn freeze(
     }
 }
 
-/// Waits until clients of a disk have answers, or none of them waits for any.
-fn goes_on(stage: &Stage, served: &Served) -> Outcome {
-    let before = stage.board().requests_done();
+/// Waits until clients of a disk have answers to what they ask from now on, or ask for no more.
+fn is_served_on(stage: &Stage, served: &Served) -> Outcome {
+    let before = stage.board().requests_sent();
     let went = clock::poll(LIMIT, PAUSE, || {
         let board = stage.board();
         (board.is_idle() || board.requests_done() >= before + PROGRESS).then_some(())
@@ -107,14 +110,20 @@ fn goes_on(stage: &Stage, served: &Served) -> Outcome {
     })
 }
 
-/// The server says how it is.
-fn answers(chain: &Chain<'_>) -> Outcome {
+/// Asks the server how it is.
+fn is_told_of(chain: &Chain<'_>) -> Outcome {
     let control = chain.world.run.join("control");
     let args = ["ctl", "--control", text(&control)?, "status"];
-    let start = clock::now();
-    let said = chain.world.mica(&args)?;
-    match said.status.success() && start.elapsed() < LIMIT {
-        true => Ok(()),
-        false => Err(Fault::new(Wrong::Failed, said.to_string())),
+    let mut last = None;
+    // The control socket is there a moment after those of the disks.
+    let told = clock::poll(LIMIT, PAUSE, || {
+        let said = chain.world.mica(&args);
+        let is_told = said.as_ref().is_ok_and(|said| said.status.success());
+        last = Some(said);
+        is_told.then_some(())
+    });
+    match (told, last) {
+        (None, Some(said)) => Err(Fault::new(Wrong::Hang, format!("no status: {}", said?))),
+        _ => Ok(()),
     }
 }

@@ -53,8 +53,8 @@ kinds! {
     Bitmaps = "bitmaps", Shape;
     /// Layers that are longer and shorter than others
     Lengths = "lengths", Shape;
-    /// Another disk in the same server, on another file system
-    Beside = "beside", Shape;
+    /// Another disk in the same server, on another file system where there is one
+    SecondDisk = "second-disk", Shape;
     /// SIGKILL of a server
     Kill = "kill", Event;
     /// SIGKILL of a server that just starts

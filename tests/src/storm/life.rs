@@ -1,6 +1,5 @@
 //! The life of a server: clients work, and something happens to it.
 
-use super::beside::{Beside, Company};
 use super::chain::Chain;
 use super::freeze;
 use super::kinds::Kind;
@@ -11,6 +10,7 @@ use super::manner::Manner;
 use super::model::{Model, View};
 use super::peek;
 use super::place::{Filler, Ground, mount_of};
+use super::second_disk::{SecondClients, SecondDisk};
 use super::served::{Left, Served};
 use super::shape;
 use super::stamp::SECTOR;
@@ -76,8 +76,8 @@ fn start(chain: &mut Chain<'_>, rng: &mut Rng, manner: &Manner) -> Outcome<Serve
     let trace = manner.trace(chain)?;
     let served = Served::start(chain, rng, manner)?;
     served.judge(chain, before.as_deref(), trace)?;
-    if let Some(beside) = &mut chain.beside {
-        beside.judge(chain.world.counts)?;
+    if let Some(second) = &mut chain.second {
+        second.judge(chain.world.counts)?;
     }
     served.look_for_weakness(chain)?;
     Ok(served)
@@ -97,7 +97,7 @@ fn close(chain: &mut Chain<'_>, mut served: Served) -> Outcome {
         return Err(Fault::new(Wrong::Died, what));
     }
     chain.state.model.closed();
-    chain.beside.iter_mut().for_each(Beside::closed);
+    chain.second.iter_mut().for_each(SecondDisk::closed);
     if served.manner.is_sick() {
         chain.state.leaks = None;
     }
@@ -131,33 +131,34 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
     let model = std::mem::replace(&mut chain.state.model, Model::new(0, 0));
     let stage = Stage::new(model, chain.stamper.clone());
     stage.board().may_fail = served.manner.is_sick();
-    if std::mem::take(&mut served.is_shaken) {
+    let is_shaken = std::mem::take(&mut served.is_shaken);
+    if is_shaken {
         stage.enter(Phase::Moving);
     }
     let socket = served.socket.clone();
     let counts = chain.world.counts;
-    let company = chain.beside.as_mut().map(|beside| beside.begin(&stage, rng));
+    let others = chain.second.as_mut().map(|second| second.begin(&stage, rng));
     let all_of_it = || {
         stage.run(&socket, &load, counts, || {
             let moment = rng.below(all * 3 / 4);
-            let event = event(chain, rng, &served);
+            let event = event(chain, rng, &served, is_shaken);
             chain.tell(format_args!(
                 "  {clients} clients, {all} requests, {mood:?}; at {moment}: {event:?}"
             ));
             stage.wait_for(moment);
-            let scene = Scene { stage: &stage, company: company.as_ref(), moment };
+            let round = Round { stage: &stage, others: others.as_ref(), moment };
             match event {
                 None => Ok(Left::Serving(served)),
-                Some(event) => happen(chain, rng, &scene, served, event),
+                Some(event) => happen(chain, rng, &round, served, event),
             }
         })
     };
-    let left = match &company {
-        Some(company) => company.run(counts, all_of_it),
+    let left = match &others {
+        Some(others) => others.run(counts, all_of_it),
         None => all_of_it(),
     }?;
-    if let (Some(beside), Some(company)) = (&mut chain.beside, company) {
-        beside.end(company);
+    if let (Some(second), Some(others)) = (&mut chain.second, others) {
+        second.end(others);
     }
     (chain.state.model, chain.stamper) = stage.end();
     if let Left::Serving(served) = &left {
@@ -167,9 +168,9 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
 }
 
 /// The clients of a round.
-struct Scene<'a> {
+struct Round<'a> {
     stage: &'a Stage,
-    company: Option<&'a Company>,
+    others: Option<&'a SecondClients>,
     /// Requests after which something happens.
     moment: u64,
 }
@@ -177,11 +178,11 @@ struct Scene<'a> {
 fn happen(
     chain: &mut Chain<'_>,
     rng: &mut Rng,
-    scene: &Scene<'_>,
+    round: &Round<'_>,
     served: Served,
     event: Kind,
 ) -> Outcome<Left> {
-    let Scene { stage, company, moment } = *scene;
+    let Round { stage, others, moment } = *round;
     match event {
         Kind::Kill => served.kill_under_load(chain, rng, stage),
         Kind::Peek => peek::while_busy(chain, rng).map(|()| Left::Serving(served)),
@@ -190,13 +191,13 @@ fn happen(
         Kind::Resize => grow(chain, rng, stage, served),
         Kind::LogSpace => fill_log(chain, rng, stage, served, moment),
         Kind::LogGone => log_gone::take_log(chain, rng, stage, served, moment),
-        Kind::Freeze => freeze::freeze(chain, rng, stage, company, served),
+        Kind::Freeze => freeze::freeze(chain, rng, stage, others, served),
         Kind::Threads => threads::refuse(chain, rng, stage, served, moment),
         _ => fill_images(chain, rng, stage, served, moment),
     }
 }
 
-fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
+fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served, is_shaken: bool) -> Option<Kind> {
     let world = &chain.world;
     let mut events = world.kinds.of(&[Kind::Kill, Kind::Kill, Kind::Kill, Kind::Peek]);
     // What must succeed does so for servers that are well.
@@ -212,7 +213,8 @@ fn event(chain: &Chain<'_>, rng: &mut Rng, served: &Served) -> Option<Kind> {
     if served.manner.log == LogAt::Usual {
         events.extend(world.kinds.of(&[Kind::LogGone]));
     }
-    if freeze::is_possible(chain) {
+    // A server that may close for a takeover that came to nothing waits for what is frozen.
+    if freeze::is_possible(chain) && !is_shaken {
         events.extend(world.kinds.of(&[Kind::Freeze]));
     }
     if world.places.limits_threads() {

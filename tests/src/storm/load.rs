@@ -49,6 +49,11 @@ pub(super) struct Board {
 }
 
 impl Board {
+    /// Requests that were sent.
+    pub(super) fn requests_sent(&self) -> u64 {
+        self.sent
+    }
+
     /// Requests that were answered.
     pub(super) fn requests_done(&self) -> u64 {
         self.answered
@@ -137,7 +142,7 @@ impl Stage {
     }
 
     /// For another disk of the same server.
-    pub(super) fn beside(&self, model: Model, stamper: Stamper) -> Self {
+    pub(super) fn of_second_disk(&self, model: Model, stamper: Stamper) -> Self {
         Self::in_phase(Arc::clone(&self.phase), model, stamper)
     }
 
@@ -205,10 +210,13 @@ impl Stage {
             }
             outcome
         });
-        // What a client saw says more than its result.
-        match self.board().faults.pop() {
-            Some(fault) => Err(fault),
-            None => outcome,
+        let fault = self.board().faults.pop();
+        match (fault, outcome) {
+            // A server that was given up took its clients along.
+            (Some(Fault { wrong: Wrong::Died, .. }), Err(fault)) => Err(fault),
+            // What a client saw says more than its result.
+            (Some(fault), _) => Err(fault),
+            (None, outcome) => outcome,
         }
     }
 

@@ -94,13 +94,13 @@ impl Manner {
         disk.extend(self.more.iter().map(|(key, value)| (*key, (*value).to_owned())));
         let image = chain.path(&chain.active().name);
         let image = text(&image)?;
-        let Some(beside) = &chain.beside else {
+        let Some(second) = &chain.second else {
             let options = process.into_iter().chain(disk);
             let options = options.flat_map(|(key, value)| [format!("--{key}"), value]);
             return Ok(options.chain([image.to_owned()]).collect());
         };
         disk.extend([("name", chain.disk_name().to_owned()), ("image", image.to_owned())]);
-        let text = format!("{}{}{}", toml(&process), toml_of_disk(&disk), beside.toml());
+        let text = format!("{}{}{}", toml(&process), toml_of_disk(&disk), second.toml());
         let file = format!("{name}.toml");
         fs::write(world.run.join(&file), text)?;
         Ok(["--config", &file].map(str::to_owned).to_vec())

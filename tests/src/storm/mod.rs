@@ -12,8 +12,8 @@
 //!          rest: QEMU, copies, timestamps, mica's verbs; judge             rest, layers, copies
 //! ```
 //!
-//! Nothing here knows more of mica than its command line, NBD, what it warns of, and where an image
-//! names a log.
+//! Nothing here knows more of mica than its command line and configuration, NBD, what it warns of,
+//! and where an image names a log.
 //!
 //! Not moved is the clock. Linux has namespaces for the time since the start of the machine, but
 //! none for the time of day, and setting that would set it for all others here; a library that is
@@ -21,7 +21,6 @@
 //! instead, which is where the time of day reaches an image.
 
 mod aim;
-mod beside;
 mod chain;
 mod copies;
 mod cue;
@@ -39,6 +38,7 @@ mod model;
 mod peek;
 mod place;
 mod rest;
+mod second_disk;
 mod served;
 mod shape;
 mod stamp;
@@ -244,8 +244,8 @@ fn storm(world: World<'_>, rng: &mut Rng) -> Outcome {
     }
     chain.tell("the end");
     life::live_in_peace(&mut chain, rng)?;
-    if let Some(beside) = &chain.beside {
-        beside.look(&chain.world)?;
+    if let Some(second) = &chain.second {
+        second.look(&chain.world)?;
     }
     rest::look(&mut chain, rng, "the end")
 }
@@ -265,7 +265,10 @@ fn keep(
         kept = options.keep.join(format!("seed-{seed}-{number}"));
     }
     std::fs::create_dir(&kept)?;
-    for folder in [images, &places.run(), &places.log()] {
+    // Another disk of the same servers may be on another file system.
+    let ext4 = places.images(place::Ground::Ext4);
+    let ext4 = Some(ext4.as_path()).filter(|ext4| *ext4 != images);
+    for folder in [images, &places.run(), &places.log()].into_iter().chain(ext4) {
         // Sockets cannot be copied.
         let _ = Command::new("cp")
             .args(["-a", "--sparse=always", "--"])

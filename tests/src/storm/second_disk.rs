@@ -1,5 +1,6 @@
-//! Another disk of the same server, on another file system, with clients of its own: whatever
-//! happens to the chain, requests to this one are answered, and what was acknowledged is there.
+//! Another disk of the same server, on another file system where there is one, with clients of its
+//! own: whatever happens to the chain, requests to this one are answered, and what was acknowledged
+//! is there.
 
 use super::aim::Aim;
 use super::foreign;
@@ -7,27 +8,26 @@ use super::judge;
 use super::load::{Load, Mood, Stage};
 use super::model::{Model, View};
 use super::place::Ground;
-use super::stamp::{SECTOR, Stamper};
+use super::stamp::{SECTOR, Seq, Stamper};
 use super::story::{Counts, Fault, Outcome, Wrong};
 use super::toml::toml_of_disk;
 use super::world::{World, text};
-use crate::clock;
 use crate::nbd;
-use anyhow::anyhow;
 use mica_units::Rng;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-/// How long a server may take until it serves this one too.
-const LIMIT: Duration = Duration::from_secs(20);
-const PAUSE: Duration = Duration::from_micros(300);
-const NAME: &str = "beside";
+const NAME: &str = "second";
 const SECTORS: u64 = 4 << 11;
+
+/// Where it is served, by a server whose chain is served at `socket`.
+pub(super) fn socket_beside(socket: &Path) -> PathBuf {
+    socket.with_file_name("second.nbd")
+}
 
 /// Another disk.
 #[derive(Debug)]
-pub(super) struct Beside {
+pub(super) struct SecondDisk {
     image: PathBuf,
     socket: PathBuf,
     /// Where its writers' logs are; nobody else puts anything there, or takes it away.
@@ -39,7 +39,7 @@ pub(super) struct Beside {
     hot: u64,
 }
 
-impl Beside {
+impl SecondDisk {
     /// Creates its image, on the file system that can be frozen unless the chain is there.
     pub(super) fn create(world: &World<'_>, rng: &mut Rng) -> Outcome<Self> {
         let is_on_ext4 =
@@ -48,10 +48,10 @@ impl Beside {
             true => world.places.images(Ground::Ext4),
             false => world.run.clone(),
         };
-        let log = world.run.join("beside-log");
+        let log = world.run.join("second-log");
         fs::create_dir(&log)?;
         let cluster = rng.choose(&[None, Some(512), Some(4 << 10), Some(64 << 10)]);
-        let (image, len) = (folder.join("beside.img"), SECTORS * SECTOR as u64);
+        let (image, len) = (folder.join("second.img"), SECTORS * SECTOR as u64);
         match cluster {
             Some(cluster) => {
                 let (options, len) = (format!("cluster_size={cluster}"), len.to_string());
@@ -64,7 +64,7 @@ impl Beside {
         let disk = world.seed ^ 0x80_0000;
         Ok(Self {
             image,
-            socket: world.run.join("beside.nbd"),
+            socket: socket_beside(&world.run.join("socket")),
             log,
             log_key: world.log_option.trim_start_matches('-').to_owned(),
             cluster,
@@ -93,23 +93,24 @@ impl Beside {
     /// Reads all of it from a server that just started, and judges it.
     pub(super) fn judge(&mut self, counts: &Counts) -> Outcome {
         let what = "another disk of a server that starts";
-        // It may be served a moment after the chain is.
-        let mut read = Err(anyhow!("nothing was read"));
-        clock::poll(LIMIT, PAUSE, || {
-            read = nbd::read_disk(&self.socket);
-            read.is_ok().then_some(())
-        });
-        let bytes =
-            read.map_err(|error| Fault::new(Wrong::Failed, format!("{what}: {error:#}")))?;
+        let bytes = nbd::read_disk(&self.socket)
+            .map_err(|error| Fault::new(Wrong::Failed, format!("{what}: {error:#}")))?;
         counts.reads.add();
-        let judged = self.model.judge(0, &bytes, View::Kept);
-        let content = judged.map_err(|bad| judge::fault(&bad, what))?;
+        let content = self.judge_bytes(&bytes, what)?;
         self.model.settle(&content);
         Ok(())
     }
 
+    fn judge_bytes(&self, bytes: &[u8], what: &str) -> Outcome<Vec<Seq>> {
+        if bytes.len() as u64 != SECTORS * SECTOR as u64 {
+            let what = format!("{what}: {} bytes", bytes.len());
+            return Err(Fault::new(Wrong::Length, what));
+        }
+        self.model.judge(0, bytes, View::Kept).map_err(|bad| judge::fault(&bad, what))
+    }
+
     /// Its clients' part in a round of the server whose phases `stage` has.
-    pub(super) fn begin(&mut self, stage: &Stage, rng: &mut Rng) -> Company {
+    pub(super) fn begin(&mut self, stage: &Stage, rng: &mut Rng) -> SecondClients {
         let model = std::mem::replace(&mut self.model, Model::new(0, 0));
         let aim = Aim::new(SECTORS, self.cluster.unwrap_or(4 << 10), self.hot);
         let load = Load {
@@ -119,13 +120,13 @@ impl Beside {
             aim,
             mood: Mood::random(rng),
         };
-        let stage = stage.beside(model, self.stamper.clone());
-        Company { stage, load, socket: self.socket.clone() }
+        let stage = stage.of_second_disk(model, self.stamper.clone());
+        SecondClients { stage, load, socket: self.socket.clone() }
     }
 
     /// The round is over.
-    pub(super) fn end(&mut self, company: Company) {
-        (self.model, self.stamper) = company.stage.end();
+    pub(super) fn end(&mut self, others: SecondClients) {
+        (self.model, self.stamper) = others.stage.end();
     }
 
     /// Its server has closed it well.
@@ -143,24 +144,23 @@ impl Beside {
                 return Err(Fault::new(Wrong::Corrupt, what));
             }
         }
-        let raw = world.run.join("beside.raw");
+        let raw = world.run.join("second.raw");
         let said = [text(&self.image)?, text(&raw)?];
         let args = [&["convert", "-f", self.format(), "-O", "raw"], &said[..]].concat();
         foreign::img(&world.run, &args)?;
-        let judged = self.model.judge(0, &fs::read(&raw)?, View::Kept);
-        judged.map(drop).map_err(|bad| judge::fault(&bad, what))
+        self.judge_bytes(&fs::read(&raw)?, what).map(drop)
     }
 }
 
 /// The clients of another disk.
 #[derive(Debug)]
-pub(super) struct Company {
+pub(super) struct SecondClients {
     pub(super) stage: Stage,
     load: Load,
     socket: PathBuf,
 }
 
-impl Company {
+impl SecondClients {
     /// Lets them work besides what `meanwhile` does.
     pub(super) fn run<T>(
         &self,

@@ -9,7 +9,7 @@ use super::manner::Manner;
 use super::model::View;
 use super::stamp::Seq;
 use super::story::{Fault, Outcome, Wrong};
-use super::{foreign, judge, word};
+use super::{foreign, judge, second_disk, word};
 use crate::clock;
 use crate::nbd::{self, Connection, Wish};
 use crate::takeover::Process;
@@ -48,6 +48,8 @@ pub(super) enum LogFate {
 pub(super) struct Served {
     process: Process,
     pub(super) socket: PathBuf,
+    /// It serves a second disk.
+    has_second: bool,
     pub(super) manner: Manner,
     /// It survived a takeover in which the other one was killed: it may still be about to hand
     /// over, and to disconnect its clients for that.
@@ -76,6 +78,7 @@ impl Served {
         Ok(Self {
             process,
             socket,
+            has_second: chain.second.is_some(),
             manner: manner.clone(),
             is_shaken: false,
             log_fate: LogFate::Untouched,
@@ -123,12 +126,14 @@ impl Served {
         }
     }
 
-    /// Waits until it serves; says whether it does, and not, if it has ended.
+    /// Waits until it serves all; says whether it does, and not, if it has ended.
     pub(super) fn wait_until_it_serves(&mut self) -> Outcome<bool> {
         let process = &mut self.process;
+        let second = self.has_second.then(|| second_disk::socket_beside(&self.socket));
         let served = clock::poll(LIMIT, PAUSE, || {
             let is_running = process.is_running();
-            let is_served = is_running && is_served(&self.socket);
+            let mut sockets = [Some(&self.socket), second.as_ref()].into_iter().flatten();
+            let is_served = is_running && sockets.all(|socket| is_served(socket));
             (is_served || !is_running).then_some(is_served)
         });
         served.ok_or_else(|| Fault::new(Wrong::Hang, format!("no start: {}", self.process.log())))

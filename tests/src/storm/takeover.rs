@@ -13,17 +13,17 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// Requests that show that clients go on.
 const PROGRESS: u64 = 4;
 
-/// A takeover that has to succeed once `begun` is done.
+/// A takeover that has to succeed; `after_start` is done when the new server has started.
 pub(super) fn go(
     chain: &mut Chain<'_>,
     stage: &Stage,
     mut old: Served,
-    begun: impl FnOnce(),
+    after_start: impl FnOnce(),
 ) -> Outcome<Left> {
     stage.enter(Phase::Moving);
     let manner = old.manner.clone();
     let mut new = Served::begin(chain, &manner, &["--takeover"])?;
-    begun();
+    after_start();
     let ended = clock::poll(LIMIT, PAUSE, || {
         let states = (old.is_running(), new.is_running());
         (states != (true, true)).then_some(states)

@@ -4,7 +4,7 @@
 use mica_tests::guest::Guest;
 use mica_tests::nbd::{Connection, Wish};
 use mica_tests::server::Server;
-use mica_tests::takeover::{self, Process};
+use mica_tests::takeover::{self, Channel, Process, word};
 use mica_tests::tasks::TaskGroup;
 use mica_tests::{clock, mica, qemu, tools};
 use std::fs;
@@ -72,7 +72,8 @@ fn server_that_gets_no_more_threads_grows_a_disk_and_hands_over() {
         return;
     };
     let dir = tempfile::tempdir().expect("a folder");
-    let (dir, options) = (dir.path(), ["--nbd", "socket", "--redo-dir", "off", "disk.qcow2"]);
+    let dir = dir.path();
+    let options = ["--nbd", "socket", "--vhost-user", "vm", "--redo-dir", "off", "disk.qcow2"];
     let (control, image) = (dir.join("control"), dir.join("disk.qcow2"));
     let [control, image] = [&control, &image].map(|path| path.display().to_string());
     mica::run(["create", "-q", &image, "8M"]).ok();
@@ -84,6 +85,12 @@ fn server_that_gets_no_more_threads_grows_a_disk_and_hands_over() {
     let limit = group.limit(old.pid(), 0).expect("limited");
     let grown = mica::run(["ctl", "--control", &control, "resize", "disk", "16M"]).ok();
     assert!(grown.contains("16777216 bytes now"), "{grown}");
+    // The first one to take over goes away when the image is closed.
+    let (channel, sockets) = Channel::take(dir).expect("it agrees");
+    channel.say(&word("ready"), &[]).expect("heard");
+    assert_eq!(channel.hear().expect("it closes the image"), "closed");
+    drop((channel, sockets));
+    old.wait_until_said("is served again by this process");
     let new = Process::start(dir, "new", &[&["--takeover"], &options[..]].concat());
     let ended = old.ended_within(takeover::LIMIT);
     assert_eq!(ended, Some(0), "old: {}\nnew: {}", old.log(), new.log());
