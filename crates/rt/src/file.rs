@@ -53,7 +53,8 @@ impl File {
         let is_regular = fstat(&fd)
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
         let magic = fstatfs(&fd).map_or(0, |system| system.f_type);
-        let is_on_ext = magic == EXT_MAGIC;
+        // Of a device this is where its node is.
+        let is_on_ext = is_regular && magic == EXT_MAGIC;
         let write_way = match magic {
             _ if !is_regular => Way::Ring,
             libc::XFS_SUPER_MAGIC | libc::BTRFS_SUPER_MAGIC => Way::Try,

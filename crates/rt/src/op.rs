@@ -55,7 +55,10 @@ impl OpKind {
                 return Next::Again;
             }
         }
-        if code == -libc::EINTR || code == -libc::EAGAIN {
+        // A thread of ours has waited already.
+        let is_final =
+            matches!(self.way_mut(), Some(Way::Thread)) || matches!(self, Self::SetLen { .. });
+        if code == -libc::EINTR || (code == -libc::EAGAIN && !is_final) {
             return Next::Again;
         }
         match self {
@@ -307,6 +310,13 @@ mod tests {
             assert_eq!(write.way_mut(), Some(&mut Way::Thread));
             assert_eq!(after(&mut write, -libc::EIO), (4096, Some(-libc::EIO)));
         }
+    }
+
+    #[test]
+    fn what_a_thread_may_not_wait_for_is_an_error() {
+        let mut write = write_of(10_000, Access::Buffered);
+        assert_eq!(after(&mut write, -libc::EINTR), (0, None));
+        assert_eq!(after(&mut write, -libc::EAGAIN), (0, Some(-libc::EAGAIN)));
     }
 
     #[test]

@@ -331,6 +331,10 @@ impl Shared {
                 if is_of_use {
                     self.called.notify_one();
                 }
+                if self.is_short.load(Ordering::Relaxed) {
+                    // While this one works nobody else would ask for a thread again.
+                    self.remote.ring();
+                }
                 queue = self.run(begun);
                 continue;
             }
