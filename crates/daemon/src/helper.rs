@@ -22,6 +22,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion, find_holder};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -345,7 +346,11 @@ fn path_of(bytes: Vec<u8>) -> PathBuf {
 fn connect(path: &Path) -> Result<OwnedFd> {
     let connected = || {
         let socket = crate::messages::socket()?;
+        // Whoever listens there need not accept, which would be waited for.
+        let flags = fcntl_getfl(&socket)?;
+        fcntl_setfl(&socket, flags | OFlags::NONBLOCK)?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        fcntl_setfl(&socket, flags)?;
         Ok(socket)
     };
     connected().map_err(|error: rustix::io::Errno| {

@@ -1,6 +1,6 @@
 //! Retrying while another process holds an image, or the system has no thread to spare.
 
-use mica_block::{ErrorKind, Result};
+use mica_block::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -30,6 +30,12 @@ pub(crate) fn while_held<T>(
     while_held_by(&clock, patience, is_cancelled, open)
 }
 
+/// Whether the image is held, or the system asks to try again.
+pub(crate) fn is_passing(error: &Error) -> bool {
+    let is_short = error.raw_os_error() == Some(Errno::AGAIN.raw_os_error());
+    error.kind() == ErrorKind::Denied || is_short
+}
+
 /// A clock that starts with the first attempt.
 struct Clock<E, S> {
     elapsed: E,
@@ -44,11 +50,10 @@ fn while_held_by<T>(
 ) -> Result<T> {
     loop {
         let outcome = open();
-        let is_passing = outcome.as_ref().is_err_and(|error| {
-            error.kind() == ErrorKind::Denied
-                || error.raw_os_error() == Some(Errno::AGAIN.raw_os_error())
-        });
-        if !is_passing || (clock.elapsed)() >= patience.limit || is_cancelled() {
+        if !outcome.as_ref().is_err_and(is_passing)
+            || (clock.elapsed)() >= patience.limit
+            || is_cancelled()
+        {
             return outcome;
         }
         (clock.sleep)(patience.pause);
@@ -64,7 +69,6 @@ fn sleep(time: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mica_block::Error;
     use std::cell::Cell;
 
     const BRIEF: Patience =

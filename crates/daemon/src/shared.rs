@@ -145,6 +145,9 @@ impl Shared {
     /// # Errors
     /// `Denied` with what is going on instead.
     pub(crate) fn hold_alone(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+        if self.is_stopping() {
+            return Err(denied("the server is stopping"));
+        }
         let held = match self.life.try_write() {
             Ok(held) => held,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -154,16 +157,16 @@ impl Shared {
                 return Err(denied("a disk is being drained: take over when that is done"));
             }
         };
-        match self.is_stopping() {
-            true => Err(denied("the server is stopping")),
-            false => Ok(held),
+        if self.is_handed_over.load(Ordering::Acquire) {
+            return Err(denied("another process has taken over: try again, and it will answer"));
         }
+        Ok(held)
     }
 
-    /// Stops every disk.
+    /// Stops every disk. One that is being drained, which may hang, delays no other.
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
-        let _alone = self.life.write().unwrap_or_else(PoisonError::into_inner);
+        let _held = self.life.read().unwrap_or_else(PoisonError::into_inner);
         // Every disk is closed; the first failure is reported.
         each_of(&self.disks.all(), |served| served.stop()).into_iter().fold(Ok(()), Result::and)
     }

@@ -34,7 +34,7 @@ pub(crate) use rendezvous::{FOLDER as RENDEZVOUS_FOLDER, SOCKET as RENDEZVOUS_SO
 use crate::disks::each_of;
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
-use crate::retry::{Patience, while_held};
+use crate::retry::{Patience, is_passing, while_held};
 use crate::served::Served;
 use crate::shared::Shared;
 use crate::systemd;
@@ -306,19 +306,38 @@ impl Shared {
     /// Resumes the disks that were suspended for another process that failed, unless this one is
     /// stopping.
     fn resume(&self, suspended: &[Arc<Served>]) {
-        each_of(suspended, |served| self.resume_one(served));
+        let mut waiting = suspended.to_vec();
+        // A disk that has to wait keeps no thread meanwhile, which another may need.
+        let all_once = || {
+            let outcomes = each_of(&waiting, |served| match self.is_stopping() {
+                true => Err(Silence::Cancelled.into()),
+                false => served.resume(),
+            });
+            let (mut rest, mut last) = (Vec::new(), Ok(()));
+            for (served, outcome) in waiting.iter().zip(outcomes) {
+                match outcome {
+                    Err(error) if is_passing(&error) => {
+                        rest.push(Arc::clone(served));
+                        last = Err(error);
+                    }
+                    outcome => self.resumed(served, outcome),
+                }
+            }
+            waiting = rest;
+            last
+        };
+        // The other process may need a moment to release the images.
+        if let Err(error) = while_held(REOPEN, || self.is_stopping(), all_once) {
+            waiting.iter().for_each(|served| self.resumed(served, Err(error.clone())));
+        }
     }
 
-    fn resume_one(&self, served: &Served) {
-        if self.is_stopping() {
-            return;
-        }
+    fn resumed(&self, served: &Served, outcome: Result<()>) {
         let name = &served.name;
-        // The other process may need a moment to release the image.
-        match while_held(REOPEN, || self.is_stopping(), || served.resume()) {
+        match outcome {
             Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
             // Its image is closed, and its sockets are about to be.
-            Err(error) if error.kind() == ErrorKind::Denied && self.is_stopping() => {}
+            Err(_) if self.is_stopping() => {}
             Err(error) => {
                 served.give_up();
                 tracing::error!(%error, "disk {name:?} is no longer served");

@@ -73,10 +73,18 @@ fn server_that_gets_no_more_threads_grows_a_disk_and_hands_over() {
     };
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path();
-    let options = ["--nbd", "socket", "--vhost-user", "vm", "--redo-dir", "off", "disk.qcow2"];
-    let (control, image) = (dir.join("control"), dir.join("disk.qcow2"));
-    let [control, image] = [&control, &image].map(|path| path.display().to_string());
-    mica::run(["create", "-q", &image, "8M"]).ok();
+    let mut config = String::new();
+    // Threads of a device end with the disk, and are needed to serve it again.
+    for name in ["disk", "other"] {
+        mica::run(["create", "-q", &dir.join(name).display().to_string(), "8M"]).ok();
+        config += &format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"{name}\"\nredo-dir = \"off\"\n\
+             nbd = [\"{name}.nbd\"]\nvhost-user = \"{name}.vm\"\n"
+        );
+    }
+    fs::write(dir.join("mica.toml"), config).expect("written");
+    let options = ["--config", "mica.toml"];
+    let control = dir.join("control").display().to_string();
     let mut old = Process::start(dir, "old", &options);
     // The control socket is there a moment after those of the disks.
     let status = ["ctl", "--control", &control, "status"];
@@ -90,12 +98,14 @@ fn server_that_gets_no_more_threads_grows_a_disk_and_hands_over() {
     channel.say(&word("ready"), &[]).expect("heard");
     assert_eq!(channel.hear().expect("it closes the image"), "closed");
     drop((channel, sockets));
-    old.wait_until_said("is served again by this process");
+    for name in ["disk", "other"] {
+        old.wait_until_said(&format!("disk \"{name}\" is served again by this process"));
+    }
     let new = Process::start(dir, "new", &[&["--takeover"], &options[..]].concat());
     let ended = old.ended_within(takeover::LIMIT);
     assert_eq!(ended, Some(0), "old: {}\nnew: {}", old.log(), new.log());
     drop(limit);
-    let socket = dir.join("socket");
+    let socket = dir.join("disk.nbd");
     new.wait_for(&socket);
     assert_eq!(Connection::open(&socket, "", &Wish::default()).expect("served").len, 16 << 20);
     new.stop();

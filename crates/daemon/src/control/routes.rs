@@ -120,7 +120,7 @@ struct TakeOver {
 async fn take_over(State(sources): State<Sources>, sent: Body) -> Answer {
     let TakeOver { socket } = body(sent).await?;
     // Nobody waits for another takeover here.
-    drop(sources.shared.hold_alone()?);
+    drop(sources.shared.hold()?);
     let (sender, started) = oneshot::channel();
     let shared = Arc::clone(&sources.shared);
     // It answers once the takeover has started, and goes on with it.

@@ -313,6 +313,22 @@ fn drains_do_not_exclude_each_other_and_a_takeover_is_told_of_them() {
 }
 
 #[test]
+fn a_drain_that_hangs_delays_the_end_of_no_other_disk() {
+    let world = world();
+    let shared = Arc::clone(&world.daemon.shared);
+    let one = shared.disks.named("one").expect("it is served");
+    let (busy, drain) = (one.lock_changes(), shared.hold().expect("nothing is in progress"));
+    let stopping = Arc::clone(&shared);
+    let stopped = std::thread::spawn(move || stopping.stop());
+    while !world.ask("GET", "/metrics", "").body.contains("mica_disk_serving{disk=\"two\"} 0\n") {
+        std::thread::yield_now();
+    }
+    assert!(!stopped.is_finished());
+    drop((busy, drain));
+    stopped.join().expect("no panic").expect("stopped");
+}
+
+#[test]
 fn loopback_names_are_recognised() {
     for host in ["localhost", "LocalHost:80", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "[::1]"] {
         assert!(routes::is_local(host), "{host}");
