@@ -74,6 +74,9 @@ pub struct Work<'a> {
     pub files: &'a [(&'a str, &'a [u8])],
     /// Programs of the host for it, in `/host`, with their libraries.
     pub programs: &'a [Tool],
+    /// Whether emulated processors run side by side. QEMU 10.0's assertion `section_index <
+    /// d->map.sections_nb` fails in one of some hundred boots then, beside other load.
+    pub runs_in_parallel: bool,
 }
 
 /// A running machine. Dropping it pulls the plug.
@@ -109,7 +112,13 @@ impl Machine {
         fs::write(folder.path().join("initrd"), initramfs(disk, work)?)?;
         let console = File::create(folder.path().join("console"))?;
         let mut qemu = Command::new(tools::QEMU_SYSTEM.program);
-        qemu.args(["-machine", &format!("q35,accel={accelerator},memory-backend=memory")]);
+        let threads = match accelerator {
+            "tcg" if work.runs_in_parallel => ",thread=multi",
+            "tcg" => ",thread=single",
+            _ => "",
+        };
+        qemu.args(["-machine", "q35,memory-backend=memory"]);
+        qemu.args(["-accel", &format!("{accelerator}{threads}")]);
         qemu.args(["-object", &format!("memory-backend-memfd,id=memory,size={MEMORY},share=on")]);
         qemu.args(["-m", MEMORY, "-cpu", "max", "-smp", "2", "-nodefaults", "-no-user-config"]);
         qemu.args(["-no-reboot", "-display", "none", "-monitor", "none", "-serial", "stdio"]);

@@ -31,7 +31,7 @@ fn a_guest_reads_a_chain_of_50_layers() {
 
     let server = host::serve(dir.path(), &active, "qcow2", &["--read-only"]);
     let socket = host::vhost_socket(dir.path());
-    let work = Work { script: SCRIPT, files: &[("sector", &[7; 512])], programs: &[] };
+    let work = Work { script: SCRIPT, files: &[("sector", &[7; 512])], ..Work::default() };
     let machine = Machine::boot(Disk::VhostUser(&socket), &work).expect("a machine");
     let console = machine.finish();
     host::stop(server);

@@ -51,7 +51,12 @@ fn ext4_of_a_guest_is_sound() {
     qemu::create(dir, "disk.qcow2", &backing, "96M");
     let server = host::serve(dir, "disk.qcow2", "qcow2", &[]);
     let socket = host::vhost_socket(dir);
-    let work = Work { script: SCRIPT, files: &[("data", &data)], programs: &[tools::MKE2FS] };
+    let work = Work {
+        script: SCRIPT,
+        files: &[("data", &data)],
+        programs: &[tools::MKE2FS],
+        ..Work::default()
+    };
     Machine::boot(Disk::VhostUser(&socket), &work).expect("a machine").finish();
     host::stop(server);
 

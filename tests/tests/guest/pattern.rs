@@ -67,7 +67,7 @@ fn patterns_over(transport: Transport) {
         Transport::Nbd => Disk::Nbd(&server),
     };
     let files: &[(&str, &[u8])] = &[("a", &a), ("b", &b), ("c", &c), ("tail", &tail)];
-    let work = Work { script: SCRIPT, files, programs: &[tools::BLKDISCARD] };
+    let work = Work { script: SCRIPT, files, programs: &[tools::BLKDISCARD], ..Work::default() };
     let console = Machine::boot(disk, &work).expect("a machine").finish();
     host::stop(server);
 

@@ -32,7 +32,7 @@ fn a_disk_grows_under_a_guest() {
     let control = dir.join("control").display().to_string();
     let server = host::serve(dir, "disk.qcow2", "qcow2", &["--control", &control]);
     let socket = host::vhost_socket(dir);
-    let work = Work { script: SCRIPT, files: &[("data", &data)], programs: &[] };
+    let work = Work { script: SCRIPT, files: &[("data", &data)], ..Work::default() };
     let mut machine = Machine::boot(Disk::VhostUser(&socket), &work).expect("a machine");
     machine.wait_for(|console| console.contains("SECTORS-BEFORE 32768").then_some(()));
     mica::run(["ctl", "--control", &control, "resize", "disk", "24M"]).ok();

@@ -146,7 +146,7 @@ impl Guest<'_> {
             Way::Mica => Disk::VhostUser(&socket),
             Way::Own => Disk::Own(&own),
         };
-        let work = Work { script: &script, ..Work::default() };
+        let work = Work { script: &script, runs_in_parallel: true, ..Work::default() };
         let mut machine = Machine::boot(disk, &work)?;
         let up = |console: &str| console.contains("MACHINE-UP").then_some(());
         machine.wait_within(LIMIT, up)?;
