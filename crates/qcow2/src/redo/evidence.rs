@@ -9,7 +9,7 @@
 //! - I2 Linked clusters are counted: nobody freed them.
 
 use super::dropped::{dropped_units, ranges_of};
-use super::replay::Replay;
+use super::replay::{Counts, Replay};
 use mica_block::{Result, RunKind, Store, read_exact};
 use mica_qcow2_format::{Header, L1Entry, L2Entry, L2Format, RawL2Entry};
 use mica_units::{GuestOffset, HostOffset};
@@ -27,7 +27,7 @@ struct Evidence<'a> {
     replay: &'a Replay,
     store: &'a dyn Store,
     data: &'a dyn Store,
-    header: &'a Header,
+    counts: Counts<'a>,
     l2: L2Format,
 }
 
@@ -40,7 +40,8 @@ pub(super) async fn contradiction(
     data: Option<&dyn Store>,
 ) -> Result<Option<&'static str>> {
     let (l2, data) = (header.l2_format(), data.unwrap_or(store));
-    let evidence = Evidence { replay, store, data, header, l2 };
+    let counts = Counts::new(store, header);
+    let mut evidence = Evidence { replay, store, data, counts, l2 };
     let mut first = 0;
     while first < u64::from(header.l1_entries) {
         let count = L1_PIECE.min(u64::from(header.l1_entries) - first);
@@ -64,7 +65,7 @@ pub(super) async fn contradiction(
 impl Evidence<'_> {
     /// Checks the table that L1 entry `index` names, which was `old`.
     async fn of_table(
-        &self,
+        &mut self,
         index: u64,
         old: L1Entry,
         new: L1Entry,
@@ -76,7 +77,8 @@ impl Evidence<'_> {
         if is_new && !self.is_counted(table).await? {
             return Ok(Some(UNCOUNTED));
         }
-        for (at, page) in self.replay.logged_within(table, self.l2.cluster_bits.bytes()) {
+        let replay = self.replay;
+        for (at, page) in replay.logged_within(table, self.l2.cluster_bits.bytes()) {
             let before = match is_new {
                 true => vec![0; page.len()],
                 false => read_exact(self.store, at, page.len()).await?.to_vec(),
@@ -100,7 +102,7 @@ impl Evidence<'_> {
 
     /// Checks the entry of guest cluster `guest`.
     async fn of_entry(
-        &self,
+        &mut self,
         guest: GuestOffset,
         old: RawL2Entry,
         new: RawL2Entry,
@@ -130,9 +132,9 @@ impl Evidence<'_> {
     }
 
     /// Whether the cluster at `host` has a count.
-    async fn is_counted(&self, host: HostOffset) -> Result<bool> {
+    async fn is_counted(&mut self, host: HostOffset) -> Result<bool> {
         let cluster = self.l2.cluster_bits.host_cluster(host);
-        let count = self.replay.count_of(self.store, self.header, cluster).await?;
+        let count = self.counts.get(self.replay, cluster).await?;
         Ok(count.is_some_and(|count| count > 0))
     }
 }

@@ -22,6 +22,8 @@ const _: () = assert!(ZERO_PAGES_MAX <= PAGES_MAX as u64 / 2);
 const EXPECTED_MAX: usize = 4 * PAGES_MAX;
 /// Clusters that a log calls unused and that are examined, at most.
 const UNUSED_MAX: usize = 4096;
+/// Pages of refcounts that are kept at most while a log is examined.
+const COUNT_PAGES_MAX: usize = 1024;
 
 /// When a page is written.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -88,8 +90,9 @@ impl Replay {
         }
         let clusters =
             unused.iter().flat_map(|(first, count)| first.up_to(first.saturating_add(*count)));
+        let mut counts = Counts::new(store, header);
         for cluster in clusters.take(UNUSED_MAX) {
-            self.free(store, header, cluster).await?;
+            self.free(&mut counts, cluster).await?;
         }
         Ok(())
     }
@@ -245,66 +248,91 @@ impl Replay {
     }
 
     /// Frees a cluster that was counted ahead, if that is its only count.
-    async fn free(
-        &mut self,
-        store: &dyn Store,
-        header: &Header,
-        cluster: HostCluster,
-    ) -> Result<()> {
-        let width = header.refcount_width;
-        let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
+    async fn free(&mut self, counts: &mut Counts<'_>, cluster: HostCluster) -> Result<()> {
+        let width = counts.header.refcount_width;
+        let Some((at, within)) = counts.place_of(self, cluster).await? else {
             return Ok(());
         };
-        let page = self.page(store, (at, Step::Early), false).await?;
+        let page = self.page(counts.store, (at, Step::Early), false).await?;
         if width.get(&page.bytes, within) == Some(1) {
             width.set(page.bytes.own_bytes(), within, 0).expect("zero fits");
         }
         Ok(())
     }
+}
 
-    /// The refcount of `cluster`; `None` if no block has it.
-    pub(super) async fn count_of(
-        &self,
-        store: &dyn Store,
-        header: &Header,
+/// The refcounts of an image, of which each page is read once: a log may ask for thousands, and
+/// storage may be slow.
+pub(super) struct Counts<'a> {
+    store: &'a dyn Store,
+    header: &'a Header,
+    pages: BTreeMap<u64, Buf>,
+}
+
+impl<'a> Counts<'a> {
+    pub(super) fn new(store: &'a dyn Store, header: &'a Header) -> Self {
+        Self { store, header, pages: BTreeMap::new() }
+    }
+
+    /// The refcount of `cluster` as `replay` makes it; `None` if no block has it.
+    pub(super) async fn get(
+        &mut self,
+        replay: &Replay,
         cluster: HostCluster,
     ) -> Result<Option<u64>> {
-        let Some((at, within)) = self.place_of_count(store, header, cluster).await? else {
-            return Ok(None);
-        };
-        if let Some(page) = self.pages.get(&at) {
-            return Ok(header.refcount_width.get(&page.bytes, within));
+        let Some((at, within)) = self.place_of(replay, cluster).await? else { return Ok(None) };
+        let width = self.header.refcount_width;
+        if let Some(page) = replay.pages.get(&at) {
+            return Ok(width.get(&page.bytes, within));
         }
-        let len = usize::try_from(self.page_bytes).expect("4 KiB");
-        let bytes = read_exact(store, HostOffset::new(at), len).await?;
-        Ok(header.refcount_width.get(&bytes, within))
+        Ok(width.get(self.page(at).await?, within))
     }
 
     /// The page that has the refcount of `cluster`, and its index there.
-    async fn place_of_count(
-        &self,
-        store: &dyn Store,
-        header: &Header,
+    async fn place_of(
+        &mut self,
+        replay: &Replay,
         cluster: HostCluster,
     ) -> Result<Option<(u64, usize)>> {
-        let (bits, width) = (header.cluster_bits, header.refcount_width);
+        let (bits, width) = (self.header.cluster_bits, self.header.refcount_width);
         let region = width.block_of(bits, cluster);
-        let table_bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
-        let table_end = header.refcount_table_offset.bytes() + table_bytes;
+        let table = self.header.refcount_table_offset.bytes();
+        let table_end = table + u64::from(self.header.refcount_table_clusters) * bits.bytes();
         let Some(entry_at) = region
             .checked_mul(RefcountTableEntry::BYTES as u64)
-            .and_then(|skipped| header.refcount_table_offset.bytes().checked_add(skipped))
+            .and_then(|skipped| table.checked_add(skipped))
             .filter(|at| at + RefcountTableEntry::BYTES as u64 <= table_end)
         else {
             return Ok(None);
         };
-        let mut entry = read_exact(store, HostOffset::new(entry_at), 8).await?;
-        self.lay_over(entry.len(), entry_at, |at, bytes| entry.put(at, bytes));
-        let entry = entry.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes));
-        let Ok(Some(block)) = RefcountTableEntry(entry).decode(bits) else { return Ok(None) };
+        let page_bytes = replay.page_bytes;
+        let within = usize::try_from(entry_at % page_bytes).expect("within a page");
+        let page = self.page(entry_at - entry_at % page_bytes).await?;
+        let mut entry = [0; RefcountTableEntry::BYTES];
+        entry.copy_from_slice(&page[within..within + RefcountTableEntry::BYTES]);
+        replay.lay_over(entry.len(), entry_at, |at, bytes| {
+            entry[at..at + bytes.len()].copy_from_slice(bytes);
+        });
+        let entry = RefcountTableEntry(u64::from_be_bytes(entry));
+        let Ok(Some(block)) = entry.decode(bits) else { return Ok(None) };
         let index = width.index_of(bits, cluster);
-        let page_entries = self.page_bytes * 8 / u64::from(width.bits());
-        let at = block.bytes() + index / page_entries * self.page_bytes;
+        let page_entries = page_bytes * 8 / u64::from(width.bits());
+        let at = block.bytes() + index / page_entries * page_bytes;
         Ok(Some((at, usize::try_from(index % page_entries).expect("within a page"))))
+    }
+
+    /// The page of the file at `at`.
+    async fn page(&mut self, at: u64) -> Result<&[u8]> {
+        if self.pages.len() >= COUNT_PAGES_MAX && !self.pages.contains_key(&at) {
+            self.pages.clear();
+        }
+        match self.pages.entry(at) {
+            Entry::Occupied(page) => Ok(page.into_mut()),
+            Entry::Vacant(place) => {
+                let len = self.header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
+                let len = usize::try_from(len).expect("4 KiB");
+                Ok(place.insert(read_exact(self.store, HostOffset::new(at), len).await?))
+            }
+        }
     }
 }
