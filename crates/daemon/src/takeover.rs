@@ -309,18 +309,17 @@ impl Shared {
         let mut waiting = suspended.to_vec();
         // A disk that has to wait keeps no thread meanwhile, which another may need.
         let all_once = || {
-            let outcomes = each_of(&waiting, |served| match self.is_stopping() {
-                true => Err(Silence::Cancelled.into()),
-                false => served.resume(),
-            });
+            let resume = |served: &Served| (!self.is_stopping()).then(|| served.resume());
+            let outcomes = each_of(&waiting, resume);
             let (mut rest, mut last) = (Vec::new(), Ok(()));
             for (served, outcome) in waiting.iter().zip(outcomes) {
                 match outcome {
-                    Err(error) if is_passing(&error) => {
+                    None => {}
+                    Some(Err(error)) if is_passing(&error) => {
                         rest.push(Arc::clone(served));
                         last = Err(error);
                     }
-                    outcome => self.resumed(served, outcome),
+                    Some(outcome) => self.resumed(served, outcome),
                 }
             }
             waiting = rest;
@@ -337,7 +336,7 @@ impl Shared {
         match outcome {
             Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
             // Its image is closed, and its sockets are about to be.
-            Err(_) if self.is_stopping() => {}
+            Err(error) if is_passing(&error) && self.is_stopping() => {}
             Err(error) => {
                 served.give_up();
                 tracing::error!(%error, "disk {name:?} is no longer served");

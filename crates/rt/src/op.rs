@@ -55,10 +55,7 @@ impl OpKind {
                 return Next::Again;
             }
         }
-        // A thread of ours has waited already.
-        let is_final =
-            matches!(self.way_mut(), Some(Way::Thread)) || matches!(self, Self::SetLen { .. });
-        if code == -libc::EINTR || (code == -libc::EAGAIN && !is_final) {
+        if code == -libc::EINTR || (code == -libc::EAGAIN && !self.has_waited()) {
             return Next::Again;
         }
         match self {
@@ -103,6 +100,11 @@ impl OpKind {
             | Self::Fallocate { way, .. } => Some(way),
             _ => None,
         }
+    }
+
+    /// Whether a thread of ours carried it out, which waits where it has to.
+    fn has_waited(&mut self) -> bool {
+        matches!(self, Self::SetLen { .. }) || self.way_mut() == Some(&mut Way::Thread)
     }
 
     /// Whether it may wait for a peer forever, and so has to be cancelled when nobody waits for it.

@@ -11,7 +11,6 @@ use super::second_disk::SecondClients;
 use super::served::{Left, Served};
 use super::story::{Fault, Outcome, Wrong};
 use super::takeover;
-use super::world::text;
 use crate::clock;
 use crate::mounts::Frozen;
 use mica_units::Rng;
@@ -73,7 +72,7 @@ pub(super) fn freeze(
         other.map_or(Ok(()), |other| is_served_on(other, &served))?;
     }
     if limit.is_none() {
-        is_told_of(chain)?;
+        served.status(chain)?;
     }
     match fate {
         Fate::Nothing => {
@@ -108,22 +107,4 @@ fn is_served_on(stage: &Stage, served: &Served) -> Outcome {
         let what = "a disk waits for another one, whose file system is frozen";
         Fault::new(Wrong::Hang, format!("{what}: {}", served.log()))
     })
-}
-
-/// Asks the server how it is.
-fn is_told_of(chain: &Chain<'_>) -> Outcome {
-    let control = chain.world.run.join("control");
-    let args = ["ctl", "--control", text(&control)?, "status"];
-    let mut last = None;
-    // The control socket is there a moment after those of the disks.
-    let told = clock::poll(LIMIT, PAUSE, || {
-        let said = chain.world.mica(&args);
-        let is_told = said.as_ref().is_ok_and(|said| said.status.success());
-        last = Some(said);
-        is_told.then_some(())
-    });
-    match (told, last) {
-        (None, Some(said)) => Err(Fault::new(Wrong::Hang, format!("no status: {}", said?))),
-        _ => Ok(()),
-    }
 }

@@ -9,6 +9,7 @@ use super::manner::Manner;
 use super::model::View;
 use super::stamp::Seq;
 use super::story::{Fault, Outcome, Wrong};
+use super::world::text;
 use super::{foreign, judge, second_disk, word};
 use crate::clock;
 use crate::nbd::{self, Connection, Wish};
@@ -251,24 +252,31 @@ impl Served {
         if !self.is_without_log(chain) {
             return Ok(());
         }
+        let status = self.status(chain)?;
+        let mut disks = status["disks"].as_array().into_iter().flatten();
+        let disk = disks.find(|disk| disk["name"] == chain.disk_name());
+        match disk.is_some_and(|disk| disk["weakness"].is_string()) {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Silent, format!("it keeps no log: {status}"))),
+        }
+    }
+
+    /// What it says of itself, which it must in time.
+    pub(super) fn status(&self, chain: &Chain<'_>) -> Outcome<serde_json::Value> {
         let control = chain.world.run.join("control");
-        let control = control.display().to_string();
-        let args = ["ctl", "--control", &control, "--output", "json", "status"];
+        let args = ["ctl", "--control", text(&control)?, "--output", "json", "status"];
         // The control socket is there a moment after those of the disks.
         let ask = || chain.world.mica(&args);
         let told = clock::poll(LIMIT, PAUSE * 10, || match ask() {
             Ok(said) if !said.status.success() => None,
             said => Some(said),
         });
-        let told = foreign::succeeded(told.unwrap_or_else(ask)?)?;
-        let status: serde_json::Value = serde_json::from_str(&told)
-            .map_err(|error| Fault::new(Wrong::Silent, format!("{error}: {told}")))?;
-        let mut disks = status["disks"].as_array().into_iter().flatten();
-        let disk = disks.find(|disk| disk["name"] == chain.disk_name());
-        match disk.is_some_and(|disk| disk["weakness"].is_string()) {
-            true => Ok(()),
-            false => Err(Fault::new(Wrong::Silent, format!("it keeps no log: {told}"))),
+        let said = told.unwrap_or_else(ask)?;
+        if !said.status.success() {
+            return Err(Fault::new(Wrong::Hang, format!("no status: {said}")));
         }
+        serde_json::from_str(&said.stdout)
+            .map_err(|error| Fault::new(Wrong::Failed, format!("{error}: {said}")))
     }
 
     /// What becomes of the chain's state when this server is killed.

@@ -45,13 +45,21 @@ pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
     let threads = threads.min(job.coroutines);
     let shared = Shared::new(job);
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|number| {
-                let count = (job.coroutines - number).div_ceil(threads);
-                let shared = &shared;
-                scope.spawn(move || run_thread(job, shared, count, progress))
-            })
-            .collect();
+        let mut workers = Vec::new();
+        for number in 0..threads {
+            let count = (job.coroutines - number).div_ceil(threads);
+            let shared = &shared;
+            let body = move || run_thread(job, shared, count, progress);
+            match std::thread::Builder::new().spawn_scoped(scope, body) {
+                Ok(worker) => workers.push(worker),
+                Err(error) if number == 0 => {
+                    shared.fail(Error::from_io("starting a thread for the copy", error));
+                    break;
+                }
+                // Those that there are copy all of it.
+                Err(_) => break,
+            }
+        }
         for worker in workers {
             if worker.join().is_err() {
                 shared.fail(Error::new(ErrorKind::Io, "a thread of the copy failed"));

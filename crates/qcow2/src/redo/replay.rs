@@ -40,6 +40,10 @@ impl Step {
     pub(super) const ALL: [Self; 3] = [Self::Early, Self::Tables, Self::Late];
 }
 
+fn page_bytes(header: &Header) -> u64 {
+    header.cluster_bits.bytes().min(PAGE_BYTES_MAX)
+}
+
 struct Page {
     step: Step,
     /// Whether a group changes it, and not only the unused clusters.
@@ -99,8 +103,7 @@ impl Replay {
 
     /// Changes nothing yet.
     pub(super) fn empty(header: &Header) -> Self {
-        let page_bytes = header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
-        Self { page_bytes, pages: BTreeMap::new() }
+        Self { page_bytes: page_bytes(header), pages: BTreeMap::new() }
     }
 
     /// The pages that are written in `step`, and where.
@@ -306,6 +309,7 @@ impl<'a> Counts<'a> {
             return Ok(None);
         };
         let page_bytes = replay.page_bytes;
+        // A table begins with a cluster, so that no entry is on two pages.
         let within = usize::try_from(entry_at % page_bytes).expect("within a page");
         let page = self.page(entry_at - entry_at % page_bytes).await?;
         let mut entry = [0; RefcountTableEntry::BYTES];
@@ -329,8 +333,7 @@ impl<'a> Counts<'a> {
         match self.pages.entry(at) {
             Entry::Occupied(page) => Ok(page.into_mut()),
             Entry::Vacant(place) => {
-                let len = self.header.cluster_bits.bytes().min(PAGE_BYTES_MAX);
-                let len = usize::try_from(len).expect("4 KiB");
+                let len = usize::try_from(page_bytes(self.header)).expect("4 KiB");
                 Ok(place.insert(read_exact(self.store, HostOffset::new(at), len).await?))
             }
         }
