@@ -59,8 +59,16 @@ impl Server {
     /// Mounts the disk over the file and serves it.
     ///
     /// # Errors
-    /// As [`Mounts::mount`]; else any error of the system.
+    /// As [`Server::prepare`].
     pub fn start(config: ServerConfig) -> Result<Running> {
+        Ok(Self::prepare(config)?.start())
+    }
+
+    /// Mounts the disk over the file and serves nobody yet: who uses the file waits.
+    ///
+    /// # Errors
+    /// As [`Mounts::mount`]; else any error of the system.
+    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
         let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
         let image = image.as_deref().map(open_image).transpose()?;
         let (image, identity) = image.unzip();
@@ -86,8 +94,10 @@ impl Server {
             failures: FailureLog::default(),
         });
         match take_requests(mounted.device, &file, &export, others, &workers) {
-            Ok((device, ended)) => {
-                Ok(Running { export, file: Some(file), mounts, device, ended, _workers: workers })
+            Ok(Taking { device, start, ended }) => {
+                let file = Some(file);
+                let running = Running { export, file, mounts, device, ended, _workers: workers };
+                Ok(Prepared { start, running })
             }
             Err(error) => {
                 let error = Error::from_io(format!("serving a disk as {}", file.display()), error);
@@ -96,6 +106,23 @@ impl Server {
                 Err(error)
             }
         }
+    }
+}
+
+/// A file that is mounted, and whose server only has to be told to start.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Dropped first: its thread ends if it is never told.
+    start: mpsc::Sender<()>,
+    running: Running,
+}
+
+impl Prepared {
+    /// Starts serving.
+    pub fn start(self) -> Running {
+        // The thread waits for nothing else.
+        let _ = self.start.send(());
+        self.running
     }
 }
 
@@ -108,16 +135,24 @@ fn open_image(image: &Path) -> Result<(File, (u64, u64))> {
     Ok((opened, (found.dev(), found.ino())))
 }
 
-/// Starts the thread that takes the kernel's requests from `device`. Returns a descriptor of the
-/// device that stays open as long as the thread takes requests, and the channel that reports its
-/// end.
+/// The thread that takes the kernel's requests.
+struct Taking {
+    /// A descriptor of the device that stays open as long as the thread takes requests.
+    device: Arc<Device>,
+    /// It begins when told to, and ends if it never is.
+    start: mpsc::Sender<()>,
+    /// Says that it has ended.
+    ended: mpsc::Receiver<()>,
+}
+
+/// Starts the thread that takes the kernel's requests from `device`.
 fn take_requests(
     device: OwnedFd,
     file: &Path,
     export: &Arc<Export>,
     others: Others,
     workers: &Workers,
-) -> std::io::Result<(Arc<Device>, mpsc::Receiver<()>)> {
+) -> std::io::Result<Taking> {
     let watched = Arc::new(Device(Mutex::new(Some(device.try_clone()?))));
     let disk = DiskFile {
         export: Arc::clone(export),
@@ -129,9 +164,13 @@ fn take_requests(
         Others::Denied => SessionACL::Owner,
     };
     let session = Session::from_fd(disk, device, acl, Config::default())?;
+    let (start, started) = mpsc::channel();
     let (sender, ended) = mpsc::channel();
     let (name, taken_from) = (file.to_owned(), Arc::clone(&watched));
     let taking = move || {
+        if started.recv().is_err() {
+            return;
+        }
         if let Err(error) = session.run() {
             let file = name.display();
             tracing::error!(%file, %error, "stopped serving a FUSE file");
@@ -141,7 +180,7 @@ fn take_requests(
         let _ = sender.send(());
     };
     std::thread::Builder::new().name("mica-fuse".to_owned()).spawn(taking)?;
-    Ok((watched, ended))
+    Ok(Taking { device: watched, start, ended })
 }
 
 /// The kernel's end of a mount, to check whether it still exists.

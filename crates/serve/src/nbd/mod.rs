@@ -38,5 +38,5 @@ pub use hostile::survive;
 pub use crate::discard::Discard;
 pub use export::Export;
 pub use limits::Limits;
-pub use server::{Running, Server, ServerConfig};
+pub use server::{Prepared, Running, Server, ServerConfig};
 pub use stats::Counters;

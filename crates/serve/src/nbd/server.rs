@@ -41,9 +41,17 @@ impl Server {
     /// Starts serving.
     ///
     /// # Errors
+    /// As [`Server::prepare`].
+    pub fn start(config: ServerConfig) -> Result<Running> {
+        Ok(Self::prepare(config)?.start())
+    }
+
+    /// Does all that can fail, and serves nobody yet: clients that connect wait.
+    ///
+    /// # Errors
     /// `Invalid` for a configuration that makes no sense, `Denied` for one that would send plain
     /// text beyond this machine unasked.
-    pub fn start(config: ServerConfig) -> Result<Running> {
+    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
         check(&config)?;
         config.listeners.iter().try_for_each(Listener::check_secured)?;
         let ServerConfig { listeners, exports, workers, limits } = config;
@@ -57,13 +65,26 @@ impl Server {
             open: Arc::default(),
             given_up: Arc::default(),
         });
-        for listener in &listeners {
+        Ok(Prepared(Running { stop, dispatch, listeners, _workers: workers }))
+    }
+}
+
+/// A server that only has to be told to start.
+#[derive(Debug)]
+pub struct Prepared(Running);
+
+impl Prepared {
+    /// Starts serving.
+    pub fn start(self) -> Running {
+        let Self(running) = self;
+        let Running { dispatch, listeners, .. } = &running;
+        for listener in listeners {
             let (socket, family) = (Arc::clone(&listener.socket), listener.family);
-            let (dispatch_here, secured) = (Arc::clone(&dispatch), listener.security.tls.clone());
+            let (dispatch_here, secured) = (Arc::clone(dispatch), listener.security.tls.clone());
             let accepting = move || accept_all(socket, family, secured, dispatch_here);
             dispatch.peers[0].handle.spawn_with(accepting);
         }
-        Ok(Running { stop, dispatch, listeners, _workers: workers })
+        running
     }
 }
 

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use vhost::vhost_user::BackendReqHandler;
 
@@ -51,8 +51,16 @@ impl Server {
     /// Starts serving.
     ///
     /// # Errors
-    /// `Invalid` for a configuration that makes no sense; else any error of the system.
+    /// As [`Server::prepare`].
     pub fn start(config: ServerConfig) -> Result<Running> {
+        Ok(Self::prepare(config)?.start())
+    }
+
+    /// Does all that can fail, and serves nobody yet: a front end that connects waits.
+    ///
+    /// # Errors
+    /// `Invalid` for a configuration that makes no sense; else any error of the system.
+    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
         let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
@@ -77,11 +85,35 @@ impl Server {
         let stop = Arc::new(Stop { fd: stop, session: Mutex::default() });
         let socket = Arc::clone(&listener.socket);
         let (served, stopping) = (Arc::clone(&common), Arc::clone(&stop));
+        let (start, started) = mpsc::channel();
+        let serving = move || {
+            if started.recv().is_ok() {
+                accept_all(&socket, &served, &workers, &stopping);
+            }
+        };
         let thread = std::thread::Builder::new()
             .name("mica-vhost".to_owned())
-            .spawn(move || accept_all(&socket, &served, &workers, &stopping))
+            .spawn(serving)
             .map_err(|error| Error::from_io("starting a device", error))?;
-        Ok(Running { common, stop, listener: Some(listener), thread: Some(thread) })
+        let running = Running { common, stop, listener: Some(listener), thread: Some(thread) };
+        Ok(Prepared { start, running })
+    }
+}
+
+/// A device that only has to be told to start.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Dropped first: its thread ends if it is never told.
+    start: mpsc::Sender<()>,
+    running: Running,
+}
+
+impl Prepared {
+    /// Starts serving.
+    pub fn start(self) -> Running {
+        // The thread waits for nothing else.
+        let _ = self.start.send(());
+        self.running
     }
 }
 

@@ -77,6 +77,24 @@ fn file_that_is_still_open_fails_after_the_end() {
 }
 
 #[test]
+fn server_that_is_never_started_answers_nobody_and_leaves_no_mount() {
+    let Some(place) = Place::new() else { return };
+    let disk = Arc::new(MemoryDisk::new(LEN));
+    let prepared = Server::prepare(place.config(disk, Discard::Unmap)).expect("mounted");
+    let file = place.file();
+    let (sender, answer) = std::sync::mpsc::channel();
+    let asking = std::thread::spawn(move || sender.send(file.metadata().map(|found| found.len())));
+    let early = answer.recv_timeout(std::time::Duration::from_millis(200));
+    drop(prepared);
+    asking.join().expect("asked").expect("heard");
+    assert!(early.is_err(), "answered: {early:?}");
+    // It fails, unless that thread came late and found the file underneath.
+    let len = answer.recv().expect("it was sent").ok();
+    assert!(len.is_none_or(|len| len == UNDERNEATH.len() as u64), "{len:?}");
+    assert_eq!(std::fs::read(place.file()).expect("unmounted"), UNDERNEATH);
+}
+
+#[test]
 fn image_is_not_hidden_under_its_own_disk() {
     let Some(place) = Place::new() else { return };
     let config = place.config(Arc::new(MemoryDisk::new(LEN)), Discard::Unmap);
