@@ -1,7 +1,9 @@
 //! The process from start to end.
 //!
 //! Order: everything the sandbox would forbid, the sandbox itself, then worker threads, images and
-//! sockets. Images are opened before sockets appear, so a client that can connect is served.
+//! sockets. Images are opened before sockets appear, so a client that can connect is served. In a
+//! takeover no client is answered before the other process can no longer come back: it would not
+//! know what was acknowledged meanwhile.
 //! Shutdown runs the other way: sockets go first, requests in flight are answered, servers stop,
 //! and every disk is closed exactly once, whatever failed before.
 
@@ -11,7 +13,7 @@ use crate::helper::{Helper, Outside};
 use crate::sandbox::{Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
-use crate::shared::Shared;
+use crate::shared::{Begin, Shared};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::Takeover;
@@ -88,22 +90,19 @@ impl Daemon {
         let watch_period = takeover.as_ref().and_then(|takeover| takeover.watch_period);
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;
+        let ending = signals.handle();
         let mut is_cancelled = || signals.pending().next().is_some();
         let closed =
             takeover.as_ref().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
         let resources = Resources { handles, workers, mounts };
-        let shared = Arc::new(Shared::new(signals.handle(), watch_period, outside, resources));
-        let served = shared.serve(config, inherited, patience);
-        let started = served.and_then(|inherited| {
-            let control = Control::start(&shared.control_sockets(), &shared, log)?;
-            if takeover.is_some() && signals.pending().next().is_some() {
-                let what = "a signal arrived before this process could take over";
-                return Err(Error::new(ErrorKind::Denied, what));
-            }
-            // From here on either the other process is gone or this one fails.
-            takeover.map_or(Ok(()), |takeover| takeover.serving())?;
+        let shared = Arc::new(Shared::new(ending, watch_period, outside, resources));
+        let begin = if takeover.is_some() { Begin::Later } else { Begin::AtOnce };
+        let opened = shared.open(config, inherited, patience, begin);
+        let started = opened.and_then(|inherited| {
+            let control = start_control(&shared, log, takeover, &mut is_cancelled)?;
+            shared.start();
             inherited.remove_spare();
             Ok(control)
         });
@@ -147,6 +146,28 @@ impl Daemon {
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
     }
+}
+
+/// Starts the control thread, and ends the takeover, if this is one: from then on either the other
+/// process is gone or this one fails.
+fn start_control(
+    shared: &Arc<Shared>,
+    log: Arc<dyn LogSwitch>,
+    takeover: Option<Takeover>,
+    is_cancelled: &mut dyn FnMut() -> bool,
+) -> Result<Option<Control>> {
+    let Some(takeover) = takeover else {
+        return Control::start(&shared.control_sockets(), shared, log);
+    };
+    // A third process may take over from this one when it is done here.
+    let _alone = shared.hold_alone()?;
+    let control = Control::start(&shared.control_sockets(), shared, log)?;
+    if is_cancelled() {
+        let what = "a signal arrived before this process could take over";
+        return Err(Error::new(ErrorKind::Denied, what));
+    }
+    takeover.serving()?;
+    Ok(control)
 }
 
 /// The way to do what this process may not do inside its sandbox.

@@ -92,8 +92,8 @@ mod tests {
         config.images.format = "null".to_owned();
         config.settings.nbd = vec![socket.display().to_string()];
         let mut inherited = Sockets::default();
-        let served = Served::start(config, resources, &mut inherited, Duration::ZERO);
-        Arc::new(served.expect("served"))
+        let served = Served::prepare(config, resources, &mut inherited, Duration::ZERO);
+        Arc::new(served.expect("opened"))
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! One disk that is served: its image and its servers, from opening to the end.
 //!
 //! Invariants
-//! - I1 A socket appears only once the image is open: a client that can connect is served.
+//! - I1 A socket appears only once the image is open: a client that can connect is served, as soon
+//!   as [`Served::start`] lets it.
 //! - I2 The disk is closed exactly once, after all its servers have ended.
 //! - I3 When `stop` or `suspend` returns, the image is closed: a second caller waits for the
 //!   first and gets the same outcome.
@@ -10,7 +11,7 @@ use crate::config::DiskConfig;
 use crate::held::Held;
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, while_held};
-use crate::servers::{Resources, Servers, Subject};
+use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use crate::sockets::{Sockets, device_name};
 use crate::stats::{self, Counts};
@@ -53,6 +54,8 @@ pub(crate) struct Served {
 }
 
 enum State {
+    /// It is open, and its servers answer nobody yet.
+    Prepared(Box<Prepared>),
     /// It is being served.
     Serving(Box<Servers>),
     /// It is closing or closed, and nothing serves it.
@@ -88,9 +91,9 @@ pub(crate) struct Resized {
 }
 
 impl Served {
-    /// Opens the image, waiting up to `patience` while another process holds it, and serves it at
-    /// inherited sockets and at new ones.
-    pub(crate) fn start(
+    /// Opens the image, waiting up to `patience` while another process holds it, and prepares to
+    /// serve it at inherited sockets and at new ones. Clients wait until [`Self::start`].
+    pub(crate) fn prepare(
         config: DiskConfig,
         resources: &Resources,
         inherited: &mut Sockets,
@@ -109,9 +112,9 @@ impl Served {
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Open(opened)),
             held: Mutex::default(),
-            state: Mutex::new(State::Serving(Box::default())),
+            state: Mutex::new(State::Prepared(Box::default())),
         };
-        match served.listen(inherited).and_then(|()| served.serve()) {
+        match served.listen(inherited).and_then(|()| served.prepare_servers()) {
             Ok(()) => Ok(served),
             Err(error) => {
                 // The first failure is the one to report.
@@ -133,17 +136,26 @@ impl Served {
         Ok(())
     }
 
-    fn serve(&self) -> Result<()> {
+    /// Serves it from now on. Without effect if it is served or has ended.
+    pub(crate) fn start(&self) {
+        let mut state = self.lock();
+        if let State::Prepared(prepared) = &mut *state {
+            let prepared = std::mem::take(prepared);
+            *state = State::Serving(Box::new(prepared.start()));
+        }
+    }
+
+    /// The caller has just opened it.
+    fn prepare_servers(&self) -> Result<()> {
         let subject = Subject {
             name: &self.name,
             settings: &self.settings,
             image: self.images.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
         };
-        match &mut *self.lock() {
-            State::Serving(servers) => servers.start(&subject, &self.held(), &self.resources),
-            State::Ended(..) => Ok(()),
-        }
+        let prepared = Prepared::new(&subject, &self.held(), &self.resources)?;
+        *self.lock() = State::Prepared(Box::new(prepared));
+        Ok(())
     }
 
     /// Ends its servers and closes the disk. A second call only returns the outcome.
@@ -163,7 +175,7 @@ impl Served {
     /// As [`Self::stop`]; then clients do not wait: serving again would hide the loss from them.
     pub(crate) fn suspend(&self) -> Result<bool> {
         let _changes = self.lock_changes();
-        if !matches!(*self.lock(), State::Serving(_)) {
+        if matches!(*self.lock(), State::Ended(..)) {
             return Ok(false);
         }
         self.end().map(|()| true).inspect_err(|_| self.close_sockets())
@@ -182,11 +194,13 @@ impl Served {
         let _changes = self.lock_changes();
         let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
         *self.opened() = Opened::Open(opened);
-        *self.lock() = State::Serving(Box::default());
-        self.serve().inspect_err(|_| {
+        *self.lock() = State::Prepared(Box::default());
+        self.prepare_servers().inspect_err(|_| {
             // The first failure is the one to report.
             let _ = self.end();
-        })
+        })?;
+        self.start();
+        Ok(())
     }
 
     /// Gives up on [`Self::resume`]: clients do not wait for it any longer.
@@ -200,9 +214,14 @@ impl Served {
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
     fn end(&self) -> Result<()> {
+        let mut never_started = None;
         let servers = {
             let mut state = self.lock();
             let servers = match &mut *state {
+                State::Prepared(prepared) => {
+                    never_started = Some(std::mem::take(prepared));
+                    Box::default()
+                }
                 State::Serving(servers) => std::mem::take(servers),
                 State::Ended(_, End::Closed(outcome)) => return outcome.clone(),
                 State::Ended(_, End::Closing | End::NotResumed) => return Ok(()),
@@ -211,6 +230,7 @@ impl Served {
             *state = State::Ended(Box::new(servers.counts()), End::Closing);
             servers
         };
+        drop(never_started);
         let counts = servers.shutdown();
         *self.lock() = State::Ended(Box::new(counts), End::Closing);
         let disk = self.opened().disk();
@@ -242,8 +262,10 @@ impl Served {
         let changes = self.lock_changes();
         let notifier = match &*self.lock() {
             State::Serving(servers) => servers.resize_notifier(),
-            State::Ended(..) => {
-                let context = format!("the disk {:?} is no longer served", self.name);
+            state @ (State::Prepared(_) | State::Ended(..)) => {
+                let is_ended = matches!(state, State::Ended(..));
+                let when = if is_ended { "no longer" } else { "not yet" };
+                let context = format!("the disk {:?} is {when} served", self.name);
                 return Err(Error::new(ErrorKind::Denied, context));
             }
         };
@@ -291,6 +313,7 @@ impl Served {
     /// Its state, as the control socket reports it.
     pub(crate) fn condition(&self) -> &'static str {
         match &*self.lock() {
+            State::Prepared(_) => "starting",
             State::Serving(_) => "serving",
             State::Ended(_, End::Closing) => "draining",
             State::Ended(_, End::Closed(Ok(()))) => "drained",
@@ -309,6 +332,7 @@ impl Served {
     /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
+            State::Prepared(_) => Servers::default().counts(),
             State::Serving(servers) => servers.counts(),
             State::Ended(counts, _) => **counts,
         }
@@ -318,7 +342,7 @@ impl Served {
     pub(crate) fn clients(&self) -> usize {
         match &*self.lock() {
             State::Serving(servers) => servers.clients(),
-            State::Ended(..) => 0,
+            State::Prepared(_) | State::Ended(..) => 0,
         }
     }
 

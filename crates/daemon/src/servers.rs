@@ -21,6 +21,16 @@ pub(crate) struct Resources {
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
 }
 
+/// What is about to serve a disk, and answers nobody yet. Dropping it ends it.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    nbd: Option<nbd::Prepared>,
+    device: Option<vhost_user::Prepared>,
+    file: Option<fuse::Prepared>,
+    /// The disk whose index is kept.
+    indexed: Option<Arc<dyn Manage>>,
+}
+
 /// What serves a disk.
 #[derive(Default)]
 pub(crate) struct Servers {
@@ -39,22 +49,18 @@ pub(crate) struct Subject<'a> {
     pub(crate) disk: Arc<dyn Manage>,
 }
 
-impl Servers {
-    /// Starts what the settings ask for, at the `held` sockets and as a file. On failure, what was
-    /// started stays, for `shutdown` to end.
-    pub(crate) fn start(
-        &mut self,
-        subject: &Subject<'_>,
-        held: &[Held],
-        resources: &Resources,
-    ) -> Result<()> {
+impl Prepared {
+    /// Prepares what the settings ask for, at the `held` sockets and as a file. All that can fail
+    /// is done.
+    pub(crate) fn new(subject: &Subject<'_>, held: &[Held], resources: &Resources) -> Result<Self> {
+        let mut all = Self::default();
         let Subject { name, settings, image, disk: managed } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
         let Resources { workers, mounts, .. } = resources;
         let device = device_name(name);
         let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
         if let Some(held) = devices.first() {
-            self.device = Some(vhost_user::Server::start(vhost_user::ServerConfig {
+            all.device = Some(vhost_user::Server::prepare(vhost_user::ServerConfig {
                 listener: held.listener.clone(),
                 disk: Arc::clone(&disk),
                 queues: settings.num_queues(),
@@ -65,7 +71,7 @@ impl Servers {
             })?);
         }
         if !nbd.is_empty() {
-            self.nbd = Some(nbd::Server::start(nbd::ServerConfig {
+            all.nbd = Some(nbd::Server::prepare(nbd::ServerConfig {
                 listeners: nbd.into_iter().map(|held| held.listener.clone()).collect(),
                 exports: vec![Export {
                     disk: Arc::clone(&disk),
@@ -78,7 +84,7 @@ impl Servers {
             })?);
         }
         if let Some(file) = &settings.fuse {
-            self.file = Some(fuse::Server::start(fuse::ServerConfig {
+            all.file = Some(fuse::Server::prepare(fuse::ServerConfig {
                 file: file.clone(),
                 disk: Arc::clone(&disk),
                 image: image.clone(),
@@ -89,11 +95,24 @@ impl Servers {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            self.indexer = Indexer::start(Arc::clone(managed));
+            all.indexed = Some(Arc::clone(managed));
         }
-        Ok(())
+        Ok(all)
     }
 
+    /// Answers clients from now on.
+    pub(crate) fn start(self) -> Servers {
+        let Self { nbd, device, file, indexed } = self;
+        Servers {
+            nbd: nbd.map(nbd::Prepared::start),
+            device: device.map(vhost_user::Prepared::start),
+            file: file.map(fuse::Prepared::start),
+            indexer: indexed.and_then(Indexer::start),
+        }
+    }
+}
+
+impl Servers {
     /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
         Counts {

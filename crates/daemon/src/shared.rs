@@ -19,6 +19,15 @@ use std::sync::{
 };
 use std::time::Duration;
 
+/// When disks are served.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Begin {
+    /// Each as soon as it is open.
+    AtOnce,
+    /// All of them at [`Shared::start`].
+    Later,
+}
+
 /// What the parts of the process see of it.
 pub(crate) struct Shared {
     pub(crate) disks: Disks,
@@ -60,20 +69,25 @@ impl Shared {
         }
     }
 
-    /// Serves the disks of `config` at `inherited` sockets and at new ones; returns the inherited
-    /// sockets that are left over. Waits up to `patience` for an image that another process holds.
-    pub(crate) fn serve(
+    /// Opens the disks of `config`, to be served at `inherited` sockets and at new ones; returns
+    /// the inherited sockets that are left over. Waits up to `patience` for an image that another
+    /// process holds.
+    pub(crate) fn open(
         &self,
         config: Config,
         mut inherited: Sockets,
         patience: Duration,
+        begin: Begin,
     ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
         for disk in config.disks {
             let name = disk.name.clone();
             let named = |error: Error| error.wrap(format!("disk {name:?}"));
             let added = self.add(disk, &mut inherited, patience);
-            added.map_err(|error| if is_alone { error } else { named(error) })?;
+            let served = added.map_err(|error| if is_alone { error } else { named(error) })?;
+            if begin == Begin::AtOnce {
+                served.start();
+            }
         }
         let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.control_sockets() =
@@ -81,13 +95,24 @@ impl Shared {
         Ok(inherited)
     }
 
-    /// Serves one more disk.
-    fn add(&self, disk: DiskConfig, inherited: &mut Sockets, patience: Duration) -> Result<()> {
-        let served = Arc::new(Served::start(disk, &self.resources, inherited, patience)?);
+    /// Opens one more disk.
+    fn add(
+        &self,
+        disk: DiskConfig,
+        inherited: &mut Sockets,
+        patience: Duration,
+    ) -> Result<Arc<Served>> {
+        let served = Arc::new(Served::prepare(disk, &self.resources, inherited, patience)?);
         self.disks.add(Arc::clone(&served)).inspect_err(|_| {
             // The first failure is the one to report.
             let _ = served.stop();
-        })
+        })?;
+        Ok(served)
+    }
+
+    /// Serves all disks that are not served yet.
+    pub(crate) fn start(&self) {
+        self.disks.all().iter().for_each(|served| served.start());
     }
 
     /// The sockets of the control thread.

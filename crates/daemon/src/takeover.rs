@@ -6,8 +6,8 @@
 //! old: keeps serving               ─ its listening sockets ──────────────────▶ new
 //! new: enters its sandbox          ─ ready ──────────────────────────────────▶ old
 //! old: stops, closes its images    ─ closed ─────────────────────────────────▶ new
-//! new: opens them, serves          ─ serving ────────────────────────────────▶ old
-//! old: ends
+//! new: opens them                  ─ serving ────────────────────────────────▶ old
+//! new: serves; old: ends
 //! ```
 //!
 //! Invariants
@@ -21,7 +21,10 @@
 //! - I5 A process that is told to stop ends soon. The old one closes its images, which ends the
 //!   takeover; if it has closed them already, it leaves everything to the new one. The new one
 //!   leaves everything to the old one.
-//! - I6 The old one may die at any time: the new one, which has its sockets, carries on as after
+//! - I6 The new one answers no client before it has told the old one: until then the old one may
+//!   come back, and would not know what the new one had acknowledged and not flushed. This holds
+//!   for images without a log of acknowledged writes as well.
+//! - I7 The old one may die at any time: the new one, which has its sockets, carries on as after
 //!   any death of a server.
 //!
 //! Sockets that the new process no longer serves are closed, and their files removed.
@@ -121,7 +124,7 @@ impl Takeover {
                 Err(Error::new(ErrorKind::Io, context))
             }
             Ok((message, _)) => Err(unexpected(&message)),
-            // Its images are free, and no other process is left for those who wait (I6).
+            // Its images are free, and no other process is left for those who wait (I7).
             Err(Silence::Gone) if self.channel.has_died() => {
                 tracing::warn!("the process to take over has died: carrying on without it");
                 Ok(DEAD_LIMIT)
@@ -130,7 +133,7 @@ impl Takeover {
         }
     }
 
-    /// Lets the old process end.
+    /// Lets the old process end: this one serves from now on.
     ///
     /// # Errors
     /// If it has given up on this one: it serves again as soon as the images are free.

@@ -13,6 +13,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -396,6 +397,60 @@ fn new_process_does_not_serve_without_consent_of_the_old_one() {
         assert_eq!(new.ended(), Some(1), "{answer}: {}", new.log());
         assert!(!dir.join("socket").exists(), "{answer}");
     }
+}
+
+/// The old process comes back, and knows nothing of what the new one may have done meanwhile. An
+/// image of version 2 names no log in which it would find that.
+#[test]
+fn new_process_that_is_killed_before_it_serves_all_disks_has_answered_nobody() {
+    const WRITES: u64 = 64;
+    let Some(dir) = folder() else { return };
+    let dir = dir.path();
+    qemu::create(dir, "disk.qcow2", &["-o", "compat=0.10"], "64M");
+    qemu::create(dir, "slow.qcow2", &[], "64M");
+    let config = |fault: &str| {
+        let config = format!(
+            "[[disk]]\nname = 'good'\nimage = 'disk.qcow2'\nnbd = ['socket']\n\
+             [[disk]]\nname = 'slow'\nimage = 'slow.qcow2'\nnbd = ['slow']\n{fault}\n"
+        );
+        std::fs::write(dir.join("m.toml"), config).expect("written");
+    };
+    config("");
+    let old = Process::start(dir, "old", &["--config", "m.toml"]);
+    old.wait_for(&dir.join("slow"));
+    clock::poll(LIMIT, Duration::from_millis(5), || dir.join("control").exists().then_some(()))
+        .expect("it listens");
+    // Not served by the new process before it is killed.
+    config("inject = ['delay=20s']");
+    let mut new = Process::start(dir, "new", &["--takeover", "--config", "m.toml"]);
+    let holds = || holds_open(new.pid(), "/disk.qcow2").then_some(());
+    clock::poll(LIMIT, Duration::from_millis(5), holds).expect("it opens it");
+
+    let (sender, answers) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for index in 0..WRITES {
+                write(dir, index << 16, 1);
+                // Who has heard enough is no longer there.
+                let _ = sender.send(());
+            }
+        });
+        let early = answers.recv_timeout(Duration::from_secs(1));
+        new.signal(Signal::KILL);
+        assert_eq!(new.ended(), None);
+        assert!(early.is_err(), "answered by a process that does not serve: {}", new.log());
+    });
+    assert_eq!(guest(dir).flush().expect("answered"), 0);
+    (0..WRITES).for_each(|index| assert_holds(dir, index << 16, 1));
+    old.stop();
+    assert_sound(dir);
+}
+
+/// Whether a process has a file open whose path ends with `name`.
+fn holds_open(process: u32, name: &str) -> bool {
+    let Ok(files) = std::fs::read_dir(format!("/proc/{process}/fd")) else { return false };
+    let paths = files.flatten().filter_map(|file| std::fs::read_link(file.path()).ok());
+    paths.into_iter().any(|path| path.to_string_lossy().ends_with(name))
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub(super) enum Message {
     Closed,
     /// Old: I cannot hand over, for this reason, and keep serving.
     Failed { why: String },
-    /// New: everything is served. You may end.
+    /// New: everything is ready to be served, and is from now on. You may end.
     Serving,
     /// Old: you took too long. I keep serving.
     GivenUp,
