@@ -16,7 +16,7 @@ use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
-use crate::takeover::Takeover;
+use crate::takeover::{Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Workers;
 use mica_store::{Holder, WritesInPlace, search_holders_with};
@@ -62,7 +62,7 @@ impl Daemon {
         let handles = ImageSettings::handles();
         let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
-        let (takeover, inherited) = match (config.takeover, &config.process.control) {
+        let (mut takeover, inherited) = match (config.takeover, &config.process.control) {
             (false, _) => (None, systemd::sockets()?),
             (true, Some(control)) => {
                 let (takeover, inherited) = Takeover::begin(control)?;
@@ -93,24 +93,23 @@ impl Daemon {
         let ending = signals.handle();
         let mut is_cancelled = || signals.pending().next().is_some();
         let closed =
-            takeover.as_ref().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
+            takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
         let resources = Resources { handles, workers, mounts };
         let shared = Arc::new(Shared::new(ending, watch_period, outside, resources));
-        let begin = if takeover.is_some() { Begin::Later } else { Begin::AtOnce };
-        let opened = shared.open(config, inherited, patience, begin);
-        let started = opened.and_then(|inherited| {
-            let control = start_control(&shared, log, takeover, &mut is_cancelled)?;
-            shared.start();
-            inherited.remove_spare();
-            Ok(control)
-        });
+        let opening = Arc::clone(&shared);
+        let open = move |begin| opening.open(config, inherited, patience, begin);
+        let started = match takeover {
+            Some(takeover) => take_over(takeover, &shared, open, log, &mut is_cancelled),
+            None => open(Begin::AtOnce).and_then(|inherited| {
+                let control = Control::start(&shared.control_sockets(), &shared, log)?;
+                ready(&shared, inherited);
+                Ok(control)
+            }),
+        };
         match started {
-            Ok(control) => {
-                shared.notify_ready();
-                Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file })
-            }
+            Ok(control) => Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file }),
             Err(error) => {
                 // The first failure is the one to report.
                 let _ = shared.stop();
@@ -148,17 +147,19 @@ impl Daemon {
     }
 }
 
-/// Starts the control thread, and ends the takeover, if this is one: from then on either the other
-/// process is gone or this one fails.
-fn start_control(
+/// Opens everything, and serves it once the other process cannot come back any more.
+fn take_over(
+    mut takeover: Takeover,
     shared: &Arc<Shared>,
+    open: impl FnOnce(Begin) -> Result<Sockets> + Send + 'static,
     log: Arc<dyn LogSwitch>,
-    takeover: Option<Takeover>,
     is_cancelled: &mut dyn FnMut() -> bool,
 ) -> Result<Option<Control>> {
-    let Some(takeover) = takeover else {
-        return Control::start(&shared.control_sockets(), shared, log);
+    let begin = match takeover.old() {
+        Old::Waiting => Begin::Later,
+        Old::Gone => Begin::AtOnce,
     };
+    let inherited = takeover.while_opening(move || open(begin), is_cancelled)?;
     // A third process may take over from this one when it is done here.
     let _alone = shared.hold_alone()?;
     let control = Control::start(&shared.control_sockets(), shared, log)?;
@@ -166,10 +167,18 @@ fn start_control(
         let what = "a signal arrived before this process could take over";
         return Err(Error::new(ErrorKind::Denied, what));
     }
+    // From here on either the other process is gone or this one fails.
     takeover.serving()?;
+    shared.start();
+    ready(shared, inherited);
     Ok(control)
 }
 
+/// Everything is served: what is left over is closed, and systemd is told.
+fn ready(shared: &Shared, inherited: Sockets) {
+    inherited.remove_spare();
+    shared.notify_ready();
+}
 /// The way to do what this process may not do inside its sandbox.
 fn outside(config: &Config) -> Result<Outside> {
     let (SandboxMode::On | SandboxMode::Require, Some(program)) =

@@ -16,7 +16,7 @@ pub(crate) struct Disks {
 }
 
 impl Disks {
-    /// Adds a disk that is served.
+    /// Adds a disk that is open.
     ///
     /// # Errors
     /// `Invalid` if the name is taken.

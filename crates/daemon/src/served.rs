@@ -54,7 +54,7 @@ pub(crate) struct Served {
 }
 
 enum State {
-    /// It is open, and its servers answer nobody yet.
+    /// It is open, and its servers, as far as there are any, answer nobody yet.
     Prepared(Box<Prepared>),
     /// It is being served.
     Serving(Box<Servers>),
@@ -257,7 +257,7 @@ impl Served {
     /// the new length when they reconnect.
     ///
     /// # Errors
-    /// As [`Manage::resize`]; `Denied` if it is no longer served.
+    /// As [`Manage::resize`]; `Denied` if it is not served, yet or any longer.
     pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
         let changes = self.lock_changes();
         let notifier = match &*self.lock() {

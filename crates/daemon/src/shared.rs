@@ -88,6 +88,9 @@ impl Shared {
             if begin == Begin::AtOnce {
                 served.start();
             }
+            if self.is_stopping() {
+                return Err(denied("the server is stopping"));
+            }
         }
         let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.control_sockets() =

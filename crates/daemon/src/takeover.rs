@@ -41,7 +41,7 @@ use crate::retry::{Patience, is_passing, while_held};
 use crate::served::Served;
 use crate::shared::Shared;
 use crate::systemd;
-use channel::{Channel, Message, Passed, Silence};
+use channel::{Channel, Message, Passed, Received, Silence};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
 use rendezvous::Rendezvous;
@@ -50,6 +50,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// For an answer from the old process, which still serves.
@@ -65,14 +66,26 @@ const REOPEN: Patience =
     Patience { limit: Duration::from_secs(600), pause: Duration::from_millis(200) };
 /// For the system to release what a dead process had open: its rings end after it does.
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
+/// How often the new process looks at the old one while it opens images.
+const OPENING_STEP: Duration = Duration::from_millis(50);
 /// Most sockets that are handed over.
 const SOCKETS_MAX: usize = 4096;
 
 /// The new process's side of a takeover.
 pub(crate) struct Takeover {
     channel: Channel,
+    old: Old,
     /// The watchdog period that systemd gave the old process.
     pub(crate) watch_period: Option<Duration>,
+}
+
+/// What the new process knows of the old one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Old {
+    /// It may come back.
+    Waiting,
+    /// It is ending, or dead, and leaves everything to the new one.
+    Gone,
 }
 
 impl Takeover {
@@ -102,7 +115,7 @@ impl Takeover {
             }
             if !more {
                 let watch_period = watchdog_us.map(Duration::from_micros);
-                return Ok((Self { channel, watch_period }, sockets));
+                return Ok((Self { channel, old: Old::Waiting, watch_period }, sockets));
             }
         }
     }
@@ -113,7 +126,7 @@ impl Takeover {
     /// # Errors
     /// If it cannot, does not in time, or `is_cancelled`. The old process then keeps serving.
     pub(crate) fn wait_until_closed(
-        &self,
+        &mut self,
         is_cancelled: &mut dyn FnMut() -> bool,
     ) -> Result<Duration> {
         let sent = self.channel.send(&Message::Ready, &[]);
@@ -127,9 +140,60 @@ impl Takeover {
             // Its images are free, and no other process is left for those who wait (I7).
             Err(Silence::Gone) if self.channel.has_died() => {
                 tracing::warn!("the process to take over has died: carrying on without it");
+                self.old = Old::Gone;
                 Ok(DEAD_LIMIT)
             }
             Err(silence) => Err(sent.err().unwrap_or(silence.into())),
+        }
+    }
+
+    /// Whether the old process may come back.
+    pub(crate) fn old(&self) -> Old {
+        self.old
+    }
+
+    /// Opens the images, on another thread: one that hangs keeps no other from the old process for
+    /// longer than that waits.
+    ///
+    /// # Errors
+    /// As `open`; if the old process has given up on this one, or `is_cancelled`: then `open` may
+    /// still run.
+    pub(crate) fn while_opening<T: Send + 'static>(
+        &mut self,
+        open: impl FnOnce() -> Result<T> + Send + 'static,
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> Result<T> {
+        let (sender, opened) = mpsc::channel();
+        let opening = move || {
+            // If nobody waits any more, this process ends.
+            let _ = sender.send(open());
+        };
+        std::thread::Builder::new()
+            .name("mica-open".to_owned())
+            .spawn(opening)
+            .map_err(|error| Error::from_io("opening images", error))?;
+        loop {
+            match opened.recv_timeout(OPENING_STEP) {
+                Ok(opened) => return opened,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new(ErrorKind::Io, "opening images failed"));
+                }
+                Err(RecvTimeoutError::Timeout) => self.check_old(is_cancelled)?,
+            }
+        }
+    }
+
+    /// Looks whether the old process has said something, while it waits.
+    fn check_old(&mut self, is_cancelled: &mut dyn FnMut() -> bool) -> Result<()> {
+        if is_cancelled() {
+            return Err(Silence::Cancelled.into());
+        }
+        if self.old == Old::Gone {
+            return Ok(());
+        }
+        match self.channel.receive(Duration::ZERO, &mut || false) {
+            Err(Silence::Late(_)) => Ok(()),
+            said => self.learn(said),
         }
     }
 
@@ -137,17 +201,32 @@ impl Takeover {
     ///
     /// # Errors
     /// If it has given up on this one: it serves again as soon as the images are free.
-    pub(crate) fn serving(&self) -> Result<()> {
-        let Err(error) = self.channel.send(&Message::Serving, &[]) else { return Ok(()) };
-        match self.channel.receive(ANSWER_LIMIT, &mut || false) {
-            Ok((Message::GivenUp, _)) => Err(error.wrap("the other process has resumed serving")),
-            Ok((Message::Ending, _)) => Ok(()),
-            // It has closed the images, and only this process serves them.
-            _ => {
-                tracing::warn!("the process that was taken over has died");
-                Ok(())
-            }
+    pub(crate) fn serving(&mut self) -> Result<()> {
+        if self.old == Old::Gone || self.channel.send(&Message::Serving, &[]).is_ok() {
+            return Ok(());
         }
+        let said = self.channel.receive(ANSWER_LIMIT, &mut || false);
+        self.learn(said)
+    }
+
+    /// Learns from the last message of the old process, which has closed its images, whether it
+    /// comes back.
+    fn learn(&mut self, said: Received) -> Result<()> {
+        match said {
+            Ok((Message::Ending, _)) => {}
+            Ok((Message::GivenUp, _)) => {
+                let what = "this process took too long, and the other one has resumed serving";
+                return Err(Error::new(ErrorKind::Io, what));
+            }
+            Ok((message, _)) => return Err(unexpected(&message)),
+            // Only this process is left for those who wait (I7).
+            Err(Silence::Gone) if self.channel.has_died() => {
+                tracing::warn!("the process that is taken over has died");
+            }
+            Err(silence) => return Err(silence.into()),
+        }
+        self.old = Old::Gone;
+        Ok(())
     }
 }
 

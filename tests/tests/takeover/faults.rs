@@ -399,6 +399,32 @@ fn new_process_does_not_serve_without_consent_of_the_old_one() {
     }
 }
 
+#[test]
+fn new_process_that_opens_a_hanging_image_hears_the_old_one_and_signals() {
+    let Some(dir) = folder() else { return };
+    let dir = dir.path();
+    let control = UnixListener::bind(dir.join("control")).expect("bound");
+    let hanging = [&TAKE_OVER[..], &["--inject", "delay=60s"]].concat();
+    for answer in ["given-up", "nothing"] {
+        control.set_nonblocking(false).expect("set");
+        let mut new = Process::start(dir, answer, &hanging);
+        let channel = Channel::give(&control).expect("it asks");
+        let told = json!([{ "name": "mica.control", "is_of_unit": false }]);
+        let sockets = json!({ "say": "sockets", "sockets": told, "more": false });
+        channel.say(&sockets, &[control.as_fd()]).expect("heard");
+        assert_eq!(channel.hear().expect("it is"), "ready");
+        channel.say(&word("closed"), &[]).expect("heard");
+        let opens = || holds_open(new.pid(), "/disk.qcow2").then_some(());
+        clock::poll(LIMIT, Duration::from_millis(5), opens).expect("it opens it");
+        match answer {
+            "nothing" => new.signal(Signal::TERM),
+            answer => channel.say(&word(answer), &[]).expect("heard"),
+        }
+        assert_eq!(new.ended_within(SOON), Some(1), "{answer}: {}", new.log());
+        assert!(!dir.join("socket").exists(), "{answer}");
+    }
+}
+
 /// The old process comes back, and knows nothing of what the new one may have done meanwhile. An
 /// image of version 2 names no log in which it would find that.
 #[test]

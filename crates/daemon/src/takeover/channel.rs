@@ -3,6 +3,7 @@
 use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{Shutdown, sockopt};
 use rustix::process::{Pid, PidfdFlags, Uid, pidfd_open};
 use serde::{Deserialize, Serialize};
@@ -75,7 +76,7 @@ impl From<Silence> for Error {
     }
 }
 
-type Received = std::result::Result<(Message, Vec<OwnedFd>), Silence>;
+pub(super) type Received = std::result::Result<(Message, Vec<OwnedFd>), Silence>;
 
 /// How often a waiting thread checks whether it was cancelled.
 const WAIT_STEP: Duration = Duration::from_millis(50);
@@ -132,7 +133,7 @@ impl Channel {
             match poll(&mut fds, step.as_ref()) {
                 Ok(0) => waited += WAIT_STEP,
                 Ok(_) => return self.take(),
-                Err(rustix::io::Errno::INTR) => {}
+                Err(Errno::INTR) => {}
                 Err(error) => return Err(Silence::Broken(broken(error))),
             }
             if is_cancelled() {
@@ -146,9 +147,14 @@ impl Channel {
 
     /// Receives the message that is there.
     fn take(&self) -> Received {
-        let (bytes, fds) = match receive_with_fds(&self.socket, MESSAGE_BYTES_MAX) {
-            // It was closed with unread messages of ours.
-            Err(rustix::io::Errno::CONNRESET) => return Err(Silence::Gone),
+        let receive = || receive_with_fds(&self.socket, MESSAGE_BYTES_MAX);
+        let received = match receive() {
+            // It was closed with unread messages of ours. Its own come after this error.
+            Err(Errno::CONNRESET) => receive(),
+            received => received,
+        };
+        let (bytes, fds) = match received {
+            Err(Errno::CONNRESET) => return Err(Silence::Gone),
             received => received.map_err(|error| Silence::Broken(broken(error)))?,
         };
         if bytes.is_empty() {
