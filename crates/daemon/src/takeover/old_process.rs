@@ -1,0 +1,218 @@
+//! The old process's side: what it hands over, and how it comes back.
+
+use super::channel::{Channel, Message, Passed, Silence};
+use super::{ANSWER_LIMIT, unexpected};
+use crate::disks::each_of;
+use crate::held::{Held, Origin};
+use crate::messages::FDS_MAX;
+use crate::retry::{Patience, is_passing, while_held};
+use crate::served::Served;
+use crate::shared::Shared;
+use crate::systemd;
+use mica_block::{Error, ErrorKind, Result};
+use sd_notify::NotifyState;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// For the new process to be ready. The old one still serves.
+const READY_LIMIT: Duration = Duration::from_secs(30);
+/// For the new process to open the images. Guests wait meanwhile.
+const SERVE_LIMIT: Duration = Duration::from_secs(60);
+/// For the new process to release an image that it had opened.
+const REOPEN: Patience =
+    Patience { limit: Duration::from_secs(600), pause: Duration::from_millis(200) };
+
+impl Shared {
+    /// Hands over to the process that listens at `path`, which may take minutes. Calls `on_started`
+    /// once that process is known to be one of ours, or with the reason why not: `Denied` if it is
+    /// another user's or another takeover is in progress; otherwise whatever prevents connecting.
+    pub(crate) fn hand_over(&self, path: &Path, on_started: impl FnOnce(Result<()>)) {
+        // The other process takes a connection for consent, so that this comes last.
+        let alone = self.check_hand_over().and_then(|()| self.hold_alone());
+        let connected =
+            alone.and_then(|alone| Ok((Channel::new(self.outside.connect(path)?)?, alone)));
+        let (channel, _alone) = match connected {
+            Ok(connected) => connected,
+            Err(error) => return on_started(Err(error)),
+        };
+        on_started(Ok(()));
+        match self.transfer(&channel) {
+            Ok(()) => {
+                tracing::info!("another process has taken over");
+                self.is_handed_over.store(true, Ordering::Release);
+                self.ending.close();
+            }
+            Err(error) if self.is_stopping() => {
+                tracing::warn!(%error, "takeover failed: this process is stopping");
+            }
+            Err(error) => tracing::warn!(%error, "takeover failed: this process keeps serving"),
+        }
+    }
+
+    fn check_hand_over(&self) -> Result<()> {
+        // The kernel's end of the mount would survive this process along with its descriptor, but
+        // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
+        let disks = self.disks.all();
+        if let Some(served) = disks.iter().find(|served| served.settings.fuse.is_some()) {
+            let what = format!(
+                "disk {:?} is served as a file, which its users would lose: stop this server and \
+                 start the other",
+                served.name
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        Ok(())
+    }
+
+    fn transfer(&self, channel: &Channel) -> Result<()> {
+        self.send_sockets(channel)?;
+        match channel.receive(READY_LIMIT, &mut || self.is_stopping()) {
+            Ok((Message::Ready, _)) => {}
+            Ok((message, _)) => return Err(unexpected(&message)),
+            Err(silence) => {
+                let error = Error::from(silence);
+                // The other process may be gone.
+                let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+                return Err(error);
+            }
+        }
+        let mut suspended = Vec::new();
+        let mut failure = None;
+        let disks = self.disks.all();
+        let outcomes = each_of(&disks, |served| served.suspend());
+        for (served, outcome) in disks.into_iter().zip(outcomes) {
+            match outcome {
+                Ok(true) => suspended.push(served),
+                // It was drained earlier.
+                Ok(false) => {}
+                // A disk that could not be closed has lost acknowledged writes: reopening it would
+                // hide that from its clients. It stays closed.
+                Err(error) => failure = Some(error),
+            }
+        }
+        // Somebody is waiting to stop this process.
+        let cancelled = self.is_stopping().then(|| Silence::Cancelled.into());
+        if let Some(error) = failure.or(cancelled) {
+            // If this fails, the other process is gone.
+            let _ = channel.send(&Message::Failed { why: error.to_string() }, &[]);
+            channel.close();
+            self.resume(&suspended);
+            return Err(error);
+        }
+        let sent = channel.send(&Message::Closed, &[]);
+        match sent.and_then(|()| self.wait_until_serving(channel)) {
+            Ok(()) => {
+                self.disown_sockets();
+                // systemd must know before this process ends.
+                if let Some(successor) = channel.process() {
+                    systemd::notify(&[NotifyState::MainPid(successor.as_raw_pid().unsigned_abs())]);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                self.resume(&suspended);
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for the new process to serve (I4).
+    fn wait_until_serving(&self, channel: &Channel) -> Result<()> {
+        let message = match channel.receive(SERVE_LIMIT, &mut || self.is_stopping()) {
+            // The images are closed and the other process is about to open them (I5). If that one
+            // is gone, the takeover has failed.
+            Err(Silence::Cancelled) => return channel.send(&Message::Ending, &[]),
+            Err(silence) => {
+                // The other process may be gone.
+                let _ = channel.send(&Message::GivenUp, &[]);
+                channel.close();
+                // A message that was sent before the close counts.
+                channel.receive(ANSWER_LIMIT, &mut || false).map_err(|_| silence)
+            }
+            received => received,
+        };
+        match message?.0 {
+            Message::Serving => Ok(()),
+            message => Err(unexpected(&message)),
+        }
+    }
+
+    fn send_sockets(&self, channel: &Channel) -> Result<()> {
+        let mut all = Vec::new();
+        let mut add = |held: &Held| {
+            let passed =
+                Passed { name: held.name.clone(), is_of_unit: held.origin == Origin::Unit };
+            all.push((passed, held.listener.clone()));
+        };
+        self.control_sockets().iter().for_each(&mut add);
+        self.disks.all().iter().for_each(|served| served.held().iter().for_each(&mut add));
+        let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
+        let mut rest = all.as_slice();
+        loop {
+            let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
+            rest = after;
+            let fds: Vec<_> = batch.iter().map(|(_, listener)| listener.as_fd()).collect();
+            let copy = |passed: &Passed| Passed { name: passed.name.clone(), ..*passed };
+            let sockets = batch.iter().map(|(socket, _)| copy(socket)).collect();
+            let more = !rest.is_empty();
+            channel.send(&Message::Sockets { sockets, more, watchdog_us }, &fds)?;
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Another process listens on these sockets now, and stores them with systemd.
+    fn disown_sockets(&self) {
+        let disown = |held: &mut Held| {
+            held.listener.leave_file();
+            held.is_stored = false;
+        };
+        self.control_sockets().iter_mut().for_each(disown);
+        self.disks.all().iter().for_each(|served| served.held().iter_mut().for_each(disown));
+    }
+
+    /// Resumes the disks that were suspended for another process that failed, unless this one is
+    /// stopping.
+    fn resume(&self, suspended: &[Arc<Served>]) {
+        let mut waiting = suspended.to_vec();
+        // A disk that has to wait keeps no thread meanwhile, which another may need.
+        let all_once = || {
+            let resume = |served: &Served| (!self.is_stopping()).then(|| served.resume());
+            let outcomes = each_of(&waiting, resume);
+            let (mut rest, mut last) = (Vec::new(), Ok(()));
+            for (served, outcome) in waiting.iter().zip(outcomes) {
+                match outcome {
+                    None => {}
+                    Some(Err(error)) if is_passing(&error) => {
+                        rest.push(Arc::clone(served));
+                        last = Err(error);
+                    }
+                    Some(outcome) => self.resumed(served, outcome),
+                }
+            }
+            waiting = rest;
+            last
+        };
+        // The other process may need a moment to release the images.
+        if let Err(error) = while_held(REOPEN, || self.is_stopping(), all_once) {
+            waiting.iter().for_each(|served| self.resumed(served, Err(error.clone())));
+        }
+    }
+
+    fn resumed(&self, served: &Served, outcome: Result<()>) {
+        let name = &served.name;
+        match outcome {
+            Ok(()) => tracing::warn!("disk {name:?} is served again by this process"),
+            // Its image is closed, and its sockets are about to be.
+            Err(error) if is_passing(&error) && self.is_stopping() => {}
+            Err(error) => {
+                served.give_up();
+                tracing::error!(%error, "disk {name:?} is no longer served");
+            }
+        }
+    }
+}
