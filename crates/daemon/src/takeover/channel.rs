@@ -128,10 +128,10 @@ impl Channel {
     ) -> Received {
         let mut waited = Duration::ZERO;
         loop {
-            let step = Timespec::try_from(WAIT_STEP).ok();
+            let step = WAIT_STEP.min(limit.saturating_sub(waited));
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
-            match poll(&mut fds, step.as_ref()) {
-                Ok(0) => waited += WAIT_STEP,
+            match poll(&mut fds, Timespec::try_from(step).ok().as_ref()) {
+                Ok(0) => waited += step,
                 Ok(_) => return self.take(),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(Silence::Broken(broken(error))),
