@@ -1,5 +1,6 @@
 //! How a server is started: where its log is, what ails its storage, and its other options.
 
+use super::ailments::{sickness, slowness};
 use super::chain::Chain;
 use super::kinds::Kind;
 use super::loss::{LogAt, Trace};
@@ -31,10 +32,7 @@ impl Manner {
         } else {
             LogAt::Usual
         };
-        let slow = world.does(rng, Kind::Slow, 25).then(|| {
-            let operations = rng.choose(&["read", "write", "sync", "sync", "write+sync", "all"]);
-            format!("delay={}us,op={operations}", 50 + rng.below(4000))
-        });
+        let slow = world.does(rng, Kind::Slow, 25).then(|| slowness(rng));
         let sick = world.does(rng, Kind::Sick, 12).then(|| sickness(rng));
         let aio = rng.percent(10).then_some("threads");
         let mut more = Vec::new();
@@ -105,20 +103,4 @@ impl Manner {
         fs::write(world.run.join(&file), text)?;
         Ok(["--config", &file].map(str::to_owned).to_vec())
     }
-}
-
-/// Which operations on images fail, and when.
-fn sickness(rng: &mut Rng) -> String {
-    let operations = rng.choose(&["read", "write", "sync", "write+sync", "punch+zero", "all"]);
-    let errno = rng.choose(&["EIO", "EIO", "ENOSPC", "EDQUOT"]);
-    // A disk is read as a whole, by many operations.
-    let is_read = ["read", "all"].contains(&operations);
-    let when = match rng.below(4) {
-        _ if is_read => format!("nth:{}", 1 + rng.below(4000)),
-        0 => format!("nth:{}", 1 + rng.below(400)),
-        1 => format!("from:{}", 20 + rng.below(400)),
-        2 => format!("every:{}", 40 + rng.below(400)),
-        _ => format!("0.{}%,seed={}", 1 + rng.below(9), rng.below(1 << 32)),
-    };
-    format!("error={when},op={operations},errno={errno}")
 }

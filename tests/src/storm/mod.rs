@@ -20,6 +20,7 @@
 //! put before the system's would miss what does not call it. Timestamps of files are moved
 //! instead, which is where the time of day reaches an image.
 
+mod ailments;
 mod aim;
 mod chain;
 mod copies;

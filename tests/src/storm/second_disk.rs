@@ -2,9 +2,11 @@
 //! own: whatever happens to the chain, requests to this one are answered, and what was acknowledged
 //! is there.
 
+use super::ailments::slowness;
 use super::aim::Aim;
 use super::foreign;
 use super::judge;
+use super::kinds::Kind;
 use super::load::{Load, Mood, Stage};
 use super::model::{Model, View};
 use super::place::Ground;
@@ -34,6 +36,7 @@ pub(super) struct SecondDisk {
     log: PathBuf,
     log_key: String,
     cluster: Option<u64>,
+    slow: Option<String>,
     model: Model,
     stamper: Stamper,
     hot: u64,
@@ -68,6 +71,7 @@ impl SecondDisk {
             log,
             log_key: world.log_option.trim_start_matches('-').to_owned(),
             cluster,
+            slow: world.does(rng, Kind::Slow, 25).then(|| slowness(rng)),
             model: Model::new(disk, SECTORS),
             stamper: Stamper::new(disk),
             hot: rng.next_u64(),
@@ -81,13 +85,15 @@ impl SecondDisk {
     /// Its table in the server's configuration.
     pub(super) fn toml(&self) -> String {
         let path = |path: &Path| path.display().to_string();
-        toml_of_disk(&[
+        let mut disk = vec![
             ("name", NAME.to_owned()),
             ("image", path(&self.image)),
             ("format", self.format().to_owned()),
             ("nbd", path(&self.socket)),
-            (&self.log_key, path(&self.log)),
-        ])
+            (&*self.log_key, path(&self.log)),
+        ];
+        disk.extend(self.slow.iter().map(|slow| ("inject", slow.clone())));
+        toml_of_disk(&disk)
     }
 
     /// Reads all of it from a server that just started, and judges it.
