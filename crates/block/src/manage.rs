@@ -41,6 +41,9 @@ pub trait Manage: Disk {
     /// The paths of a chain's layers, from the base; empty if it is not a chain.
     fn layer_paths(&self) -> Vec<PathBuf>;
 
+    /// The paths of the external data files of a chain's layers.
+    fn data_paths(&self) -> Vec<PathBuf>;
+
     /// How many layers are beneath the one that an extent names.
     fn layer_position(&self, layer: LayerNumber) -> usize;
 

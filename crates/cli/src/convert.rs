@@ -4,7 +4,9 @@ mod content;
 mod cursor;
 mod engine;
 
-use crate::create::{NewFile, NewImageOptions, beside, fill_raw, new_data_file, parse_options};
+use crate::create::{
+    NewFile, NewImageOptions, Sources, beside, fill_raw, new_data_file, parse_options,
+};
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::progress_bar;
@@ -83,10 +85,13 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     }
     let executor = args.images.executor()?;
     let source = executor.block_on(open_source(args))?;
-    refuse_target_in_source(args, &*source)?;
+    // Not even with --force is a disk copied over one of its own files.
+    let mut sources = Sources::default();
+    sources.add(&args.source, &*source);
+    sources.check(&args.target)?;
     match args.output_format.parse::<Format>()? {
-        Format::Raw => convert_to_raw(args, &executor, source, sparse)?,
-        Format::Qcow2 => convert_to_qcow2(args, &executor, source, sparse)?,
+        Format::Raw => convert_to_raw(args, &executor, source, &sources, sparse)?,
+        Format::Qcow2 => convert_to_qcow2(args, &executor, source, sources, sparse)?,
         Format::Null => return Err(Failure::new("the null format cannot be created")),
     }
     Ok(ExitCode::SUCCESS)
@@ -97,18 +102,6 @@ async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
     chain.snapshot.clone_from(&args.load_snapshot);
     let (images, format) = (args.images.image_options()?, args.images.format()?);
     Ok(mica_stack::open(&args.source, format, images, &chain).await?)
-}
-
-/// Refuses to copy a disk over one of its own files, even with --force.
-fn refuse_target_in_source(args: &ConvertArgs, source: &dyn Manage) -> Result<(), Failure> {
-    let Ok(target) = args.target.canonicalize() else { return Ok(()) };
-    let is_target = |path: &Path| path.canonicalize().is_ok_and(|path| path == target);
-    let in_chain = source.layer_paths().iter().any(|path| is_target(path));
-    if in_chain || is_target(&args.source) {
-        let what = format!("{} is a part of the source", args.target.display());
-        return Err(Failure::new(what));
-    }
-    Ok(())
 }
 
 fn options_of(args: &ConvertArgs, format: Format) -> Result<NewImageOptions, Failure> {
@@ -124,6 +117,7 @@ fn convert_to_raw(
     args: &ConvertArgs,
     executor: &mica_rt::Executor,
     source: Arc<dyn Disk>,
+    sources: &Sources,
     sparse: u64,
 ) -> Result<(), Failure> {
     if args.compress {
@@ -136,7 +130,7 @@ fn convert_to_raw(
     let preallocation = options.wish.preallocation.unwrap_or_default();
     let size = source.geometry().len;
     let file = executor.block_on(async {
-        let file = NewFile::create(&args.target, args.force, &args.images).await?;
+        let file = NewFile::create(&args.target, args.force, sources, &args.images).await?;
         // A fully preallocated image gets its zeros with the data.
         let first = match preallocation {
             Preallocation::Full => Preallocation::Off,
@@ -175,10 +169,11 @@ fn convert_to_qcow2(
     args: &ConvertArgs,
     executor: &mica_rt::Executor,
     source: Arc<dyn Disk>,
+    mut sources: Sources,
     sparse: u64,
 ) -> Result<(), Failure> {
     let plan = qcow2_plan(args, source.geometry().len)?;
-    let backing = executor.block_on(open_backing(args, &plan))?;
+    let backing = executor.block_on(open_backing(args, &plan, &mut sources))?;
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
         cluster_bytes: 1 << plan.l2.cluster_bits.bits(),
@@ -189,8 +184,8 @@ fn convert_to_qcow2(
     };
     let falloc = plan.preallocation == Preallocation::Falloc;
     let (image, data) = executor.block_on(async {
-        let image = NewFile::create(&args.target, args.force, &args.images).await?;
-        let data = new_data_file(&args.target, &plan, args.force, &args.images).await?;
+        let image = NewFile::create(&args.target, args.force, &sources, &args.images).await?;
+        let data = new_data_file(&args.target, &plan, args.force, sources, &args.images).await?;
         Ok::<_, Failure>((image, data))
     })?;
     let data_store = data.as_ref().map(|data| Arc::clone(data.store()));
@@ -250,12 +245,15 @@ fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
 async fn open_backing(
     args: &ConvertArgs,
     plan: &ImagePlan,
+    sources: &mut Sources,
 ) -> Result<Option<Arc<dyn Disk>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
     let mut images = args.images.clone();
     images.settings.format = backing.format.clone().unwrap_or_default();
     let path = beside(&args.target, Path::new(&backing.name));
-    Ok(Some(images.open(&path, IndexUse::Read).await?))
+    let opened = images.open(&path, IndexUse::Read).await?;
+    sources.add(&path, &*opened);
+    Ok(Some(opened))
 }
 
 async fn allocate_all(store: &dyn Store) -> Result<(), Failure> {

@@ -2,15 +2,17 @@
 
 mod new_file;
 mod options;
+mod sources;
 
 pub(crate) use new_file::{NewFile, open_writable};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
+pub(crate) use sources::Sources;
 
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use crate::output::{OutputFormat, ReportArgs, print, print_json};
 use clap::Args;
-use mica_block::{Space, Store};
+use mica_block::{Manage, Space, Store};
 use mica_qcow2::IndexUse;
 use mica_qcow2_format::{Compression, Version};
 use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores};
@@ -20,6 +22,7 @@ use serde_json::{Map, Value};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Create an image.
 ///
@@ -84,19 +87,25 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     let named = |failure: Failure| failure.within(args.file.display());
     // Contradictory options are reported before any file is opened.
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
+    let mut sources = Sources::default();
+    if let Some(backing) = &options.wish.backing_name {
+        sources.add_file(&beside(&args.file, Path::new(backing)));
+    }
     if let (Some(backing), false) = (&options.wish.backing_name, args.unsafe_backing) {
         let format = options.wish.backing_format.as_deref().unwrap_or_default();
-        let len = backing_len(&args.file, Path::new(backing), format, &args.images).await;
-        let len = len.map_err(|failure| failure.within("the backing file"))?;
-        options.size.get_or_insert(len);
+        let path = beside(&args.file, Path::new(backing));
+        let opened = open_backing(&path, format, &args.images).await;
+        let backing = opened.map_err(|failure| failure.within("the backing file"))?;
+        sources.add(&path, &*backing);
+        options.size.get_or_insert(backing.geometry().len);
     }
     let size = options.size.ok_or_else(|| {
         Failure::new("Image creation needs a size parameter: give SIZE, or a backing file")
     })?;
     let plan = options.wish.plan(size).map_err(Failure::from).map_err(named)?;
     let fields = describe_qcow2(&args.file, &plan);
-    let image = NewFile::create(&args.file, args.force, &args.images).await?;
-    let data = new_data_file(&args.file, &plan, args.force, &args.images).await?;
+    let image = NewFile::create(&args.file, args.force, &sources, &args.images).await?;
+    let data = new_data_file(&args.file, &plan, args.force, sources, &args.images).await?;
     let stores =
         Stores { image: &**image.store(), data: data.as_ref().map(|data| &**data.store()) };
     mica_qcow2_tools::create::create(plan, stores).await?;
@@ -112,13 +121,16 @@ pub(crate) async fn new_data_file(
     file: &Path,
     plan: &ImagePlan,
     force: bool,
+    mut sources: Sources,
     images: &ImageArgs,
 ) -> Result<Option<NewFile>, Failure> {
     match &plan.data_file {
         None => Ok(None),
         Some(data) => {
             let path = beside(file, Path::new(&data.name));
-            Ok(Some(NewFile::create(&path, force, images).await?))
+            // The image itself is there by now.
+            sources.add_file(file);
+            Ok(Some(NewFile::create(&path, force, &sources, images).await?))
         }
     }
 }
@@ -129,16 +141,14 @@ pub(crate) fn beside(file: &Path, name: &Path) -> PathBuf {
 }
 
 /// Length of the disk of the backing file, which must be readable as `format`.
-async fn backing_len(
-    file: &Path,
-    name: &Path,
+async fn open_backing(
+    path: &Path,
     format: &str,
     images: &ImageArgs,
-) -> Result<u64, Failure> {
+) -> Result<Arc<dyn Manage>, Failure> {
     let mut images = images.clone();
     format.clone_into(&mut images.settings.format);
-    let opened = images.open(&beside(file, name), IndexUse::Ignore).await?;
-    Ok(opened.geometry().len)
+    images.open(path, IndexUse::Ignore).await
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
@@ -148,7 +158,8 @@ async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), F
     let size = options.size.ok_or_else(|| Failure::new("Image creation needs a size parameter"))?;
     let size = options.wish.plan(size)?.size;
     let preallocation = options.wish.preallocation.unwrap_or_default();
-    let file = NewFile::create(&args.file, args.force, &args.images).await?;
+    let sources = Sources::default();
+    let file = NewFile::create(&args.file, args.force, &sources, &args.images).await?;
     fill_raw(&**file.store(), size, preallocation).await?;
     file.store().sync().await?;
     file.keep();

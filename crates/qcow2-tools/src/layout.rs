@@ -23,7 +23,7 @@ pub use refcounts::{RefcountArea, refcount_area};
 
 use crate::create::{ImagePlan, Preallocation};
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry};
+use mica_qcow2_format::{CompressedCluster, L1Entry, L2Entry, Version};
 use mica_rt::Buf;
 use mica_units::{ClusterBits, GuestOffset, HostCluster, HostOffset};
 use std::collections::BTreeMap;
@@ -175,7 +175,10 @@ impl ImageWriter {
             Content::Parts { allocated: 0, zero } if self.plan.l2.extended => {
                 L2Entry::Subclusters { host: None, allocated: 0, zero }
             }
-            Content::Parts { allocated: 0, .. } => L2Entry::Zero,
+            // Version 2 has no zero clusters: they are data.
+            Content::Parts { allocated: 0, .. } if self.plan.l2.version == Version::V3 => {
+                L2Entry::Zero
+            }
             Content::Packed(packed) => {
                 let cluster = self.take_packed(packed.len() as u64)?;
                 segments.push((Place::Image, cluster.host.bytes(), Source::Own(packed)));

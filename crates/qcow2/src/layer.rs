@@ -32,6 +32,8 @@ pub(crate) struct Layer {
     pub(crate) store: Arc<dyn Store>,
     /// Where data clusters lie: the image file, or its external data file.
     pub(crate) data: Arc<dyn Store>,
+    /// The path of its external data file, if it has one.
+    pub(crate) data_path: Option<Box<Path>>,
     pub(crate) identity: Identity,
     /// The digest of a seal that fits: it proves the file, should that be opened again.
     pub(crate) content: ProofSlot,

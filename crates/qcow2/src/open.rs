@@ -181,6 +181,7 @@ async fn build_layer(
         number,
         path: path.into(),
         data: Arc::clone(&store),
+        data_path: None,
         store,
         identity,
         content,
@@ -193,7 +194,8 @@ async fn build_layer(
         OpenedKind::Raw => layer.set_len(layer.store.len()?.next_multiple_of(SECTOR_BYTES)),
         OpenedKind::Qcow2(header) => {
             if header.incompatible.external_data_file {
-                layer.data = open_data_file(images, &layer.path, &header, writable)?.1.store;
+                let (path, data) = open_data_file(images, &layer.path, &header, writable)?;
+                (layer.data_path, layer.data) = (Some(path.into()), data.store);
             }
             let (l1_offset, l1_entries, disk_bytes) = match snapshot {
                 None => (header.l1_offset, header.l1_entries, header.disk_bytes()),
@@ -284,6 +286,7 @@ pub(crate) fn freeze(images: &dyn Images, written: &Layer, file: Arc<dyn Store>)
         path: written.path.clone(),
         store: file,
         data: Arc::clone(&written.data),
+        data_path: written.data_path.clone(),
         identity: images.identify(&written.path)?,
         content: written.content.clone(),
         len: AtomicU64::new(written.len()),

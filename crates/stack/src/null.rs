@@ -121,6 +121,10 @@ impl Manage for NullDisk {
         Vec::new()
     }
 
+    fn data_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

@@ -312,6 +312,10 @@ impl Manage for RawDisk {
         Vec::new()
     }
 
+    fn data_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

@@ -118,7 +118,8 @@ fn a_snapshot_is_copied_and_over_a_backing_file_only_what_differs() {
     qemu::img(dir, ["convert", "-l", "before", "-O", "qcow2", "base.qcow2", "theirs.qcow2"]).ok();
     same(dir, "theirs.qcow2", "before.qcow2", "qcow2");
 
-    for options in ["extended_l2=on", "extended_l2=off", "cluster_size=4k"] {
+    qemu::io(dir, &[], "top.qcow2", &["write -P 9 256k 4k", "write -z 0 128k"]);
+    for options in ["extended_l2=on", "extended_l2=off", "cluster_size=4k", "compat=0.10"] {
         let over = ["-B", "base.qcow2", "-F", "qcow2", "-o", options];
         for compressed in [&[] as &[&str], &["-c"]] {
             let all =
@@ -154,4 +155,35 @@ fn nothing_is_copied_over_its_own_source() {
     assert!(!dir.join("copy.raw").exists() && !dir.join("sized").exists());
     mica_in(dir, &["convert", "-m", "17", "top.qcow2", "copy.qcow2"]).refusal();
     assert!(!dir.join("copy.raw").exists() && !dir.join("copy.qcow2").exists());
+}
+
+#[test]
+fn nothing_is_copied_over_a_file_of_its_source_by_another_name() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    sources(dir);
+    fs::hard_link(dir.join("base.qcow2"), dir.join("link.qcow2")).expect("linked");
+    std::os::unix::fs::symlink("base.qcow2", dir.join("symlink.qcow2")).expect("linked");
+    qemu::create(dir, "split.qcow2", &["-o", "data_file=split.data"], "1M");
+    qemu::io(dir, &[], "split.qcow2", &["write -P 5 0 1M"]);
+    let content = |file: &str| fs::read(dir.join(file)).expect("it is there");
+    let before = [content("base.qcow2"), content("split.data"), content("top.qcow2")];
+    let over = ["-B", "base.qcow2", "-F", "qcow2"];
+    for args in [
+        &["top.qcow2", "link.qcow2"][..],
+        &["top.qcow2", "symlink.qcow2"],
+        &["-O", "raw", "split.qcow2", "split.data"],
+        &["-o", "data_file=link.qcow2", "top.qcow2", "copy.qcow2"],
+        &["-o", "data_file=copy.qcow2", "split.qcow2", "copy.qcow2"],
+        &[&over[..], &["split.qcow2", "link.qcow2"]].concat(),
+    ] {
+        // Without locks.
+        let said = mica_in(dir, &[&["convert", "-U", "--force"], args].concat()).refusal();
+        assert!(said.contains("part of the source"), "{args:?}: {said}");
+    }
+    assert_eq!([content("base.qcow2"), content("split.data"), content("top.qcow2")], before);
+    assert!(!dir.join("copy.qcow2").exists());
 }

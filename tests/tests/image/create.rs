@@ -165,6 +165,34 @@ fn an_existing_file_is_overwritten_only_by_force() {
 }
 
 #[test]
+fn an_image_is_not_created_over_its_own_backing_file() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "base.qcow2", "1G"]).ok();
+    mica_in(dir, &["create", "-q", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]).ok();
+    fs::hard_link(dir.join("base.qcow2"), dir.join("link.qcow2")).expect("linked");
+    let content = |file: &str| fs::read(dir.join(file)).expect("it is there");
+    let before = [content("base.qcow2"), content("top.qcow2")];
+    for (backing, file) in [
+        ("base.qcow2", "base.qcow2"),
+        ("base.qcow2", "link.qcow2"),
+        ("top.qcow2", "base.qcow2"),
+        ("top.qcow2", "top.qcow2"),
+    ] {
+        for more in [&[][..], &["-u"]] {
+            if !more.is_empty() && backing != file {
+                // What is beneath is not looked at.
+                continue;
+            }
+            let args = ["create", "--force", "-b", backing, "-F", "qcow2"];
+            let said = mica_in(dir, &[&args[..], more, &[file, "1G"]].concat()).refusal();
+            assert!(said.contains("part of the source"), "{said}");
+        }
+    }
+    assert_eq!([content("base.qcow2"), content("top.qcow2")], before);
+}
+
+#[test]
 fn scripts_write_overlays_and_read_them() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

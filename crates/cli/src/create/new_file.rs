@@ -1,10 +1,11 @@
 //! A file that a verb creates: an existing one is not overwritten without --force, and an
 //! unfinished one is removed.
 
+use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use mica_block::{Images, Store};
-use mica_stack::{FileImages, wait_for_dead};
+use mica_stack::{FileImages, ImageOptions, wait_for_dead};
 use mica_store::CacheMode;
 use std::fs::{OpenOptions, remove_file};
 use std::io::ErrorKind;
@@ -21,12 +22,15 @@ pub(crate) struct NewFile {
 }
 
 impl NewFile {
-    /// Creates the file at `path`, or truncates it if `force` permits.
+    /// Creates the file at `path`, or truncates it if `force` permits and it is none of `sources`.
     pub(crate) async fn create(
         path: &Path,
         force: bool,
+        sources: &Sources,
         images: &ImageArgs,
     ) -> Result<Self, Failure> {
+        sources.check(path)?;
+        let options = options_of(images)?;
         let made = match OpenOptions::new().write(true).create_new(true).open(path) {
             Ok(_) => true,
             Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
@@ -34,19 +38,11 @@ impl NewFile {
                 return Err(Failure::new(format!("creating {}: {error}", path.display())));
             }
         };
-        let opened = open_writable(path, images).await;
-        let mut file = match opened {
-            Ok(store) => Self { path: path.to_owned(), store, made, keep: true },
-            Err(failure) => {
-                if made {
-                    // The original failure is the more informative one.
-                    let _ = remove_file(path);
-                }
-                return Err(failure);
-            }
-        };
+        // If another process has locked it meanwhile, the file is that one's, whoever made it.
+        let store = open(path, options).await?;
+        let mut file = Self { path: path.to_owned(), store, made, keep: true };
         // Checked under the lock, so that nobody else writes to it meanwhile.
-        if !made && !force && file.store.len()? > 0 {
+        if !force && file.store.len()? > 0 {
             let what = format!("{} exists and is not empty: --force overwrites it", path.display());
             return Err(Failure::new(what));
         }
@@ -83,8 +79,14 @@ pub(crate) async fn open_writable(
     path: &Path,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Store>, Failure> {
-    let mut options = images.image_options()?;
-    options.cache = CacheMode::Writeback;
+    open(path, options_of(images)?).await
+}
+
+fn options_of(images: &ImageArgs) -> Result<ImageOptions, Failure> {
+    Ok(ImageOptions { cache: CacheMode::Writeback, ..images.image_options()? })
+}
+
+async fn open(path: &Path, options: ImageOptions) -> Result<Arc<dyn Store>, Failure> {
     let images = FileImages::new(path, options)?;
     Ok(wait_for_dead(async || images.open_writable(path)).await?.store)
 }

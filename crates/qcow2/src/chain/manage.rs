@@ -46,6 +46,12 @@ impl Manage for Chain {
         self.map.layers().all().iter().map(|layer| layer.path.to_path_buf()).collect()
     }
 
+    fn data_paths(&self) -> Vec<PathBuf> {
+        let layers = self.map.layers();
+        let paths = layers.all().iter().filter_map(|layer| layer.data_path.as_deref());
+        paths.map(Into::into).collect()
+    }
+
     fn layer_position(&self, layer: LayerNumber) -> usize {
         self.map.layers().position(layer)
     }

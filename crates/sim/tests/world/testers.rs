@@ -237,6 +237,10 @@ impl Manage for Raw {
         Vec::new()
     }
 
+    fn data_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     fn layer_position(&self, _layer: LayerNumber) -> usize {
         0
     }

@@ -1,0 +1,40 @@
+//! The files that a new file is made from, which it must not replace, whatever they are called.
+
+use crate::failure::Failure;
+use mica_block::Manage;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// Those files, by device and inode: a link is the file that it names.
+#[derive(Default)]
+pub(crate) struct Sources(Vec<(u64, u64)>);
+
+impl Sources {
+    /// Adds `disk`, which was opened at `path`, with all of its layers and data files.
+    pub(crate) fn add(&mut self, path: &Path, disk: &dyn Manage) {
+        self.add_file(path);
+        disk.layer_paths().iter().for_each(|path| self.add_file(path));
+        disk.data_paths().iter().for_each(|path| self.add_file(path));
+    }
+
+    /// Adds the file at `path`, if there is one.
+    pub(crate) fn add_file(&mut self, path: &Path) {
+        self.0.extend(identity_of(path));
+    }
+
+    /// # Errors
+    /// If the file at `path` is one of them.
+    pub(crate) fn check(&self, path: &Path) -> Result<(), Failure> {
+        match identity_of(path) {
+            Some(identity) if self.0.contains(&identity) => {
+                let what = "is a part of the source: give the new image another name";
+                Err(Failure::new(format!("{} {what}", path.display())))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn identity_of(path: &Path) -> Option<(u64, u64)> {
+    path.metadata().ok().map(|found| (found.dev(), found.ino()))
+}
