@@ -120,6 +120,7 @@ impl Resizer {
         let mut table = Buf::zeroed(len_of(new));
         let before = read_exact(store, self.header.l1_offset, len_of(old)).await?;
         table.put(0, &before);
+        let file_len = store.len()?;
         let space = FileSpace::open(Arc::clone(&self.image.store), &self.header).await?;
         let at = match space.take(bits.clusters_for(new)).await {
             Ok(at) => at,
@@ -140,7 +141,9 @@ impl Resizer {
             space.free(old_at, bits.clusters_for(old)).await?;
         }
         space.commit().await?;
-        space.give_back(at.bytes() + new).await
+        // What the file had stays in it: a cluster that no refcount counts may be named all the
+        // same, and a repair can save it.
+        space.give_back(file_len.max(at.bytes() + new)).await
     }
 
     /// Puts the L1 table at the end, where it is not counted, under the dirty bit, and then repairs

@@ -1,7 +1,8 @@
 //! `mica resize` of qcow2 images: old content stays, the new part reads as zeros, nothing leaks.
 
 use mica_tests::{command, mica, qemu, tools};
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -110,6 +111,33 @@ fn an_l1_table_longer_than_a_refcount_block_counts_finds_its_place() {
     let said = qemu::img(dir, ["check", "image.qcow2"]);
     assert_eq!(said.code(), Some(0), "{said}");
     qemu::io(dir, &[], "image.qcow2", &["read -P 1 0 1M", "read -P 0 1M 4M"]);
+}
+
+/// A repair can still save those that are not overwritten.
+#[test]
+fn clusters_that_no_refcount_counts_stay_when_an_image_gets_longer() {
+    const TABLE_AT: u64 = 48;
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "image.qcow2", &["-o", "cluster_size=4k"], "900M");
+    qemu::io(dir, &[], "image.qcow2", &["write -P 1 0 64M"]);
+    let file = File::options().read(true).write(true).open(dir.join("image.qcow2"));
+    let file = file.expect("it is there");
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, TABLE_AT).expect("read");
+    let table = u64::from_be_bytes(bytes);
+    let mut blocks = [0; 4096];
+    file.read_exact_at(&mut blocks, table).expect("read");
+    let used = |block: &[u8]| block != [0; 8];
+    let last = blocks.chunks(8).rposition(used).expect("a block") as u64;
+    file.write_all_at(&[0; 8], table + last * 8).expect("written");
+
+    let before = len(dir, "image.qcow2");
+    mica_in(dir, &["resize", "-q", "image.qcow2", "2G"]).ok();
+    assert!(len(dir, "image.qcow2") >= before);
 }
 
 #[test]
