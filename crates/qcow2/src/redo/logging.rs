@@ -199,6 +199,11 @@ impl Logging {
         self.log.is_some()
     }
 
+    /// Whether there is such a log, and the image names it, so that it counts.
+    pub(crate) fn is_named(&self) -> bool {
+        self.log.is_some() && self.named == Named::Present
+    }
+
     /// Whether something was touched that is not recorded yet.
     pub(crate) fn is_behind(&self) -> bool {
         self.log.as_ref().is_some_and(Log::is_behind)

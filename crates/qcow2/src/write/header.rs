@@ -108,7 +108,7 @@ impl Writer {
 
     /// Why acknowledged but unflushed writes are lost if this process is killed now.
     pub(crate) fn weakness(&self) -> Option<&'static str> {
-        let is_lost = !self.metadata.lock().logging.is_on();
+        let is_lost = !self.metadata.lock().logging.is_named();
         match &self.header {
             _ if self.metadata.failure().is_some() => Some(FAILED),
             header if !header.is_v3 => Some(VERSION_2),

