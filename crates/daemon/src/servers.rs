@@ -25,8 +25,8 @@ pub(crate) struct Resources {
 #[derive(Default)]
 pub(crate) struct Prepared {
     nbd: Option<nbd::Prepared>,
-    device: Option<vhost_user::Prepared>,
-    file: Option<fuse::Prepared>,
+    device: Option<mica_serve::Prepared<vhost_user::Running>>,
+    file: Option<mica_serve::Prepared<fuse::Running>>,
     /// The disk whose index is kept.
     indexed: Option<Arc<dyn Manage>>,
 }
@@ -105,8 +105,8 @@ impl Prepared {
         let Self { nbd, device, file, indexed } = self;
         Servers {
             nbd: nbd.map(nbd::Prepared::start),
-            device: device.map(vhost_user::Prepared::start),
-            file: file.map(fuse::Prepared::start),
+            device: device.map(mica_serve::Prepared::start),
+            file: file.map(mica_serve::Prepared::start),
             indexer: indexed.and_then(Indexer::start),
         }
     }

@@ -10,6 +10,7 @@ mod latency;
 mod limit;
 mod listener;
 pub mod nbd;
+mod prepared;
 mod sectors;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(not(test), expect(dead_code, reason = "the tests use all of it"))]
@@ -23,5 +24,6 @@ pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::Rates;
 pub use listener::{Listener, SocketUsers};
+pub use prepared::Prepared;
 pub use tls::{Clients, Tls, TlsPolicy};
 pub use workers::Workers;

@@ -29,5 +29,5 @@ mod tests;
 
 pub use attributes::AllowOther;
 pub use mounts::{MountRequest, Mounted, Mounts, MountsHere};
-pub use server::{Prepared, Running, Server, ServerConfig};
+pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

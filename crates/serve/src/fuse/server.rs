@@ -12,6 +12,7 @@ use super::mounts::{MountRequest, Mounts};
 use super::stats::{Counters, QueueStats};
 use crate::discard::Discard;
 use crate::failure_log::FailureLog;
+use crate::prepared::Prepared;
 use crate::workers::Workers;
 use fuser::{Config, Session, SessionACL};
 use mica_block::{Disk, Error, Result};
@@ -68,7 +69,7 @@ impl Server {
     ///
     /// # Errors
     /// As [`Mounts::mount`]; else any error of the system.
-    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
+    pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
         let ServerConfig { file, disk, image, discard, allow_other, workers, mounts } = config;
         let image = image.as_deref().map(open_image).transpose()?;
         let (image, identity) = image.unzip();
@@ -97,7 +98,7 @@ impl Server {
             Ok(Taking { device, start, ended }) => {
                 let file = Some(file);
                 let running = Running { export, file, mounts, device, ended, _workers: workers };
-                Ok(Prepared { start, running })
+                Ok(Prepared::new(start, running))
             }
             Err(error) => {
                 let error = Error::from_io(format!("serving a disk as {}", file.display()), error);
@@ -106,23 +107,6 @@ impl Server {
                 Err(error)
             }
         }
-    }
-}
-
-/// A file that is mounted, and whose server only has to be told to start.
-#[derive(Debug)]
-pub struct Prepared {
-    /// Dropped first: its thread ends if it is never told.
-    start: mpsc::Sender<()>,
-    running: Running,
-}
-
-impl Prepared {
-    /// Starts serving.
-    pub fn start(self) -> Running {
-        // The thread waits for nothing else.
-        let _ = self.start.send(());
-        self.running
     }
 }
 

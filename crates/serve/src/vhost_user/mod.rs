@@ -38,5 +38,5 @@ mod tests;
 pub use back_channel::Notice;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use hostile::{survive, survive_chains};
-pub use server::{Prepared, Running, Server, ServerConfig};
+pub use server::{Running, Server, ServerConfig};
 pub use stats::Counters;

@@ -11,6 +11,7 @@ use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
+use crate::prepared::Prepared;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
 use mica_rt::{Handle, Socket};
@@ -60,7 +61,7 @@ impl Server {
     ///
     /// # Errors
     /// `Invalid` for a configuration that makes no sense; else any error of the system.
-    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
+    pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
         let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
@@ -96,24 +97,7 @@ impl Server {
             .spawn(serving)
             .map_err(|error| Error::from_io("starting a device", error))?;
         let running = Running { common, stop, listener: Some(listener), thread: Some(thread) };
-        Ok(Prepared { start, running })
-    }
-}
-
-/// A device that only has to be told to start.
-#[derive(Debug)]
-pub struct Prepared {
-    /// Dropped first: its thread ends if it is never told.
-    start: mpsc::Sender<()>,
-    running: Running,
-}
-
-impl Prepared {
-    /// Starts serving.
-    pub fn start(self) -> Running {
-        // The thread waits for nothing else.
-        let _ = self.start.send(());
-        self.running
+        Ok(Prepared::new(start, running))
     }
 }
 
