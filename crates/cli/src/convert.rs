@@ -5,7 +5,7 @@ mod cursor;
 mod engine;
 
 use crate::create::{
-    NewFile, NewImageOptions, Sources, beside, fill_raw, new_data_file, parse_options,
+    NewFile, NewImageOptions, Sources, beside, fill_raw, new_data_file, open_backing, parse_options,
 };
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
@@ -88,7 +88,6 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     // Not even with --force is a disk copied over one of its own files.
     let mut sources = Sources::default();
     sources.add(&args.source, &*source);
-    sources.check(&args.target)?;
     match args.output_format.parse::<Format>()? {
         Format::Raw => convert_to_raw(args, &executor, source, &sources, sparse)?,
         Format::Qcow2 => convert_to_qcow2(args, &executor, source, sources, sparse)?,
@@ -173,7 +172,7 @@ fn convert_to_qcow2(
     sparse: u64,
 ) -> Result<(), Failure> {
     let plan = qcow2_plan(args, source.geometry().len)?;
-    let backing = executor.block_on(open_backing(args, &plan, &mut sources))?;
+    let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
         cluster_bytes: 1 << plan.l2.cluster_bits.bits(),
@@ -242,16 +241,16 @@ fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
     Ok(plan)
 }
 
-async fn open_backing(
+/// Opens the backing file of the new image, if it has one: what is the same there is not copied.
+async fn open_base(
     args: &ConvertArgs,
     plan: &ImagePlan,
     sources: &mut Sources,
 ) -> Result<Option<Arc<dyn Disk>>, Failure> {
     let Some(backing) = &plan.backing else { return Ok(None) };
-    let mut images = args.images.clone();
-    images.settings.format = backing.format.clone().unwrap_or_default();
     let path = beside(&args.target, Path::new(&backing.name));
-    let opened = images.open(&path, IndexUse::Read).await?;
+    let opened =
+        open_backing(&path, backing.format.as_deref(), IndexUse::Read, &args.images).await?;
     sources.add(&path, &*opened);
     Ok(Some(opened))
 }

@@ -89,15 +89,16 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
     let mut sources = Sources::default();
     if let Some(backing) = &options.wish.backing_name {
-        sources.add_file(&beside(&args.file, Path::new(backing)));
-    }
-    if let (Some(backing), false) = (&options.wish.backing_name, args.unsafe_backing) {
-        let format = options.wish.backing_format.as_deref().unwrap_or_default();
         let path = beside(&args.file, Path::new(backing));
-        let opened = open_backing(&path, format, &args.images).await;
-        let backing = opened.map_err(|failure| failure.within("the backing file"))?;
-        sources.add(&path, &*backing);
-        options.size.get_or_insert(backing.geometry().len);
+        if args.unsafe_backing {
+            sources.add_file(&path);
+        } else {
+            let format = options.wish.backing_format.as_deref();
+            let opened = open_backing(&path, format, IndexUse::Ignore, &args.images).await;
+            let opened = opened.map_err(|failure| failure.within("the backing file"))?;
+            sources.add(&path, &*opened);
+            options.size.get_or_insert(opened.geometry().len);
+        }
     }
     let size = options.size.ok_or_else(|| {
         Failure::new("Image creation needs a size parameter: give SIZE, or a backing file")
@@ -140,15 +141,16 @@ pub(crate) fn beside(file: &Path, name: &Path) -> PathBuf {
     file.parent().unwrap_or(Path::new("")).join(name)
 }
 
-/// Length of the disk of the backing file, which must be readable as `format`.
-async fn open_backing(
+/// Opens a new image's backing file, which must be readable as `format`.
+pub(crate) async fn open_backing(
     path: &Path,
-    format: &str,
+    format: Option<&str>,
+    index: IndexUse,
     images: &ImageArgs,
 ) -> Result<Arc<dyn Manage>, Failure> {
     let mut images = images.clone();
-    format.clone_into(&mut images.settings.format);
-    images.open(path, IndexUse::Ignore).await
+    format.unwrap_or_default().clone_into(&mut images.settings.format);
+    images.open(path, index).await
 }
 
 async fn create_raw(args: &CreateArgs, options: NewImageOptions) -> Result<(), Failure> {
