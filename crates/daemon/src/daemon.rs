@@ -179,6 +179,7 @@ fn ready(shared: &Shared, inherited: Sockets) {
     inherited.remove_spare();
     shared.notify_ready();
 }
+
 /// The way to do what this process may not do inside its sandbox.
 fn outside(config: &Config) -> Result<Outside> {
     let (SandboxMode::On | SandboxMode::Require, Some(program)) =

@@ -88,6 +88,7 @@ impl Shared {
             if begin == Begin::AtOnce {
                 served.start();
             }
+            // Opening may have taken long, and the signal came meanwhile: the rest is not opened.
             if self.is_stopping() {
                 return Err(denied("the server is stopping"));
             }

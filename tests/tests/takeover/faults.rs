@@ -376,20 +376,27 @@ fn drain_completes_although_its_client_has_disconnected() {
     qemu::io(dir, &[], "disk.qcow2", &["read -P 10 1M 4k"]);
 }
 
+/// An old process's side of a takeover, until the new one is ready: it hands over `control`.
+#[track_caller]
+fn give_control(control: &UnixListener) -> Channel {
+    // The previous process may have changed the mode of the socket that it was given.
+    control.set_nonblocking(false).expect("set");
+    let channel = Channel::give(control).expect("it asks");
+    let told = json!([{ "name": "mica.control", "is_of_unit": false }]);
+    let sockets = json!({ "say": "sockets", "sockets": told, "more": false });
+    channel.say(&sockets, &[control.as_fd()]).expect("heard");
+    assert_eq!(channel.hear().expect("it is"), "ready");
+    channel
+}
+
 #[test]
 fn new_process_does_not_serve_without_consent_of_the_old_one() {
     let Some(dir) = folder() else { return };
     let dir = dir.path();
     let control = UnixListener::bind(dir.join("control")).expect("bound");
     for answer in ["failed", "serving", "nothing"] {
-        // The previous process may have changed the mode of the socket that it was given.
-        control.set_nonblocking(false).expect("set");
         let mut new = Process::start(dir, answer, &TAKE_OVER);
-        let channel = Channel::give(&control).expect("it asks");
-        let told = json!([{ "name": "mica.control", "is_of_unit": false }]);
-        let sockets = json!({ "say": "sockets", "sockets": told, "more": false });
-        channel.say(&sockets, &[control.as_fd()]).expect("heard");
-        assert_eq!(channel.hear().expect("it is"), "ready");
+        let channel = give_control(&control);
         let said = json!({ "say": answer, "why": "a test" });
         // The last says nothing, and is still alive.
         let _ = if answer == "nothing" { Ok(()) } else { channel.say(&said, &[]) };
@@ -406,13 +413,8 @@ fn new_process_that_opens_a_hanging_image_hears_the_old_one_and_signals() {
     let control = UnixListener::bind(dir.join("control")).expect("bound");
     let hanging = [&TAKE_OVER[..], &["--inject", "delay=60s"]].concat();
     for answer in ["given-up", "nothing"] {
-        control.set_nonblocking(false).expect("set");
         let mut new = Process::start(dir, answer, &hanging);
-        let channel = Channel::give(&control).expect("it asks");
-        let told = json!([{ "name": "mica.control", "is_of_unit": false }]);
-        let sockets = json!({ "say": "sockets", "sockets": told, "more": false });
-        channel.say(&sockets, &[control.as_fd()]).expect("heard");
-        assert_eq!(channel.hear().expect("it is"), "ready");
+        let channel = give_control(&control);
         channel.say(&word("closed"), &[]).expect("heard");
         let opens = || holds_open(new.pid(), "/disk.qcow2").then_some(());
         clock::poll(LIMIT, Duration::from_millis(5), opens).expect("it opens it");
