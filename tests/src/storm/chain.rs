@@ -238,6 +238,7 @@ pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
         is_pending: false,
         loss: Loss::default(),
         is_contested: false,
+        left: None,
         other_len: None,
         leaks: Some(0),
     };

@@ -4,7 +4,7 @@ use super::chain::Chain;
 use super::foreign;
 use super::model::View;
 use super::shape::{self, Shape, data_file_of};
-use super::state::{Layer, Snapshot};
+use super::state::{Layer, Left, Snapshot};
 use super::story::{Outcome, trouble};
 use mica_units::Rng;
 use std::fs;
@@ -18,13 +18,13 @@ pub(super) fn commit_an_overlay(chain: &mut Chain<'_>, rng: &mut Rng) -> Outcome
     let backing = chain.active().clone();
     chain.create(rng, &name, &shape, Some(&backing), chain.state.model.len())?;
     let (aim, count) = (chain.aim(), 1 + rng.below(6));
-    let before = match chain.state.is_pending {
-        true => Some((chain.state.model.clone(), chain.judge_by_qemu(View::Lossy, "an overlay")?)),
-        false => None,
-    };
+    if chain.state.is_pending && chain.state.left.is_none() {
+        let content = chain.judge_by_qemu(View::Lossy, "an overlay")?;
+        chain.state.left = Some(Left { model: chain.state.model.clone(), content });
+    }
     chain.qemu_writes(rng, &name, &aim, count)?;
-    if let Some((model, content)) = before {
-        chain.state.model.zeros_left_no_trace(&model, &content);
+    if let Some(left) = &chain.state.left {
+        chain.state.model.zeros_left_no_trace(&left.model, &left.content);
     }
     foreign::img(&chain.world.images, &["commit", "-q", "-f", "qcow2", &name])?;
     fs::remove_file(chain.path(&name))?;

@@ -10,8 +10,9 @@
 //! - R3 An acknowledged flush makes the newest write that was acknowledged before it was sent the
 //!   base; what is older can never be seen again.
 //! - R4 What QEMU wrote is the base at once. But where a killed server's log may be applied still,
-//!   zeros that QEMU commits to where the file has zeros change no byte of it, so that nobody can
-//!   tell that they are later than what is in the log.
+//!   zeros that QEMU commits to where that server left zeros in the file leave no byte changed,
+//!   whatever QEMU committed there in between, so that nobody can tell that they are later than
+//!   what is in the log.
 //! - R5 What a server shows when it starts is decided: later writes that it does not show are gone
 //!   for good.
 //! - R6 A trim is zeros or nothing, and a read decides that. If the trim was to be durable when it
@@ -195,16 +196,19 @@ impl Model {
         }
     }
 
-    /// Another program committed what this has and the model `before` has not into a file that read
-    /// as `content` (R4).
+    /// Since a server was killed, other programs committed what this has and the model `before` has
+    /// not into a file that read as `content` (R4).
     pub(super) fn zeros_left_no_trace(&mut self, before: &Self, content: &[Seq]) {
         let sectors = self.sectors.iter_mut().zip(&before.sectors).zip(content);
         for ((sector, before), there) in sectors {
-            let is_zeroed = sector.is_foreign && sector.base == 0 && sector.later.is_empty();
-            if is_zeroed && *there == 0 {
-                sector.later.clone_from(&before.later);
+            let may_be_zeros = match sector.later.last() {
+                Some(last) => last.is_trim,
+                None => sector.base == 0,
+            };
+            if sector.is_foreign && may_be_zeros && *there == 0 {
                 // They may be seen, and are not lost if they are not.
-                sector.later.iter_mut().for_each(|version| version.acked = 0);
+                let possible = before.later.iter().map(|version| Version { acked: 0, ..*version });
+                sector.later.splice(..0, possible);
             }
         }
     }

@@ -26,6 +26,15 @@ pub(super) struct Snapshot {
     pub(super) content: Vec<Seq>,
 }
 
+/// What a killed server left.
+#[derive(Clone, Debug)]
+pub(super) struct Left {
+    /// What its disk may hold.
+    pub(super) model: Model,
+    /// What the image holds without the server's log.
+    pub(super) content: Vec<Seq>,
+}
+
 /// All that belongs to what the files are now; a copy of the files has one of its own.
 #[derive(Clone, Debug)]
 pub(super) struct State {
@@ -38,6 +47,8 @@ pub(super) struct State {
     pub(super) loss: Loss,
     /// Another program wrote to the image since the server was killed.
     pub(super) is_contested: bool,
+    /// What that server left, as found before the first commit since.
+    pub(super) left: Option<Left>,
     /// The length that the disk has perhaps, beside the model's: somebody was killed over it.
     pub(super) other_len: Option<u64>,
     /// Clusters that leak at most; unknown after a kill.
@@ -48,12 +59,14 @@ impl State {
     /// Nothing of a killed server is waited for any more.
     pub(super) fn settled(&mut self) {
         (self.is_pending, self.is_contested) = (false, false);
+        self.left = None;
         self.loss = Loss::default();
     }
 
     /// A server was killed, or could not close.
     pub(super) fn was_killed(&mut self, weakness: Option<Cause>) {
         self.is_pending = true;
+        self.left = None;
         self.leaks = None;
         weakness.into_iter().for_each(|cause| self.loss.add(cause));
     }

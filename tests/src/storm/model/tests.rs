@@ -84,15 +84,22 @@ fn what_another_program_wrote_stays_whatever_is_lost() {
 
 #[test]
 fn zeros_that_another_program_commits_over_zeros_may_come_before_what_a_log_has() {
-    for (there, may_be_seen) in [(0, true), (1, false)] {
+    for (there, is_trimmed) in [(0, false), (0, true), (1, false), (1, true)] {
         let mut model = one();
         model.send(&ALL, 1);
         model.acknowledge(&ALL, 1, false);
         let before = model.clone();
-        model.foreign(&ALL, 0);
+        // An earlier commit had something there, which the second one takes away.
+        model.foreign(&ALL, 8);
+        if is_trimmed {
+            model.trim(&ALL);
+        } else {
+            model.foreign(&ALL, 0);
+        }
         model.zeros_left_no_trace(&before, &[there]);
         assert!(sees(&model, 0, View::Lossy));
-        assert_eq!(sees(&model, 1, View::Lossy), may_be_seen);
+        assert_eq!(sees(&model, 8, View::Lossy), is_trimmed);
+        assert_eq!(sees(&model, 1, View::Lossy), there == 0);
         assert!(!model.settle(&[0]), "another program's zeros are no loss");
     }
 }
