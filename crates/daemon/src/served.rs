@@ -136,8 +136,8 @@ impl Served {
         Ok(())
     }
 
-    /// Serves it from now on. Without effect if it is served or has ended. Does not wait for changes
-    /// under way: only the state decides.
+    /// Serves it from now on. Without effect if it is served or has ended. Does not wait for
+    /// changes under way: only the state decides.
     pub(crate) fn start(&self) {
         let mut state = self.lock();
         if let State::Prepared(prepared) = &mut *state {
