@@ -17,15 +17,6 @@ pub struct Geometry {
     pub preferred_bytes: u32,
 }
 
-/// How detailed a plan is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Detail {
-    /// Enough to read.
-    Read,
-    /// Also which parts of a raw file are holes, which costs system calls.
-    Allocation,
-}
-
 /// Where the bytes of a range are, in order, without a gap, and exactly that range. No space that
 /// it names is reused while it lives, so it is kept until the last read is done.
 #[must_use = "what it says holds as long as it lives"]
@@ -96,7 +87,20 @@ pub trait Disk: Send + Sync {
     ///
     /// # Errors
     /// `Invalid` if `range` is beyond the end; otherwise why the map could not be read.
-    fn plan(&self, range: GuestRange, detail: Detail, extents: Vec<Extent>) -> Planned<'_>;
+    fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_>;
+
+    /// Where the bytes of `range` are, and what of that has space, which can cost system calls: of
+    /// as much of the range, from its start, as takes a bounded amount of memory. At least a byte,
+    /// unless the range is empty. [`Survey`](crate::Survey) goes on to its end.
+    ///
+    /// The extents can be read as long as nobody writes to the disk.
+    ///
+    /// # Errors
+    /// As [`Disk::plan`].
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        let planned = self.plan(range, Vec::new());
+        Box::pin(async move { Ok(planned.finish().await?.into_parts().0) })
+    }
 
     /// Reads all of `extent`, which belongs to a plan that is still held, or is a part of such an
     /// extent, into `buf`, whose length is the extent's. An extent that reads as zero fills `buf`

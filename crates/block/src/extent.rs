@@ -9,7 +9,7 @@ pub enum ExtentKind {
     /// the base, or the layer above one that is too short to reach here.
     Hole,
     /// A hole within a cluster that the layer has for other subclusters. Reported only if
-    /// [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    /// [`Disk::survey`](crate::Disk::survey) was asked.
     HoleInCluster,
     /// The layer says that these bytes are zeros and has no cluster for them.
     Zero,
@@ -18,7 +18,7 @@ pub enum ExtentKind {
     /// The bytes are in the layer's data file at the extent's host offset.
     Data,
     /// The layer has a cluster for these bytes, and its file has a hole there: reads as zeros.
-    /// Reported only if [`Detail::Allocation`](crate::Detail::Allocation) was asked for.
+    /// Reported only by [`Disk::survey`](crate::Disk::survey).
     DataInHole,
     /// The bytes are in the layer, encoded (compressed): only its format can read them.
     Encoded,

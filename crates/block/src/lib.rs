@@ -25,7 +25,7 @@ mod redo;
 mod sidecars;
 mod store;
 
-pub use disk::{Detail, Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
+pub use disk::{Disk, Geometry, Plan, Planned, Writing, Zeroes, ready};
 pub use error::{Error, ErrorKind, Result};
 pub use extent::{Extent, ExtentKind};
 pub use images::{ContentProof, Identity, Images, OpenImage, ProofSlot};
@@ -33,7 +33,7 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
-pub use plan::{Windows, read_extents, read_extents_by, windows};
+pub use plan::{Survey, Windows, read_extents, read_extents_by, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{

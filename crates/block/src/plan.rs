@@ -56,6 +56,39 @@ fn joined(mut front: Buf, back: Buf) -> Buf {
     front
 }
 
+/// A walk over a range of a disk, with the allocation of its parts: see [`Disk::survey`].
+pub struct Survey<'a> {
+    disk: &'a dyn Disk,
+    at: GuestOffset,
+    end: GuestOffset,
+}
+
+impl<'a> Survey<'a> {
+    /// A walk over `range` of `disk`.
+    pub fn new(disk: &'a dyn Disk, range: GuestRange) -> Self {
+        Self { disk, at: range.start(), end: range.end() }
+    }
+
+    /// The extents of the next part; `None` at the end of the range.
+    ///
+    /// # Errors
+    /// As [`Disk::plan`].
+    ///
+    /// # Panics
+    /// If the disk breaks its contract: the part has a gap, is empty, or ends beyond the range.
+    pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
+        let left = GuestRange::between(self.at, self.end).filter(|left| !left.is_empty());
+        let Some(left) = left else { return Ok(None) };
+        let extents = self.disk.survey(left).await?;
+        let len = Extent::total_len(&extents);
+        let part = GuestRange::new(self.at, len).filter(|part| part.end() <= self.end);
+        let part = part.expect("a part of the range");
+        assert!(len > 0 && Extent::covers(&extents, part), "a disk broke its contract");
+        self.at = part.end();
+        Ok(Some(extents))
+    }
+}
+
 /// The pieces of `range` that end at multiples of `window_bytes` on the disk: a long range is
 /// planned and done piece by piece, and the pieces of neighbouring ranges are aligned alike.
 ///

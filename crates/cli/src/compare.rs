@@ -1,20 +1,20 @@
 //! `mica compare`: whether two disks hold the same bytes.
 
+use crate::cursor::Cursor;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::Args;
-use mica_block::{Detail, Disk, Extent, Plan, Result, read_extents};
+use mica_block::{Disk, Extent, Result, read_extents};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
-use mica_units::{GuestOffset, GuestRange};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
-/// Bytes compared at a time: the minimum where there is data, growing where there is none.
-const PIECE_BYTES_MIN: u64 = 2 << 20;
-const PIECE_BYTES_MAX: u64 = 1 << 52;
+/// Bytes compared at a time.
+const PIECE_BYTES: u64 = 2 << 20;
 
 /// The exit code if an image cannot be opened, as qemu-img's.
 const EXIT_NOT_OPENED: u8 = 2;
@@ -53,13 +53,8 @@ pub(crate) fn run(args: &CompareArgs) -> std::result::Result<ExitCode, Failure> 
         let mut second = args.images.clone();
         second.settings.format.clone_from(&args.second_format);
         let second = second.open(&args.second, IndexUse::Read).await.map_err(not_opened)?;
-        let (short, long): (&dyn Disk, &dyn Disk) = if first.geometry().len <= second.geometry().len
-        {
-            (&*first, &*second)
-        } else {
-            (&*second, &*first)
-        };
         let sizes = (first.geometry().len, second.geometry().len);
+        let (short, long) = if sizes.0 <= sizes.1 { (first, second) } else { (second, first) };
         if args.strict && sizes.0 != sizes.1 {
             return report(args, &Difference::Length).map_err(failed);
         }
@@ -83,59 +78,35 @@ enum Difference {
 
 /// Finds the first byte that differs; the rest of the longer disk must be zeros.
 async fn compare(
-    short: &dyn Disk,
-    long: &dyn Disk,
+    short: Arc<dyn Disk>,
+    long: Arc<dyn Disk>,
     mut progress: impl FnMut(u64),
 ) -> Result<Difference> {
-    let (common, end) = (short.geometry().len, long.geometry().len);
-    let mut at = 0;
-    let mut piece = PIECE_BYTES_MIN;
-    while at < end {
-        progress(at);
-        let boundary = if at < common { common } else { end };
-        let len = piece.min(boundary - at);
-        let range = GuestRange::new(GuestOffset::new(at), len).expect("within the disk");
-        let theirs = plan(long, range).await?;
-        let ours = if at < common { plan(short, range).await? } else { None };
-        if theirs.is_none() && ours.is_none() {
-            piece = (piece * 2).min(PIECE_BYTES_MAX);
-        } else if len > PIECE_BYTES_MIN {
-            piece = PIECE_BYTES_MIN;
-            continue;
-        } else {
-            let theirs = read(long, theirs).await?;
-            let ours = read(short, ours).await?;
-            if let Some(skip) = first_difference(ours.as_deref(), theirs.as_deref()) {
-                return Ok(Difference::At(at + skip));
-            }
+    let (of_long, of_short) = (Arc::clone(&long), Arc::clone(&short));
+    let mut cursor = Cursor::new(of_long, Some(of_short), PIECE_BYTES, false);
+    while let Some(piece) = cursor.next().await? {
+        progress(piece.start);
+        let theirs = read(&*long, &piece.first).await?;
+        let ours = read(&*short, &piece.second).await?;
+        if let Some(skip) = first_difference(&ours, &theirs) {
+            return Ok(Difference::At(piece.start + skip as u64));
         }
-        at += len;
     }
     Ok(Difference::None)
 }
 
-/// The plan of `range`, or `None` if the map says that it reads as zeros.
-async fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Option<Plan<'_>>> {
-    let plan = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
-    let is_zero = plan.iter().all(|extent| extent.kind.reads_as_zero());
-    Ok((!is_zero).then_some(plan))
+async fn read(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {
+    let total = usize::try_from(Extent::total_len(extents)).expect("a piece");
+    read_extents(disk, extents, Buf::new(total)).await
 }
 
-/// The bytes of a plan.
-async fn read(disk: &dyn Disk, plan: Option<Plan<'_>>) -> Result<Option<Buf>> {
-    let Some(plan) = plan else { return Ok(None) };
-    let total = usize::try_from(Extent::total_len(&plan)).expect("a piece");
-    read_extents(disk, &plan, Buf::new(total)).await.map(Some)
-}
-
-fn first_difference(ours: Option<&[u8]>, theirs: Option<&[u8]>) -> Option<u64> {
-    let at = match (ours, theirs) {
-        (None, None) => None,
-        (Some(bytes), None) | (None, Some(bytes)) => bytes.iter().position(|byte| *byte != 0),
-        (Some(ours), Some(theirs)) if ours == theirs => None,
-        (Some(ours), Some(theirs)) => ours.iter().zip(theirs).position(|(a, b)| a != b),
-    };
-    at.map(|at| at as u64)
+/// Where `ours`, which may be shorter and goes on with zeros, differs from `theirs`.
+fn first_difference(ours: &[u8], theirs: &[u8]) -> Option<usize> {
+    let (common, rest) = theirs.split_at(ours.len());
+    if ours != common {
+        return ours.iter().zip(common).position(|(a, b)| a != b);
+    }
+    rest.iter().position(|byte| *byte != 0).map(|skip| ours.len() + skip)
 }
 
 fn report(args: &CompareArgs, outcome: &Difference) -> std::result::Result<ExitCode, Failure> {

@@ -1,7 +1,6 @@
 //! `mica convert`: copies a disk, with everything its chain holds, into a new image.
 
 mod content;
-mod cursor;
 mod engine;
 
 use crate::create::{

@@ -10,6 +10,7 @@ mod compare;
 mod convert;
 mod create;
 mod ctl;
+mod cursor;
 mod dd;
 mod failure;
 mod fork;

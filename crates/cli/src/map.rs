@@ -4,18 +4,12 @@ use crate::failure::Failure;
 use crate::images::{SubjectArgs, size_of};
 use crate::output::{OutputFormat, print};
 use clap::Args;
-use mica_block::{Detail, Extent, ExtentKind, Manage};
+use mica_block::{Extent, ExtentKind, Manage, Survey};
 use mica_qcow2::IndexUse;
 use mica_units::{GuestOffset, GuestRange};
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-/// Bytes of the disk planned at a time: more where there are few extents, less where there are
-/// many.
-const PIECE_BYTES_MIN: u64 = 256 << 20;
-const PIECE_BYTES_MAX: u64 = 1 << 52;
-/// Number of extents from which on the next piece is small again.
-const EXTENTS_MANY: usize = 1024;
 /// Text that is buffered before it is printed.
 const PRINT_BYTES: usize = 64 << 10;
 
@@ -41,19 +35,13 @@ pub(crate) fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
         let end = limit.map_or(len, |limit| len.min(start.saturating_add(limit)));
         let mut printer = Printer::new(args, &*disk);
         printer.begin()?;
-        let mut at = start;
-        let mut piece = PIECE_BYTES_MIN;
-        while at < end {
-            let count = piece.min(end - at);
-            let range = GuestRange::new(GuestOffset::new(at), count);
-            let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
-            let plan = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
-            let is_sparse = plan.len() < EXTENTS_MANY;
-            piece = if is_sparse { (piece * 2).min(PIECE_BYTES_MAX) } else { PIECE_BYTES_MIN };
-            for extent in plan.iter() {
-                printer.add(*extent)?;
+        let range = GuestRange::between(GuestOffset::new(start), GuestOffset::new(end.max(start)));
+        let range = range.ok_or_else(|| Failure::new("the disk ends beyond 64 bits"))?;
+        let mut survey = Survey::new(&*disk, range);
+        while let Some(extents) = survey.next().await? {
+            for extent in extents {
+                printer.add(extent)?;
             }
-            at += count;
         }
         printer.end()?;
         Ok(ExitCode::SUCCESS)

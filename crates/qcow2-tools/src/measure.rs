@@ -2,15 +2,10 @@
 
 use crate::create::{ImagePlan, Preallocation};
 use crate::layout::refcount_area;
-use mica_block::{Detail, Disk, Result};
+use mica_block::{Disk, Result, Survey};
 use mica_qcow2_format::{BitmapEntry, L1Entry};
 use mica_units::{ClusterBits, GuestOffset, GuestRange};
 
-/// Bytes of the disk that are planned at a time: more if they hold little.
-const WINDOW_BYTES_MIN: u64 = 256 << 20;
-const WINDOW_BYTES_MAX: u64 = 1 << 52;
-/// Number of extents in a window from which on the next one is small again.
-const EXTENTS_MANY: usize = 1024;
 /// Fixed fields of an entry of the bitmap directory.
 const BITMAP_ENTRY_BYTES: u64 = 24;
 
@@ -46,23 +41,16 @@ pub fn measure(plan: &ImagePlan, data_bytes: u64) -> Measure {
 /// Any failure to read the disk's map.
 pub async fn data_bytes(disk: &dyn Disk, bits: ClusterBits) -> Result<u64> {
     let len = disk.geometry().len;
-    let (mut total, mut counted_to, mut at) = (0, 0, 0);
-    let mut window = WINDOW_BYTES_MIN;
-    while at < len {
-        let count = window.min(len - at);
-        let range = GuestRange::new(GuestOffset::new(at), count).expect("within the disk");
-        let extents = disk.plan(range, Detail::Allocation, Vec::new()).finish().await?;
-        window = match extents.len() < EXTENTS_MANY {
-            true => (window * 2).min(WINDOW_BYTES_MAX),
-            false => WINDOW_BYTES_MIN,
-        };
+    let (mut total, mut counted_to) = (0, 0);
+    let whole = GuestRange::new(GuestOffset::ZERO, len).expect("a disk");
+    let mut survey = Survey::new(disk, whole);
+    while let Some(extents) = survey.next().await? {
         for extent in extents.iter().filter(|extent| !extent.kind.reads_as_zero()) {
             let end = (extent.start.bytes() + extent.len).next_multiple_of(bits.bytes());
             let start = extent.start.bytes() - bits.offset_within(extent.start.bytes());
             total += end.saturating_sub(start.max(counted_to));
             counted_to = counted_to.max(end);
         }
-        at += count;
     }
     Ok(total)
 }

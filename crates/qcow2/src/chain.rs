@@ -16,8 +16,8 @@ use crate::write::Writer;
 use crate::write::pages::Metadata;
 use arc_swap::ArcSwapOption;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, Images, IndexProgress, IoFuture, LocalFuture,
-    Plan, Planned, Result, Store, Writing, Zeroes,
+    Disk, Error, ErrorKind, Extent, Geometry, Images, IndexProgress, IoFuture, LocalFuture, Plan,
+    Planned, Result, Store, Writing, Zeroes,
 };
 use mica_qcow2_format::Header;
 use mica_rt::Buf;
@@ -183,16 +183,25 @@ impl Disk for Chain {
     }
 
     #[inline]
-    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         let in_flight = self.gate.enter();
-        match self.map.plan_now(range, detail, &mut extents) {
+        match self.map.plan_now(range, &mut extents) {
             Ok(()) => Planned::Ready(Ok(Plan::new(extents, in_flight))),
             Err(Rest::Impossible(error)) => Planned::Ready(Err(error)),
             Err(Rest::From(done)) => Planned::Pending(Box::pin(async move {
-                self.map.plan_rest(range, detail, done, &mut extents).await?;
+                self.map.plan_rest(range, done, &mut extents).await?;
                 Ok(Plan::new(extents, in_flight))
             })),
         }
+    }
+
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        let in_flight = self.gate.enter();
+        Box::pin(async move {
+            let surveyed = self.map.survey(range).await;
+            drop(in_flight);
+            surveyed
+        })
     }
 
     #[inline]

@@ -9,7 +9,6 @@
 mod chain;
 mod crc32c;
 mod decoded;
-mod detail;
 mod gate;
 mod header_io;
 mod index;
@@ -22,6 +21,7 @@ mod open;
 mod preallocated;
 mod redo;
 pub mod snapshots;
+mod survey;
 #[cfg(test)]
 mod testing;
 mod write;

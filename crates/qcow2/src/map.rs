@@ -9,9 +9,7 @@ use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
 use arc_swap::ArcSwap;
-use mica_block::{
-    Detail, Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result,
-};
+use mica_block::{Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result};
 use mica_rt::sync::Notify;
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset};
@@ -119,26 +117,21 @@ impl Map {
     pub(crate) fn plan_now(
         &self,
         range: GuestRange,
-        detail: Detail,
         extents: &mut Vec<Extent>,
     ) -> std::result::Result<(), Rest> {
         self.check_range(range).map_err(Rest::Impossible)?;
-        // A request for detail may cover very much at once, and may wait.
-        let done = if detail == Detail::Read { self.plan_cached(range, extents) } else { 0 };
-        match done == range.len() && detail == Detail::Read {
-            true => Ok(()),
-            false => Err(Rest::From(done)),
-        }
+        let done = self.plan_cached(range, extents);
+        if done == range.len() { Ok(()) } else { Err(Rest::From(done)) }
     }
 
     /// The extents of `range`, to be read.
     pub(crate) async fn plan(&self, range: GuestRange) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
-        match self.plan_now(range, Detail::Read, &mut extents) {
+        match self.plan_now(range, &mut extents) {
             Ok(()) => {}
             Err(Rest::Impossible(error)) => return Err(error),
             Err(Rest::From(done)) => {
-                self.plan_rest(range, Detail::Read, done, &mut extents).await?;
+                self.plan_rest(range, done, &mut extents).await?;
             }
         }
         Ok(extents)
@@ -164,35 +157,43 @@ impl Map {
     pub(crate) async fn plan_rest(
         &self,
         range: GuestRange,
-        detail: Detail,
         mut done: u64,
         extents: &mut Vec<Extent>,
     ) -> Result<()> {
         let mut pace = Pace::new(EXTENTS_PER_TURN);
         while done < range.len() {
-            let at = GuestOffset::new(range.start().bytes() + done);
-            let (number, base) = slice_of(at);
-            let before = extents.len();
-            let in_slice = left_in_slice(base, at).min(range.len() - done);
-            let cached = GuestRange::new(at, in_slice).expect("a part of the range");
-            if self.plan_cached(cached, extents) == in_slice {
-                done += in_slice;
-                pace.steps((extents.len() - before) as u64 + 1).await;
-                continue;
-            }
-            count(&self.index.counters.misses, 1);
-            if let Some(len) = self.skip_unowned(at, range.end()).await? {
-                let (start, kind, layer) = (at, ExtentKind::Hole, self.layers().base().number);
-                let host = HostOffset::ZERO;
-                Extent::push_joined(extents, Extent { start, len, kind, layer, host });
-                done += len;
-                continue;
-            }
-            let slice = self.slice(number).await?;
-            slice.append_extents(base, at, in_slice, extents);
-            done += in_slice;
+            let rest = range.after(done);
+            done += self.plan_step(rest, extents, &mut pace).await?;
         }
-        self.add_detail(detail, extents).await
+        Ok(())
+    }
+
+    /// Plans the first slice of `range`, or as much as nobody owns; returns how many bytes.
+    pub(crate) async fn plan_step(
+        &self,
+        range: GuestRange,
+        extents: &mut Vec<Extent>,
+        pace: &mut Pace,
+    ) -> Result<u64> {
+        let at = range.start();
+        let (number, base) = slice_of(at);
+        let before = extents.len();
+        let in_slice = left_in_slice(base, at).min(range.len());
+        let cached = GuestRange::new(at, in_slice).expect("a part of the range");
+        if self.plan_cached(cached, extents) == in_slice {
+            pace.steps((extents.len() - before) as u64 + 1).await;
+            return Ok(in_slice);
+        }
+        count(&self.index.counters.misses, 1);
+        if let Some(len) = self.skip_unowned(at, range.end()).await? {
+            let (start, kind, layer) = (at, ExtentKind::Hole, self.layers().base().number);
+            let host = HostOffset::ZERO;
+            Extent::push_joined(extents, Extent { start, len, kind, layer, host });
+            return Ok(len);
+        }
+        let slice = self.slice(number).await?;
+        slice.append_extents(base, at, in_slice, extents);
+        Ok(in_slice)
     }
 
     /// As [`Disk::read`](mica_block::Disk::read).

@@ -5,7 +5,7 @@
 //!
 //! Ends when its standard input does.
 
-use mica_block::{Detail, Disk, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned, ready};
+use mica_block::{Disk, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned, ready};
 use mica_rt::{Backend, Buf};
 use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy, Workers};
@@ -24,7 +24,7 @@ impl Disk for Null {
         Geometry { len: self.len, preferred_bytes: 4096 }
     }
 
-    fn plan(&self, range: GuestRange, _detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         extents.push(Extent::unplaced(range, self.kind));
         Planned::Ready(Ok(Plan::untracked(extents)))
     }

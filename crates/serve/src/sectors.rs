@@ -7,7 +7,7 @@
 //! costs each an atomic addition. Zeros and discards of any length are divided into pieces that
 //! need no memory of their own.
 
-use mica_block::{Detail, Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_extents};
+use mica_block::{Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_extents};
 use mica_rt::Buf;
 use mica_rt::sync::SharedLock;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -104,7 +104,7 @@ async fn write_parts(disk: &dyn Disk, range: GuestRange, bytes: &[u8]) -> Result
 
 async fn read_sector(disk: &dyn Disk, at: u64) -> Result<Buf> {
     let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
-    let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
+    let extents = disk.plan(range, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     read_extents(disk, &extents, Buf::new(SECTOR)).await
 }

@@ -2,7 +2,7 @@
 //! the same sectors.
 
 use crate::{ModelDisk, Request, Ticket, World};
-use mica_block::{Detail, Disk, Error, Extent, Manage, Result, Zeroes, read_extents};
+use mica_block::{Disk, Error, Extent, Manage, Result, Zeroes, read_extents};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::cell::{Cell, RefCell};
@@ -360,7 +360,7 @@ fn memory(bytes: &[u8]) -> Buf {
 /// # Panics
 /// If the plan does not cover `range`.
 pub async fn read(disk: &dyn Disk, range: GuestRange) -> Result<Vec<u8>> {
-    let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
+    let extents = disk.plan(range, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
     // Bytes that are not filled must not look right.
     let poisoned = vec![0xdd; usize::try_from(range.len()).expect("a small disk")];

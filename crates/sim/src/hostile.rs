@@ -3,7 +3,7 @@
 //! bytes have found a bug.
 
 use crate::{TinyImage, TinySpec, World};
-use mica_block::{Detail, Disk, Extent, Images};
+use mica_block::{Disk, Extent, Images, Survey};
 use mica_qcow2::{Chain, ChainOptions, IndexUse};
 use mica_qcow2_format::{
     Header, L2Entry, SnapshotDecoded, SnapshotEntry, Version, parse_data_file_name,
@@ -260,7 +260,7 @@ async fn read_chain(world: &World, top: &str, index: IndexUse) -> Vec<(Extent, V
     let options = ChainOptions { index, ..ChainOptions::default() };
     let chain = Chain::open(images, top.as_ref(), &options).await.expect("a good chain");
     let mut extents = Vec::new();
-    assert!(plan(&chain, 0, chain.geometry().len, Detail::Read, &mut extents).await);
+    assert!(plan(&chain, 0, chain.geometry().len, &mut extents).await);
     let mut shown = Vec::new();
     for extent in extents {
         let len = if extent.kind.reads_as_zero() { 0 } else { extent.len };
@@ -290,9 +290,14 @@ async fn read_here_and_there(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     let mut shown = Vec::new();
     let places = [(0, 4 << 20), (len / 3, 70_000), (len.saturating_sub(3 << 20), 3 << 20)];
     for (start, most) in places {
-        for detail in [Detail::Read, Detail::Allocation] {
+        let len = most.min(len - start);
+        for is_survey in [false, true] {
             let mut extents = Vec::new();
-            if !plan(chain, start, most.min(len - start), detail, &mut extents).await {
+            let is_known = match is_survey {
+                true => survey(chain, start, len, &mut extents).await,
+                false => plan(chain, start, len, &mut extents).await,
+            };
+            if !is_known {
                 shown.push(None);
             }
             for extent in extents.iter().take(EXTENTS_READ_MAX) {
@@ -303,22 +308,16 @@ async fn read_here_and_there(chain: &Chain) -> Vec<Option<Vec<u8>>> {
             }
         }
     }
-    plan(chain, 0, len.min(LONG_PLAN_BYTES), Detail::Read, &mut Vec::new()).await;
+    plan(chain, 0, len.min(LONG_PLAN_BYTES), &mut Vec::new()).await;
     shown
 }
 
 /// Plans a range; returns whether that succeeded. A plan is sorted, has no gap, and covers the
 /// range.
-async fn plan(
-    chain: &Chain,
-    start: u64,
-    len: u64,
-    detail: Detail,
-    extents: &mut Vec<Extent>,
-) -> bool {
+async fn plan(chain: &Chain, start: u64, len: u64, extents: &mut Vec<Extent>) -> bool {
     let range = GuestRange::new(GuestOffset::new(start), len).expect("a range of the disk");
     extents.clear();
-    match chain.plan(range, detail, std::mem::take(extents)).finish().await {
+    match chain.plan(range, std::mem::take(extents)).finish().await {
         Ok(plan) => (*extents, _) = plan.into_parts(),
         Err(_) => return false,
     }
@@ -329,6 +328,19 @@ async fn plan(
     }
     assert_eq!(at, range.end());
     true
+}
+
+/// Surveys a range to its end; returns whether that succeeded.
+async fn survey(chain: &Chain, start: u64, len: u64, extents: &mut Vec<Extent>) -> bool {
+    let range = GuestRange::new(GuestOffset::new(start), len).expect("a range of the disk");
+    let mut survey = Survey::new(chain, range);
+    loop {
+        match survey.next().await {
+            Ok(None) => return true,
+            Ok(Some(part)) => extents.extend(part),
+            Err(_) => return false,
+        }
+    }
 }
 
 const SIDECAR_HEADER_BYTES: usize = 256;

@@ -3,7 +3,7 @@
 
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
     ManageIndex, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes, ready,
 };
 use mica_rt::Buf;
@@ -48,19 +48,21 @@ impl Disk for NullDisk {
         self.geometry
     }
 
-    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         if let Err(error) = check_range(range, self.geometry) {
             return Planned::Ready(Err(error));
         }
-        let kind = match detail {
-            // Reported as data, so that a server sends as many bytes as for a disk that has some.
-            Detail::Read => ExtentKind::Data,
-            Detail::Allocation => ExtentKind::Hole,
-        };
         if !range.is_empty() {
-            extents.push(Extent::unplaced(range, kind));
+            // Reported as data, so that a server sends as many bytes as for a disk that has some.
+            extents.push(Extent::unplaced(range, ExtentKind::Data));
         }
         Planned::Ready(Ok(Plan::untracked(extents)))
+    }
+
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        let checked = check_range(range, self.geometry);
+        let hole = (!range.is_empty()).then(|| Extent::unplaced(range, ExtentKind::Hole));
+        Box::pin(std::future::ready(checked.map(|()| hole.into_iter().collect())))
     }
 
     fn read(&self, _extent: &Extent, mut buf: Buf) -> IoFuture {

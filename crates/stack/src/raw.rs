@@ -8,9 +8,9 @@
 //! the missing part of the last sector reads as zeros and is not written.
 
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture,
-    LocalFuture, Manage, ManageIndex, MapStats, Plan, Planned, Result, RunKind, Space, Store,
-    WriteStats, Writing, Zeroes, check_longer,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture, LocalFuture,
+    Manage, ManageIndex, MapStats, Plan, Planned, Result, RunKind, Space, Store, WriteStats,
+    Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
@@ -46,8 +46,7 @@ const PREFERRED_BYTES: u32 = 4096;
 /// Zeros that have to be written out are written in pieces of at most this size.
 const ZEROES_BYTES_MAX: u64 = 512 << 10;
 
-/// Maximum number of runs that one plan queries the file system for; anything beyond is reported as
-/// data, which is always true enough.
+/// Runs that one survey queries the file system for; then it ends.
 const RUNS_MAX: usize = 1 << 14;
 /// Runs after which other tasks get a turn: each takes two system calls.
 const RUNS_PER_TURN: u64 = 64;
@@ -126,17 +125,35 @@ impl RawDisk {
         }
         zeroed
     }
+}
+
+impl Disk for RawDisk {
+    fn geometry(&self) -> Geometry {
+        Geometry { len: self.len.load(Ordering::Acquire), preferred_bytes: PREFERRED_BYTES }
+    }
+
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
+        if let Err(error) = check_range(range, self.geometry()) {
+            return Planned::Ready(Err(error));
+        }
+        if !range.is_empty() {
+            extents.push(extent_at(range.start(), range.len(), ExtentKind::Data));
+        }
+        Planned::Ready(Ok(Plan::untracked(extents)))
+    }
 
     /// Queries the file system for the runs of `range`.
-    async fn plan_runs(&self, range: GuestRange, extents: &mut Vec<Extent>) -> Result<()> {
-        let mut pace = Pace::new(RUNS_PER_TURN);
-        let mut at = range.start();
-        let mut runs = 0;
-        while at < range.end() {
-            let left = range.end().bytes() - at.bytes();
-            let (kind, len) = if runs == RUNS_MAX {
-                (ExtentKind::Data, left)
-            } else {
+    fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            check_range(range, self.geometry())?;
+            let mut pace = Pace::new(RUNS_PER_TURN);
+            let mut extents = Vec::new();
+            let mut at = range.start();
+            for _ in 0..RUNS_MAX {
+                let left = range.end().bytes() - at.bytes();
+                if left == 0 {
+                    break;
+                }
                 let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
                 let kind = match run.kind {
                     RunKind::Data => ExtentKind::Data,
@@ -145,38 +162,11 @@ impl RawDisk {
                 };
                 assert!(run.len > 0 && run.len <= left, "a store broke its contract");
                 pace.steps(1).await;
-                (kind, run.len)
-            };
-            runs += 1;
-            Extent::push_joined(extents, extent_at(at, len, kind));
-            at = GuestOffset::new(at.bytes() + len);
-        }
-        Ok(())
-    }
-}
-
-impl Disk for RawDisk {
-    fn geometry(&self) -> Geometry {
-        Geometry { len: self.len.load(Ordering::Acquire), preferred_bytes: PREFERRED_BYTES }
-    }
-
-    fn plan(&self, range: GuestRange, detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
-        if let Err(error) = check_range(range, self.geometry()) {
-            return Planned::Ready(Err(error));
-        }
-        match detail {
-            Detail::Read => {
-                if !range.is_empty() {
-                    let all = extent_at(range.start(), range.len(), ExtentKind::Data);
-                    Extent::push_joined(&mut extents, all);
-                }
-                Planned::Ready(Ok(Plan::untracked(extents)))
+                Extent::push_joined(&mut extents, extent_at(at, run.len, kind));
+                at = GuestOffset::new(at.bytes() + run.len);
             }
-            Detail::Allocation => Planned::Pending(Box::pin(async move {
-                self.plan_runs(range, &mut extents).await?;
-                Ok(Plan::untracked(extents))
-            })),
-        }
+            Ok(extents)
+        })
     }
 
     fn read(&self, extent: &Extent, mut buf: Buf) -> IoFuture {

@@ -108,6 +108,17 @@ impl GuestRange {
         Some(Self { start, len })
     }
 
+    /// The range without its first `count` bytes.
+    ///
+    /// # Panics
+    /// If it has fewer.
+    #[inline]
+    #[must_use]
+    pub fn after(self, count: u64) -> Self {
+        let rest = self.start.checked_add(count).and_then(|at| Self::between(at, self.end()));
+        rest.expect("at most the range's length")
+    }
+
     /// First byte.
     #[inline]
     pub fn start(self) -> GuestOffset {

@@ -12,8 +12,8 @@ use tempfile::TempDir;
 
 /// How long a verb may take on a small image, however broken.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Address space that a verb may take for one.
-const MEMORY: &str = "--as=2147483648";
+/// Address space that a verb may take for one, in bytes.
+const MEMORY: u64 = 2 << 30;
 /// Memory that a server may use for one.
 const SERVER_BYTES_MAX: u64 = 128 << 20;
 
@@ -97,8 +97,13 @@ impl Victim {
 
     /// Runs a verb on the image, with little memory and time.
     fn run(&self, words: &[&str]) -> Finished {
+        self.run_within(MEMORY, words)
+    }
+
+    /// The same, with an address space of `bytes`.
+    pub(crate) fn run_within(&self, bytes: u64, words: &[&str]) -> Finished {
         let mut verb = Command::new("prlimit");
-        verb.arg(MEMORY).arg(mica::binary()).args(words).arg(self.path());
+        verb.arg(format!("--as={bytes}")).arg(mica::binary()).args(words).arg(self.path());
         let said = command::finish_within(&mut verb, LIMIT);
         assert!(said.signal().is_none() && said.code() != Some(134), "died: {said}");
         assert!(!said.stderr.contains("panicked"), "panicked: {said}");

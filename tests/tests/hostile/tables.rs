@@ -159,6 +159,36 @@ fn a_malicious_snapshot_table_does_no_harm() {
     }
 }
 
+/// What is planned ahead grew over the empty half, and the other half took 300 MB at once; with a
+/// larger table 9 GB.
+#[test]
+fn a_disk_of_a_table_that_all_name_is_surveyed_in_little_memory() {
+    const L1_ENTRIES: u64 = 1024;
+    const L2_ENTRIES: u64 = 8192;
+    const CLUSTER: u64 = 64 << 10;
+    let Some(victim) = Victim::new("cluster_size=64k") else { return };
+    let (data, tables) = (64 * CLUSTER, [65 * CLUSTER, 66 * CLUSTER]);
+    victim.set_len(67 * CLUSTER);
+    let entries = |count: u64, entry: &dyn Fn(u64) -> u64| -> Vec<u8> {
+        (0..count).flat_map(|index| entry(index).to_be_bytes()).collect()
+    };
+    let fragmented = |index: u64| if index.is_multiple_of(2) { data | COPIED } else { 0 };
+    victim.patch(data, vec![1; usize::try_from(CLUSTER).expect("small")]);
+    victim.patch(tables[0], entries(L2_ENTRIES, &fragmented));
+    let half = |index: u64| if index < L1_ENTRIES / 2 { 0 } else { tables[0] };
+    victim.patch(tables[1], entries(L1_ENTRIES, &half));
+    victim.patch(24, (L1_ENTRIES * L2_ENTRIES * CLUSTER).to_be_bytes());
+    victim.patch(36, u32::try_from(L1_ENTRIES).expect("few").to_be_bytes());
+    victim.patch(40, tables[1].to_be_bytes());
+    let half = L1_ENTRIES * L2_ENTRIES / 2;
+    let measured = victim.run_within(250 << 20, &["measure", "--output", "json"]).json();
+    // Every second cluster of a half, and the metadata of all.
+    let required = measured["required"].as_u64().expect("a number");
+    assert_eq!(required / CLUSTER / (half / 2), 1, "{measured}");
+    let map = victim.run_within(250 << 20, &["map"]);
+    assert_eq!(map.ok().lines().count() as u64, 1 + half / 2);
+}
+
 #[test]
 fn an_l1_entry_without_a_place_reads_as_nothing() {
     // QEMU 7.2 and 10.0 abort at the first write after this; reading falls through.

@@ -3,6 +3,8 @@
 use mica_gen::{ChainSpec, Features, generate};
 use mica_tests::{mica, qemu, tools};
 use serde_json::Value;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -117,6 +119,27 @@ fn maps_of_chains_of_different_lengths_agree() {
     qemu::io(dir, &[], "long.qcow2", &["write -P 3 25M 100k"]);
     same_map(dir, "short.qcow2");
     same_map(dir, "long.qcow2");
+}
+
+/// After 16,384 runs the rest was called data.
+#[test]
+fn map_of_a_raw_file_of_very_many_runs_names_them_all() {
+    const RUNS: u64 = 20_000;
+    const STEP: u64 = 8 << 10;
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("disk.raw");
+    let file = File::create(&path).expect("created");
+    file.set_len(RUNS * STEP).expect("set");
+    for run in 0..RUNS {
+        file.write_all_at(&[1; 4096], run * STEP).expect("written");
+    }
+    let args = ["map", "--output", "json", "--format", "raw"];
+    let map = mica::run([&args[..], &[&path.display().to_string()]].concat()).json();
+    let runs = runs(&map);
+    assert_eq!(runs.len() as u64, 2 * RUNS);
+    for (run, start) in runs.iter().step_by(2).zip((0..).step_by(8 << 10)) {
+        assert!(run.start == start && run.length == 4096 && run.data, "{run:?}");
+    }
 }
 
 #[test]

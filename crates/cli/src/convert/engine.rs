@@ -5,7 +5,7 @@
 //! writing run in parallel. So the target is laid out as if a single coroutine had done it all.
 
 use super::content::{ContentRules, contents};
-use super::cursor::{Cursor, Piece};
+use crate::cursor::{Cursor, Piece};
 use mica_block::{Disk, Error, ErrorKind, Extent, Result, Store, read_extents, write_all};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
 use mica_rt::sync::Turns;
@@ -185,14 +185,14 @@ async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Res
 
 /// The bytes of a piece, with zeros up to the end of its last cluster.
 async fn read_padded(disk: &dyn Disk, piece: &Piece, cluster_bytes: usize) -> Result<Buf> {
-    let bytes = read(disk, &piece.source).await?;
+    let bytes = read(disk, &piece.first).await?;
     let whole = bytes.len().next_multiple_of(cluster_bytes);
     Ok(pad(bytes, whole))
 }
 
 /// The backing file's bytes for a piece, with zeros beyond its end.
 async fn read_backing(disk: &dyn Disk, piece: &Piece, len: usize) -> Result<Buf> {
-    Ok(pad(read(disk, &piece.backing).await?, len))
+    Ok(pad(read(disk, &piece.second).await?, len))
 }
 
 async fn read(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {

@@ -11,7 +11,7 @@ use crate::discard::Discard;
 use crate::sectors::{self, pieces};
 use fuser::Errno;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Zeroes, read_extents, windows,
+    Disk, Error, ErrorKind, Extent, REQUEST_BYTES_MAX, Survey, Zeroes, read_extents, windows,
 };
 use mica_rt::{Buf, FallocateFlags, now, yield_now};
 use mica_units::{GuestOffset, GuestRange};
@@ -101,7 +101,7 @@ impl Task {
         let began = now();
         let Some(range) = self.cut(at, len.into()) else { return Ok(Buf::new(0)) };
         let disk = self.disk();
-        let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
+        let extents = disk.plan(range, Vec::new()).finish().await?;
         let buf = Buf::new(usize::try_from(range.len()).expect("a request's length"));
         let read = read_extents(disk, &extents, buf).await?;
         self.stats().read_bytes.add(range.len());
@@ -202,18 +202,16 @@ impl Task {
             return Err(beyond());
         }
         let searched = GuestRange::between(GuestOffset::new(from), GuestOffset::new(end));
-        let mut extents = Vec::new();
         for window in windows(searched.ok_or_else(beyond)?, REQUEST_BYTES_MAX) {
             if self.entered.is_closing() {
                 return Err(Failure::Refused(Errno::ESHUTDOWN));
             }
-            extents.clear();
-            let list = std::mem::take(&mut extents);
-            let plan = self.disk().plan(window, Detail::Allocation, list).finish().await?;
-            (extents, _) = plan.into_parts();
-            let is_it = |extent: &&Extent| extent.kind.reads_as_zero() == (what == Seek::Hole);
-            if let Some(found) = extents.iter().find(is_it) {
-                return offset_of(found.start.bytes());
+            let mut survey = Survey::new(self.disk(), window);
+            while let Some(extents) = survey.next().await? {
+                let is_it = |extent: &&Extent| extent.kind.reads_as_zero() == (what == Seek::Hole);
+                if let Some(found) = extents.iter().find(is_it) {
+                    return offset_of(found.start.bytes());
+                }
             }
             // A large disk has many windows: other tasks run between them.
             yield_now().await;

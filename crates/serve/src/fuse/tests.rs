@@ -5,9 +5,7 @@ use crate::discard::Discard;
 use crate::testing::memory::{Event, MemoryDisk};
 use crate::testing::random::Random;
 use crate::workers::Workers;
-use mica_block::{
-    Detail, Disk, ErrorKind, Extent, Geometry, IoFuture, Planned, Result, Zeroes, ready,
-};
+use mica_block::{Disk, ErrorKind, Extent, Geometry, IoFuture, Planned, Result, Zeroes, ready};
 use mica_rt::{Backend, Buf, FallocateFlags};
 use mica_units::GuestRange;
 use rustix::fs::fallocate;

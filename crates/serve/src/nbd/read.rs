@@ -12,7 +12,7 @@ use super::reply::{Content, Outgoing, ReplyStyle};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
 use crate::nbd::protocol::Done;
-use mica_block::{Detail, Disk, Extent, IoFuture, Plan, Result, windows};
+use mica_block::{Disk, Extent, IoFuture, Plan, Result, windows};
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange};
 use std::future::{Future, poll_fn};
@@ -119,7 +119,7 @@ async fn read_window<'a>(
     let plan = match plan {
         Some(plan) => plan,
         None => {
-            let planned = disk.plan(range, Detail::Read, Vec::new()).finish().await;
+            let planned = disk.plan(range, Vec::new()).finish().await;
             planned.map_err(|error| Failure::at(error, range.start()))?
         }
     };

@@ -4,7 +4,7 @@ use super::limits::{STATUS_EXTENTS_MAX, STATUS_WINDOW_BYTES};
 use super::protocol::{STATE_HOLE, STATE_ZERO, STATUS_EXTENT_BYTES};
 use super::shared::{Charge, Failure, Shared};
 use super::write::Outcome;
-use mica_block::{Detail, Extent, ExtentKind, windows};
+use mica_block::{Extent, ExtentKind, Survey, windows};
 use mica_rt::yield_now;
 use mica_units::GuestRange;
 use std::rc::Rc;
@@ -26,19 +26,19 @@ pub(super) async fn block_status<'a>(
 ) -> Result<Outcome, Failure> {
     let Status { cookie, range, extents_max } = status;
     let mut descriptors = Descriptors::new(extents_max.min(STATUS_EXTENTS_MAX));
-    let mut extents = Vec::new();
     'windows: for window in windows(range, STATUS_WINDOW_BYTES) {
-        extents.clear();
-        let list = std::mem::take(&mut extents);
-        match shared.disk.plan(window, Detail::Allocation, list).finish().await {
-            Ok(plan) => (extents, _) = plan.into_parts(),
-            // What is known already is an answer; the client asks again for the rest.
-            Err(_) if window.start() > range.start() => break,
-            Err(error) => return Err(Failure::at(error, window.start())),
-        }
-        for extent in &extents {
-            if !descriptors.push(extent) {
-                break 'windows;
+        let mut survey = Survey::new(shared.disk, window);
+        loop {
+            match survey.next().await {
+                Ok(None) => break,
+                Ok(Some(extents)) => {
+                    if !extents.iter().all(|extent| descriptors.push(extent)) {
+                        break 'windows;
+                    }
+                }
+                // What is known already is an answer; the client asks again for the rest.
+                Err(_) if !descriptors.list.is_empty() => break 'windows,
+                Err(error) => return Err(Failure::at(error, window.start())),
             }
         }
         if window.end() < range.end() {

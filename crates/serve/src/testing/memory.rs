@@ -2,8 +2,8 @@
 
 use super::gauge::{Gauge, Held};
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan,
-    Planned, Requests, Result, Writing, Zeroes, ready,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Plan, Planned,
+    Requests, Result, Writing, Zeroes, ready,
 };
 use mica_rt::{BUF_ALIGN, Buf, simulate, sleep};
 use mica_units::{GuestOffset, GuestRange};
@@ -124,7 +124,7 @@ impl Disk for MemoryDisk {
         Geometry { len: self.len, preferred_bytes: 4096 }
     }
 
-    fn plan(&self, range: GuestRange, _detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         extents.push(Extent::unplaced(range, ExtentKind::Data));
         Planned::Ready(Ok(Plan::new(extents, self.requests.enter())))
     }

@@ -8,7 +8,7 @@
 
 use super::chain::{DESCRIPTORS_MAX, Piece};
 use super::memory::Memory;
-use mica_block::{Detail, Disk, Error, ErrorKind, Extent, Result, read_extents};
+use mica_block::{Disk, Error, ErrorKind, Extent, Result, read_extents};
 use mica_rt::{Buf, yield_now};
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use vm_memory::Address;
@@ -68,7 +68,7 @@ pub(super) async fn read(
         if range.start() > first {
             yield_now().await;
         }
-        let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await?;
+        let extents = disk.plan(range, Vec::new()).finish().await?;
         let mut bufs = bufs_of(memory, &pieces)?;
         if is_direct(&pieces) {
             read_into(disk, &extents, bufs).await?;

@@ -2,7 +2,7 @@
 
 use crate::chain::FOLDER;
 use crate::plain::{Plain, range, read, write};
-use mica_block::{Detail, Disk as _, Manage as _};
+use mica_block::{Disk as _, Manage as _};
 use mica_qcow2_format::Version;
 use mica_qcow2_tools::create::ImageWish;
 use mica_rt::{Buf, join_all};
@@ -157,7 +157,7 @@ fn compressed_cluster_that_changes_after_the_plan_is_read_old_or_new() {
                 let image = Plain::packed(&world, wish, 16, 0x41).await;
                 let chain = image.open(Mode::Write).await;
                 let part = range(4 << 16, 65536);
-                let extents = chain.plan(part, Detail::Read, Vec::new()).finish().await.unwrap();
+                let extents = chain.plan(part, Vec::new()).finish().await.unwrap();
                 if world.seed() % 2 == 0 {
                     chain.discard(range(0, MIB)).await.unwrap();
                 }

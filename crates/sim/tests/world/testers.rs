@@ -5,9 +5,8 @@
 #![expect(clippy::cast_possible_truncation, reason = "numbers below 256")]
 
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture,
-    Manage, ManageIndex, MapStats, Plan, Planned, Result, Space, Store, WriteStats, Writing,
-    Zeroes,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture, Manage,
+    ManageIndex, MapStats, Plan, Planned, Result, Space, Store, WriteStats, Writing, Zeroes,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
@@ -137,7 +136,7 @@ impl Disk for Raw {
         Geometry { len: DISK_BYTES as u64, preferred_bytes: 4096 }
     }
 
-    fn plan(&self, range: GuestRange, _: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         let (start, len, kind) = (range.start(), range.len(), ExtentKind::Data);
         let host = HostOffset::new(start.bytes());
         extents.push(Extent { start, len, kind, layer: LayerNumber::BASE, host });

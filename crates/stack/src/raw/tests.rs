@@ -15,14 +15,19 @@ fn raw(bytes: Vec<u8>) -> RawDisk {
     RawDisk::new(Arc::new(MemoryStore::new("memory", bytes))).expect("a disk")
 }
 
-fn plan(disk: &dyn Disk, range: GuestRange, detail: Detail) -> Result<Vec<Extent>> {
-    let planned = disk.plan(range, detail, Vec::new());
+fn survey(disk: &dyn Disk, range: GuestRange) -> Result<Vec<Extent>> {
+    let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
+    executor.block_on(disk.survey(range))
+}
+
+fn plan(disk: &dyn Disk, range: GuestRange) -> Result<Vec<Extent>> {
+    let planned = disk.plan(range, Vec::new());
     let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
     Ok(executor.block_on(planned.finish())?.into_parts().0)
 }
 
 fn read(disk: &dyn Disk, range: GuestRange) -> Vec<u8> {
-    let extents = plan(disk, range, Detail::Read).expect("a plan");
+    let extents = plan(disk, range).expect("a plan");
     let executor = Executor::new(Backend::Sim { seed: 0 }).expect("a simulator");
     let poisoned = vec![0xee; usize::try_from(range.len()).expect("small")];
     let read = read_extents(disk, &extents, Buf::from_slice(&poisoned));
@@ -41,14 +46,14 @@ fn last_sector_is_filled_up_with_zeros() {
 #[test]
 fn read_plan_is_one_extent() {
     let disk = raw(vec![7; 4096]);
-    let extents = plan(&disk, range(100, 3000), Detail::Read).unwrap();
+    let extents = plan(&disk, range(100, 3000)).unwrap();
     assert_eq!(extents, [extent_at(GuestOffset::new(100), 3000, ExtentKind::Data)]);
 }
 
 #[test]
-fn allocation_plan_shows_holes_and_covers_the_range() {
+fn survey_shows_holes_and_covers_the_range() {
     let disk = raw(vec![7; 700]);
-    let extents = plan(&disk, range(100, 924), Detail::Allocation).unwrap();
+    let extents = survey(&disk, range(100, 924)).unwrap();
     assert_eq!(
         extents,
         [
@@ -63,12 +68,12 @@ fn range_beyond_the_end_is_refused_and_an_empty_one_is_not() {
     let null = NullDisk::new(4096).unwrap();
     let raw = raw(vec![7; 4096]);
     for disk in [&raw as &dyn Disk, &null] {
-        for detail in [Detail::Read, Detail::Allocation] {
-            let error = plan(disk, range(4000, 97), detail).unwrap_err();
+        for ask in [plan, survey] {
+            let error = ask(disk, range(4000, 97)).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Invalid);
-            let error = plan(disk, range(u64::MAX, 0), detail).unwrap_err();
+            let error = ask(disk, range(u64::MAX, 0)).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Invalid);
-            assert_eq!(plan(disk, range(4096, 0), detail).unwrap(), []);
+            assert_eq!(ask(disk, range(4096, 0)).unwrap(), []);
         }
     }
 }
@@ -76,10 +81,10 @@ fn range_beyond_the_end_is_refused_and_an_empty_one_is_not() {
 #[test]
 fn null_disk_is_zeros_that_a_server_has_to_send() {
     let disk = NullDisk::new(1 << 40).unwrap();
-    let extents = plan(&disk, range(0, 4096), Detail::Read).unwrap();
+    let extents = plan(&disk, range(0, 4096)).unwrap();
     assert_eq!(extents[0].kind, ExtentKind::Data);
     assert_eq!(read(&disk, range(1 << 39, 4096)), [0; 4096]);
-    let extents = plan(&disk, range(0, 1 << 40), Detail::Allocation).unwrap();
+    let extents = survey(&disk, range(0, 1 << 40)).unwrap();
     assert_eq!((extents[0].kind, extents[0].len), (ExtentKind::Hole, 1 << 40));
     assert_eq!(NullDisk::new(1000).err().unwrap().kind(), ErrorKind::Invalid);
 }

@@ -157,7 +157,7 @@ impl Disk for StuckDisk {
         Geometry { len: LEN, preferred_bytes: 512 }
     }
 
-    fn plan(&self, _: GuestRange, _: Detail, _: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, _: GuestRange, _: Vec<Extent>) -> Planned<'_> {
         Planned::Pending(Box::pin(std::future::pending()))
     }
 

@@ -12,7 +12,7 @@ use super::super::write::{
 };
 use super::slots::{Finished, Timed, Work};
 use super::{Ended, Session};
-use mica_block::{Detail, Extent, InFlight, LocalFuture, Planned};
+use mica_block::{Extent, InFlight, LocalFuture, Planned};
 use mica_rt::{Buf, Instant, now};
 use mica_units::{GuestOffset, GuestRange};
 use std::rc::Rc;
@@ -171,7 +171,7 @@ impl<'a> Session<'a> {
         if read.range.len() <= WINDOW_BYTES {
             self.extents.clear();
             let list = std::mem::take(&mut self.extents);
-            match disk.plan(read.range, Detail::Read, list) {
+            match disk.plan(read.range, list) {
                 Planned::Ready(Ok(planned)) => match *planned {
                     [extent] => {
                         let (list, in_flight) = planned.into_parts();

@@ -1,9 +1,7 @@
 //! Disks that are only read: one whose every byte is known, one that cannot plan.
 
 use crate::testing::gauge::{Gauge, Held};
-use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned,
-};
+use mica_block::{Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned};
 use mica_rt::{Buf, simulate, yield_now};
 use mica_units::{GuestOffset, GuestRange};
 use std::io;
@@ -99,7 +97,7 @@ impl Disk for PatternDisk {
         Geometry { len: self.len, preferred_bytes: 65536 }
     }
 
-    fn plan(&self, range: GuestRange, _detail: Detail, mut extents: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, range: GuestRange, mut extents: Vec<Extent>) -> Planned<'_> {
         assert!(range.end().bytes() <= self.len, "the server checks the range");
         // Every third place waits, so that both ways are used.
         if self.slow_plans && (range.start().bytes() / RUN_BYTES).is_multiple_of(3) {
@@ -148,7 +146,7 @@ impl Disk for BrokenDisk {
         Geometry { len: 1 << 20, preferred_bytes: 512 }
     }
 
-    fn plan(&self, _: GuestRange, _: Detail, _: Vec<Extent>) -> Planned<'_> {
+    fn plan(&self, _: GuestRange, _: Vec<Extent>) -> Planned<'_> {
         Planned::Ready(Err(Error::new(ErrorKind::Corrupt, "the map is nonsense")))
     }
 

@@ -9,7 +9,7 @@ use crate::vhost_user::common::Common;
 use crate::vhost_user::memory::Memory;
 use crate::vhost_user::request::{Action, ID_BYTES, Request, Rules, Status, ZeroRange};
 use crate::vhost_user::transfer::{self, Cost};
-use mica_block::{Detail, Planned, Result, Zeroes};
+use mica_block::{Planned, Result, Zeroes};
 use mica_rt::yield_now;
 use mica_units::GuestRange;
 use std::future::Future;
@@ -178,7 +178,7 @@ impl<'a> Running<'a> {
         {
             self.extents.clear();
             let list = std::mem::take(&mut self.extents);
-            if let Planned::Ready(Ok(plan)) = self.disk.plan(range, Detail::Read, list) {
+            if let Planned::Ready(Ok(plan)) = self.disk.plan(range, list) {
                 let io =
                     if let [extent] = &*plan { Some(self.disk.read(extent, buf)) } else { None };
                 let (list, in_flight) = plan.into_parts();

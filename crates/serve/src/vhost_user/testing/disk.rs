@@ -2,8 +2,8 @@
 
 use crate::testing::memory::MemoryDisk;
 use mica_block::{
-    Detail, Disk, Error, ErrorKind, Extent, Geometry, IoFuture, LocalFuture, Planned, Result,
-    Writing, Zeroes, ready,
+    Disk, Error, ErrorKind, Extent, Geometry, IoFuture, LocalFuture, Planned, Result, Writing,
+    Zeroes, ready,
 };
 use mica_rt::{Buf, sleep};
 use mica_units::{GuestOffset, GuestRange};
@@ -96,8 +96,8 @@ impl Disk for TestDisk {
         Geometry { len: self.len.load(Ordering::Acquire), ..self.memory.geometry() }
     }
 
-    fn plan(&self, range: GuestRange, detail: Detail, extents: Vec<Extent>) -> Planned<'_> {
-        self.memory.plan(range, detail, extents)
+    fn plan(&self, range: GuestRange, extents: Vec<Extent>) -> Planned<'_> {
+        self.memory.plan(range, extents)
     }
 
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture {

@@ -1,6 +1,6 @@
 //! Chains in real files, whose descriptors are given up and opened again.
 
-use mica_block::{Detail, Disk, ErrorKind, Images, Result};
+use mica_block::{Disk, ErrorKind, Images, Result};
 use mica_qcow2::{Chain, ChainOptions};
 use mica_qcow2_format::{L2Entry, Version};
 use mica_rt::{Backend, Buf, Executor};
@@ -62,7 +62,7 @@ impl Layers {
 
     async fn read(&self, cluster: u64) -> Result<u8> {
         let range = GuestRange::new(GuestOffset::new(cluster * CLUSTER), 512).unwrap();
-        let extents = self.chain.plan(range, Detail::Read, Vec::new()).finish().await?;
+        let extents = self.chain.plan(range, Vec::new()).finish().await?;
         let (result, buf) = self.chain.read(&extents[0], Buf::new(512)).await;
         result.map(|()| buf[0])
     }

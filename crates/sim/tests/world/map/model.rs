@@ -1,6 +1,6 @@
 //! Layers that a test fully knows, a walk of them, and the comparison.
 
-use mica_block::{Detail, Disk, Extent, ExtentKind, Images, Result};
+use mica_block::{Disk, Extent, ExtentKind, Images, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
 use mica_qcow2_format::{L1Entry, L2Entry, RawL2Entry, Version};
 use mica_rt::Buf;
@@ -152,7 +152,7 @@ pub(crate) async fn compare(chain: &Chain, layers: &[ModelLayer]) {
     let len = chain.geometry().len;
     assert_eq!(len, layers.last().unwrap().len);
     let whole = GuestRange::new(GuestOffset::ZERO, len).unwrap();
-    let extents = chain.plan(whole, Detail::Read, Vec::new()).finish().await.unwrap();
+    let extents = chain.plan(whole, Vec::new()).finish().await.unwrap();
     let mut at = 0;
     for extent in extents.iter() {
         assert_eq!(extent.start.bytes(), at);

@@ -4,7 +4,7 @@ use super::{folder_with_image, images, names_in, options};
 use crate::{
     Format, ImageOptions, RedoPlace, open, open_writable, redo_folder, redo_folder_of_owner,
 };
-use mica_block::{Detail, Disk, ErrorKind, Images as _, Manage, Result};
+use mica_block::{Disk, ErrorKind, Images as _, Manage, Result};
 use mica_qcow2::ChainOptions;
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_rt::{Backend, Buf, Executor};
@@ -59,7 +59,7 @@ impl Place {
     fn shown(&self, disk: &dyn Disk) -> u8 {
         let range = GuestRange::new(GuestOffset::new(CLUSTER), 512).unwrap();
         self.executor.block_on(async {
-            let extents = disk.plan(range, Detail::Read, Vec::new()).finish().await.unwrap();
+            let extents = disk.plan(range, Vec::new()).finish().await.unwrap();
             let (read, buf) = disk.read(&extents[0], Buf::new(512)).await;
             read.unwrap();
             buf[0]

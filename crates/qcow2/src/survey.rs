@@ -1,14 +1,22 @@
-//! The detail of a plan beyond what reading needs: which layer ends the search for a hole, which
+//! A survey: a plan with what reading does not need. Which layer ends the search for a hole, which
 //! holes lie in clusters, and which parts of a raw image are holes in its file.
+//!
+//! It ends early rather than take memory without bound: a fragmented disk of many terabytes has
+//! billions of extents, and one L2 table that every L1 entry names makes a disk of that kind of a
+//! file of kilobytes.
 
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::map::{EXTENTS_PER_TURN, Map};
-use mica_block::{Detail, Extent, ExtentKind, Result, RunKind};
+use mica_block::{Extent, ExtentKind, Result, RunKind};
 use mica_rt::Pace;
-use mica_units::{GuestOffset, HostOffset};
+use mica_units::{GuestOffset, GuestRange, HostOffset};
 
-/// Runs of files that one plan queries; beyond that, the rest is reported as data.
+/// Extents after which a survey ends, with the slice that it is in.
+const EXTENTS_MANY: usize = 4096;
+/// Slices after which it ends: each can have holes in clusters that are one extent of the plan.
+const SLICES_MANY: u64 = 256;
+/// Runs of files after which it ends, each of which is a query.
 const FILE_RUNS_MAX: usize = 4096;
 /// A query to a file system counts as this many extents.
 const STEPS_PER_FILE_RUN: u64 = 16;
@@ -16,40 +24,52 @@ const STEPS_PER_FILE_RUN: u64 = 16;
 const LAYERS_PER_STEP: u64 = 8;
 
 impl Map {
-    /// Adds the detail to the extents.
-    pub(crate) async fn add_detail(&self, detail: Detail, extents: &mut Vec<Extent>) -> Result<()> {
-        if detail == Detail::Read {
-            return Ok(());
-        }
-        let mut file_runs = 0;
+    /// As [`Disk::survey`](mica_block::Disk::survey).
+    pub(crate) async fn survey(&self, range: GuestRange) -> Result<Vec<Extent>> {
+        self.check_range(range)?;
         let mut pace = Pace::new(EXTENTS_PER_TURN);
+        let mut planned = Vec::new();
+        let (mut done, mut slices) = (0, 0);
+        while done < range.len() && planned.len() < EXTENTS_MANY && slices < SLICES_MANY {
+            done += self.plan_step(range.after(done), &mut planned, &mut pace).await?;
+            slices += 1;
+        }
+        self.add_detail(planned, &mut pace).await
+    }
+
+    /// The detail of `planned`, or of the beginning of it.
+    async fn add_detail(&self, planned: Vec<Extent>, pace: &mut Pace) -> Result<Vec<Extent>> {
+        let mut extents = Vec::with_capacity(planned.len());
+        let mut file_runs = 0;
         // The most that an extent costs, if every layer is queried.
         let layers = self.layers();
         let of_layers = layers.all().len() as u64 / LAYERS_PER_STEP;
-        let planned = std::mem::take(extents);
         for extent in planned {
             pace.steps(1).await;
             let layer = layers.get(extent.layer);
             match extent.kind {
                 ExtentKind::Hole => {
-                    append_holes(&layers, extent, extents).await?;
+                    append_holes(&layers, extent, &mut extents).await?;
                     pace.steps(of_layers).await;
                 }
                 ExtentKind::Data if layer.tables.is_none() => {
                     // Zeros according to the file: this layer owns them, in their place.
                     let hole = ExtentKind::ZeroAllocated;
-                    let told = (&mut file_runs, &mut *extents);
-                    append_file_runs(layer, (extent, hole), told, &mut pace).await?;
+                    let told = (&mut file_runs, &mut extents);
+                    append_file_runs(layer, (extent, hole), told, pace).await?;
                 }
                 ExtentKind::Data if layer.is_preallocated().await => {
                     let hole = ExtentKind::DataInHole;
-                    let told = (&mut file_runs, &mut *extents);
-                    append_file_runs(layer, (extent, hole), told, &mut pace).await?;
+                    let told = (&mut file_runs, &mut extents);
+                    append_file_runs(layer, (extent, hole), told, pace).await?;
                 }
                 _ => extents.push(extent),
             }
+            if file_runs == FILE_RUNS_MAX {
+                break;
+            }
         }
-        Ok(())
+        Ok(extents)
     }
 }
 
@@ -93,7 +113,8 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
     }
 }
 
-/// Splits a data extent at the holes of its file, which become extents of the kind `hole`.
+/// Splits a data extent at the holes of its file, which become extents of the kind `hole`, as far
+/// as `runs` allows.
 async fn append_file_runs(
     layer: &Layer,
     (extent, hole): (Extent, ExtentKind),
@@ -101,21 +122,17 @@ async fn append_file_runs(
     pace: &mut Pace,
 ) -> Result<()> {
     let mut done = 0;
-    while done < extent.len {
+    while done < extent.len && *runs < FILE_RUNS_MAX {
+        *runs += 1;
+        pace.steps(STEPS_PER_FILE_RUN).await;
         let host = HostOffset::new(extent.host.bytes() + done);
         let left = extent.len - done;
-        let (kind, len) = if *runs == FILE_RUNS_MAX {
-            (ExtentKind::Data, left)
-        } else {
-            *runs += 1;
-            pace.steps(STEPS_PER_FILE_RUN).await;
-            let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
-            let kind = match run.kind {
-                RunKind::Data => ExtentKind::Data,
-                RunKind::Hole => hole,
-            };
-            (kind, run.len.clamp(1, left))
+        let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
+        let kind = match run.kind {
+            RunKind::Data => ExtentKind::Data,
+            RunKind::Hole => hole,
         };
+        let len = run.len.clamp(1, left);
         let start = GuestOffset::new(extent.start.bytes() + done);
         Extent::push_joined(extents, Extent { start, len, kind, host, layer: extent.layer });
         done += len;
