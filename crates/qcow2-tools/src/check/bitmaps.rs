@@ -9,6 +9,7 @@ use mica_qcow2_format::{
     BITMAP_TABLE_ENTRY_BYTES, BitmapEntry, BitmapTableEntry, BitmapsExtension,
     decode_bitmap_directory,
 };
+use std::collections::BTreeMap;
 
 impl Checker<'_> {
     /// Counts the references to and from bitmaps.
@@ -34,9 +35,17 @@ impl Checker<'_> {
             header.disk_bytes(),
         )?;
         drop(directory);
+        // Those that share a table are read once.
+        let mut tables: BTreeMap<(u64, u64), (&BitmapEntry, u64)> = BTreeMap::new();
         for bitmap in &bitmaps {
             self.check_table_size(bitmap)?;
-            self.refer_bitmap(bitmap).await?;
+            let bytes = u64::from(bitmap.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
+            let place = (bitmap.table_offset.bytes(), bytes);
+            tables.entry(place).or_insert((bitmap, 0)).1 += 1;
+        }
+        self.check_overlap("the tables of bitmaps", tables.keys().copied())?;
+        for ((at, bytes), (bitmap, times)) in tables {
+            self.refer_bitmap(bitmap, (at, bytes), times).await?;
         }
         Ok(())
     }
@@ -58,11 +67,16 @@ impl Checker<'_> {
         ))
     }
 
-    async fn refer_bitmap(&mut self, bitmap: &BitmapEntry) -> Result<()> {
+    /// Counts what `times` bitmaps refer to, of which `bitmap` is the first, and whose table has
+    /// this place.
+    async fn refer_bitmap(
+        &mut self,
+        bitmap: &BitmapEntry,
+        (mut at, bytes): (u64, u64),
+        times: u64,
+    ) -> Result<()> {
         let bits = self.header.cluster_bits;
-        let bytes = u64::from(bitmap.table_entries) * BITMAP_TABLE_ENTRY_BYTES;
-        self.refer_place(bitmap.table_offset.bytes(), bytes, 1)?;
-        let mut at = bitmap.table_offset.bytes();
+        self.refer_place(at, bytes, times)?;
         let end = at.saturating_add(bytes).min(self.file_bytes);
         while at < end {
             let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(READ_BYTES_MAX);
@@ -71,7 +85,7 @@ impl Checker<'_> {
                 let entry = BitmapTableEntry::decode(u64::from_be_bytes(entry), bits)
                     .map_err(|error| error.wrap(format!("bitmap {:?}", bitmap.name)))?;
                 if let BitmapTableEntry::Data(data) = entry {
-                    self.refer_place(data.bytes(), bits.bytes(), 1)?;
+                    self.refer_place(data.bytes(), bits.bytes(), times)?;
                 }
             }
             at += len as u64;

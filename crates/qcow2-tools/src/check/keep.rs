@@ -75,10 +75,21 @@ impl Keep {
         }
     }
 
-    pub(super) fn place(&mut self, bits: ClusterBits, offset: u64, len: u64) {
-        if self.wanted && len > 0 {
-            self.places.push(clusters(bits, offset, len));
+    pub(super) fn place(&mut self, bits: ClusterBits, offset: u64, len: u64) -> Result<()> {
+        if !self.wanted || len == 0 {
+            return Ok(());
         }
+        let (first, last) = clusters(bits, offset, len);
+        let is_full = self.places.len() == RANGES_MAX;
+        match self.places.last_mut() {
+            Some((_, end)) if end.saturating_add(1) == first => *end = last,
+            _ if is_full => {
+                let what = "tables and bitmaps are in more places than any real image has";
+                return Err(Error::new(ErrorKind::Limit, what));
+            }
+            _ => self.places.push((first, last)),
+        }
+        Ok(())
     }
 
     pub(super) fn structure(&mut self, bits: ClusterBits, offset: u64, len: u64) {

@@ -12,10 +12,12 @@
 //! - I1. Memory is bounded by the length of the file and by the limits of the format, never by the
 //!   length of the disk: references to clusters beyond the end of the file are reported, not kept.
 //! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so
-//!   a check costs what the tables in the file cost, and a malicious image cannot multiply that.
+//!   a check costs what the tables in the file cost, and a malicious image cannot multiply that:
+//!   tables that overlap until they are longer than the file end the check.
 //! - I3. Everything that QEMU counts is independent of the order of reading, except the refcount
 //!   blocks among each other, which are counted in the order of the refcount table.
-//! - I4. An error ends the check only if it ends QEMU's, which is exit status 1 of `qemu-img`.
+//! - I4. Otherwise an error ends the check only if it ends QEMU's, which is exit status 1 of
+//!   `qemu-img`.
 //!
 //! ```text
 //! header ─▶ refcount blocks ─▶ which clusters have refcount one        refcounts.rs
@@ -254,7 +256,7 @@ impl Checker<'_> {
     /// As [`Self::refer`], for anything that is neither an L2 table nor the guest's: nothing may be
     /// corrected on top of it.
     fn refer_place(&mut self, offset: u64, len: u64, times: u64) -> Result<()> {
-        self.keep.place(self.header.cluster_bits, offset, len);
+        self.keep.place(self.header.cluster_bits, offset, len)?;
         self.refer(offset, len, times)
     }
 
@@ -284,6 +286,19 @@ impl Checker<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Refuses `tables` of one kind, each at an offset and of some bytes, that are longer together
+    /// than the file: they overlap, so that each byte of it would be read very often (I2).
+    fn check_overlap(&self, what: &str, tables: impl Iterator<Item = (u64, u64)>) -> Result<()> {
+        let in_file = |(at, bytes): (u64, u64)| self.file_bytes.saturating_sub(at).min(bytes);
+        let total = tables.map(in_file).fold(0, u64::saturating_add);
+        if total <= self.file_bytes {
+            return Ok(());
+        }
+        let file = self.file_bytes;
+        let what = format!("{what} overlap: {total} bytes of them are in a file of {file} bytes");
+        Err(Error::new(ErrorKind::Corrupt, what))
     }
 
     fn corruption(&mut self, finding: Finding, times: u64) {

@@ -43,6 +43,8 @@ impl Checker<'_> {
             let count = header.snapshot_count;
             self.corruption(Finding::SnapshotsWithDataFile { count }, 1);
         }
+        let places = l1_tables.keys().map(|&(at, entries)| (at.bytes(), l1_bytes(entries)));
+        self.check_overlap("the L1 tables of snapshots", places)?;
         let l1_tables =
             l1_tables.into_iter().map(|((at, entries), times)| (at, entries, times)).collect();
         Ok(Snapshots { l1_tables, table_bytes: end - start })
@@ -65,7 +67,7 @@ impl Checker<'_> {
 
     /// Whether the entry's L1 table can be examined.
     fn has_l1(&mut self, entry: &SnapshotEntry) -> bool {
-        let bytes = u64::from(entry.l1_entries) * L1Entry::BYTES as u64;
+        let bytes = l1_bytes(entry.l1_entries);
         let (id, name) = Snapshots::name(entry);
         if !entry.l1_offset.is_aligned(self.header.cluster_bits.bytes()) {
             let offset = entry.l1_offset;
@@ -79,6 +81,10 @@ impl Checker<'_> {
         }
         true
     }
+}
+
+fn l1_bytes(entries: u32) -> u64 {
+    u64::from(entries) * L1Entry::BYTES as u64
 }
 
 /// The part of the table in memory: its next bytes, from `at` on.

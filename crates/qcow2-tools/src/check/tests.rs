@@ -4,10 +4,11 @@
 use super::*;
 use futures_util::FutureExt;
 use mica_qcow2_format::{
-    Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry, RefcountWidth, Version,
+    BitmapEntry, BitmapsExtension, Compression, L1Entry, L2Entry, L2Format, RefcountTableEntry,
+    RefcountWidth, Version,
 };
 use mica_store::MemoryStore;
-use mica_units::ClusterBits;
+use mica_units::{ClusterBits, HostCluster};
 
 const CLUSTER: usize = 65536;
 const COPIED: u64 = 1 << 63;
@@ -219,14 +220,13 @@ fn more_references_than_a_refcount_can_hold_are_corruptions() {
     assert_eq!(lines, ["ERROR: overflow cluster offset=0x50000"]);
 }
 
-#[test]
-fn table_that_many_snapshots_share_counts_for_each_but_is_reported_once() {
-    let mut image = Image::new();
-    let snapshot = SnapshotEntry {
+/// A snapshot whose L1 table has `entries` at cluster 8.
+fn snapshot(entries: u32) -> SnapshotEntry {
+    SnapshotEntry {
         id: "1".to_owned(),
         name: "one".to_owned(),
         l1_offset: HostOffset::new(8 * CLUSTER as u64),
-        l1_entries: 1,
+        l1_entries: entries,
         date_seconds: 0,
         date_nanoseconds: 0,
         vm_clock_nanoseconds: 0,
@@ -235,10 +235,68 @@ fn table_that_many_snapshots_share_counts_for_each_but_is_reported_once() {
         icount: None,
         extra_bytes: 16,
         unknown_extra: Vec::new(),
-    };
+    }
+}
+
+#[test]
+fn tables_that_overlap_again_and_again_end_the_check() {
+    let mut image = Image::new();
+    let mut table = Vec::new();
+    // The largest has all of cluster 8.
+    for entries in 8192 - 100..8192 {
+        snapshot(entries).encode(&mut table);
+    }
+    image.bytes.extend_from_slice(&table);
+    image.bytes.resize(9 * CLUSTER, 0);
+    image.header.snapshots_offset = HostOffset::new(7 * CLUSTER as u64);
+    for (snapshots, ends) in [(9, false), (10, true), (100, true)] {
+        image.header.snapshot_count = snapshots;
+        let (report, lines) = image.check();
+        assert_eq!(report.is_err(), ends, "{snapshots}: {report:?}");
+        assert_eq!(lines.is_empty(), ends, "{snapshots}: {lines:?}");
+    }
+}
+
+#[test]
+fn table_that_many_bitmaps_share_is_read_once_and_counts_for_each() {
+    const BITMAPS: u32 = 1000;
+    let mut image = Image::new();
+    let at = |cluster: u64| HostOffset::new(cluster * CLUSTER as u64);
+    let mut directory = Vec::new();
+    for number in 0..BITMAPS {
+        let bitmap = BitmapEntry {
+            name: format!("b{number}"),
+            table_offset: at(8),
+            table_entries: 1,
+            granularity_bits: 16,
+            in_use: false,
+            auto: false,
+        };
+        bitmap.encode(&mut directory);
+    }
+    let directory_bytes = directory.len() as u64;
+    image.header.bitmaps =
+        Some(BitmapsExtension { count: BITMAPS, directory_offset: at(7), directory_bytes });
+    image.bytes.extend_from_slice(&directory);
+    image.bytes.resize(10 * CLUSTER, 0);
+    image.put(8 * CLUSTER, 9 * CLUSTER as u64);
+    for (cluster, refcount) in [(7, 1), (8, u64::from(BITMAPS)), (9, u64::from(BITMAPS))] {
+        image.set_refcount(cluster, refcount);
+    }
+    let store = Arc::new(MemoryStore::new("bytes", image.bytes.clone()));
+    let counted = count(store, &image.header, Task::Keep, &mut |_| {}).now_or_never();
+    let counted = counted.expect("ready").expect("judged");
+    assert_eq!(counted.report.verdict(), Verdict::Clean);
+    let places = |cluster| counted.kept.places.covering(HostCluster::new(cluster));
+    assert_eq!([8, 9].map(places), [1, 1]);
+}
+
+#[test]
+fn table_that_many_snapshots_share_counts_for_each_but_is_reported_once() {
+    let mut image = Image::new();
     let mut table = Vec::new();
     for _ in 0..3 {
-        snapshot.encode(&mut table);
+        snapshot(1).encode(&mut table);
     }
     image.bytes.extend_from_slice(&table);
     image.bytes.resize(9 * CLUSTER, 0);
