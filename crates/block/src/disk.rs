@@ -93,18 +93,20 @@ pub trait Disk: Send + Sync {
     /// as much of the range, from its start, as takes a bounded amount of memory. At least a byte,
     /// unless the range is empty. [`Survey`](crate::Survey) goes on to its end.
     ///
-    /// The extents can be read as long as nobody writes to the disk.
+    /// The extents can be read as those of a plan, but only as long as nobody writes to the disk.
+    ///
+    /// A disk whose plans are short and know all of this can keep the default.
     ///
     /// # Errors
-    /// As [`Disk::plan`].
+    /// As [`Disk::plan`], for the first byte: what fails later ends the survey.
     fn survey(&self, range: GuestRange) -> LocalFuture<'_, Result<Vec<Extent>>> {
         let planned = self.plan(range, Vec::new());
         Box::pin(async move { Ok(planned.finish().await?.into_parts().0) })
     }
 
-    /// Reads all of `extent`, which belongs to a plan that is still held, or is a part of such an
-    /// extent, into `buf`, whose length is the extent's. An extent that reads as zero fills `buf`
-    /// with zeros.
+    /// Reads all of `extent`, which belongs to a plan that is still held (or to a survey), or is a
+    /// part of such an extent, into `buf`, whose length is the extent's. An extent that reads as
+    /// zero fills `buf` with zeros.
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture;
 
     /// Whether it takes [`Disk::write`], [`Disk::write_zeroes`] and [`Disk::discard`].

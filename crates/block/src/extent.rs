@@ -8,8 +8,8 @@ pub enum ExtentKind {
     /// No layer holds anything here: reads as zeros. The layer is the one that ends the search:
     /// the base, or the layer above one that is too short to reach here.
     Hole,
-    /// A hole within a cluster that the layer has for other subclusters. Reported only if
-    /// [`Disk::survey`](crate::Disk::survey) was asked.
+    /// A hole within a cluster that the layer has for other subclusters. Reported only by
+    /// [`Disk::survey`](crate::Disk::survey).
     HoleInCluster,
     /// The layer says that these bytes are zeros and has no cluster for them.
     Zero,

@@ -2,7 +2,7 @@
 //!
 //! What is known of the disks ahead takes a bounded amount of memory: a survey ends early.
 
-use mica_block::{Disk, Extent, Result};
+use mica_block::{Disk, Extent, Result, Survey};
 use mica_units::{GuestOffset, GuestRange};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -105,7 +105,8 @@ impl Ahead {
         while self.known_to < end.min(self.len) {
             let len = self.window.min(self.len - self.known_to);
             let range = GuestRange::new(GuestOffset::new(self.known_to), len);
-            let extents = self.disk.survey(range.expect("within the disk")).await?;
+            let range = range.expect("within the disk");
+            let extents = Survey::new(&*self.disk, range).next().await?.expect("not empty");
             self.window = match is_zero(&extents) {
                 true => (self.window * 2).min(WINDOW_BYTES_MAX),
                 false => WINDOW_BYTES_MIN,

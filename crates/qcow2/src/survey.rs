@@ -31,7 +31,12 @@ impl Map {
         let mut planned = Vec::new();
         let (mut done, mut slices) = (0, 0);
         while done < range.len() && planned.len() < EXTENTS_MANY && slices < SLICES_MANY {
-            done += self.plan_step(range.after(done), &mut planned, &mut pace).await?;
+            match self.plan_step(range.after(done), &mut planned, &mut pace).await {
+                Ok(len) => done += len,
+                // What is known is an answer; the next survey reports the failure.
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error),
+            }
             slices += 1;
         }
         self.add_detail(planned, &mut pace).await
@@ -127,7 +132,15 @@ async fn append_file_runs(
         pace.steps(STEPS_PER_FILE_RUN).await;
         let host = HostOffset::new(extent.host.bytes() + done);
         let left = extent.len - done;
-        let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
+        let run = match layer.data.run_at(host, left) {
+            Ok(run) => run,
+            // The survey ends here, and the next one reports the failure.
+            Err(_) if !extents.is_empty() => {
+                *runs = FILE_RUNS_MAX;
+                break;
+            }
+            Err(error) => return Err(layer.explain(error)),
+        };
         let kind = match run.kind {
             RunKind::Data => ExtentKind::Data,
             RunKind::Hole => hole,

@@ -154,7 +154,12 @@ impl Disk for RawDisk {
                 if left == 0 {
                     break;
                 }
-                let run = self.store.run_at(HostOffset::new(at.bytes()), left)?;
+                let run = match self.store.run_at(HostOffset::new(at.bytes()), left) {
+                    Ok(run) => run,
+                    // What is known is an answer; the next survey reports the failure.
+                    Err(_) if !extents.is_empty() => break,
+                    Err(error) => return Err(error),
+                };
                 let kind = match run.kind {
                     RunKind::Data => ExtentKind::Data,
                     // Zeros according to the file, and they have a place in it.

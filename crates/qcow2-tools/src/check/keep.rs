@@ -10,6 +10,10 @@ use mica_units::{ClusterBits, HostCluster, HostOffset};
 /// beyond its end; only a malicious one names this many.
 const RANGES_MAX: usize = 1 << 20;
 
+/// Maximum number of separate places: of tables, of bitmaps, and of refcount blocks, of which the
+/// largest refcount table names 2^20.
+const PLACES_MAX: usize = 1 << 22;
+
 /// The purpose of a walk.
 #[derive(Clone, Copy)]
 pub(crate) enum Task<'a> {
@@ -80,7 +84,7 @@ impl Keep {
             return Ok(());
         }
         let (first, last) = clusters(bits, offset, len);
-        let is_full = self.places.len() == RANGES_MAX;
+        let is_full = self.places.len() == PLACES_MAX;
         match self.places.last_mut() {
             Some((_, end)) if end.saturating_add(1) == first => *end = last,
             _ if is_full => {

@@ -4,8 +4,8 @@
 //! then read once, in the order of the file.
 
 use super::refcounts::One;
-use super::{Checker, Finding, READ_BYTES_MAX, Snapshots};
-use mica_block::Result;
+use super::{Checker, Finding, READ_BYTES_MAX, Snapshots, UNALIGNED_BYTES_MIN};
+use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2_format::{CompressedCluster, L1Entry, L2Format, RawL2Entry};
 use mica_units::{HostCluster, HostOffset};
 use std::collections::BTreeMap;
@@ -34,6 +34,8 @@ impl Mentions {
 #[derive(Default)]
 pub(super) struct Tables {
     waiting: BTreeMap<u64, Mentions>,
+    /// Bytes of tables so far that are not at clusters: those can overlap.
+    unaligned_bytes: u64,
 }
 
 /// A flag that must be compared with a refcount that is not in memory.
@@ -106,6 +108,9 @@ impl Checker<'_> {
             }
         }
         if offset.bytes() < self.file_bytes {
+            if !offset.is_aligned(bits.bytes()) {
+                self.count_unaligned(offset)?;
+            }
             let waiting = self.tables.waiting.entry(offset.bytes()).or_default();
             waiting.active = waiting.active.saturating_add(mentions.active);
             waiting.snapshots = waiting.snapshots.saturating_add(mentions.snapshots);
@@ -116,6 +121,20 @@ impl Checker<'_> {
             self.read_waiting().await?;
         }
         Ok(())
+    }
+
+    /// Counts an L2 table that is not at a cluster, if it is to be read (I2).
+    fn count_unaligned(&mut self, offset: HostOffset) -> Result<()> {
+        if self.tables.waiting.contains_key(&offset.bytes()) {
+            return Ok(());
+        }
+        self.tables.unaligned_bytes += self.header.cluster_bits.bytes();
+        let bytes = self.tables.unaligned_bytes;
+        if bytes <= self.file_bytes.max(UNALIGNED_BYTES_MIN) {
+            return Ok(());
+        }
+        let what = format!("L2 tables of {bytes} bytes and more are not at clusters, and overlap");
+        Err(Error::new(ErrorKind::Corrupt, what))
     }
 
     async fn read_waiting(&mut self) -> Result<()> {

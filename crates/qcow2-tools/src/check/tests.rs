@@ -249,11 +249,29 @@ fn tables_that_overlap_again_and_again_end_the_check() {
     image.bytes.extend_from_slice(&table);
     image.bytes.resize(9 * CLUSTER, 0);
     image.header.snapshots_offset = HostOffset::new(7 * CLUSTER as u64);
-    for (snapshots, ends) in [(9, false), (10, true), (100, true)] {
+    for (snapshots, ends) in [(9, false), (16, false), (18, true), (100, true)] {
         image.header.snapshot_count = snapshots;
         let (report, lines) = image.check();
         assert_eq!(report.is_err(), ends, "{snapshots}: {report:?}");
         assert_eq!(lines.is_empty(), ends, "{snapshots}: {lines:?}");
+    }
+}
+
+#[test]
+fn l2_tables_between_clusters_end_the_check_if_they_are_very_many() {
+    let mut image = Image::new();
+    let (l1, tables) = (image.bytes.len(), image.bytes.len() + 4 * CLUSTER);
+    let most = usize::try_from(UNALIGNED_BYTES_MIN).expect("64 bits") / CLUSTER;
+    // Of zeros, each at another place.
+    image.bytes.resize(tables + 160 * CLUSTER, 0);
+    let between = (0..).filter(|sector| sector % (CLUSTER / 512) != 0);
+    for (index, sector) in between.take(most + 1).enumerate() {
+        image.put(l1 + 8 * index, (tables + 512 * sector) as u64);
+    }
+    image.header.l1_offset = HostOffset::new(l1 as u64);
+    for (count, ends) in [(most, false), (most + 1, true)] {
+        image.header.l1_entries = u32::try_from(count).expect("few");
+        assert_eq!(image.check().0.is_err(), ends, "{count}");
     }
 }
 

@@ -83,6 +83,13 @@ impl Map {
         if end.bytes() - at.bytes() < SKIP_BYTES_MIN {
             return Ok(None);
         }
+        // A layer that owns nothing for long is not searched to its end where another one is near.
+        let near = GuestOffset::new(at.bytes() + SKIP_BYTES_MIN);
+        for layer in self.layers().all() {
+            if layer.unowned_until(at, near).await? < near {
+                return Ok(None);
+            }
+        }
         let mut unowned_end = end;
         for layer in self.layers().all() {
             unowned_end = layer.unowned_until(at, unowned_end).await?;

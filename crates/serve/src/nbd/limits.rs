@@ -66,10 +66,10 @@ pub(super) const PAYLOAD_DIRECT_BYTES_MIN: usize = 16 << 10;
 pub(super) const ZEROES_CHARGE_BYTES: usize = 512 << 10;
 /// Descriptors in one reply to a block status request.
 pub(super) const STATUS_EXTENTS_MAX: usize = 8192;
-/// A block status request is planned in windows of this size, so that a plan is short also where
+/// A block status request is surveyed in windows of this size, so that a list is short also where
 /// every sector is an extent of its own.
 pub(super) const STATUS_WINDOW_BYTES: u64 = 4 << 20;
-/// What a block status request is charged to the budget: the plan of a window, and its answer.
+/// What a block status request is charged to the budget: the survey of a window, and its answer.
 pub(super) const STATUS_CHARGE_BYTES: usize = 512 << 10;
 /// Payload bytes within which a client that sends a payload must make progress.
 pub(super) const PAYLOAD_STEP_BYTES: u64 = 64 << 10;
