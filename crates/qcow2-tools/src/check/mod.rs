@@ -14,7 +14,7 @@
 //! - I2. A table that is mentioned a thousand times is read once. Snapshots share their tables, so
 //!   a check costs what the tables in the file cost, and a malicious image cannot multiply that:
 //!   tables that overlap many times end the check, and so do L2 tables that are not at clusters
-//!   and are longer together than the file and [`UNALIGNED_BYTES_MIN`].
+//!   and are longer together than the file and 1 GiB.
 //! - I3. Everything that QEMU counts is independent of the order of reading, except the refcount
 //!   blocks among each other, which are counted in the order of the refcount table.
 //! - I4. Otherwise an error ends the check only if it ends QEMU's, which is exit status 1 of
