@@ -44,37 +44,55 @@ impl Map {
 
     /// The detail of `planned`, or of the beginning of it.
     async fn add_detail(&self, planned: Vec<Extent>, pace: &mut Pace) -> Result<Vec<Extent>> {
-        let mut extents = Vec::with_capacity(planned.len());
-        let mut file_runs = 0;
-        // The most that an extent costs, if every layer is queried.
+        let mut told = Told { extents: Vec::with_capacity(planned.len()), file_runs: 0 };
         let layers = self.layers();
-        let of_layers = layers.all().len() as u64 / LAYERS_PER_STEP;
         for extent in planned {
             pace.steps(1).await;
-            let layer = layers.get(extent.layer);
-            match extent.kind {
-                ExtentKind::Hole => {
-                    append_holes(&layers, extent, &mut extents).await?;
-                    pace.steps(of_layers).await;
-                }
-                ExtentKind::Data if layer.tables.is_none() => {
-                    // Zeros according to the file: this layer owns them, in their place.
-                    let hole = ExtentKind::ZeroAllocated;
-                    let told = (&mut file_runs, &mut extents);
-                    append_file_runs(layer, (extent, hole), told, pace).await?;
-                }
-                ExtentKind::Data if layer.is_preallocated().await => {
-                    let hole = ExtentKind::DataInHole;
-                    let told = (&mut file_runs, &mut extents);
-                    append_file_runs(layer, (extent, hole), told, pace).await?;
-                }
-                _ => extents.push(extent),
+            match append_detail(&layers, extent, &mut told, pace).await {
+                Ok(()) => (),
+                // As above.
+                Err(_) if !told.extents.is_empty() => break,
+                Err(error) => return Err(error),
             }
-            if file_runs == FILE_RUNS_MAX {
+            if told.file_runs == FILE_RUNS_MAX {
                 break;
             }
         }
-        Ok(extents)
+        Ok(told.extents)
+    }
+}
+
+/// What a survey has found.
+struct Told {
+    extents: Vec<Extent>,
+    file_runs: usize,
+}
+
+/// Appends the detail of `extent`, or, if it fails or becomes too much, of the beginning of it.
+async fn append_detail(
+    layers: &Layers,
+    extent: Extent,
+    told: &mut Told,
+    pace: &mut Pace,
+) -> Result<()> {
+    let layer = layers.get(extent.layer);
+    match extent.kind {
+        ExtentKind::Hole => {
+            // The most that it costs, if every layer is queried.
+            pace.steps(layers.all().len() as u64 / LAYERS_PER_STEP).await;
+            append_holes(layers, extent, &mut told.extents).await
+        }
+        // Zeros according to the file: this layer owns them, in their place.
+        ExtentKind::Data if layer.tables.is_none() => {
+            append_file_runs(layer, (extent, ExtentKind::ZeroAllocated), told, pace).await
+        }
+        ExtentKind::Data if layer.is_preallocated().await => {
+            append_file_runs(layer, (extent, ExtentKind::DataInHole), told, pace).await
+        }
+        _ => {
+            told.extents.push(extent);
+            Ok(())
+        }
     }
 }
 
@@ -118,36 +136,29 @@ fn push_hole(hole: Extent, end: GuestOffset, extents: &mut Vec<Extent>) {
     }
 }
 
-/// Splits a data extent at the holes of its file, which become extents of the kind `hole`, as far
-/// as `runs` allows.
+/// Splits a data extent at the holes of its file, which become extents of the kind `hole`, up to
+/// [`FILE_RUNS_MAX`] of them.
 async fn append_file_runs(
     layer: &Layer,
     (extent, hole): (Extent, ExtentKind),
-    (runs, extents): (&mut usize, &mut Vec<Extent>),
+    told: &mut Told,
     pace: &mut Pace,
 ) -> Result<()> {
     let mut done = 0;
-    while done < extent.len && *runs < FILE_RUNS_MAX {
-        *runs += 1;
+    while done < extent.len && told.file_runs < FILE_RUNS_MAX {
+        told.file_runs += 1;
         pace.steps(STEPS_PER_FILE_RUN).await;
         let host = HostOffset::new(extent.host.bytes() + done);
         let left = extent.len - done;
-        let run = match layer.data.run_at(host, left) {
-            Ok(run) => run,
-            // The survey ends here, and the next one reports the failure.
-            Err(_) if !extents.is_empty() => {
-                *runs = FILE_RUNS_MAX;
-                break;
-            }
-            Err(error) => return Err(layer.explain(error)),
-        };
+        let run = layer.data.run_at(host, left).map_err(|error| layer.explain(error))?;
         let kind = match run.kind {
             RunKind::Data => ExtentKind::Data,
             RunKind::Hole => hole,
         };
         let len = run.len.clamp(1, left);
         let start = GuestOffset::new(extent.start.bytes() + done);
-        Extent::push_joined(extents, Extent { start, len, kind, host, layer: extent.layer });
+        let layer = extent.layer;
+        Extent::push_joined(&mut told.extents, Extent { start, len, kind, host, layer });
         done += len;
     }
     Ok(())
