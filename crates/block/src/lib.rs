@@ -33,7 +33,7 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
-pub use plan::{Survey, Windows, read_extents, read_extents_by, windows};
+pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NoSidecars, Sidecars};
 pub use store::{

@@ -16,6 +16,18 @@ pub async fn read_extents(disk: &dyn Disk, extents: &[Extent], buf: Buf) -> Resu
     read_extents_by(|extent, part| disk.read(extent, part), extents, buf).await
 }
 
+/// As [`read_extents`], into a new buffer.
+///
+/// # Errors
+/// As [`read_extents`].
+///
+/// # Panics
+/// If the extents are longer together than memory can be.
+pub async fn read_whole(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {
+    let total = usize::try_from(Extent::total_len(extents)).expect("a buffer");
+    read_extents(disk, extents, Buf::new(total)).await
+}
+
 /// As [`read_extents`], for any function that reads extents as [`Disk::read`] does.
 ///
 /// # Errors

@@ -5,9 +5,8 @@ use crate::failure::Failure;
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::Args;
-use mica_block::{Disk, Extent, Result, read_extents};
+use mica_block::{Disk, Result, read_whole};
 use mica_qcow2::IndexUse;
-use mica_rt::Buf;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -86,18 +85,13 @@ async fn compare(
     let mut cursor = Cursor::new(of_long, Some(of_short), PIECE_BYTES, false);
     while let Some(piece) = cursor.next().await? {
         progress(piece.start);
-        let theirs = read(&*long, &piece.first).await?;
-        let ours = read(&*short, &piece.second).await?;
+        let theirs = read_whole(&*long, &piece.first).await?;
+        let ours = read_whole(&*short, &piece.second).await?;
         if let Some(skip) = first_difference(&ours, &theirs) {
             return Ok(Difference::At(piece.start + skip as u64));
         }
     }
     Ok(Difference::None)
-}
-
-async fn read(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {
-    let total = usize::try_from(Extent::total_len(extents)).expect("a piece");
-    read_extents(disk, extents, Buf::new(total)).await
 }
 
 /// Where `ours`, which may be shorter and goes on with zeros, differs from `theirs`.

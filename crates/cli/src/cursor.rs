@@ -152,7 +152,7 @@ impl Ahead {
 }
 
 /// Whether all of `extents` read as zeros.
-pub(crate) fn is_zero(extents: &[Extent]) -> bool {
+fn is_zero(extents: &[Extent]) -> bool {
     extents.iter().all(|extent| extent.kind.reads_as_zero())
 }
 

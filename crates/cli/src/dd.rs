@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
 use clap::Args;
-use mica_block::{Disk, Extent, read_extents};
+use mica_block::{Disk, read_whole};
 use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
@@ -124,8 +124,7 @@ async fn read_piece(disk: &dyn Disk, at: u64, len: u64) -> Result<Buf, Failure> 
     let range = GuestRange::new(GuestOffset::new(sectors_start), sectors_end - sectors_start);
     let range = range.ok_or_else(|| beyond_end(disk))?;
     let plan = disk.plan(range, Vec::new()).finish().await?;
-    let total = usize::try_from(Extent::total_len(&plan)).expect("a piece");
-    let mut bytes = read_extents(disk, &plan, Buf::new(total)).await?;
+    let mut bytes = read_whole(disk, &plan).await?;
     bytes.advance(usize::try_from(at - sectors_start).expect("less than a sector"));
     bytes.truncate(usize::try_from(len).expect("a piece"));
     Ok(bytes)

@@ -7,15 +7,13 @@
 //! costs each an atomic addition. Zeros and discards of any length are divided into pieces that
 //! need no memory of their own.
 
-use mica_block::{Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_extents};
+use mica_block::{Disk, Extent, REQUEST_BYTES_MAX, Result, Zeroes, read_whole};
 use mica_rt::Buf;
 use mica_rt::sync::SharedLock;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 
 /// Zeros are written and space is freed in pieces that end at multiples of this.
 pub(crate) const PIECE_BYTES: u64 = REQUEST_BYTES_MAX;
-/// Bytes of a sector, as a length in memory.
-const SECTOR: usize = 512;
 
 /// Whether `range` consists of whole sectors.
 #[inline]
@@ -106,5 +104,5 @@ async fn read_sector(disk: &dyn Disk, at: u64) -> Result<Buf> {
     let range = GuestRange::new(GuestOffset::new(at), SECTOR_BYTES).expect("on the disk");
     let extents = disk.plan(range, Vec::new()).finish().await?;
     assert!(Extent::covers(&extents, range), "a plan covers what was asked");
-    read_extents(disk, &extents, Buf::new(SECTOR)).await
+    read_whole(disk, &extents).await
 }

@@ -6,7 +6,7 @@
 
 use super::content::{ContentRules, contents};
 use crate::cursor::{Cursor, Piece};
-use mica_block::{Disk, Error, ErrorKind, Extent, Result, Store, read_extents, write_all};
+use mica_block::{Disk, Error, ErrorKind, Result, Store, read_whole, write_all};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
 use mica_rt::sync::Turns;
 use mica_rt::{Backend, Buf, Executor, join_all};
@@ -185,19 +185,14 @@ async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Res
 
 /// The bytes of a piece, with zeros up to the end of its last cluster.
 async fn read_padded(disk: &dyn Disk, piece: &Piece, cluster_bytes: usize) -> Result<Buf> {
-    let bytes = read(disk, &piece.first).await?;
+    let bytes = read_whole(disk, &piece.first).await?;
     let whole = bytes.len().next_multiple_of(cluster_bytes);
     Ok(pad(bytes, whole))
 }
 
 /// The backing file's bytes for a piece, with zeros beyond its end.
 async fn read_backing(disk: &dyn Disk, piece: &Piece, len: usize) -> Result<Buf> {
-    Ok(pad(read(disk, &piece.second).await?, len))
-}
-
-async fn read(disk: &dyn Disk, extents: &[Extent]) -> Result<Buf> {
-    let total = usize::try_from(Extent::total_len(extents)).expect("a piece");
-    read_extents(disk, extents, Buf::new(total)).await
+    Ok(pad(read_whole(disk, &piece.second).await?, len))
 }
 
 fn pad(bytes: Buf, len: usize) -> Buf {
