@@ -1,6 +1,8 @@
 //! `mica compare` judges as `qemu-img compare` does, with its exit codes.
 
 use mica_tests::{mica, qemu, tools};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -48,6 +50,33 @@ fn verdicts_are_qemus() {
     same_verdict(dir, one, ["different.qcow2", "qcow2"], false, 1);
     same_verdict(dir, one, ["tail.qcow2", "qcow2"], false, 1);
     same_verdict(dir, one, ["none.qcow2", "qcow2"], false, 2);
+}
+
+#[test]
+fn data_beyond_the_end_of_the_shorter_disk_is_found_to_the_last_byte() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    const LONG: u64 = (40 << 20) + 512;
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let file = |name: &str, len: u64| {
+        let file = File::create(dir.join(name)).expect("made");
+        file.set_len(len).expect("set");
+        file
+    };
+    let (short, long) = (["short", "raw"], ["long", "raw"]);
+    for (len, at) in [(1 << 20, LONG - 1), (1 << 20, 1 << 20), ((3 << 20) + 512, (3 << 20) + 512)] {
+        file("short", len);
+        let data = file("long", LONG);
+        same_verdict(dir, short, long, false, 0);
+        data.write_all_at(&[1], at).expect("written");
+        same_verdict(dir, short, long, false, 1);
+        same_verdict(dir, long, short, false, 1);
+        let paths = ["long", "short"].map(|name| dir.join(name).display().to_string());
+        let said = mica::run(["compare", "-f", "raw", "-F", "raw", &paths[0], &paths[1]]);
+        assert!(said.stdout.contains(&format!("at offset {at}!")), "{said}");
+    }
 }
 
 /// The story: identical images were different where nobody could be told that they are not.

@@ -140,6 +140,11 @@ fn map_of_a_raw_file_of_very_many_runs_names_them_all() {
     for (run, start) in runs.iter().step_by(2).zip((0..).step_by(8 << 10)) {
         assert!(run.start == start && run.length == 4096 && run.data, "{run:?}");
     }
+    if tools::present(&[tools::QEMU_IMG]) {
+        let base = ["-b", "disk.raw", "-F", "raw"];
+        qemu::create(dir.path(), "top.qcow2", &base, &(RUNS * STEP).to_string());
+        same_map(dir.path(), "top.qcow2");
+    }
 }
 
 #[test]

@@ -1,11 +1,11 @@
 use super::*;
 use crate::NullDisk;
-use mica_block::{ChangeFuture, StoreIdentity, Witness, read_extents};
+use mica_block::{ChangeFuture, StoreIdentity, Survey, Witness, read_extents};
 use mica_rt::{Backend, Executor};
 use mica_store::MemoryStore;
 use std::future::Future;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 fn range(start: u64, len: u64) -> GuestRange {
     GuestRange::new(GuestOffset::new(start), len).expect("a range")
@@ -64,6 +64,19 @@ fn survey_shows_holes_and_covers_the_range() {
 }
 
 #[test]
+fn survey_tells_what_is_known_before_it_reports_a_failure() {
+    let store = Fussy::new(4096, true);
+    store.unknown_from.store(1024, Ordering::Relaxed);
+    let disk = RawDisk::new(Arc::clone(&store) as _).expect("a disk");
+    run(async {
+        let mut parts = Survey::new(&disk, range(512, 3000));
+        let known = parts.next().await.expect("known").expect("not the end");
+        assert_eq!(known, [extent_at(GuestOffset::new(512), 512, ExtentKind::Data)]);
+        assert_eq!(parts.next().await.expect_err("the device is gone").kind(), ErrorKind::Io);
+    });
+}
+
+#[test]
 fn range_beyond_the_end_is_refused_and_an_empty_one_is_not() {
     let null = NullDisk::new(4096).unwrap();
     let raw = raw(vec![7; 4096]);
@@ -95,6 +108,8 @@ struct Fussy {
     calls: Mutex<Vec<&'static str>>,
     knows_space: bool,
     sync_fails: AtomicBool,
+    /// Where the part begins whose runs cannot be told.
+    unknown_from: AtomicU64,
     /// What bytes read as that were never written.
     unwritten: AtomicU8,
 }
@@ -106,6 +121,7 @@ impl Fussy {
             calls: Mutex::default(),
             knows_space,
             sync_fails: AtomicBool::new(false),
+            unknown_from: AtomicU64::new(u64::MAX),
             unwritten: AtomicU8::new(0),
         })
     }
@@ -132,8 +148,12 @@ impl Store for Fussy {
         Ok(self.bytes.lock().expect("no panic").len() as u64)
     }
 
-    fn run_at(&self, _: HostOffset, len: u64) -> Result<mica_block::Run> {
-        Ok(mica_block::Run { kind: RunKind::Data, len })
+    fn run_at(&self, at: HostOffset, len: u64) -> Result<mica_block::Run> {
+        let known = self.unknown_from.load(Ordering::Relaxed).saturating_sub(at.bytes());
+        match known {
+            0 => Err(Error::new(ErrorKind::Io, "the device is gone")),
+            known => Ok(mica_block::Run { kind: RunKind::Data, len: len.min(known) }),
+        }
     }
 
     fn name(&self) -> String {
