@@ -7,6 +7,7 @@
 //! - I2 The jobs of a lane begin in the order in which they were added; lanes take turns.
 //! - I3 A lane stands in `ready` once if it has a job that waits and a free turn, otherwise not at
 //!   all.
+//! - I4 `startable` is the number of jobs that may begin at once, of all lanes together.
 
 use crate::file::File;
 use std::collections::{HashMap, VecDeque};
@@ -41,6 +42,7 @@ pub(super) struct Lanes<Job> {
     lanes: HashMap<LaneKey, Lane<Job>>,
     /// Lanes whose next job may begin.
     ready: VecDeque<LaneKey>,
+    startable: usize,
     /// Turns of a lane that is not serial.
     turns: usize,
 }
@@ -53,13 +55,15 @@ struct Lane<Job> {
 }
 
 impl<Job> Lane<Job> {
-    fn may_begin(&self, key: LaneKey, turns: usize) -> bool {
-        !self.waiting.is_empty() && self.working < if key.is_serial { 1 } else { turns }
+    /// Jobs that may begin.
+    fn startable(&self, key: LaneKey, turns: usize) -> usize {
+        let turns = if key.is_serial { 1 } else { turns };
+        self.waiting.len().min(turns.saturating_sub(self.working))
     }
 
     /// Makes it stand in `ready` if it is to (I3).
     fn queue(&mut self, key: LaneKey, turns: usize, ready: &mut VecDeque<LaneKey>) {
-        if !self.is_ready && self.may_begin(key, turns) {
+        if !self.is_ready && self.startable(key, turns) > 0 {
             self.is_ready = true;
             ready.push_back(key);
         }
@@ -68,7 +72,7 @@ impl<Job> Lane<Job> {
 
 impl<Job> Default for Lanes<Job> {
     fn default() -> Self {
-        Self { lanes: HashMap::new(), ready: VecDeque::new(), turns: TURNS_MAX }
+        Self { lanes: HashMap::new(), ready: VecDeque::new(), startable: 0, turns: TURNS_MAX }
     }
 }
 
@@ -78,30 +82,43 @@ impl<Job> Lanes<Job> {
         !self.ready.is_empty()
     }
 
-    pub(super) fn add(&mut self, key: LaneKey, job: Job) {
+    /// How many jobs may begin at once.
+    pub(super) fn startable(&self) -> usize {
+        self.startable
+    }
+
+    /// Changes a lane, and what depends on it.
+    fn change<T>(&mut self, key: LaneKey, change: impl FnOnce(&mut Lane<Job>) -> T) -> T {
         let made = || Lane { waiting: VecDeque::new(), working: 0, is_ready: false };
         let lane = self.lanes.entry(key).or_insert_with(made);
-        lane.waiting.push_back(job);
+        let before = lane.startable(key, self.turns);
+        let changed = change(lane);
+        self.startable = self.startable - before + lane.startable(key, self.turns);
         lane.queue(key, self.turns, &mut self.ready);
+        changed
+    }
+
+    pub(super) fn add(&mut self, key: LaneKey, job: Job) {
+        self.change(key, |lane| lane.waiting.push_back(job));
     }
 
     /// Takes the job that is next. Its lane has one turn less until [`Self::end`].
     pub(super) fn begin(&mut self) -> Option<(LaneKey, Job)> {
         let key = self.ready.pop_front()?;
-        let lane = self.lanes.get_mut(&key).expect("a ready lane exists");
-        let job = lane.waiting.pop_front().expect("a ready lane has a job that waits");
-        lane.working += 1;
-        lane.is_ready = false;
-        lane.queue(key, self.turns, &mut self.ready);
+        let job = self.change(key, |lane| {
+            lane.working += 1;
+            lane.is_ready = false;
+            lane.waiting.pop_front().expect("a ready lane has a job that waits")
+        });
         Some((key, job))
     }
 
     /// A job of this lane has ended.
     pub(super) fn end(&mut self, key: LaneKey) {
-        let lane = self.lanes.get_mut(&key).expect("a lane with a job at work exists");
-        lane.working -= 1;
-        lane.queue(key, self.turns, &mut self.ready);
-        let is_empty = lane.working == 0 && lane.waiting.is_empty();
+        let is_empty = self.change(key, |lane| {
+            lane.working -= 1;
+            lane.working == 0 && lane.waiting.is_empty()
+        });
         if is_empty && self.lanes.len() > EMPTY_MAX {
             self.lanes.remove(&key);
         }
@@ -113,8 +130,10 @@ impl<Job> Lanes<Job> {
             return;
         }
         self.ready.clear();
+        self.startable = 0;
         for (key, lane) in &mut self.lanes {
             lane.is_ready = false;
+            self.startable += lane.startable(*key, self.turns);
             lane.queue(*key, self.turns, &mut self.ready);
         }
     }
@@ -176,6 +195,10 @@ mod tests {
                     }
                 }
                 assert!(lanes.lanes.len() <= EMPTY_MAX + files * 2, "seed {seed}");
+                let startable = model.iter().map(|(key, (waiting, working))| {
+                    waiting.len().min(of(*key, turns).saturating_sub(*working))
+                });
+                assert_eq!(lanes.startable(), startable.sum(), "seed {seed}");
             }
         }
     }

@@ -7,8 +7,8 @@
 //! - I1 A thread owns the buffer that it reads into or writes from: it is moved to the thread and
 //!   back.
 //! - I2 While a job may begin, some thread is on its way to begin it. Whoever adds a job, and
-//!   whoever begins one and leaves another, calls the next ([`Shared::call`]); if the system
-//!   refuses a thread, the executor tries again.
+//!   whoever begins one and leaves another, calls the next ([`Shared::call`]), unless as many are
+//!   on their way as jobs may begin; if the system refuses a thread, the executor tries again.
 //! - I3 While jobs wait because [`THREADS`] are at work, one thread watches: what has been at work
 //!   for a whole [`WINDOW`] counts no more, and as many others may be at work as wait like that.
 //! - I4 The executor sleeps only if nothing is finished, and then the next job that ends rings.
@@ -99,7 +99,12 @@ struct Queue {
     /// more (I3).
     working: [usize; 3],
     threads: usize,
+    /// Threads that wait to be called, until they look at the queue again.
     idle_threads: usize,
+    /// Of these, at most so many that were called.
+    called_threads: usize,
+    /// Threads that were started and have not looked at the queue yet.
+    new_threads: usize,
     is_watched: bool,
     /// Whether it was said that the system refuses threads.
     was_told: bool,
@@ -280,6 +285,28 @@ impl Queue {
         self.lanes.set_turns(TURNS_MAX.min(SLOW_MAX / self.working[2].max(1)));
     }
 
+    /// Whether one more thread has something to do: to begin a job, or to watch.
+    fn is_one_more_of_use(&self) -> bool {
+        if self.may_begin() {
+            self.coming_threads() < self.lanes.startable()
+        } else {
+            self.lanes.is_ready() && !self.is_watched && self.coming_threads() == 0
+        }
+    }
+
+    /// Threads that were called or started and have not looked at the queue yet.
+    fn coming_threads(&self) -> usize {
+        self.called_threads + self.new_threads
+    }
+
+    /// A thread that was idle looks at the queue: because it was called, or by itself. It counts as
+    /// called in any case: more may be on their way than are counted, never fewer.
+    fn has_come(&mut self) {
+        self.idle_threads -= 1;
+        self.called_threads = self.called_threads.saturating_sub(1);
+        debug_assert!(self.called_threads <= self.idle_threads, "those called are idle");
+    }
+
     /// How long the thread that watches waits for the window to end.
     fn watch(&mut self) -> Duration {
         let now = now();
@@ -301,8 +328,11 @@ impl Shared {
     /// a thread if one would be of use and none is idle.
     #[must_use]
     fn call(self: &Arc<Self>, queue: &mut Queue) -> bool {
-        let is_of_use = queue.lanes.is_ready() && (queue.may_begin() || !queue.is_watched);
-        let needs_one = is_of_use && queue.idle_threads == 0 && queue.threads < THREADS_MAX;
+        let is_of_use = queue.is_one_more_of_use();
+        let is_idle = queue.idle_threads > queue.called_threads;
+        // One that comes calls the next: by then a job may have ended.
+        let needs_one =
+            is_of_use && !is_idle && queue.coming_threads() == 0 && queue.threads < THREADS_MAX;
         let started = if needs_one { self.start(queue) } else { Ok(()) };
         self.is_short.store(started.is_err(), Ordering::Relaxed);
         if let Err(error) = started
@@ -310,7 +340,9 @@ impl Shared {
         {
             tracing::warn!(%error, "cannot start a thread for I/O: it may be slow");
         }
-        is_of_use && queue.idle_threads > 0
+        let is_called = is_of_use && is_idle;
+        queue.called_threads += usize::from(is_called);
+        is_called
     }
 
     fn start(self: &Arc<Self>, queue: &mut Queue) -> io::Result<()> {
@@ -319,11 +351,13 @@ impl Shared {
         builder.spawn(move || shared.work())?;
         // It cannot have ended: the queue is locked.
         queue.threads += 1;
+        queue.new_threads += 1;
         Ok(())
     }
 
     fn work(self: &Arc<Self>) {
         let mut queue = lock(&self.queue);
+        queue.new_threads -= 1;
         loop {
             if let Some(begun) = queue.begin() {
                 let is_of_use = self.call(&mut queue);
@@ -349,7 +383,7 @@ impl Shared {
             let waited = self.called.wait_timeout(queue, wait);
             let timed_out;
             (queue, timed_out) = waited.unwrap_or_else(PoisonError::into_inner);
-            queue.idle_threads -= 1;
+            queue.has_come();
             if watches {
                 queue.is_watched = false;
                 queue.watched();
@@ -526,6 +560,21 @@ mod tests {
         assert_eq!(queue.watch(), Duration::ZERO);
         queue.watched();
         assert_eq!((queue.window, queue.window_end), (1, None));
+    }
+
+    #[test]
+    fn file_whose_changes_wait_for_each_other_keeps_one_thread_busy() {
+        let remote = Arc::new(Remote::new().expect("made"));
+        let mut threads = Threads::new(remote);
+        let (file, mut ops, mut ended) = (file(), Ops::default(), Vec::new());
+        for generation in 0..1000 {
+            let key = OpKey { index: 0, generation };
+            threads.give(key, &file, Work::SetLen { len: 4096 });
+        }
+        while ended.len() < 1000 {
+            threads.take_finished(&mut ops, &mut ended);
+        }
+        assert_eq!(lock(&threads.shared.queue).threads, 1);
     }
 
     #[test]
