@@ -27,7 +27,7 @@ const L1_KEPT_BYTES_MAX: usize = 4096;
 /// An image of a chain.
 pub(crate) struct Layer {
     pub(crate) number: LayerNumber,
-    pub(crate) path: Box<Path>,
+    pub(crate) path: Arc<Path>,
     /// The image file: header and tables.
     pub(crate) store: Arc<dyn Store>,
     /// Where data clusters lie: the image file, or its external data file.

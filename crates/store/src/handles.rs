@@ -256,8 +256,8 @@ struct Slot {
     identity: Identity,
     /// When it was last closed, which released its locks.
     closed_ns: i128,
-    /// The file's identity when its content was found to be different.
-    refused: Option<Identity>,
+    /// The file's identity when its content was found to be different, which is rare.
+    refused: Option<Box<Identity>>,
     is_being_proved: bool,
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct TableSource {
     l1_entries: u32,
     /// Bytes of the disk that the layer covers.
     len: u64,
-    path: Box<Path>,
+    path: Arc<Path>,
 }
 
 impl TableSource {
@@ -42,7 +42,7 @@ impl TableSource {
     pub(crate) fn of(layer: &Layer) -> Option<Self> {
         let tables = layer.tables.as_ref()?;
         let (l1_at, l1_entries) = tables.l1_place.get();
-        let (l2, len, path) = (tables.l2, layer.len(), layer.path.clone());
+        let (l2, len, path) = (tables.l2, layer.len(), Arc::clone(&layer.path));
         Some(Self { l2, l1_at, l1_entries, len, path })
     }
 

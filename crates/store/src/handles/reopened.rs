@@ -42,7 +42,7 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
     }
     // Without locks, or if the image is shared with writers, changes are not ours to judge.
     if locking == Locking::On {
-        if slot.refused.as_ref() == Some(now) {
+        if slot.refused.as_deref() == Some(now) {
             return Verdict::Refused;
         }
         if before.mtime_ns != now.mtime_ns {
@@ -121,7 +121,7 @@ impl Unproven {
             let store =
                 Arc::new(Reopened { file: Arc::clone(&file), handle: Arc::clone(handle), align });
             if !proof.holds(store).await? {
-                handle.lock().refused = Some(now);
+                handle.lock().refused = Some(Box::new(now));
                 return Err(handle.refused());
             }
         }
