@@ -87,10 +87,9 @@ impl<Job> Lanes<Job> {
         self.startable
     }
 
-    /// Changes a lane, and what depends on it.
+    /// Changes a lane, which exists, and what depends on it.
     fn change<T>(&mut self, key: LaneKey, change: impl FnOnce(&mut Lane<Job>) -> T) -> T {
-        let made = || Lane { waiting: VecDeque::new(), working: 0, is_ready: false };
-        let lane = self.lanes.entry(key).or_insert_with(made);
+        let lane = self.lanes.get_mut(&key).expect("a lane with a job exists");
         let before = lane.startable(key, self.turns);
         let changed = change(lane);
         self.startable = self.startable - before + lane.startable(key, self.turns);
@@ -99,6 +98,8 @@ impl<Job> Lanes<Job> {
     }
 
     pub(super) fn add(&mut self, key: LaneKey, job: Job) {
+        let made = || Lane { waiting: VecDeque::new(), working: 0, is_ready: false };
+        self.lanes.entry(key).or_insert_with(made);
         self.change(key, |lane| lane.waiting.push_back(job));
     }
 

@@ -101,7 +101,7 @@ struct Queue {
     threads: usize,
     /// Threads that wait to be called, until they look at the queue again.
     idle_threads: usize,
-    /// Of these, at most so many that were called.
+    /// Of these, at least so many are on their way, because they were called or by themselves.
     called_threads: usize,
     /// Threads that were started and have not looked at the queue yet.
     new_threads: usize,
