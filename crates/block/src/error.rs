@@ -76,6 +76,17 @@ impl Error {
         self.inner.kind
     }
 
+    /// What went wrong with all its causes, in one line.
+    pub fn in_one_line(&self) -> String {
+        let mut line = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            line = format!("{line}: {error}");
+            cause = error.source();
+        }
+        line
+    }
+
     /// The system's errno at the root of the causes, if there is one.
     pub fn raw_os_error(&self) -> Option<i32> {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(self);

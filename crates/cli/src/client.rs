@@ -5,7 +5,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The default control socket.
@@ -51,6 +51,19 @@ impl Client {
     /// As [`Self::get`].
     pub(crate) fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
         self.request("POST", path, &body.to_string())
+    }
+
+    /// Deletes what is at `path`.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub(crate) fn delete(&self, path: &str) -> Result<Value, Failure> {
+        self.request("DELETE", path, "")
+    }
+
+    /// The socket of the server.
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
     }
 
     /// Replaces what is at `path`.
@@ -148,6 +161,11 @@ fn parse(answer: &[u8]) -> Option<(u16, &[u8])> {
 
 /// The path of a disk's command.
 pub(crate) fn of_disk(disk: &str, verb: &str) -> String {
+    disk_path(disk) + "/" + verb
+}
+
+/// The path of a disk.
+pub(crate) fn disk_path(disk: &str) -> String {
     // Characters of valid names need no escaping; anything else is not a name, but must stay one
     // path segment.
     let mut path = "/v1/disks/".to_owned();
@@ -157,7 +175,7 @@ pub(crate) fn of_disk(disk: &str, verb: &str) -> String {
             _ => path += &format!("%{byte:02X}"),
         }
     }
-    path + "/" + verb
+    path
 }
 
 /// An empty body.

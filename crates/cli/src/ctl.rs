@@ -1,10 +1,14 @@
 //! `mica ctl`: queries and controls a running server.
 
+mod members;
+mod saved;
+
 use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
 use crate::output::{OutputFormat, human_size, print, print_json};
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table};
+use members::{AddArgs, RemoveArgs};
 use mica_daemon::LogLevel;
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -41,6 +45,10 @@ enum CtlVerb {
         #[arg(value_name = "[+]SIZE")]
         size: String,
     },
+    /// Serve another disk: an image with options of `mica serve`, or those that a TOML file lists.
+    Add(Box<AddArgs>),
+    /// Stop serving a disk, as drain does, and forget it.
+    Remove(RemoveArgs),
     /// Stop serving a disk: requests in flight complete, everything is flushed and the image is
     /// closed. Without a name, do so with all disks and end the server.
     Drain {
@@ -48,6 +56,15 @@ enum CtlVerb {
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
+    /// Serve a disk again that was drained, or that could not be served when the server started.
+    Undrain {
+        /// The disk.
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Read the configuration file again: add the disks that are new in it, and remove those that
+    /// it no longer has. A disk whose settings have changed is left as it is, and named.
+    Reload,
     /// Show or set the log level of the server.
     LogLevel {
         /// The new level.
@@ -63,7 +80,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
         OutputFormat::Json => print_json(&answer)?,
         OutputFormat::Human => print(&human(&answer))?,
     }
-    Ok(ExitCode::SUCCESS)
+    let is_refused = answer["refused"].as_array().is_some_and(|refused| !refused.is_empty());
+    Ok(if is_refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Formats an answer for people.
@@ -82,6 +100,10 @@ fn ask(client: &Client, verb: &CtlVerb) -> Result<(Value, Human), Failure> {
         CtlVerb::Resize { disk, size } => {
             (client.post(&of_disk(disk, "resize"), &json!({ "size": size }))?, resized)
         }
+        CtlVerb::Add(args) => (args.run(client)?, members),
+        CtlVerb::Remove(args) => (args.run(client)?, members),
+        CtlVerb::Undrain { disk } => (client.post(&of_disk(disk, "undrain"), &nothing())?, members),
+        CtlVerb::Reload => (client.post("/v1/reload", &nothing())?, members),
         CtlVerb::Drain { disk: Some(disk) } => {
             (client.post(&of_disk(disk, "drain"), &nothing())?, drained)
         }
@@ -163,7 +185,8 @@ fn status(answer: &Value) -> String {
     });
     let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
     let problems = disks(answer).flat_map(|disk| {
-        let problems = [("device_error", "its device is broken: "), ("weakness", "")];
+        let problems =
+            [("failure", ""), ("device_error", "its device is broken: "), ("weakness", "")];
         problems
             .into_iter()
             .filter(|(key, _)| !disk[*key].is_null())
@@ -207,6 +230,30 @@ fn resized(answer: &Value) -> String {
 fn drained(answer: &Value) -> String {
     let names = answer["drained"].as_array().into_iter().flatten().map(text);
     names.fold(String::new(), |text, name| text + &name + ": drained, its image is closed\n")
+}
+
+/// Which disks came and went.
+fn members(answer: &Value) -> String {
+    let list = |key: &str| answer[key].as_array().into_iter().flatten();
+    let mut said = String::new();
+    for (key, what) in [
+        ("added", "added, it is served"),
+        ("removed", "removed, its image is closed"),
+        ("undrained", "served again"),
+    ] {
+        list(key).for_each(|name| said += &format!("{}: {what}\n", text(name)));
+    }
+    for refused in list("refused") {
+        said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
+    }
+    list("notes").for_each(|note| said += &format!("{}\n", text(note)));
+    if let Some(count) = answer["unchanged"].as_u64() {
+        said += &format!("{count} unchanged\n");
+    }
+    if let Some(file) = answer["saved"].as_str() {
+        said += &format!("saved in {}\n", plain(file));
+    }
+    said
 }
 
 fn log_level(answer: &Value) -> String {

@@ -2,13 +2,15 @@
 //!
 //! The exit code is 0 if everything acknowledged is in the images.
 
+use crate::client::plain;
 use crate::failure::Failure;
 use crate::fork::Fork;
 use crate::images::ImageArgs;
+use crate::output::print;
 use clap::{Args, Command, Id};
 use mica_daemon::{
     Config, Daemon, DiskConfig, DiskSettings, LogSwitch, ProcessSettings, StatsSettings,
-    has_inherited_sockets,
+    check_config, has_inherited_sockets,
 };
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,6 +23,9 @@ pub(crate) struct ServeArgs {
     /// options of this verb. Relative paths start from its folder.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Check the configuration, open its images for reading, say all that is wrong, and exit.
+    #[arg(long, requires = "config")]
+    check_config: bool,
     #[command(flatten)]
     process: ProcessSettings,
     /// Take over from the server at the --control socket: its sockets, and its disks once it has
@@ -57,6 +62,9 @@ fn of_one_disk() -> Vec<Id> {
 }
 
 pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, Failure> {
+    if let (true, Some(file)) = (args.check_config, &args.config) {
+        return check(file, args.process);
+    }
     let fork = match args.fork {
         true => Fork::here()?,
         false => Fork::Server(None),
@@ -68,6 +76,20 @@ pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, 
     }
     started?.run()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says all that is wrong with a configuration.
+fn check(file: &Path, process: ProcessSettings) -> Result<ExitCode, Failure> {
+    let mut config = Config::read(file)?;
+    config.process = process.or(config.process);
+    let problems = check_config(&config)?;
+    for problem in &problems {
+        eprintln!("mica: {}: {}", file.display(), plain(&problem.in_one_line()));
+    }
+    if problems.is_empty() {
+        print(&format!("{}: {} disks, nothing wrong\n", file.display(), config.disks.len()))?;
+    }
+    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// What a server's helper does.
@@ -107,12 +129,14 @@ impl DiskArgs {
         }
         let ImageArgs { settings: images, io } = images;
         let disk = DiskConfig { name: name_of(&image), image, settings, images };
-        Ok(Config { disks: vec![disk], io, stats, ..Config::default() })
+        let mut config = Config::default();
+        (config.disks, config.io, config.stats) = (vec![disk], io, stats);
+        Ok(config)
     }
 }
 
 /// The default name of a disk: its image's name without the extension.
-fn name_of(image: &Path) -> String {
+pub(crate) fn name_of(image: &Path) -> String {
     let stem = image.file_stem().unwrap_or_default().to_string_lossy();
     let plain = |letter: char| match letter {
         '-' | '_' | '.' => letter,

@@ -14,10 +14,13 @@
 
 mod read;
 
+use crate::held::is_socket_name;
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
 use crate::systemd::has_inherited_sockets;
 use crate::ublk;
 use mica_block::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -34,13 +37,21 @@ pub struct Config {
     pub stats: StatsSettings,
     /// Whether to take over from the process behind the control socket.
     pub takeover: bool,
+    /// The file that it was read from.
+    pub(crate) file: Option<PathBuf>,
+    /// What that file says of the process: the command line may say otherwise.
+    pub(crate) process_in_file: ProcessSettings,
+    /// Of the disks, those that somebody added by command to the process that is taken over.
+    pub(crate) added: BTreeSet<String>,
+    /// Of the disks, those that are not opened: they were drained or removed there.
+    pub(crate) drained: BTreeSet<String>,
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
     /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
 }
 
 /// One disk: its name, its image and its settings.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DiskConfig {
     /// Its name, unique among the disks.
     pub name: String,
@@ -52,6 +63,17 @@ pub struct DiskConfig {
     pub images: ImageSettings,
 }
 
+/// A disk that another process does not serve as the configuration says.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct HandedOver {
+    pub(crate) name: String,
+    /// Its table, if somebody added it by command.
+    pub(crate) table: Option<Map<String, Value>>,
+    /// Whether it was drained or removed.
+    pub(crate) is_closed: bool,
+}
+
 impl Config {
     /// Reads a configuration file. Relative paths in it start from its folder. What it asks for is
     /// not checked: that depends on more ([`Config::check`]).
@@ -61,7 +83,16 @@ impl Config {
     pub fn read(file: &Path) -> Result<Self> {
         let named = || file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|error| Error::from_io(named(), error))?;
-        let mut config = read::config(&text).map_err(|error| {
+        Self::parse(file, &text)
+    }
+
+    /// Understands the `text` of a configuration file.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(crate) fn parse(file: &Path, text: &str) -> Result<Self> {
+        let named = || file.display().to_string();
+        let mut config = read::config(text).map_err(|error| {
             // The parser's own message quotes the file on several lines; ours is one line.
             let line =
                 |at: usize| text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
@@ -71,7 +102,39 @@ impl Config {
         })?;
         let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
         config.resolve(folder.parent().unwrap_or(Path::new("/")));
+        config.file = Some(folder);
+        config.process_in_file = config.process.clone();
         Ok(config)
+    }
+
+    /// Takes over what was done by command in another process.
+    ///
+    /// # Errors
+    /// `Invalid` if a disk that was added there is another one here.
+    pub(crate) fn take_over(&mut self, disks: Vec<HandedOver>) -> Result<()> {
+        for HandedOver { name, table, is_closed } in disks {
+            let own = self.disks.iter().find(|disk| disk.name == name);
+            let added = table.as_ref().map(DiskConfig::from_table).transpose()?;
+            match (own, added) {
+                (Some(own), Some(added)) if !own.differences(&added)?.is_empty() => {
+                    let what = format!(
+                        "disk {name:?}: the other process was told to serve it with other \
+                         settings ({}) than the configuration has: remove it there",
+                        own.differences(&added)?.join(", ")
+                    );
+                    return Err(Error::new(ErrorKind::Invalid, what));
+                }
+                (None, Some(added)) => {
+                    self.added.insert(name.clone());
+                    self.disks.push(added);
+                }
+                (Some(_), _) | (None, None) => {}
+            }
+            if is_closed {
+                self.drained.insert(name);
+            }
+        }
+        Ok(())
     }
 
     /// Whether a disk may be served at sockets that its settings do not name: those of systemd's
@@ -84,7 +147,8 @@ impl Config {
     pub(crate) fn doorbells(&self) -> usize {
         let devices = self.disks.iter().filter(|disk| disk.settings.vhost_user.is_some());
         let queues = devices.map(|disk| usize::from(disk.settings.num_queues()));
-        queues.sum::<usize>().min(DOORBELLS_MAX)
+        let later = if self.process.disks_in.is_empty() { 0 } else { DOORBELLS_LATER };
+        (queues.sum::<usize>() + later).min(DOORBELLS_MAX)
     }
 
     /// Starts relative paths from `folder`.
@@ -99,69 +163,47 @@ impl Config {
     /// Checks everything that can be checked without opening anything.
     ///
     /// # Errors
-    /// `Invalid` with what is wrong.
+    /// `Invalid` with what is wrong first.
     pub fn check(&self) -> Result<()> {
-        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
-        if self.disks.is_empty() {
-            return invalid("no disk to serve".to_owned());
+        self.problems().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// All that is wrong as far as it can be seen without opening anything.
+    pub(crate) fn problems(&self) -> Vec<Error> {
+        let mut all = Vec::new();
+        let mut invalid = |what: &str| all.push(Error::new(ErrorKind::Invalid, what));
+        if self.disks.is_empty() && self.process.control.is_none() {
+            invalid("no disk to serve, and no control socket to add one");
         }
         if self.stats.stats_file.is_some() && self.disks.len() > 1 {
-            let what = "stats-file covers a single disk; use `mica ctl stats`";
-            return invalid(what.to_owned());
+            invalid("stats-file covers a single disk; use `mica ctl stats`");
         }
         let has_sockets = self.may_inherit_sockets();
         let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
         for disk in &self.disks {
             let name = &disk.name;
-            let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
-            if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
-                return invalid(format!(
-                    "disk {name:?}: a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or ."
-                ));
-            }
+            let mut invalid = |what: String| all.push(Error::new(ErrorKind::Invalid, what));
             if !names.insert(name) {
-                return invalid(format!("two disks are named {name:?}"));
+                invalid(format!("two disks are named {name:?}"));
             }
-            if disk.settings.ublk {
-                return Err(ublk::refusal(name));
-            }
-            if let Some(what) = disk.settings.ineffective_option(has_sockets) {
-                return invalid(format!("disk {name:?}: {what}"));
-            }
-            if disk.settings.shared == Some(0) {
-                let what = "shared 0 would admit no NBD client; use 1 or more";
-                return invalid(format!("disk {name:?}: {what}"));
-            }
-            let endpoints = disk.endpoints();
-            if endpoints.is_empty() && !has_sockets {
-                return invalid(format!(
-                    "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
-                ));
-            }
-            for endpoint in endpoints {
-                if !endpoint.is_any_port() && !used.insert(endpoint.0.clone()) {
-                    return invalid(format!("disk {name:?}: {} is used twice", endpoint.0));
+            for place in disk.settings.own_places() {
+                if used.contains(&place) {
+                    invalid(format!("disk {name:?}: {place} is used twice"));
                 }
+                used.insert(place);
             }
+            all.extend(disk.check(has_sockets).err());
         }
-        Ok(())
+        all
     }
 }
 
 /// Most doorbells with a ring of their own, which costs a descriptor and some memory.
 const DOORBELLS_MAX: usize = 1024;
+/// Doorbells for disks that are added later. Further ones are rung by system calls.
+const DOORBELLS_LATER: usize = 64;
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
-
-/// Something that only one server can listen on or mount over.
-struct Endpoint(String);
-
-impl Endpoint {
-    /// Whether the system chooses the port.
-    fn is_any_port(&self) -> bool {
-        self.0.starts_with("tcp:") && self.0.ends_with(":0")
-    }
-}
 
 impl DiskConfig {
     /// A disk with default settings.
@@ -170,14 +212,91 @@ impl DiskConfig {
         Self { name, image, settings, images }
     }
 
-    fn endpoints(&self) -> Vec<Endpoint> {
-        let DiskSettings { nbd, vhost_user, fuse, .. } = &self.settings;
-        let paths = vhost_user.iter().chain(fuse).map(|path| path.display().to_string());
-        nbd.iter().cloned().chain(paths).map(Endpoint).collect()
+    /// Reads the table of a disk in a configuration file, as JSON.
+    ///
+    /// # Errors
+    /// `Invalid` with what is not understood.
+    pub fn from_table(table: &Map<String, Value>) -> Result<Self> {
+        read::disk::<serde_json::Error>(&Value::Object(table.clone())).map_err(|error| {
+            Error::new(ErrorKind::Invalid, format!("the table of a disk: {error}"))
+        })
+    }
+
+    /// The table of this disk in a configuration file, as JSON, without what is the default.
+    ///
+    /// # Errors
+    /// `Invalid` if a path is not text.
+    pub fn to_table(&self) -> Result<Map<String, Value>> {
+        let default = Self::new(String::new(), PathBuf::new()).all_keys()?;
+        let mut table = self.all_keys()?;
+        table.retain(|key, value| default.get(key) != Some(value));
+        Ok(table)
+    }
+
+    /// The keys in which it differs from `other`.
+    ///
+    /// # Errors
+    /// As [`Self::to_table`].
+    pub(crate) fn differences(&self, other: &Self) -> Result<Vec<String>> {
+        let (own, other) = (self.all_keys()?, other.all_keys()?);
+        let differs = |(key, value): &(&String, &Value)| other.get(*key) != Some(*value);
+        Ok(own.iter().filter(differs).map(|(key, _)| key.clone()).collect())
+    }
+
+    fn all_keys(&self) -> Result<Map<String, Value>> {
+        let no_text = |error: serde_json::Error| {
+            Error::new(ErrorKind::Invalid, format!("disk {:?}: {error}", self.name))
+        };
+        let mut all = Map::new();
+        all.insert("name".to_owned(), json!(self.name));
+        let image = serde_json::to_value(&self.image).map_err(no_text)?;
+        all.insert("image".to_owned(), image);
+        let settings = serde_json::to_value(&self.settings).map_err(no_text)?;
+        let images = serde_json::to_value(&self.images).map_err(no_text)?;
+        for part in [settings, images] {
+            let Value::Object(part) = part else { continue };
+            all.extend(part.into_iter().filter(|(_, value)| !value.is_null()));
+        }
+        Ok(all)
+    }
+
+    /// Checks what can be checked of one disk without opening anything. `has_sockets` if sockets
+    /// may have been passed for it.
+    ///
+    /// # Errors
+    /// `Invalid` with what is wrong.
+    pub(crate) fn check(&self, has_sockets: bool) -> Result<()> {
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        let name = &self.name;
+        let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+        if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
+            return invalid(format!(
+                "disk {name:?}: a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or ."
+            ));
+        }
+        if is_socket_name(name) {
+            return invalid(format!("disk {name:?}: sockets have such names; use another"));
+        }
+        if self.settings.ublk {
+            return Err(ublk::refusal(name));
+        }
+        if let Some(what) = self.settings.ineffective_option(has_sockets) {
+            return invalid(format!("disk {name:?}: {what}"));
+        }
+        if self.settings.shared == Some(0) {
+            let what = "shared 0 would admit no NBD client; use 1 or more";
+            return invalid(format!("disk {name:?}: {what}"));
+        }
+        if !self.settings.has_place() && !has_sockets {
+            return invalid(format!(
+                "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
+            ));
+        }
+        Ok(())
     }
 
     /// Starts relative paths from `folder`.
-    fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, folder: &Path) {
         if self.images.is_file() {
             self.image = folder.join(&self.image);
         }

@@ -16,13 +16,13 @@ use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared};
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
-use crate::takeover::{Old, Takeover};
+use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::Workers;
+use mica_serve::{Workers, find_dead_sockets_with};
 use mica_store::{Holder, WritesInPlace, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fmt;
 use std::fs::File;
@@ -39,6 +39,8 @@ pub struct Daemon {
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
     signals: Signals,
+    /// Whether it was started from a terminal.
+    has_terminal: bool,
     stats_file: Option<StatsFile>,
 }
 
@@ -53,20 +55,23 @@ impl Daemon {
     ///
     /// # Errors
     /// Whatever prevents a disk from being served.
-    pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
+    pub fn start(mut config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
-        let mut signals = Signals::new([SIGTERM, SIGINT])
-            .map_err(|error| Error::from_io("waiting for signals", error))?;
+        let mut signals = signals()?;
+        let has_terminal = File::open("/dev/tty").is_ok();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
         let handles = ImageSettings::handles();
         let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
+        // What was read here says what may be opened, not what the other process tells.
+        let own_disks = config.disks.len();
         let (mut takeover, inherited) = match (config.takeover, &config.process.control) {
             (false, _) => (None, systemd::sockets()?),
             (true, Some(control)) => {
-                let (takeover, inherited) = Takeover::begin(control)?;
-                (Some(takeover), inherited)
+                let Begun { takeover, sockets, disks } = Takeover::begin(control)?;
+                config.take_over(disks)?;
+                (Some(takeover), sockets)
             }
             (true, None) => {
                 let what = "--takeover needs --control: the socket of the server to take over";
@@ -76,7 +81,13 @@ impl Daemon {
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
         let outside = outside(&config)?;
-        let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &inherited)?)?;
+        let (own, added) = config.disks.split_at(own_disks);
+        let needs = Needs::of(&config.process, own, &inherited)?;
+        let sandbox = Sandbox::enter(config.process.sandbox(), &needs)?;
+        let granted = (config.process.sandbox() != SandboxMode::Off).then(|| needs.granted());
+        if let Some(granted) = &granted {
+            added.iter().try_for_each(|disk| granted.check(disk))?;
+        }
         outside.watch()?;
         let workers = Workers::start(threads, config.io.backend())?;
         if config.process.sandbox() != SandboxMode::Off {
@@ -91,13 +102,15 @@ impl Daemon {
         let watch_period = systemd::watch_period(watch_period);
         let watchdog = Watchdog::start(workers.handles(), watch_period)?;
         let ending = signals.handle();
-        let mut is_cancelled = || signals.pending().next().is_some();
+        let ends = move |signal| signal != SIGHUP || has_terminal;
+        let mut is_cancelled = || signals.pending().any(ends);
         let closed =
             takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
         let resources = Resources { handles, workers, mounts };
-        let shared = Arc::new(Shared::new(ending, watch_period, outside, resources));
+        let shared = Shared::new(&config, ending, watch_period, outside, granted, resources);
+        let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);
         let open = move |begin| opening.open(config, inherited, patience, begin);
         let started = match takeover {
@@ -109,7 +122,9 @@ impl Daemon {
             }),
         };
         match started {
-            Ok(control) => Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file }),
+            Ok(control) => {
+                Ok(Self { shared, control, _watchdog: watchdog, signals, has_terminal, stats_file })
+            }
             Err(error) => {
                 // The first failure is the one to report.
                 let _ = shared.stop();
@@ -118,14 +133,21 @@ impl Daemon {
         }
     }
 
-    /// Serves until SIGTERM or SIGINT, and ends.
+    /// Serves until SIGTERM or SIGINT, and ends. On SIGHUP it reads its configuration again, but
+    /// ends if it has a terminal, which is gone then.
     ///
     /// # Errors
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        let signal = self.signals.forever().next();
-        tracing::info!(?signal, "stopping");
+        for signal in self.signals.forever() {
+            if signal == SIGHUP && !self.has_terminal {
+                reload(&self.shared);
+                continue;
+            }
+            tracing::info!(?signal, "stopping");
+            break;
+        }
         systemd::notify(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let written = self.write_stats();
@@ -145,6 +167,38 @@ impl Daemon {
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
     }
+}
+
+/// Reads the configuration again, on a thread of its own: a signal that ends the process is heard
+/// meanwhile.
+fn reload(shared: &Arc<Shared>) {
+    let shared = Arc::clone(shared);
+    let body = move || match shared.reload() {
+        Ok(reloaded) => reloaded.log(),
+        Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
+    };
+    let thread = std::thread::Builder::new().name("mica-reload".to_owned()).spawn(body);
+    if let Err(error) = thread {
+        tracing::error!(%error, "not reloaded: the system has no thread to spare");
+    }
+}
+
+/// The signals to wait for. A process that ignores SIGHUP, as nohup(1) makes it, goes on doing so.
+fn signals() -> Result<Signals> {
+    let failed = |error| Error::from_io("waiting for signals", error);
+    let mut all = vec![SIGTERM, SIGINT];
+    if !is_ignored(SIGHUP) {
+        all.push(SIGHUP);
+    }
+    Signals::new(all).map_err(failed)
+}
+
+/// Whether this process ignores a signal, by `/proc/self/status` (proc(5)).
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Opens everything, and serves it once the other process cannot come back any more.
@@ -188,11 +242,13 @@ fn outside(config: &Config) -> Result<Outside> {
         return Ok(Outside::Here(Arc::default()));
     };
     let files = config.disks.iter().filter_map(|disk| disk.settings.fuse.clone());
-    let helper = Helper::start(program, files.collect())?;
+    let helper = Helper::start(program, files.collect(), config.file.as_deref())?;
     let weak = Arc::downgrade(&helper);
     search_holders_with(move |question| {
         weak.upgrade().map_or(Holder::Unknown, |helper| helper.holder(question))
     });
+    let weak = Arc::downgrade(&helper);
+    find_dead_sockets_with(move |path| weak.upgrade().is_some_and(|helper| helper.is_dead(path)));
     Ok(Outside::Helper(helper))
 }
 

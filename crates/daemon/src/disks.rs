@@ -1,8 +1,14 @@
 //! The disks that a process serves. The set is run-time state: the configuration only says what it
 //! starts with.
+//!
+//! Invariants
+//! - I1 A name, and a place where a disk is served, belongs to one disk of the set.
+//! - I2 A disk is in the set from before it is opened until it is closed, so that whoever closes
+//!   all disks closes it.
 
 use crate::served::Served;
 use mica_block::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Threads that act on disks at the same time.
@@ -12,33 +18,63 @@ const THREADS_MAX: usize = 64;
 /// the disk itself, never an index, because the set may change meanwhile.
 #[derive(Default)]
 pub(crate) struct Disks {
-    all: RwLock<Vec<Arc<Served>>>,
+    set: RwLock<Set>,
+}
+
+#[derive(Default)]
+struct Set {
+    all: Vec<Arc<Served>>,
+    named: BTreeMap<String, Arc<Served>>,
+    /// Where disks are served, and the names of these.
+    places: BTreeMap<String, String>,
 }
 
 impl Disks {
-    /// Adds a disk that is open.
+    /// Adds a disk that is not open yet.
     ///
     /// # Errors
-    /// `Invalid` if the name is taken.
+    /// `Invalid` if its name or one of its places is taken.
     pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
-        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
+        let Set { all, named, places } = &mut *set;
         let name = &disk.name;
-        if all.iter().any(|other| other.name == *name) {
-            return Err(Error::new(ErrorKind::Invalid, format!("two disks are named {name:?}")));
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        if named.contains_key(name) {
+            return invalid(format!("there is a disk named {name:?} already"));
         }
+        for place in disk.settings.own_places() {
+            if let Some(other) = places.get(&place) {
+                return invalid(format!("disk {name:?}: the disk {other:?} is served at {place}"));
+            }
+        }
+        places.extend(disk.settings.own_places().map(|place| (place, name.clone())));
+        named.insert(name.clone(), Arc::clone(&disk));
         all.push(disk);
         Ok(())
     }
 
+    /// Removes a disk, which is closed.
+    pub(crate) fn remove(&self, disk: &Arc<Served>) {
+        let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
+        let Set { all, named, places } = &mut *set;
+        let before = all.len();
+        all.retain(|other| !Arc::ptr_eq(other, disk));
+        // It may have been removed already, and another one have its name.
+        if all.len() < before {
+            named.remove(&disk.name);
+            places.retain(|_, name| *name != disk.name);
+        }
+    }
+
     /// The current disks.
     pub(crate) fn all(&self) -> Vec<Arc<Served>> {
-        self.all.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.set.read().unwrap_or_else(PoisonError::into_inner).all.clone()
     }
 
     /// The disk called `name`.
     pub(crate) fn named(&self, name: &str) -> Option<Arc<Served>> {
-        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        all.iter().find(|disk| disk.name == name).cloned()
+        let set = self.set.read().unwrap_or_else(PoisonError::into_inner);
+        set.named.get(name).cloned()
     }
 }
 
@@ -78,7 +114,6 @@ mod tests {
     use super::*;
     use crate::config::DiskConfig;
     use crate::servers::Resources;
-    use crate::sockets::Sockets;
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
@@ -91,34 +126,91 @@ mod tests {
         let mut config = DiskConfig::new(name.to_owned(), PathBuf::from("1M"));
         config.images.format = "null".to_owned();
         config.settings.nbd = vec![socket.display().to_string()];
-        let mut inherited = Sockets::default();
-        let served = Served::prepare(config, resources, &mut inherited, Duration::ZERO);
-        Arc::new(served.expect("opened"))
+        Arc::new(Served::new(config, Vec::new(), resources))
     }
 
-    #[test]
-    fn disks_keep_their_order_and_a_name_is_used_once() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let resources = Resources {
+    fn open(disk: &Served) {
+        disk.prepare(Duration::ZERO).expect("opened");
+        disk.start();
+    }
+
+    fn resources() -> Resources {
+        Resources {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
-        };
+        }
+    }
+
+    #[test]
+    fn disks_keep_their_order_and_names_and_places_are_used_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let resources = resources();
         let new = |name, socket| disk(name, &folder.path().join(socket), &resources);
         let disks = Disks::default();
         disks.add(new("b", "1")).expect("added");
         disks.add(new("a", "2")).expect("added");
         let before = disks.all();
-        let second = new("b", "3");
-        assert!(disks.add(Arc::clone(&second)).is_err(), "the name is in use");
+        assert!(disks.add(new("b", "3")).is_err(), "the name is in use");
+        let error = disks.add(new("d", "2")).expect_err("the place is in use").to_string();
+        assert!(error.contains("the disk \"a\" is served at"), "{error}");
         disks.add(new("c", "4")).expect("added");
 
         assert_eq!(each_of(&disks.all(), |disk| disk.name.clone()), ["b", "a", "c"]);
         assert_eq!(before.len(), 2, "a list that was taken before stays as it was");
         assert!(disks.named("a").is_some_and(|disk| Arc::ptr_eq(&disk, &before[1])));
         assert!(disks.named("d").is_none());
-        for disk in disks.all().into_iter().chain([second]) {
-            disk.stop().expect("closed");
-        }
+
+        disks.remove(&before[1]);
+        assert!(disks.named("a").is_none());
+        let second = new("a", "2");
+        disks.add(Arc::clone(&second)).expect("its name and place are free");
+        disks.remove(&before[1]);
+        assert!(disks.named("a").is_some_and(|disk| Arc::ptr_eq(&disk, &second)));
+        assert_eq!(each_of(&disks.all(), |disk| disk.name.clone()), ["b", "c", "a"]);
+    }
+
+    #[test]
+    fn disk_comes_back_only_if_somebody_asks_for_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (resources, socket) = (resources(), folder.path().join("s"));
+        let disk = disk("a", &socket, &resources);
+        assert_eq!(disk.condition(), "starting");
+        open(&disk);
+        assert_eq!((disk.condition(), socket.exists()), ("serving", true));
+        assert!(disk.undrain(&|| false).is_err(), "it is served");
+        disk.stop().expect("closed");
+        assert_eq!((disk.condition(), socket.exists()), ("drained", false));
+        let again = disk.prepare(Duration::ZERO);
+        assert_eq!(again.expect_err("it was stopped").kind(), ErrorKind::Denied);
+        disk.undrain(&|| false).expect("served");
+        assert_eq!((disk.condition(), socket.exists()), ("serving", true));
+        disk.stop().expect("closed");
+
+        let stopped = self::disk("b", &socket, &resources);
+        stopped.stop().expect("there is nothing to close");
+        let late = stopped.prepare(Duration::ZERO);
+        assert_eq!(late.expect_err("it was stopped before").kind(), ErrorKind::Denied);
+        assert!(!socket.exists());
+    }
+
+    #[test]
+    fn disk_that_cannot_be_served_says_why_until_it_can() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (resources, socket) = (resources(), folder.path().join("s"));
+        std::fs::write(&socket, "not a socket").expect("written");
+        let disk = disk("a", &socket, &resources);
+        let error = disk.prepare(Duration::ZERO).expect_err("taken");
+        assert_eq!(disk.condition(), "failed");
+        assert_eq!(disk.failure().expect("a reason").to_string(), error.to_string());
+        disk.start();
+        assert_eq!(disk.condition(), "failed");
+        assert!(disk.undrain(&|| false).is_err(), "still taken");
+
+        std::fs::remove_file(&socket).expect("removed");
+        disk.undrain(&|| false).expect("served");
+        assert!(disk.failure().is_none());
+        disk.stop().expect("closed");
+        assert_eq!(disk.condition(), "drained");
     }
 }

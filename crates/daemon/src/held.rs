@@ -1,6 +1,23 @@
-//! Listening sockets that this process holds, and where each came from.
+//! Listening sockets that this process holds, their names, and where each came from.
 
 use mica_serve::Listener;
+
+/// Suffix of the name of a device's socket.
+pub(crate) const DEVICE: &str = ".vhost-user";
+/// The name of the control socket.
+pub(crate) const CONTROL: &str = "mica.control";
+/// The name of the socket for figures.
+pub(crate) const METRICS: &str = "mica.metrics";
+
+/// The name of the socket of a disk's device.
+pub(crate) fn device_name(disk: &str) -> String {
+    format!("{disk}{DEVICE}")
+}
+
+/// Whether a disk of this name could not be told from a socket that is not its own.
+pub(crate) fn is_socket_name(name: &str) -> bool {
+    name.ends_with(DEVICE) || [CONTROL, METRICS].contains(&name)
+}
 
 /// How this process got a socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,5 +1,6 @@
 //! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
-//! who holds a lock, mounts and unmounts files, and connects to a process that takes over.
+//! who holds a lock and which sockets are dead, mounts and unmounts files, connects to a process
+//! that takes over, and opens the configuration once more.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
@@ -8,8 +9,8 @@
 //!
 //! Invariants
 //! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
-//!   are numbered as in the configuration, and connections go only to sockets in folders with a
-//!   takeover's name.
+//!   are numbered as in the configuration, there is one configuration, and connections go only to
+//!   sockets in folders with a takeover's name.
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
 
@@ -22,7 +23,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion, find_holder};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -47,6 +48,8 @@ const ANSWER_LIMIT: Timespec = Timespec { tv_sec: 120, tv_nsec: 0 };
 enum Setup {
     /// A file to mount over: the first is number 0.
     File(Vec<u8>),
+    /// The configuration.
+    Config(Vec<u8>),
     /// The end of the setup.
     Begin,
 }
@@ -54,7 +57,9 @@ enum Setup {
 #[derive(Serialize, Deserialize)]
 enum Request {
     Holder { device: u64, inode: u64, byte: u64, process: u32, descriptor: i32 },
+    IsDead { path: Vec<u8> },
     Connect { path: Vec<u8> },
+    Config,
     Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
     Unmount { file: usize },
 }
@@ -62,8 +67,11 @@ enum Request {
 #[derive(Serialize, Deserialize)]
 enum Reply {
     Holder(LockHolder),
+    IsDead(bool),
     /// With the descriptor of the socket.
     Connected,
+    /// With the descriptor of the file.
+    Config,
     /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
@@ -119,6 +127,14 @@ impl Outside {
         }
     }
 
+    /// Opens the configuration file once more: `path`, as it was named at the start.
+    pub(crate) fn open_config(&self, path: &Path) -> Result<OwnedFd> {
+        match self {
+            Self::Here(_) => open_config(path),
+            Self::Helper(helper) => helper.config(),
+        }
+    }
+
     /// Notices if the helper ends before this process does. Called inside the sandbox.
     ///
     /// # Errors
@@ -156,11 +172,16 @@ enum Link {
 }
 
 impl Helper {
-    /// Starts `program` as the helper of a server that mounts over `files`.
+    /// Starts `program` as the helper of a server that mounts over `files` and may read `config`
+    /// again.
     ///
     /// # Errors
     /// Those of the system calls.
-    pub(crate) fn start(program: &Path, files: Vec<PathBuf>) -> Result<Arc<Self>> {
+    pub(crate) fn start(
+        program: &Path,
+        files: Vec<PathBuf>,
+        config: Option<&Path>,
+    ) -> Result<Arc<Self>> {
         let failed = |error| Error::from_io("starting the sandbox helper", error);
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let (ours, theirs) = socketpair(family, kind, SocketFlags::CLOEXEC, None)
@@ -171,6 +192,7 @@ impl Helper {
         let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let process = Mutex::new(Some(process.map_err(failed)?));
         let setup = files.iter().map(|file| Setup::File(bytes_of(file)));
+        let setup = setup.chain(config.map(|config| Setup::Config(bytes_of(config))));
         for message in setup.chain([Setup::Begin]) {
             send(&ours, &message, &[]).map_err(failed)?;
         }
@@ -204,6 +226,19 @@ impl Helper {
             Ok((Reply::Holder(LockHolder::Dying(name)), _)) => Holder::Dying(name),
             Ok((Reply::Holder(LockHolder::Nobody), _)) => Holder::Nobody,
             _ => Holder::Unknown,
+        }
+    }
+
+    /// Whether the unix socket at `path` is that of a dead server.
+    pub(crate) fn is_dead(&self, path: &Path) -> bool {
+        let request = Request::IsDead { path: bytes_of(path) };
+        matches!(self.request(&request), Ok((Reply::IsDead(true), _)))
+    }
+
+    fn config(&self) -> Result<OwnedFd> {
+        match self.request(&Request::Config)? {
+            (Reply::Config, Some(file)) => Ok(file),
+            _ => Err(protocol_error()),
         }
     }
 
@@ -340,6 +375,27 @@ fn bytes_of(path: &Path) -> Vec<u8> {
 
 fn path_of(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
+}
+
+/// Opens a configuration file. Whatever is there now is not waited for.
+fn open_config(path: &Path) -> Result<OwnedFd> {
+    let named = || format!("reading {}", path.display());
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    let file = opened.map_err(|error| Error::from_io(named(), error.into()))?;
+    let found = rustix::fs::fstat(&file).map_err(|error| Error::from_io(named(), error.into()))?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+        return Err(Error::new(ErrorKind::Invalid, format!("{} is not a file", path.display())));
+    }
+    Ok(file)
+}
+
+/// Whether the unix socket at `path` is that of a dead server: nobody has it open. Connects to
+/// nothing, as a server's sockets are of another kind.
+fn is_dead(path: &Path) -> bool {
+    connect(path).is_err_and(|error| {
+        error.raw_os_error() == Some(rustix::io::Errno::CONNREFUSED.raw_os_error())
+    })
 }
 
 /// Connects to the process that waits at `path` to take over.

@@ -5,6 +5,7 @@
 //! daemon      the process from start to end: signals, order of start and shutdown
 //!   ├ control     status, figures and commands over HTTP, on a thread of its own
 //!   ├ takeover    sockets and disks pass from one process to the next
+//!   ├ membership  disks come and go
 //!   └ shared      state that these share
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
@@ -12,6 +13,7 @@
 //! sandbox     what the process may still do; helper: a process that does the rest for it
 //! systemd     readiness, watchdog, sockets inherited and stored
 //! sockets     which inherited socket belongs where; held: the sockets this process holds
+//! rehearsal   checks a configuration
 //! config      what is served, from the command line or a TOML file
 //!   └ settings    every option, stated once
 //! ```
@@ -23,8 +25,10 @@ mod disks;
 mod held;
 mod helper;
 mod indexer;
+mod membership;
 mod messages;
 mod opened;
+mod rehearsal;
 mod retry;
 mod sandbox;
 mod served;
@@ -42,6 +46,7 @@ pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
+pub use rehearsal::check_config;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
     ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,

@@ -11,7 +11,7 @@ pub(crate) enum Opened {
 }
 
 /// What a disk reports of itself.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Figures {
     pub(crate) len: u64,
     /// Whether it is writable, or was until it was closed.

@@ -1,4 +1,5 @@
-//! Retrying while another process holds an image, or the system has no thread to spare.
+//! Retrying while another process holds an image, the system has no thread to spare, or an address
+//! is not free yet.
 
 use mica_block::{Error, ErrorKind, Result};
 use rustix::io::Errno;
@@ -24,10 +25,31 @@ pub(crate) fn while_held<T>(
     is_cancelled: impl Fn() -> bool,
     open: impl FnMut() -> Result<T>,
 ) -> Result<T> {
+    retry_by(&clock(), is_passing, patience, is_cancelled, open)
+}
+
+/// Calls `act` until it succeeds, or fails for a reason that is not `passing`, or `patience` has
+/// run out.
+///
+/// # Errors
+/// Those of the last call of `act`.
+pub(crate) fn retry_while<T>(
+    passing: impl Fn(&Error) -> bool,
+    patience: Patience,
+    act: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    retry_by(&clock(), passing, patience, || false, act)
+}
+
+fn clock() -> Clock<impl Fn() -> Duration, fn(Duration)> {
     #[expect(clippy::disallowed_methods, reason = "a thread that has no executor")]
     let start = Instant::now();
-    let clock = Clock { elapsed: || start.elapsed(), sleep };
-    while_held_by(&clock, patience, is_cancelled, open)
+    Clock { elapsed: move || start.elapsed(), sleep }
+}
+
+/// Whether somebody still listens at an address.
+pub(crate) fn is_address_in_use(error: &Error) -> bool {
+    error.raw_os_error() == Some(Errno::ADDRINUSE.raw_os_error())
 }
 
 /// Whether the image is held, or the system asks to try again.
@@ -42,15 +64,16 @@ struct Clock<E, S> {
     sleep: S,
 }
 
-fn while_held_by<T>(
+fn retry_by<T>(
     clock: &Clock<impl Fn() -> Duration, impl Fn(Duration)>,
+    passing: impl Fn(&Error) -> bool,
     patience: Patience,
     is_cancelled: impl Fn() -> bool,
     mut open: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     loop {
         let outcome = open();
-        if !outcome.as_ref().is_err_and(is_passing)
+        if !outcome.as_ref().is_err_and(&passing)
             || (clock.elapsed)() >= patience.limit
             || is_cancelled()
         {
@@ -83,8 +106,9 @@ mod tests {
         let mut count = 0;
         let now = Cell::new(Duration::ZERO);
         let pass = |time| now.set(now.get() + time);
-        let outcome = while_held_by(
+        let outcome = retry_by(
             &Clock { elapsed: || now.get(), sleep: pass },
+            is_passing,
             BRIEF,
             || is_cancelled,
             || {

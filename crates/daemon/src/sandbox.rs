@@ -26,7 +26,7 @@
 mod calls;
 mod needs;
 
-pub(crate) use needs::Needs;
+pub(crate) use needs::{Granted, Needs};
 
 use crate::settings::SandboxMode;
 use calls::{Threads, Unlisted};

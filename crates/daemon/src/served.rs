@@ -1,19 +1,22 @@
-//! One disk that is served: its image and its servers, from opening to the end.
+//! One disk: its image and its servers, from opening to the end, and perhaps another beginning.
 //!
 //! Invariants
 //! - I1 A socket appears only once the image is open: a client that can connect is served, as soon
 //!   as [`Served::start`] lets it.
-//! - I2 The disk is closed exactly once, after all its servers have ended.
+//! - I2 The disk is closed exactly once for each time that it was opened, after all its servers
+//!   have ended.
 //! - I3 When `stop` or `suspend` returns, the image is closed: a second caller waits for the
 //!   first and gets the same outcome.
+//! - I4 A disk that was told to stop is not served again unless somebody asks for that
+//!   ([`Served::undrain`]).
 
 use crate::config::DiskConfig;
-use crate::held::Held;
+use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
-use crate::retry::{Patience, while_held};
+use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
-use crate::sockets::{Sockets, device_name};
+use crate::sockets::Sockets;
 use crate::stats::{self, Counts};
 use crate::systemd;
 use crate::tls::Security;
@@ -22,7 +25,8 @@ use mica_qcow2::IndexUse;
 use mica_rt::timeout;
 use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -34,12 +38,19 @@ const IDLE_DEADLINE: Duration = Duration::from_secs(10);
 /// Pause between attempts to open an image that another process holds.
 const HELD_IMAGE_PAUSE: Duration = Duration::from_millis(20);
 
+/// For a TCP address that a disk of this process had until just now to be free.
+const FREE_ADDRESS_LIMIT: Duration = Duration::from_millis(500);
+const FREE_ADDRESS_PAUSE: Duration = Duration::from_millis(5);
+
 /// A disk and what serves it.
 pub(crate) struct Served {
     pub(crate) name: String,
     pub(crate) settings: DiskSettings,
     /// How its images are opened.
     pub(crate) images: ImageSettings,
+    /// The image of its configuration.
+    first_image: PathBuf,
+    source: Mutex<Source>,
     resources: Resources,
     /// Serializes changes of the disk's life: stop, suspend, resume, resize (I3). Taken before
     /// `state`, which is never held for long.
@@ -48,9 +59,12 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// Where clients connect, until the disk ends for good.
+    /// Where clients connect. Sockets of systemd's units stay when it is closed: systemd holds them
+    /// open, too, so that they cannot be created again.
     held: Mutex<Vec<Held>>,
     state: Mutex<State>,
+    /// Whether its image is being opened, which may take as long as its storage likes.
+    is_opening: AtomicBool,
 }
 
 enum State {
@@ -62,16 +76,28 @@ enum State {
     Ended(Box<Counts>, End),
 }
 
+/// Who wants a disk to be served.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Source {
+    /// The command line or the configuration file.
+    Configuration,
+    /// Somebody at the control socket.
+    Command,
+}
+
 /// How far the end of a disk is.
 #[derive(Clone)]
 enum End {
+    /// It is about to be opened for the first time.
+    New,
     /// Its servers end and it is being closed.
     Closing,
     /// It is closed. A failure means that some acknowledged writes are not in the image.
     Closed(Result<()>),
-    /// It was closed for another process, which failed, and cannot be opened again. Everything
-    /// acknowledged is in the image.
-    NotResumed,
+    /// It could not be opened or served. Everything acknowledged is in the image.
+    NotServed(Error),
+    /// It is closed and no longer among the disks of this process.
+    Removed,
 }
 
 /// The length to grow a disk to.
@@ -91,42 +117,160 @@ pub(crate) struct Resized {
 }
 
 impl Served {
-    /// Opens the image, waiting up to `patience` while another process holds it, and prepares to
-    /// serve it at inherited sockets and at new ones. Clients wait until [`Self::start`].
-    pub(crate) fn prepare(
-        config: DiskConfig,
-        resources: &Resources,
-        inherited: &mut Sockets,
-        patience: Duration,
-    ) -> Result<Self> {
+    /// A disk that is not open yet, to be served at the sockets that are `held` for it and at new
+    /// ones.
+    pub(crate) fn new(config: DiskConfig, held: Vec<Held>, resources: &Resources) -> Self {
         let DiskConfig { name, image, settings, images } = config;
-        let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
-        let open = || open(&image, &settings, &images, resources);
-        let opened = while_held(patience, || false, open)?;
-        let served = Self {
+        let state = State::Ended(Box::new(Servers::default().counts()), End::New);
+        Self {
             name,
             settings,
             images,
+            first_image: image.clone(),
+            source: Mutex::new(Source::Configuration),
             resources: resources.clone(),
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
-            opened: Mutex::new(Opened::Open(opened)),
-            held: Mutex::default(),
-            state: Mutex::new(State::Prepared(Box::default())),
-        };
-        match served.listen(inherited).and_then(|()| served.prepare_servers()) {
-            Ok(()) => Ok(served),
-            Err(error) => {
-                // The first failure is the one to report.
-                let _ = served.stop();
-                Err(error)
-            }
+            opened: Mutex::new(Opened::Closed(Figures::default())),
+            held: Mutex::new(held),
+            state: Mutex::new(state),
+            is_opening: AtomicBool::new(false),
         }
     }
 
-    fn listen(&self, inherited: &mut Sockets) -> Result<()> {
+    /// Opens a new disk, waiting up to `patience` while another process holds its image, and
+    /// prepares to serve it. Clients wait until [`Self::start`].
+    ///
+    /// # Errors
+    /// Whatever prevents it from being opened or served; [`Self::failure`] is that from now on.
+    /// `Denied` if it was told to stop before it could be opened.
+    pub(crate) fn prepare(&self, patience: Duration) -> Result<()> {
+        let _changes = self.lock_changes();
+        match &*self.lock() {
+            State::Ended(_, End::New) => {}
+            _ => return Err(self.denied("was told to stop")),
+        }
+        let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
+        self.open(|open| while_held(patience, || false, open))
+    }
+
+    /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`.
+    ///
+    /// # Errors
+    /// Whatever prevents that; `Denied` if it is open, or was closed without all that was written.
+    pub(crate) fn undrain(&self, is_stopping: &dyn Fn() -> bool) -> Result<()> {
+        let _changes = self.lock_changes();
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Ok(())) | End::NotServed(_)) => {}
+            State::Ended(_, End::Closed(Err(_))) => {
+                return Err(self.denied(
+                    "was closed without everything that was written: check its image, remove the \
+                     disk, and add it",
+                ));
+            }
+            State::Ended(_, End::Removed) => return Err(self.denied("was removed")),
+            State::Ended(_, End::New | End::Closing) => return Err(self.denied("is not ready")),
+            State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
+        }
+        self.open(|open| open()).inspect_err(|_| self.close_sockets())?;
+        // Whoever stops all disks may have seen this one closed.
+        if is_stopping() {
+            self.close_sockets();
+            // Nobody has used it.
+            let _ = self.end();
+            return Err(self.denied("stays closed: the server is stopping"));
+        }
+        self.start();
+        Ok(())
+    }
+
+    /// Stops it for good: it cannot be opened again.
+    ///
+    /// # Errors
+    /// As [`Self::stop`]. It is closed in any case.
+    pub(crate) fn remove(&self) -> Result<()> {
+        let _changes = self.lock_changes();
+        self.close_sockets();
+        self.held().clear();
+        let outcome = self.end();
+        if let State::Ended(_, end) = &mut *self.lock() {
+            *end = End::Removed;
+        }
+        outcome
+    }
+
+    /// Whether its image is being opened.
+    pub(crate) fn is_opening(&self) -> bool {
+        self.is_opening.load(Ordering::Relaxed)
+    }
+
+    /// Its configuration.
+    pub(crate) fn config(&self) -> DiskConfig {
+        let (settings, images) = (self.settings.clone(), self.images.clone());
+        DiskConfig { name: self.name.clone(), image: self.first_image.clone(), settings, images }
+    }
+
+    pub(crate) fn source(&self) -> Source {
+        *self.source.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_source(&self, source: Source) {
+        *self.source.lock().unwrap_or_else(PoisonError::into_inner) = source;
+    }
+
+    /// Whether it is open.
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(&*self.lock(), State::Prepared(_) | State::Serving(_))
+    }
+
+    /// Whether somebody has drained it.
+    pub(crate) fn is_drained(&self) -> bool {
+        matches!(&*self.lock(), State::Ended(_, End::Closing | End::Closed(_)))
+    }
+
+    /// Whether it was to be served and could not be opened.
+    pub(crate) fn could_not_be_served(&self) -> bool {
+        matches!(&*self.lock(), State::Ended(_, End::NotServed(_)))
+    }
+
+    fn denied(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Denied, format!("the disk {:?} {what}", self.name))
+    }
+
+    /// Opens the image by `by`, listens, and prepares the servers. The caller holds `changes`.
+    fn open(
+        &self,
+        by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
+    ) -> Result<()> {
+        let open = || open(&self.image(), &self.settings, &self.images, &self.resources);
+        self.is_opening.store(true, Ordering::Relaxed);
+        let opened = by(&open);
+        self.is_opening.store(false, Ordering::Relaxed);
+        let prepared = opened.and_then(|opened| {
+            *self.opened() = Opened::Open(opened);
+            *self.lock() = State::Prepared(Box::default());
+            let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
+            let listening = retry_while(is_address_in_use, free, || self.listen());
+            listening.and_then(|()| self.prepare_servers()).inspect_err(|_| {
+                // The first failure is the one to report.
+                let _ = self.end();
+            })
+        });
+        prepared.inspect_err(|error| self.set_failed(error.clone()))
+    }
+
+    /// It is closed, and this is why. The caller holds `changes`.
+    fn set_failed(&self, error: Error) {
+        if let State::Ended(_, end) = &mut *self.lock() {
+            *end = End::NotServed(error);
+        }
+    }
+
+    fn listen(&self) -> Result<()> {
         let Self { name, settings, .. } = self;
         let mut held = self.held();
+        let mut inherited = Sockets::of(std::mem::take(&mut *held), settings);
+        let inherited = &mut inherited;
         let device = device_name(name);
         match &settings.vhost_user {
             Some(path) => held.push(inherited.unix(device, path, SocketUsers::AsUmask)?),
@@ -182,8 +326,22 @@ impl Served {
         self.end().map(|()| true).inspect_err(|_| self.close_sockets())
     }
 
+    /// Closes its sockets after [`Self::prepare`] has failed: nobody is to wait there.
+    pub(crate) fn discard_sockets(&self) {
+        for held in self.held().iter().filter(|held| held.origin != Origin::Unit) {
+            held.listener.own_file();
+            systemd::forget(&held.name);
+        }
+        self.close_sockets();
+    }
+
+    /// Closes its sockets, but for those of systemd's units.
     fn close_sockets(&self) {
-        systemd::close(std::mem::take(&mut *self.held()));
+        let mut held = self.held();
+        let all = std::mem::take(&mut *held).into_iter();
+        let (of_units, others): (Vec<_>, _) = all.partition(|held| held.origin == Origin::Unit);
+        *held = of_units;
+        systemd::close(others);
     }
 
     /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
@@ -204,11 +362,12 @@ impl Served {
         Ok(())
     }
 
-    /// Gives up on [`Self::resume`]: clients do not wait for it any longer.
-    pub(crate) fn give_up(&self) {
+    /// Gives up on [`Self::resume`], which failed for this reason: clients do not wait for it any
+    /// longer.
+    pub(crate) fn give_up(&self, error: Error) {
         let _changes = self.lock_changes();
         if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
-            *end = End::NotResumed;
+            *end = End::NotServed(error);
         }
         self.close_sockets();
     }
@@ -225,7 +384,11 @@ impl Served {
                 }
                 State::Serving(servers) => std::mem::take(servers),
                 State::Ended(_, End::Closed(outcome)) => return outcome.clone(),
-                State::Ended(_, End::Closing | End::NotResumed) => return Ok(()),
+                State::Ended(_, end @ End::New) => {
+                    *end = End::Closed(Ok(()));
+                    return Ok(());
+                }
+                State::Ended(_, End::Closing | End::NotServed(_) | End::Removed) => return Ok(()),
             };
             // Meanwhile callers see what was counted so far.
             *state = State::Ended(Box::new(servers.counts()), End::Closing);
@@ -265,9 +428,8 @@ impl Served {
             State::Serving(servers) => servers.resize_notifier(),
             state @ (State::Prepared(_) | State::Ended(..)) => {
                 let is_ended = matches!(state, State::Ended(..));
-                let when = if is_ended { "no longer" } else { "not yet" };
-                let context = format!("the disk {:?} is {when} served", self.name);
-                return Err(Error::new(ErrorKind::Denied, context));
+                let when = if is_ended { "is not served" } else { "is not served yet" };
+                return Err(self.denied(when));
             }
         };
         let disk = self.opened().disk()?;
@@ -316,9 +478,19 @@ impl Served {
         match &*self.lock() {
             State::Prepared(_) => "starting",
             State::Serving(_) => "serving",
+            State::Ended(_, End::New) => "starting",
             State::Ended(_, End::Closing) => "draining",
             State::Ended(_, End::Closed(Ok(()))) => "drained",
-            State::Ended(_, End::Closed(Err(_)) | End::NotResumed) => "failed",
+            State::Ended(_, End::Removed) => "removed",
+            State::Ended(_, End::Closed(Err(_)) | End::NotServed(_)) => "failed",
+        }
+    }
+
+    /// Why it is not served, if it should be.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Err(error)) | End::NotServed(error)) => Some(error.clone()),
+            _ => None,
         }
     }
 

@@ -1,9 +1,8 @@
 //! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
 
-use crate::held::Held;
+use crate::held::{Held, device_name};
 use crate::indexer::Indexer;
 use crate::settings::{DiskSettings, IndexMode};
-use crate::sockets::device_name;
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
 use mica_serve::nbd::{Export, Limits};

@@ -1,11 +1,12 @@
 //! State that the parts of the process share: its disks, its control sockets, and whether it is
 //! stopping or handed over.
 
-use crate::config::{Config, DiskConfig};
+use crate::config::Config;
 use crate::disks::{Disks, each_of};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
-use crate::served::Served;
+use crate::sandbox::Granted;
+use crate::served::{Served, Source};
 use crate::servers::Resources;
 use crate::settings::ProcessSettings;
 use crate::sockets::{ControlSockets, Sockets};
@@ -13,6 +14,8 @@ use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
 use signal_hook::iterator::Handle;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
@@ -31,16 +34,27 @@ pub(crate) enum Begin {
 /// What the parts of the process see of it.
 pub(crate) struct Shared {
     pub(crate) disks: Disks,
-    resources: Resources,
+    pub(crate) resources: Resources,
     /// Closing it ends the process, as a signal does.
     pub(crate) ending: Handle,
     /// Does what the sandbox forbids.
     pub(crate) outside: Outside,
+    /// What the sandbox allows, if there is one.
+    pub(crate) granted: Option<Granted>,
     /// Held alone while everything is handed over to another process, and while everything is
     /// stopped: one at a time. Drains of single disks share it.
     life: RwLock<()>,
     /// Whether it has been asked to stop.
     is_stopping: AtomicBool,
+    /// The configuration file, and what else it said.
+    pub(crate) config_file: Option<PathBuf>,
+    pub(crate) process: ProcessSettings,
+    /// Disks of the configuration that were removed by command.
+    pub(crate) removed: Mutex<BTreeSet<String>>,
+    /// Held while the configuration is read again.
+    pub(crate) reloading: Mutex<()>,
+    /// The first disk that was removed without all that was written to it.
+    pub(crate) lost: Mutex<Option<Error>>,
     /// Whether another process now serves all of it.
     pub(crate) is_handed_over: AtomicBool,
     /// How often systemd expects a watchdog message, if it does.
@@ -51,9 +65,11 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(
+        config: &Config,
         ending: Handle,
         watch_period: Option<Duration>,
         outside: Outside,
+        granted: Option<Granted>,
         resources: Resources,
     ) -> Self {
         Self {
@@ -61,8 +77,14 @@ impl Shared {
             resources,
             ending,
             outside,
+            granted,
             life: RwLock::default(),
             is_stopping: AtomicBool::new(false),
+            config_file: config.file.clone(),
+            process: config.process_in_file.clone(),
+            removed: Mutex::default(),
+            reloading: Mutex::default(),
+            lost: Mutex::default(),
             is_handed_over: AtomicBool::new(false),
             watch_period,
             control_sockets: Mutex::default(),
@@ -72,6 +94,9 @@ impl Shared {
     /// Opens the disks of `config`, to be served at `inherited` sockets and at new ones; returns
     /// the inherited sockets that are left over. Waits up to `patience` for an image that another
     /// process holds.
+    ///
+    /// # Errors
+    /// If a disk that has to be served cannot be, or none can.
     pub(crate) fn open(
         &self,
         config: Config,
@@ -80,38 +105,59 @@ impl Shared {
         begin: Begin,
     ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
+        let mut failures = Vec::new();
         for disk in config.disks {
             let name = disk.name.clone();
             let named = |error: Error| error.wrap(format!("disk {name:?}"));
-            let added = self.add(disk, &mut inherited, patience);
-            let served = added.map_err(|error| if is_alone { error } else { named(error) })?;
-            if begin == Begin::AtOnce {
-                served.start();
+            let held = inherited.take_those_of(&disk);
+            // The other process served it, and can go on.
+            let is_handed_over = begin == Begin::Later && !held.is_empty();
+            let served = Arc::new(Served::new(disk, held, &self.resources));
+            if config.added.contains(&name) {
+                served.set_source(Source::Command);
+            }
+            self.disks.add(Arc::clone(&served))?;
+            if config.drained.contains(&name) {
+                served.stop()?;
+                continue;
+            }
+            match served.prepare(patience) {
+                Ok(()) if begin == Begin::AtOnce => served.start(),
+                Ok(()) => {}
+                Err(error) if is_alone => return Err(error),
+                Err(error) if config.process.strict || is_handed_over => return Err(named(error)),
+                Err(error) => {
+                    failures.push(named(error));
+                    served.discard_sockets();
+                }
             }
             // Opening may have taken long, and the signal came meanwhile: the rest is not opened.
             if self.is_stopping() {
                 return Err(denied("the server is stopping"));
             }
         }
+        self.report(failures)?;
         let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.control_sockets() =
             ControlSockets::take(control.as_deref(), metrics, metrics_public, &mut inherited)?;
         Ok(inherited)
     }
 
-    /// Opens one more disk.
-    fn add(
-        &self,
-        disk: DiskConfig,
-        inherited: &mut Sockets,
-        patience: Duration,
-    ) -> Result<Arc<Served>> {
-        let served = Arc::new(Served::prepare(disk, &self.resources, inherited, patience)?);
-        self.disks.add(Arc::clone(&served)).inspect_err(|_| {
-            // The first failure is the one to report.
-            let _ = served.stop();
-        })?;
-        Ok(served)
+    /// Says which disks cannot be served.
+    ///
+    /// # Errors
+    /// If none can be.
+    fn report(&self, failures: Vec<Error>) -> Result<()> {
+        let count = failures.len();
+        let is_any_open = self.disks.all().iter().any(|served| served.is_open());
+        for error in failures {
+            if !is_any_open {
+                let what = format!("none of {count} disks can be served (see --check-config)");
+                return Err(error.wrap(what));
+            }
+            tracing::error!("not served: {}", error.in_one_line());
+        }
+        Ok(())
     }
 
     /// Serves all disks that are not served yet.
@@ -127,21 +173,21 @@ impl Shared {
     /// Takes ownership of all socket files that no systemd unit owns, stores those sockets with
     /// systemd and reports readiness. Called once everything is served.
     pub(crate) fn notify_ready(&self) {
-        let each_socket = |held: &mut Held| {
-            if held.origin != Origin::Unit {
-                held.listener.own_file();
-            }
-            systemd::store(held);
-        };
-        self.control_sockets().iter_mut().for_each(each_socket);
+        self.control_sockets().iter_mut().for_each(own_socket);
         let disks = self.disks.all();
-        disks.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
+        disks.iter().for_each(|served| Self::own_sockets(served));
         let status = match disks.len() {
             1 => "serving a disk".to_owned(),
             count => format!("serving {count} disks"),
         };
         let process = NotifyState::MainPid(std::process::id());
         systemd::notify(&[process, NotifyState::Status(&status), NotifyState::Ready]);
+    }
+
+    /// Takes ownership of the socket files of a disk that no systemd unit owns, and stores these
+    /// sockets with systemd.
+    pub(crate) fn own_sockets(served: &Served) {
+        served.held().iter_mut().for_each(own_socket);
     }
 
     /// Whether it has been asked to stop.
@@ -196,9 +242,21 @@ impl Shared {
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
         let _held = self.life.read().unwrap_or_else(PoisonError::into_inner);
+        let mut disks = self.disks.all();
+        // One that is being opened may hang.
+        disks.sort_by_key(|served| served.is_opening());
         // Every disk is closed; the first failure is reported.
-        each_of(&self.disks.all(), |served| served.stop()).into_iter().fold(Ok(()), Result::and)
+        let stopped = each_of(&disks, |served| served.stop()).into_iter().fold(Ok(()), Result::and);
+        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).take();
+        lost.map_or(Ok(()), Err).and(stopped)
     }
+}
+
+fn own_socket(held: &mut Held) {
+    if held.origin != Origin::Unit {
+        held.listener.own_file();
+    }
+    systemd::store(held);
 }
 
 fn denied(what: &str) -> Error {

@@ -5,7 +5,7 @@
 //! address is matched by name: a disk's own name is for NBD, `NAME.vhost-user` for its device.
 
 use crate::config::{Config, DiskConfig};
-use crate::held::{Held, Origin};
+use crate::held::{CONTROL, DEVICE, Held, METRICS, Origin, device_name};
 use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
@@ -15,18 +15,6 @@ use std::fs::Permissions;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-
-/// Suffix of the name of a device's socket.
-const DEVICE: &str = ".vhost-user";
-/// The name of the control socket.
-const CONTROL: &str = "mica.control";
-/// The name of the socket for figures.
-const METRICS: &str = "mica.metrics";
-
-/// The name of the socket of a disk's device.
-pub(crate) fn device_name(disk: &str) -> String {
-    format!("{disk}{DEVICE}")
-}
 
 /// Inherited sockets, by what they are for.
 #[derive(Default, Debug)]
@@ -76,9 +64,7 @@ impl Sockets {
         wanted.extend(config.process.metrics.map(Address::Tcp));
         let mut names = Vec::new();
         for disk in &config.disks {
-            let DiskSettings { nbd, vhost_user, .. } = &disk.settings;
-            wanted.extend(nbd.iter().filter_map(|name| Address::nbd(name)));
-            wanted.extend(vhost_user.iter().filter_map(|path| Address::unix(path)));
+            wanted.extend(addresses(&disk.settings));
             names.extend([disk.name.clone(), device_name(&disk.name)]);
         }
         for held in inherited {
@@ -129,20 +115,28 @@ impl Sockets {
             let nbd = nbd.iter().filter(|name| !name.starts_with("tcp:")).map(PathBuf::from);
             nbd.chain(vhost_user.clone()).collect::<Vec<_>>()
         };
-        let all = config.disks.iter().flat_map(of_disk).chain(config.process.control.clone());
-        for path in all {
-            let is_inherited =
-                Address::unix(&path).is_some_and(|address| self.by_address.contains_key(&address));
-            if !is_inherited {
-                Listener::clear_place(&path)?;
+        // One of several disks may fail. Listening there says why.
+        let may_fail = config.disks.len() > 1 && !config.process.strict;
+        for path in config.disks.iter().flat_map(of_disk) {
+            match self.clear_place(&path) {
+                Err(_) if may_fail => {}
+                cleared => cleared?,
             }
         }
+        config.process.control.iter().try_for_each(|path| self.clear_place(path))?;
         let Some(control) = &config.process.control else { return Ok(()) };
         match Address::unix(control).and_then(|address| self.by_address.get(&address)) {
             None => Ok(()),
             // Whoever created it, it is for this user alone.
             Some(_) => std::fs::set_permissions(control, Permissions::from_mode(0o600))
                 .map_err(|error| Error::from_io("starting the control socket", error)),
+        }
+    }
+
+    fn clear_place(&self, path: &Path) -> Result<()> {
+        match Address::unix(path).is_some_and(|address| self.by_address.contains_key(&address)) {
+            true => Ok(()),
+            false => Listener::clear_place(path),
         }
     }
 
@@ -173,6 +167,31 @@ impl Sockets {
         self.by_address.remove(&Address::nbd(place)?)
     }
 
+    /// The sockets `held` for a disk with these settings.
+    pub(crate) fn of(held: Vec<Held>, settings: &DiskSettings) -> Self {
+        let mut sockets = Self::default();
+        let wanted: Vec<_> = addresses(settings).collect();
+        for held in held {
+            match Address::of(&held.listener).filter(|address| wanted.contains(address)) {
+                Some(address) => drop(sockets.by_address.insert(address, held)),
+                None => sockets.by_name.entry(held.name.clone()).or_default().push(held),
+            }
+        }
+        sockets
+    }
+
+    /// The sockets of `disk`: somebody may wait there.
+    pub(crate) fn take_those_of(&mut self, disk: &DiskConfig) -> Vec<Held> {
+        let mut all = Vec::new();
+        for address in addresses(&disk.settings) {
+            all.extend(self.by_address.remove(&address));
+        }
+        for name in [disk.name.clone(), device_name(&disk.name)] {
+            all.extend(self.named(&name));
+        }
+        all
+    }
+
     /// Inherited sockets that are matched by `name`, not by address.
     pub(crate) fn named(&mut self, name: &str) -> Vec<Held> {
         self.by_name.remove(name).unwrap_or_default()
@@ -195,6 +214,12 @@ impl Sockets {
             systemd::forget(&held.name);
         }
     }
+}
+
+/// Where a disk is served.
+fn addresses(settings: &DiskSettings) -> impl Iterator<Item = Address> {
+    let nbd = settings.nbd.iter().filter_map(|name| Address::nbd(name));
+    nbd.chain(settings.vhost_user.iter().filter_map(|path| Address::unix(path)))
 }
 
 /// The sockets of the control thread: the unix socket, and the TCP socket for figures.

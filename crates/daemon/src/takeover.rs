@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! new: reads its configuration     ─ POST /v1/takeover, with a socket's path ─▶ old
-//! old: keeps serving               ─ its listening sockets ──────────────────▶ new
+//! old: keeps serving               ─ its listening sockets, and the disks
+//!                                    that were added, drained or removed ────▶ new
 //! new: enters its sandbox          ─ ready ──────────────────────────────────▶ old
 //! old: stops, closes its images    ─ closed ─────────────────────────────────▶ new
 //! new: opens them                  ─ serving ────────────────────────────────▶ old
@@ -27,6 +28,11 @@
 //! - I7 The old one may die at any time: the new one, which has its sockets, carries on as after
 //!   any death of a server.
 //!
+//! - I8 What was done by command stays done: disks that were added are served by the new one, too,
+//!   and those that were drained or removed are not, as somebody else may have their images by now.
+//!   The new one's configuration alone says which images may be opened: its sandbox is not widened
+//!   for what the old one tells.
+//!
 //! Sockets that the new process no longer serves are closed, and their files removed.
 
 mod channel;
@@ -34,7 +40,7 @@ mod new_process;
 mod old_process;
 mod rendezvous;
 
-pub(crate) use new_process::{Old, Takeover};
+pub(crate) use new_process::{Begun, Old, Takeover};
 pub(crate) use rendezvous::{FOLDER as RENDEZVOUS_FOLDER, SOCKET as RENDEZVOUS_SOCKET};
 
 use channel::Message;

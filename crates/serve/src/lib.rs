@@ -23,7 +23,7 @@ mod workers;
 pub use discard::Discard;
 pub use latency::{Latencies, Latency};
 pub use limit::Rates;
-pub use listener::{Listener, SocketUsers};
+pub use listener::{Listener, SocketUsers, find_dead_sockets_with};
 pub use prepared::Prepared;
 pub use tls::{Clients, Tls, TlsPolicy};
 pub use workers::Workers;

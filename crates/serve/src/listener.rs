@@ -23,8 +23,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// A listening socket.
@@ -419,17 +419,34 @@ fn remove_leftover(path: &Path) -> Result<()> {
     }
     match probe_listener(path) {
         Ok(()) => Err(is_taken(path)),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| {
-                Error::from_io(format!("removing the leftover socket {}", path.display()), error)
-            })
-        }
-        // The sandbox forbids connecting; before it was entered nothing was there.
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => remove_dead(path),
+        // The sandbox forbids connecting.
         Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
-            Err(is_taken(path))
+            let look = LOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            match look.is_some_and(|is_dead| is_dead(path)) {
+                true => remove_dead(path),
+                false => Err(is_taken(path)),
+            }
         }
         Err(error) => Err(Error::from_io(format!("checking {}", path.display()), error)),
     }
+}
+
+fn remove_dead(path: &Path) -> Result<()> {
+    std::fs::remove_file(path).map_err(|error| {
+        Error::from_io(format!("removing the leftover socket {}", path.display()), error)
+    })
+}
+
+/// Finds out whether a unix socket is that of a dead server.
+type Look = dyn Fn(&Path) -> bool + Send + Sync;
+
+static LOOK: Mutex<Option<Arc<Look>>> = Mutex::new(None);
+
+/// From now on uses `is_dead` to find out whether a socket is that of a dead server: for a process
+/// in a sandbox, which cannot connect to it.
+pub fn find_dead_sockets_with(is_dead: impl Fn(&Path) -> bool + Send + Sync + 'static) {
+    *LOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(is_dead));
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ mod control;
 mod fuse;
 mod life;
 mod locks;
+mod membership;
 mod sandbox;
 mod systemd;
 mod tls;

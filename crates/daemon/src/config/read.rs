@@ -52,7 +52,7 @@ struct Named {
 }
 
 /// Reads the table of a disk, whatever format it comes from.
-fn disk<'de, E: de::Error>(
+pub(super) fn disk<'de, E: de::Error>(
     table: &(impl IntoDeserializer<'de, E> + Clone),
 ) -> Result<DiskConfig, E> {
     let named = ["name", "image"].map(str::to_owned).to_vec();

@@ -26,6 +26,7 @@ fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
         "uptime_ms": uptime_ms,
+        "config": sources.shared.config_file.as_ref().map(|file| file.to_string_lossy()),
         "disks": disks.collect::<Vec<_>>(),
     })
 }
@@ -53,6 +54,7 @@ fn status_of(served: &Served) -> Map<String, Value> {
         ("writable", json!(image.is_writable)),
         ("nbd", json!(settings.nbd)),
         ("vhost_user", json!(settings.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
+        ("failure", json!(served.failure().map(|error| error.in_one_line()))),
         ("device_error", json!(served.device_error())),
         ("weakness", json!(image.weakness)),
         ("fuse", json!(settings.fuse.as_ref().map(|path| path.to_string_lossy()))),

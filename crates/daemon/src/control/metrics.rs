@@ -27,6 +27,9 @@ pub(super) fn text(sources: &Sources) -> String {
         let disk = [("disk", name)];
         let is_served = u64::from(served.condition() == "serving");
         page.gauge("mica_disk_serving", "Whether a disk is served.", disk, is_served);
+        let help = "Whether a disk should be served and cannot be; see `mica ctl status`.";
+        let is_failed = u64::from(served.failure().is_some());
+        page.gauge("mica_disk_failed", help, disk, is_failed);
         if served.counts().device.is_some() {
             let help =
                 "Whether a machine's device is broken because its shared memory was taken away.";

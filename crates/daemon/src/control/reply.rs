@@ -7,7 +7,6 @@ use axum::response::{IntoResponse, Response};
 use mica_block::{Error, ErrorKind};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use std::fmt::Write as _;
 
 /// Maximum size of a request's body, in bytes.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
@@ -35,14 +34,7 @@ impl From<Error> for Refusal {
             ErrorKind::NoSpace => StatusCode::INSUFFICIENT_STORAGE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        let mut message = error.to_string();
-        let mut cause = std::error::Error::source(&error);
-        while let Some(error) = cause {
-            // Writing to a string does not fail.
-            let _ = write!(message, ": {error}");
-            cause = error.source();
-        }
-        Self { status, message }
+        Self { status, message: error.in_one_line() }
     }
 }
 

@@ -6,8 +6,12 @@
 //! | `GET /metrics` | the figures, for Prometheus |
 //! | `GET /v1/status` | the process and its disks |
 //! | `GET /v1/stats` | the figures |
+//! | `POST /v1/disks` | the table of a disk, as in the configuration: serves it as well |
+//! | `DELETE /v1/disks/NAME` | stops serving the disk, closes its image and forgets it |
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
 //! | `POST /v1/disks/NAME/drain` | stops serving the disk and closes its image |
+//! | `POST /v1/disks/NAME/undrain` | serves it again |
+//! | `POST /v1/reload` | reads the configuration again: disks are added and removed |
 //! | `POST /v1/drain` | the same for all disks, and ends the process |
 //! | `POST /v1/takeover` | `{"socket": PATH}`: another process of ours takes over |
 //! | `GET`, `PUT /v1/log-level` | `{"level": "debug"}` |
@@ -17,7 +21,8 @@ use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
 use super::{figures, metrics};
-use crate::served::{NewLength, Served};
+use crate::config::DiskConfig;
+use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
 use crate::shared::Shared;
 use axum::Router;
@@ -26,7 +31,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use mica_serve::vhost_user::Notice;
 use serde::Deserialize;
 use serde_json::{Value, json as value};
@@ -51,8 +56,12 @@ pub(super) fn read_only(sources: &Sources) -> Router {
 /// Routes that change something.
 pub(super) fn commands(sources: &Sources) -> Router {
     let router = Router::new()
+        .route("/v1/disks", post(add))
+        .route("/v1/disks/{name}", delete(remove))
         .route("/v1/disks/{name}/resize", post(resize))
         .route("/v1/disks/{name}/drain", post(drain))
+        .route("/v1/disks/{name}/undrain", post(undrain))
+        .route("/v1/reload", post(reload))
         .route("/v1/drain", post(drain_all))
         .route("/v1/takeover", post(take_over))
         .route("/v1/log-level", get(log_level).put(set_log_level))
@@ -173,6 +182,48 @@ async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answ
     };
     perform(&actions, drained).await??;
     Ok(json(&value!({ "drained": [name] })))
+}
+
+async fn undrain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let actions = Arc::clone(&sources.actions);
+    let undrained = move || -> Result<(), Refusal> {
+        let _held = sources.shared.hold()?;
+        Ok(sources.shared.undrain(&served)?)
+    };
+    perform(&actions, undrained).await??;
+    Ok(json(&value!({ "undrained": [name] })))
+}
+
+async fn add(State(sources): State<Sources>, sent: Body) -> Answer {
+    let disk = DiskConfig::from_table(&body(sent).await?)?;
+    let name = disk.name.clone();
+    let actions = Arc::clone(&sources.actions);
+    let added = move || -> Result<(), Refusal> {
+        let _held = sources.shared.hold()?;
+        sources.shared.add(disk, Source::Command)?;
+        Ok(())
+    };
+    perform(&actions, added).await??;
+    Ok(json(&value!({ "added": [name] })))
+}
+
+async fn remove(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    let actions = Arc::clone(&sources.actions);
+    let removed = move || -> Result<(), Refusal> {
+        let _held = sources.shared.hold()?;
+        Ok(sources.shared.remove(&served)?)
+    };
+    perform(&actions, removed).await??;
+    Ok(json(&value!({ "removed": [name] })))
+}
+
+async fn reload(State(sources): State<Sources>) -> Answer {
+    let (shared, actions) = (Arc::clone(&sources.shared), Arc::clone(&sources.actions));
+    let reloaded = perform(&actions, move || shared.reload()).await??;
+    reloaded.log();
+    Ok(json(&value!(reloaded)))
 }
 
 async fn drain_all(State(sources): State<Sources>) -> Answer {

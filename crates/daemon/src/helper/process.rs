@@ -2,7 +2,7 @@
 
 use super::{
     Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect, find_holder,
-    path_of, send,
+    is_dead, open_config, path_of, send,
 };
 use crate::messages::receive_with_fds;
 use crate::sandbox;
@@ -30,9 +30,11 @@ pub fn run_helper() -> Result<()> {
     // For people who look at the process list; failure is harmless.
     let _ = rustix::thread::set_name(c"mica-helper");
     let mut files = Vec::new();
+    let mut config = None;
     loop {
         match receive(&link)? {
             Some(Setup::File(path)) => files.push(path_of(path)),
+            Some(Setup::Config(path)) => config = Some(path_of(path)),
             Some(Setup::Begin) => break,
             None => return Ok(()),
         }
@@ -40,15 +42,16 @@ pub fn run_helper() -> Result<()> {
     sandbox::restrict_helper(!files.is_empty())?;
     let mounts = MountsHere::default();
     while let Some(request) = receive(&link)? {
-        let (reply, fd) = answer(request, &files, &mounts).unwrap_or_else(|error| {
-            let kind = match error.kind() {
-                ErrorKind::Denied => Kind::Denied,
-                ErrorKind::Invalid => Kind::Invalid,
-                ErrorKind::NotFound => Kind::NotFound,
-                _ => Kind::Io,
-            };
-            (Reply::Refused { kind, what: in_one_line(&error) }, None)
-        });
+        let (reply, fd) =
+            answer(request, &files, config.as_deref(), &mounts).unwrap_or_else(|error| {
+                let kind = match error.kind() {
+                    ErrorKind::Denied => Kind::Denied,
+                    ErrorKind::Invalid => Kind::Invalid,
+                    ErrorKind::NotFound => Kind::NotFound,
+                    _ => Kind::Io,
+                };
+                (Reply::Refused { kind, what: error.in_one_line() }, None)
+            });
         let has_fd = fd.is_some();
         let mut sent = send(&link, &reply, fd.as_slice());
         drop(fd);
@@ -76,6 +79,7 @@ fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> 
 fn answer(
     request: Request,
     files: &[PathBuf],
+    config: Option<&Path>,
     mounts: &MountsHere,
 ) -> Result<(Reply, Option<OwnedFd>)> {
     let file = |number: usize| {
@@ -92,6 +96,11 @@ fn answer(
                 Holder::Unknown => LockHolder::Unknown,
             };
             (Reply::Holder(held), None)
+        }
+        Request::IsDead { path } => (Reply::IsDead(is_dead(&path_of(path))), None),
+        Request::Config => {
+            let none = || Error::new(ErrorKind::Invalid, "there is no configuration file");
+            (Reply::Config, Some(open_config(config.ok_or_else(none)?)?))
         }
         Request::Connect { path } => {
             let path = path_of(path);
@@ -125,16 +134,6 @@ fn is_rendezvous(path: &Path) -> bool {
         && folder.is_some_and(|folder| folder.starts_with(RENDEZVOUS_FOLDER))
 }
 
-fn in_one_line(error: &Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        line = format!("{line}: {error}");
-        cause = error.source();
-    }
-    line
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,7 +159,7 @@ mod tests {
         let files = [PathBuf::from("/nowhere/disk")];
         let request = Request::Unmount { file: 1 };
         assert_eq!(
-            answer(request, &files, &mounts).err().map(|e| e.kind()),
+            answer(request, &files, None, &mounts).err().map(|e| e.kind()),
             Some(ErrorKind::Invalid)
         );
     }

@@ -1,10 +1,10 @@
-//! Which files and ports a configuration needs.
+//! Which files and ports a configuration needs, and what was granted for those that come later.
 
-use crate::config::{Config, DiskConfig};
-use crate::settings::IndexMode;
+use crate::config::DiskConfig;
+use crate::settings::{IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
-use mica_block::{Error, Result};
+use mica_block::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,14 @@ pub(crate) struct Needs {
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
     /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
+}
+
+/// What a sandboxed process may do, for as long as it lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Granted {
+    /// Real paths of what existed when the sandbox was entered.
+    files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
+    ports: BTreeSet<u16>,
 }
 
 /// To read images. A layer may be a block device.
@@ -32,19 +40,27 @@ const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 impl Needs {
-    /// What `config` and the `inherited` sockets need.
+    /// What a process with these `disks` and the `inherited` sockets needs.
     ///
     /// # Errors
     /// If a folder cannot be created.
-    pub(crate) fn of(config: &Config, inherited: &Sockets) -> Result<Self> {
+    pub(crate) fn of(
+        process: &ProcessSettings,
+        disks: &[DiskConfig],
+        inherited: &Sockets,
+    ) -> Result<Self> {
         let mut needs = Self::default();
         needs.allow(Path::new(BOOT_ID), AccessFs::ReadFile.into());
-        for disk in &config.disks {
-            needs.add_disk(disk)?;
+        for disk in disks {
+            needs.create_folders(disk)?;
+            needs.add_disk(disk);
         }
-        config.process.control.iter().for_each(|socket| needs.add_socket(socket));
+        for folder in &process.disks_in {
+            needs.add_folder_of_disks(folder)?;
+        }
+        process.control.iter().for_each(|socket| needs.add_socket(socket));
         inherited.files().for_each(|socket| needs.add_socket(socket));
-        needs.ports.extend(config.process.metrics.map(|address| address.port()));
+        needs.ports.extend(process.metrics.map(|address| address.port()));
         Ok(needs)
     }
 
@@ -54,23 +70,49 @@ impl Needs {
         self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
     }
 
-    pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
-        let writes = disk.settings.writes();
-        if disk.images.is_file() {
-            self.add_image(disk, writes)?;
+    /// A rule needs an existing file or folder.
+    fn create_folders(&mut self, disk: &DiskConfig) -> Result<()> {
+        if let Some(folder) = disk.images.index_dir.as_ref().filter(|_| disk.images.is_file()) {
+            std::fs::create_dir_all(folder).map_err(|error| {
+                Error::from_io(format!("--index-dir {}", folder.display()), error)
+            })?;
         }
-        for file in disk.images.inject.iter().filter_map(|fault| fault.strip_prefix("log=")) {
-            if file != "-" {
-                // A rule needs an existing file. The logger reports what is wrong with it.
-                let _ = std::fs::File::options().append(true).create(true).open(file);
-                self.allow(Path::new(file), AccessFs::WriteFile.into());
-            }
+        for file in disk.images.fault_logs() {
+            // The logger reports what is wrong with it.
+            let _ = std::fs::File::options().append(true).create(true).open(file);
         }
-        self.add_sockets(disk);
         Ok(())
     }
 
-    fn add_image(&mut self, disk: &DiskConfig, writes: bool) -> Result<()> {
+    /// Disks may be added later whose images and sockets are in `folder` or below.
+    ///
+    /// # Errors
+    /// If there is no such folder.
+    fn add_folder_of_disks(&mut self, folder: &Path) -> Result<()> {
+        let found = std::fs::metadata(folder).and_then(|found| match found.is_dir() {
+            true => Ok(()),
+            false => Err(std::io::ErrorKind::NotADirectory.into()),
+        });
+        let context = || format!("--disks-in {}", folder.display());
+        found.map_err(|error| Error::from_io(context(), error))?;
+        self.allow(folder, READ | WRITE | REPLACE | SOCKETS);
+        self.add_logs(&DiskConfig::new(String::new(), folder.join("image")), true);
+        Ok(())
+    }
+
+    /// What a disk needs.
+    pub(super) fn add_disk(&mut self, disk: &DiskConfig) {
+        let writes = disk.settings.writes();
+        if disk.images.is_file() {
+            self.add_image(disk, writes);
+        }
+        for file in disk.images.fault_logs() {
+            self.allow(file, AccessFs::WriteFile.into());
+        }
+        self.add_sockets(disk);
+    }
+
+    fn add_image(&mut self, disk: &DiskConfig, writes: bool) {
         let mut folders = READ;
         // The active layer may have an external data file, whose name only the layer knows.
         if writes && disk.images.format == "qcow2" {
@@ -80,24 +122,21 @@ impl Needs {
         if has_index && disk.images.index_dir.is_none() {
             folders |= REPLACE;
         }
-        // Opening the image reports that it does not exist.
-        let (names, given) = disk.images.named_files()?;
-        let allowed = mica_stack::allowed_places(&disk.image, names, &given);
+        // Opening the image reports what is wrong with these settings, and that it does not exist.
+        let allowed = disk
+            .images
+            .named_files()
+            .and_then(|(names, given)| mica_stack::allowed_places(&disk.image, names, &given));
         for folder in allowed.unwrap_or_default() {
             self.allow(&folder, folders);
         }
         self.allow(&disk.image, if writes { READ | WRITE } else { READ });
         if let Some(folder) = &disk.images.index_dir {
-            // A rule needs an existing folder.
-            std::fs::create_dir_all(folder).map_err(|error| {
-                Error::from_io(format!("--index-dir {}", folder.display()), error)
-            })?;
             self.allow(folder, REPLACE);
         }
         if disk.images.format == "qcow2" {
             self.add_logs(disk, writes);
         }
-        Ok(())
     }
 
     /// If there is no folder for logs, opening the image reports what that costs.
@@ -135,7 +174,59 @@ impl Needs {
         }
     }
 
+    /// What is granted once a sandbox is entered with this.
+    pub(crate) fn granted(&self) -> Granted {
+        let real = |(path, access): (&PathBuf, &BitFlags<AccessFs>)| {
+            Some((path.canonicalize().ok()?, *access))
+        };
+        let mut files = BTreeMap::new();
+        for (path, access) in self.files.iter().filter_map(real) {
+            *files.entry(path).or_default() |= access;
+        }
+        Granted { files, ports: self.ports.clone() }
+    }
+
     pub(super) fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) {
         *self.files.entry(path.to_owned()).or_default() |= access;
+    }
+}
+
+impl Granted {
+    /// Makes sure that `disk` can be served.
+    ///
+    /// # Errors
+    /// `Denied` with what the sandbox would refuse.
+    pub(crate) fn check(&self, disk: &DiskConfig) -> Result<()> {
+        let denied = |what: String| Err(Error::new(ErrorKind::Denied, what));
+        if let Some(file) = &disk.settings.fuse {
+            return denied(format!(
+                "{}: the sandbox allows no further FUSE files: put the disk into the \
+                 configuration and restart the server",
+                file.display()
+            ));
+        }
+        let mut needs = Needs::default();
+        needs.add_disk(disk);
+        if let Some(port) = needs.ports.difference(&self.ports).next() {
+            return denied(format!(
+                "the sandbox allows no further TCP ports, such as {port}: put the disk into the \
+                 configuration and restart the server, or serve it at a unix socket"
+            ));
+        }
+        for (path, access) in &needs.files {
+            // What does not exist is reported by the code that needs it.
+            let Ok(real) = path.canonicalize() else { continue };
+            let ancestors = real.ancestors().filter_map(|place| self.files.get(place));
+            let granted = ancestors.fold(BitFlags::empty(), |all, access| all | *access);
+            if !granted.contains(*access) {
+                let folder = if real.is_dir() { &*real } else { real.parent().unwrap_or(&real) };
+                return denied(format!(
+                    "the sandbox does not allow disks in {}: start the server with --disks-in {}",
+                    folder.display(),
+                    folder.display()
+                ));
+            }
+        }
+        Ok(())
     }
 }

@@ -352,7 +352,7 @@ fn logs_of_this_user_are_left_and_nothing_beside_them() {
     read_only.settings.read_only = true;
     for (disk, is_written) in [(read_only, false), (disk, true)] {
         place.needs = Needs::default();
-        place.needs.add_disk(&disk).expect("found");
+        place.needs.add_disk(&disk);
         let folder = mica_stack::redo_folder(&place.at("out")).expect("made");
         let [left, made] = ["left", "made"].map(|name| folder.join(name));
         fs::write(&left, b"log").expect("written");

@@ -3,10 +3,10 @@
 use clap::ValueEnum;
 use mica_serve::Discard;
 use mica_serve::fuse::AllowOther;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// What happens to space that clients no longer need.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Discards {
     /// It stays allocated.
@@ -30,7 +30,7 @@ impl From<Discards> for Discard {
 }
 
 /// Whether other users may use the file that the disk is served as.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OtherUsers {
     /// They may, as far as the file's mode permits.
@@ -53,7 +53,7 @@ impl From<OtherUsers> for AllowOther {
 }
 
 /// Whether sidecars of the chain's index are used.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndexMode {
     /// Use valid sidecars, and write missing ones in the background.
@@ -66,7 +66,7 @@ pub enum IndexMode {
 }
 
 /// How images are read: through the page cache, or bypassing it (O_DIRECT).
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cache {
     /// Through the page cache.
@@ -77,7 +77,7 @@ pub enum Cache {
 }
 
 /// How I/O is done.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
     /// By io_uring where the system permits it, otherwise by threads.
@@ -91,7 +91,7 @@ pub enum Aio {
 }
 
 /// Whether NBD clients use TLS.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TlsMode {
     /// No TLS.
@@ -103,7 +103,7 @@ pub enum TlsMode {
 }
 
 /// Whether clients must present a certificate.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VerifyPeer {
     /// They must, as with QEMU.
@@ -114,7 +114,7 @@ pub enum VerifyPeer {
 }
 
 /// Whether the process gives up what serving does not need.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SandboxMode {
     /// As much of it as the kernel supports.

@@ -3,14 +3,14 @@
 use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
 use clap::Args;
 use mica_serve::Rates;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 #[expect(
     missing_docs,
     reason = "documentation would become the help of the verb that has these options"
 )]
-#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
     /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which needs TLS
@@ -108,6 +108,14 @@ impl DiskSettings {
     /// Whether the settings name any place to serve it.
     pub fn has_place(&self) -> bool {
         !self.nbd.is_empty() || self.vhost_user.is_some() || self.fuse.is_some()
+    }
+
+    /// Where it is served and no other disk can be.
+    pub(crate) fn own_places(&self) -> impl Iterator<Item = String> {
+        let is_any_port = |place: &str| place.starts_with("tcp:") && place.ends_with(":0");
+        let nbd = self.nbd.iter().filter(move |place| !is_any_port(place)).cloned();
+        let paths = self.vhost_user.iter().chain(&self.fuse);
+        nbd.chain(paths.map(|path| path.display().to_string()))
     }
 
     /// Rate limits of the device.

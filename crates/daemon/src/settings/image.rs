@@ -6,7 +6,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
 use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,7 +37,7 @@ fn is_word(name: &Path) -> bool {
     missing_docs,
     reason = "documentation would become the help of the verb that has these options"
 )]
-#[derive(Args, Deserialize, Clone, Debug)]
+#[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ImageSettings {
     /// Format of the image: qcow2, raw, or null (a disk of zeros; IMAGE is its size).
@@ -157,6 +157,12 @@ impl ImageSettings {
             options.faults.push(fault.parse::<Fault>()?);
         }
         Ok(options)
+    }
+
+    /// The files to which faults write what they see.
+    pub(crate) fn fault_logs(&self) -> impl Iterator<Item = &Path> {
+        let files = self.inject.iter().filter_map(|fault| fault.strip_prefix("log="));
+        files.filter(|file| *file != "-").map(Path::new)
     }
 
     /// The directory of redo logs, if there are to be any.

@@ -3,7 +3,7 @@
 use super::{Aio, SandboxMode};
 use clap::Args;
 use mica_rt::Backend;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
     missing_docs,
     reason = "documentation would become the help of the verb that has these options"
 )]
-#[derive(Args, Deserialize, Clone, Default, Debug)]
+#[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ProcessSettings {
     /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
@@ -31,6 +31,14 @@ pub struct ProcessSettings {
     /// off.
     #[arg(long, value_enum, value_name = "on|require|off")]
     pub sandbox: Option<SandboxMode>,
+    /// Serve all disks of the configuration or none. Without this, a disk that cannot be served is
+    /// shown as failed, and the others are served.
+    #[arg(long)]
+    pub strict: bool,
+    /// Allow disks to be added later (mica ctl add) whose images and sockets are in this directory
+    /// or below. The sandbox allows no others. Can be repeated.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub disks_in: Vec<PathBuf>,
 }
 
 impl ProcessSettings {
@@ -43,6 +51,11 @@ impl ProcessSettings {
             metrics: self.metrics.or(others.metrics),
             metrics_public: self.metrics_public || others.metrics_public,
             sandbox: self.sandbox.or(others.sandbox),
+            strict: self.strict || others.strict,
+            disks_in: match self.disks_in.is_empty() {
+                true => others.disks_in,
+                false => self.disks_in,
+            },
         }
     }
 
@@ -52,7 +65,8 @@ impl ProcessSettings {
 
     /// Resolves relative paths against `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
-        self.control.iter_mut().for_each(|path| *path = folder.join(&*path));
+        let paths = self.control.iter_mut().chain(&mut self.disks_in);
+        paths.for_each(|path| *path = folder.join(&*path));
     }
 }
 

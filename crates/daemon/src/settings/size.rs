@@ -2,7 +2,7 @@
 
 use mica_block::{Error, ErrorKind, Result};
 use mica_stack::parse_size;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
@@ -28,6 +28,12 @@ impl fmt::Display for Size {
         let is_whole = |bits: u32| self.0 > 0 && self.0.trailing_zeros() >= bits;
         let (bits, unit) = units.into_iter().find(|(bits, _)| is_whole(*bits)).unwrap_or_default();
         write!(f, "{}{unit}", self.0 >> bits)
+    }
+}
+
+impl Serialize for Size {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

@@ -1,5 +1,6 @@
 //! The channel between the two processes of a takeover.
 
+use crate::config::HandedOver;
 use crate::messages::{FDS_MAX, receive_with_fds, send_with_fds};
 use mica_block::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,7 +27,13 @@ pub(super) enum Message {
         /// it.
         #[serde(default)]
         watchdog_us: Option<u64>,
+        /// How many messages of disks follow the last one of sockets. Older processes do not send
+        /// it.
+        #[serde(default)]
+        disks: usize,
     },
+    /// Old: a disk that the configuration alone does not tell.
+    Disk(HandedOver),
     /// New: everything that can be done beforehand is done.
     Ready,
     /// Old: nothing is served any longer, and every image is closed.

@@ -3,6 +3,7 @@
 use super::channel::{Channel, Message, Passed, Received, Silence};
 use super::rendezvous::Rendezvous;
 use super::{ANSWER_LIMIT, unexpected};
+use crate::config::HandedOver;
 use crate::held::{Held, Origin};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::Listener;
@@ -16,8 +17,9 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(120);
 const DEAD_LIMIT: Duration = Duration::from_secs(10);
 /// How often the new process looks at the old one while it opens images.
 const OPENING_STEP: Duration = Duration::from_millis(50);
-/// Most sockets that are handed over.
-const SOCKETS_MAX: usize = 4096;
+/// Most sockets that are handed over, and disks that are told of.
+const SOCKETS_MAX: usize = 65536;
+const DISKS_MAX: usize = 65536;
 
 /// The new process's side of a takeover.
 pub(crate) struct Takeover {
@@ -25,6 +27,15 @@ pub(crate) struct Takeover {
     old: Old,
     /// The watchdog period that systemd gave the old process.
     pub(crate) watch_period: Option<Duration>,
+}
+
+/// What the old process has said when a takeover has begun.
+pub(crate) struct Begun {
+    pub(crate) takeover: Takeover,
+    /// Its listening sockets.
+    pub(crate) sockets: Vec<Held>,
+    /// Its disks that are not served as the configuration says.
+    pub(crate) disks: Vec<HandedOver>,
 }
 
 /// What the new process knows of the old one.
@@ -41,31 +52,43 @@ impl Takeover {
     ///
     /// # Errors
     /// If there is none, or it refuses.
-    pub(crate) fn begin(control: &Path) -> Result<(Self, Vec<Held>)> {
+    pub(crate) fn begin(control: &Path) -> Result<Begun> {
+        let malformed = |what: &str| {
+            let what = format!("the other process sent a malformed list of {what}");
+            Error::new(ErrorKind::Invalid, what)
+        };
         let rendezvous = Rendezvous::create(control)?;
         let channel = rendezvous.invite(control)?;
         drop(rendezvous);
-        let mut sockets = Vec::new();
-        loop {
+        let mut all = Vec::new();
+        let (watch_period, count) = loop {
             let (message, fds) = channel.receive(ANSWER_LIMIT, &mut || false)?;
-            let Message::Sockets { sockets: passed, more, watchdog_us } = message else {
+            let Message::Sockets { sockets, more, watchdog_us, disks } = message else {
                 return Err(unexpected(&message));
             };
-            if passed.len() != fds.len() || sockets.len() > SOCKETS_MAX {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    "the other process sent a malformed list of sockets",
-                ));
+            if sockets.len() != fds.len() || all.len() > SOCKETS_MAX {
+                return Err(malformed("sockets"));
             }
-            for (Passed { name, is_of_unit }, fd) in passed.into_iter().zip(fds) {
+            for (Passed { name, is_of_unit }, fd) in sockets.into_iter().zip(fds) {
                 let origin = if is_of_unit { Origin::Unit } else { Origin::Takeover };
-                sockets.push(Held::new(name, origin, Listener::inherited(fd)?));
+                all.push(Held::new(name, origin, Listener::inherited(fd)?));
             }
             if !more {
-                let watch_period = watchdog_us.map(Duration::from_micros);
-                return Ok((Self { channel, old: Old::Waiting, watch_period }, sockets));
+                break (watchdog_us.map(Duration::from_micros), disks);
+            }
+        };
+        if count > DISKS_MAX {
+            return Err(malformed("disks"));
+        }
+        let mut disks = Vec::new();
+        for _ in 0..count {
+            match channel.receive(ANSWER_LIMIT, &mut || false)?.0 {
+                Message::Disk(disk) => disks.push(disk),
+                message => return Err(unexpected(&message)),
             }
         }
+        let takeover = Self { channel, old: Old::Waiting, watch_period };
+        Ok(Begun { takeover, sockets: all, disks })
     }
 
     /// Tells the old process to close its images and waits for it. From now on guests wait. Returns

@@ -2,19 +2,20 @@
 
 use super::channel::{Channel, Message, Passed, Silence};
 use super::{ANSWER_LIMIT, unexpected};
+use crate::config::HandedOver;
 use crate::disks::each_of;
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
 use crate::retry::{Patience, is_passing, while_held};
-use crate::served::Served;
+use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// For the new process to be ready. The old one still serves.
@@ -56,7 +57,8 @@ impl Shared {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
-        if let Some(served) = disks.iter().find(|served| served.settings.fuse.is_some()) {
+        let is_file = |served: &&Arc<Served>| served.settings.fuse.is_some() && served.is_open();
+        if let Some(served) = disks.iter().find(is_file) {
             let what = format!(
                 "disk {:?} is served as a file, which its users would lose: stop this server and \
                  start the other",
@@ -150,6 +152,7 @@ impl Shared {
         self.control_sockets().iter().for_each(&mut add);
         self.disks.all().iter().for_each(|served| served.held().iter().for_each(&mut add));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
+        let disks = self.unlike_configuration()?;
         let mut rest = all.as_slice();
         loop {
             let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
@@ -158,11 +161,32 @@ impl Shared {
             let copy = |passed: &Passed| Passed { name: passed.name.clone(), ..*passed };
             let sockets = batch.iter().map(|(socket, _)| copy(socket)).collect();
             let more = !rest.is_empty();
-            channel.send(&Message::Sockets { sockets, more, watchdog_us }, &fds)?;
+            let disks = disks.len();
+            channel.send(&Message::Sockets { sockets, more, watchdog_us, disks }, &fds)?;
             if !more {
-                return Ok(());
+                break;
             }
         }
+        disks.into_iter().try_for_each(|disk| channel.send(&Message::Disk(disk), &[]))
+    }
+
+    /// The disks that are not served as the configuration says.
+    fn unlike_configuration(&self) -> Result<Vec<HandedOver>> {
+        let mut all = Vec::new();
+        for served in self.disks.all() {
+            let is_closed = served.is_drained();
+            let is_added = served.source() == Source::Command;
+            if is_closed || is_added {
+                let table = is_added.then(|| served.config().to_table()).transpose()?;
+                all.push(HandedOver { name: served.name.clone(), table, is_closed });
+            }
+        }
+        let removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = removed.iter().filter(|name| self.disks.named(name).is_none());
+        let handed =
+            |name: &String| HandedOver { name: name.clone(), table: None, is_closed: true };
+        all.extend(gone.map(handed));
+        Ok(all)
     }
 
     /// Another process listens on these sockets now, and stores them with systemd.
@@ -210,8 +234,8 @@ impl Shared {
             // Its image is closed, and its sockets are about to be.
             Err(error) if is_passing(&error) && self.is_stopping() => {}
             Err(error) => {
-                served.give_up();
                 tracing::error!(%error, "disk {name:?} is no longer served");
+                served.give_up(error);
             }
         }
     }

@@ -1,0 +1,111 @@
+//! `mica ctl add` and `mica ctl remove`: disks come and go while a server runs.
+
+use super::saved::Saved;
+use crate::client::{Client, disk_path};
+use crate::failure::Failure;
+use crate::serve::name_of;
+use clap::{Args, Command, Id};
+use mica_daemon::{Config, DiskConfig, DiskSettings, ImageSettings};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+// What is added. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(crate) struct AddArgs {
+    /// Add what this TOML file lists: a table "disk" for each, as in a server's configuration.
+    #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Also write it into the configuration file of the server, so that it is served after a
+    /// restart.
+    #[arg(long)]
+    save: bool,
+    #[command(flatten)]
+    disk: DiskArgs,
+}
+
+// What a configuration file would say. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+struct DiskArgs {
+    /// The name of the disk. By default the image's name without its extension.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    #[command(flatten)]
+    settings: DiskSettings,
+    #[command(flatten)]
+    images: ImageSettings,
+    /// The image: for a chain, its active layer.
+    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    image: Option<PathBuf>,
+}
+
+// What is removed. (A doc comment would become the help of the verb.)
+#[derive(Args)]
+pub(crate) struct RemoveArgs {
+    /// The disk.
+    #[arg(value_name = "DISK")]
+    disk: String,
+    /// Also remove it from the configuration file of the server, so that it is not served after a
+    /// restart.
+    #[arg(long)]
+    save: bool,
+}
+
+/// The options that exclude a configuration.
+fn of_one_disk() -> Vec<Id> {
+    let options = DiskArgs::augment_args(Command::new(""));
+    options.get_arguments().map(|option| option.get_id().clone()).collect()
+}
+
+impl AddArgs {
+    /// Adds the disks one after the other, until one is refused.
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let disks = self.disks()?;
+        let saved = self.save.then(|| Saved::of(client)).transpose()?;
+        let mut names = Vec::new();
+        for disk in &disks {
+            let added = disk.to_table().map_err(Failure::from).and_then(|table| {
+                client.post("/v1/disks", &Value::Object(table.clone()))?;
+                saved.as_ref().map_or(Ok(()), |saved| saved.add(&table))
+            });
+            added.map_err(|failure| match names.is_empty() {
+                true => failure,
+                false => failure.within(format!("after {} (added)", names.join(", "))),
+            })?;
+            names.push(disk.name.clone());
+        }
+        let mut answer = json!({ "added": names });
+        if let Some(saved) = saved {
+            answer["saved"] = json!(saved.file().to_string_lossy());
+        }
+        Ok(answer)
+    }
+
+    fn disks(&self) -> Result<Vec<DiskConfig>, Failure> {
+        let DiskArgs { name, settings, images, image } = &self.disk;
+        match (&self.config, image) {
+            (Some(file), _) => Ok(Config::read(file)?.disks),
+            (None, Some(image)) => {
+                let name = name.clone().unwrap_or_else(|| name_of(image));
+                let mut disk = DiskConfig::new(name, image.clone());
+                (disk.settings, disk.images) = (settings.clone(), images.clone());
+                let here = std::env::current_dir().map_err(Failure::from)?;
+                // The server has a working directory of its own.
+                disk.resolve(&here);
+                Ok(vec![disk])
+            }
+            (None, None) => Err(Failure::new("nothing to add: name an image, or --config")),
+        }
+    }
+}
+
+impl RemoveArgs {
+    pub(super) fn run(&self, client: &Client) -> Result<Value, Failure> {
+        let saved = self.save.then(|| Saved::of(client)).transpose()?;
+        let mut answer = client.delete(&disk_path(&self.disk))?;
+        if let Some(saved) = saved {
+            saved.remove(&self.disk)?;
+            answer["saved"] = json!(saved.file().to_string_lossy());
+        }
+        Ok(answer)
+    }
+}

@@ -1,0 +1,176 @@
+//! The configuration file of a server, in which disks that came or went by command are kept across
+//! a restart. Comments and order stay as they are.
+//!
+//! The server, which its sandbox keeps from writing the file, only names it. What it names is not
+//! trusted: it has to be a configuration of a server at this control socket, and of the right user.
+
+use crate::client::Client;
+use crate::failure::Failure;
+use mica_daemon::Config;
+use rustix::fs::FlockOperation;
+use serde_json::{Map, Value};
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
+use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table};
+
+/// The file.
+pub(super) struct Saved {
+    file: PathBuf,
+}
+
+impl Saved {
+    /// That of the server of `client`.
+    ///
+    /// # Errors
+    /// If it has none, or names one that is not its own.
+    pub(super) fn of(client: &Client) -> Result<Self, Failure> {
+        let status = client.get("/v1/status")?;
+        let Some(file) = status["config"].as_str().map(PathBuf::from) else {
+            return Err(Failure::new(
+                "--save: the server has no configuration file: start it with --config",
+            ));
+        };
+        let saved = Self { file };
+        saved.check(client.socket()).map_err(|failure| failure.within("--save"))?;
+        Ok(saved)
+    }
+
+    pub(super) fn file(&self) -> &Path {
+        &self.file
+    }
+
+    fn check(&self, socket: &Path) -> Result<(), Failure> {
+        let named = || self.file.display().to_string();
+        let failed = |error: std::io::Error| Failure::from(error).within(named());
+        let owner = std::fs::metadata(&self.file).map_err(failed)?.uid();
+        if owner != 0 && owner != rustix::process::geteuid().as_raw() {
+            return Err(Failure::new("it belongs to another user").within(named()));
+        }
+        let control = Config::read(&self.file)?.process.control;
+        let is_here = control.is_some_and(|control| {
+            let identity =
+                |path: &Path| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+            identity(&control).is_some_and(|found| Some(found) == identity(socket))
+        });
+        if !is_here {
+            let what = "it is not the configuration of the server at this control socket: its key \
+                        `control` has to name that";
+            return Err(Failure::new(what).within(named()));
+        }
+        Ok(())
+    }
+
+    /// Adds the table of a disk, or replaces it.
+    ///
+    /// # Errors
+    /// If the file cannot be written: the disk is served nevertheless.
+    pub(super) fn add(&self, table: &Map<String, Value>) -> Result<(), Failure> {
+        let name = table["name"].as_str().unwrap_or_default();
+        let table = to_toml(table);
+        self.edit(|disks| {
+            disks.retain(|disk| !is_named(disk, name));
+            disks.push(table);
+        })
+        .map_err(|failure| failure.within(format!("{name} is served, but not saved")))
+    }
+
+    /// Removes the table of a disk.
+    ///
+    /// # Errors
+    /// If the file cannot be written: the disk is not served any longer nevertheless.
+    pub(super) fn remove(&self, name: &str) -> Result<(), Failure> {
+        self.edit(|disks| disks.retain(|disk| !is_named(disk, name)))
+            .map_err(|failure| failure.within(format!("{name} is removed, but still saved")))
+    }
+
+    /// Replaces the file by an edited one, as a whole or not at all.
+    fn edit(&self, edit: impl FnOnce(&mut ArrayOfTables)) -> Result<(), Failure> {
+        let named = || self.file.display().to_string();
+        let failed = |error: std::io::Error| Failure::from(error).within(named());
+        // A symbolic link stays one.
+        let file = self.file.canonicalize().map_err(failed)?;
+        let folder = file.parent().unwrap_or(Path::new("/"));
+        let folder_file = File::open(folder).map_err(failed)?;
+        // Two clients do not edit at the same time.
+        rustix::fs::flock(&folder_file, FlockOperation::LockExclusive)
+            .map_err(|error| failed(error.into()))?;
+        let text = std::fs::read_to_string(&file).map_err(failed)?;
+        let parsed = text.parse::<DocumentMut>();
+        let mut document = parsed.map_err(|error| Failure::new(error.message()).within(named()))?;
+        let disks = document.entry("disk").or_insert(Item::ArrayOfTables(ArrayOfTables::new()));
+        let Some(disks) = disks.as_array_of_tables_mut() else {
+            let what = "its key `disk` is not written as tables [[disk]]: edit it by hand";
+            return Err(Failure::new(what).within(named()));
+        };
+        edit(disks);
+        let found = std::fs::metadata(&file).map_err(failed)?;
+        let mut new = NamedTempFile::new_in(folder).map_err(failed)?;
+        new.write_all(document.to_string().as_bytes()).map_err(failed)?;
+        new.as_file().set_permissions(found.permissions()).map_err(failed)?;
+        // Only root can, and only root needs to.
+        let _ = std::os::unix::fs::fchown(new.as_file(), Some(found.uid()), Some(found.gid()));
+        new.as_file().sync_all().map_err(failed)?;
+        new.persist(&file).map_err(|error| failed(error.error))?;
+        folder_file.sync_all().map_err(failed)
+    }
+}
+
+fn is_named(disk: &Table, name: &str) -> bool {
+    disk.get("name").and_then(Item::as_str) == Some(name)
+}
+
+/// A table of text, numbers, booleans and lists of text.
+fn to_toml(table: &Map<String, Value>) -> Table {
+    let scalar = |value: &Value| -> Option<toml_edit::Value> {
+        Some(match value {
+            Value::String(text) => text.into(),
+            Value::Bool(bool) => (*bool).into(),
+            other => other.as_i64()?.into(),
+        })
+    };
+    let mut all = Table::new();
+    for (key, value) in table {
+        let value = match value {
+            Value::Array(list) => Some(list.iter().filter_map(scalar).collect::<Array>().into()),
+            value => scalar(value),
+        };
+        all.extend(value.map(|value| (key.clone(), value)));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_daemon::DiskConfig;
+    use serde_json::json;
+
+    const BEFORE: &str = "# ours\ncontrol = \"c\" # here\n\n[[disk]]\n# the first\nname = \"a\"\n\
+                          image = \"a.qcow2\"\nnbd = [\"a.sock\"]\n";
+
+    #[test]
+    fn saved_disks_are_read_as_they_were_and_the_rest_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("mica.toml");
+        std::fs::write(&file, BEFORE).expect("written");
+        let saved = Saved { file: file.clone() };
+        let table = json!({
+            "name": "b", "image": "/b", "nbd": ["/x", "/y \"z\""], "iops": 7, "read-only": true,
+            "bps": "1M", "vhost-user": "/v",
+        });
+        let Value::Object(table) = table else { unreachable!() };
+        saved.add(&table).expect("saved");
+        saved.add(&table).expect("replaced");
+        let text = std::fs::read_to_string(&file).expect("read");
+        assert!(text.starts_with(BEFORE), "{text}");
+        let config = Config::read(&file).expect("understood");
+        assert_eq!(config.disks.len(), 2);
+        assert_eq!(config.disks[1], DiskConfig::from_table(&table).expect("understood"));
+
+        saved.remove("b").expect("saved");
+        assert_eq!(std::fs::read_to_string(&file).expect("read"), BEFORE);
+    }
+}

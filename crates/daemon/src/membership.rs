@@ -1,0 +1,196 @@
+//! Disks come and go while the process serves: by command, or because the configuration is read
+//! again.
+//!
+//! Invariants
+//! - I1 Whoever stops all disks stops each that is open: one that is opened meanwhile answers
+//!   nobody, and is closed.
+//! - I2 What could not be written to the image of a disk that was removed is reported at the end of
+//!   the process, too.
+//! - I3 A configuration that is not understood changes nothing, and one that is never touches a
+//!   disk that somebody else has added.
+
+use crate::config::{Config, DiskConfig};
+use crate::served::{Served, Source};
+use crate::shared::Shared;
+use mica_block::{Error, ErrorKind, Result};
+use mica_store::WritesInPlace;
+use serde::Serialize;
+use std::fs::File;
+use std::io::Read;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+impl Shared {
+    /// Adds a disk and serves it. The caller holds [`Self::hold`].
+    ///
+    /// # Errors
+    /// Whatever prevents it from being served: then it is not added.
+    pub(crate) fn add(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
+        disk.check(false)?;
+        if let Some(granted) = &self.granted {
+            let name = &disk.name;
+            granted.check(&disk).map_err(|error| error.wrap(format!("disk {name:?}")))?;
+        }
+        // Another disk would wait for its writes.
+        self.resources.handles.set_writes_in_place(WritesInPlace::Forbidden);
+        let served = Arc::new(Served::new(disk, Vec::new(), &self.resources));
+        served.set_source(source);
+        self.disks.add(Arc::clone(&served))?;
+        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
+            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
+            false => Ok(()),
+        });
+        if let Err(error) = prepared {
+            // Nobody has used it, and the first failure is the one to report.
+            let _ = served.remove();
+            self.disks.remove(&served);
+            return Err(error);
+        }
+        served.start();
+        Self::own_sockets(&served);
+        Ok(served)
+    }
+
+    /// Stops serving a disk and forgets it. The caller holds [`Self::hold`].
+    ///
+    /// # Errors
+    /// If some acknowledged writes are not in its image.
+    pub(crate) fn remove(&self, served: &Arc<Served>) -> Result<()> {
+        let removed = served.remove();
+        if served.source() == Source::Configuration {
+            let mut removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
+            removed.insert(served.name.clone());
+        }
+        self.disks.remove(served);
+        removed.inspect_err(|error| {
+            let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+            lost.get_or_insert_with(|| error.clone());
+        })
+    }
+
+    /// Serves a disk again that was drained or could not be served. The caller holds
+    /// [`Self::hold`].
+    ///
+    /// # Errors
+    /// Whatever prevents that; `Denied` if it is served.
+    pub(crate) fn undrain(&self, served: &Served) -> Result<()> {
+        served.undrain(&|| self.is_stopping())?;
+        Self::own_sockets(served);
+        Ok(())
+    }
+
+    /// Reads the configuration file again: disks that are new in it are added, those that it no
+    /// longer has are removed.
+    ///
+    /// # Errors
+    /// If there is none, it is not understood, or it is being read already: then nothing changes.
+    pub(crate) fn reload(&self) -> Result<Reloaded> {
+        let Some(file) = &self.config_file else {
+            let what = "there is no configuration to read again: the server has no --config";
+            return Err(Error::new(ErrorKind::Invalid, what));
+        };
+        let _one = self.reloading.try_lock().map_err(|_| {
+            Error::new(ErrorKind::Denied, "the configuration is being read already")
+        })?;
+        let _held = self.hold()?;
+        let mut text = String::new();
+        let opened = File::from(self.outside.open_config(file)?);
+        let read = opened.take(CONFIG_BYTES_MAX).read_to_string(&mut text);
+        read.map_err(|error| Error::from_io(format!("reading {}", file.display()), error))?;
+        let config = Config::parse(file, &text)?;
+        config.check().map_err(|error| error.wrap(file.display().to_string()))?;
+        let mut outcome = Reloaded::default();
+        self.note_process_settings(&config, &mut outcome);
+        // Those that go first make room for those that come.
+        for served in self.disks.all() {
+            let stays = config.disks.iter().any(|disk| disk.name == served.name);
+            if stays || served.source() == Source::Command {
+                continue;
+            }
+            match self.remove(&served) {
+                Ok(()) => outcome.removed.push(served.name.clone()),
+                Err(error) => outcome.refuse(&served.name, &error),
+            }
+        }
+        for disk in config.disks {
+            let name = disk.name.clone();
+            match self.apply(disk) {
+                Ok(Applied::Added) => outcome.added.push(name),
+                Ok(Applied::Unchanged) => outcome.unchanged += 1,
+                Err(error) => outcome.refuse(&name, &error),
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// Makes a disk of the configuration one of this process.
+    fn apply(&self, disk: DiskConfig) -> Result<Applied> {
+        let Some(served) = self.disks.named(&disk.name) else {
+            return self.add(disk, Source::Configuration).map(|_| Applied::Added);
+        };
+        let differences = disk.differences(&served.config())?;
+        if !differences.is_empty() {
+            let what = format!(
+                "it is served with other settings ({}): remove it, then reload",
+                differences.join(", ")
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
+        served.set_source(Source::Configuration);
+        if served.could_not_be_served() {
+            return self.undrain(&served).map(|()| Applied::Added);
+        }
+        Ok(Applied::Unchanged)
+    }
+
+    /// What a running process cannot change of itself is said.
+    fn note_process_settings(&self, config: &Config, outcome: &mut Reloaded) {
+        if config.process != self.process {
+            outcome.notes.push(
+                "settings outside the tables of disks take effect at the next start".to_owned(),
+            );
+        }
+    }
+}
+
+/// Longest configuration file, in bytes.
+const CONFIG_BYTES_MAX: u64 = 64 << 20;
+
+enum Applied {
+    Added,
+    Unchanged,
+}
+
+/// What came of reading the configuration again.
+#[derive(Default, Serialize, Debug)]
+pub(crate) struct Reloaded {
+    pub(crate) added: Vec<String>,
+    pub(crate) removed: Vec<String>,
+    pub(crate) unchanged: usize,
+    pub(crate) refused: Vec<Refused>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// A disk that is not as the configuration says, and why.
+#[derive(Serialize, Debug)]
+pub(crate) struct Refused {
+    pub(crate) disk: String,
+    pub(crate) error: String,
+}
+
+impl Reloaded {
+    fn refuse(&mut self, disk: &str, error: &Error) {
+        self.refused.push(Refused { disk: disk.to_owned(), error: error.in_one_line() });
+    }
+
+    /// Logs it.
+    pub(crate) fn log(&self) {
+        let Self { added, removed, unchanged, refused, notes } = self;
+        let (added, removed) = (added.join(" "), removed.join(" "));
+        tracing::info!(added, removed, unchanged, "the configuration was read again");
+        for Refused { disk, error } in refused {
+            tracing::error!("disk {disk:?}: {error}");
+        }
+        notes.iter().for_each(|note| tracing::warn!("{note}"));
+    }
+}

@@ -1,0 +1,38 @@
+//! Checks a configuration as far as that goes without serving it.
+
+use crate::config::{Config, DiskConfig};
+use crate::settings::{ImageSettings, IndexMode};
+use mica_block::{Error, Result};
+use mica_qcow2::IndexUse;
+use mica_rt::{Backend, Executor};
+use mica_store::{Handles, Locking};
+use std::sync::Arc;
+
+/// All that is wrong with `config`. Its images are opened for reading, whoever has them open.
+///
+/// # Errors
+/// If nothing can be checked.
+pub fn check_config(config: &Config) -> Result<Vec<Error>> {
+    let mut all = config.problems();
+    let handles = ImageSettings::handles();
+    let executor = Executor::new(Backend::Pool)
+        .map_err(|error| Error::from_io("checking a configuration", error))?;
+    for disk in &config.disks {
+        let opened = executor.block_on(open(disk, &handles));
+        all.extend(opened.err().map(|error| error.wrap(format!("disk {:?}", disk.name))));
+    }
+    Ok(all)
+}
+
+async fn open(disk: &DiskConfig, handles: &Arc<Handles>) -> Result<()> {
+    let DiskConfig { image, settings, images, .. } = disk;
+    let index = match settings.index {
+        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
+        IndexMode::Off => IndexUse::Ignore,
+    };
+    let mut chain = images.chain_options(index)?;
+    chain.snapshot.clone_from(&settings.load_snapshot);
+    let mut options = images.image_options(Arc::clone(handles))?;
+    options.locking = Locking::ForceShare;
+    mica_stack::open(image, images.format()?, options, &chain).await?.close().await
+}

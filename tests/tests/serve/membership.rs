@@ -1,0 +1,347 @@
+//! Disks that come and go while a server runs: by command, by its configuration, and across a
+//! takeover.
+
+use mica_tests::command::Finished;
+use mica_tests::takeover::Process;
+use mica_tests::{clock, mica, nbd, qemu, tools};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A folder with images a.qcow2, b.qcow2 and c.qcow2, and a configuration.
+struct World(TempDir);
+
+impl World {
+    fn new() -> Option<Self> {
+        if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+            return None;
+        }
+        let world = Self(tempfile::tempdir().expect("a folder"));
+        for (name, size) in [("a", "1M"), ("b", "2M"), ("c", "3M")] {
+            qemu::create(world.path(), &format!("{name}.qcow2"), &[], size);
+        }
+        world.configure(&["a", "b"]);
+        Some(world)
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
+
+    /// Writes the configuration: disks of the images of these names.
+    fn configure(&self, names: &[&str]) {
+        let disks: String = names.iter().map(|name| table(name)).collect();
+        fs::write(self.at("mica.toml"), format!("control = \"control\"\n{disks}"))
+            .expect("written");
+    }
+
+    fn serve(&self, options: &[&str]) -> Process {
+        let config = self.at("mica.toml").display().to_string();
+        let options = [&["--config", &config], options].concat();
+        let process = Process::start(self.path(), "log", &options);
+        let answers = || (self.ctl(&["status"]).code() == Some(0)).then_some(());
+        let answered = clock::poll(LIMIT, Duration::from_millis(10), answers);
+        assert!(answered.is_some(), "not served: {}", process.log());
+        process
+    }
+
+    /// `mica ctl VERB…`
+    fn ctl(&self, verb: &[&str]) -> Finished {
+        let control = self.at("control").display().to_string();
+        mica::run(["ctl"].iter().chain(verb).copied().chain(["--control", &control]))
+    }
+
+    fn json(&self, verb: &[&str]) -> Value {
+        self.ctl(&[verb, &["--output", "json"]].concat()).json()
+    }
+
+    fn add(&self, name: &str, more: &[&str]) -> Finished {
+        let (image, socket) = (self.at(&format!("{name}.qcow2")), self.at(&format!("{name}.sock")));
+        let (image, socket) = (image.display().to_string(), socket.display().to_string());
+        self.ctl(&[&["add", &image, "--nbd", &socket], more].concat())
+    }
+
+    /// The names of the disks and their states.
+    fn states(&self) -> Vec<(String, String)> {
+        let status = self.json(&["status"]);
+        let text = |value: &Value| value.as_str().expect("text").to_owned();
+        let disks = status["disks"].as_array().expect("a list");
+        disks.iter().map(|disk| (text(&disk["name"]), text(&disk["state"]))).collect()
+    }
+
+    fn is(&self, wanted: &[(&str, &str)]) {
+        let states = self.states();
+        let states: Vec<_> = states.iter().map(|(name, state)| (&**name, &**state)).collect();
+        assert_eq!(states, wanted);
+    }
+
+    /// The length of a disk, as a client sees it.
+    fn len(&self, name: &str) -> u64 {
+        let socket = self.at(&format!("{name}.sock"));
+        nbd::Connection::open(&socket, "", &nbd::Wish::default()).expect("served").len
+    }
+}
+
+fn table(name: &str) -> String {
+    format!("[[disk]]\nname = \"{name}\"\nimage = \"{name}.qcow2\"\nnbd = [\"{name}.sock\"]\n")
+}
+
+#[test]
+fn disks_are_added_removed_drained_and_undrained_while_others_are_served() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    let stays = UnixStream::connect(world.at("a.sock")).expect("served");
+    assert_eq!(world.add("c", &[]).ok(), "c: added, it is served\n");
+    assert_eq!(world.len("c"), 3 << 20);
+    world.is(&[("a", "serving"), ("b", "serving"), ("c", "serving")]);
+
+    let same_name = world.add("c", &[]).refusal();
+    assert!(same_name.contains("there is a disk named \"c\" already"), "{same_name}");
+    let same_image = world.add("a", &["--name", "d"]).refusal();
+    assert!(same_image.contains("the disk \"a\" is served at"), "{same_image}");
+    let socket = world.at("e.sock").display().to_string();
+    let image = world.at("missing.qcow2").display().to_string();
+    let missing = world.ctl(&["add", &image, "--nbd", &socket]).refusal();
+    assert!(missing.contains("missing.qcow2") && !world.at("e.sock").exists(), "{missing}");
+    let nowhere = world.ctl(&["add", &image]).refusal();
+    assert!(nowhere.contains("nowhere to serve it"), "{nowhere}");
+
+    world.ctl(&["drain", "c"]).ok();
+    assert!(!world.at("c.sock").exists());
+    world.is(&[("a", "serving"), ("b", "serving"), ("c", "drained")]);
+    // Somebody else may have it meanwhile.
+    qemu::io(world.path(), &[], "c.qcow2", &["write -P 7 0 64k"]);
+    world.ctl(&["undrain", "c"]).ok();
+    let socket = world.at("c.sock");
+    let mut client = nbd::Connection::open(&socket, "", &nbd::Wish::default()).expect("served");
+    assert_eq!(client.read(0, 512).expect("read"), [7; 512]);
+    let served = world.ctl(&["undrain", "c"]).refusal();
+    assert!(served.contains("is served"), "{served}");
+
+    assert_eq!(world.ctl(&["remove", "c"]).ok(), "c: removed, its image is closed\n");
+    world.is(&[("a", "serving"), ("b", "serving")]);
+    qemu::img(world.path(), ["check", "c.qcow2"]).ok();
+    world.ctl(&["remove", "c"]).refusal();
+    world.add("c", &[]).ok();
+    drop(stays);
+    server.stop();
+    for name in ["a", "b", "c"] {
+        assert!(!world.at(&format!("{name}.sock")).exists());
+        qemu::img(world.path(), ["check", &format!("{name}.qcow2")]).ok();
+    }
+}
+
+#[test]
+fn sandbox_allows_disks_where_it_was_told_and_nowhere_else() {
+    let Some(world) = World::new() else { return };
+    // What is beside the images of the configuration, or below, is allowed in any case.
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let [other, further] = ["other", "further"].map(|name| elsewhere.path().join(name));
+    for folder in [&other, &further] {
+        fs::create_dir(folder).expect("made");
+        qemu::create(folder, "d.qcow2", &[], "4M");
+    }
+    let allowed = other.display().to_string();
+    let server = world.serve(&["--disks-in", &allowed, "--sandbox", "require"]);
+    let add = |folder: &Path| {
+        let at = |name: &str| folder.join(name).display().to_string();
+        world.ctl(&["add", &at("d.qcow2"), "--nbd", &at("d.sock")])
+    };
+    add(&other).ok();
+    let refused = add(&further).refusal();
+    let option = format!("--disks-in {}", further.canonicalize().expect("there").display());
+    assert!(refused.contains(&option), "{refused}");
+    let link = other.join("link");
+    std::os::unix::fs::symlink(&further, &link).expect("made");
+    let refused = add(&link).refusal();
+    assert!(refused.contains(&option), "by another way: {refused}");
+    let tcp = world.add("c", &["--nbd", "tcp:127.0.0.1:0"]).refusal();
+    assert!(tcp.contains("no further TCP ports"), "{tcp}");
+    let fuse = world.add("c", &["--fuse", &world.at("file").display().to_string()]).refusal();
+    assert!(fuse.contains("no further FUSE files"), "{fuse}");
+
+    // The socket of a server that was killed is known from that of one that lives.
+    let dead = world.at("c.sock");
+    drop(UnixListener::bind(&dead).expect("bound"));
+    world.add("c", &[]).ok();
+    assert_eq!(world.len("c"), 3 << 20);
+    world.ctl(&["remove", "c"]).ok();
+    let _living = UnixListener::bind(&dead).expect("bound");
+    let taken = world.add("c", &[]).refusal();
+    assert!(taken.contains("another server listens there"), "{taken}");
+    server.stop();
+}
+
+#[test]
+fn one_image_that_is_missing_keeps_no_other_disk_from_being_served() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "missing", "b"]);
+    let config = world.at("mica.toml").display().to_string();
+    let strict = mica::run(["serve", "--config", &config, "--strict"]).refusal();
+    assert!(strict.contains("disk \"missing\""), "{strict}");
+
+    let server = world.serve(&[]);
+    world.is(&[("a", "serving"), ("missing", "failed"), ("b", "serving")]);
+    let status = world.json(&["status"]);
+    let failure = status["disks"][1]["failure"].as_str().expect("a reason");
+    assert!(failure.contains("missing.qcow2"), "{failure}");
+    assert_eq!(status["disks"][0]["failure"], Value::Null);
+    assert!(world.ctl(&["status"]).ok().contains(&format!("missing: {failure}")));
+    assert!(!world.at("missing.sock").exists());
+
+    world.ctl(&["undrain", "missing"]).refusal();
+    qemu::create(world.path(), "missing.qcow2", &[], "5M");
+    world.ctl(&["undrain", "missing"]).ok();
+    assert_eq!(world.len("missing"), 5 << 20);
+    server.stop();
+
+    for name in ["a", "missing", "b"] {
+        fs::remove_file(world.at(&format!("{name}.qcow2"))).expect("removed");
+    }
+    let none = mica::run(["serve", "--config", &config]).refusal();
+    assert!(none.contains("a.qcow2"), "{none}");
+}
+
+#[test]
+fn configuration_is_checked_as_a_whole() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "missing", "b", "gone", "b"]);
+    let config = world.at("mica.toml").display().to_string();
+    let check = || mica::run(["serve", "--config", &config, "--check-config"]);
+    let checked = check();
+    assert_eq!(checked.code(), Some(1));
+    let said = checked.stderr;
+    for wanted in ["missing.qcow2", "gone.qcow2", "two disks are named \"b\""] {
+        assert!(said.contains(wanted), "{wanted}: {said}");
+    }
+    assert!(!world.at("a.sock").exists());
+    world.configure(&["a", "b"]);
+    let server = world.serve(&[]);
+    assert!(check().ok().contains("2 disks, nothing wrong"), "while it is served");
+    server.stop();
+}
+
+#[test]
+fn configuration_is_read_again() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    qemu::create(world.path(), "d.qcow2", &[], "4M");
+    world.add("d", &[]).ok();
+    world.configure(&["b", "c"]);
+    assert_eq!(
+        world.json(&["reload"]),
+        json!({"added": ["c"], "removed": ["a"], "unchanged": 1, "refused": [], "notes": []})
+    );
+    world.is(&[("b", "serving"), ("d", "serving"), ("c", "serving")]);
+    assert_eq!(world.len("c"), 3 << 20);
+
+    // What is not understood changes nothing.
+    fs::write(world.at("mica.toml"), "control = \"control\"\n[[disk]]\nnam = 1\n")
+        .expect("written");
+    let refused = world.ctl(&["reload"]).refusal();
+    assert!(refused.contains("mica.toml: line 3"), "{refused}");
+    world.is(&[("b", "serving"), ("d", "serving"), ("c", "serving")]);
+
+    // A disk that has changed stays as it is, until it is removed; a file that was replaced is
+    // read, and a signal does the same.
+    let changed = format!(
+        "queues = 1\ncontrol = \"control\"\n{}{}read-only = true\n",
+        table("b"),
+        table("c")
+    );
+    fs::write(world.at("new.toml"), changed).expect("written");
+    fs::rename(world.at("new.toml"), world.at("mica.toml")).expect("renamed");
+    let reloaded = world.ctl(&["reload", "--output", "json"]);
+    assert_eq!(reloaded.code(), Some(1));
+    let answer: Value = serde_json::from_str(&reloaded.stdout).expect("JSON");
+    assert_eq!(answer["refused"][0]["disk"], "c");
+    let why = answer["refused"][0]["error"].as_str().expect("text");
+    assert!(why.contains("other settings (read-only)"), "{why}");
+    assert!(answer["notes"][0].as_str().expect("text").contains("next start"), "{answer}");
+    world.ctl(&["remove", "c"]).ok();
+    server.signal(Signal::HUP);
+    let is_read_only = || {
+        let status = world.json(&["status"]);
+        let disk = status["disks"].as_array()?.iter().find(|disk| disk["name"] == "c")?.clone();
+        (disk["writable"] == false).then_some(())
+    };
+    clock::poll(LIMIT, Duration::from_millis(10), is_read_only).expect("reloaded");
+    server.stop();
+}
+
+#[test]
+fn disks_are_kept_across_a_restart_when_asked() {
+    let Some(world) = World::new() else { return };
+    let server = world.serve(&[]);
+    let saved = world.add("c", &["--save", "--read-only"]).ok();
+    assert!(saved.contains("saved in"), "{saved}");
+    world.ctl(&["remove", "a", "--save"]).ok();
+    qemu::create(world.path(), "d.qcow2", &[], "4M");
+    world.add("d", &[]).ok();
+    server.stop();
+    let server = world.serve(&[]);
+    world.is(&[("b", "serving"), ("c", "serving")]);
+    assert_eq!(world.json(&["status"])["disks"][1]["writable"], false);
+    let reloaded = world.json(&["reload"]);
+    assert_eq!(reloaded["unchanged"], 2, "{reloaded}");
+    server.stop();
+}
+
+#[test]
+fn takeover_leaves_what_was_done_by_command_as_it_is() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "b"]);
+    let allowed = world.path().display().to_string();
+    let options = ["--disks-in", &allowed];
+    let old = world.serve(&options);
+    world.add("c", &["--read-only"]).ok();
+    qemu::create(world.path(), "d.qcow2", &[], "4M");
+    world.add("d", &[]).ok();
+    world.ctl(&["drain", "d"]).ok();
+    world.ctl(&["remove", "b"]).ok();
+    let config = world.at("mica.toml").display().to_string();
+    let take_over = ["--config", &config, "--takeover", "--disks-in", &allowed];
+    let new = Process::start(world.path(), "new", &take_over);
+    let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
+    world.is(&[("a", "serving"), ("b", "drained"), ("c", "serving"), ("d", "drained")]);
+    assert_eq!(world.len("c"), 3 << 20);
+    world.ctl(&["undrain", "d"]).ok();
+    assert_eq!(world.len("d"), 4 << 20);
+    // Nobody else has its image: it was not opened.
+    qemu::io(world.path(), &[], "b.qcow2", &["write -P 7 0 64k"]);
+    let reloaded = world.json(&["reload"]);
+    assert_eq!(reloaded["removed"], json!([]), "what was added stays: {reloaded}");
+    drop(old);
+    new.stop();
+    assert!(!world.at("c.sock").exists());
+}
+
+#[test]
+fn server_without_disks_waits_for_them() {
+    let Some(world) = World::new() else { return };
+    fs::write(world.at("mica.toml"), "control = \"control\"\ndisks-in = [\".\"]\n")
+        .expect("written");
+    let server = world.serve(&[]);
+    world.is(&[]);
+    world.add("a", &[]).ok();
+    assert_eq!(world.len("a"), 1 << 20);
+    // Killed, it leaves sockets and an image that was not closed.
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = world.serve(&[]);
+    world.add("a", &[]).ok();
+    assert_eq!(world.len("a"), 1 << 20);
+    server.stop();
+    qemu::img(world.path(), ["check", "a.qcow2"]).ok();
+}
