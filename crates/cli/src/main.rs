@@ -18,6 +18,7 @@ mod generate;
 mod images;
 mod index;
 mod info;
+mod log;
 mod map;
 mod measure;
 mod output;
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
         }
     };
-    let log = output::start_log(cli.log_level);
+    let log = log::start(cli.log_level);
     // A file that may not grow is an error to report, not a signal to die from. If the handler is
     // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
