@@ -18,6 +18,8 @@ pub(crate) fn start(level: LogLevel) -> Arc<Log> {
     let (filter, handle) = reload::Layer::new(filter(level));
     let lines = fmt::layer()
         .with_writer(std::io::stderr)
+        // The report of a line that could not be written would panic where there is no stderr.
+        .log_internal_errors(false)
         .with_ansi(false)
         .with_target(false)
         .without_time();

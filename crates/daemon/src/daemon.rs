@@ -22,8 +22,9 @@ use mica_serve::Workers;
 use mica_store::{Holder, WritesInPlace, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
+use signal_hook::low_level::signal_name;
 use std::fmt;
 use std::fs::File;
 use std::io::{Seek, Write};
@@ -55,8 +56,9 @@ impl Daemon {
     /// Whatever prevents a disk from being served.
     pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
-        let mut signals = Signals::new([SIGTERM, SIGINT])
-            .map_err(|error| Error::from_io("waiting for signals", error))?;
+        let failed = |error| Error::from_io("waiting for signals", error);
+        let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(failed)?;
+        ignore_signals().map_err(failed)?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
         let handles = ImageSettings::handles();
@@ -124,8 +126,18 @@ impl Daemon {
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        let signal = self.signals.forever().next();
-        tracing::info!(?signal, "stopping");
+        match self.signals.forever().next().and_then(signal_name) {
+            Some(signal) => tracing::info!("stopping on {signal}"),
+            None => tracing::info!("stopping"),
+        }
+        self.stop()
+    }
+
+    /// Ends it.
+    ///
+    /// # Errors
+    /// As [`Daemon::run`].
+    pub fn stop(mut self) -> Result<()> {
         systemd::notify(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let written = self.write_stats();
@@ -145,6 +157,15 @@ impl Daemon {
         };
         file.write(&format!("{}\n", Value::Object(served.figures())))
     }
+}
+
+/// Signals that other servers take for a request, and which would end this one, have no effect. (A
+/// handler that does nothing is not inherited by other programs, as an ignored signal would be.)
+fn ignore_signals() -> std::io::Result<()> {
+    for signal in [SIGUSR1, SIGUSR2] {
+        signal_hook::flag::register(signal, Arc::default())?;
+    }
+    Ok(())
 }
 
 /// Opens everything, and serves it once the other process cannot come back any more.

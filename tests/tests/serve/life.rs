@@ -40,6 +40,43 @@ fn both_signals_end_it_cleanly_with_clients_connected() {
 }
 
 #[test]
+fn signals_that_ask_for_nothing_do_nothing_and_the_one_that_ends_it_is_named() {
+    let server = Server::mica(Path::new("1M"), "null", &["--log-level", "info"]).expect("served");
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    for signal in [Signal::USR1, Signal::USR2, Signal::PIPE] {
+        kill_process(pid, signal).expect("signalled");
+        let mut client = server.connect(&nbd::Wish::default()).expect("it serves on");
+        client.read(0, 4096).expect("read");
+    }
+    let stopped = server.stop().expect("it stops");
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+    assert!(stopped.log.contains("stopping on SIGTERM"), "{stopped:?}");
+}
+
+/// The story: whoever read the log went away, and the server with the next line.
+#[test]
+fn log_that_nobody_reads_ends_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let socket = dir.path().join("socket");
+    let mut serve = Command::new(mica::binary());
+    serve.args(["serve", "--log-level", "debug", "--format", "null", "--nbd"]).arg(&socket);
+    serve.arg("1M").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = serve.spawn().expect("started");
+    let log = child.stderr.take().expect("a pipe");
+    clock::poll(LIMIT, Duration::from_millis(1), || socket.exists().then_some(()));
+    drop(log);
+    for _ in 0..3 {
+        let mut client = nbd::Connection::open(&socket, "", &nbd::Wish::default()).expect("served");
+        client.read(0, 4096).expect("read");
+        client.disconnect().expect("left");
+    }
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    let status = command::wait(&mut child, LIMIT).expect("it stops");
+    assert_eq!(status.code(), Some(0));
+}
+
+#[test]
 fn a_live_socket_is_not_taken_from_its_server() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;
