@@ -1,5 +1,6 @@
 //! The server as a program: how it starts, stops, refuses, and shares files with QEMU.
 
+use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::{clock, command, judge, mica, nbd, qemu, tools};
 use rustix::process::{Pid, Signal, kill_process};
@@ -74,6 +75,41 @@ fn log_that_nobody_reads_ends_nothing() {
     kill_process(pid, Signal::TERM).expect("signalled");
     let status = command::wait(&mut child, LIMIT).expect("it stops");
     assert_eq!(status.code(), Some(0));
+}
+
+/// The story: an incremental backup went on from a bitmap that mica had not maintained.
+#[test]
+fn writer_warns_of_the_bitmaps_that_it_invalidates_and_says_it_once() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "disk.qcow2", &[], "8M");
+    for name in ["monday", "tuesday"] {
+        qemu::img(dir, ["bitmap", "--add", "disk.qcow2", name]).ok();
+    }
+    let image = dir.join("disk.qcow2");
+    let bitmaps = "dirty bitmaps";
+    let reader = Server::mica(&image, "qcow2", &[]).expect("served").stop().expect("it stops");
+    assert!(!reader.log.contains(bitmaps), "a reader changes none: {reader:?}");
+
+    let server = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let warned = server.log();
+    for part in ["disk.qcow2", bitmaps, "\"monday\", \"tuesday\"", "must be a full one"] {
+        assert!(warned.contains(part), "{part}: {warned}");
+    }
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &[1; 512]).expect("answered"), 0);
+    drop(guest);
+    server.stop().expect("it stops");
+    let info = qemu::img(dir, ["info", "--output", "json", "disk.qcow2"]).json();
+    let flags = &info["format-specific"]["data"]["bitmaps"][0]["flags"];
+    assert!(flags.to_string().contains("in-use"), "{info}");
+
+    let again = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let again = again.stop().expect("it stops");
+    assert!(!again.log.contains(bitmaps), "there is nothing left to lose: {again:?}");
 }
 
 #[test]
