@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod captive;
 mod check;
 mod client;
 mod compare;
@@ -22,6 +23,7 @@ mod log;
 mod map;
 mod measure;
 mod output;
+mod pid_file;
 mod resize;
 mod serve;
 mod top;
@@ -47,7 +49,7 @@ fn main() -> ExitCode {
     // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let outcome = match cli.verb {
-        Verb::Serve(args) => serve::run(*args, log),
+        Verb::Serve(args) => serve::run(*args, &log),
         Verb::Ctl(args) => ctl::run(&args),
         Verb::Top(args) => top::run(&args),
         Verb::Info(args) => info::run(&args),

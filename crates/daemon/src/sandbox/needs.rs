@@ -1,7 +1,7 @@
 //! Which files and ports a configuration needs.
 
 use crate::config::{Config, DiskConfig};
-use crate::settings::IndexMode;
+use crate::settings::{IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, Result};
@@ -27,6 +27,10 @@ const REPLACE: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+/// To go on in a new file when the log was renamed.
+const LOGS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | WriteFile});
+/// To give a file that is open its name, and to remove it.
+const RENAME: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | RemoveFile});
 
 /// Tells logs of an earlier boot from current ones.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -43,6 +47,9 @@ impl Needs {
             needs.add_disk(disk)?;
         }
         config.process.control.iter().for_each(|socket| needs.add_socket(socket));
+        let ProcessSettings { log_file, pid_file, .. } = &config.process;
+        log_file.iter().for_each(|file| needs.allow_in_folder_of(file, LOGS));
+        pid_file.iter().for_each(|file| needs.allow_in_folder_of(file, RENAME));
         inherited.files().for_each(|socket| needs.add_socket(socket));
         needs.ports.extend(config.process.metrics.map(|address| address.port()));
         Ok(needs)
@@ -50,8 +57,12 @@ impl Needs {
 
     /// Allows the folder of a socket that is created, and removed at the end.
     pub(crate) fn add_socket(&mut self, socket: &Path) {
-        let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
-        self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
+        self.allow_in_folder_of(socket, SOCKETS);
+    }
+
+    fn allow_in_folder_of(&mut self, file: &Path, access: BitFlags<AccessFs>) {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+        self.allow(folder.unwrap_or(Path::new(".")), access);
     }
 
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {

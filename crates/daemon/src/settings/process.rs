@@ -31,6 +31,14 @@ pub struct ProcessSettings {
     /// off.
     #[arg(long, value_enum, value_name = "on|require|off")]
     pub sandbox: Option<SandboxMode>,
+    /// Append the log to this file; until all is served, it also goes to stderr. In the sandbox the
+    /// server may write to all files of the folder: give the log one of its own.
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Write the number of the serving process to this file once all is served; it is removed at
+    /// the end.
+    #[arg(long, value_name = "FILE")]
+    pub pid_file: Option<PathBuf>,
 }
 
 impl ProcessSettings {
@@ -43,6 +51,8 @@ impl ProcessSettings {
             metrics: self.metrics.or(others.metrics),
             metrics_public: self.metrics_public || others.metrics_public,
             sandbox: self.sandbox.or(others.sandbox),
+            log_file: self.log_file.or(others.log_file),
+            pid_file: self.pid_file.or(others.pid_file),
         }
     }
 
@@ -52,7 +62,9 @@ impl ProcessSettings {
 
     /// Resolves relative paths against `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
-        self.control.iter_mut().for_each(|path| *path = folder.join(&*path));
+        for file in [&mut self.control, &mut self.log_file, &mut self.pid_file] {
+            file.iter_mut().for_each(|path| *path = folder.join(&*path));
+        }
     }
 }
 
