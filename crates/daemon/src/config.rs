@@ -125,6 +125,9 @@ impl Config {
             if disk.settings.ublk {
                 return Err(ublk::refusal(name));
             }
+            if let Some(what) = disk.ephemeral_problem(self.takeover) {
+                return invalid(format!("disk {name:?}: ephemeral {what}"));
+            }
             if let Some(what) = disk.settings.ineffective_option(has_sockets) {
                 return invalid(format!("disk {name:?}: {what}"));
             }
@@ -168,6 +171,22 @@ impl DiskConfig {
     pub fn new(name: String, image: PathBuf) -> Self {
         let (settings, images) = Default::default();
         Self { name, image, settings, images }
+    }
+
+    /// Why it cannot be ephemeral, if it is to be.
+    fn ephemeral_problem(&self, takeover: bool) -> Option<&'static str> {
+        let DiskSettings { ephemeral, read_only, load_snapshot, .. } = &self.settings;
+        match () {
+            () if !ephemeral => None,
+            () if *read_only || load_snapshot.is_some() => {
+                Some("is for disks that are written: leave it out, or read-only and load-snapshot")
+            }
+            () if !self.images.is_file() => Some("needs an image: a disk of zeros has none"),
+            () if takeover => {
+                Some("cannot take over: its clients would lose what they wrote; restart instead")
+            }
+            () => None,
+        }
     }
 
     fn endpoints(&self) -> Vec<Endpoint> {

@@ -9,6 +9,7 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
+use crate::ephemeral::OverlayFolders;
 use crate::helper::{Helper, Outside};
 use crate::sandbox::{Needs, Sandbox};
 use crate::servers::Resources;
@@ -41,6 +42,7 @@ pub struct Daemon {
     _watchdog: Option<Watchdog>,
     signals: Signals,
     stats_file: Option<StatsFile>,
+    _overlays: OverlayFolders,
 }
 
 /// The file for the figures of the run.
@@ -54,7 +56,7 @@ impl Daemon {
     ///
     /// # Errors
     /// Whatever prevents a disk from being served.
-    pub fn start(config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
+    pub fn start(mut config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
         let failed = |error| Error::from_io("waiting for signals", error);
         let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(failed)?;
@@ -77,6 +79,7 @@ impl Daemon {
         };
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
+        let overlays = OverlayFolders::prepare(&mut config)?;
         let outside = outside(&config)?;
         let sandbox = Sandbox::enter(config.process.sandbox(), &Needs::of(&config, &inherited)?)?;
         outside.watch()?;
@@ -111,7 +114,10 @@ impl Daemon {
             }),
         };
         match started {
-            Ok(control) => Ok(Self { shared, control, _watchdog: watchdog, signals, stats_file }),
+            Ok(control) => {
+                let (_watchdog, _overlays) = (watchdog, overlays);
+                Ok(Self { shared, control, _watchdog, signals, stats_file, _overlays })
+            }
             Err(error) => {
                 // The first failure is the one to report.
                 let _ = shared.stop();

@@ -8,6 +8,7 @@
 //!   └ shared      state that these share
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
+//!               ├ ephemeral   the overlay of a disk whose changes are thrown away
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
 //! systemd     readiness, watchdog, sockets inherited and stored
@@ -20,6 +21,7 @@ mod config;
 mod control;
 mod daemon;
 mod disks;
+mod ephemeral;
 mod held;
 mod helper;
 mod indexer;

@@ -8,6 +8,7 @@
 //!   first and gets the same outcome.
 
 use crate::config::DiskConfig;
+use crate::ephemeral;
 use crate::held::Held;
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, while_held};
@@ -392,10 +393,14 @@ fn open(
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
     };
+    let (image, images) = match &settings.overlay_folder {
+        Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
+        None => (image.to_owned(), images.clone()),
+    };
     let mut chain = images.chain_options(index)?;
     chain.snapshot.clone_from(&settings.load_snapshot);
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
-    let (path, writes) = (image.to_owned(), settings.writes());
+    let (path, writes) = (image.clone(), settings.writes());
     let opened = workers.run(move || async move {
         match writes {
             true => mica_stack::open_writable(&path, format, options, &chain).await,

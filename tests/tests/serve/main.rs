@@ -3,6 +3,7 @@
 mod background;
 mod clients;
 mod control;
+mod ephemeral;
 mod fuse;
 mod life;
 mod locks;

@@ -66,7 +66,12 @@ impl Needs {
     }
 
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) -> Result<()> {
-        let writes = disk.settings.writes();
+        let overlay = disk.settings.overlay_folder.as_deref();
+        let writes = disk.settings.writes() && overlay.is_none();
+        if let Some(folder) = overlay {
+            self.allow(folder, READ | WRITE | REPLACE | AccessFs::ReadDir);
+            self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
+        }
         if disk.images.is_file() {
             self.add_image(disk, writes)?;
         }

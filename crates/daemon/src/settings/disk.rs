@@ -68,6 +68,14 @@ pub struct DiskSettings {
     /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub read_only: bool,
+    /// Leave the image as it is: what clients write goes to a temporary file (in TMPDIR, or else
+    /// /tmp) and is lost at the end.
+    #[arg(long, conflicts_with_all = ["read_only", "load_snapshot"])]
+    pub ephemeral: bool,
+    /// Where the overlay of an ephemeral disk is: made at the start, not stated by anybody.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) overlay_folder: Option<PathBuf>,
     /// What happens to space that clients no longer need: unmap frees it, ignore keeps it.
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     pub discard: Discards,
@@ -102,7 +110,8 @@ impl DiskSettings {
 
     /// Whether the image is opened for writing.
     pub(crate) fn writes(&self) -> bool {
-        !self.read_only && self.load_snapshot.is_none()
+        let has_place = !self.ephemeral || self.overlay_folder.is_some();
+        !self.read_only && self.load_snapshot.is_none() && has_place
     }
 
     /// Whether the settings name any place to serve it.

@@ -56,6 +56,14 @@ impl Shared {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
+        if let Some(served) = disks.iter().find(|served| served.settings.ephemeral) {
+            let what = format!(
+                "disk {:?} is ephemeral, and its clients would lose what they wrote: stop this \
+                 server and start the other",
+                served.name
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
         if let Some(served) = disks.iter().find(|served| served.settings.fuse.is_some()) {
             let what = format!(
                 "disk {:?} is served as a file, which its users would lose: stop this server and \
