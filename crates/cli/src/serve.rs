@@ -134,8 +134,7 @@ impl DiskArgs {
         let DiskArgs { mut settings, stats, images, .. } = self;
         settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
-        // A block device is refused with a message of its own.
-        if !has_place && !settings.ublk {
+        if !has_place {
             return Err(Failure::new(
                 "nowhere to serve the disk: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",

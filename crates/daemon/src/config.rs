@@ -16,7 +16,6 @@ mod read;
 
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
 use crate::systemd::has_inherited_sockets;
-use crate::ublk;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -121,9 +120,6 @@ impl Config {
             }
             if !names.insert(name) {
                 return invalid(format!("two disks are named {name:?}"));
-            }
-            if disk.settings.ublk {
-                return Err(ublk::refusal(name));
             }
             if let Some(what) = disk.ephemeral_problem(self.takeover) {
                 return invalid(format!("disk {name:?}: ephemeral {what}"));

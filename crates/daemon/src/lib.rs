@@ -38,7 +38,6 @@ mod stats;
 mod systemd;
 mod takeover;
 mod tls;
-mod ublk;
 
 pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};

@@ -148,7 +148,7 @@ mod tests {
         reads_all_keys::<DiskSettings>();
         reads_all_keys::<ImageSettings>();
         assert_eq!(keys::<IoSettings>(), ["aio"]);
-        assert_eq!(keys::<DiskSettings>().len(), 23);
+        assert_eq!(keys::<DiskSettings>().len(), 22);
     }
 
     #[test]

@@ -36,9 +36,6 @@ pub struct DiskSettings {
     /// the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
     pub vhost_user: Option<PathBuf>,
-    /// Serve the disk as a block device of this machine. Not supported by this build.
-    #[arg(long)]
-    pub ublk: bool,
     /// Also serve the disk as this file, by FUSE: a raw image for other tools and loop mounts. The
     /// file must exist; while mica serves, it is the disk.
     #[arg(long, value_name = "FILE")]
