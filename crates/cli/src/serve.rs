@@ -132,6 +132,7 @@ impl DiskArgs {
     /// A configuration with this disk only.
     fn into_config(self, image: PathBuf, takeover: bool) -> Result<Config, Failure> {
         let DiskArgs { mut settings, stats, images, .. } = self;
+        settings.normalize().map_err(|error| Failure::from(error).with_code(2))?;
         settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
         if !has_place {

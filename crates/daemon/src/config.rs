@@ -36,6 +36,8 @@ pub struct Config {
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
     /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
+    /// The line of each disk, if they are from a file.
+    pub lines: Vec<usize>,
 }
 
 /// One disk: its name, its image and its settings.
@@ -62,10 +64,10 @@ impl Config {
         let text = std::fs::read_to_string(file).map_err(|error| Error::from_io(named(), error))?;
         let mut config = read::config(&text).map_err(|error| {
             // The parser's own message quotes the file on several lines; ours is one line.
-            let line =
-                |at: usize| text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
-            let at = error.span().map_or(0, |span| line(span.start) + 1);
-            let context = format!("{}: line {at}: {}", named(), error.message());
+            let read::Misread { disk, error } = error;
+            let at = error.span().map_or(0, |span| read::line(&text, span.start));
+            let disk = disk.map(|name| format!("disk {name:?}: ")).unwrap_or_default();
+            let context = format!("{}: line {at}: {disk}{}", named(), error.message());
             Error::new(ErrorKind::Invalid, context)
         })?;
         let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
@@ -108,42 +110,52 @@ impl Config {
             let what = "stats-file covers a single disk; use `mica ctl stats`";
             return invalid(what.to_owned());
         }
-        let has_sockets = self.may_inherit_sockets();
         let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
-        for disk in &self.disks {
+        for (index, disk) in self.disks.iter().enumerate() {
             let name = &disk.name;
-            let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
-            if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
-                return invalid(format!(
-                    "disk {name:?}: a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or ."
-                ));
+            let named = |what: String| match self.lines.get(index) {
+                Some(line) => format!("line {line}: disk {name:?}: {what}"),
+                None => format!("disk {name:?}: {what}"),
+            };
+            if let Some(what) = self.problem_of(disk) {
+                return invalid(named(what));
             }
             if !names.insert(name) {
-                return invalid(format!("two disks are named {name:?}"));
+                return invalid(named("another disk has this name".to_owned()));
             }
-            if let Some(what) = disk.ephemeral_problem(self.takeover) {
-                return invalid(format!("disk {name:?}: ephemeral {what}"));
-            }
-            if let Some(what) = disk.settings.ineffective_option(has_sockets) {
-                return invalid(format!("disk {name:?}: {what}"));
-            }
-            if disk.settings.shared == Some(0) {
-                let what = "shared 0 would admit no NBD client; use 1 or more";
-                return invalid(format!("disk {name:?}: {what}"));
-            }
-            let endpoints = disk.endpoints();
-            if endpoints.is_empty() && !has_sockets {
-                return invalid(format!(
-                    "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
-                ));
-            }
-            for endpoint in endpoints {
+            for endpoint in disk.endpoints() {
                 if !endpoint.is_any_port() && !used.insert(endpoint.0.clone()) {
-                    return invalid(format!("disk {name:?}: {} is used twice", endpoint.0));
+                    return invalid(named(format!("{} is used twice", endpoint.0)));
                 }
             }
         }
         Ok(())
+    }
+
+    /// What is wrong with a disk by itself, if anything is.
+    fn problem_of(&self, disk: &DiskConfig) -> Option<String> {
+        let name = &disk.name;
+        let has_sockets = self.may_inherit_sockets();
+        let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+        if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
+            let what = format!("a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or .");
+            return Some(what);
+        }
+        if let Some(what) = disk.ephemeral_problem(self.takeover) {
+            return Some(format!("ephemeral {what}"));
+        }
+        if let Some(what) = disk.settings.ineffective_option(has_sockets) {
+            return Some(what);
+        }
+        if disk.settings.shared == Some(0) {
+            let what = "shared 0 would admit no NBD client (with qemu-nbd it means no limit): use \
+                        a number from 1 on, or leave it out for 256";
+            return Some(what.to_owned());
+        }
+        if disk.endpoints().is_empty() && !has_sockets {
+            return Some("nowhere to serve it: add nbd, vhost-user or fuse".to_owned());
+        }
+        None
     }
 }
 

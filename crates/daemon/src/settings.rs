@@ -7,6 +7,7 @@ mod choices;
 mod disk;
 mod image;
 mod ineffective;
+mod place;
 mod process;
 mod size;
 

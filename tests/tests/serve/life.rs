@@ -246,6 +246,40 @@ fn option_of_a_server_that_is_not_there_is_refused_in_one_line() {
     }
 }
 
+/// The story: `--nbd :10809` made a socket of that name, and nobody could connect.
+#[test]
+fn place_in_the_form_of_another_server_is_refused_with_the_form_to_use() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for place in [":10809", "127.0.0.1:10809", "nbd://localhost", "tcp:10809"] {
+        let mut serve = Command::new(mica::binary());
+        serve.current_dir(dir.path()).args(["serve", "--format", "null", "--nbd", place, "1M"]);
+        let said = command::finish_within(&mut serve, LIMIT);
+        assert_eq!(said.code(), Some(2), "{said}");
+        let said = said.refusal();
+        assert!(said.contains("write tcp:") && said.contains(":10809"), "{said}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+}
+
+#[test]
+fn export_has_the_name_of_its_disk() {
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::write(dir.path().join("web.raw"), [1; 4096]).expect("written");
+    let server = Server::start("web", |socket| {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--format", "raw", "--nbd"]);
+        serve.arg(format!("unix:{}", socket.display())).arg(dir.path().join("web.raw"));
+        serve
+    });
+    let server = server.expect("served");
+    let open = |name| nbd::Connection::open(&server.socket(), name, &nbd::Wish::default());
+    for name in ["web", ""] {
+        assert_eq!(open(name).expect("served").read(0, 512).expect("read"), vec![1; 512]);
+    }
+    assert!(open("other").is_err());
+    server.stop().expect("it stops");
+}
+
 #[test]
 fn it_listens_only_once_it_can_serve() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {

@@ -1,7 +1,9 @@
 //! How one disk is served, and where.
 
 use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
+use super::place::{nbd_place, nbd_places};
 use clap::Args;
+use mica_block::Result;
 use mica_serve::Rates;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -13,9 +15,10 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Deserialize, Clone, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which needs TLS
-    /// unless it is a loopback address. Can be repeated.
+    /// Where NBD clients connect: the path of a unix socket (or unix:PATH), or tcp:HOST:PORT, which
+    /// needs TLS unless it is a loopback address. Can be repeated.
     #[arg(long, value_name = "SOCKET")]
+    #[serde(deserialize_with = "nbd_places")]
     pub nbd: Vec<String>,
     /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
     /// with certificates). On a unix socket it is never required.
@@ -80,13 +83,14 @@ pub struct DiskSettings {
     /// read-only.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     pub load_snapshot: Option<String>,
-    /// Name of the NBD export, which is also served under the empty name.
+    /// Name of the NBD export, which is also served under the empty name. By default the image's
+    /// name without its extension; in a configuration the disk's name.
     #[arg(short = 'x', long, value_name = "NAME")]
     pub export_name: Option<String>,
     /// Description of the NBD export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT")]
     pub description: Option<String>,
-    /// Maximum number of concurrent NBD clients; 256 by default.
+    /// Maximum number of concurrent NBD clients, at least 1; 256 by default.
     #[arg(short = 'e', long, value_name = "COUNT")]
     pub shared: Option<usize>,
     /// Whether sidecars of the chain's index are used, and written in the background.
@@ -103,6 +107,17 @@ impl DiskSettings {
     /// Maximum number of concurrent NBD clients.
     pub(crate) fn clients_max(&self) -> usize {
         self.shared.unwrap_or(256)
+    }
+
+    /// Brings what the command line says into the form that a configuration has.
+    ///
+    /// # Errors
+    /// `Invalid` if it has no such form.
+    pub fn normalize(&mut self) -> Result<()> {
+        for place in &mut self.nbd {
+            *place = nbd_place(place)?;
+        }
+        Ok(())
     }
 
     /// Whether the image is opened for writing.
