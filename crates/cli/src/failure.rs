@@ -1,6 +1,7 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// Why a verb failed.
@@ -52,7 +53,8 @@ impl Failure {
     /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {
-            eprintln!("mica: {message}");
+            // Without stderr the exit code has to do.
+            let _ = writeln!(std::io::stderr(), "mica: {message}");
         }
         ExitCode::from(self.code)
     }

@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod captive;
 mod check;
 mod client;
 mod compare;
@@ -18,9 +19,11 @@ mod generate;
 mod images;
 mod index;
 mod info;
+mod log;
 mod map;
 mod measure;
 mod output;
+mod pid_file;
 mod resize;
 mod serve;
 mod top;
@@ -41,12 +44,12 @@ fn main() -> ExitCode {
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
         }
     };
-    let log = output::start_log(cli.log_level);
+    let log = log::start(cli.log_level);
     // A file that may not grow is an error to report, not a signal to die from. If the handler is
     // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let outcome = match cli.verb {
-        Verb::Serve(args) => serve::run(*args, log),
+        Verb::Serve(args) => serve::run(*args, &log),
         Verb::Ctl(args) => ctl::run(&args),
         Verb::Top(args) => top::run(&args),
         Verb::Info(args) => info::run(&args),

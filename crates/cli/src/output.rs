@@ -1,16 +1,10 @@
-//! Output: results on stdout, the log and progress on stderr.
+//! Output: results on stdout, progress on stderr.
 
 use crate::failure::Failure;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use mica_daemon::{LogLevel, LogSwitch};
 use serde::Serialize;
 use std::io::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
-use tracing_subscriber::filter::LevelFilter;
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Registry, fmt, reload};
 
 /// How results are printed.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -40,48 +34,6 @@ impl ReportArgs {
     /// How to print the result, if at all.
     pub(crate) fn format(&self) -> Option<OutputFormat> {
         Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
-    }
-}
-
-/// The log, with a level that can be changed.
-pub(crate) struct Log {
-    level: Mutex<LogLevel>,
-    filter: reload::Handle<LevelFilter, Registry>,
-}
-
-/// Starts the log.
-pub(crate) fn start_log(level: LogLevel) -> Arc<Log> {
-    let (filter, handle) = reload::Layer::new(filter(level));
-    let lines = fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .with_target(false)
-        .without_time();
-    tracing_subscriber::registry().with(filter).with(lines).init();
-    Arc::new(Log { level: Mutex::new(level), filter: handle })
-}
-
-impl LogSwitch for Log {
-    fn level(&self) -> LogLevel {
-        *self.level.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn set_level(&self, level: LogLevel) {
-        let mut now = self.level.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.filter.reload(filter(level)) {
-            Ok(()) => *now = level,
-            Err(error) => tracing::error!(%error, "cannot change the log level"),
-        }
-    }
-}
-
-fn filter(level: LogLevel) -> LevelFilter {
-    match level {
-        LogLevel::Off => LevelFilter::OFF,
-        LogLevel::Error => LevelFilter::ERROR,
-        LogLevel::Warn => LevelFilter::WARN,
-        LogLevel::Info => LevelFilter::INFO,
-        LogLevel::Debug => LevelFilter::DEBUG,
     }
 }
 

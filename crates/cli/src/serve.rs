@@ -2,16 +2,20 @@
 //!
 //! The exit code is 0 if everything acknowledged is in the images.
 
+use crate::captive;
 use crate::client::plain;
 use crate::failure::Failure;
-use crate::fork::Fork;
+use crate::fork::{Fork, end_with_parent};
 use crate::images::ImageArgs;
+use crate::log::Log;
 use crate::output::print;
+use crate::pid_file::PidFile;
 use clap::{Args, Command, Id};
 use mica_daemon::{
-    Config, Daemon, DiskConfig, DiskSettings, LogSwitch, ProcessSettings, StatsSettings,
-    check_config, has_inherited_sockets,
+    Config, Daemon, DiskConfig, DiskSettings, ProcessSettings, StatsSettings, check_config,
+    has_inherited_sockets,
 };
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -37,6 +41,13 @@ pub(crate) struct ServeArgs {
     /// in the background. With --takeover this is what systemd runs to reload.
     #[arg(long)]
     fork: bool,
+    /// Serve for as long as this shell command runs, and exit as it does. It finds the disk at
+    /// $uri (a URI of NBD), $nbd (the same, for QEMU) and $unixsocket.
+    #[arg(long, value_name = "COMMAND", conflicts_with_all = ["config", "fork", "takeover"])]
+    run: Option<OsString>,
+    /// End, as on SIGTERM, when the process that started this server ends.
+    #[arg(long, conflicts_with = "fork")]
+    exit_with_parent: bool,
     #[command(flatten)]
     disk: DiskArgs,
 }
@@ -61,20 +72,29 @@ fn of_one_disk() -> Vec<Id> {
     options.get_arguments().map(|option| option.get_id().clone()).collect()
 }
 
-pub(crate) fn run(args: ServeArgs, log: Arc<dyn LogSwitch>) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: ServeArgs, log: &Arc<Log>) -> Result<ExitCode, Failure> {
     if let (true, Some(file)) = (args.check_config, &args.config) {
         return check(file, args.process);
     }
-    let fork = match args.fork {
-        true => Fork::here()?,
-        false => Fork::Server(None),
-    };
-    let Fork::Server(waiting) = fork else { return Ok(fork.outcome()) };
-    let started = config(args).and_then(|config| Ok(Daemon::start(config, log)?));
-    if let Some(waiting) = waiting {
-        waiting.report(&started);
+    if args.exit_with_parent {
+        end_with_parent()?;
     }
-    started?.run()?;
+    let fork = match &args.run {
+        Some(command) => captive::here(command)?,
+        None if args.fork => Fork::here()?,
+        None => Fork::Server(None),
+    };
+    let waiting = match fork {
+        Fork::Server(waiting) => waiting,
+        Fork::Ended(code) => return Ok(ExitCode::from(code)),
+    };
+    let started = start(args, log);
+    let nowhere = waiting.and_then(|waiting| waiting.report(&started));
+    let (daemon, _pid_file) = started?;
+    if let Err(error) = log.settle(nowhere) {
+        tracing::warn!(%error, "cannot detach from the output of the process that started this one");
+    }
+    daemon.run()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -90,6 +110,23 @@ fn check(file: &Path, process: ProcessSettings) -> Result<ExitCode, Failure> {
         print(&format!("{}: {} disks, nothing wrong\n", file.display(), config.disks.len()))?;
     }
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Serves everything; on failure, nothing.
+fn start(args: ServeArgs, log: &Arc<Log>) -> Result<(Daemon, Option<PidFile>), Failure> {
+    let config = config(args)?;
+    let ProcessSettings { log_file, pid_file, .. } = &config.process;
+    if let Some(file) = log_file {
+        log.open_file(file)?;
+    }
+    let pid_file = pid_file.as_deref().map(PidFile::prepare).transpose()?;
+    let daemon = Daemon::start(config, Arc::clone(log) as _)?;
+    if let Some(Err(failure)) = pid_file.as_ref().map(PidFile::publish) {
+        // The first failure is the one to report.
+        let _ = daemon.stop();
+        return Err(failure);
+    }
+    Ok((daemon, pid_file))
 }
 
 /// What a server's helper does.
@@ -117,10 +154,11 @@ fn config(args: ServeArgs) -> Result<Config, Failure> {
 impl DiskArgs {
     /// A configuration with this disk only.
     fn into_config(self, image: PathBuf, takeover: bool) -> Result<Config, Failure> {
-        let DiskArgs { settings, stats, images, .. } = self;
+        let DiskArgs { mut settings, stats, images, .. } = self;
+        settings.normalize().map_err(|error| Failure::from(error).with_code(2))?;
+        settings.nbd.extend(captive::socket().map(|socket| socket.display().to_string()));
         let has_place = settings.has_place() || takeover || has_inherited_sockets();
-        // A block device is refused with a message of its own.
-        if !has_place && !settings.ublk {
+        if !has_place {
             return Err(Failure::new(
                 "nowhere to serve the disk: add --nbd SOCKET, --vhost-user SOCKET or \
                  --fuse FILE",

@@ -17,7 +17,6 @@ mod read;
 use crate::held::is_socket_name;
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
 use crate::systemd::has_inherited_sockets;
-use crate::ublk;
 use mica_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -48,6 +47,8 @@ pub struct Config {
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
     /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
+    /// The line of each disk, if they are from a file.
+    pub lines: Vec<usize>,
 }
 
 /// One disk: its name, its image and its settings.
@@ -94,10 +95,10 @@ impl Config {
         let named = || file.display().to_string();
         let mut config = read::config(text).map_err(|error| {
             // The parser's own message quotes the file on several lines; ours is one line.
-            let line =
-                |at: usize| text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
-            let at = error.span().map_or(0, |span| line(span.start) + 1);
-            let context = format!("{}: line {at}: {}", named(), error.message());
+            let read::Misread { disk, error } = error;
+            let at = error.span().map_or(0, |span| read::line(&text, span.start));
+            let disk = disk.map(|name| format!("disk {name:?}: ")).unwrap_or_default();
+            let context = format!("{}: line {at}: {disk}{}", named(), error.message());
             Error::new(ErrorKind::Invalid, context)
         })?;
         let folder = std::path::absolute(file).map_err(|error| Error::from_io(named(), error))?;
@@ -180,19 +181,30 @@ impl Config {
         }
         let has_sockets = self.may_inherit_sockets();
         let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
-        for disk in &self.disks {
+        for (index, disk) in self.disks.iter().enumerate() {
             let name = &disk.name;
-            let mut invalid = |what: String| all.push(Error::new(ErrorKind::Invalid, what));
+            let mut invalid = |what: String| {
+                let what = match self.lines.get(index) {
+                    Some(line) => format!("line {line}: disk {name:?}: {what}"),
+                    None => format!("disk {name:?}: {what}"),
+                };
+                all.push(Error::new(ErrorKind::Invalid, what));
+            };
+            disk.problem(has_sockets).into_iter().for_each(&mut invalid);
+            if disk.settings.ephemeral && self.takeover {
+                let what = "ephemeral cannot take over: its clients would lose what they wrote; \
+                            restart instead";
+                invalid(what.to_owned());
+            }
             if !names.insert(name) {
-                invalid(format!("two disks are named {name:?}"));
+                invalid("another disk has this name".to_owned());
             }
             for place in disk.settings.own_places() {
                 if used.contains(&place) {
-                    invalid(format!("disk {name:?}: {place} is used twice"));
+                    invalid(format!("{place} is used twice"));
                 }
                 used.insert(place);
             }
-            all.extend(disk.check(has_sockets).err());
         }
         all
     }
@@ -239,8 +251,9 @@ impl DiskConfig {
     /// As [`Self::to_table`].
     pub(crate) fn differences(&self, other: &Self) -> Result<Vec<String>> {
         let (own, other) = (self.all_keys()?, other.all_keys()?);
-        let differs = |(key, value): &(&String, &Value)| other.get(*key) != Some(*value);
-        Ok(own.iter().filter(differs).map(|(key, _)| key.clone()).collect())
+        let keys: BTreeSet<_> = own.keys().chain(other.keys()).collect();
+        let differs = |key: &&&String| own.get(**key) != other.get(**key);
+        Ok(keys.iter().filter(differs).map(|key| (*key).clone()).collect())
     }
 
     fn all_keys(&self) -> Result<Map<String, Value>> {
@@ -260,39 +273,46 @@ impl DiskConfig {
         Ok(all)
     }
 
-    /// Checks what can be checked of one disk without opening anything. `has_sockets` if sockets
-    /// may have been passed for it.
-    ///
-    /// # Errors
-    /// `Invalid` with what is wrong.
-    pub(crate) fn check(&self, has_sockets: bool) -> Result<()> {
-        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+    /// What is wrong with it by itself, if anything is, as far as it can be seen without opening
+    /// anything. `has_sockets` if sockets may have been passed for it.
+    pub(crate) fn problem(&self, has_sockets: bool) -> Option<String> {
         let name = &self.name;
         let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
         if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(is_plain) {
-            return invalid(format!(
-                "disk {name:?}: a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or ."
-            ));
+            let what = format!("a name has 1 to {NAME_BYTES_MAX} letters, digits, -, _ or .");
+            return Some(what);
         }
         if is_socket_name(name) {
-            return invalid(format!("disk {name:?}: sockets have such names; use another"));
+            return Some("sockets have such names: use another".to_owned());
         }
-        if self.settings.ublk {
-            return Err(ublk::refusal(name));
+        if let Some(what) = self.ephemeral_problem() {
+            return Some(format!("ephemeral {what}"));
         }
         if let Some(what) = self.settings.ineffective_option(has_sockets) {
-            return invalid(format!("disk {name:?}: {what}"));
+            return Some(what);
         }
         if self.settings.shared == Some(0) {
-            let what = "shared 0 would admit no NBD client; use 1 or more";
-            return invalid(format!("disk {name:?}: {what}"));
+            let what = "shared 0 would admit no NBD client (with qemu-nbd it means no limit): use \
+                        a number from 1 on, or leave it out for 256";
+            return Some(what.to_owned());
         }
         if !self.settings.has_place() && !has_sockets {
-            return invalid(format!(
-                "disk {name:?}: nowhere to serve it: add nbd, vhost-user or fuse"
-            ));
+            return Some("nowhere to serve it: add nbd, vhost-user or fuse".to_owned());
         }
-        Ok(())
+        None
+    }
+
+    /// Why it cannot be ephemeral, if it is to be.
+    fn ephemeral_problem(&self) -> Option<&'static str> {
+        let DiskSettings { ephemeral, read_only, load_snapshot, .. } = &self.settings;
+        match () {
+            () if !ephemeral => None,
+            () if *read_only || load_snapshot.is_some() => {
+                Some("is for disks that are written: leave it out, or read-only and load-snapshot")
+            }
+            () if !self.images.is_file() => Some("needs an image: a disk of zeros has none"),
+            () => None,
+        }
     }
 
     /// Starts relative paths from `folder`.

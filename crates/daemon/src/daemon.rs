@@ -9,11 +9,14 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
+use crate::ephemeral::OverlayFolders;
+use crate::held::Held;
 use crate::helper::{Helper, Outside};
-use crate::sandbox::{Needs, Sandbox};
+use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
 use crate::settings::{ImageSettings, SandboxMode};
 use crate::shared::{Begin, Shared};
+use crate::signals;
 use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
@@ -22,8 +25,9 @@ use mica_serve::{Workers, find_dead_sockets_with};
 use mica_store::{Holder, WritesInPlace, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
+use signal_hook::low_level::signal_name;
 use std::fmt;
 use std::fs::File;
 use std::io::{Seek, Write};
@@ -39,9 +43,10 @@ pub struct Daemon {
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
     signals: Signals,
-    /// Whether it was started from a terminal.
-    has_terminal: bool,
+    /// Whether SIGHUP makes it read its configuration again, and does not end it.
+    reloads: bool,
     stats_file: Option<StatsFile>,
+    _overlays: OverlayFolders,
 }
 
 /// The file for the figures of the run.
@@ -57,8 +62,7 @@ impl Daemon {
     /// Whatever prevents a disk from being served.
     pub fn start(mut config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
-        let mut signals = signals()?;
-        let has_terminal = File::open("/dev/tty").is_ok();
+        let (mut signals, has_terminal) = (signals::heard()?, signals::has_terminal());
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
         let handles = ImageSettings::handles();
@@ -66,28 +70,12 @@ impl Daemon {
         systemd::connect()?;
         // What was read here says what may be opened, not what the other process tells.
         let own_disks = config.disks.len();
-        let (mut takeover, inherited) = match (config.takeover, &config.process.control) {
-            (false, _) => (None, systemd::sockets()?),
-            (true, Some(control)) => {
-                let Begun { takeover, sockets, disks } = Takeover::begin(control)?;
-                config.take_over(disks)?;
-                (Some(takeover), sockets)
-            }
-            (true, None) => {
-                let what = "--takeover needs --control: the socket of the server to take over";
-                return Err(Error::new(ErrorKind::Invalid, what));
-            }
-        };
+        let (mut takeover, inherited) = inherit(&mut config)?;
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
+        let overlays = OverlayFolders::prepare(&mut config)?;
         let outside = outside(&config)?;
-        let (own, added) = config.disks.split_at(own_disks);
-        let needs = Needs::of(&config.process, own, &inherited)?;
-        let sandbox = Sandbox::enter(config.process.sandbox(), &needs)?;
-        let granted = (config.process.sandbox() != SandboxMode::Off).then(|| needs.granted());
-        if let Some(granted) = &granted {
-            added.iter().try_for_each(|disk| granted.check(disk))?;
-        }
+        let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let workers = Workers::start(threads, config.io.backend())?;
         if config.process.sandbox() != SandboxMode::Off {
@@ -123,7 +111,9 @@ impl Daemon {
         };
         match started {
             Ok(control) => {
-                Ok(Self { shared, control, _watchdog: watchdog, signals, has_terminal, stats_file })
+                let (_watchdog, _overlays) = (watchdog, overlays);
+                let reloads = !has_terminal;
+                Ok(Self { shared, control, _watchdog, signals, reloads, stats_file, _overlays })
             }
             Err(error) => {
                 // The first failure is the one to report.
@@ -140,14 +130,25 @@ impl Daemon {
     /// If some acknowledged writes are not in the images; otherwise if the figures cannot be
     /// written.
     pub fn run(mut self) -> Result<()> {
-        for signal in self.signals.forever() {
-            if signal == SIGHUP && !self.has_terminal {
+        let ending = self.signals.forever().find(|signal| {
+            let reloads = *signal == SIGHUP && self.reloads;
+            if reloads {
                 reload(&self.shared);
-                continue;
             }
-            tracing::info!(?signal, "stopping");
-            break;
+            !reloads
+        });
+        match ending.and_then(signal_name) {
+            Some(signal) => tracing::info!("stopping on {signal}"),
+            None => tracing::info!("stopping"),
         }
+        self.stop()
+    }
+
+    /// Ends it.
+    ///
+    /// # Errors
+    /// As [`Daemon::run`].
+    pub fn stop(mut self) -> Result<()> {
         systemd::notify(&[NotifyState::Stopping]);
         let stopped = self.shared.stop();
         let written = self.write_stats();
@@ -183,22 +184,37 @@ fn reload(shared: &Arc<Shared>) {
     }
 }
 
-/// The signals to wait for. A process that ignores SIGHUP, as nohup(1) makes it, goes on doing so.
-fn signals() -> Result<Signals> {
-    let failed = |error| Error::from_io("waiting for signals", error);
-    let mut all = vec![SIGTERM, SIGINT];
-    if !is_ignored(SIGHUP) {
-        all.push(SIGHUP);
+/// Takes what a process that is taken over, or systemd, passes.
+fn inherit(config: &mut Config) -> Result<(Option<Takeover>, Vec<Held>)> {
+    match (config.takeover, &config.process.control) {
+        (false, _) => Ok((None, systemd::sockets()?)),
+        (true, Some(control)) => {
+            let Begun { takeover, sockets, disks } = Takeover::begin(control)?;
+            config.take_over(disks)?;
+            Ok((Some(takeover), sockets))
+        }
+        (true, None) => {
+            let what = "--takeover needs --control: the socket of the server to take over";
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
     }
-    Signals::new(all).map_err(failed)
 }
 
-/// Whether this process ignores a signal, by `/proc/self/status` (proc(5)).
-fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+/// Enters the sandbox of the process and its first disks. Returns what it allows, too; the others
+/// have to do with that.
+fn confine(
+    config: &Config,
+    first_disks: usize,
+    inherited: &Sockets,
+) -> Result<(Sandbox, Option<Granted>)> {
+    let (first, others) = config.disks.split_at(first_disks);
+    let needs = Needs::of(&config.process, first, inherited)?;
+    let sandbox = Sandbox::enter(config.process.sandbox(), &needs)?;
+    let granted = (config.process.sandbox() != SandboxMode::Off).then(|| needs.granted());
+    if let Some(granted) = &granted {
+        others.iter().try_for_each(|disk| granted.check(disk))?;
+    }
+    Ok((sandbox, granted))
 }
 
 /// Opens everything, and serves it once the other process cannot come back any more.

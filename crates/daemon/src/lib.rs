@@ -9,9 +9,11 @@
 //!   └ shared      state that these share
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
+//!               ├ ephemeral   the overlay of a disk whose changes are thrown away
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
 //! systemd     readiness, watchdog, sockets inherited and stored
+//! signals     those that end the process, or are heard otherwise
 //! sockets     which inherited socket belongs where; held: the sockets this process holds
 //! rehearsal   checks a configuration
 //! config      what is served, from the command line or a TOML file
@@ -22,6 +24,7 @@ mod config;
 mod control;
 mod daemon;
 mod disks;
+mod ephemeral;
 mod held;
 mod helper;
 mod indexer;
@@ -35,12 +38,12 @@ mod served;
 mod servers;
 mod settings;
 mod shared;
+mod signals;
 mod sockets;
 mod stats;
 mod systemd;
 mod takeover;
 mod tls;
-mod ublk;
 
 pub use config::{Config, DiskConfig};
 pub use control::{LogLevel, LogSwitch};

@@ -26,7 +26,16 @@ impl Shared {
     /// # Errors
     /// Whatever prevents it from being served: then it is not added.
     pub(crate) fn add(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
-        disk.check(false)?;
+        let invalid =
+            |what: String| Error::new(ErrorKind::Invalid, format!("disk {:?}: {what}", disk.name));
+        if let Some(what) = disk.problem(false) {
+            return Err(invalid(what));
+        }
+        if disk.settings.ephemeral {
+            // The folder of its overlay would have to be made outside of the sandbox.
+            let what = "ephemeral is for disks that a server begins with: leave it out";
+            return Err(invalid(what.to_owned()));
+        }
         if let Some(granted) = &self.granted {
             let name = &disk.name;
             granted.check(&disk).map_err(|error| error.wrap(format!("disk {name:?}")))?;

@@ -6,11 +6,13 @@
 //! - I2 The disk is closed exactly once for each time that it was opened, after all its servers
 //!   have ended.
 //! - I3 When `stop` or `suspend` returns, the image is closed: a second caller waits for the
-//!   first and gets the same outcome.
+//!   first and gets the same outcome. But nobody waits for an image that is being opened: whoever
+//!   opens it closes it then.
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
 use crate::config::DiskConfig;
+use crate::ephemeral;
 use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
@@ -26,7 +28,6 @@ use mica_rt::timeout;
 use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -63,17 +64,24 @@ pub(crate) struct Served {
     /// open, too, so that they cannot be created again.
     held: Mutex<Vec<Held>>,
     state: Mutex<State>,
-    /// Whether its image is being opened, which may take as long as its storage likes.
-    is_opening: AtomicBool,
 }
 
 enum State {
+    /// Its image is being opened, which may take as long as its storage likes.
+    Opening,
     /// It is open, and its servers, as far as there are any, answer nobody yet.
     Prepared(Box<Prepared>),
     /// It is being served.
     Serving(Box<Servers>),
     /// It is closing or closed, and nothing serves it.
     Ended(Box<Counts>, End),
+}
+
+impl State {
+    /// That of a disk which has served nobody yet, or nobody since.
+    fn ended(end: End) -> Self {
+        Self::Ended(Box::new(Servers::default().counts()), end)
+    }
 }
 
 /// Who wants a disk to be served.
@@ -121,7 +129,7 @@ impl Served {
     /// ones.
     pub(crate) fn new(config: DiskConfig, held: Vec<Held>, resources: &Resources) -> Self {
         let DiskConfig { name, image, settings, images } = config;
-        let state = State::Ended(Box::new(Servers::default().counts()), End::New);
+        let state = State::ended(End::New);
         Self {
             name,
             settings,
@@ -134,7 +142,6 @@ impl Served {
             opened: Mutex::new(Opened::Closed(Figures::default())),
             held: Mutex::new(held),
             state: Mutex::new(state),
-            is_opening: AtomicBool::new(false),
         }
     }
 
@@ -151,7 +158,8 @@ impl Served {
             _ => return Err(self.denied("was told to stop")),
         }
         let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
-        self.open(|open| while_held(patience, || false, open))
+        let is_cancelled = || !matches!(*self.lock(), State::Opening);
+        self.open(|open| while_held(patience, is_cancelled, open))
     }
 
     /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`.
@@ -169,7 +177,9 @@ impl Served {
                 ));
             }
             State::Ended(_, End::Removed) => return Err(self.denied("was removed")),
-            State::Ended(_, End::New | End::Closing) => return Err(self.denied("is not ready")),
+            State::Opening | State::Ended(_, End::New | End::Closing) => {
+                return Err(self.denied("is not ready"));
+            }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
         self.open(|open| open()).inspect_err(|_| self.close_sockets())?;
@@ -189,6 +199,9 @@ impl Served {
     /// # Errors
     /// As [`Self::stop`]. It is closed in any case.
     pub(crate) fn remove(&self) -> Result<()> {
+        if self.cancel_opening(End::Removed) {
+            return Ok(());
+        }
         let _changes = self.lock_changes();
         self.close_sockets();
         self.held().clear();
@@ -197,11 +210,6 @@ impl Served {
             *end = End::Removed;
         }
         outcome
-    }
-
-    /// Whether its image is being opened.
-    pub(crate) fn is_opening(&self) -> bool {
-        self.is_opening.load(Ordering::Relaxed)
     }
 
     /// Its configuration.
@@ -242,28 +250,49 @@ impl Served {
         &self,
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
-        let open = || open(&self.image(), &self.settings, &self.images, &self.resources);
-        self.is_opening.store(true, Ordering::Relaxed);
-        let opened = by(&open);
-        self.is_opening.store(false, Ordering::Relaxed);
-        let prepared = opened.and_then(|opened| {
-            *self.opened() = Opened::Open(opened);
-            *self.lock() = State::Prepared(Box::default());
-            let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
-            let listening = retry_while(is_address_in_use, free, || self.listen());
-            listening.and_then(|()| self.prepare_servers()).inspect_err(|_| {
-                // The first failure is the one to report.
-                let _ = self.end();
-            })
-        });
-        prepared.inspect_err(|error| self.set_failed(error.clone()))
+        *self.lock() = State::Opening;
+        let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
+        let is_wanted = {
+            let mut state = self.lock();
+            let is_wanted = matches!(*state, State::Opening);
+            if is_wanted {
+                *state = match &opened {
+                    Ok(_) => State::Prepared(Box::default()),
+                    Err(error) => State::ended(End::NotServed(error.clone())),
+                };
+            }
+            is_wanted
+        };
+        *self.opened() = Opened::Open(opened?);
+        if !is_wanted {
+            self.discard()?;
+            return Err(self.denied("was told to stop"));
+        }
+        let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
+        let listening = retry_while(is_address_in_use, free, || self.listen());
+        listening.and_then(|()| self.prepare_servers()).inspect_err(|error| {
+            // The first failure is the one to report.
+            let _ = self.end();
+            *self.lock() = State::ended(End::NotServed(error.clone()));
+        })
     }
 
-    /// It is closed, and this is why. The caller holds `changes`.
-    fn set_failed(&self, error: Error) {
-        if let State::Ended(_, end) = &mut *self.lock() {
-            *end = End::NotServed(error);
+    /// Closes the image, which nobody has used.
+    fn discard(&self) -> Result<()> {
+        let disk = self.opened().disk()?;
+        let closed = self.resources.workers.run(move || async move { disk.close().await })?;
+        self.release();
+        closed
+    }
+
+    /// Nobody waits for an image that is being opened. False if none is.
+    fn cancel_opening(&self, end: End) -> bool {
+        let mut state = self.lock();
+        let is_opening = matches!(*state, State::Opening);
+        if is_opening {
+            *state = State::ended(end);
         }
+        is_opening
     }
 
     fn listen(&self) -> Result<()> {
@@ -308,6 +337,9 @@ impl Served {
     /// # Errors
     /// If some acknowledged writes are not in the image.
     pub(crate) fn stop(&self) -> Result<()> {
+        if self.cancel_opening(End::Closed(Ok(()))) {
+            return Ok(());
+        }
         let _changes = self.lock_changes();
         // The socket files go first.
         self.close_sockets();
@@ -378,6 +410,8 @@ impl Served {
         let servers = {
             let mut state = self.lock();
             let servers = match &mut *state {
+                // Only whoever opens it changes that.
+                State::Opening => return Ok(()),
                 State::Prepared(prepared) => {
                     never_started = Some(std::mem::take(prepared));
                     Box::default()
@@ -426,7 +460,7 @@ impl Served {
         let changes = self.lock_changes();
         let notifier = match &*self.lock() {
             State::Serving(servers) => servers.resize_notifier(),
-            state @ (State::Prepared(_) | State::Ended(..)) => {
+            state @ (State::Opening | State::Prepared(_) | State::Ended(..)) => {
                 let is_ended = matches!(state, State::Ended(..));
                 let when = if is_ended { "is not served" } else { "is not served yet" };
                 return Err(self.denied(when));
@@ -476,7 +510,7 @@ impl Served {
     /// Its state, as the control socket reports it.
     pub(crate) fn condition(&self) -> &'static str {
         match &*self.lock() {
-            State::Prepared(_) => "starting",
+            State::Opening | State::Prepared(_) => "starting",
             State::Serving(_) => "serving",
             State::Ended(_, End::New) => "starting",
             State::Ended(_, End::Closing) => "draining",
@@ -505,7 +539,7 @@ impl Served {
     /// Counters so far.
     pub(crate) fn counts(&self) -> Counts {
         match &*self.lock() {
-            State::Prepared(_) => Servers::default().counts(),
+            State::Opening | State::Prepared(_) => Servers::default().counts(),
             State::Serving(servers) => servers.counts(),
             State::Ended(counts, _) => **counts,
         }
@@ -515,7 +549,7 @@ impl Served {
     pub(crate) fn clients(&self) -> usize {
         match &*self.lock() {
             State::Serving(servers) => servers.clients(),
-            State::Prepared(_) | State::Ended(..) => 0,
+            State::Opening | State::Prepared(_) | State::Ended(..) => 0,
         }
     }
 
@@ -564,10 +598,14 @@ fn open(
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
     };
+    let (image, images) = match &settings.overlay_folder {
+        Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
+        None => (image.to_owned(), images.clone()),
+    };
     let mut chain = images.chain_options(index)?;
     chain.snapshot.clone_from(&settings.load_snapshot);
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
-    let (path, writes) = (image.to_owned(), settings.writes());
+    let (path, writes) = (image.clone(), settings.writes());
     let opened = workers.run(move || async move {
         match writes {
             true => mica_stack::open_writable(&path, format, options, &chain).await,

@@ -74,7 +74,7 @@ impl Prepared {
                 listeners: nbd.into_iter().map(|held| held.listener.clone()).collect(),
                 exports: vec![Export {
                     disk: Arc::clone(&disk),
-                    name: settings.export_name.clone().unwrap_or_default(),
+                    name: settings.export_name.clone().unwrap_or_else(|| (*name).to_owned()),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
                 }],

@@ -7,11 +7,13 @@ mod choices;
 mod disk;
 mod image;
 mod ineffective;
+mod place;
 mod process;
 mod size;
 
 pub use choices::{Aio, Cache, Discards, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer};
 pub use disk::DiskSettings;
 pub use image::ImageSettings;
+pub(crate) use image::NO_REDO_LOGS;
 pub use process::{IoSettings, ProcessSettings, StatsSettings};
 pub use size::Size;

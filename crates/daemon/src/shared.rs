@@ -242,11 +242,10 @@ impl Shared {
     pub(crate) fn stop(&self) -> Result<()> {
         self.is_stopping.store(true, Ordering::Relaxed);
         let _held = self.life.read().unwrap_or_else(PoisonError::into_inner);
-        let mut disks = self.disks.all();
-        // One that is being opened may hang.
-        disks.sort_by_key(|served| served.is_opening());
         // Every disk is closed; the first failure is reported.
-        let stopped = each_of(&disks, |served| served.stop()).into_iter().fold(Ok(()), Result::and);
+        let stopped = each_of(&self.disks.all(), |served| served.stop())
+            .into_iter()
+            .fold(Ok(()), Result::and);
         let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).take();
         lost.map_or(Ok(()), Err).and(stopped)
     }

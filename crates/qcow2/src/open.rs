@@ -207,6 +207,7 @@ async fn build_layer(
             let mut tables =
                 Tables::new(header.l2_format(), l1_offset, l1_entries, header.compression);
             if writable {
+                warn_of_bitmaps(&layer, &header).await;
                 tables.is_live = true;
                 let metadata = Metadata::new(Arc::clone(&layer.store), header.cluster_bits);
                 layer.store = Arc::new(MetadataStore::new(Arc::clone(&metadata)));
@@ -219,6 +220,36 @@ async fn build_layer(
     }
     Ok((layer, written))
 }
+
+/// Bitmaps record which bytes changed since a backup, and mica does not maintain them: its first
+/// write marks them as in use, for good.
+async fn warn_of_bitmaps(layer: &Layer, header: &Header) {
+    if !header.autoclear.bitmaps_consistent {
+        return;
+    }
+    let image = layer.path.display();
+    let bitmaps = match crate::snapshots::list_bitmaps(&*layer.store, header).await {
+        Ok(bitmaps) => bitmaps,
+        Err(error) => return tracing::warn!(%image, %error, "cannot read its bitmaps"),
+    };
+    let names: Vec<_> = bitmaps.iter().filter(|bitmap| !bitmap.in_use).collect();
+    if names.is_empty() {
+        return;
+    }
+    let shown = names.iter().take(BITMAPS_NAMED_MAX).map(|bitmap| format!("{:?}", bitmap.name));
+    let mut shown = shown.collect::<Vec<_>>().join(", ");
+    if let more @ 1.. = names.len().saturating_sub(BITMAPS_NAMED_MAX) {
+        shown = format!("{shown} and {more} more");
+    }
+    tracing::warn!(
+        %image,
+        "the first write invalidates its dirty bitmaps ({shown}), which mica does not maintain: the \
+         next backup must be a full one, with a new bitmap"
+    );
+}
+
+/// Most bitmaps that a warning names.
+const BITMAPS_NAMED_MAX: usize = 8;
 
 /// Opens the image at `path` to be written on top of `beneath`, as an empty overlay of the active
 /// layer of that.

@@ -1,5 +1,6 @@
 //! The server as a program: how it starts, stops, refuses, and shares files with QEMU.
 
+use mica_tests::guest::Guest;
 use mica_tests::server::Server;
 use mica_tests::{clock, command, judge, mica, nbd, qemu, tools};
 use rustix::process::{Pid, Signal, kill_process};
@@ -37,6 +38,78 @@ fn both_signals_end_it_cleanly_with_clients_connected() {
         assert_eq!(stopped.status.code(), Some(0), "{signal:?}: {stopped:?}");
         assert!(!stopped.socket_left, "{signal:?}");
     }
+}
+
+#[test]
+fn signals_that_ask_for_nothing_do_nothing_and_the_one_that_ends_it_is_named() {
+    let server = Server::mica(Path::new("1M"), "null", &["--log-level", "info"]).expect("served");
+    let pid = i32::try_from(server.pid()).ok().and_then(Pid::from_raw).expect("a process");
+    for signal in [Signal::USR1, Signal::USR2, Signal::PIPE] {
+        kill_process(pid, signal).expect("signalled");
+        let mut client = server.connect(&nbd::Wish::default()).expect("it serves on");
+        client.read(0, 4096).expect("read");
+    }
+    let stopped = server.stop().expect("it stops");
+    assert_eq!(stopped.status.code(), Some(0), "{stopped:?}");
+    assert!(stopped.log.contains("stopping on SIGTERM"), "{stopped:?}");
+}
+
+/// The story: whoever read the log went away, and the server with the next line.
+#[test]
+fn log_that_nobody_reads_ends_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let socket = dir.path().join("socket");
+    let mut serve = Command::new(mica::binary());
+    serve.args(["serve", "--log-level", "debug", "--format", "null", "--nbd"]).arg(&socket);
+    serve.arg("1M").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = serve.spawn().expect("started");
+    let log = child.stderr.take().expect("a pipe");
+    clock::poll(LIMIT, Duration::from_millis(1), || socket.exists().then_some(()));
+    drop(log);
+    for _ in 0..3 {
+        let mut client = nbd::Connection::open(&socket, "", &nbd::Wish::default()).expect("served");
+        client.read(0, 4096).expect("read");
+        client.disconnect().expect("left");
+    }
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, Signal::TERM).expect("signalled");
+    let status = command::wait(&mut child, LIMIT).expect("it stops");
+    assert_eq!(status.code(), Some(0));
+}
+
+/// The story: an incremental backup went on from a bitmap that mica had not maintained.
+#[test]
+fn writer_warns_of_the_bitmaps_that_it_invalidates_and_says_it_once() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "disk.qcow2", &[], "8M");
+    for name in ["monday", "tuesday"] {
+        qemu::img(dir, ["bitmap", "--add", "disk.qcow2", name]).ok();
+    }
+    let image = dir.join("disk.qcow2");
+    let bitmaps = "dirty bitmaps";
+    let reader = Server::mica(&image, "qcow2", &[]).expect("served").stop().expect("it stops");
+    assert!(!reader.log.contains(bitmaps), "a reader changes none: {reader:?}");
+
+    let server = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let warned = server.log();
+    for part in ["disk.qcow2", bitmaps, "\"monday\", \"tuesday\"", "must be a full one"] {
+        assert!(warned.contains(part), "{part}: {warned}");
+    }
+    let mut guest = Guest::connect(&server).expect("served");
+    assert_eq!(guest.write(0, &[1; 512]).expect("answered"), 0);
+    drop(guest);
+    server.stop().expect("it stops");
+    let info = qemu::img(dir, ["info", "--output", "json", "disk.qcow2"]).json();
+    let flags = &info["format-specific"]["data"]["bitmaps"][0]["flags"];
+    assert!(flags.to_string().contains("in-use"), "{info}");
+
+    let again = Server::mica_writable(&image, "qcow2", &[]).expect("served");
+    let again = again.stop().expect("it stops");
+    assert!(!again.log.contains(bitmaps), "there is nothing left to lose: {again:?}");
 }
 
 #[test]
@@ -171,6 +244,40 @@ fn option_of_a_server_that_is_not_there_is_refused_in_one_line() {
         assert!(said.contains(&format!("leave {name} out")), "{said}");
         assert!(!dir.path().join("socket").exists(), "{name}");
     }
+}
+
+/// The story: `--nbd :10809` made a socket of that name, and nobody could connect.
+#[test]
+fn place_in_the_form_of_another_server_is_refused_with_the_form_to_use() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for place in [":10809", "127.0.0.1:10809", "nbd://localhost", "tcp:10809"] {
+        let mut serve = Command::new(mica::binary());
+        serve.current_dir(dir.path()).args(["serve", "--format", "null", "--nbd", place, "1M"]);
+        let said = command::finish_within(&mut serve, LIMIT);
+        assert_eq!(said.code(), Some(2), "{said}");
+        let said = said.refusal();
+        assert!(said.contains("write tcp:") && said.contains(":10809"), "{said}");
+    }
+    assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+}
+
+#[test]
+fn export_has_the_name_of_its_disk() {
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::write(dir.path().join("web.raw"), [1; 4096]).expect("written");
+    let server = Server::start("web", |socket| {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--format", "raw", "--nbd"]);
+        serve.arg(format!("unix:{}", socket.display())).arg(dir.path().join("web.raw"));
+        serve
+    });
+    let server = server.expect("served");
+    let open = |name| nbd::Connection::open(&server.socket(), name, &nbd::Wish::default());
+    for name in ["web", ""] {
+        assert_eq!(open(name).expect("served").read(0, 512).expect("read"), vec![1; 512]);
+    }
+    assert!(open("other").is_err());
+    server.stop().expect("it stops");
 }
 
 #[test]

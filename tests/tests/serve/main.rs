@@ -1,7 +1,9 @@
 //! Servers and their users: clients, kernels, operators, systemd.
 
+mod background;
 mod clients;
 mod control;
+mod ephemeral;
 mod fuse;
 mod life;
 mod locks;

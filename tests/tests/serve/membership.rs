@@ -221,7 +221,7 @@ fn configuration_is_checked_as_a_whole() {
     let checked = check();
     assert_eq!(checked.code(), Some(1));
     let said = checked.stderr;
-    for wanted in ["missing.qcow2", "gone.qcow2", "two disks are named \"b\""] {
+    for wanted in ["missing.qcow2", "gone.qcow2", "disk \"b\": another disk has this name"] {
         assert!(said.contains(wanted), "{wanted}: {said}");
     }
     assert!(!world.at("a.sock").exists());

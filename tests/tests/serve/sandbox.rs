@@ -177,14 +177,6 @@ fn layers_elsewhere_are_read_where_they_are_allowed_through_a_link() {
 }
 
 #[test]
-fn ublk_is_refused_with_what_to_do_instead() {
-    let said = mica::run(["serve", "--ublk", "--format", "null", "1M"]);
-    assert_eq!(said.code(), Some(1));
-    let line = said.refusal();
-    assert!(line.contains("--vhost-user") && line.contains("ublk"), "{line}");
-}
-
-#[test]
 fn log_of_requests_is_written_wherever_it_was_asked_for() {
     let Some(dir) = chain() else { return };
     let logs = tempfile::tempdir().expect("a folder");

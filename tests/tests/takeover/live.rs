@@ -165,7 +165,7 @@ fn server_that_cannot_serve_leaves_the_other_serving() {
         ("none", &["--nbd", "socket", "missing.qcow2"][..], "missing.qcow2"),
         ("format", &["--nbd", "socket", "--format", "cow", "disk.qcow2"], "cow"),
         ("nowhere", &["--nbd", "socket", "--nbd", "none/socket", "disk.qcow2"], "none/socket"),
-        ("ublk", &["--ublk", "disk.qcow2"], "ublk"),
+        ("shared", &["--nbd", "socket", "--shared", "0", "disk.qcow2"], "shared 0"),
     ] {
         let mut new = world.start(name, options);
         assert_eq!(new.ended(), Some(1), "{name}: {}", new.log());

@@ -21,13 +21,16 @@ const DISK: &str = "disk";
 ///
 /// # Errors
 /// What is not understood, and where.
-pub(super) fn config(text: &str) -> Result<Config, Error> {
+pub(super) fn config(text: &str) -> Result<Config, Misread> {
     let mut table = DeTable::parse(text)?;
     let disks = table.get_mut().remove(DISK);
     let options = [keys::<ProcessSettings>(), keys::<IoSettings>(), keys::<StatsSettings>()];
     check_keys(table.clone(), &[&[DISK.to_owned()], &*options.concat()].concat())?;
+    let disks = disks.map(all).transpose()?.unwrap_or_default();
+    let (lines, disks) = disks.into_iter().map(|(at, disk)| (line(text, at), disk)).unzip();
     Ok(Config {
-        disks: disks.map(all).transpose()?.unwrap_or_default(),
+        disks,
+        lines,
         process: part(&table)?,
         io: part(&table)?,
         stats: part(&table)?,
@@ -35,13 +38,38 @@ pub(super) fn config(text: &str) -> Result<Config, Error> {
     })
 }
 
-fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<DiskConfig>, Error> {
+/// The line of the byte at `at`.
+pub(super) fn line(text: &str, at: usize) -> usize {
+    text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count() + 1
+}
+
+/// What is not understood, and in which disk.
+pub(super) struct Misread {
+    pub(super) disk: Option<String>,
+    pub(super) error: Error,
+}
+
+impl From<Error> for Misread {
+    fn from(error: Error) -> Self {
+        Self { disk: None, error }
+    }
+}
+
+/// The disks, and where each of them begins.
+fn all(disks: Spanned<DeValue<'_>>) -> Result<Vec<(usize, DiskConfig)>, Misread> {
     let disks = match disks.as_ref() {
         DeValue::Array(disks) => disks.clone(),
         // serde says what it is instead.
-        _ => return part::<Vec<IgnoredAny>, _>(&disks).map(|_| Vec::new()),
+        _ => return Ok(part::<Vec<IgnoredAny>, _>(&disks).map(|_| Vec::new())?),
     };
-    disks.into_iter().map(|table| disk(&table)).collect()
+    let read = |table: Spanned<DeValue<'_>>| match disk(&table) {
+        Ok(disk) => Ok((table.span().start, disk)),
+        Err(error) => {
+            let name = table.as_ref().get("name").and_then(|name| name.as_ref().as_str());
+            Err(Misread { disk: name.map(str::to_owned), error })
+        }
+    };
+    disks.into_iter().map(read).collect()
 }
 
 /// The keys of a disk that are not options of the command line.

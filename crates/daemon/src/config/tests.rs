@@ -103,8 +103,25 @@ fn what_is_not_understood_is_said_with_its_line() {
     assert!(message.contains("line 5") && message.contains("invalid size \"fast\""), "{message}");
     let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ['x']\nbps = -1\n");
     assert!(message.contains("cannot be negative"), "{message}");
+    let message = refused("[[disk]]\nname = 'a'\nimage = 'a'\nnbd = ':10809'\n");
+    let parts = ["mica.toml: line 4: disk \"a\": ", "write tcp:127.0.0.1:10809"];
+    assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    // Its line is where its table begins.
+    let message = refused("queues = 1\n[[disk]]\nname = 'a'\nimage = 'a'\n");
+    assert!(message.contains("line 2: disk \"a\": nowhere to serve it"), "{message}");
     let message = refused("queues = [\n");
     assert!(message.contains("line"), "{message}");
+}
+
+#[test]
+fn one_place_needs_no_list() {
+    let at = |places: &str| {
+        let text = format!("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = {places}\n");
+        read(&text).expect("understood").disks.remove(0).settings.nbd
+    };
+    assert_eq!(at("'a.sock'"), ["/vm/a.sock"]);
+    assert_eq!(at("['unix:a.sock', 'unix:/b']"), ["/vm/a.sock", "/b"]);
+    assert_eq!(at("'tcp:localhost:10809'"), ["tcp:127.0.0.1:10809"]);
 }
 
 #[test]
@@ -160,7 +177,7 @@ fn what_makes_no_sense_is_refused() {
         (disk("a", "nbd = ['/s', '/s']"), "used twice"),
         (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "used twice"),
         (one.clone() + &disk("b", "vhost-user = '/s'"), "used twice"),
-        (one.clone() + &disk("a", "nbd = ['/t']"), "two disks are named"),
+        (one.clone() + &disk("a", "nbd = ['/t']"), "another disk has this name"),
     ] {
         let message = refused(&text);
         assert!(message.contains(what), "{text}: {message}");

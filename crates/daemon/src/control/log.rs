@@ -1,6 +1,7 @@
 //! The log level, which can be changed at run time.
 
 use clap::ValueEnum;
+use mica_block::Result;
 use serde::{Deserialize, Serialize};
 
 /// What is logged to stderr besides errors.
@@ -26,4 +27,12 @@ pub trait LogSwitch: Send + Sync {
 
     /// Sets the level.
     fn set_level(&self, level: LogLevel);
+
+    /// Goes on in a new file if the log has one that was renamed, as programs that rotate logs do.
+    ///
+    /// # Errors
+    /// If the new file cannot be opened; then it goes on in the old one.
+    fn reopen(&self) -> Result<()> {
+        Ok(())
+    }
 }

@@ -10,7 +10,7 @@ use crate::takeover::{RENDEZVOUS_FOLDER, RENDEZVOUS_SOCKET};
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,9 +22,9 @@ use std::sync::Arc;
 pub fn run_helper() -> Result<()> {
     let failed = |error| Error::from_io("sandbox helper failed", error);
     let link = std::io::stdin().as_fd().try_clone_to_owned().map_err(failed)?;
-    // Signals that end the server, or ask it to end, are for the server to handle: it may still
-    // need the helper.
-    for signal in [SIGTERM, SIGINT, SIGHUP] {
+    // Signals, also to the whole process group, are for the server to handle: it may still need the
+    // helper.
+    for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default()).map_err(failed)?;
     }
     // For people who look at the process list; failure is harmless.

@@ -35,6 +35,10 @@ const REPLACE: BitFlags<AccessFs> =
     make_bitflags!(AccessFs::{ReadFile | WriteFile | MakeReg | RemoveFile});
 /// To create and remove sockets: their folder is locked meanwhile, for which it is read.
 const SOCKETS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+/// To go on in a new file when the log was renamed.
+const LOGS: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | WriteFile});
+/// To give a file that is open its name, and to remove it.
+const RENAME: BitFlags<AccessFs> = make_bitflags!(AccessFs::{MakeReg | RemoveFile});
 
 /// Tells logs of an earlier boot from current ones.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -58,7 +62,10 @@ impl Needs {
         for folder in &process.disks_in {
             needs.add_folder_of_disks(folder)?;
         }
-        process.control.iter().for_each(|socket| needs.add_socket(socket));
+        let ProcessSettings { control, log_file, pid_file, .. } = process;
+        control.iter().for_each(|socket| needs.add_socket(socket));
+        log_file.iter().for_each(|file| needs.allow_in_folder_of(file, LOGS));
+        pid_file.iter().for_each(|file| needs.allow_in_folder_of(file, RENAME));
         inherited.files().for_each(|socket| needs.add_socket(socket));
         needs.ports.extend(process.metrics.map(|address| address.port()));
         Ok(needs)
@@ -66,8 +73,12 @@ impl Needs {
 
     /// Allows the folder of a socket that is created, and removed at the end.
     pub(crate) fn add_socket(&mut self, socket: &Path) {
-        let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
-        self.allow(folder.unwrap_or(Path::new(".")), SOCKETS);
+        self.allow_in_folder_of(socket, SOCKETS);
+    }
+
+    fn allow_in_folder_of(&mut self, file: &Path, access: BitFlags<AccessFs>) {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+        self.allow(folder.unwrap_or(Path::new(".")), access);
     }
 
     /// A rule needs an existing file or folder.
@@ -102,7 +113,12 @@ impl Needs {
 
     /// What a disk needs.
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) {
-        let writes = disk.settings.writes();
+        let overlay = disk.settings.overlay_folder.as_deref();
+        let writes = disk.settings.writes() && overlay.is_none();
+        if let Some(folder) = overlay {
+            self.allow(folder, READ | WRITE | REPLACE | AccessFs::ReadDir);
+            self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
+        }
         if disk.images.is_file() {
             self.add_image(disk, writes);
         }

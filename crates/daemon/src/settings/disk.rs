@@ -1,7 +1,9 @@
 //! How one disk is served, and where.
 
+use super::place::{nbd_place, nbd_places};
 use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
 use clap::Args;
+use mica_block::Result;
 use mica_serve::Rates;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -13,9 +15,10 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
-    /// Where NBD clients connect: the path of a unix socket, or tcp:ADDRESS:PORT, which needs TLS
-    /// unless it is a loopback address. Can be repeated.
+    /// Where NBD clients connect: the path of a unix socket (or unix:PATH), or tcp:HOST:PORT, which
+    /// needs TLS unless it is a loopback address. Can be repeated.
     #[arg(long, value_name = "SOCKET")]
+    #[serde(deserialize_with = "nbd_places")]
     pub nbd: Vec<String>,
     /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
     /// with certificates). On a unix socket it is never required.
@@ -36,9 +39,6 @@ pub struct DiskSettings {
     /// the disk as a vhost-user-blk device: the path of a unix socket.
     #[arg(long, value_name = "SOCKET")]
     pub vhost_user: Option<PathBuf>,
-    /// Serve the disk as a block device of this machine. Not supported by this build.
-    #[arg(long)]
-    pub ublk: bool,
     /// Also serve the disk as this file, by FUSE: a raw image for other tools and loop mounts. The
     /// file must exist; while mica serves, it is the disk.
     #[arg(long, value_name = "FILE")]
@@ -68,6 +68,14 @@ pub struct DiskSettings {
     /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub read_only: bool,
+    /// Leave the image as it is: what clients write goes to a temporary file (in TMPDIR, or else
+    /// /tmp) and is lost at the end.
+    #[arg(long, conflicts_with_all = ["read_only", "load_snapshot"])]
+    pub ephemeral: bool,
+    /// Where the overlay of an ephemeral disk is: made at the start, not stated by anybody.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) overlay_folder: Option<PathBuf>,
     /// What happens to space that clients no longer need: unmap frees it, ignore keeps it.
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
     pub discard: Discards,
@@ -75,13 +83,14 @@ pub struct DiskSettings {
     /// read-only.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     pub load_snapshot: Option<String>,
-    /// Name of the NBD export, which is also served under the empty name.
+    /// Name of the NBD export, which is also served under the empty name. By default the image's
+    /// name without its extension; in a configuration the disk's name.
     #[arg(short = 'x', long, value_name = "NAME")]
     pub export_name: Option<String>,
     /// Description of the NBD export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT")]
     pub description: Option<String>,
-    /// Maximum number of concurrent NBD clients; 256 by default.
+    /// Maximum number of concurrent NBD clients, at least 1; 256 by default.
     #[arg(short = 'e', long, value_name = "COUNT")]
     pub shared: Option<usize>,
     /// Whether sidecars of the chain's index are used, and written in the background.
@@ -100,9 +109,21 @@ impl DiskSettings {
         self.shared.unwrap_or(256)
     }
 
+    /// Brings what the command line says into the form that a configuration has.
+    ///
+    /// # Errors
+    /// `Invalid` if it has no such form.
+    pub fn normalize(&mut self) -> Result<()> {
+        for place in &mut self.nbd {
+            *place = nbd_place(place)?;
+        }
+        Ok(())
+    }
+
     /// Whether the image is opened for writing.
     pub(crate) fn writes(&self) -> bool {
-        !self.read_only && self.load_snapshot.is_none()
+        let has_place = !self.ephemeral || self.overlay_folder.is_some();
+        !self.read_only && self.load_snapshot.is_none() && has_place
     }
 
     /// Whether the settings name any place to serve it.

@@ -17,7 +17,7 @@ const HANDLES_RESERVE: usize = 96;
 /// Where Linux has memory with file names.
 const SHARED_MEMORY: &str = "/dev/shm";
 /// The word for no redo logs.
-const NO_REDO_LOGS: &str = "off";
+pub(crate) const NO_REDO_LOGS: &str = "off";
 /// The default format.
 const FORMAT: &str = "qcow2";
 /// The default budget of the map's cache.

@@ -39,6 +39,14 @@ pub struct ProcessSettings {
     /// or below. The sandbox allows no others. Can be repeated.
     #[arg(long, value_name = "DIRECTORY")]
     pub disks_in: Vec<PathBuf>,
+    /// Append the log to this file; until all is served, it also goes to stderr. In the sandbox the
+    /// server may write to all files of the folder: give the log one of its own.
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Write the number of the serving process to this file once all is served; it is removed at
+    /// the end.
+    #[arg(long, value_name = "FILE")]
+    pub pid_file: Option<PathBuf>,
 }
 
 impl ProcessSettings {
@@ -56,6 +64,8 @@ impl ProcessSettings {
                 true => others.disks_in,
                 false => self.disks_in,
             },
+            log_file: self.log_file.or(others.log_file),
+            pid_file: self.pid_file.or(others.pid_file),
         }
     }
 
@@ -65,8 +75,9 @@ impl ProcessSettings {
 
     /// Resolves relative paths against `folder`.
     pub(crate) fn resolve(&mut self, folder: &Path) {
-        let paths = self.control.iter_mut().chain(&mut self.disks_in);
-        paths.for_each(|path| *path = folder.join(&*path));
+        let files = [&mut self.control, &mut self.log_file, &mut self.pid_file];
+        let all = files.into_iter().flatten().chain(&mut self.disks_in);
+        all.for_each(|path| *path = folder.join(&*path));
     }
 }
 

@@ -57,6 +57,15 @@ impl Shared {
         // The kernel's end of the mount would survive this process along with its descriptor, but
         // the kernel sends FUSE_INIT once per mount, and the library starts no session without it.
         let disks = self.disks.all();
+        let is_ephemeral = |served: &&Arc<Served>| served.settings.ephemeral && served.is_open();
+        if let Some(served) = disks.iter().find(is_ephemeral) {
+            let what = format!(
+                "disk {:?} is ephemeral, and its clients would lose what they wrote: stop this \
+                 server and start the other",
+                served.name
+            );
+            return Err(Error::new(ErrorKind::Denied, what));
+        }
         let is_file = |served: &&Arc<Served>| served.settings.fuse.is_some() && served.is_open();
         if let Some(served) = disks.iter().find(is_file) {
             let what = format!(

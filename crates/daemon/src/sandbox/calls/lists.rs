@@ -45,6 +45,8 @@ pub(super) const OF_SERVERS: &[i64] = &[
     // Waiting.
     libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2,
     libc::SYS_eventfd2,
+    // Where the output of a server in the background goes.
+    libc::SYS_dup3,
     // Sockets.
     libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4, libc::SYS_shutdown,
     libc::SYS_getsockname, libc::SYS_getpeername, libc::SYS_getsockopt, libc::SYS_recvfrom,
@@ -52,6 +54,7 @@ pub(super) const OF_SERVERS: &[i64] = &[
     libc::SYS_pidfd_open, libc::SYS_wait4, libc::SYS_waitid,
     libc::SYS_uname, libc::SYS_sysinfo, libc::SYS_getrusage,
     #[cfg(target_arch = "x86_64")] libc::SYS_access,
+    #[cfg(target_arch = "x86_64")] libc::SYS_dup2,
     #[cfg(target_arch = "x86_64")] libc::SYS_rename,
     #[cfg(target_arch = "x86_64")] libc::SYS_unlink,
     #[cfg(target_arch = "x86_64")] libc::SYS_rmdir,

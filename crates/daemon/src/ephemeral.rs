@@ -1,0 +1,121 @@
+//! `--ephemeral`: disks whose changes end with the server.
+//!
+//! Clients write into an overlay in a temporary folder, which is removed at the end.
+//!
+//! Invariants
+//! - I1 The image of such a disk is only read. Without a folder for its overlay the disk is
+//!   read-only ([`DiskSettings::writes`](crate::settings::DiskSettings)).
+//! - I2 The folder is made outside of the sandbox; the overlay inside, because that reads the image.
+//! - I3 The overlay may name the image and what the image itself may name, and nothing else.
+
+use crate::config::Config;
+use crate::servers::Resources;
+use crate::settings::{ImageSettings, NO_REDO_LOGS};
+use mica_block::{Error, Images, Result};
+use mica_qcow2::IndexUse;
+use mica_qcow2_tools::create::{ImageWish, Stores, create};
+use mica_stack::{FileImages, Format, ImageOptions};
+use mica_store::Handles;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// The folders of overlays. Dropping them removes them.
+#[derive(Debug)]
+pub(crate) struct OverlayFolders {
+    _all: Vec<TempDir>,
+}
+
+impl OverlayFolders {
+    /// Makes a folder for each disk that is to have an overlay.
+    ///
+    /// # Errors
+    /// If there is no place for temporary files.
+    pub(crate) fn prepare(config: &mut Config) -> Result<Self> {
+        let mut all = Vec::new();
+        for disk in config.disks.iter_mut().filter(|disk| disk.settings.ephemeral) {
+            let folder = tempfile::Builder::new().prefix("mica-ephemeral-").tempdir();
+            let folder = folder.map_err(|error| {
+                let place = std::env::temp_dir();
+                let context = format!(
+                    "disk {:?}: making a folder for what is thrown away in {} (TMPDIR)",
+                    disk.name,
+                    place.display()
+                );
+                Error::from_io(context, error)
+            })?;
+            disk.settings.overlay_folder = Some(folder.path().to_owned());
+            all.push(folder);
+        }
+        Ok(Self { _all: all })
+    }
+}
+
+/// The overlay of `image` in `folder`, made if it is not there yet, and how it is opened.
+///
+/// # Errors
+/// As for opening the image, and for creating another.
+pub(crate) fn overlay(
+    folder: &Path,
+    image: &Path,
+    images: &ImageSettings,
+    resources: &Resources,
+) -> Result<(PathBuf, ImageSettings)> {
+    let image = std::path::absolute(image)
+        .map_err(|error| Error::from_io(format!("finding {}", image.display()), error))?;
+    let overlay = folder.join("overlay.qcow2");
+    let (names, given) = images.named_files()?;
+    let mut names = mica_stack::allowed_places(&image, names, &given)?;
+    names.push(image.clone());
+    let above = ImageSettings {
+        format: Format::Qcow2.name().to_owned(),
+        names,
+        allow_path: Vec::new(),
+        // Nobody opens it again.
+        redo_dir: NO_REDO_LOGS.into(),
+        ..images.clone()
+    };
+    if !overlay.exists() {
+        let new = NewOverlay { image, path: overlay.clone(), images: images.clone() };
+        let (handles, options) = (Arc::clone(&resources.handles), above.clone());
+        resources.workers.run(move || async move {
+            let options = options.image_options(Arc::clone(&handles))?;
+            new.create(options, handles).await
+        })??;
+    }
+    Ok((overlay, above))
+}
+
+struct NewOverlay {
+    image: PathBuf,
+    path: PathBuf,
+    /// How the image is opened.
+    images: ImageSettings,
+}
+
+impl NewOverlay {
+    async fn create(self, options: ImageOptions, handles: Arc<Handles>) -> Result<()> {
+        let Self { image, path, images } = self;
+        let (format, chain) = (images.format()?, images.chain_options(IndexUse::Ignore)?);
+        let beneath = mica_stack::open(&image, format, images.image_options(handles)?, &chain);
+        let len = beneath.await?.geometry().len;
+        let wish = ImageWish {
+            backing_name: Some(image.into_os_string()),
+            backing_format: Some(format.name().to_owned()),
+            ..ImageWish::default()
+        };
+        let plan = wish.plan(len)?;
+        let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
+        file.map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
+        let created = async {
+            let store = FileImages::new(&path, options)?.open_writable(&path)?.store;
+            create(plan, Stores { image: &*store, data: None }).await
+        };
+        created.await.inspect_err(|_| {
+            // The first failure is the one to report; the folder is removed at the end.
+            let _ = std::fs::remove_file(&path);
+        })
+    }
+}

@@ -1,0 +1,93 @@
+//! Disks whose changes are thrown away: clients write, and the image stays as it is.
+
+use mica_tests::guest::{Answer, Guest};
+use mica_tests::server::Server;
+use mica_tests::{command, mica, qemu, tools};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// The content of all files in `dir`, by name.
+fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut files: Vec<_> = fs::read_dir(dir)
+        .expect("a folder")
+        .flatten()
+        .filter(|entry| entry.path().is_file())
+        .map(|entry| {
+            let name = entry.file_name().into_string().expect("a plain name");
+            (name, fs::read(entry.path()).expect("read"))
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+/// Serves `image` in `dir`, writes, and finds everything as it was afterwards.
+#[track_caller]
+fn is_left_alone(dir: &Path, image: &str, format: &str, more: &[&str]) {
+    let temporary = dir.join("temporary");
+    fs::create_dir_all(&temporary).expect("made");
+    let before = files(dir);
+    let server = Server::start("", |socket| {
+        let mut serve = Command::new(mica::binary());
+        serve.args(["serve", "--ephemeral", "--sandbox", "require", "--index", "read"]);
+        serve.args(["--format", format]).args(more).arg("--nbd").arg(socket);
+        serve.arg(dir.join(image)).env("TMPDIR", &temporary);
+        serve
+    });
+    let server = server.expect("served");
+    let mut guest = Guest::connect(&server).expect("served");
+    let read = |guest: &mut Guest, at| match guest.read(at, 512).expect("answered") {
+        Answer::Done(bytes) => bytes,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(read(&mut guest, 1 << 20), [1; 512], "what the image has");
+    assert_eq!(guest.write(1 << 20, &[9; 512]).expect("answered"), 0);
+    assert_eq!(read(&mut guest, 1 << 20), [9; 512]);
+    assert_eq!(read(&mut guest, (1 << 20) + 512), [1; 512]);
+    drop(guest);
+    let stopped = server.stop().expect("it stops");
+    assert!(stopped.status.success(), "{stopped:?}");
+    assert!(files(dir) == before, "{image} {more:?}: its folder has changed");
+    assert_eq!(fs::read_dir(&temporary).expect("a folder").count(), 0, "nothing is left");
+}
+
+#[test]
+fn what_is_written_is_thrown_away() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    qemu::create(dir, "base.qcow2", &[], "8M");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 4M"]);
+    qemu::overlay(dir, "disk.qcow2", "base.qcow2", &[]);
+    qemu::img(dir, ["convert", "-O", "raw", "base.qcow2", "disk.raw"]).ok();
+    is_left_alone(dir, "disk.qcow2", "qcow2", &[]);
+    is_left_alone(dir, "disk.raw", "raw", &[]);
+    // It may name what the image may name, and no more.
+    is_left_alone(dir, "base.qcow2", "qcow2", &["--names", "none"]);
+    let mut serve = Command::new(mica::binary());
+    serve.current_dir(dir).args(["serve", "--ephemeral", "--names", "none", "--nbd", "socket"]);
+    let said = command::finish(serve.arg("disk.qcow2")).refusal();
+    assert!(said.contains("base.qcow2"), "{said}");
+}
+
+#[test]
+fn contradictions_are_refused_in_one_line() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let serve = |options: &[&str]| {
+        let mut serve = Command::new(mica::binary());
+        serve.current_dir(dir.path()).arg("serve").args(options);
+        command::finish(&mut serve)
+    };
+    let zeros = serve(&["--ephemeral", "--nbd", "socket", "--format", "null", "1M"]).refusal();
+    assert!(zeros.contains("a disk of zeros has none"), "{zeros}");
+    let disk = "[[disk]]\nname = \"a\"\nimage = \"i\"\nnbd = [\"s\"]\nephemeral = true\n";
+    for (more, why) in [("read-only = true", "leave it out"), ("", "cannot take over")] {
+        fs::write(dir.path().join("mica.toml"), format!("{disk}{more}\n")).expect("written");
+        let options = ["--config", "mica.toml", "--takeover", "--control", "control"];
+        let said = serve(&options).refusal();
+        assert!(said.contains("disk \"a\": ephemeral") && said.contains(why), "{said}");
+    }
+}
