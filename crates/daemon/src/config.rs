@@ -96,7 +96,7 @@ impl Config {
         let mut config = read::config(text).map_err(|error| {
             // The parser's own message quotes the file on several lines; ours is one line.
             let read::Misread { disk, error } = error;
-            let at = error.span().map_or(0, |span| read::line(&text, span.start));
+            let at = error.span().map_or(0, |span| read::line(text, span.start));
             let disk = disk.map(|name| format!("disk {name:?}: ")).unwrap_or_default();
             let context = format!("{}: line {at}: {disk}{}", named(), error.message());
             Error::new(ErrorKind::Invalid, context)
