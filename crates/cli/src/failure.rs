@@ -1,5 +1,6 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
+use crate::output::tell;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
@@ -52,7 +53,7 @@ impl Failure {
     /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {
-            eprintln!("mica: {message}");
+            tell(&format!("mica: {message}"));
         }
         ExitCode::from(self.code)
     }

@@ -26,7 +26,7 @@ mod serve;
 mod top;
 
 use args::{Cli, Verb};
-use clap::{ArgMatches, CommandFactory, Parser};
+use clap::{CommandFactory, Parser};
 use failure::Failure;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -66,13 +66,13 @@ fn main() -> ExitCode {
     outcome.unwrap_or_else(|failure: Failure| failure.report())
 }
 
-/// The exit code for a command line that is not understood: 2, unless its verb says something else
-/// with that.
+/// The exit code for a command line that is not understood: 1, unless that is a verdict of its
+/// verb.
 fn usage_code() -> u8 {
-    let understood = Cli::command().ignore_errors(true).try_get_matches();
-    match understood.as_ref().ok().and_then(ArgMatches::subcommand_name) {
-        Some("check") => check::EXIT_FAILED,
+    let verbs = Cli::command();
+    let mut words = std::env::args_os().skip(1);
+    match words.find_map(|word| verbs.find_subcommand(word)).map(clap::Command::get_name) {
         Some("compare") => compare::EXIT_FAILED,
-        _ => 2,
+        _ => 1,
     }
 }

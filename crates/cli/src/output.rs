@@ -56,7 +56,9 @@ pub(crate) fn start_log(level: LogLevel) -> Arc<Log> {
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .with_target(false)
-        .without_time();
+        .without_time()
+        // It would be reported on the stderr that is gone.
+        .log_internal_errors(false);
     tracing_subscriber::registry().with(filter).with(lines).init();
     Arc::new(Log { level: Mutex::new(level), filter: handle })
 }
@@ -92,6 +94,11 @@ fn filter(level: LogLevel) -> LevelFilter {
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::of_stdout)
+}
+
+/// Prints a line on stderr. If nobody reads that, there is nowhere left to complain.
+pub(crate) fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
 /// Prints a value as JSON, indented as qemu-img does.

@@ -7,3 +7,4 @@ mod create;
 mod info;
 mod repair;
 mod resize;
+mod verbs;
