@@ -1,8 +1,8 @@
 //! `mica check`: checks and repairs one image, with qemu-img's wording and exit codes.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, tell};
 use crate::images::ImageArgs;
-use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar, tell};
+use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::{Args, ValueEnum};
 use indicatif::ProgressBar;
 use mica_qcow2_tools::check::{CheckReport, Finding, Observer, Progress, check};

@@ -4,7 +4,7 @@ mod new_file;
 mod options;
 mod sources;
 
-pub(crate) use new_file::{NewFile, open_writable};
+pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
 pub(crate) use sources::Sources;
 

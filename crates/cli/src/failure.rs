@@ -1,7 +1,7 @@
 //! Failures of verbs: one line on stderr and an exit code.
 
-use crate::output::tell;
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// Why a verb failed.
@@ -79,4 +79,9 @@ impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         Self::new(error.to_string())
     }
+}
+
+/// Prints a line on stderr. If nobody reads that, there is nowhere left to complain.
+pub(crate) fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

@@ -24,6 +24,7 @@ mod output;
 mod resize;
 mod serve;
 mod top;
+mod unfinished;
 
 use args::{Cli, Verb};
 use clap::{CommandFactory, Parser};
@@ -45,6 +46,10 @@ fn main() -> ExitCode {
     // A file that may not grow is an error to report, not a signal to die from. If the handler is
     // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    if !matches!(cli.verb, Verb::Serve(_) | Verb::Helper) {
+        // Whoever asks how far a verb is must not kill it; those that can tell do.
+        let _ = signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::default());
+    }
     let outcome = match cli.verb {
         Verb::Serve(args) => serve::run(*args, log),
         Verb::Ctl(args) => ctl::run(&args),
@@ -63,6 +68,7 @@ fn main() -> ExitCode {
         Verb::Gen(args) => generate::run(&args),
         Verb::Helper => serve::run_helper(),
     };
+    unfinished::wait_if_ending();
     outcome.unwrap_or_else(|failure: Failure| failure.report())
 }
 

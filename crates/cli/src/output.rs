@@ -7,13 +7,14 @@ use mica_daemon::{LogLevel, LogSwitch};
 use serde::Serialize;
 use std::io::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Registry, fmt, reload};
 
 /// How results are printed.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum OutputFormat {
     Human,
     Json,
@@ -37,6 +38,11 @@ pub(crate) struct ReportArgs {
 }
 
 impl ReportArgs {
+    /// How to print progress, if it is `wanted`.
+    pub(crate) fn progress(&self, wanted: bool) -> Option<OutputFormat> {
+        Some(self.output.output).filter(|_| wanted && !self.quiet)
+    }
+
     /// How to print the result, if at all.
     pub(crate) fn format(&self) -> Option<OutputFormat> {
         Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
@@ -96,11 +102,6 @@ pub(crate) fn print(text: &str) -> Result<(), Failure> {
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::of_stdout)
 }
 
-/// Prints a line on stderr. If nobody reads that, there is nowhere left to complain.
-pub(crate) fn tell(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
-}
-
 /// Prints a value as JSON, indented as qemu-img does.
 ///
 /// # Errors
@@ -111,6 +112,12 @@ pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
     value.serialize(&mut serializer).map_err(|error| Failure::new(error.to_string()))?;
     print(&(String::from_utf8_lossy(&text) + "\n"))
+}
+
+/// The time since some moment in the past.
+pub(crate) fn monotonic() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.try_into().unwrap_or_default()
 }
 
 /// A progress bar on stderr if that is a terminal, else nothing.
