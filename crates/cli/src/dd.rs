@@ -8,6 +8,7 @@ use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::io::{Read as _, Write as _};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -55,16 +56,27 @@ pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
             .checked_add(length)
             .filter(|end| *end <= disk.geometry().len)
             .ok_or_else(|| beyond_end(&*disk))?;
-        let mut stdout = std::io::stdout().lock();
-        let mut at = offset;
-        while at < end {
-            let piece = read_piece(&*disk, at, (end - at).min(PIECE_BYTES)).await?;
-            stdout.write_all(&piece).map_err(Failure::of_stdout)?;
-            at += piece.len() as u64;
-        }
-        stdout.flush().map_err(Failure::of_stdout)?;
+        copy_out(&*disk, offset..end, |_, _| {}).await?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// Writes `range` of `disk` to stdout; after each piece `progress` is called with the position and
+/// the length of the piece.
+pub(crate) async fn copy_out(
+    disk: &dyn Disk,
+    range: Range<u64>,
+    progress: impl Fn(u64, u64),
+) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    let mut at = range.start;
+    while at < range.end {
+        let piece = read_piece(disk, at, (range.end - at).min(PIECE_BYTES)).await?;
+        stdout.write_all(&piece).map_err(Failure::of_stdout)?;
+        at += piece.len() as u64;
+        progress(at, piece.len() as u64);
+    }
+    stdout.flush().map_err(Failure::of_stdout)
 }
 
 pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {

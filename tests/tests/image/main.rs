@@ -3,7 +3,9 @@
 mod check;
 mod compare;
 mod convert;
+mod copying;
 mod create;
+mod existing;
 mod info;
 mod repair;
 mod resize;
