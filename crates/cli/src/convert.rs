@@ -9,7 +9,7 @@ mod stream;
 
 use crate::create::{
     NewFile, NewImageOptions, Sources, beside, fill_raw, is_block_device, new_data_file,
-    open_backing, parse_options,
+    open_backing, parse_options, plain_names, warn_if_refused,
 };
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
@@ -19,7 +19,7 @@ use content::ContentRules;
 use engine::{Job, Target};
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
-use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores, finish};
+use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_stack::Format;
 use mica_units::{HostOffset, SECTOR_BYTES};
@@ -216,7 +216,8 @@ fn convert_to_qcow2(
     mut sources: Sources,
     (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
-    let plan = qcow2_plan(args, source.geometry().len)?;
+    let wish = qcow2_wish(args)?;
+    let plan = qcow2_plan(args, &wish, source.geometry().len)?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
@@ -255,18 +256,23 @@ fn convert_to_qcow2(
     if let Some(data) = data {
         data.keep();
     }
-    Ok(())
+    warn_if_refused(&args.target, &wish, &args.images)
 }
 
-fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
-    let mut options = options_of(args, Format::Qcow2)?;
+fn qcow2_wish(args: &ConvertArgs) -> Result<ImageWish, Failure> {
+    let NewImageOptions { mut wish, .. } = options_of(args, Format::Qcow2)?;
     if let Some(backing) = &args.backing {
-        options.wish.backing_name = Some(backing.clone());
+        wish.backing_name = Some(backing.clone());
     }
     if let Some(format) = &args.backing_format {
-        options.wish.backing_format = Some(format.clone());
+        wish.backing_format = Some(format.clone());
     }
-    let plan = options.wish.plan(size)?;
+    plain_names(&args.target, &mut wish);
+    Ok(wish)
+}
+
+fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
+    let plan = wish.plan(size)?;
     if args.compress && plan.l2.data_file {
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",

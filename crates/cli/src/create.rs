@@ -1,9 +1,11 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod names;
 mod new_file;
 mod options;
 mod sources;
 
+pub(crate) use names::{plain_names, warn_if_refused};
 pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
 pub(crate) use options::{NewImageOptions, parse as parse_options};
 pub(crate) use sources::Sources;
@@ -85,6 +87,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
 
 async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result<(), Failure> {
     let named = |failure: Failure| failure.within(args.file.display());
+    plain_names(&args.file, &mut options.wish);
     // Contradictory options are reported before any file is opened.
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
     let mut sources = Sources::default();
@@ -114,6 +117,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     if let Some(data) = data {
         data.keep();
     }
+    warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
 }
 
