@@ -8,6 +8,7 @@ mod check;
 mod client;
 mod compare;
 mod convert;
+mod counterparts;
 mod create;
 mod ctl;
 mod cursor;
@@ -37,8 +38,11 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            // If stdout or stderr is closed, this cannot be reported.
-            let _ = error.print();
+            match counterparts::of(&error) {
+                Some(line) => failure::tell(&format!("mica: {line}")),
+                // If stdout or stderr is closed, this cannot be reported.
+                None => drop(error.print()),
+            }
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
         }
     };

@@ -33,6 +33,10 @@ impl Format {
     }
 }
 
+/// Formats that qemu-img translates.
+const QEMU_FORMATS: [&str; 10] =
+    ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc"];
+
 impl FromStr for Format {
     type Err = Error;
 
@@ -42,7 +46,11 @@ impl FromStr for Format {
             "raw" => Ok(Self::Raw),
             "null" => Ok(Self::Null),
             _ => {
-                let context = format!("unknown format {text:?}: mica reads qcow2 and raw");
+                let mut context = format!("unknown format {text:?}: mica knows qcow2 and raw");
+                if QEMU_FORMATS.contains(&text) {
+                    context +=
+                        &format!(", qemu-img convert translates -f {text} to -O qcow2 and back");
+                }
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }

@@ -6,6 +6,7 @@ mod convert;
 mod copying;
 mod create;
 mod existing;
+mod foreign;
 mod info;
 mod repair;
 mod resize;
