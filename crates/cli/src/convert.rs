@@ -36,7 +36,7 @@ pub(crate) struct ConvertArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
     output_format: String,
-    /// Options of the new image, as for `mica create`, except size. Can be repeated.
+    /// Options of the new image, except size; -o help lists them. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.

@@ -7,7 +7,7 @@ mod sources;
 
 pub(crate) use names::{plain_names, warn_if_refused};
 pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
-pub(crate) use options::{NewImageOptions, parse as parse_options};
+pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;
 
 use crate::failure::Failure;
@@ -43,8 +43,7 @@ pub(crate) struct CreateArgs {
     /// Do not open the backing file; SIZE is then required.
     #[arg(short = 'u', long)]
     pub(crate) unsafe_backing: bool,
-    /// Options of the format: compat, cluster_size, extended_l2, refcount_bits, lazy_refcounts,
-    /// compression_type, preallocation, data_file, data_file_raw. Can be repeated.
+    /// Options of the format; -o help lists them. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
     /// Overwrite an existing file.

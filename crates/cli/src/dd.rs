@@ -23,7 +23,7 @@ struct PlaceArgs {
     /// The image.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// Offset of the first byte on the disk (suffixes k, M, G, T).
+    /// Offset of the first byte on the disk (suffixes k, M, G, T or KiB, MiB, …).
     #[arg(value_name = "OFFSET")]
     offset: String,
 }
@@ -33,9 +33,9 @@ struct PlaceArgs {
 pub(crate) struct ReadArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// How many bytes.
+    /// How many bytes; those up to the end of the disk by default.
     #[arg(value_name = "LENGTH")]
-    length: String,
+    length: Option<String>,
 }
 
 /// Write bytes from stdin to a disk and make them durable.
@@ -48,14 +48,14 @@ pub(crate) struct WriteArgs {
 pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
     let PlaceArgs { images, image, offset } = &args.place;
     let offset = size_of("OFFSET", offset)?;
-    let length = size_of("LENGTH", &args.length)?;
+    let length = args.length.as_deref().map(|length| size_of("LENGTH", length)).transpose()?;
     let executor = images.executor()?;
     executor.block_on(async {
         let disk = images.open(image, IndexUse::Read).await?;
-        let end = offset
-            .checked_add(length)
-            .filter(|end| *end <= disk.geometry().len)
-            .ok_or_else(|| beyond_end(&*disk))?;
+        let len = disk.geometry().len;
+        let end = length.map_or(Some(len), |length| offset.checked_add(length));
+        let end =
+            end.filter(|end| offset <= *end && *end <= len).ok_or_else(|| beyond_end(&*disk))?;
         copy_out(&*disk, offset..end, |_, _| {}).await?;
         Ok(ExitCode::SUCCESS)
     })

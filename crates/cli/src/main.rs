@@ -34,6 +34,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 fn main() -> ExitCode {
+    if let Some(help) = options_help() {
+        return output::print(&help).map_or_else(Failure::report, |()| ExitCode::SUCCESS);
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
@@ -85,4 +88,25 @@ fn usage_code() -> u8 {
         Some("compare") => compare::EXIT_FAILED,
         _ => 1,
     }
+}
+
+/// What -o help asks for, also where an image is still to be named.
+fn options_help() -> Option<String> {
+    if !std::env::args_os().any(|word| [b"help", &b"?"[..]].iter().any(|end| ends(&word, end))) {
+        return None;
+    }
+    let matches = Cli::command().ignore_errors(true).try_get_matches().ok()?;
+    let (verb, matches) = matches.subcommand()?;
+    let format = match verb {
+        "create" => "format",
+        "convert" | "measure" => "output_format",
+        _ => return None,
+    };
+    let format = matches.get_one::<String>(format).map_or("qcow2", String::as_str);
+    let options: Vec<String> = matches.get_many("options")?.cloned().collect();
+    create::options_help(&options, format.parse().ok()?)
+}
+
+fn ends(word: &std::ffi::OsStr, end: &[u8]) -> bool {
+    std::os::unix::ffi::OsStrExt::as_bytes(word).ends_with(end)
 }

@@ -121,3 +121,36 @@ fn usage_errors_are_1_and_no_verdict_of_a_comparison() {
         assert_eq!(said.code(), Some(code), "{words}: {said}");
     }
 }
+
+#[test]
+fn options_of_a_format_are_listed_on_request() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for (words, wanted, unwanted) in [
+        ("create -o help", "cluster_size", "Usage"),
+        ("create -o cluster_size=4k,help new.qcow2 1M", "refcount_bits", "Usage"),
+        ("create -f raw -o help", "preallocation", "cluster_size"),
+        ("convert -o ? a b", "extended_l2", "Usage"),
+        ("convert -O raw -o help", "preallocation", "cluster_size"),
+        ("measure -o help", "compat", "Usage"),
+    ] {
+        let said = mica_in(dir.path(), &words.split(' ').collect::<Vec<_>>()).ok();
+        assert!(said.contains(wanted) && !said.contains(unwanted), "{words}: {said}");
+    }
+    assert!(!dir.path().join("new.qcow2").exists());
+    assert_eq!(mica_in(dir.path(), &["create", "-o"]).code(), Some(1));
+}
+
+#[test]
+fn a_read_without_a_length_goes_to_the_end() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("disk.raw"), vec![7; 1 << 20]).expect("there is room");
+    let read = |args: &[&str]| mica_in(dir, &[&["read", "-f", "raw", "disk.raw"], args].concat());
+    assert_eq!(read(&["1048000"]).ok().len(), 576);
+    assert_eq!(read(&["0.5 MiB"]).ok().len(), 1 << 19);
+    assert_eq!(read(&["1M"]).ok(), "");
+    assert_eq!(read(&["0", "1.5KiB"]).ok().len(), 1536);
+    for args in [&["2M"][..], &["0", "1MB"], &["1.5", "1"]] {
+        read(args).refusal();
+    }
+}
