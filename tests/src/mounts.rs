@@ -110,6 +110,14 @@ impl Mount {
         }
     }
 
+    /// Mounts the file system on `device` at `folder`, which is created.
+    ///
+    /// # Errors
+    /// If that is not allowed, or the file system is broken.
+    pub fn device(device: &str, folder: &Path) -> Result<Self> {
+        Self::new(&[], Path::new(device), folder)
+    }
+
     fn new(options: &[&str], what: &Path, folder: &Path) -> Result<Self> {
         std::fs::create_dir_all(folder)?;
         let mut mount = Command::new("mount");

@@ -1,6 +1,6 @@
 //! `mica check`: checks and repairs one image, with qemu-img's wording and exit codes.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, tell};
 use crate::images::ImageArgs;
 use crate::output::{OutputFormat, ReportArgs, print, print_json, progress_bar};
 use clap::{Args, ValueEnum};
@@ -16,8 +16,6 @@ use std::process::ExitCode;
 
 /// Most findings that are shown; all are counted.
 const FINDINGS_SHOWN_MAX: u64 = 1000;
-/// The exit code if the check itself fails, as qemu-img's.
-pub(crate) const EXIT_FAILED: u8 = 1;
 /// qemu-img's exit code for formats that have no check.
 const EXIT_NO_CHECK: u8 = 63;
 
@@ -69,7 +67,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, Failure> {
         };
         printer.bar.finish_and_clear();
         if printer.shown > FINDINGS_SHOWN_MAX {
-            eprintln!("({} more findings are not shown)", printer.shown - FINDINGS_SHOWN_MAX);
+            let more = printer.shown - FINDINGS_SHOWN_MAX;
+            tell(&format!("({more} more findings are not shown)"));
         }
         let (report, repaired) =
             done.map_err(|error| error.wrap(args.image.display().to_string()))?;
@@ -100,7 +99,7 @@ impl Observer for FindingPrinter {
     fn finding(&mut self, finding: Finding) {
         self.shown += 1;
         if self.shown <= FINDINGS_SHOWN_MAX {
-            self.bar.suspend(|| eprintln!("{finding}"));
+            self.bar.suspend(|| tell(&finding.to_string()));
         }
     }
 

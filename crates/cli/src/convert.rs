@@ -1,23 +1,30 @@
-//! `mica convert`: copies a disk, with everything its chain holds, into a new image.
+//! `mica convert`: copies a disk, with everything its chain holds, into a new image, onto something
+//! that exists, or to standard output.
 
 mod content;
 mod engine;
+mod existing;
+mod progress;
+mod stream;
 
 use crate::create::{
-    NewFile, NewImageOptions, Sources, beside, fill_raw, new_data_file, open_backing, parse_options,
+    NewFile, NewImageOptions, Sources, beside, fill_raw, is_block_device, new_data_file,
+    open_backing, parse_options, plain_names, warn_if_refused,
 };
 use crate::failure::Failure;
 use crate::images::{ImageArgs, size_of};
-use crate::output::progress_bar;
+use crate::output::{OutputFormat, ReportArgs, print_json};
 use clap::Args;
 use content::ContentRules;
 use engine::{Job, Target};
 use mica_block::{Disk, Manage, Space, Store};
 use mica_qcow2::IndexUse;
-use mica_qcow2_tools::create::{ImagePlan, Preallocation, Stores, finish};
+use mica_qcow2_tools::create::{ImagePlan, ImageWish, Preallocation, Stores, finish};
 use mica_qcow2_tools::layout::ImageWriter;
 use mica_stack::Format;
 use mica_units::{HostOffset, SECTOR_BYTES};
+use progress::Progress;
+use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -29,7 +36,7 @@ pub(crate) struct ConvertArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
     output_format: String,
-    /// Options of the new image, as for `mica create`, except size. Can be repeated.
+    /// Options of the new image, except size; -o help lists them. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.
@@ -54,18 +61,27 @@ pub(crate) struct ConvertArgs {
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
     #[arg(short = 'W')]
     out_of_order: bool,
-    /// Show progress.
+    /// Show progress on stderr: a bar on a terminal, elsewhere a line a second. SIGUSR1 asks for a
+    /// line at any time.
     #[arg(short = 'p', long)]
     progress: bool,
     /// Overwrite an existing file.
     #[arg(long)]
     force: bool,
+    /// Write into TARGET, which exists and is as long or longer; what it has beyond stays.
+    #[arg(short = 'n', conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
+    no_create: bool,
+    /// TARGET holds only zeros: write none.
+    #[arg(long, requires = "no_create")]
+    target_is_zero: bool,
+    #[command(flatten)]
+    report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
     /// The disk to copy: for a chain, its active layer.
     #[arg(value_name = "SOURCE")]
     source: PathBuf,
-    /// The image to create.
+    /// The image to create, or with -O raw a block device that is not in use, or - for stdout.
     #[arg(value_name = "TARGET")]
     target: PathBuf,
 }
@@ -82,17 +98,57 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     if !sparse.is_multiple_of(SECTOR_BYTES) {
         return Err(Failure::new("-S must be a multiple of 512, or 0"));
     }
+    let format = args.output_format.parse::<Format>()?;
+    if format == Format::Null {
+        return Err(Failure::new("the null format cannot be created"));
+    }
+    stream::check(args, format)?;
     let executor = args.images.executor()?;
     let source = executor.block_on(open_source(args))?;
     // Not even with --force is a disk copied over one of its own files.
     let mut sources = Sources::default();
     sources.add(&args.source, &*source);
-    match args.output_format.parse::<Format>()? {
-        Format::Raw => convert_to_raw(args, &executor, source, &sources, sparse)?,
-        Format::Qcow2 => convert_to_qcow2(args, &executor, source, sources, sparse)?,
-        Format::Null => return Err(Failure::new("the null format cannot be created")),
+    let len = source.geometry().len;
+    let progress = Progress::start(len, args.report.progress(args.progress));
+    if stream::is_stream(&args.target) {
+        stream::convert(&executor, &*source, &progress)?;
+    } else if args.no_create || format == Format::Raw && is_block_device(&args.target) {
+        refuse_creation_options(args)?;
+        let job = existing::Onto { args, format, executor: &executor, sparse };
+        job.convert(source, &sources, &progress)?;
+    } else if format == Format::Raw {
+        convert_to_raw(args, &executor, source, &sources, (sparse, &progress))?;
+    } else {
+        convert_to_qcow2(args, &executor, source, sources, (sparse, &progress))?;
+    }
+    let figures = progress.finish();
+    if args.report.format() == Some(OutputFormat::Json) {
+        print_json(&described(args, format, len, figures))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What was made, and the figures of the copy.
+fn described(args: &ConvertArgs, format: Format, len: u64, mut figures: Value) -> Value {
+    let mut all = json!({
+        "filename": args.target.display().to_string(),
+        "format": format.name(),
+        "virtual-size": len,
+    });
+    if let (Some(all), Some(figures)) = (all.as_object_mut(), figures.as_object_mut()) {
+        let wanted = ["data-bytes", "seconds", "bytes-per-second"];
+        all.extend(wanted.iter().filter_map(|name| figures.remove_entry(*name)));
+    }
+    all
+}
+
+/// A block device is as it is.
+fn refuse_creation_options(args: &ConvertArgs) -> Result<(), Failure> {
+    if args.compress || !args.options.is_empty() || args.backing.is_some() {
+        let what = "exists and is not created: leave out -c, -o and -B";
+        return Err(Failure::new(format!("{} {what}", args.target.display())));
+    }
+    Ok(())
 }
 
 async fn open_source(args: &ConvertArgs) -> Result<Arc<dyn Manage>, Failure> {
@@ -116,7 +172,7 @@ fn convert_to_raw(
     executor: &mica_rt::Executor,
     source: Arc<dyn Disk>,
     sources: &Sources,
-    sparse: u64,
+    (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
     if args.compress {
         return Err(Failure::new("Compression not supported for this file format"));
@@ -137,8 +193,7 @@ fn convert_to_raw(
         fill_raw(&**file.store(), size, first).await?;
         Ok::<_, Failure>(file)
     })?;
-    let unit = usize::try_from(sparse.clamp(SECTOR_BYTES, 1 << 20).next_power_of_two());
-    let unit = unit.expect("at most a mebibyte");
+    let unit = raw_unit(sparse);
     let rules = ContentRules {
         cluster_bytes: unit,
         subcluster_bytes: unit,
@@ -147,17 +202,8 @@ fn convert_to_raw(
         compress: None,
     };
     let target = Target::Raw(Arc::clone(file.store()));
-    copy(
-        args,
-        Job {
-            source,
-            backing: None,
-            target,
-            rules,
-            coroutines: args.coroutines,
-            backend: args.images.backend(),
-        },
-    )?;
+    let (coroutines, backend) = (args.coroutines, args.images.backend());
+    engine::copy(&Job { source, backing: None, target, rules, coroutines, backend }, progress)?;
     executor.block_on(file.store().sync())?;
     file.keep();
     Ok(())
@@ -168,9 +214,10 @@ fn convert_to_qcow2(
     executor: &mica_rt::Executor,
     source: Arc<dyn Disk>,
     mut sources: Sources,
-    sparse: u64,
+    (sparse, progress): (u64, &Progress),
 ) -> Result<(), Failure> {
-    let plan = qcow2_plan(args, source.geometry().len)?;
+    let wish = qcow2_wish(args)?;
+    let plan = qcow2_plan(args, &wish, source.geometry().len)?;
     let backing = executor.block_on(open_base(args, &plan, &mut sources))?;
     let keep_zeros = sparse == 0 || plan.preallocation == Preallocation::Full;
     let rules = ContentRules {
@@ -192,17 +239,9 @@ fn convert_to_qcow2(
         data: data_store.clone(),
         writer: Box::new(Mutex::new(ImageWriter::new(plan)?)),
     };
-    let job = copy(
-        args,
-        Job {
-            source,
-            backing,
-            target,
-            rules,
-            coroutines: args.coroutines,
-            backend: args.images.backend(),
-        },
-    )?;
+    let (coroutines, backend) = (args.coroutines, args.images.backend());
+    let job = Job { source, backing, target, rules, coroutines, backend };
+    engine::copy(&job, progress)?;
     let Target::Qcow2 { writer, .. } = job.target else { unreachable!("it was created above") };
     let writer = writer.into_inner().unwrap_or_else(PoisonError::into_inner);
     let stores = Stores { image: &**image.store(), data: data_store.as_deref() };
@@ -217,18 +256,23 @@ fn convert_to_qcow2(
     if let Some(data) = data {
         data.keep();
     }
-    Ok(())
+    warn_if_refused(&args.target, &wish, &args.images)
 }
 
-fn qcow2_plan(args: &ConvertArgs, size: u64) -> Result<ImagePlan, Failure> {
-    let mut options = options_of(args, Format::Qcow2)?;
+fn qcow2_wish(args: &ConvertArgs) -> Result<ImageWish, Failure> {
+    let NewImageOptions { mut wish, .. } = options_of(args, Format::Qcow2)?;
     if let Some(backing) = &args.backing {
-        options.wish.backing_name = Some(backing.clone());
+        wish.backing_name = Some(backing.clone());
     }
     if let Some(format) = &args.backing_format {
-        options.wish.backing_format = Some(format.clone());
+        wish.backing_format = Some(format.clone());
     }
-    let plan = options.wish.plan(size)?;
+    plain_names(&args.target, &mut wish);
+    Ok(wish)
+}
+
+fn qcow2_plan(args: &ConvertArgs, wish: &ImageWish, size: u64) -> Result<ImagePlan, Failure> {
+    let plan = wish.plan(size)?;
     if args.compress && plan.l2.data_file {
         return Err(Failure::new(
             "Compressed clusters are not possible with an external data file",
@@ -260,11 +304,8 @@ async fn allocate_all(store: &dyn Store) -> Result<(), Failure> {
     Ok(store.sync().await?)
 }
 
-fn copy(args: &ConvertArgs, job: Job) -> Result<Job, Failure> {
-    let bar = progress_bar(job.source.geometry().len, "bytes");
-    let bar = if args.progress { bar } else { indicatif::ProgressBar::hidden() };
-    let copied = engine::copy(&job, &|at| bar.set_position(at));
-    bar.finish_and_clear();
-    copied?;
-    Ok(job)
+/// The unit in which zeros are left out of something that has no clusters.
+fn raw_unit(sparse: u64) -> usize {
+    let unit = usize::try_from(sparse.clamp(SECTOR_BYTES, 1 << 20).next_power_of_two());
+    unit.expect("at most a mebibyte")
 }

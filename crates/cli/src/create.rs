@@ -1,11 +1,13 @@
 //! `mica create`: creates an image, with qemu-img's options.
 
+mod names;
 mod new_file;
 mod options;
 mod sources;
 
-pub(crate) use new_file::{NewFile, open_writable};
-pub(crate) use options::{NewImageOptions, parse as parse_options};
+pub(crate) use names::{plain_names, warn_if_refused};
+pub(crate) use new_file::{NewFile, is_block_device, open_writable, options_of};
+pub(crate) use options::{NewImageOptions, help as options_help, parse as parse_options};
 pub(crate) use sources::Sources;
 
 use crate::failure::Failure;
@@ -41,8 +43,7 @@ pub(crate) struct CreateArgs {
     /// Do not open the backing file; SIZE is then required.
     #[arg(short = 'u', long)]
     pub(crate) unsafe_backing: bool,
-    /// Options of the format: compat, cluster_size, extended_l2, refcount_bits, lazy_refcounts,
-    /// compression_type, preallocation, data_file, data_file_raw. Can be repeated.
+    /// Options of the format; -o help lists them. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
     /// Overwrite an existing file.
@@ -85,6 +86,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<ExitCode, Failure> {
 
 async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result<(), Failure> {
     let named = |failure: Failure| failure.within(args.file.display());
+    plain_names(&args.file, &mut options.wish);
     // Contradictory options are reported before any file is opened.
     options.wish.plan(0).map_err(Failure::from).map_err(named)?;
     let mut sources = Sources::default();
@@ -114,6 +116,7 @@ async fn create_qcow2(args: &CreateArgs, mut options: NewImageOptions) -> Result
     if let Some(data) = data {
         data.keep();
     }
+    warn_if_refused(&args.file, &options.wish, &args.images)?;
     report(args, fields)
 }
 

@@ -8,6 +8,7 @@ use mica_qcow2::IndexUse;
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, SECTOR_BYTES};
 use std::io::{Read as _, Write as _};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,7 +23,7 @@ struct PlaceArgs {
     /// The image.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// Offset of the first byte on the disk (suffixes k, M, G, T).
+    /// Offset of the first byte on the disk (suffixes k, M, G, T or KiB, MiB, …).
     #[arg(value_name = "OFFSET")]
     offset: String,
 }
@@ -32,9 +33,9 @@ struct PlaceArgs {
 pub(crate) struct ReadArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// How many bytes.
+    /// How many bytes; those up to the end of the disk by default.
     #[arg(value_name = "LENGTH")]
-    length: String,
+    length: Option<String>,
 }
 
 /// Write bytes from stdin to a disk and make them durable.
@@ -47,24 +48,35 @@ pub(crate) struct WriteArgs {
 pub(crate) fn read(args: &ReadArgs) -> Result<ExitCode, Failure> {
     let PlaceArgs { images, image, offset } = &args.place;
     let offset = size_of("OFFSET", offset)?;
-    let length = size_of("LENGTH", &args.length)?;
+    let length = args.length.as_deref().map(|length| size_of("LENGTH", length)).transpose()?;
     let executor = images.executor()?;
     executor.block_on(async {
         let disk = images.open(image, IndexUse::Read).await?;
-        let end = offset
-            .checked_add(length)
-            .filter(|end| *end <= disk.geometry().len)
-            .ok_or_else(|| beyond_end(&*disk))?;
-        let mut stdout = std::io::stdout().lock();
-        let mut at = offset;
-        while at < end {
-            let piece = read_piece(&*disk, at, (end - at).min(PIECE_BYTES)).await?;
-            stdout.write_all(&piece).map_err(Failure::of_stdout)?;
-            at += piece.len() as u64;
-        }
-        stdout.flush().map_err(Failure::of_stdout)?;
+        let len = disk.geometry().len;
+        let end = length.map_or(Some(len), |length| offset.checked_add(length));
+        let end =
+            end.filter(|end| offset <= *end && *end <= len).ok_or_else(|| beyond_end(&*disk))?;
+        copy_out(&*disk, offset..end, |_, _| {}).await?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// Writes `range` of `disk` to stdout; after each piece `progress` is called with the position and
+/// the length of the piece.
+pub(crate) async fn copy_out(
+    disk: &dyn Disk,
+    range: Range<u64>,
+    progress: impl Fn(u64, u64),
+) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    let mut at = range.start;
+    while at < range.end {
+        let piece = read_piece(disk, at, (range.end - at).min(PIECE_BYTES)).await?;
+        stdout.write_all(&piece).map_err(Failure::of_stdout)?;
+        at += piece.len() as u64;
+        progress(at, piece.len() as u64);
+    }
+    stdout.flush().map_err(Failure::of_stdout)
 }
 
 pub(crate) fn write(args: &WriteArgs) -> Result<ExitCode, Failure> {

@@ -53,8 +53,7 @@ impl Failure {
     /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {
-            // Without stderr the exit code has to do.
-            let _ = writeln!(std::io::stderr(), "mica: {message}");
+            tell(&format!("mica: {message}"));
         }
         ExitCode::from(self.code)
     }
@@ -80,4 +79,9 @@ impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         Self::new(error.to_string())
     }
+}
+
+/// Prints a line on stderr. If nobody reads that, there is nowhere left to complain.
+pub(crate) fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

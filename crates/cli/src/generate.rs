@@ -5,7 +5,9 @@ use crate::images::size_of;
 use crate::output::{OutputArgs, OutputFormat, print, print_json, progress_bar};
 use clap::{Args, Subcommand};
 use mica_gen::{ChainSpec, DataMode, Features, generate};
-use std::path::PathBuf;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Args)]
@@ -46,6 +48,10 @@ struct GenChainArgs {
     /// Leave the data clusters as holes in their files.
     #[arg(long)]
     no_data: bool,
+    /// Write into a directory that is not empty. Layers of the same names are overwritten, unless
+    /// another program uses one of them.
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     output: OutputArgs,
     /// Directory for the layers; created if it does not exist.
@@ -68,6 +74,10 @@ fn chain(args: &GenChainArgs) -> Result<ExitCode, Failure> {
     spec.features = args.features.parse::<Features>()?;
     spec.seed = args.seed;
     spec.data = if args.no_data { DataMode::Holes } else { DataMode::Written };
+    if !args.force && has_entries(&args.dir)? {
+        let what = "is not empty: choose a new directory, or --force overwrites layers there";
+        return Err(Failure::new(format!("{} {what}", args.dir.display())));
+    }
     let bar = progress_bar(args.layers.into(), "layers");
     let manifest = generate(&spec, |done| bar.set_position(done.into()))?;
     bar.finish_and_clear();
@@ -79,4 +89,13 @@ fn chain(args: &GenChainArgs) -> Result<ExitCode, Failure> {
         OutputFormat::Json => print_json(&manifest)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether there is anything in the directory `dir`.
+fn has_entries(dir: &Path) -> Result<bool, Failure> {
+    match fs::read_dir(dir) {
+        Ok(mut entries) => Ok(entries.next().is_some()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Failure::from(error).within(dir.display())),
+    }
 }

@@ -47,7 +47,9 @@ pub(crate) fn start(level: LogLevel) -> Arc<Log> {
         .with_writer(move || Lines(Arc::clone(&writer)))
         .with_ansi(false)
         .with_target(false)
-        .without_time();
+        .without_time()
+        // It would be reported on the stderr that is gone.
+        .log_internal_errors(false);
     tracing_subscriber::registry().with(filter).with(lines).init();
     Arc::new(Log { level: Mutex::new(level), filter: handle, places })
 }

@@ -9,6 +9,7 @@ mod check;
 mod client;
 mod compare;
 mod convert;
+mod counterparts;
 mod create;
 mod ctl;
 mod cursor;
@@ -27,20 +28,27 @@ mod pid_file;
 mod resize;
 mod serve;
 mod top;
+mod unfinished;
 
 use args::{Cli, Verb};
-use clap::{ArgMatches, CommandFactory, Parser};
+use clap::{CommandFactory, Parser};
 use failure::Failure;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 fn main() -> ExitCode {
+    if let Some(help) = options_help() {
+        return output::print(&help).map_or_else(Failure::report, |()| ExitCode::SUCCESS);
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             let is_help = !error.use_stderr();
-            // If stdout or stderr is closed, this cannot be reported.
-            let _ = error.print();
+            match counterparts::of(&error) {
+                Some(line) => failure::tell(&format!("mica: {line}")),
+                // If stdout or stderr is closed, this cannot be reported.
+                None => drop(error.print()),
+            }
             return if is_help { ExitCode::SUCCESS } else { ExitCode::from(usage_code()) };
         }
     };
@@ -48,6 +56,10 @@ fn main() -> ExitCode {
     // A file that may not grow is an error to report, not a signal to die from. If the handler is
     // refused, so is every other.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    if !matches!(cli.verb, Verb::Serve(_) | Verb::Helper) {
+        // Whoever asks how far a verb is must not kill it; those that can tell do.
+        let _ = signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::default());
+    }
     let outcome = match cli.verb {
         Verb::Serve(args) => serve::run(*args, &log),
         Verb::Ctl(args) => ctl::run(&args),
@@ -66,16 +78,38 @@ fn main() -> ExitCode {
         Verb::Gen(args) => generate::run(&args),
         Verb::Helper => serve::run_helper(),
     };
+    unfinished::wait_if_ending();
     outcome.unwrap_or_else(|failure: Failure| failure.report())
 }
 
-/// The exit code for a command line that is not understood: 2, unless its verb says something else
-/// with that.
+/// The exit code for a command line that is not understood: 1, unless that is a verdict of its
+/// verb.
 fn usage_code() -> u8 {
-    let understood = Cli::command().ignore_errors(true).try_get_matches();
-    match understood.as_ref().ok().and_then(ArgMatches::subcommand_name) {
-        Some("check") => check::EXIT_FAILED,
+    let verbs = Cli::command();
+    let mut words = std::env::args_os().skip(1);
+    match words.find_map(|word| verbs.find_subcommand(word)).map(clap::Command::get_name) {
         Some("compare") => compare::EXIT_FAILED,
-        _ => 2,
+        _ => 1,
     }
+}
+
+/// What -o help asks for, also where an image is still to be named.
+fn options_help() -> Option<String> {
+    if !std::env::args_os().any(|word| [b"help", &b"?"[..]].iter().any(|end| ends(&word, end))) {
+        return None;
+    }
+    let matches = Cli::command().ignore_errors(true).try_get_matches().ok()?;
+    let (verb, matches) = matches.subcommand()?;
+    let format = match verb {
+        "create" => "format",
+        "convert" | "measure" => "output_format",
+        _ => return None,
+    };
+    let format = matches.get_one::<String>(format).map_or("qcow2", String::as_str);
+    let options: Vec<String> = matches.get_many("options")?.cloned().collect();
+    create::options_help(&options, format.parse().ok()?)
+}
+
+fn ends(word: &std::ffi::OsStr, end: &[u8]) -> bool {
+    std::os::unix::ffi::OsStrExt::as_bytes(word).ends_with(end)
 }

@@ -21,7 +21,7 @@ pub(crate) struct MeasureArgs {
     /// Format of the new image: qcow2 or raw.
     #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
     output_format: String,
-    /// Options of the new image, as for `mica create`. Can be repeated.
+    /// Options of the new image; -o help lists them. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Measure for a full disk of this length, instead of IMAGE.

@@ -5,9 +5,10 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::io::Write as _;
+use std::time::Duration;
 
 /// How results are printed.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum OutputFormat {
     Human,
     Json,
@@ -31,6 +32,11 @@ pub(crate) struct ReportArgs {
 }
 
 impl ReportArgs {
+    /// How to print progress, if it is `wanted`.
+    pub(crate) fn progress(&self, wanted: bool) -> Option<OutputFormat> {
+        Some(self.output.output).filter(|_| wanted && !self.quiet)
+    }
+
     /// How to print the result, if at all.
     pub(crate) fn format(&self) -> Option<OutputFormat> {
         Some(self.output.output).filter(|format| !self.quiet || *format == OutputFormat::Json)
@@ -56,6 +62,12 @@ pub(crate) fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
     value.serialize(&mut serializer).map_err(|error| Failure::new(error.to_string()))?;
     print(&(String::from_utf8_lossy(&text) + "\n"))
+}
+
+/// The time since some moment in the past.
+pub(crate) fn monotonic() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.try_into().unwrap_or_default()
 }
 
 /// A progress bar on stderr if that is a terminal, else nothing.

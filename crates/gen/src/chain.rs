@@ -5,6 +5,7 @@ use crate::image::{self, Image};
 use crate::manifest::{LayerEntry, Manifest};
 use crate::owner::OwnerMap;
 use crate::plan::{self, ChainPlan};
+use crate::sink::check_unused;
 use crate::spec::{ChainSpec, Feature};
 use mica_block::{Error, ErrorKind, Result};
 use mica_units::Rng;
@@ -15,10 +16,12 @@ use std::path::Path;
 const TOP_LINK: &str = "top.qcow2";
 
 /// Makes the chain that `spec` describes. After each layer `progress` is called with the number of
-/// layers made so far. Layers that were in the folder under the same names are replaced.
+/// layers made so far. Layers that were in the folder under the same names are replaced, but none
+/// of them if another program uses one.
 ///
 /// # Errors
-/// `Invalid` if `spec` is; otherwise what the system reports.
+/// `Invalid` if `spec` is; `Denied` if a layer to replace is in use; otherwise what the system
+/// reports.
 pub fn generate(spec: &ChainSpec, mut progress: impl FnMut(u32)) -> Result<Manifest> {
     spec.validate()?;
     let cluster_bits = spec
@@ -28,18 +31,21 @@ pub fn generate(spec: &ChainSpec, mut progress: impl FnMut(u32)) -> Result<Manif
         .map_err(|error| Error::from_io(format!("creating {}", spec.dir.display()), error))?;
 
     let ChainPlan { shapes, unit_bytes, cluster_bits, held } = plan::plan(spec, cluster_bits);
+    let names: Vec<_> = shapes.iter().map(LayerEntry::describe).collect();
+    for file in names.iter().flat_map(LayerEntry::files) {
+        check_unused(&spec.dir.join(file))?;
+    }
     let mut owners = OwnerMap::new(spec.disk_bytes, unit_bytes);
-    let mut below: Option<LayerEntry> = None;
-    for (shape, held) in shapes.iter().zip(&held) {
+    let mut below: Option<&LayerEntry> = None;
+    for ((shape, entry), held) in shapes.iter().zip(&names).zip(&held) {
         let number = shape.number.index() as u64;
         let mut rng = Rng::for_part(spec.seed, 2 << 32 | number);
         let entries = expand(shape, held, cluster_bits, spec.features, &mut rng, &mut owners);
-        let entry = LayerEntry::describe(shape);
         image::write(&Image {
             dir: &spec.dir,
             shape,
-            names: &entry,
-            below: below.as_ref(),
+            names: entry,
+            below,
             plan_bits: cluster_bits,
             entries: &entries,
             data: spec.data,

@@ -127,6 +127,12 @@ impl Manifest {
 }
 
 impl LayerEntry {
+    /// The names of its files.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
+        let data = self.qcow2.as_ref().and_then(|qcow2| qcow2.data_file.as_deref());
+        [Some(self.file.as_str()), data].into_iter().flatten()
+    }
+
     pub(crate) fn describe(shape: &LayerShape) -> Self {
         let index = shape.number.index();
         let (format, qcow2) = match &shape.kind {

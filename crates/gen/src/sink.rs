@@ -1,7 +1,8 @@
 //! A file that is written mostly in order: runs are gathered and written in large pieces.
 
-use mica_block::{Error, Result};
-use std::fs::File;
+use mica_block::{Error, ErrorKind, Result};
+use mica_store::{CacheMode, Handles, Located, Locking, WritableFile};
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,8 @@ const GATHERED_BYTES_MAX: usize = 2 << 20;
 /// A file being written. Whatever is never written stays a hole.
 pub(crate) struct Sink {
     file: File,
+    /// Keeps other programs out until the file is complete.
+    _locks: WritableFile,
     path: PathBuf,
     gathered: Vec<u8>,
     /// Where the gathered bytes belong.
@@ -18,11 +21,14 @@ pub(crate) struct Sink {
 }
 
 impl Sink {
-    /// Makes the file, empty.
+    /// Makes the file, empty. An existing one is truncated, unless another program uses it.
     pub(crate) fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path)
-            .map_err(|error| Error::from_io(format!("creating {}", path.display()), error))?;
-        Ok(Self { file, path: path.to_owned(), gathered: Vec::new(), start: 0 })
+        let failed = |error| Error::from_io(format!("creating {}", path.display()), error);
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create(true).truncate(false).open(path).map_err(failed)?;
+        let locks = lock(path)?;
+        file.set_len(0).map_err(failed)?;
+        Ok(Self { file, _locks: locks, path: path.to_owned(), gathered: Vec::new(), start: 0 })
     }
 
     /// A zeroed buffer for the `len` bytes at `offset`, for the caller to fill.
@@ -58,4 +64,18 @@ impl Sink {
     fn error(&self, error: std::io::Error) -> Error {
         Error::from_io(format!("writing {}", self.path.display()), error)
     }
+}
+
+/// Checks that no other program uses the image at `path`, if there is one.
+pub(crate) fn check_unused(path: &Path) -> Result<()> {
+    match lock(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Takes QEMU's locks of an image that is written.
+fn lock(path: &Path) -> Result<WritableFile> {
+    let mut located = Located::find(path)?;
+    WritableFile::open(&mut located, CacheMode::Writeback, Locking::On, &Handles::new(0))
 }

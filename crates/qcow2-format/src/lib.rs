@@ -16,6 +16,7 @@
 mod bitmap;
 mod compressed;
 mod extension;
+mod foreign;
 mod header;
 mod name;
 mod refcount;

@@ -13,14 +13,16 @@ mod policy;
 mod raw;
 mod redo;
 mod sidecars;
+mod standing;
 mod written;
 
 pub use images::{FileImages, ImageOptions};
 pub use inject::Fault;
 pub use null::NullDisk;
 pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
-pub use policy::{Names, allowed_places};
+pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
 pub use redo::folder::{redo_folder, redo_folder_of_owner, usual_redo_folder};
 pub use sidecars::SidecarPlace;
+pub use standing::standing_allow_paths;

@@ -33,6 +33,10 @@ impl Format {
     }
 }
 
+/// Formats that qemu-img translates.
+const QEMU_FORMATS: [&str; 10] =
+    ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhdx", "vmdk", "vpc"];
+
 impl FromStr for Format {
     type Err = Error;
 
@@ -42,7 +46,11 @@ impl FromStr for Format {
             "raw" => Ok(Self::Raw),
             "null" => Ok(Self::Null),
             _ => {
-                let context = format!("unknown format {text:?}: mica reads qcow2 and raw");
+                let mut context = format!("unknown format {text:?}: mica knows qcow2 and raw");
+                if QEMU_FORMATS.contains(&text) {
+                    context +=
+                        &format!(", qemu-img convert translates -f {text} to -O qcow2 and back");
+                }
                 Err(Error::new(ErrorKind::Unsupported, context))
             }
         }
@@ -164,21 +172,52 @@ async fn open_now(
     }
 }
 
-/// A size as QEMU writes it: bytes, or a number with k, M, G, T, P or E (powers of 1024).
+/// A size as QEMU reads it: bytes, or a number, perhaps with a fraction, with k, M, G, T, P or E
+/// (powers of 1024). KiB and so on mean the same; KB does not, as nobody knows whether it is 1000.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
-    let (number, shift) = match text.char_indices().last()? {
-        (at, 'k' | 'K') => (&text[..at], 10),
-        (at, 'm' | 'M') => (&text[..at], 20),
-        (at, 'g' | 'G') => (&text[..at], 30),
-        (at, 't' | 'T') => (&text[..at], 40),
-        (at, 'p' | 'P') => (&text[..at], 50),
-        (at, 'e' | 'E') => (&text[..at], 60),
-        (at, 'b' | 'B') => (&text[..at], 0),
-        _ => (text, 0),
+    let digits_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits_end);
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let prefix = match unit.as_str() {
+        "" | "b" => None,
+        unit => Some(unit.strip_suffix("ib").unwrap_or(unit)),
     };
-    let whole: u64 = number.parse().ok()?;
-    whole.checked_mul(1 << shift)
+    let shift = match prefix {
+        None => 0,
+        Some("k") => 10,
+        Some("m") => 20,
+        Some("g") => 30,
+        Some("t") => 40,
+        Some("p") => 50,
+        Some("e") => 60,
+        Some(_) => return None,
+    };
+    let (whole, fraction) = match number.split_once('.') {
+        None => (number, ""),
+        // There are no parts of bytes.
+        Some(_) if shift == 0 => return None,
+        Some((_, "")) => return None,
+        Some(parts) => parts,
+    };
+    let bytes = whole.parse::<u64>().ok()?.checked_mul(1 << shift)?;
+    bytes.checked_add(part_of(fraction, 1 << shift)?)
+}
+
+/// How much of `unit` the digits behind a decimal point stand for.
+fn part_of(fraction: &str, unit: u64) -> Option<u64> {
+    // More digits change no byte.
+    const DIGITS_MAX: usize = 18;
+    if !fraction.bytes().all(|digit| digit.is_ascii_digit()) {
+        return None;
+    }
+    let fraction = &fraction[..fraction.len().min(DIGITS_MAX)];
+    if fraction.is_empty() {
+        return Some(0);
+    }
+    let digits = u32::try_from(fraction.len()).ok()?;
+    let part = fraction.parse::<u128>().ok()? * u128::from(unit) / 10_u128.pow(digits);
+    u64::try_from(part).ok()
 }
 
 #[cfg(test)]
@@ -194,5 +233,22 @@ mod tests {
         assert_eq!(parse_size(""), None);
         assert_eq!(parse_size("G"), None);
         assert_eq!(parse_size("-1"), None);
+        assert_eq!(parse_size("1.5G"), Some(3 << 29));
+        assert_eq!(parse_size("0.1k"), Some(102));
+        assert_eq!(parse_size("15.5E"), Some(31 << 59));
+        assert_eq!(parse_size("100b"), Some(100));
+    }
+
+    #[test]
+    fn units_of_1024_can_be_written_out_and_ambiguous_ones_are_refused() {
+        assert_eq!(parse_size("64KiB"), Some(65536));
+        assert_eq!(parse_size("64K"), Some(65536));
+        assert_eq!(parse_size("1.5 GiB"), Some(3 << 29), "as mica itself prints it");
+        for text in ["64KB", "1GB", "1ib", "1.5", "1.5b", "1.", "1.G", ".5G", "1..5G", "1.5.5G"] {
+            assert_eq!(parse_size(text), None, "{text}");
+        }
+        for text in ["1e3", "0x10", "+1G", "1 2", "1G G", "GiB", "1.5\u{663}G"] {
+            assert_eq!(parse_size(text), None, "{text}");
+        }
     }
 }

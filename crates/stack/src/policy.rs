@@ -7,9 +7,9 @@
 //! - I2 Any other file is opened only if it is in an allowed directory or below it. Its place is
 //!   determined from the inode that was found, after all symbolic links, and that same inode is
 //!   opened: no name is looked up twice.
-//! - I3 A directory is allowed because the user gave it (`--names`, `--allow-path`), or because the
-//!   user named an image in it and did not say otherwise. The latter never allows `/`, nor anything
-//!   in /dev, /proc or /sys.
+//! - I3 A directory is allowed because the user gave it (`--names`, `--allow-path`, `standing`), or
+//!   because they named an image in it and did not say otherwise. The latter never allows `/`, nor
+//!   anything in /dev, /proc or /sys.
 //! - I4 A name is a path, never a protocol. One that looks like a protocol is refused, lest someone
 //!   expect it to be followed.
 //! - I5 What cannot be judged is refused: without /proc, everything but the image that the user
@@ -160,7 +160,7 @@ fn may_be_implied(directory: &Path) -> bool {
 }
 
 /// A colon before any slash is how QEMU recognizes a protocol, including `json:`.
-fn looks_like_protocol(name: &[u8]) -> bool {
+pub fn looks_like_protocol(name: &[u8]) -> bool {
     name.iter().take_while(|byte| **byte != b'/').any(|byte| *byte == b':')
 }
 

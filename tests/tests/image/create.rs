@@ -4,7 +4,8 @@
 use mica_tests::{command, mica, qemu, tools};
 use serde_json::Value;
 use std::fs;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Options that make an image of every shape; the second says which size goes with them.
@@ -283,4 +284,67 @@ fn raw_images_are_made_resized_written_and_read() {
     assert_eq!(mica_in(dir, &["read", "-f", "raw", "disk.raw", "999", "1"]).ok(), "\0");
     mica_in(dir, &["read", "-f", "raw", "disk.raw", "2M", "1"]).refusal();
     assert_eq!(len(), 3 << 19, "a write changes no length");
+}
+
+/// The story: the image was made without a word, and no other verb opened it.
+#[test]
+fn an_image_that_may_not_name_its_base_is_warned_of_and_opens_where_that_is_allowed() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path().canonicalize().expect("it is there");
+    let (bases, config) = (dir.join("bases"), dir.join("config"));
+    for folder in [&bases, &config, &dir.join("images"), &config.join("mica")] {
+        fs::create_dir(folder).expect("made");
+    }
+    mica_in(&dir, &["create", "-q", "bases/base.qcow2", "1M"]).ok();
+    let base = bases.join("base.qcow2").display().to_string();
+    let overlay = ["create", "-q", "-F", "qcow2", "-b", &base];
+    let said = mica_in(&dir, &[&overlay[..], &["images/top.qcow2"]].concat());
+    let wanted = format!("--allow-path {}", bases.display());
+    assert!(said.stderr.lines().count() == 1 && said.stderr.contains(&wanted), "{said}");
+    said.ok();
+    mica_in(&dir, &["map", "images/top.qcow2"]).refusal();
+    let allowing = [&overlay[..], &["--allow-path", "bases", "images/again.qcow2"]].concat();
+    assert_eq!(mica_in(&dir, &allowing).stderr, "");
+
+    let map_with = |name: &str, value: &Path, more: &[&str]| {
+        let mut mica = Command::new(mica::binary());
+        mica.current_dir(&dir).args(["map", "images/top.qcow2"]).args(more).env(name, value);
+        command::finish(&mut mica)
+    };
+    let listed = PathBuf::from(format!("{}/none:{}", dir.display(), bases.display()));
+    assert_eq!(map_with("MICA_ALLOW_PATH", &listed, &[]).ok().lines().count(), 1);
+    for names in ["none", "images"] {
+        map_with("MICA_ALLOW_PATH", &listed, &["--names", names]).refusal();
+    }
+    let file = config.join("mica/config.toml");
+    fs::write(&file, format!("allow-path = [\"{}\"]\n", bases.display())).expect("written");
+    let mode = |mode| fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("ours");
+    mode(0o600);
+    map_with("XDG_CONFIG_HOME", &config, &[]).ok();
+    mode(0o666);
+    let said = map_with("XDG_CONFIG_HOME", &config, &[]);
+    assert!(said.code() == Some(1) && said.stderr.contains("others may write it"), "{said}");
+}
+
+#[test]
+fn a_name_with_a_colon_is_written_as_a_path() {
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica_in(dir, &["create", "-q", "a:b.qcow2", "1M"]).ok();
+    mica_in(dir, &["create", "-q", "-F", "qcow2", "-b", "a:b.qcow2", "top.qcow2"]).ok();
+    mica_in(dir, &["create", "-q", "-o", "data_file=c:d.data", "split.qcow2", "1M"]).ok();
+    mica_in(dir, &["convert", "-B", "a:b.qcow2", "-F", "qcow2", "top.qcow2", "copy.qcow2"]).ok();
+    for image in ["top.qcow2", "split.qcow2", "copy.qcow2"] {
+        mica_in(dir, &["map", image]).ok();
+        qemu::img(dir, ["map", image]).ok();
+    }
+    assert_eq!(info(dir, "top.qcow2")["backing-filename"], "./a:b.qcow2");
+    // Nothing is there by that name, so it is a protocol, which other programs may know.
+    let unopened = ["create", "-q", "-u", "-F", "raw", "-b", "nbd://host/x", "remote.qcow2", "1M"];
+    let said = mica_in(dir, &unopened);
+    assert!(said.stderr.contains("protocol"), "{said}");
+    assert_eq!(info(dir, "remote.qcow2")["backing-filename"], "nbd://host/x");
 }

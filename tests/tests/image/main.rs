@@ -3,7 +3,11 @@
 mod check;
 mod compare;
 mod convert;
+mod copying;
 mod create;
+mod existing;
+mod foreign;
 mod info;
 mod repair;
 mod resize;
+mod verbs;

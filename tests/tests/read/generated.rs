@@ -95,3 +95,35 @@ fn the_verb_makes_what_the_library_makes() {
         assert!(verb == library, "{file} differs");
     }
 }
+
+#[test]
+fn a_chain_is_overwritten_only_by_force_and_never_while_it_is_in_use() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let folder = dir.path().join("chain");
+    let generate = |more: &[&str]| {
+        let words = ["gen", "chain", "--layers", "3", "--size", "8M"];
+        let named = folder.to_str().expect("a plain name");
+        mica::run(words.iter().chain(more).chain([&named]))
+    };
+    let contents = || {
+        let files = ["layer-0000.qcow2", "layer-0001.qcow2", "layer-0002.qcow2", "chain.json"];
+        files.map(|file| fs::read(folder.join(file)).expect(file))
+    };
+    generate(&[]).ok();
+    let first = contents();
+    let said = generate(&["--seed", "2"]).refusal();
+    assert!(said.contains("not empty") && said.contains("--force"), "{said}");
+    assert!(contents() == first, "a refused command changed the chain");
+
+    let image = folder.join("layer-0002.qcow2");
+    let server = Server::mica_writable(&image, "qcow2", &[]).expect("mica serves");
+    let served = contents();
+    let said = generate(&["--seed", "2", "--force"]).refusal();
+    assert!(said.contains("layer-0000.qcow2: another process"), "{said}");
+    assert!(contents() == served, "a chain in use was overwritten");
+    server.stop().expect("it ends");
+
+    generate(&["--seed", "2", "--force"]).ok();
+    assert!(contents() != first);
+    mica::run(["check", image.to_str().expect("a plain name")]).ok();
+}

@@ -204,3 +204,34 @@ fn a_wrong_sidecar_is_never_trusted() {
     serves_right(dir, &manifest, &[]);
     serves_right(dir, &manifest, &[]);
 }
+
+/// The story: an index built right after the chain was made said "0 of 99 layers ready".
+#[test]
+fn an_index_of_new_layers_ends_up_sealed_and_an_unproven_one_says_what_it_lacks() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let spec = ChainSpec { layers: 5, disk_bytes: 4 << 20, ..ChainSpec::new(dir) };
+    let manifest = generate(&spec, |_| {}).expect("made");
+    let built = index("build", dir, &manifest, &[]);
+    assert_eq!((&built["indexed"], &built["built"]), (&4.into(), &4.into()), "{built}");
+    assert_eq!(built["unproven"], 0, "{built}");
+    assert_eq!(states(dir, &manifest, &[]), ["sealed"; 4]);
+
+    // A copy has other timestamps, and the same content.
+    let layer = dir.join("layer-0001.qcow2");
+    fs::copy(&layer, dir.join("copy"))
+        .and_then(|_| fs::rename(dir.join("copy"), &layer))
+        .expect("copied");
+    let status = index("status", dir, &manifest, &[]);
+    assert_eq!(states(dir, &manifest, &[]), ["sealed", "unproven", "sealed", "sealed"]);
+    assert_eq!((&status["indexed"], &status["after-reading"]), (&1.into(), &3.into()));
+    let top = dir.join(&manifest.top).display().to_string();
+    let said = mica::run(["index", "status", &top]).ok();
+    assert!(said.contains("1 of 4 frozen layers ready, 3 once their tables are read,"), "{said}");
+    serves_right(dir, &manifest, &["--index", "read"]);
+
+    let built = index("build", dir, &manifest, &[]);
+    assert_eq!((&built["indexed"], &built["unproven"]), (&4.into(), &0.into()), "{built}");
+    let said = mica::run(["index", "status", &top]).ok();
+    assert!(said.contains("4 of 4 frozen layers ready, "), "{said}");
+}

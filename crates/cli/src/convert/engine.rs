@@ -5,6 +5,7 @@
 //! writing run in parallel. So the target is laid out as if a single coroutine had done it all.
 
 use super::content::{ContentRules, contents};
+use super::progress::Progress;
 use crate::cursor::{Cursor, Piece};
 use mica_block::{Disk, Error, ErrorKind, Result, Store, read_whole, write_all};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter, Place, Write};
@@ -33,14 +34,18 @@ pub(super) struct Job {
     pub(super) backend: Backend,
 }
 
-/// The files that a disk is copied to, all empty.
+/// What a disk is copied to.
 pub(super) enum Target {
+    /// An empty file.
     Raw(Arc<dyn Store>),
+    /// A disk that is there already.
+    Disk(Arc<dyn Disk>),
+    /// Empty files.
     Qcow2 { image: Arc<dyn Store>, data: Option<Arc<dyn Store>>, writer: Box<Mutex<ImageWriter>> },
 }
 
-/// Copies everything; `progress` is called now and then with the number of bytes done.
-pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+/// Copies everything.
+pub(super) fn copy(job: &Job, progress: &Progress) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.min(job.coroutines);
     let shared = Shared::new(job);
@@ -69,7 +74,7 @@ pub(super) fn copy(job: &Job, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
     shared.outcome()
 }
 
-fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &(dyn Fn(u64) + Sync)) {
+fn run_thread(job: &Job, shared: &Shared, count: usize, progress: &Progress) {
     // A coroutine that fails or panics keeps no other waiting.
     let _ending = EndTurns(shared);
     match Executor::new(job.backend) {
@@ -131,7 +136,7 @@ impl Shared {
     }
 
     /// The next piece with its ticket; `None` at the end of the disk or of the copy.
-    async fn next(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<Option<(u64, Piece)>> {
+    async fn next(&self, progress: &Progress) -> Result<Option<(u64, Piece)>> {
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         if !self.reading.wait(ticket).await {
             return Ok(None);
@@ -139,7 +144,7 @@ impl Shared {
         // It is this ticket's turn, so nobody else has taken the cursor.
         let Some(mut cursor) = lock(&self.cursor).take() else { return Ok(None) };
         let piece = cursor.next().await;
-        progress(cursor.position());
+        progress.at(cursor.position());
         *lock(&self.cursor) = Some(cursor);
         self.reading.advance();
         Ok(piece?.map(|piece| (ticket, piece)))
@@ -147,7 +152,7 @@ impl Shared {
 }
 
 /// One coroutine: processes pieces until there are none.
-async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+async fn run(job: &Job, shared: &Shared, progress: &Progress) -> Result<()> {
     let kind = job.rules.compress;
     let mut compressor =
         kind.map(|kind| Compressor::new(kind, CompressionLevel::Usual)).transpose()?;
@@ -161,8 +166,12 @@ async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Res
         let kinds = contents(&job.rules, &bytes, beneath.as_deref(), compressor.as_mut())?;
         match &job.target {
             Target::Raw(store) => {
-                let len = usize::try_from(piece.len).expect("a piece");
-                write_raw(&**store, start, bytes, len, &kinds).await?;
+                let write = async |part, at| write_all(&**store, part, HostOffset::new(at)).await;
+                write_runs((start, piece.len), bytes, &kinds, progress, write).await?;
+            }
+            Target::Disk(disk) => {
+                let write = async |part, at| disk.write(GuestOffset::new(at), part).await.0;
+                write_runs((start, piece.len), bytes, &kinds, progress, write).await?;
             }
             Target::Qcow2 { image, data, writer } => {
                 if !shared.placing.wait(ticket).await {
@@ -175,7 +184,9 @@ async fn run(job: &Job, shared: &Shared, progress: &(dyn Fn(u64) + Sync)) -> Res
                         (Place::DataFile, Some(data)) => data,
                         _ => image,
                     };
+                    let len = bytes.len() as u64;
                     write_all(&**store, bytes, at).await?;
+                    progress.wrote(len);
                 }
             }
         }
@@ -204,22 +215,23 @@ fn pad(bytes: Buf, len: usize) -> Buf {
     padded
 }
 
-/// Writes the runs of a piece that hold data at their offsets.
-async fn write_raw(
-    store: &dyn Store,
-    start: u64,
+/// Writes the runs of a piece, which has a start and a length, that hold data at their offsets.
+async fn write_runs(
+    (start, len): (u64, u64),
     mut bytes: Buf,
-    len: usize,
     contents: &[Content],
+    progress: &Progress,
+    write: impl AsyncFn(Buf, u64) -> Result<()>,
 ) -> Result<()> {
     let unit = bytes.len() / contents.len().max(1);
-    bytes.truncate(len);
+    bytes.truncate(usize::try_from(len).expect("a piece"));
     let mut at = start;
     for run in contents.chunk_by(|a, b| a == b) {
         let part = bytes.split_to((run.len() * unit).min(bytes.len()));
         let part_len = part.len() as u64;
         if run.first() == Some(&Content::Data) && !part.is_empty() {
-            write_all(store, part, HostOffset::new(at)).await?;
+            write(part, at).await?;
+            progress.wrote(part_len);
         }
         at += part_len;
     }

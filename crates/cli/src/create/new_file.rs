@@ -4,21 +4,20 @@
 use super::sources::Sources;
 use crate::failure::Failure;
 use crate::images::ImageArgs;
+use crate::unfinished::Unfinished;
 use mica_block::{Images, Store};
 use mica_stack::{FileImages, ImageOptions, wait_for_dead};
 use mica_store::CacheMode;
-use std::fs::{OpenOptions, remove_file};
+use std::fs::OpenOptions;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A new, empty file. It is removed on drop unless it is kept.
 pub(crate) struct NewFile {
-    path: PathBuf,
     store: Arc<dyn Store>,
-    /// Whether this process created the file.
-    made: bool,
-    keep: bool,
+    unfinished: Unfinished,
 }
 
 impl NewFile {
@@ -31,6 +30,10 @@ impl NewFile {
     ) -> Result<Self, Failure> {
         sources.check(path)?;
         let options = options_of(images)?;
+        if is_block_device(path) {
+            let what = "is a block device: only `mica convert -O raw` writes a disk onto one";
+            return Err(Failure::new(format!("{} {what}", path.display())));
+        }
         let made = match OpenOptions::new().write(true).create_new(true).open(path) {
             Ok(_) => true,
             Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
@@ -40,15 +43,14 @@ impl NewFile {
         };
         // If another process has locked it meanwhile, the file is that one's, whoever made it.
         let store = open(path, options).await?;
-        let mut file = Self { path: path.to_owned(), store, made, keep: true };
         // Checked under the lock, so that nobody else writes to it meanwhile.
-        if !force && file.store.len()? > 0 {
+        if !force && store.len()? > 0 {
             let what = format!("{} exists and is not empty: --force overwrites it", path.display());
             return Err(Failure::new(what));
         }
-        file.keep = false;
-        file.store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
-        Ok(file)
+        let unfinished = Unfinished::new(path, made);
+        store.set_len(0).await.map_err(|error| error.wrap(path.display().to_string()))?;
+        Ok(Self { store, unfinished })
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn Store> {
@@ -56,22 +58,14 @@ impl NewFile {
     }
 
     /// Keeps the file: it is complete.
-    pub(crate) fn keep(mut self) {
-        self.keep = true;
+    pub(crate) fn keep(self) {
+        self.unfinished.keep();
     }
 }
 
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        if self.keep {
-            return;
-        }
-        // The error is already reported, and what is left is not an image.
-        let _ = match self.made {
-            true => remove_file(&self.path),
-            false => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
-        };
-    }
+/// Whether `path` names a block device.
+pub(crate) fn is_block_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }
 
 /// Opens the file at `path` for writing, through the page cache.
@@ -82,7 +76,8 @@ pub(crate) async fn open_writable(
     open(path, options_of(images)?).await
 }
 
-fn options_of(images: &ImageArgs) -> Result<ImageOptions, Failure> {
+/// Options for opening files for writing, through the page cache.
+pub(crate) fn options_of(images: &ImageArgs) -> Result<ImageOptions, Failure> {
     Ok(ImageOptions { cache: CacheMode::Writeback, ..images.image_options()? })
 }
 

@@ -53,11 +53,8 @@ impl NewImageOptions {
                 return Err(Failure::new("-o: mica does not encrypt images"));
             }
             _ => {
-                let known = "size, compat, backing_file, backing_fmt, data_file, data_file_raw, \
-                             cluster_size, extended_l2, refcount_bits, lazy_refcounts, \
-                             compression_type, preallocation";
                 return Err(Failure::new(format!(
-                    "-o: Invalid parameter '{key}': known ones are {known}"
+                    "-o: Invalid parameter '{key}': -o help lists those that there are"
                 )));
             }
         }
@@ -81,6 +78,36 @@ impl NewImageOptions {
         }
         Ok(())
     }
+}
+
+/// The options of qcow2 images.
+const QCOW2_OPTIONS: &[(&str, &str)] = &[
+    ("backing_file", "the backing file, as -b"),
+    ("backing_fmt", "its format, as -F"),
+    ("cluster_size", "512 to 2M, by default 64k, for overlays 128k"),
+    ("compat", "1.1 (v3), or 0.10 (v2) for old readers"),
+    ("compression_type", "zlib or zstd"),
+    ("data_file", "the file that holds the data instead of the image"),
+    ("data_file_raw", "on: the data file is a raw image as well"),
+    ("extended_l2", "on: clusters have 32 subclusters"),
+    ("lazy_refcounts", "on: refcounts may be repaired after a crash instead of synced"),
+    ("preallocation", "off, metadata, falloc or full"),
+    ("refcount_bits", "1, 2, 4, 8, 16, 32 or 64"),
+    ("size", "length of the disk, as SIZE"),
+];
+/// The options of raw images.
+const RAW_OPTIONS: &[(&str, &str)] =
+    &[("preallocation", "off, falloc or full"), ("size", "length of the disk, as SIZE")];
+
+/// The list of options, if `texts` ask for it with -o help.
+pub(crate) fn help(texts: &[String], format: Format) -> Option<String> {
+    let asks = |text: &String| words(text).iter().any(|word| word == "help" || word == "?");
+    if !texts.iter().any(asks) {
+        return None;
+    }
+    let options = if format == Format::Qcow2 { QCOW2_OPTIONS } else { RAW_OPTIONS };
+    let lines = options.iter().map(|(name, what)| format!("  {name:<17} {what}\n"));
+    Some(format!("Options of {} images (-o):\n{}", format.name(), lines.collect::<String>()))
 }
 
 /// Splits at commas; a double comma stands for one within a value.
@@ -134,6 +161,19 @@ mod tests {
     fn a_doubled_comma_belongs_to_the_value() {
         assert_eq!(words("a=1,b=x,,y,c"), ["a=1", "b=x,y", "c"]);
         assert_eq!(words(""), Vec::<String>::new());
+    }
+
+    #[test]
+    fn every_option_that_is_listed_is_known() {
+        for (format, options) in [(Format::Qcow2, QCOW2_OPTIONS), (Format::Raw, RAW_OPTIONS)] {
+            for (name, _) in options {
+                let said = parse(&[format!("{name}=bogus")], format).err();
+                let said = format!("{said:?}");
+                assert!(!said.contains("Invalid parameter"), "{name}: {said}");
+            }
+        }
+        assert!(help(&["size=1,help".to_owned()], Format::Qcow2).is_some());
+        assert!(help(&["size=1".to_owned()], Format::Qcow2).is_none());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use mica_block::Manage;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 /// Those files, by device and inode: a link is the file that it names.
@@ -36,5 +36,9 @@ impl Sources {
 }
 
 fn identity_of(path: &Path) -> Option<(u64, u64)> {
-    path.metadata().ok().map(|found| (found.dev(), found.ino()))
+    path.metadata().ok().map(|found| match found.file_type().is_block_device() {
+        // All nodes of one device are one file; no regular file has inode 0.
+        true => (found.rdev(), 0),
+        false => (found.dev(), found.ino()),
+    })
 }

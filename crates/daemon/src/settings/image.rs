@@ -4,7 +4,9 @@ use super::{Cache, Size};
 use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
-use mica_stack::{Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace};
+use mica_stack::{
+    Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, standing_allow_paths,
+};
 use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ffi::OsStr;
@@ -51,7 +53,8 @@ pub struct ImageSettings {
     #[serde(deserialize_with = "one_or_many")]
     pub names: Vec<PathBuf>,
     /// Also let images name files in this directory and below, besides those of --names. Can be
-    /// repeated.
+    /// repeated. So do MICA_ALLOW_PATH=DIRECTORY:... and allow-path = ["DIRECTORY", ...] in
+    /// /etc/mica/config.toml and ~/.config/mica/config.toml, unless --names lists directories.
     #[arg(long, value_name = "DIRECTORY")]
     pub allow_path: Vec<PathBuf>,
     /// How images are read: through the page cache, or bypassing it (O_DIRECT).
@@ -186,8 +189,10 @@ impl ImageSettings {
         }
         let is_beside = self.names.is_empty() || has(NAMES_BESIDE);
         let names = if is_beside { Names::Beside } else { Names::Given };
-        let given = self.names.iter().filter(|name| !is_word(name));
-        Ok((names, given.chain(&self.allow_path).cloned().collect()))
+        let given = self.names.iter().filter(|name| !is_word(name)).chain(&self.allow_path);
+        // Whoever lists directories wants no others.
+        let standing = if is_beside { standing_allow_paths() } else { &[] };
+        Ok((names, given.chain(standing).cloned().collect()))
     }
 
     /// Options for opening a chain.

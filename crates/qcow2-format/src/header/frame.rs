@@ -4,7 +4,7 @@ use super::features::{COMPRESSION, INCOMPATIBLE_KNOWN};
 use super::{BackingName, Encryption, Incompatible, Version};
 use crate::extension::{self, FeatureKind, FeatureName, Walk};
 use crate::refcount::RefcountWidth;
-use crate::{Compression, corrupt, unsupported, until_nul};
+use crate::{Compression, corrupt, foreign, unsupported, until_nul};
 use mica_block::Result;
 use mica_units::ClusterBits;
 use std::ffi::OsStr;
@@ -71,10 +71,7 @@ impl Frame {
         }
         let raw: RawHeader = zerocopy::transmute!(fixed);
         if raw.magic.get() != MAGIC {
-            return Err(corrupt(format!(
-                "not a qcow2 image: it starts with {:#010x} instead of {MAGIC:#010x} (QFI\\xfb)",
-                raw.magic.get()
-            )));
+            return Err(corrupt(format!("not a qcow2 image: {}", foreign::describe(first_bytes))));
         }
         let version = Version::from_number(raw.version.get())?;
         let cluster_bits = ClusterBits::new(raw.cluster_bits.get()).ok_or_else(|| {

@@ -1,0 +1,51 @@
+//! Copies to standard output: the bytes of the disk in order, zeros included.
+
+use super::ConvertArgs;
+use super::progress::Progress;
+use crate::dd::copy_out;
+use crate::failure::Failure;
+use crate::output::OutputFormat;
+use mica_block::Disk;
+use mica_rt::Executor;
+use mica_stack::Format;
+use std::path::Path;
+
+/// Whether `path` stands for standard input or output.
+pub(super) fn is_stream(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// # Errors
+/// If the options ask for something that a stream does not have.
+pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
+    if is_stream(&args.source) {
+        let what = "-: standard input has no length and cannot be read twice: write it to a file, \
+                    or pipe it into `mica write IMAGE 0`";
+        return Err(Failure::new(what));
+    }
+    if !is_stream(&args.target) {
+        return Ok(());
+    }
+    if format != Format::Raw {
+        let what = "-: only a raw image can be written to standard output: add -O raw";
+        return Err(Failure::new(what));
+    }
+    let has_options = !args.options.is_empty() || args.no_create || args.force;
+    if has_options || args.report.format() == Some(OutputFormat::Json) {
+        let what = "-: standard output takes neither -o, -n, --force nor --output json";
+        return Err(Failure::new(what));
+    }
+    Ok(())
+}
+
+pub(super) fn convert(
+    executor: &Executor,
+    source: &dyn Disk,
+    progress: &Progress,
+) -> Result<(), Failure> {
+    let len = source.geometry().len;
+    executor.block_on(copy_out(source, 0..len, |position, bytes| {
+        progress.at(position);
+        progress.wrote(bytes);
+    }))
+}

@@ -1,0 +1,47 @@
+//! The names that a new image gives to other files, and whether it may be opened with them.
+
+use super::beside;
+use crate::failure::Failure;
+use crate::images::ImageArgs;
+use mica_block::Images;
+use mica_qcow2_tools::create::ImageWish;
+use mica_stack::{FileImages, looks_like_protocol};
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+/// Writes the names of files that look like protocols as paths: a:b as ./a:b.
+pub(crate) fn plain_names(image: &Path, wish: &mut ImageWish) {
+    // A data file is created, a backing file is there. Without one the name may be a protocol.
+    wish.backing_name.iter_mut().for_each(|name| plain(name, |name| beside(image, name).exists()));
+    wish.data_file.iter_mut().for_each(|name| plain(name, |_| true));
+}
+
+fn plain(name: &mut OsString, is_file: impl Fn(&Path) -> bool) {
+    if looks_like_protocol(name.as_bytes()) && is_file(Path::new(name)) {
+        let mut path = OsString::from("./");
+        path.push(&*name);
+        *name = path;
+    }
+}
+
+/// Warns if the new image at `image` names files that it may not, so that nothing will open it as
+/// it is.
+pub(crate) fn warn_if_refused(
+    image: &Path,
+    wish: &ImageWish,
+    images: &ImageArgs,
+) -> Result<(), Failure> {
+    let names = [&wish.backing_name, &wish.data_file];
+    let names: Vec<&OsStr> = names.into_iter().flatten().map(OsString::as_os_str).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let files = FileImages::new(image, images.image_options()?)?;
+    for name in names {
+        if let Err(error) = files.resolve(image, Path::new(name)) {
+            tracing::warn!("{} will be refused as it is: {error}", image.display());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! Files that are not complete yet: a verb that fails removes them, and so does a signal that ends
+//! the program.
+//!
+//! - I1 A file is removed only while it is on the list. It leaves the list when it is complete, or
+//!   when it is removed, both under the list's lock.
+//! - I2 A signal that ends the program takes that lock and never releases it: from then on no file
+//!   is completed, and no failure reported that only the end has caused.
+//! - I3 An existing file that was overwritten is emptied, not removed, after nothing can be written
+//!   to files any more.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
+use std::fs::{OpenOptions, remove_file};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+static FILES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+
+struct Entry {
+    path: PathBuf,
+    /// Whether this process created the file.
+    made: bool,
+}
+
+/// A file that is removed on drop, or emptied if it existed before, unless it is kept.
+pub(crate) struct Unfinished {
+    path: PathBuf,
+}
+
+impl Unfinished {
+    /// The file at `path`, which this process has created (`made`) or is about to overwrite.
+    pub(crate) fn new(path: &Path, made: bool) -> Self {
+        static WATCHING: Once = Once::new();
+        WATCHING.call_once(watch_signals);
+        files().push(Entry { path: path.to_owned(), made });
+        Self { path: path.to_owned() }
+    }
+
+    /// Keeps the file: it is complete.
+    pub(crate) fn keep(self) {
+        files().retain(|entry| entry.path != self.path);
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let mut files = files();
+        if let Some(at) = files.iter().position(|entry| entry.path == self.path) {
+            files.swap_remove(at).discard();
+        }
+    }
+}
+
+impl Entry {
+    fn discard(&self) {
+        // The failure itself is reported, and what is left is not an image.
+        let _ = match self.made {
+            true => remove_file(&self.path),
+            false => OpenOptions::new().write(true).truncate(true).open(&self.path).map(drop),
+        };
+    }
+}
+
+/// Waits forever if a signal is ending the program (I2).
+pub(crate) fn wait_if_ending() {
+    drop(files());
+}
+
+fn files() -> MutexGuard<'static, Vec<Entry>> {
+    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what is unfinished when the user or the system ends the program. If that cannot be
+/// arranged, the signals end it as they would otherwise.
+fn watch_signals() {
+    let ending = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal));
+    let watched = Signals::new(ending).and_then(|mut signals| {
+        let watch = move || {
+            if let Some(signal) = signals.forever().next() {
+                end(signal);
+            }
+        };
+        std::thread::Builder::new().name("signals".to_owned()).spawn(watch)
+    });
+    if let Err(error) = watched {
+        tracing::warn!(%error, "if a signal ends this command, an unfinished file stays");
+    }
+}
+
+/// Ends the program as `signal` would have.
+fn end(signal: i32) {
+    let files = files();
+    // The kernel judges a write after it has locked the file, as it does a truncation: a write that
+    // is still under way can make nothing longer after the truncation.
+    let limit = Rlimit { current: Some(0), ..getrlimit(Resource::Fsize) };
+    if let Err(error) = setrlimit(Resource::Fsize, limit) {
+        tracing::debug!(%error, "writes continue until the end");
+    }
+    files.iter().for_each(Entry::discard);
+    // It ends the program, so the lock stays taken. Otherwise the exit code says the same.
+    if emulate_default_handler(signal).is_err() {
+        std::process::exit(128 + signal);
+    }
+}
+
+/// Whether the program was started with `signal` ignored, as by nohup: then it stays ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}

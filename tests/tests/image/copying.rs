@@ -1,0 +1,158 @@
+//! A copy under way: what it says, what a signal does, and copies to standard output.
+
+use mica_tests::{clock, command, mica};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Makes every read and write slow, so that a copy lasts for seconds.
+const SLOWLY: [&str; 2] = ["--inject", "delay=30ms"];
+const LEN: usize = 96 << 20;
+
+#[track_caller]
+fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
+    command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
+}
+
+fn source(dir: &Path) {
+    fs::write(dir.join("source.raw"), vec![7; LEN]).expect("there is room");
+}
+
+/// Starts mica, and waits until `file` is there and has content.
+#[track_caller]
+fn start(dir: &Path, args: &[&str], file: &str) -> Child {
+    let mut mica = Command::new(mica::binary());
+    let mica = mica.current_dir(dir).args(args).stdin(Stdio::null());
+    let mut child = mica.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("started");
+    let file = dir.join(file);
+    let writes = || file.metadata().ok().filter(|file| file.len() > 1 << 20).map(|_| ());
+    if clock::poll(LIMIT, Duration::from_millis(2), writes).is_none() {
+        let _ = child.kill();
+        panic!("it writes nothing: {:?}", child.wait_with_output());
+    }
+    child
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).expect("it runs");
+}
+
+#[test]
+fn a_signal_ends_a_copy_and_leaves_no_junk() {
+    use std::os::unix::process::ExitStatusExt as _;
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let to_raw = [&["convert", "-f", "raw", "-O", "raw"], &SLOWLY[..], &["source.raw", "copy"]];
+    let to_qcow2 = [&["convert", "-f", "raw"], &SLOWLY[..], &["source.raw", "copy"]];
+    let full = ["-o", "preallocation=full", "copy", "4G"];
+    let create = [&["create", "-f", "raw"], &SLOWLY[..], &full];
+    for verb in [to_raw.concat(), to_qcow2.concat(), create.concat()] {
+        for number in [Signal::INT, Signal::TERM, Signal::HUP] {
+            let child = start(dir, &verb, "copy");
+            signal(&child, number);
+            let ended = child.wait_with_output().expect("it ends");
+            assert_eq!(ended.status.signal(), Some(number.as_raw()), "{verb:?}: {ended:?}");
+            assert_eq!(String::from_utf8_lossy(&ended.stderr), "", "{verb:?}");
+            assert!(!dir.join("copy").exists(), "{verb:?}: junk was left");
+        }
+    }
+    // An existing file is emptied, so that the next attempt needs no --force.
+    fs::write(dir.join("copy"), vec![1; 4096]).expect("there is room");
+    let forced = [to_raw.concat(), vec!["--force"]].concat();
+    let child = start(dir, &forced, "copy");
+    signal(&child, Signal::INT);
+    child.wait_with_output().expect("it ends");
+    assert_eq!(fs::metadata(dir.join("copy")).expect("it was there before").len(), 0);
+}
+
+/// As `nohup mica convert … &` in a shell.
+#[test]
+fn an_ignored_signal_stays_ignored() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let script = "trap '' HUP INT; \"$0\" convert -f raw --inject delay=5ms source.raw copy & \
+                  while ! test -s copy; do sleep 0.01; done; kill -HUP $!; kill -INT $!; wait $!";
+    let mut shell = Command::new("bash");
+    command::finish(shell.current_dir(dir).arg("-c").arg(script).arg(mica::binary())).ok();
+    mica_in(dir, &["compare", "-f", "raw", "source.raw", "copy"]).ok();
+}
+
+#[test]
+fn sigusr1_asks_for_a_line_and_kills_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let slow = [&["convert", "-f", "raw"], &SLOWLY[..], &["source.raw", "copy"]].concat();
+    let mut child = start(dir, &slow, "copy");
+    signal(&child, Signal::USR1);
+    let mut stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+    let mut line = String::new();
+    stderr.read_line(&mut line).expect("a line");
+    assert!(line.contains(" %: ") && line.contains("96 MiB"), "{line}");
+    assert!(child.wait().expect("it ends").success());
+
+    let full = ["-o", "preallocation=full", "new", "64M"];
+    let create = [&["create", "-f", "raw"], &SLOWLY[..], &full].concat();
+    let child = start(dir, &create, "new");
+    signal(&child, Signal::USR1);
+    let ended = child.wait_with_output().expect("it ends");
+    assert!(ended.status.success() && ended.stderr.is_empty(), "{ended:?}");
+}
+
+#[test]
+fn progress_ends_with_the_totals() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    source(dir);
+    let said = mica_in(dir, &["convert", "-p", "-f", "raw", "source.raw", "copy"]);
+    let last = said.stderr.lines().last().expect("a line").to_owned();
+    assert!(last.starts_with("100 %: 96 MiB in ") && last.contains("B/s"), "{said}");
+    assert_eq!(said.ok(), "");
+
+    let slow = ["convert", "-p", "--output", "json", "-f", "raw", "--force", "source.raw", "copy"];
+    // Far longer than a second: one piece after the other, each with two delays.
+    let said = mica_in(dir, &[&slow[..], &["-m", "1"], &SLOWLY].concat());
+    let lines: Vec<Value> =
+        said.stderr.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let last = lines.last().expect("a line");
+    assert_eq!((&last["done"], &last["total"]), (&LEN.into(), &LEN.into()), "{said}");
+    assert!(lines.len() >= 2, "{said}");
+    let result = said.json();
+    assert_eq!((&result["virtual-size"], &result["format"]), (&LEN.into(), &"qcow2".into()));
+    assert_eq!(result["filename"], "copy");
+
+    let quiet = ["convert", "-q", "-p", "-f", "raw", "--force", "source.raw", "copy"];
+    assert_eq!(mica_in(dir, &quiet).stderr, "");
+}
+
+#[test]
+fn a_raw_copy_streams_to_standard_output() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    fs::write(dir.join("source.raw"), vec![7; (3 << 20) + 512]).expect("there is room");
+    mica_in(dir, &["convert", "-f", "raw", "source.raw", "source.qcow2"]).ok();
+    mica_in(dir, &["resize", "source.qcow2", "5M"]).ok();
+    let copy = fs::File::create(dir.join("copy.raw")).expect("made");
+    let mut mica = Command::new(mica::binary());
+    let words = ["convert", "-O", "raw", "source.qcow2", "-"];
+    assert!(mica.current_dir(dir).args(words).stdout(copy).status().expect("it runs").success());
+    let formats = ["compare", "-s", "-F", "raw", "source.qcow2", "copy.raw"];
+    mica_in(dir, &formats).ok();
+    for args in [
+        &["source.qcow2", "-"][..],
+        &["-", "copy.qcow2"],
+        &["-O", "raw", "-n", "source.qcow2", "-"],
+        &["-O", "raw", "-o", "preallocation=full", "source.qcow2", "-"],
+    ] {
+        let said = mica_in(dir, &[&["convert"], args].concat()).refusal();
+        assert!(said.contains("-: "), "{said}");
+    }
+    assert!(!dir.join("-").exists() && !dir.join("copy.qcow2").exists());
+}

@@ -1,0 +1,140 @@
+//! `mica convert` onto block devices, and with -n into images that exist.
+
+use mica_tests::mounts::Mount;
+use mica_tests::{command, mica, qemu, tools};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+#[track_caller]
+fn mica_in(dir: &Path, args: &[&str]) -> command::Finished {
+    command::finish(Command::new(mica::binary()).current_dir(dir).args(args))
+}
+
+/// A loop device, detached when dropped.
+struct Loop(String);
+
+impl Loop {
+    /// `None` if none can be had here.
+    fn attach(file: &Path) -> Option<Self> {
+        let attached = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let attached = attached.ok().filter(|output| output.status.success())?;
+        Some(Self(String::from_utf8_lossy(&attached.stdout).trim().to_owned()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+/// A disk of 8 MiB and a bit with data, zeros and holes, and the same as `flat.raw`.
+fn source(dir: &Path) -> Vec<u8> {
+    qemu::create(dir, "base.qcow2", &[], "8389120");
+    qemu::io(dir, &[], "base.qcow2", &["write -P 1 0 1M", "write -P 2 5M 100k"]);
+    qemu::overlay(dir, "source.qcow2", "base.qcow2", &[]);
+    qemu::io(dir, &[], "source.qcow2", &["write -z 64k 64k", "write -P 3 8388608 512"]);
+    qemu::flatten(dir, "source.qcow2", "flat.raw");
+    fs::read(dir.join("flat.raw")).expect("written")
+}
+
+#[test]
+fn a_disk_is_written_onto_a_device_and_nothing_beyond_it() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO, tools::MKE2FS]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let wanted = source(dir);
+    let file = dir.join("device");
+    fs::write(&file, vec![9; 16 << 20]).expect("there is room");
+    let Some(device) = Loop::attach(&file) else {
+        return tools::skip("no loop device can be had here");
+    };
+    let convert = |more: &[&str]| {
+        let onto = ["convert", "-O", "raw", "source.qcow2", &device.0];
+        mica_in(dir, &[&onto[..], more].concat())
+    };
+    for more in [&[][..], &["-n"], &["-S", "0"], &["-S", "512", "--aio", "threads"]] {
+        fs::write(&file, vec![9; 16 << 20]).expect("there is room");
+        command::run("blockdev", ["--flushbufs", &device.0]).ok();
+        convert(more).ok();
+        let bytes = fs::read(&device.0).expect("readable");
+        assert!(bytes[..wanted.len()] == wanted, "{more:?}: the disk differs");
+        assert!(bytes[wanted.len()..].iter().all(|byte| *byte == 9), "{more:?}: more was written");
+    }
+    // What the user says is zero stays as it is.
+    command::run("dd", ["if=/dev/zero", "bs=1M", "count=16", &format!("of={}", device.0)]).ok();
+    convert(&["-n", "--target-is-zero"]).ok();
+    assert!(fs::read(&device.0).expect("readable")[..wanted.len()] == wanted);
+
+    let said = mica_in(dir, &["convert", "source.qcow2", &device.0]).refusal();
+    assert!(said.contains("-O raw"), "{said}");
+    let said = convert(&["-o", "preallocation=full"]).refusal();
+    assert!(said.contains("-o"), "{said}");
+    let said = mica_in(dir, &["convert", "-f", "raw", "-O", "raw", &device.0, &device.0]).refusal();
+    assert!(said.contains("part of the source"), "{said}");
+    qemu::create(dir, "long.qcow2", &[], "16777728");
+    let said = mica_in(dir, &["convert", "-O", "raw", "long.qcow2", &device.0]).refusal();
+    assert!(said.contains("too small"), "{said}");
+
+    // A mounted device is in use.
+    let before = fs::read(&file).expect("readable");
+    let mke2fs = tools::MKE2FS.find().expect("present").display().to_string();
+    command::run(&mke2fs, ["-q", "-F", &device.0]).ok();
+    let mounted = Mount::device(&device.0, &dir.join("mounted")).expect("mounted");
+    let said = convert(&[]).refusal();
+    assert!(said.contains("in use"), "{said}");
+    mounted.unmount();
+    assert_ne!(fs::read(&file).expect("readable"), before);
+    convert(&[]).ok();
+}
+
+#[test]
+fn an_image_that_exists_is_written_in_place() {
+    if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let wanted = source(dir);
+    qemu::create(dir, "old.qcow2", &["-o", "compat=0.10"], "9M");
+    qemu::create(dir, "below.qcow2", &[], "12M");
+    qemu::io(dir, &[], "below.qcow2", &["write -P 7 0 12M"]);
+    qemu::overlay(dir, "over.qcow2", "below.qcow2", &[]);
+    qemu::create(dir, "split.qcow2", &["-o", "data_file=split.data"], "9M");
+    for image in ["old.qcow2", "split.qcow2"] {
+        qemu::io(dir, &[], image, &["write -P 7 0 9M"]);
+    }
+    for image in ["old.qcow2", "over.qcow2", "split.qcow2"] {
+        mica_in(dir, &["convert", "-n", "source.qcow2", image]).ok();
+        let said = qemu::img(dir, ["check", image]);
+        assert_eq!(said.code(), Some(0), "{image}: {said}");
+        qemu::flatten(dir, image, "copy.raw");
+        let copy = fs::read(dir.join("copy.raw")).expect("written");
+        assert!(copy[..wanted.len()] == wanted, "{image}: the disk differs");
+        assert!(copy[wanted.len()..].iter().all(|byte| *byte == 7), "{image}: more was written");
+    }
+    fs::write(dir.join("image.raw"), vec![9; 9 << 20]).expect("there is room");
+    mica_in(dir, &["convert", "-n", "-O", "raw", "source.qcow2", "image.raw"]).ok();
+    let copy = fs::read(dir.join("image.raw")).expect("there");
+    assert!(copy.len() == 9 << 20 && copy[..wanted.len()] == wanted);
+    assert!(copy[wanted.len()..].iter().all(|byte| *byte == 9));
+
+    for args in [
+        &["-n", "source.qcow2", "none.qcow2"][..],
+        &["-n", "source.qcow2", "source.qcow2"],
+        &["-n", "source.qcow2", "base.qcow2"],
+        &["-n", "split.qcow2", "source.qcow2"],
+        &["-n", "-O", "raw", "split.qcow2", "split.data"],
+    ] {
+        mica_in(dir, &[&["convert"], args].concat()).refusal();
+    }
+    for args in [&["-n", "-c"][..], &["-n", "-o", "compat=1.1"], &["--target-is-zero"]] {
+        let said = mica_in(dir, &[&["convert"], args, &["source.qcow2", "old.qcow2"]].concat());
+        assert_eq!(said.code(), Some(1), "{said}");
+    }
+    qemu::flatten(dir, "source.qcow2", "after.raw");
+    assert!(fs::read(dir.join("after.raw")).expect("written") == wanted);
+}
