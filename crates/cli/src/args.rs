@@ -7,6 +7,7 @@ use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
 use crate::ctl::CtlArgs;
 use crate::dd::{ReadArgs, WriteArgs};
+use crate::examples;
 use crate::generate::GenArgs;
 use crate::index::IndexArgs;
 use crate::info::InfoArgs;
@@ -24,7 +25,15 @@ use mica_daemon::{HELPER_VERB, LogLevel};
 #[command(name = "mica", version, max_term_width = 100)]
 pub(crate) struct Cli {
     /// What to log to stderr besides errors.
-    #[arg(long, global = true, value_enum, default_value = "warn", value_name = "LEVEL")]
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "warn",
+        value_name = "LEVEL",
+        hide_short_help = true,
+        help_heading = "Engine"
+    )]
     pub(crate) log_level: LogLevel,
     #[command(subcommand)]
     pub(crate) verb: Verb,
@@ -36,23 +45,33 @@ pub(crate) enum Verb {
     Ctl(CtlArgs),
     Top(TopArgs),
     /// Show an image's size, format, snapshots and backing files.
+    #[command(after_long_help = examples::INFO)]
     Info(InfoArgs),
     /// Show which layer owns which bytes of the disk, and where they are.
+    #[command(after_long_help = examples::MAP)]
     Map(MapArgs),
     /// Check an image for corruption and leaked clusters. Changes nothing, except with -r.
     ///
     /// Exit code, after repairs if there are any: 0 nothing found, 1 the check failed, 2
     /// corruption, 3 leaks only, 63 the format has no check.
+    #[command(after_long_help = examples::CHECK)]
     Check(CheckArgs),
     /// Compare the content of two disks.
     ///
     /// Exit code: 0 identical, 1 different, 2 an image could not be opened, 3 or more other errors.
+    #[command(after_long_help = examples::COMPARE)]
     Compare(CompareArgs),
+    #[command(after_long_help = examples::CREATE)]
     Create(CreateArgs),
+    #[command(after_long_help = examples::CONVERT)]
     Convert(ConvertArgs),
+    #[command(after_long_help = examples::RESIZE)]
     Resize(ResizeArgs),
+    #[command(after_long_help = examples::MEASURE)]
     Measure(MeasureArgs),
+    #[command(after_long_help = examples::READ)]
     Read(ReadArgs),
+    #[command(after_long_help = examples::WRITE)]
     Write(WriteArgs),
     /// Build, inspect or drop the index of a chain.
     Index(IndexArgs),

@@ -34,8 +34,10 @@ pub(crate) struct CheckArgs {
     report: ReportArgs,
     #[command(flatten)]
     images: ImageArgs,
-    /// Repair what is found: leaks only, or everything possible.
-    #[arg(short = 'r', long, value_enum, value_name = "WHAT")]
+    /// Repair: leaks, or all.
+    ///
+    /// Leaks only, or everything possible.
+    #[arg(short = 'r', long, value_enum, value_name = "WHAT", hide_possible_values = true)]
     repair: Option<RepairChoice>,
     /// The image. Its backing files are not checked.
     #[arg(value_name = "IMAGE")]

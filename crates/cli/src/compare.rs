@@ -23,9 +23,12 @@ pub(crate) const EXIT_FAILED: u8 = 3;
 #[derive(Args)]
 pub(crate) struct CompareArgs {
     /// Format of the second image.
-    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FORMAT")]
+    #[arg(short = 'F', long, default_value = "qcow2", value_name = "FMT")]
+    #[arg(hide_default_value = true)]
     second_format: String,
-    /// Treat disks of different lengths as different, even if the rest is zeros.
+    /// Disks of other lengths differ.
+    ///
+    /// Even if the rest is zeros.
     #[arg(short = 's', long)]
     strict: bool,
     /// Show progress.

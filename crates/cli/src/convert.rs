@@ -34,41 +34,54 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Args)]
 pub(crate) struct ConvertArgs {
     /// Format of the new image: qcow2 or raw.
-    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
+    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FMT")]
+    #[arg(hide_default_value = true)]
     output_format: String,
-    /// Options of the new image, except size; -o help lists them. Can be repeated.
+    /// Options of the new image, see -o help.
+    ///
+    /// All but size: a copy is as long as its source. Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
     /// Compress the clusters.
     #[arg(short = 'c', long)]
     compress: bool,
-    /// Leave out runs of zeros: of this length in a raw image, of whole clusters in a qcow2 image.
-    /// 0 writes all zeros.
+    /// Zeros to leave out; 0 for none.
+    ///
+    /// Runs of this length in a raw image, whole clusters in a qcow2 image. 0 writes all zeros.
     #[arg(short = 'S', default_value = "4k", value_name = "SIZE")]
     sparse: String,
-    /// Copy an internal snapshot, by id or name.
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    /// Copy this internal snapshot.
+    ///
+    /// By id or name.
+    #[arg(short = 'l', long, value_name = "NAME")]
     load_snapshot: Option<String>,
-    /// Backing file of the new image, relative to its directory: only differences are copied.
+    /// Copy what differs from this base.
+    ///
+    /// It becomes the backing file of the new image. Relative names start from its directory.
     #[arg(short = 'B', long, value_name = "BASE")]
     backing: Option<OsString>,
     /// Format of the backing file: qcow2 or raw.
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Pieces that are read, compressed and written in parallel.
     #[arg(short = 'm', long, default_value_t = 8, value_name = "COUNT")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
     coroutines: usize,
     /// Accepted for compatibility with qemu-img: pieces are always written out of order.
-    #[arg(short = 'W')]
+    #[arg(short = 'W', hide_short_help = true, help_heading = "Engine")]
     out_of_order: bool,
-    /// Show progress on stderr: a bar on a terminal, elsewhere a line a second. SIGUSR1 asks for a
+    /// Show progress on stderr.
+    ///
+    /// A bar on a terminal, elsewhere a line a second, JSON with --output json. SIGUSR1 asks for a
     /// line at any time.
     #[arg(short = 'p', long)]
     progress: bool,
     /// Overwrite an existing file.
     #[arg(long)]
     force: bool,
-    /// Write into TARGET, which exists and is as long or longer; what it has beyond stays.
+    /// Write into TARGET, which exists.
+    ///
+    /// It must be as long or longer; what it has beyond stays.
     #[arg(short = 'n', conflicts_with_all = ["options", "compress", "backing", "backing_format"])]
     no_create: bool,
     /// TARGET holds only zeros: write none.
@@ -81,7 +94,10 @@ pub(crate) struct ConvertArgs {
     /// The disk to copy: for a chain, its active layer.
     #[arg(value_name = "SOURCE")]
     source: PathBuf,
-    /// The image to create, or with -O raw a block device that is not in use, or - for stdout.
+    /// The image, with -O raw also a device or -.
+    ///
+    /// A new file, or with -O raw a block device that is not in use, or - for standard output. Of a
+    /// longer device the rest is not written.
     #[arg(value_name = "TARGET")]
     target: PathBuf,
 }

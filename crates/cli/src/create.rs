@@ -34,16 +34,20 @@ use std::sync::Arc;
 /// compat=0.10, use -o extended_l2=off.
 #[derive(Args)]
 pub(crate) struct CreateArgs {
-    /// The image's backing file, relative to the directory of the image.
+    /// The image's backing file.
+    ///
+    /// Relative names start from the directory of the image.
     #[arg(short = 'b', long, value_name = "BASE")]
     pub(crate) backing: Option<OsString>,
     /// Format of the backing file: qcow2 or raw.
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FMT")]
     pub(crate) backing_format: Option<String>,
-    /// Do not open the backing file; SIZE is then required.
+    /// Do not open the base; SIZE is needed.
     #[arg(short = 'u', long)]
     pub(crate) unsafe_backing: bool,
-    /// Options of the format; -o help lists them. Can be repeated.
+    /// Options of the format, see -o help.
+    ///
+    /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
     /// Overwrite an existing file.
@@ -56,7 +60,7 @@ pub(crate) struct CreateArgs {
     /// The image to create.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// Length of its disk; that of the backing file's disk by default.
+    /// Length of its disk, or that of the base.
     #[arg(value_name = "SIZE")]
     pub(crate) size: Option<String>,
 }

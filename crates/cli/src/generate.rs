@@ -1,5 +1,6 @@
 //! `mica gen`: chains for tests and measurements.
 
+use crate::examples;
 use crate::failure::Failure;
 use crate::images::size_of;
 use crate::output::{OutputArgs, OutputFormat, print, print_json, progress_bar};
@@ -19,12 +20,13 @@ pub(crate) struct GenArgs {
 #[derive(Subcommand)]
 enum GenVerb {
     /// Generate a chain of qcow2 layers whose content can be verified.
+    #[command(after_long_help = examples::GEN_CHAIN)]
     Chain(GenChainArgs),
 }
 
 #[derive(Args)]
 struct GenChainArgs {
-    /// Number of layers, the active one included.
+    /// Layers, the active one included.
     #[arg(short = 'n', long, default_value_t = 10, value_name = "COUNT")]
     layers: u32,
     /// Length of the disk.
@@ -33,23 +35,24 @@ struct GenChainArgs {
     /// Size of a cluster.
     #[arg(short = 'c', long, default_value = "64k", value_name = "SIZE")]
     cluster_size: String,
-    /// Fraction of the disk that some layer owns, 0.0 to 1.0.
+    /// Part of the disk with data, 0 to 1.
     #[arg(long, default_value_t = 0.3, value_name = "PART")]
     fill: f64,
-    /// Which layers own it: uniform, or newest-heavy.
+    /// Where: uniform, or newest-heavy.
     #[arg(long, default_value = "uniform", value_name = "NAME")]
     distribution: String,
-    /// Features to mix in, separated by commas; `all` for all of them.
+    /// Features to mix in, with commas; or all.
     #[arg(long, default_value = "", value_name = "LIST")]
     features: String,
     /// Random seed.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// Leave the data clusters as holes in their files.
+    /// Leave data clusters as holes.
     #[arg(long)]
     no_data: bool,
-    /// Write into a directory that is not empty. Layers of the same names are overwritten, unless
-    /// another program uses one of them.
+    /// Overwrite layers in the directory.
+    ///
+    /// Without this it must be empty. An image that another program uses is never overwritten.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

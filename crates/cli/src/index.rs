@@ -1,5 +1,6 @@
 //! `mica index`: the sidecars of a chain.
 
+use crate::examples;
 use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json, progress_bar};
@@ -23,6 +24,7 @@ enum IndexVerb {
     ///
     /// Waits a second if a layer has just been changed: until then its timestamps do not prove
     /// that it was not changed again.
+    #[command(after_long_help = examples::INDEX_BUILD)]
     Build(SubjectArgs),
     /// Show for each frozen layer whether its sidecar is valid.
     ///
@@ -30,8 +32,10 @@ enum IndexVerb {
     /// and their digest matches, because timestamps prove nothing (the layer was copied, moved, or
     /// changed within a second of being indexed); `mica index build` seals it again. stale: it
     /// belongs to another state of the layer, or of a layer below. missing: there is none.
+    #[command(after_long_help = examples::INDEX_STATUS)]
     Status(SubjectArgs),
     /// Remove the sidecars of all frozen layers.
+    #[command(after_long_help = examples::INDEX_DROP)]
     Drop(SubjectArgs),
 }
 

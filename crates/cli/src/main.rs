@@ -14,6 +14,7 @@ mod create;
 mod ctl;
 mod cursor;
 mod dd;
+mod examples;
 mod failure;
 mod fork;
 mod generate;

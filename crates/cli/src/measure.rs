@@ -19,16 +19,28 @@ use std::process::ExitCode;
 #[derive(Args)]
 pub(crate) struct MeasureArgs {
     /// Format of the new image: qcow2 or raw.
-    #[arg(short = 'O', long, default_value = "qcow2", value_name = "FORMAT")]
+    #[arg(
+        short = 'O',
+        long,
+        default_value = "qcow2",
+        value_name = "FMT",
+        hide_default_value = true
+    )]
     output_format: String,
-    /// Options of the new image; -o help lists them. Can be repeated.
+    /// Options of the new image, see -o help.
+    ///
+    /// Can be repeated.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     options: Vec<String>,
-    /// Measure for a full disk of this length, instead of IMAGE.
+    /// Measure for a full disk instead.
+    ///
+    /// Of this length.
     #[arg(long, value_name = "SIZE", conflicts_with = "image")]
     size: Option<String>,
-    /// Measure an internal snapshot of IMAGE, by id or name.
-    #[arg(short = 'l', long, value_name = "SNAPSHOT", conflicts_with = "size")]
+    /// Measure this internal snapshot.
+    ///
+    /// By id or name.
+    #[arg(short = 'l', long, value_name = "NAME", conflicts_with = "size")]
     load_snapshot: Option<String>,
     #[command(flatten)]
     output: OutputArgs,

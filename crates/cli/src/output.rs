@@ -16,8 +16,9 @@ pub(crate) enum OutputFormat {
 
 #[derive(Args)]
 pub(crate) struct OutputArgs {
-    /// How the result is printed.
+    /// How to print the result: human or json.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
     pub(crate) output: OutputFormat,
 }
 

@@ -16,7 +16,9 @@ use std::sync::Arc;
 /// Grow or shrink the disk of an image. The image must not be in use.
 #[derive(Args)]
 pub(crate) struct ResizeArgs {
-    /// Allow the disk to shrink; data beyond the new end is lost.
+    /// Allow the disk to shrink.
+    ///
+    /// Data beyond the new end is lost.
     #[arg(long)]
     shrink: bool,
     /// Print only errors.

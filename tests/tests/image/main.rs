@@ -7,6 +7,7 @@ mod copying;
 mod create;
 mod existing;
 mod foreign;
+mod help;
 mod info;
 mod repair;
 mod resize;

@@ -42,41 +42,52 @@ fn is_word(name: &Path) -> bool {
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ImageSettings {
-    /// Format of the image: qcow2, raw, or null (a disk of zeros; IMAGE is its size).
+    /// Format of the image: qcow2, raw, null.
+    ///
+    /// qcow2 by default: nothing is probed. null is a disk of zeros; IMAGE is its size.
     #[arg(short = 'f', long, default_value = FORMAT, value_name = "FORMAT")]
+    #[arg(hide_default_value = true)]
     pub format: String,
-    /// Which files images may name as their backing or data file: beside, files in the image's own
-    /// directory and below, the default; none; or files in this directory and below, and no others.
-    /// Can be repeated. In a directory with images of several owners "none" is the only safe
-    /// choice: an image could name another owner's file.
-    #[arg(long, value_name = "none|beside|DIRECTORY")]
+    /// Which files images may name as their backing or data file.
+    ///
+    /// beside: files in the image's own directory and below, the default; none; or files in this
+    /// directory and below, and no others. Can be repeated. In a directory with images of several
+    /// owners "none" is the only safe choice: an image could name another owner's file.
+    #[arg(long, value_name = "none|beside|DIRECTORY", hide_short_help = true)]
     #[serde(deserialize_with = "one_or_many")]
     pub names: Vec<PathBuf>,
-    /// Also let images name files in this directory and below, besides those of --names. Can be
-    /// repeated. So do MICA_ALLOW_PATH=DIRECTORY:... and allow-path = ["DIRECTORY", ...] in
-    /// /etc/mica/config.toml and ~/.config/mica/config.toml, unless --names lists directories.
-    #[arg(long, value_name = "DIRECTORY")]
+    /// Let images name files in here, too.
+    ///
+    /// Files in this directory and below, besides those of --names. Can be repeated. So do
+    /// MICA_ALLOW_PATH=DIRECTORY:... and allow-path = ["DIRECTORY", ...] in /etc/mica/config.toml
+    /// and ~/.config/mica/config.toml, unless --names lists directories.
+    #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
     /// How images are read: through the page cache, or bypassing it (O_DIRECT).
     #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
     pub cache: Cache,
-    /// Read images even if another program has them open for writing: what is read may then be
-    /// inconsistent. Writing still requires exclusive access.
+    /// Read images that others have open.
+    ///
+    /// Also if another program has them open for writing: what is read may then be inconsistent.
+    /// Writing still requires exclusive access.
     #[arg(short = 'U', long)]
     pub force_share: bool,
     /// Memory budget for the map of the disk.
     #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
     pub index_cache: Size,
     /// Keep the index in this directory instead of beside the layers.
-    #[arg(long, value_name = "DIRECTORY")]
+    #[arg(long, value_name = "DIRECTORY", hide_short_help = true, help_heading = "Engine")]
     pub index_dir: Option<PathBuf>,
     /// Keep redo logs (writes not flushed yet) in this directory, which must be in memory, in a
     /// folder of this user (mica-UID): if mica is killed, the next process to open the image
     /// replays them. "off" disables them.
     #[arg(long, default_value = SHARED_MEMORY, value_name = "DIRECTORY")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
     pub redo_dir: PathBuf,
     /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
-    #[arg(long, value_name = "FAULT")]
+    #[arg(long, value_name = "FAULT", hide_short_help = true, help_heading = "Engine")]
     pub inject: Vec<String>,
 }
 

@@ -109,6 +109,7 @@ impl StatsSettings {
 pub struct IoSettings {
     /// How I/O is done: by io_uring, by threads, or by io_uring where the system permits it.
     #[arg(long, value_enum, default_value_t, value_name = "BACKEND")]
+    #[arg(hide_short_help = true, help_heading = "Engine")]
     pub aio: Aio,
 }
 
