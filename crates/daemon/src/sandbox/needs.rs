@@ -107,7 +107,8 @@ impl Needs {
         let context = || format!("--disks-in {}", folder.display());
         found.map_err(|error| Error::from_io(context(), error))?;
         self.allow(folder, READ | WRITE | REPLACE | SOCKETS);
-        self.add_logs(&DiskConfig::new(String::new(), folder.join("image")), true);
+        // Whatever one has there that is not configured in any way.
+        self.add_disk(&DiskConfig::new(String::new(), folder.join("image")));
         Ok(())
     }
 
