@@ -28,6 +28,7 @@ use mica_qcow2_format::{Header, RefcountTableEntry, RefcountWidth};
 use mica_rt::sync::Claims;
 use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of clusters that are counted ahead, at least [`AHEAD_CLUSTERS_MIN`] clusters.
@@ -329,9 +330,7 @@ impl Space {
             return false;
         }
         let end = first.saturating_add(count);
-        for cluster in first.up_to(end) {
-            self.put_count(&mut pages, block, cluster, 1);
-        }
+        self.put_counts(&mut pages, block, first..end, 1);
         let group = pages.group.number;
         drop(pages);
         let mut state = self.lock();
@@ -364,20 +363,29 @@ impl Space {
         Ok(block)
     }
 
-    /// Sets a refcount in a page that is in memory.
-    fn put_count(
+    /// Sets the refcounts of clusters whose counts are in one page, which is in memory. Touches no
+    /// other bytes of it: what is touched is logged.
+    fn put_counts(
         &self,
         pages: &mut PageState,
         block: HostOffset,
-        cluster: HostCluster,
+        clusters: Range<HostCluster>,
         value: u64,
     ) {
-        let len = self.page_len();
-        let page = HostOffset::new(self.count_at(block, cluster).bytes() / len * len);
-        let index = usize::try_from(self.index_in_page(cluster)).expect("within a page");
-        let len = usize::try_from(len).expect("4 KiB");
-        let bytes = pages.get_mut(page, len, Stage::Early).expect("the page is there");
-        self.width.set(bytes, index, value).expect("a refcount that fits");
+        let bits = u64::from(self.width.bits());
+        let first = self.index_in_page(clusters.start);
+        let count = clusters.end.saturating_since(clusters.start);
+        assert!(first + count <= self.page_entries(), "the counts are in one page");
+        // Counts of less than a byte share it with others.
+        let bytes = first * bits / 8..((first + count) * bits).div_ceil(8);
+        let start = HostOffset::new(self.count_at(block, clusters.start).bytes());
+        let len = usize::try_from(bytes.end - bytes.start).expect("within a page");
+        let touched = pages.get_mut(start, len, Stage::Early).expect("the page is there");
+        let before = first - bytes.start * 8 / bits;
+        for index in before..before + count {
+            let index = usize::try_from(index).expect("within a page");
+            self.width.set(touched, index, value).expect("a refcount that fits");
+        }
     }
 
     /// The refcount of `cluster`, or `None` if there is no block for it.
@@ -410,7 +418,8 @@ impl Space {
                 continue;
             }
             // Fewer than the references to it: at worst the rest becomes a leak.
-            self.put_count(&mut pages, block, cluster, count.saturating_sub(1));
+            let alone = cluster..cluster.saturating_add(1);
+            self.put_counts(&mut pages, block, alone, count.saturating_sub(1));
             drop(pages);
             if count <= 1 {
                 let mut state = self.lock();

@@ -38,11 +38,14 @@ struct Shape {
 
 impl Shape {
     fn of(seed: u64, rng: &mut Rng) -> Self {
-        let (bits, order, wanted_max, used_max) = match seed % 4 {
+        let (bits, order, wanted_max, used_max) = match seed % 6 {
             // The refcount table is outgrown.
             0 => (9, 6, 300, 5000),
             1 => (9, 6, 40, 2000),
             2 => (9, 4, 100, 3000),
+            // Several counts share a byte.
+            3 => (9, 0, 100, 3000),
+            4 => (9, 2, 100, 3000),
             _ => (13, 6, 60, 1000),
         };
         Self {
@@ -122,7 +125,8 @@ fn new_file(shape: Shape, rng: &mut Rng) -> (Arc<MemoryStore>, BTreeMap<u64, u64
         counts.insert(block, 1);
         for cluster in block + 1..clusters.end {
             if rng.percent(40) {
-                used.insert(cluster, 1 + rng.below(3));
+                let references_max = (1_u64 << shape.width.bits().min(8)) - 1;
+                used.insert(cluster, 1 + rng.below(references_max.min(3)));
             }
         }
         let mut bytes = vec![0; usize::try_from(shape.bits.bytes()).expect("small")];
