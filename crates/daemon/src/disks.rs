@@ -139,6 +139,7 @@ mod tests {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
+            index_thread: Arc::default(),
         }
     }
 

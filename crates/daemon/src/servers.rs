@@ -1,7 +1,7 @@
 //! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
 
 use crate::held::{Held, device_name};
-use crate::indexer::Indexer;
+use crate::indexer::{IndexThread, Indexer};
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
@@ -18,6 +18,8 @@ pub(crate) struct Resources {
     pub(crate) workers: Arc<Workers>,
     /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
+    /// Keeps the index of each chain.
+    pub(crate) index_thread: Arc<IndexThread>,
 }
 
 /// What is about to serve a disk, and answers nobody yet. Dropping it ends it.
@@ -26,8 +28,8 @@ pub(crate) struct Prepared {
     nbd: Option<nbd::Prepared>,
     device: Option<mica_serve::Prepared<vhost_user::Running>>,
     file: Option<mica_serve::Prepared<fuse::Running>>,
-    /// The disk whose index is kept.
-    indexed: Option<Arc<dyn Manage>>,
+    /// The disk whose index is kept, and by whom.
+    indexed: Option<(Arc<dyn Manage>, Arc<IndexThread>)>,
 }
 
 /// What serves a disk.
@@ -55,7 +57,7 @@ impl Prepared {
         let mut all = Self::default();
         let Subject { name, settings, image, disk: managed } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
-        let Resources { workers, mounts, .. } = resources;
+        let Resources { workers, mounts, index_thread, .. } = resources;
         let device = device_name(name);
         let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
         if let Some(held) = devices.first() {
@@ -94,7 +96,7 @@ impl Prepared {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            all.indexed = Some(Arc::clone(managed));
+            all.indexed = Some((Arc::clone(managed), Arc::clone(index_thread)));
         }
         Ok(all)
     }
@@ -106,7 +108,7 @@ impl Prepared {
             nbd: nbd.map(nbd::Prepared::start),
             device: device.map(mica_serve::Prepared::start),
             file: file.map(mica_serve::Prepared::start),
-            indexer: indexed.and_then(Indexer::start),
+            indexer: indexed.and_then(|(disk, thread)| thread.keep(disk)),
         }
     }
 }

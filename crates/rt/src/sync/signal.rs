@@ -1,10 +1,10 @@
 //! A flag that is raised once, for tasks on any thread to wait for.
 
 use event_listener::{Event, EventListener};
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker};
 
 /// The flag.
 #[derive(Default)]
@@ -47,6 +47,17 @@ impl Signal {
             }
         }
     }
+
+    /// Runs `future`, or drops it when the flag is raised.
+    pub async fn unless_raised<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut future = pin!(future);
+        let mut raised = pin!(self.raised());
+        poll_fn(|context| match raised.as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(None),
+            Poll::Pending => future.as_mut().poll(context).map(Some),
+        })
+        .await
+    }
 }
 
 /// A waker that waits for a [`Signal`]. Ends when dropped.
@@ -59,7 +70,6 @@ pub struct Subscription {
 mod tests {
     use super::super::testing::Woken;
     use super::*;
-    use std::pin::pin;
     use std::sync::Arc;
 
     #[test]

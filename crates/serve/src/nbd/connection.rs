@@ -13,10 +13,7 @@ use mica_block::Disk;
 use mica_rt::sync::SharedLock;
 use mica_rt::sync::Signal;
 use mica_rt::{Elapsed, Stream, now, sleep, timeout};
-use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 
 /// What the connections on one executor share with the rest of the server.
 #[derive(Default)]
@@ -89,7 +86,7 @@ async fn serve_inner(
     stats: &QueueStats,
 ) {
     let handshake = timeout(common.limits.handshake_deadline, shake_hands(stream, secured, common));
-    let Some(outcome) = unless_stopped(&common.stop, handshake).await else {
+    let Some(outcome) = common.stop.unless_raised(handshake).await else {
         tracing::debug!("aborted a handshake: the server is stopping");
         return;
     };
@@ -168,19 +165,6 @@ async fn run(
         _ => {}
     }
     tracing::debug!(why = %ended, "a session ended");
-}
-
-/// Runs `future`, or drops it when `stop` is raised.
-pub(super) async fn unless_stopped<F: Future>(stop: &Arc<Signal>, future: F) -> Option<F::Output> {
-    let mut future = pin!(future);
-    let mut stopped = pin!(stop.raised());
-    poll_fn(|context| {
-        if stopped.as_mut().poll(context).is_ready() {
-            return Poll::Ready(None);
-        }
-        future.as_mut().poll(context).map(Some)
-    })
-    .await
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! first, then every session answers what it has admitted and ends; what is not over by the
 //! deadline is dropped.
 
-use super::connection::{Common, QueueShared, Secured, serve, unless_stopped};
+use super::connection::{Common, QueueShared, Secured, serve};
 use super::export::Export;
 use super::limits::{Limits, NAME_BYTES_MAX};
 use super::stats::Counters;
@@ -214,7 +214,7 @@ impl Dispatch {
         handle.spawn_with(move || async move {
             let _guard = guard;
             let session = serve(Stream::Socket(Arc::new(socket)), secured, common, shared);
-            unless_stopped(&given_up, session).await;
+            given_up.unless_raised(session).await;
         });
     }
 }
@@ -253,7 +253,7 @@ async fn accept_all(
     dispatch: Arc<Dispatch>,
 ) {
     let stop = Arc::clone(&dispatch.common.stop);
-    while let Some(accepted) = unless_stopped(&stop, listener.accept()).await {
+    while let Some(accepted) = stop.unless_raised(listener.accept()).await {
         match accepted {
             Ok(socket) => dispatch.hand_over(socket, family, secured.clone()),
             Err(error) => {
