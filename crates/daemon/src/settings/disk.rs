@@ -1,7 +1,7 @@
 //! How one disk is served, and where.
 
-use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
 use super::place::{nbd_place, nbd_places};
+use super::{Discards, IndexMode, OtherUsers, Size, TlsMode, VerifyPeer};
 use clap::Args;
 use mica_block::Result;
 use mica_serve::Rates;

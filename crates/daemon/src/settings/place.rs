@@ -80,7 +80,8 @@ fn tcp(text: &str) -> std::result::Result<SocketAddr, String> {
     let form = match host_and_port(text) {
         Some((host, port)) if text.starts_with(&host) && !host.is_empty() => {
             let found = format!("{host}:{port}").to_socket_addrs();
-            let found = found.map_err(|error| format!("cannot find the address of {host}: {error}"));
+            let found =
+                found.map_err(|error| format!("cannot find the address of {host}: {error}"));
             let mut found: Vec<_> = found?.collect();
             // Most clients try this one of localhost, whatever comes first here.
             found.sort_by_key(SocketAddr::is_ipv6);
