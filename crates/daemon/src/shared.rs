@@ -136,6 +136,7 @@ impl Shared {
         self.control_sockets().iter_mut().for_each(each_socket);
         let disks = self.disks.all();
         disks.iter().for_each(|served| served.held().iter_mut().for_each(each_socket));
+        disks.iter().for_each(|served| served.announce());
         let status = match disks.len() {
             1 => "serving a disk".to_owned(),
             count => format!("serving {count} disks"),
