@@ -44,7 +44,8 @@ pub(crate) fn socket() -> Option<PathBuf> {
     std::env::var_os(SOCKET).filter(|_| is_captive).map(PathBuf::from)
 }
 
-/// Serves, and runs `command` meanwhile. Returns its exit code, or the server's if only that failed.
+/// Serves, and runs `command` meanwhile. Returns its exit code, or the server's if only that
+/// failed.
 fn run(command: &OsStr) -> Result<u8, Failure> {
     let folder = private_folder()?;
     let socket = folder.path().join("socket");

@@ -5,13 +5,13 @@
 //! stderr that has left, must not end a server.
 
 use crate::failure::Failure;
-use mica_daemon::{LogLevel, LogSwitch};
+use mica_daemon::{LogLevel, LogSwitch, SERVING};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Registry, fmt, reload};
@@ -19,7 +19,7 @@ use tracing_subscriber::{Registry, fmt, reload};
 /// The log, with a level that can be changed.
 pub(crate) struct Log {
     level: Mutex<LogLevel>,
-    filter: reload::Handle<LevelFilter, Registry>,
+    filter: reload::Handle<Targets, Registry>,
     places: Arc<Mutex<Places>>,
 }
 
@@ -148,14 +148,17 @@ fn lock(places: &Mutex<Places>) -> MutexGuard<'_, Places> {
     places.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn filter(level: LogLevel) -> LevelFilter {
-    match level {
+/// What is served where is said also to those who asked for problems only.
+fn filter(level: LogLevel) -> Targets {
+    let lines = match level {
         LogLevel::Off => LevelFilter::OFF,
         LogLevel::Error => LevelFilter::ERROR,
         LogLevel::Warn => LevelFilter::WARN,
         LogLevel::Info => LevelFilter::INFO,
         LogLevel::Debug => LevelFilter::DEBUG,
-    }
+    };
+    let serving = if level == LogLevel::Warn { LevelFilter::INFO } else { lines };
+    Targets::new().with_default(lines).with_target(SERVING, serving)
 }
 
 #[cfg(test)]

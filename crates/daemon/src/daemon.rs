@@ -43,6 +43,7 @@ pub struct Daemon {
     pub(crate) control: Option<Control>,
     _watchdog: Option<Watchdog>,
     signals: Signals,
+    log: Arc<dyn LogSwitch>,
     /// Whether SIGHUP makes it read its configuration again, and does not end it.
     reloads: bool,
     stats_file: Option<StatsFile>,
@@ -102,9 +103,11 @@ impl Daemon {
         let opening = Arc::clone(&shared);
         let open = move |begin| opening.open(config, inherited, patience, begin);
         let started = match takeover {
-            Some(takeover) => take_over(takeover, &shared, open, log, &mut is_cancelled),
+            Some(takeover) => {
+                take_over(takeover, &shared, open, Arc::clone(&log), &mut is_cancelled)
+            }
             None => open(Begin::AtOnce).and_then(|inherited| {
-                let control = Control::start(&shared.control_sockets(), &shared, log)?;
+                let control = Control::start(&shared.control_sockets(), &shared, Arc::clone(&log))?;
                 ready(&shared, inherited);
                 Ok(control)
             }),
@@ -113,7 +116,16 @@ impl Daemon {
             Ok(control) => {
                 let (_watchdog, _overlays) = (watchdog, overlays);
                 let reloads = !has_terminal;
-                Ok(Self { shared, control, _watchdog, signals, reloads, stats_file, _overlays })
+                Ok(Self {
+                    shared,
+                    control,
+                    _watchdog,
+                    signals,
+                    log,
+                    reloads,
+                    stats_file,
+                    _overlays,
+                })
             }
             Err(error) => {
                 // The first failure is the one to report.
@@ -133,7 +145,7 @@ impl Daemon {
         let ending = self.signals.forever().find(|signal| {
             let reloads = *signal == SIGHUP && self.reloads;
             if reloads {
-                reload(&self.shared);
+                hang_up(&self.shared, &self.log);
             }
             !reloads
         });
@@ -170,9 +182,15 @@ impl Daemon {
     }
 }
 
-/// Reads the configuration again, on a thread of its own: a signal that ends the process is heard
-/// meanwhile.
-fn reload(shared: &Arc<Shared>) {
+/// Begins a new log file if the old one was renamed, and reads the configuration again, if there is
+/// one, on a thread of its own: a signal that ends the process is heard meanwhile.
+fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
+    if let Err(error) = log.reopen() {
+        tracing::error!("{}", error.in_one_line());
+    }
+    if shared.config_file.is_none() {
+        return;
+    }
     let shared = Arc::clone(shared);
     let body = move || match shared.reload() {
         Ok(reloaded) => reloaded.log(),

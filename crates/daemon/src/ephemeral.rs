@@ -5,7 +5,8 @@
 //! Invariants
 //! - I1 The image of such a disk is only read. Without a folder for its overlay the disk is
 //!   read-only ([`DiskSettings::writes`](crate::settings::DiskSettings)).
-//! - I2 The folder is made outside of the sandbox; the overlay inside, because that reads the image.
+//! - I2 The folder is made outside of the sandbox; the overlay inside, because that reads the
+//!   image.
 //! - I3 The overlay may name the image and what the image itself may name, and nothing else.
 
 use crate::config::Config;

@@ -46,4 +46,13 @@ impl Held {
     pub(crate) fn new(name: String, origin: Origin, listener: Listener) -> Self {
         Self { name, origin, listener, is_stored: false }
     }
+
+    /// Where clients connect, as it is written on the command line.
+    pub(crate) fn place(&self) -> String {
+        match (self.listener.path(), self.listener.tcp_address()) {
+            (Some(path), _) => path.display().to_string(),
+            (None, Some(address)) => format!("tcp:{address}"),
+            (None, None) => "a socket without a name".to_owned(),
+        }
+    }
 }

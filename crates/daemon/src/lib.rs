@@ -50,6 +50,7 @@ pub use control::{LogLevel, LogSwitch};
 pub use daemon::Daemon;
 pub use helper::{HELPER_VERB, run_helper};
 pub use rehearsal::check_config;
+pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
     ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,

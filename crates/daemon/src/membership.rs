@@ -57,6 +57,7 @@ impl Shared {
         }
         served.start();
         Self::own_sockets(&served);
+        served.announce();
         Ok(served)
     }
 
@@ -85,6 +86,7 @@ impl Shared {
     pub(crate) fn undrain(&self, served: &Served) -> Result<()> {
         served.undrain(&|| self.is_stopping())?;
         Self::own_sockets(served);
+        served.announce();
         Ok(())
     }
 

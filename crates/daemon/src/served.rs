@@ -31,6 +31,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// The target of the lines that say what is served where.
+pub const SERVING: &str = "mica::serving";
 /// How often to check whether a closed disk is still referenced.
 const RELEASE_CHECKS: u32 = 1000;
 const RELEASE_CHECK_PAUSE: Duration = Duration::from_millis(1);
@@ -317,6 +319,24 @@ impl Served {
             let prepared = std::mem::take(prepared);
             *state = State::Serving(Box::new(prepared.start()));
         }
+    }
+
+    /// Says where it is served, if it is.
+    pub(crate) fn announce(&self) {
+        if !self.is_open() {
+            return;
+        }
+        let device = device_name(&self.name);
+        let place = |held: &Held| {
+            let server = if held.name == device { "vhost-user" } else { "nbd" };
+            format!("{server} {}", held.place())
+        };
+        let mut places: Vec<_> = self.held().iter().map(place).collect();
+        places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
+        let (image, places) = (self.image(), places.join(", "));
+        let how = if self.image_figures().is_writable { "" } else { ", read-only" };
+        let (name, image) = (&self.name, image.display());
+        tracing::info!(target: SERVING, "serving {name:?} ({image}{how}) at {places}");
     }
 
     /// The caller has just opened it.

@@ -175,7 +175,10 @@ impl Shared {
     pub(crate) fn notify_ready(&self) {
         self.control_sockets().iter_mut().for_each(own_socket);
         let disks = self.disks.all();
-        disks.iter().for_each(|served| Self::own_sockets(served));
+        disks.iter().for_each(|served| {
+            Self::own_sockets(served);
+            served.announce();
+        });
         let status = match disks.len() {
             1 => "serving a disk".to_owned(),
             count => format!("serving {count} disks"),

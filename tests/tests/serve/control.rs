@@ -197,6 +197,8 @@ fn the_log_is_turned_up_and_down() {
         stream.write_all(b"nonsense\r\n\r\n").expect("sent");
         let _ = stream.read_to_end(&mut Vec::new());
     };
+    let served = || world.server.log().contains(" INFO serving ").then_some(());
+    clock::poll(Duration::from_secs(60), Duration::from_millis(10), served).expect("it serves");
     let before = world.server.log();
     quarrel();
     assert_eq!(world.server.log(), before);

@@ -281,6 +281,33 @@ fn export_has_the_name_of_its_disk() {
 }
 
 #[test]
+fn log_says_where_it_serves_and_on_request_who_came_and_went() {
+    for (level, says_place, says_clients) in [
+        (&[][..], true, false),
+        (&["--log-level", "info"], true, true),
+        (&["--log-level", "error"], false, false),
+    ] {
+        let server = Server::mica(Path::new("1M"), "null", level).expect("served");
+        let mut client = server.connect(&nbd::Wish::default()).expect("served");
+        client.read(0, 4096).expect("read");
+        client.disconnect().expect("left");
+        let place = format!("serving \"1M\" (1M, read-only) at nbd {}", server.socket().display());
+        // A server that is told to stop may be faster than the farewell.
+        let left = || (!says_clients || server.log().contains("read_bytes=4096")).then_some(());
+        clock::poll(LIMIT, Duration::from_millis(5), left).expect("it has left");
+        let stopped = server.stop().expect("it stops");
+        let log = &stopped.log;
+        assert_eq!(log.contains(&place), says_place, "{level:?}: {log}");
+        // Leaving is a request, too.
+        let left =
+            "left \"1M\": the client disconnected requests=2 read_bytes=4096 written_bytes=0";
+        for line in ["client at a unix socket connected to \"1M\"", left] {
+            assert_eq!(log.contains(line), says_clients, "{level:?}: {log}");
+        }
+    }
+}
+
+#[test]
 fn it_listens_only_once_it_can_serve() {
     if !tools::present(&[tools::QEMU_IMG, tools::QEMU_IO]) {
         return;

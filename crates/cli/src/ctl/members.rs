@@ -89,6 +89,7 @@ impl AddArgs {
                 let mut disk = DiskConfig::new(name, image.clone());
                 (disk.settings, disk.images) = (settings.clone(), images.clone());
                 let here = std::env::current_dir().map_err(Failure::from)?;
+                disk.settings.normalize()?;
                 // The server has a working directory of its own.
                 disk.resolve(&here);
                 Ok(vec![disk])

@@ -12,7 +12,7 @@ pub enum LogLevel {
     Off,
     /// Failures.
     Error,
-    /// Problems that somebody should know of.
+    /// Problems that somebody should know of, and what is served where.
     Warn,
     /// Events.
     Info,

@@ -221,6 +221,7 @@ async fn remove(State(sources): State<Sources>, Path(name): Path<String>) -> Ans
 
 async fn reload(State(sources): State<Sources>) -> Answer {
     let (shared, actions) = (Arc::clone(&sources.shared), Arc::clone(&sources.actions));
+    sources.log.reopen()?;
     let reloaded = perform(&actions, move || shared.reload()).await??;
     reloaded.log();
     Ok(json(&value!(reloaded)))

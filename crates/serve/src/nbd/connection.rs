@@ -4,7 +4,7 @@ use super::channel::Channel;
 use super::export::Export;
 use super::limits::{BUDGET_BYTES, Limits, RESERVE_BYTES, TLS_HANDSHAKES};
 use super::negotiate::{Negotiated, Refused, Security, haggle, negotiate};
-use super::session::{Ended, Transmission, transmit};
+use super::session::{Ended, Traffic, Transmission, transmit};
 use super::stats::QueueStats;
 use crate::budget::{Party, Pool, Share};
 use crate::limit::Limiter;
@@ -13,6 +13,8 @@ use mica_block::Disk;
 use mica_rt::sync::SharedLock;
 use mica_rt::sync::Signal;
 use mica_rt::{Elapsed, Stream, now, sleep, timeout};
+use rustix::net::getpeername;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// What the connections on one executor share with the rest of the server.
@@ -90,13 +92,14 @@ async fn serve_inner(
         tracing::debug!("aborted a handshake: the server is stopping");
         return;
     };
+    let peer = peer_of(stream);
     match outcome {
         Ok(Ok(Begun::Plain(transmission))) => {
-            run(stream, transmission, common, stats).await;
+            run((stream, &peer), transmission, common, stats).await;
         }
         Ok(Ok(Begun::Tls(tls, transmission))) => {
             // Boxed, so that it does not enlarge connections in plain text.
-            Box::pin(run(&tls, transmission, common, stats)).await;
+            Box::pin(run((&tls, &peer), transmission, common, stats)).await;
             tls.close().await;
         }
         Ok(Err(refused)) => {
@@ -109,6 +112,16 @@ async fn serve_inner(
             stats.deadlines_passed.add(1);
             tracing::debug!("a handshake took too long");
         }
+    }
+}
+
+/// Where the client is, for people.
+fn peer_of(stream: &Stream) -> String {
+    let Stream::Socket(socket) = stream else { return "memory".to_owned() };
+    let address = getpeername(socket).ok().flatten();
+    match address.and_then(|address| SocketAddr::try_from(address).ok()) {
+        Some(address) => address.to_string(),
+        None => "a unix socket".to_owned(),
     }
 }
 
@@ -149,22 +162,27 @@ async fn shake_hands<'a>(
 
 /// The transmission phase, and the log of its end.
 async fn run(
-    channel: &impl Channel,
+    (channel, peer): (&impl Channel, &str),
     transmission: Transmission,
     common: &Common,
     stats: &QueueStats,
 ) {
     stats.sessions.add(1);
-    let edges = common.edges(&transmission.disk);
+    let export = Arc::clone(&transmission.export);
+    let name = &export.name;
+    tracing::info!("client at {peer} connected to {name:?}");
+    let edges = common.edges(&export.disk);
     let (limits, stop) = (common.limits, &common.stop);
     let share = Share::new(&common.party, RESERVE_BYTES, BUDGET_BYTES);
-    let ended = transmit(channel, transmission, (edges, share), limits, stop, stats).await;
+    let (ended, traffic) =
+        transmit(channel, transmission, (edges, share), limits, stop, stats).await;
     match ended {
         Ended::Malformed => stats.protocol_errors.add(1),
         Ended::TooSlow => stats.deadlines_passed.add(1),
         _ => {}
     }
-    tracing::debug!(why = %ended, "a session ended");
+    let Traffic { requests, read_bytes, written_bytes } = traffic;
+    tracing::info!(requests, read_bytes, written_bytes, "client at {peer} left {name:?}: {ended}");
 }
 
 #[cfg(test)]

@@ -142,8 +142,7 @@ async fn options<C: Channel>(
             Step::StartTls => return Ok(Negotiated::StartTls { flags }),
             Step::Transmit { export, status } => {
                 return Ok(Negotiated::Transmission(Transmission {
-                    disk: Arc::clone(&export.disk),
-                    discard: export.discard,
+                    export: Arc::clone(export),
                     style: negotiation.style,
                     status,
                     leftover: inbox.rest().to_vec(),

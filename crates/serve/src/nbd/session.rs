@@ -36,13 +36,13 @@
 
 use super::channel::Channel;
 use super::check::{Action, Rules};
+use super::export::Export;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
 use super::shared::Shared;
 use super::stats::QueueStats;
 use crate::budget::Share;
-use crate::discard::Discard;
 use crate::failure_log::FailureLog;
 use crate::wake::{WakeSet, ones};
 use admit::Awaited;
@@ -65,8 +65,7 @@ mod slots;
 
 /// What the handshake settled.
 pub(super) struct Transmission {
-    pub(super) disk: Arc<dyn Disk>,
-    pub(super) discard: Discard,
+    pub(super) export: Arc<Export>,
     pub(super) style: ReplyStyle,
     /// Whether `base:allocation` was selected.
     pub(super) status: bool,
@@ -115,8 +114,8 @@ pub(super) async fn transmit(
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
-) -> Ended {
-    let disk = Arc::clone(&transmission.disk);
+) -> (Ended, Traffic) {
+    let disk = Arc::clone(&transmission.export.disk);
     let mut session = Session::new((&*disk, edges, share), &transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
@@ -142,7 +141,15 @@ pub(super) async fn transmit(
     })
     .await;
     session.end_changes().await;
-    ended
+    let Session { taken: requests, read_bytes, written_bytes, .. } = session;
+    (ended, Traffic { requests, read_bytes, written_bytes })
+}
+
+/// What a session did.
+pub(super) struct Traffic {
+    pub(super) requests: u64,
+    pub(super) read_bytes: u64,
+    pub(super) written_bytes: u64,
 }
 
 /// How a send is started.
@@ -205,6 +212,8 @@ struct Session<'a> {
     failures: FailureLog,
     /// Requests taken so far.
     taken: u64,
+    read_bytes: u64,
+    written_bytes: u64,
     /// See [`LONE_RECEIVES`].
     lone_receives: u32,
     /// Reused by every plan.
@@ -220,7 +229,8 @@ impl<'a> Session<'a> {
         limits: Limits,
         stats: &'a QueueStats,
     ) -> Self {
-        let Transmission { discard, style, status, .. } = *transmission;
+        let Transmission { ref export, style, status, .. } = *transmission;
+        let discard = export.discard;
         let wake_set = WakeSet::new(PARTS);
         let wakers = Wakers {
             receive: wake_set.waker(RECEIVE),
@@ -247,6 +257,8 @@ impl<'a> Session<'a> {
             send_began: None,
             failures: FailureLog::default(),
             taken: 0,
+            read_bytes: 0,
+            written_bytes: 0,
             lone_receives: 0,
             extents: Vec::new(),
             turn_at: None,

@@ -52,6 +52,11 @@ impl Common {
         sum
     }
 
+    /// The serial number, for people.
+    pub(super) fn serial(&self) -> String {
+        String::from_utf8_lossy(&self.id).trim_end_matches('\0').to_owned()
+    }
+
     /// The server ends.
     pub(super) fn end(&self) {
         self.is_ending.store(true, Ordering::Relaxed);

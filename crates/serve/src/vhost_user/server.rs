@@ -247,7 +247,8 @@ fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Sto
 
 /// Serves a front end until it disconnects.
 pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handle]) {
-    tracing::info!("front end connected");
+    let serial = common.serial();
+    tracing::info!("front end connected to {serial:?}");
     let device = Device::new(Arc::clone(common), workers.to_vec());
     let device = Arc::new(Mutex::new(device));
     let Ok(peeked) = stream.try_clone() else { return };
@@ -263,5 +264,5 @@ pub(super) fn session(stream: UnixStream, common: &Arc<Common>, workers: &[Handl
     // The queues end before the connection does: a front end that sees it close knows that nothing
     // is in flight any more.
     device.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
-    tracing::info!(%why, "front end disconnected");
+    tracing::info!("front end left {serial:?}: {why}");
 }

@@ -278,6 +278,7 @@ impl<'a> Session<'a> {
         self.stats.latencies.read.add(began, ended);
         self.stats.reads.add(1);
         self.stats.read_bytes.add(bytes);
+        self.read_bytes += bytes;
     }
 
     fn note_changed(&mut self, cookie: u64, outcome: Outcome, began: Instant) {
@@ -287,6 +288,7 @@ impl<'a> Session<'a> {
                 self.stats.latencies.write.add(began, ended);
                 self.stats.writes.add(1);
                 self.stats.written_bytes.add(bytes);
+                self.written_bytes += bytes;
             }
             Outcome::Flushed => {
                 self.stats.latencies.flush.add(began, ended);
