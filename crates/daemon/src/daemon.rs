@@ -64,8 +64,6 @@ impl Daemon {
     pub fn start(mut config: Config, log: Arc<dyn LogSwitch>) -> Result<Self> {
         config.check()?;
         let (mut signals, has_terminal) = (signals::heard()?, signals::has_terminal());
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
         let handles = ImageSettings::handles();
         let stats_file = config.stats.stats_file.as_deref().map(StatsFile::open).transpose()?;
         systemd::connect()?;
@@ -78,10 +76,7 @@ impl Daemon {
         let outside = outside(&config)?;
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
-        let workers = Workers::start(threads, config.io.backend())?;
-        if config.process.sandbox() != SandboxMode::Off {
-            mica_rt::prepare_doorbells(config.doorbells());
-        }
+        let workers = start_workers(&config)?;
         sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
@@ -200,6 +195,17 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     if let Err(error) = thread {
         tracing::error!(%error, "not reloaded: the system has no thread to spare");
     }
+}
+
+/// Starts the threads that serve, and makes what they need and could not make in the sandbox.
+fn start_workers(config: &Config) -> Result<Arc<Workers>> {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = config.process.queues.unwrap_or(processors.min(THREADS_DEFAULT_MAX));
+    let workers = Workers::start(threads, config.io.backend())?;
+    if config.process.sandbox() != SandboxMode::Off {
+        mica_rt::prepare_doorbells(config.doorbells());
+    }
+    Ok(workers)
 }
 
 /// Takes what a process that is taken over, or systemd, passes.
