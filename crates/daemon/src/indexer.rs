@@ -1,4 +1,7 @@
 //! The thread that keeps the sidecars of all chains of a process up to date, one chain at a time.
+//!
+//! It is there while there are chains: a process at its limit of threads may need this one for what
+//! serves the disks, when a takeover has failed that had closed them all.
 
 use mica_block::{Error, ErrorKind, Manage, ManageIndex, Result};
 use mica_rt::sync::{SharedLock, Signal};
@@ -7,7 +10,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 
-/// The thread, once there is something to index. It ends when this is dropped.
+/// The thread, while there is something to index.
 #[derive(Default)]
 pub(crate) struct IndexThread {
     running: Mutex<Option<Running>>,
@@ -16,6 +19,8 @@ pub(crate) struct IndexThread {
 }
 
 struct Running {
+    /// Chains that are kept.
+    chains: usize,
     handle: Handle,
     stop: Arc<Signal>,
     thread: JoinHandle<()>,
@@ -23,6 +28,7 @@ struct Running {
 
 /// What keeps the sidecars of one chain.
 pub(crate) struct Indexer {
+    index_thread: Arc<IndexThread>,
     disk: Arc<dyn Manage>,
     stop: Arc<Signal>,
     /// Nothing is sent: it ends with the work.
@@ -32,9 +38,9 @@ pub(crate) struct Indexer {
 impl IndexThread {
     /// Keeps the sidecars of a disk from now on. `None` if there is nothing to index, or no thread
     /// for it: the disk is served without.
-    pub(crate) fn keep(&self, disk: Arc<dyn Manage>) -> Option<Indexer> {
+    pub(crate) fn keep(self: &Arc<Self>, disk: Arc<dyn Manage>) -> Option<Indexer> {
         disk.index()?;
-        let handle = self.handle().inspect_err(|error| {
+        let handle = self.take_up().inspect_err(|error| {
             tracing::warn!(%error, "no index will be written until the next start");
         });
         let (ends, ended) = mpsc::channel();
@@ -47,18 +53,32 @@ impl IndexThread {
             }
             drop((indexed, ends));
         });
-        Some(Indexer { disk, stop, ended })
+        Some(Indexer { index_thread: Arc::clone(self), disk, stop, ended })
     }
 
-    fn handle(&self) -> Result<Handle> {
+    /// One chain more.
+    fn take_up(&self) -> Result<Handle> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Running { handle, .. }) = &*running {
-            return Ok(handle.clone());
+        let running = match &mut *running {
+            Some(running) => running,
+            none => none.insert(start()?),
+        };
+        running.chains += 1;
+        Ok(running.handle.clone())
+    }
+
+    /// One chain less.
+    fn put_down(&self) {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = running.take_if(|running| {
+            running.chains -= 1;
+            running.chains == 0
+        });
+        let Some(Running { stop, thread, .. }) = last else { return };
+        stop.raise();
+        if thread.join().is_err() {
+            tracing::warn!("the index thread panicked");
         }
-        let started = start()?;
-        let handle = started.handle.clone();
-        *running = Some(started);
-        Ok(handle)
     }
 }
 
@@ -80,18 +100,7 @@ fn start() -> Result<Running> {
     let thread = thread.map_err(failed)?;
     let ended = |_| Error::new(ErrorKind::Io, "the index thread ended");
     let handle = started.recv().map_err(ended)?.map_err(failed)?;
-    Ok(Running { handle, stop, thread })
-}
-
-impl Drop for IndexThread {
-    fn drop(&mut self) {
-        let running = self.running.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Some(Running { stop, thread, .. }) = running.take() else { return };
-        stop.raise();
-        if thread.join().is_err() {
-            tracing::warn!("the index thread panicked");
-        }
-    }
+    Ok(Running { chains: 0, handle, stop, thread })
 }
 
 impl Indexer {
@@ -103,6 +112,7 @@ impl Indexer {
         }
         // It has ended when nobody is left who could send.
         let _ = self.ended.recv();
+        self.index_thread.put_down();
     }
 }
 
