@@ -101,6 +101,7 @@ impl Manner {
         let text = format!("{}{}{}", toml(&process), toml_of_disk(&disk), second.toml());
         let file = format!("{name}.toml");
         fs::write(world.run.join(&file), text)?;
-        Ok(["--config", &file].map(str::to_owned).to_vec())
+        // A server that cannot open the first disk is to say so, and not to serve the second alone.
+        Ok(["--config", &file, "--strict"].map(str::to_owned).to_vec())
     }
 }
