@@ -9,6 +9,7 @@ use mica_daemon::{LogLevel, LogSwitch, SERVING};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -91,6 +92,13 @@ fn replace_outputs(to: BorrowedFd<'_>) -> rustix::io::Result<()> {
 
 impl LogFile {
     fn open(path: PathBuf) -> io::Result<Self> {
+        // Opening a FIFO would wait for a reader.
+        if let Ok(found) = path.metadata()
+            && !found.is_file()
+            && !found.file_type().is_char_device()
+        {
+            return Err(io::Error::other("it is there and is not a file"));
+        }
         let file = File::options().append(true).create(true).open(&path)?;
         Ok(Self { path, file })
     }

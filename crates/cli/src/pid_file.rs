@@ -5,9 +5,10 @@
 //! folder's entries can be changed.
 
 use crate::failure::Failure;
-use std::fs::{File, Metadata};
+use rustix::fs::{CWD, RenameFlags};
+use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// The file of this process. Dropping it removes it.
@@ -27,15 +28,18 @@ impl PidFile {
         let failed = |error: std::io::Error| {
             Failure::from(error).within(format!("--pid-file {}", path.display()))
         };
-        if path.is_dir() {
-            return Err(failed(std::io::ErrorKind::IsADirectory.into()));
+        if !is_replaceable(path).map_err(failed)? {
+            let what = "it is there and is not the file of a process: name another";
+            return Err(Failure::new(what).within(format!("--pid-file {}", path.display())));
         }
         let path = std::path::absolute(path).map_err(failed)?;
         let process = std::process::id();
         let mut unseen = path.clone().into_os_string();
         unseen.push(format!(".{process}"));
         let unseen = PathBuf::from(unseen);
-        let file = File::create(&unseen).map_err(failed)?;
+        let options = &mut File::options();
+        let file = options.read(true).write(true).create(true).truncate(true).open(&unseen);
+        let file = file.map_err(failed)?;
         let mut this = Self { path: path.clone(), unseen, file };
         writeln!(this.file, "{process}").map_err(failed)?;
         Ok(this)
@@ -52,15 +56,53 @@ impl PidFile {
     }
 }
 
+/// Whether nothing is at `path`, or only the number of a process.
+fn is_replaceable(path: &Path) -> std::io::Result<bool> {
+    let found = match path.symlink_metadata() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+        found => found?,
+    };
+    if !found.is_file() || found.len() > NUMBER_BYTES_MAX {
+        return Ok(false);
+    }
+    let text = std::fs::read(path)?;
+    Ok(text.trim_ascii().iter().all(u8::is_ascii_digit))
+}
+
+/// Longest number of a process, with what stands around it.
+const NUMBER_BYTES_MAX: u64 = 32;
+
+impl PidFile {
+    /// Whether what is at `path` is ours, and still says so.
+    fn is_ours(&self, path: &Path) -> bool {
+        let (Ok(ours), Ok(found)) = (self.file.metadata(), path.symlink_metadata()) else {
+            return false;
+        };
+        let mut text = [0; NUMBER_BYTES_MAX as usize];
+        let read = self.file.read_at(&mut text, 0).unwrap_or(0);
+        (found.dev(), found.ino()) == (ours.dev(), ours.ino())
+            && text[..read] == *format!("{}\n", std::process::id()).as_bytes()
+    }
+}
+
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let Ok(ours) = self.file.metadata() else { return };
-        let is_ours = |found: &Metadata| found.dev() == ours.dev() && found.ino() == ours.ino();
-        for path in [&self.path, &self.unseen] {
-            if path.symlink_metadata().is_ok_and(|found| is_ours(&found)) {
-                // If it stays, it names a process that is gone, as after a kill.
-                let _ = std::fs::remove_file(path);
+        // If it stays, it names a process that is gone, as after a kill.
+        if self.is_ours(&self.path) && std::fs::rename(&self.path, &self.unseen).is_ok() {
+            // Another process may have put its own there since.
+            if !self.is_ours(&self.unseen) {
+                let _ = rustix::fs::renameat_with(
+                    CWD,
+                    &self.unseen,
+                    CWD,
+                    &self.path,
+                    RenameFlags::NOREPLACE,
+                );
+                return;
             }
+        }
+        if self.is_ours(&self.unseen) {
+            let _ = std::fs::remove_file(&self.unseen);
         }
     }
 }
@@ -89,6 +131,16 @@ mod tests {
 
         drop(PidFile::prepare(&path).expect("written"));
         assert_eq!(count(), 0, "it never served");
+
+        let ours = PidFile::prepare(&path).expect("written");
+        ours.publish().expect("shown");
+        std::fs::write(&path, "1\n").expect("written");
+        drop(ours);
+        assert_eq!(std::fs::read(&path).expect("there"), b"1\n", "somebody else's now");
+        drop(PidFile::prepare(&path).expect("a number is replaced"));
+        std::fs::write(&path, "a disk").expect("written");
+        assert!(PidFile::prepare(&path).is_err(), "not a number");
+        assert_eq!(std::fs::read(&path).expect("there"), b"a disk");
         assert!(PidFile::prepare(&folder.path().join("none/pid")).is_err());
         assert!(PidFile::prepare(folder.path()).is_err());
     }

@@ -117,6 +117,13 @@ fn start(args: ServeArgs, log: &Arc<Log>) -> Result<(Daemon, Option<PidFile>), F
     let config = config(args)?;
     let ProcessSettings { log_file, pid_file, .. } = &config.process;
     if let Some(file) = log_file {
+        let real = |path: &Path| path.canonicalize().ok();
+        let is_same =
+            |image: &Path| real(file).is_some_and(|real_file| real(image) == Some(real_file));
+        if let Some(disk) = config.disks.iter().find(|disk| is_same(&disk.image)) {
+            let what = format!("that is the image of the disk {:?}", disk.name);
+            return Err(Failure::new(what).within(format!("--log-file {}", file.display())));
+        }
         log.open_file(file)?;
     }
     let pid_file = pid_file.as_deref().map(PidFile::prepare).transpose()?;

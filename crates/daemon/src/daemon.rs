@@ -215,6 +215,8 @@ fn inherit(config: &mut Config) -> Result<(Option<Takeover>, Vec<Held>)> {
         (true, Some(control)) => {
             let Begun { takeover, sockets, disks } = Takeover::begin(control)?;
             config.take_over(disks)?;
+            // The other process still serves: what is wrong is said before it stops.
+            config.check()?;
             Ok((Some(takeover), sockets))
         }
         (true, None) => {

@@ -106,8 +106,12 @@ impl Shared {
         let _held = self.hold()?;
         let mut text = String::new();
         let opened = File::from(self.outside.open_config(file)?);
-        let read = opened.take(CONFIG_BYTES_MAX).read_to_string(&mut text);
+        let read = opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text);
         read.map_err(|error| Error::from_io(format!("reading {}", file.display()), error))?;
+        if text.len() as u64 > CONFIG_BYTES_MAX {
+            let what = format!("{} is longer than {CONFIG_BYTES_MAX} bytes", file.display());
+            return Err(Error::new(ErrorKind::Limit, what));
+        }
         let config = Config::parse(file, &text)?;
         config.check().map_err(|error| error.wrap(file.display().to_string()))?;
         let mut outcome = Reloaded::default();

@@ -438,11 +438,11 @@ impl Served {
                 }
                 State::Serving(servers) => std::mem::take(servers),
                 State::Ended(_, End::Closed(outcome)) => return outcome.clone(),
-                State::Ended(_, end @ End::New) => {
+                State::Ended(_, end @ (End::New | End::NotServed(_))) => {
                     *end = End::Closed(Ok(()));
                     return Ok(());
                 }
-                State::Ended(_, End::Closing | End::NotServed(_) | End::Removed) => return Ok(()),
+                State::Ended(_, End::Closing | End::Removed) => return Ok(()),
             };
             // Meanwhile callers see what was counted so far.
             *state = State::Ended(Box::new(servers.counts()), End::Closing);

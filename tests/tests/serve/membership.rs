@@ -201,6 +201,10 @@ fn one_image_that_is_missing_keeps_no_other_disk_from_being_served() {
 
     world.ctl(&["undrain", "missing"]).refusal();
     qemu::create(world.path(), "missing.qcow2", &[], "5M");
+    // Who drains it does not want it to come back.
+    world.ctl(&["drain", "missing"]).ok();
+    world.ctl(&["reload"]).ok();
+    world.is(&[("a", "serving"), ("missing", "drained"), ("b", "serving")]);
     world.ctl(&["undrain", "missing"]).ok();
     assert_eq!(world.len("missing"), 5 << 20);
     server.stop();
