@@ -62,7 +62,7 @@ fn is_replaceable(path: &Path) -> std::io::Result<bool> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
         found => found?,
     };
-    if !found.is_file() || found.len() > NUMBER_BYTES_MAX {
+    if !found.is_file() || found.len() > NUMBER_BYTES_MAX as u64 {
         return Ok(false);
     }
     let text = std::fs::read(path)?;
@@ -70,7 +70,7 @@ fn is_replaceable(path: &Path) -> std::io::Result<bool> {
 }
 
 /// Longest number of a process, with what stands around it.
-const NUMBER_BYTES_MAX: u64 = 32;
+const NUMBER_BYTES_MAX: usize = 32;
 
 impl PidFile {
     /// Whether what is at `path` is ours, and still says so.
@@ -78,7 +78,7 @@ impl PidFile {
         let (Ok(ours), Ok(found)) = (self.file.metadata(), path.symlink_metadata()) else {
             return false;
         };
-        let mut text = [0; NUMBER_BYTES_MAX as usize];
+        let mut text = [0; NUMBER_BYTES_MAX];
         let read = self.file.read_at(&mut text, 0).unwrap_or(0);
         (found.dev(), found.ino()) == (ours.dev(), ours.ino())
             && text[..read] == *format!("{}\n", std::process::id()).as_bytes()
