@@ -20,7 +20,7 @@ use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// All that a process serves.
@@ -42,8 +42,9 @@ pub struct Config {
     pub(crate) process_in_file: ProcessSettings,
     /// Of the disks, those that somebody added by command to the process that is taken over.
     pub(crate) added: BTreeSet<String>,
-    /// Of the disks, those that are not opened: they were drained or removed there.
-    pub(crate) drained: BTreeSet<String>,
+    /// Of the disks, those that are not opened: they were drained or removed there, perhaps not
+    /// without loss.
+    pub(crate) drained: BTreeMap<String, Option<String>>,
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
     /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
@@ -73,6 +74,9 @@ pub(crate) struct HandedOver {
     pub(crate) table: Option<Map<String, Value>>,
     /// Whether it was drained or removed.
     pub(crate) is_closed: bool,
+    /// What went wrong when it was closed.
+    #[serde(default)]
+    pub(crate) loss: Option<String>,
 }
 
 impl Config {
@@ -113,7 +117,7 @@ impl Config {
     /// # Errors
     /// `Invalid` if a disk that was added there is another one here.
     pub(crate) fn take_over(&mut self, disks: Vec<HandedOver>) -> Result<()> {
-        for HandedOver { name, table, is_closed } in disks {
+        for HandedOver { name, table, is_closed, loss } in disks {
             let own = self.disks.iter().find(|disk| disk.name == name);
             let added = table.as_ref().map(DiskConfig::from_table).transpose()?;
             match (own, added) {
@@ -132,7 +136,7 @@ impl Config {
                 (Some(_), _) | (None, None) => {}
             }
             if is_closed {
-                self.drained.insert(name);
+                self.drained.insert(name, loss);
             }
         }
         Ok(())
@@ -166,11 +170,12 @@ impl Config {
     /// # Errors
     /// `Invalid` with what is wrong first.
     pub fn check(&self) -> Result<()> {
-        self.problems().into_iter().next().map_or(Ok(()), Err)
+        self.problems(self.may_inherit_sockets()).into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// All that is wrong as far as it can be seen without opening anything.
-    pub(crate) fn problems(&self) -> Vec<Error> {
+    /// All that is wrong as far as it can be seen without opening anything. `has_sockets` if disks
+    /// may be served at sockets that their settings do not name.
+    pub(crate) fn problems(&self, has_sockets: bool) -> Vec<Error> {
         let mut all = Vec::new();
         let mut invalid = |what: &str| all.push(Error::new(ErrorKind::Invalid, what));
         if self.disks.is_empty() && self.process.control.is_none() {
@@ -179,7 +184,6 @@ impl Config {
         if self.stats.stats_file.is_some() && self.disks.len() > 1 {
             invalid("stats-file covers a single disk; use `mica ctl stats`");
         }
-        let has_sockets = self.may_inherit_sockets();
         let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
         for (index, disk) in self.disks.iter().enumerate() {
             let name = &disk.name;

@@ -92,7 +92,7 @@ impl Daemon {
             takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
-        let resources = Resources { handles, workers, mounts, index_thread: Arc::default() };
+        let resources = Resources { handles, workers, mounts };
         let shared = Shared::new(&config, ending, watch_period, outside, granted, resources);
         let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);

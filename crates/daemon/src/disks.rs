@@ -113,6 +113,7 @@ pub(crate) fn each_of<'disks, T: Send>(
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
+    use crate::served::Place;
     use crate::servers::Resources;
     use mica_rt::Backend;
     use mica_serve::Workers;
@@ -130,7 +131,7 @@ mod tests {
     }
 
     fn open(disk: &Served) {
-        disk.prepare(Duration::ZERO).expect("opened");
+        disk.prepare(Place::Workers, Duration::ZERO).expect("opened");
         disk.start();
     }
 
@@ -139,7 +140,6 @@ mod tests {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
-            index_thread: Arc::default(),
         }
     }
 
@@ -182,7 +182,7 @@ mod tests {
         assert!(disk.undrain(&|| false).is_err(), "it is served");
         disk.stop().expect("closed");
         assert_eq!((disk.condition(), socket.exists()), ("drained", false));
-        let again = disk.prepare(Duration::ZERO);
+        let again = disk.prepare(Place::Workers, Duration::ZERO);
         assert_eq!(again.expect_err("it was stopped").kind(), ErrorKind::Denied);
         disk.undrain(&|| false).expect("served");
         assert_eq!((disk.condition(), socket.exists()), ("serving", true));
@@ -190,7 +190,7 @@ mod tests {
 
         let stopped = self::disk("b", &socket, &resources);
         stopped.stop().expect("there is nothing to close");
-        let late = stopped.prepare(Duration::ZERO);
+        let late = stopped.prepare(Place::Workers, Duration::ZERO);
         assert_eq!(late.expect_err("it was stopped before").kind(), ErrorKind::Denied);
         assert!(!socket.exists());
     }
@@ -201,7 +201,7 @@ mod tests {
         let (resources, socket) = (resources(), folder.path().join("s"));
         std::fs::write(&socket, "not a socket").expect("written");
         let disk = disk("a", &socket, &resources);
-        let error = disk.prepare(Duration::ZERO).expect_err("taken");
+        let error = disk.prepare(Place::Workers, Duration::ZERO).expect_err("taken");
         assert_eq!(disk.condition(), "failed");
         assert_eq!(disk.failure().expect("a reason").to_string(), error.to_string());
         disk.start();

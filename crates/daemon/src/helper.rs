@@ -390,12 +390,15 @@ fn open_config(path: &Path) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// Whether the unix socket at `path` is that of a dead server: nobody has it open. Connects to
-/// nothing, as a server's sockets are of another kind.
+/// Whether the unix socket at `path` is that of a dead server: nobody has it open. Nobody notices,
+/// as the sockets of servers are of another kind.
 fn is_dead(path: &Path) -> bool {
-    connect(path).is_err_and(|error| {
-        error.raw_os_error() == Some(rustix::io::Errno::CONNREFUSED.raw_os_error())
-    })
+    let probe = || {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::DGRAM);
+        let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
+    };
+    probe() == Err(rustix::io::Errno::CONNREFUSED)
 }
 
 /// Connects to the process that waits at `path` to take over.

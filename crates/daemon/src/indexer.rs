@@ -1,125 +1,59 @@
-//! The thread that keeps the sidecars of all chains of a process up to date, one chain at a time.
-//!
-//! It is there while there are chains: a process at its limit of threads may need this one for what
-//! serves the disks, when a takeover has failed that had closed them all.
+//! The thread that keeps the sidecars of a chain up to date.
 
-use mica_block::{Error, ErrorKind, Manage, ManageIndex, Result};
-use mica_rt::sync::{SharedLock, Signal};
-use mica_rt::{Backend, Executor, Handle};
+use mica_block::{ErrorKind, Manage, ManageIndex};
+use mica_rt::{Backend, Executor};
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// The thread, while there is something to index.
-#[derive(Default)]
-pub(crate) struct IndexThread {
-    running: Mutex<Option<Running>>,
-    /// Held while a chain is indexed.
-    turn: Arc<SharedLock>,
-}
-
-struct Running {
-    /// Chains that are kept.
-    chains: usize,
-    handle: Handle,
-    stop: Arc<Signal>,
+/// The thread.
+pub(crate) struct Indexer {
+    disk: Arc<dyn Manage>,
+    stopping: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
-/// What keeps the sidecars of one chain.
-pub(crate) struct Indexer {
-    index_thread: Arc<IndexThread>,
-    disk: Arc<dyn Manage>,
-    stop: Arc<Signal>,
-    /// Nothing is sent: it ends with the work.
-    ended: mpsc::Receiver<()>,
-}
-
-impl IndexThread {
-    /// Keeps the sidecars of a disk from now on. `None` if there is nothing to index, or no thread
-    /// for it: the disk is served without.
-    pub(crate) fn keep(self: &Arc<Self>, disk: Arc<dyn Manage>) -> Option<Indexer> {
+impl Indexer {
+    /// `None` if there is nothing to index, or no thread for it: the disk is served without.
+    pub(crate) fn start(disk: Arc<dyn Manage>) -> Option<Self> {
         disk.index()?;
-        let handle = self.take_up().inspect_err(|error| {
-            tracing::warn!(%error, "no index will be written until the next start");
-        });
-        let (ends, ended) = mpsc::channel();
-        let stop = Arc::<Signal>::default();
-        let (indexed, stopping, turn) =
-            (Arc::clone(&disk), Arc::clone(&stop), Arc::clone(&self.turn));
-        handle.ok()?.spawn_with(move || async move {
-            if let Some(index) = indexed.index() {
-                keep_index(index, &stopping, &turn).await;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let (indexed, flag) = (Arc::clone(&disk), Arc::clone(&stopping));
+        let body = move || {
+            // It does large sequential reads, one at a time: plain threads serve that as well as a
+            // ring does and leave the guests' rings alone.
+            let Some(index) = indexed.index() else { return };
+            match Executor::new(Backend::Pool) {
+                Ok(executor) => executor.block_on(keep_index(index, &flag)),
+                Err(error) => tracing::warn!(%error, "no index will be written"),
             }
-            drop((indexed, ends));
-        });
-        Some(Indexer { index_thread: Arc::clone(self), disk, stop, ended })
-    }
-
-    /// One chain more.
-    fn take_up(&self) -> Result<Handle> {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let running = match &mut *running {
-            Some(running) => running,
-            none => none.insert(start()?),
         };
-        running.chains += 1;
-        Ok(running.handle.clone())
+        match std::thread::Builder::new().name("mica-index".to_owned()).spawn(body) {
+            Ok(thread) => Some(Self { disk, stopping, thread }),
+            Err(error) => {
+                tracing::warn!(%error, "no index will be written until the next start");
+                None
+            }
+        }
     }
 
-    /// One chain less.
-    fn put_down(&self) {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = running.take_if(|running| {
-            running.chains -= 1;
-            running.chains == 0
-        });
-        let Some(Running { stop, thread, .. }) = last else { return };
-        stop.raise();
-        if thread.join().is_err() {
+    /// Stops after the layer that is being indexed.
+    pub(crate) fn stop(self) {
+        self.stopping.store(true, Ordering::Release);
+        if let Some(index) = self.disk.index() {
+            index.call();
+        }
+        if self.thread.join().is_err() {
             tracing::warn!("the index thread panicked");
         }
     }
 }
 
-fn start() -> Result<Running> {
-    let failed = |error| Error::from_io("starting the index thread", error);
-    let (sender, started) = mpsc::channel();
-    let stop = Arc::<Signal>::default();
-    let stopping = Arc::clone(&stop);
-    // It does large sequential reads, one at a time: plain threads serve that as well as a ring
-    // does and leave the guests' rings alone.
-    let body = move || match Executor::new(Backend::Pool) {
-        Ok(executor) => {
-            let _ = sender.send(Ok(executor.handle()));
-            executor.block_on(stopping.raised());
-        }
-        Err(error) => drop(sender.send(Err(error))),
-    };
-    let thread = std::thread::Builder::new().name("mica-index".to_owned()).spawn(body);
-    let thread = thread.map_err(failed)?;
-    let ended = |_| Error::new(ErrorKind::Io, "the index thread ended");
-    let handle = started.recv().map_err(ended)?.map_err(failed)?;
-    Ok(Running { chains: 0, handle, stop, thread })
-}
-
-impl Indexer {
-    /// Stops after the layer that is being indexed.
-    pub(crate) fn stop(self) {
-        self.stop.raise();
-        if let Some(index) = self.disk.index() {
-            index.call();
-        }
-        // It has ended when nobody is left who could send.
-        let _ = self.ended.recv();
-        self.index_thread.put_down();
-    }
-}
-
-async fn keep_index(index: &dyn ManageIndex, stop: &Signal, turn: &SharedLock) {
-    loop {
-        let Some(alone) = stop.unless_raised(turn.alone()).await else { return };
-        let mut go_on = |_| match stop.is_raised() {
+async fn keep_index(index: &dyn ManageIndex, stopping: &AtomicBool) {
+    let is_stopping = || stopping.load(Ordering::Acquire);
+    while !is_stopping() {
+        let mut go_on = |_| match is_stopping() {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         };
@@ -137,7 +71,6 @@ async fn keep_index(index: &dyn ManageIndex, stop: &Signal, turn: &SharedLock) {
                 return;
             }
         }
-        drop(alone);
         // Wakes up for a damaged sidecar, or for the end.
         index.called().await;
     }

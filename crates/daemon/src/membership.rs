@@ -10,14 +10,15 @@
 //!   disk that somebody else has added.
 
 use crate::config::{Config, DiskConfig};
-use crate::served::{Served, Source};
+use crate::served::{Place, Served, Source};
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 impl Shared {
@@ -45,10 +46,11 @@ impl Shared {
         let served = Arc::new(Served::new(disk, Vec::new(), &self.resources));
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
-        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
-            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
-            false => Ok(()),
-        });
+        let prepared =
+            served.prepare(Place::Aside, Duration::ZERO).and_then(|()| match self.is_stopping() {
+                true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
+                false => Ok(()),
+            });
         if let Err(error) = prepared {
             // Nobody has used it, and the first failure is the one to report.
             let _ = served.remove();
@@ -66,16 +68,24 @@ impl Shared {
     /// # Errors
     /// If some acknowledged writes are not in its image.
     pub(crate) fn remove(&self, served: &Arc<Served>) -> Result<()> {
-        let removed = served.remove();
         if served.source() == Source::Configuration {
-            let mut removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
-            removed.insert(served.name.clone());
+            self.removed().insert(served.name.clone());
         }
-        self.disks.remove(served);
-        removed.inspect_err(|error| {
+        self.forget(served)
+    }
+
+    /// Disks of the configuration that were removed by command.
+    pub(crate) fn removed(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.removed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn forget(&self, served: &Arc<Served>) -> Result<()> {
+        let removed = served.remove().inspect_err(|error| {
             let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
             lost.get_or_insert_with(|| error.clone());
-        })
+        });
+        self.disks.remove(served);
+        removed
     }
 
     /// Serves a disk again that was drained or could not be served. The caller holds
@@ -113,7 +123,11 @@ impl Shared {
             return Err(Error::new(ErrorKind::Limit, what));
         }
         let config = Config::parse(file, &text)?;
-        config.check().map_err(|error| error.wrap(file.display().to_string()))?;
+        // A disk that is new is checked for a place of its own when it is added.
+        if let Some(error) = config.problems(true).into_iter().next() {
+            return Err(error.wrap(file.display().to_string()));
+        }
+        self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
         let mut outcome = Reloaded::default();
         self.note_process_settings(&config, &mut outcome);
         // Those that go first make room for those that come.
@@ -122,7 +136,7 @@ impl Shared {
             if stays || served.source() == Source::Command {
                 continue;
             }
-            match self.remove(&served) {
+            match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
                 Err(error) => outcome.refuse(&served.name, &error),
             }

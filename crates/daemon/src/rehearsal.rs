@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// # Errors
 /// If nothing can be checked.
 pub fn check_config(config: &Config) -> Result<Vec<Error>> {
-    let mut all = config.problems();
+    let mut all = config.problems(false);
     let handles = ImageSettings::handles();
     let executor = Executor::new(Backend::Pool)
         .map_err(|error| Error::from_io("checking a configuration", error))?;

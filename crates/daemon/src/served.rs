@@ -24,10 +24,11 @@ use crate::systemd;
 use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_qcow2::IndexUse;
-use mica_rt::timeout;
+use mica_rt::{Backend, Executor, timeout};
 use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -66,6 +67,8 @@ pub(crate) struct Served {
     /// open, too, so that they cannot be created again.
     held: Mutex<Vec<Held>>,
     state: Mutex<State>,
+    /// Whether somebody is opening the image, wanted or no longer.
+    has_opener: AtomicBool,
 }
 
 enum State {
@@ -84,6 +87,15 @@ impl State {
     fn ended(end: End) -> Self {
         Self::Ended(Box::new(Servers::default().counts()), end)
     }
+}
+
+/// Where an image is opened: that may wait for its storage in system calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// On a worker, which serves nobody yet.
+    Workers,
+    /// On the calling thread: clients of other disks do not wait.
+    Aside,
 }
 
 /// Who wants a disk to be served.
@@ -106,8 +118,8 @@ enum End {
     Closed(Result<()>),
     /// It could not be opened or served. Everything acknowledged is in the image.
     NotServed(Error),
-    /// It is closed and no longer among the disks of this process.
-    Removed,
+    /// It is closed and no longer among the disks of this process. A failure as above.
+    Removed(Result<()>),
 }
 
 /// The length to grow a disk to.
@@ -144,6 +156,7 @@ impl Served {
             opened: Mutex::new(Opened::Closed(Figures::default())),
             held: Mutex::new(held),
             state: Mutex::new(state),
+            has_opener: AtomicBool::new(false),
         }
     }
 
@@ -153,7 +166,7 @@ impl Served {
     /// # Errors
     /// Whatever prevents it from being opened or served; [`Self::failure`] is that from now on.
     /// `Denied` if it was told to stop before it could be opened.
-    pub(crate) fn prepare(&self, patience: Duration) -> Result<()> {
+    pub(crate) fn prepare(&self, place: Place, patience: Duration) -> Result<()> {
         let _changes = self.lock_changes();
         match &*self.lock() {
             State::Ended(_, End::New) => {}
@@ -161,7 +174,7 @@ impl Served {
         }
         let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
         let is_cancelled = || !matches!(*self.lock(), State::Opening);
-        self.open(|open| while_held(patience, is_cancelled, open))
+        self.open(place, |open| while_held(patience, is_cancelled, open))
     }
 
     /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`.
@@ -178,13 +191,13 @@ impl Served {
                      disk, and add it",
                 ));
             }
-            State::Ended(_, End::Removed) => return Err(self.denied("was removed")),
+            State::Ended(_, End::Removed(_)) => return Err(self.denied("was removed")),
             State::Opening | State::Ended(_, End::New | End::Closing) => {
                 return Err(self.denied("is not ready"));
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(|open| open()).inspect_err(|_| self.close_sockets())?;
+        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets())?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
             self.close_sockets();
@@ -196,12 +209,27 @@ impl Served {
         Ok(())
     }
 
+    /// Leaves a new disk closed, as another process left it, which may have lost something.
+    pub(crate) fn leave_closed(&self, loss: Option<String>) {
+        self.close_sockets();
+        let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
+        *self.lock() = State::ended(End::Closed(outcome));
+    }
+
+    /// What it has lost when it was closed, if anything.
+    pub(crate) fn loss(&self) -> Option<Error> {
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
+            _ => None,
+        }
+    }
+
     /// Stops it for good: it cannot be opened again.
     ///
     /// # Errors
     /// As [`Self::stop`]. It is closed in any case.
     pub(crate) fn remove(&self) -> Result<()> {
-        if self.cancel_opening(End::Removed) {
+        if self.cancel_opening(End::Removed(Ok(()))) {
             return Ok(());
         }
         let _changes = self.lock_changes();
@@ -209,7 +237,7 @@ impl Served {
         self.held().clear();
         let outcome = self.end();
         if let State::Ended(_, end) = &mut *self.lock() {
-            *end = End::Removed;
+            *end = End::Removed(outcome.clone());
         }
         outcome
     }
@@ -250,10 +278,13 @@ impl Served {
     /// Opens the image by `by`, listens, and prepares the servers. The caller holds `changes`.
     fn open(
         &self,
+        place: Place,
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
-        let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
+        self.has_opener.store(true, Ordering::Release);
+        let opened =
+            by(&|| open(&self.image(), &self.settings, &self.images, &self.resources, place));
         let is_wanted = {
             let mut state = self.lock();
             let is_wanted = matches!(*state, State::Opening);
@@ -263,12 +294,17 @@ impl Served {
                     Err(error) => State::ended(End::NotServed(error.clone())),
                 };
             }
+            if is_wanted {
+                self.has_opener.store(false, Ordering::Release);
+            }
             is_wanted
         };
-        *self.opened() = Opened::Open(opened?);
+        let opened = opened.inspect_err(|_| self.has_opener.store(false, Ordering::Release))?;
+        *self.opened() = Opened::Open(opened);
         if !is_wanted {
-            self.discard()?;
-            return Err(self.denied("was told to stop"));
+            let discarded = self.discard();
+            self.has_opener.store(false, Ordering::Release);
+            return discarded.and_then(|()| Err(self.denied("was told to stop")));
         }
         let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
         let listening = retry_while(is_address_in_use, free, || self.listen());
@@ -287,21 +323,32 @@ impl Served {
         closed
     }
 
-    /// Nobody waits for an image that is being opened. False if none is.
+    /// Nobody waits for an image that is being opened, and that nobody has used. False if none is.
     fn cancel_opening(&self, end: End) -> bool {
         let mut state = self.lock();
-        let is_opening = matches!(*state, State::Opening);
-        if is_opening {
-            *state = State::ended(end);
+        match *state {
+            State::Opening => {
+                *state = State::ended(end);
+                true
+            }
+            // Somebody else has told the opener already.
+            State::Ended(..) => self.has_opener.load(Ordering::Acquire),
+            State::Prepared(_) | State::Serving(_) => false,
         }
-        is_opening
     }
 
     fn listen(&self) -> Result<()> {
-        let Self { name, settings, .. } = self;
+        let settings = &self.settings;
         let mut held = self.held();
         let mut inherited = Sockets::of(std::mem::take(&mut *held), settings);
-        let inherited = &mut inherited;
+        let listening = self.listen_at(&mut inherited, &mut held);
+        // What was not taken because of a failure is for the next attempt.
+        held.extend(inherited.into_all().filter(|_| listening.is_err()));
+        listening
+    }
+
+    fn listen_at(&self, inherited: &mut Sockets, held: &mut Vec<Held>) -> Result<()> {
+        let Self { name, settings, .. } = self;
         let device = device_name(name);
         match &settings.vhost_user {
             Some(path) => held.push(inherited.unix(device, path, SocketUsers::AsUmask)?),
@@ -403,7 +450,8 @@ impl Served {
     /// Whatever prevents it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
         let _changes = self.lock_changes();
-        let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
+        let (image, place) = (self.image(), Place::Workers);
+        let opened = open(&image, &self.settings, &self.images, &self.resources, place)?;
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Prepared(Box::default());
         self.prepare_servers().inspect_err(|_| {
@@ -437,12 +485,14 @@ impl Served {
                     Box::default()
                 }
                 State::Serving(servers) => std::mem::take(servers),
-                State::Ended(_, End::Closed(outcome)) => return outcome.clone(),
+                State::Ended(_, End::Closed(outcome) | End::Removed(outcome)) => {
+                    return outcome.clone();
+                }
                 State::Ended(_, end @ (End::New | End::NotServed(_))) => {
                     *end = End::Closed(Ok(()));
                     return Ok(());
                 }
-                State::Ended(_, End::Closing | End::Removed) => return Ok(()),
+                State::Ended(_, End::Closing) => return Ok(()),
             };
             // Meanwhile callers see what was counted so far.
             *state = State::Ended(Box::new(servers.counts()), End::Closing);
@@ -535,7 +585,7 @@ impl Served {
             State::Ended(_, End::New) => "starting",
             State::Ended(_, End::Closing) => "draining",
             State::Ended(_, End::Closed(Ok(()))) => "drained",
-            State::Ended(_, End::Removed) => "removed",
+            State::Ended(_, End::Removed(_)) => "removed",
             State::Ended(_, End::Closed(Err(_)) | End::NotServed(_)) => "failed",
         }
     }
@@ -612,6 +662,7 @@ fn open(
     settings: &DiskSettings,
     images: &ImageSettings,
     resources: &Resources,
+    place: Place,
 ) -> Result<Arc<dyn Manage>> {
     let Resources { handles, workers, .. } = resources;
     let index = match settings.index {
@@ -626,12 +677,18 @@ fn open(
     chain.snapshot.clone_from(&settings.load_snapshot);
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
     let (path, writes) = (image.clone(), settings.writes());
-    let opened = workers.run(move || async move {
-        match writes {
-            true => mica_stack::open_writable(&path, format, options, &chain).await,
-            false => mica_stack::open(&path, format, options, &chain).await,
+    let open = async move || match writes {
+        true => mica_stack::open_writable(&path, format, options, &chain).await,
+        false => mica_stack::open(&path, format, options, &chain).await,
+    };
+    let opened = match place {
+        Place::Workers => workers.run(open)??,
+        Place::Aside => {
+            let executor = Executor::new(Backend::Pool)
+                .map_err(|error| Error::from_io("opening an image", error))?;
+            executor.block_on(open())?
         }
-    })??;
+    };
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }

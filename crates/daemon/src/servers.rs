@@ -1,7 +1,7 @@
 //! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
 
 use crate::held::{Held, device_name};
-use crate::indexer::{IndexThread, Indexer};
+use crate::indexer::Indexer;
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
@@ -18,8 +18,6 @@ pub(crate) struct Resources {
     pub(crate) workers: Arc<Workers>,
     /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
-    /// Keeps the index of each chain.
-    pub(crate) index_thread: Arc<IndexThread>,
 }
 
 /// What is about to serve a disk, and answers nobody yet. Dropping it ends it.
@@ -28,8 +26,8 @@ pub(crate) struct Prepared {
     nbd: Option<nbd::Prepared>,
     device: Option<mica_serve::Prepared<vhost_user::Running>>,
     file: Option<mica_serve::Prepared<fuse::Running>>,
-    /// The disk whose index is kept, and by whom.
-    indexed: Option<(Arc<dyn Manage>, Arc<IndexThread>)>,
+    /// The disk whose index is kept.
+    indexed: Option<Arc<dyn Manage>>,
 }
 
 /// What serves a disk.
@@ -57,7 +55,7 @@ impl Prepared {
         let mut all = Self::default();
         let Subject { name, settings, image, disk: managed } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
-        let Resources { workers, mounts, index_thread, .. } = resources;
+        let Resources { workers, mounts, .. } = resources;
         let device = device_name(name);
         let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
         if let Some(held) = devices.first() {
@@ -96,7 +94,7 @@ impl Prepared {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            all.indexed = Some((Arc::clone(managed), Arc::clone(index_thread)));
+            all.indexed = Some(Arc::clone(managed));
         }
         Ok(all)
     }
@@ -108,7 +106,7 @@ impl Prepared {
             nbd: nbd.map(nbd::Prepared::start),
             device: device.map(mica_serve::Prepared::start),
             file: file.map(mica_serve::Prepared::start),
-            indexer: indexed.and_then(|(disk, thread)| thread.keep(disk)),
+            indexer: indexed.and_then(Indexer::start),
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::disks::{Disks, each_of};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
 use crate::sandbox::Granted;
-use crate::served::{Served, Source};
+use crate::served::{Place, Served, Source};
 use crate::servers::Resources;
 use crate::settings::ProcessSettings;
 use crate::sockets::{ControlSockets, Sockets};
@@ -99,14 +99,14 @@ impl Shared {
     /// If a disk that has to be served cannot be, or none can.
     pub(crate) fn open(
         &self,
-        config: Config,
+        mut config: Config,
         mut inherited: Sockets,
         patience: Duration,
         begin: Begin,
     ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
         let mut failures = Vec::new();
-        for disk in config.disks {
+        for disk in std::mem::take(&mut config.disks) {
             let name = disk.name.clone();
             let named = |error: Error| error.wrap(format!("disk {name:?}"));
             let held = inherited.take_those_of(&disk);
@@ -117,11 +117,12 @@ impl Shared {
                 served.set_source(Source::Command);
             }
             self.disks.add(Arc::clone(&served))?;
-            if config.drained.contains(&name) {
-                served.stop()?;
+            if let Some(loss) = config.drained.remove(&name) {
+                tracing::warn!("disk {name:?} stays closed, as the other process left it");
+                served.leave_closed(loss);
                 continue;
             }
-            match served.prepare(patience) {
+            match served.prepare(Place::Workers, patience) {
                 Ok(()) if begin == Begin::AtOnce => served.start(),
                 Ok(()) => {}
                 Err(error) if is_alone => return Err(error),
@@ -249,7 +250,7 @@ impl Shared {
         let stopped = each_of(&self.disks.all(), |served| served.stop())
             .into_iter()
             .fold(Ok(()), Result::and);
-        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone();
         lost.map_or(Ok(()), Err).and(stopped)
     }
 }

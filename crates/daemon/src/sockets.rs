@@ -192,6 +192,12 @@ impl Sockets {
         all
     }
 
+    /// All that were not taken.
+    pub(crate) fn into_all(self) -> impl Iterator<Item = Held> {
+        let named = self.by_name.into_values().flatten();
+        self.by_address.into_values().chain(named).chain(self.spare)
+    }
+
     /// Inherited sockets that are matched by `name`, not by address.
     pub(crate) fn named(&mut self, name: &str) -> Vec<Held> {
         self.by_name.remove(name).unwrap_or_default()

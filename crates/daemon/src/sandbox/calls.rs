@@ -203,8 +203,8 @@ fn server_rules(rules: &mut Rules, has_tcp: bool) -> Result<(), BackendError> {
 
 fn helper_rules(rules: &mut Rules, mounts: bool) -> Result<(), BackendError> {
     common_rules(rules)?;
-    let sockets = all([is(0, libc::AF_UNIX), has(1, SOCKET_KIND, libc::SOCK_SEQPACKET)])?;
-    rules.insert(libc::SYS_socket, vec![sockets]);
+    let socket = |kind| all([is(0, libc::AF_UNIX), has(1, SOCKET_KIND, kind)]);
+    rules.insert(libc::SYS_socket, vec![socket(libc::SOCK_SEQPACKET)?, socket(libc::SOCK_DGRAM)?]);
     rules.insert(libc::SYS_connect, Vec::new());
     rules.insert(libc::SYS_sendmsg, Vec::new());
     if !mounts {

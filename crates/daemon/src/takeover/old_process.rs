@@ -14,8 +14,8 @@ use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// For the new process to be ready. The old one still serves.
@@ -187,13 +187,16 @@ impl Shared {
             let is_added = served.source() == Source::Command;
             if is_closed || is_added {
                 let table = is_added.then(|| served.config().to_table()).transpose()?;
-                all.push(HandedOver { name: served.name.clone(), table, is_closed });
+                let loss = served.loss().map(|error| error.in_one_line());
+                all.push(HandedOver { name: served.name.clone(), table, is_closed, loss });
             }
         }
-        let removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
+        let removed = self.removed();
         let gone = removed.iter().filter(|name| self.disks.named(name).is_none());
-        let handed =
-            |name: &String| HandedOver { name: name.clone(), table: None, is_closed: true };
+        let handed = |name: &String| {
+            let (table, loss) = (None, None);
+            HandedOver { name: name.clone(), table, is_closed: true, loss }
+        };
         all.extend(gone.map(handed));
         Ok(all)
     }
@@ -243,8 +246,8 @@ impl Shared {
             // Its image is closed, and its sockets are about to be.
             Err(error) if is_passing(&error) && self.is_stopping() => {}
             Err(error) => {
+                served.give_up(error.clone());
                 tracing::error!(%error, "disk {name:?} is no longer served");
-                served.give_up(error);
             }
         }
     }
