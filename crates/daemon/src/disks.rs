@@ -113,7 +113,7 @@ pub(crate) fn each_of<'disks, T: Send>(
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
-    use crate::served::Place;
+    use crate::opening::Place;
     use crate::servers::Resources;
     use mica_rt::Backend;
     use mica_serve::Workers;

@@ -10,6 +10,7 @@
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
 //!               ├ ephemeral   the overlay of a disk whose changes are thrown away
+//!               ├ opening     its image
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
 //! systemd     readiness, watchdog, sockets inherited and stored
@@ -31,6 +32,7 @@ mod indexer;
 mod membership;
 mod messages;
 mod opened;
+mod opening;
 mod rehearsal;
 mod retry;
 mod sandbox;

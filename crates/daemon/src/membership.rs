@@ -10,7 +10,8 @@
 //!   disk that somebody else has added.
 
 use crate::config::{Config, DiskConfig};
-use crate::served::{Place, Served, Source};
+use crate::opening::Place;
+use crate::served::{Served, Source};
 use crate::shared::Shared;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;

@@ -12,19 +12,18 @@
 //!   ([`Served::undrain`]).
 
 use crate::config::DiskConfig;
-use crate::ephemeral;
 use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
+use crate::opening::{Place, open};
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
-use crate::settings::{DiskSettings, ImageSettings, IndexMode};
+use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
 use crate::stats::{self, Counts};
 use crate::systemd;
 use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Manage, Result};
-use mica_qcow2::IndexUse;
-use mica_rt::{Backend, Executor, timeout};
+use mica_rt::timeout;
 use mica_serve::{SocketUsers, vhost_user};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -87,15 +86,6 @@ impl State {
     fn ended(end: End) -> Self {
         Self::Ended(Box::new(Servers::default().counts()), end)
     }
-}
-
-/// Where an image is opened: that may wait for its storage in system calls.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
-    /// On a worker, which serves nobody yet.
-    Workers,
-    /// On the calling thread: clients of other disks do not wait.
-    Aside,
 }
 
 /// Who wants a disk to be served.
@@ -655,42 +645,4 @@ impl Served {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn open(
-    image: &Path,
-    settings: &DiskSettings,
-    images: &ImageSettings,
-    resources: &Resources,
-    place: Place,
-) -> Result<Arc<dyn Manage>> {
-    let Resources { handles, workers, .. } = resources;
-    let index = match settings.index {
-        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
-        IndexMode::Off => IndexUse::Ignore,
-    };
-    let (image, images) = match &settings.overlay_folder {
-        Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
-        None => (image.to_owned(), images.clone()),
-    };
-    let mut chain = images.chain_options(index)?;
-    chain.snapshot.clone_from(&settings.load_snapshot);
-    let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
-    let (path, writes) = (image.clone(), settings.writes());
-    let open = async move || match writes {
-        true => mica_stack::open_writable(&path, format, options, &chain).await,
-        false => mica_stack::open(&path, format, options, &chain).await,
-    };
-    let opened = match place {
-        Place::Workers => workers.run(open)??,
-        Place::Aside => {
-            let executor = Executor::new(Backend::Pool)
-                .map_err(|error| Error::from_io("opening an image", error))?;
-            executor.block_on(open())?
-        }
-    };
-    if writes && !opened.is_writable() {
-        tracing::warn!("{} is served read-only", image.display());
-    }
-    Ok(opened)
 }

@@ -1,0 +1,61 @@
+//! Opening the image of a disk, as its settings say.
+
+use crate::ephemeral;
+use crate::servers::Resources;
+use crate::settings::{DiskSettings, ImageSettings, IndexMode};
+use mica_block::{Error, Manage, Result};
+use mica_qcow2::IndexUse;
+use mica_rt::{Backend, Executor};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Where an image is opened: that may wait for its storage in system calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// On a worker, which serves nobody yet.
+    Workers,
+    /// On the calling thread: clients of other disks do not wait.
+    Aside,
+}
+
+/// Opens an image.
+///
+/// # Errors
+/// Whatever prevents that.
+pub(crate) fn open(
+    image: &Path,
+    settings: &DiskSettings,
+    images: &ImageSettings,
+    resources: &Resources,
+    place: Place,
+) -> Result<Arc<dyn Manage>> {
+    let Resources { handles, workers, .. } = resources;
+    let index = match settings.index {
+        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
+        IndexMode::Off => IndexUse::Ignore,
+    };
+    let (image, images) = match &settings.overlay_folder {
+        Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
+        None => (image.to_owned(), images.clone()),
+    };
+    let mut chain = images.chain_options(index)?;
+    chain.snapshot.clone_from(&settings.load_snapshot);
+    let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
+    let (path, writes) = (image.clone(), settings.writes());
+    let open = async move || match writes {
+        true => mica_stack::open_writable(&path, format, options, &chain).await,
+        false => mica_stack::open(&path, format, options, &chain).await,
+    };
+    let opened = match place {
+        Place::Workers => workers.run(open)??,
+        Place::Aside => {
+            let executor = Executor::new(Backend::Pool)
+                .map_err(|error| Error::from_io("opening an image", error))?;
+            executor.block_on(open())?
+        }
+    };
+    if writes && !opened.is_writable() {
+        tracing::warn!("{} is served read-only", image.display());
+    }
+    Ok(opened)
+}
