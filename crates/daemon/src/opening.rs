@@ -4,7 +4,7 @@ use crate::ephemeral;
 use crate::servers::Resources;
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use mica_block::{Error, Manage, Result};
-use mica_qcow2::IndexUse;
+use mica_qcow2::{ChainOptions, IndexUse};
 use mica_rt::{Backend, Executor};
 use std::path::Path;
 use std::sync::Arc;
@@ -30,16 +30,11 @@ pub(crate) fn open(
     place: Place,
 ) -> Result<Arc<dyn Manage>> {
     let Resources { handles, workers, .. } = resources;
-    let index = match settings.index {
-        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
-        IndexMode::Off => IndexUse::Ignore,
-    };
     let (image, images) = match &settings.overlay_folder {
         Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
         None => (image.to_owned(), images.clone()),
     };
-    let mut chain = images.chain_options(index)?;
-    chain.snapshot.clone_from(&settings.load_snapshot);
+    let chain = chain_options(settings, &images)?;
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
     let (path, writes) = (image.clone(), settings.writes());
     let open = async move || match writes {
@@ -58,4 +53,21 @@ pub(crate) fn open(
         tracing::warn!("{} is served read-only", image.display());
     }
     Ok(opened)
+}
+
+/// How the chain of a disk is opened.
+///
+/// # Errors
+/// As [`ImageSettings::chain_options`].
+pub(crate) fn chain_options(
+    settings: &DiskSettings,
+    images: &ImageSettings,
+) -> Result<ChainOptions> {
+    let index = match settings.index {
+        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
+        IndexMode::Off => IndexUse::Ignore,
+    };
+    let mut chain = images.chain_options(index)?;
+    chain.snapshot.clone_from(&settings.load_snapshot);
+    Ok(chain)
 }

@@ -1,9 +1,9 @@
 //! Checks a configuration as far as that goes without serving it.
 
 use crate::config::{Config, DiskConfig};
-use crate::settings::{ImageSettings, IndexMode};
+use crate::opening::chain_options;
+use crate::settings::ImageSettings;
 use mica_block::{Error, Result};
-use mica_qcow2::IndexUse;
 use mica_rt::{Backend, Executor};
 use mica_store::{Handles, Locking};
 use std::sync::Arc;
@@ -26,12 +26,7 @@ pub fn check_config(config: &Config) -> Result<Vec<Error>> {
 
 async fn open(disk: &DiskConfig, handles: &Arc<Handles>) -> Result<()> {
     let DiskConfig { image, settings, images, .. } = disk;
-    let index = match settings.index {
-        IndexMode::Auto | IndexMode::Read => IndexUse::Read,
-        IndexMode::Off => IndexUse::Ignore,
-    };
-    let mut chain = images.chain_options(index)?;
-    chain.snapshot.clone_from(&settings.load_snapshot);
+    let chain = chain_options(settings, images)?;
     let mut options = images.image_options(Arc::clone(handles))?;
     options.locking = Locking::ForceShare;
     mica_stack::open(image, images.format()?, options, &chain).await?.close().await

@@ -42,8 +42,8 @@ pub(crate) struct Shared {
     pub(crate) outside: Outside,
     /// What the sandbox allows, if there is one.
     pub(crate) granted: Option<Granted>,
-    /// Held alone while everything is handed over to another process, and while everything is
-    /// stopped: one at a time. Drains of single disks share it.
+    /// Held alone while everything is handed over to another process. What is done with single
+    /// disks shares it, and so does the end of all.
     life: RwLock<()>,
     /// Whether it has been asked to stop.
     is_stopping: AtomicBool,

@@ -175,47 +175,26 @@ async fn resize(State(sources): State<Sources>, Path(name): Path<String>, sent: 
 
 async fn drain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let actions = Arc::clone(&sources.actions);
-    let drained = move || -> Result<(), Refusal> {
-        let _held = sources.shared.hold()?;
-        Ok(served.stop()?)
-    };
-    perform(&actions, drained).await??;
+    perform_held(&sources, move |_| served.stop()).await?;
     Ok(json(&value!({ "drained": [name] })))
 }
 
 async fn undrain(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let actions = Arc::clone(&sources.actions);
-    let undrained = move || -> Result<(), Refusal> {
-        let _held = sources.shared.hold()?;
-        Ok(sources.shared.undrain(&served)?)
-    };
-    perform(&actions, undrained).await??;
+    perform_held(&sources, move |shared| shared.undrain(&served)).await?;
     Ok(json(&value!({ "undrained": [name] })))
 }
 
 async fn add(State(sources): State<Sources>, sent: Body) -> Answer {
     let disk = DiskConfig::from_table(&body(sent).await?)?;
     let name = disk.name.clone();
-    let actions = Arc::clone(&sources.actions);
-    let added = move || -> Result<(), Refusal> {
-        let _held = sources.shared.hold()?;
-        sources.shared.add(disk, Source::Command)?;
-        Ok(())
-    };
-    perform(&actions, added).await??;
+    perform_held(&sources, move |shared| shared.add(disk, Source::Command).map(drop)).await?;
     Ok(json(&value!({ "added": [name] })))
 }
 
 async fn remove(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
     let served = find(&sources.shared, &name)?;
-    let actions = Arc::clone(&sources.actions);
-    let removed = move || -> Result<(), Refusal> {
-        let _held = sources.shared.hold()?;
-        Ok(sources.shared.remove(&served)?)
-    };
-    perform(&actions, removed).await??;
+    perform_held(&sources, move |shared| shared.remove(&served)).await?;
     Ok(json(&value!({ "removed": [name] })))
 }
 
@@ -276,6 +255,19 @@ fn begin(actions: &Actions, action: impl FnOnce() + Send + 'static) -> Result<()
         let what = "too many actions are in progress: try again later";
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what)
     })
+}
+
+/// Performs an action on disks, while which nothing is handed over to another process.
+async fn perform_held(
+    sources: &Sources,
+    action: impl FnOnce(&Shared) -> mica_block::Result<()> + Send + 'static,
+) -> Result<(), Refusal> {
+    let shared = Arc::clone(&sources.shared);
+    let held = move || {
+        let _held = shared.hold()?;
+        action(&shared)
+    };
+    Ok(perform(&sources.actions, held).await??)
 }
 
 /// Performs such an action, and waits for it.
