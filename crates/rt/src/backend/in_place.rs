@@ -7,20 +7,22 @@
 //!
 //! Invariants
 //! - I1 Nothing is written in place unless the file says so at that moment.
-//! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long.
+//! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long. One
+//!   that took long because another thread had the processor has not blocked.
 //! - I3 A write that fails is retried by a thread, which reports why.
 
 use super::now;
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
 use crate::remote::Remote;
+use nix::sys::resource::{UsageWho, getrusage};
 use rustix::io::pwrite;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Longest write that is done in place: a longer one is worth a thread.
 const LENGTH_MAX: usize = 64 << 10;
-/// A write that took longer than this was blocked on something.
+/// A write that slept, and took longer than this, was blocked on something.
 const WAITED_MIN: Duration = Duration::from_micros(200);
 const PAUSE_FACTOR: u32 = 20;
 
@@ -29,11 +31,14 @@ pub(super) struct InPlace {
     remote: Arc<Remote>,
     /// No write is done in place before this.
     not_before: Option<Instant>,
+    /// How many times the thread had gone to sleep at its last write; `None` if it may have done so
+    /// since.
+    sleeps: Option<i64>,
 }
 
 impl InPlace {
     pub(super) fn new(remote: Arc<Remote>) -> Self {
-        Self { remote, not_before: None }
+        Self { remote, not_before: None, sleeps: None }
     }
 
     /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
@@ -50,19 +55,37 @@ impl InPlace {
         if self.not_before.is_some_and(|not_before| start < not_before) {
             return None;
         }
+        self.sleeps = self.sleeps.or_else(sleeps);
         self.remote.set_is_writing(true);
         let written = pwrite(file, buf, offset);
         self.remote.set_is_writing(false);
-        self.note(start, start.elapsed());
+        let took = start.elapsed();
+        if took >= WAITED_MIN {
+            let before = std::mem::replace(&mut self.sleeps, sleeps());
+            // Not known counts as slept.
+            if before.is_none() || before != self.sleeps {
+                self.note_block(start, took);
+            }
+        }
         written.ok()
     }
 
-    /// Records how long a write that began at `start` took.
-    fn note(&mut self, start: Instant, took: Duration) {
-        if took >= WAITED_MIN {
-            self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
-        }
+    /// The thread may go to sleep for other reasons than a write.
+    pub(super) fn note_rest(&mut self) {
+        self.sleeps = None;
     }
+
+    /// Records that a write that began at `start` was blocked, and how long it took.
+    fn note_block(&mut self, start: Instant, took: Duration) {
+        self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
+    }
+}
+
+/// How many times this thread has gone to sleep: unlike a thread that lost its processor to another
+/// one, it gave it up (getrusage(2), `ru_nvcsw`).
+fn sleeps() -> Option<i64> {
+    let usage = getrusage(UsageWho::RUSAGE_THREAD).ok()?;
+    Some(usage.voluntary_context_switches())
 }
 
 #[cfg(test)]
@@ -118,13 +141,23 @@ mod tests {
     fn one_that_waited_leaves_the_next_to_a_thread() {
         let (_made, file, _) = made(Access::Buffered);
         let (mut in_place, buf) = (in_place(), Buf::zeroed(4096));
-        in_place.note(now(), WAITED_MIN / 2);
-        assert_eq!(in_place.write(&file, &buf, 0), Some(4096), "it was merely slow");
-        in_place.note(now(), Duration::from_secs(100));
+        in_place.note_block(now(), Duration::from_secs(100));
         assert_eq!(in_place.write(&file, &buf, 0), None);
         // After 21 times its duration the wait and the pause that follows it are over.
         let long_ago = now().checked_sub(Duration::from_secs(22)).unwrap();
-        in_place.note(long_ago, Duration::from_secs(1));
+        in_place.note_block(long_ago, Duration::from_secs(1));
         assert_eq!(in_place.write(&file, &buf, 0), Some(4096));
+    }
+
+    #[test]
+    fn thread_that_slept_is_told_from_one_that_was_busy() {
+        let before = sleeps().unwrap();
+        let start = now();
+        while start.elapsed() < WAITED_MIN * 2 {
+            std::hint::spin_loop();
+        }
+        assert_eq!(sleeps(), Some(before));
+        std::thread::park_timeout(WAITED_MIN);
+        assert!(sleeps().unwrap() > before);
     }
 }

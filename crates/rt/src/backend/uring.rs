@@ -18,6 +18,7 @@ use super::in_place::InPlace;
 use super::now;
 use super::threads::Threads;
 use crate::file::Way;
+use crate::looking::Looking;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use crate::restrict::enable;
@@ -222,7 +223,9 @@ impl Uring {
     /// asleep.
     fn wait(&mut self, wait: Option<Duration>) -> io::Result<usize> {
         let start = now();
-        if self.looks_first {
+        if self.looks_first
+            && let Some(_looking) = Looking::begin()
+        {
             self.ring.submit()?;
             while start.elapsed() < LOOK_MAX.min(wait.unwrap_or(LOOK_MAX)) {
                 let submissions = self.ring.submission();
@@ -246,6 +249,7 @@ impl Uring {
             timespec = Timespec::from(wait);
             args = args.timespec(&timespec);
         }
+        self.in_place.note_rest();
         let result = self.ring.submitter().submit_with_args(1, &args);
         self.looks_first = start.elapsed() <= SHORT_WAIT_MAX;
         result

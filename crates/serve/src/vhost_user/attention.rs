@@ -5,7 +5,7 @@
 //! through the scheduler. Polling for as long as that takes costs no more. If polling found nothing
 //! it is not repeated until a sleep turns out to have been short.
 
-use mica_rt::Instant;
+use mica_rt::{Instant, Looking};
 use std::time::Duration;
 
 /// How long it polls: about as long as a sleep and a wake-up take, so that polling in vain costs no
@@ -18,7 +18,8 @@ const SHORT_SLEEP: Duration = Duration::from_micros(60);
 #[derive(Default)]
 pub(super) struct Attention {
     pays: bool,
-    until: Option<Instant>,
+    /// While it looks: its right to, and when it gives up.
+    until: Option<(Looking, Instant)>,
     slept_at: Option<Instant>,
 }
 
@@ -42,19 +43,27 @@ impl Attention {
         }
     }
 
+    /// The ring is not looked at for the time being: others may look instead.
+    pub(super) fn look_away(&mut self) {
+        self.until = None;
+    }
+
     /// There was nothing to do.
     pub(super) fn pause(&mut self, now: Instant) -> Pause {
-        match self.until {
-            None if self.pays => {
-                self.until = Some(now.after(LOOK));
-                Pause::Begin
-            }
-            Some(until) if now < until => Pause::Look,
-            _ => {
-                (self.pays, self.until, self.slept_at) = (false, None, Some(now));
-                Pause::Sleep
-            }
+        if let Some((_, until)) = &self.until
+            && now < *until
+        {
+            return Pause::Look;
         }
+        if self.until.is_none()
+            && self.pays
+            && let Some(looking) = Looking::begin()
+        {
+            self.until = Some((looking, now.after(LOOK)));
+            return Pause::Begin;
+        }
+        (self.pays, self.until, self.slept_at) = (false, None, Some(now));
+        Pause::Sleep
     }
 }
 
