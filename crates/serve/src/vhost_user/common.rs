@@ -1,6 +1,7 @@
 //! What the sessions and the queues of a device have in common.
 
 use super::back_channel::BackChannel;
+use super::batch::BusyQueues;
 use super::request::ID_BYTES;
 use super::stats::{Counters, QueueStats};
 use crate::budget::Party;
@@ -24,6 +25,7 @@ pub(super) struct Common {
     pub(super) losses: Losses,
     /// The memory of the process that its queues hold.
     pub(super) party: Arc<Party>,
+    pub(super) busy_queues: BusyQueues,
     /// Whether the server ends: what would take long is left off.
     pub(super) is_ending: AtomicBool,
 }

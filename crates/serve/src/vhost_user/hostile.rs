@@ -1,5 +1,6 @@
 //! A stranger's messages, descriptors, rings and chains.
 
+use super::batch::BusyQueues;
 use super::chain::{Chain, Table};
 use super::common::Common;
 use super::config::has;
@@ -54,6 +55,7 @@ pub fn survive(input: &[u8]) -> Counters {
         back_channel: Default::default(),
         losses: Default::default(),
         party: Party::new(workers.pool()),
+        busy_queues: BusyQueues::default(),
         is_ending: Default::default(),
         id,
     };

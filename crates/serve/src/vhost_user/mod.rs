@@ -12,6 +12,7 @@
 
 mod attention;
 mod back_channel;
+mod batch;
 mod chain;
 mod common;
 mod config;

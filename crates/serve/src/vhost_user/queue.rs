@@ -23,6 +23,7 @@ mod begin;
 mod end;
 
 use super::attention::{Attention, Pause};
+use super::batch::{Batch, Busy};
 use super::chain::{Chain, Piece, Table};
 use super::common::{Common, SessionLogs};
 use super::config::{F_RING_EVENT_IDX, has};
@@ -96,6 +97,8 @@ pub(super) async fn serve(setup: Setup) {
         waiting: Vec::new(),
         recovered: 0,
         attention: Attention::default(),
+        batch: Batch::default(),
+        busy: Busy::new(&common.busy_queues),
         kicked: None,
         timer: None,
         is_broken: false,
@@ -229,6 +232,8 @@ struct Running<'a> {
     /// the ring, as it may have returned later ones.
     recovered: usize,
     attention: Attention,
+    batch: Batch,
+    busy: Busy<'a>,
     kicked: Option<LocalFuture<'static, std::io::Result<()>>>,
     /// Until the rate lets the next request through.
     timer: Option<Pin<Box<Sleep>>>,
@@ -263,6 +268,8 @@ impl<'a> Running<'a> {
     /// Ready with the index of the next request when the queue has stopped.
     fn poll(&mut self, control: &Control) -> Poll<u16> {
         let polled = self.poll_rounds(control);
+        let takes = self.settings.enabled && !self.is_broken;
+        self.busy.set(self.used() > 0 || takes && !self.waiting.is_empty());
         self.check_lost();
         polled
     }
@@ -282,6 +289,8 @@ impl<'a> Running<'a> {
                 };
             }
             self.poll_kick();
+            // Otherwise it has not been looked at.
+            let looks = self.waiting.is_empty();
             let taken_before = self.queue.next_avail();
             // Whatever it was that found it gone.
             self.check_lost();
@@ -290,12 +299,18 @@ impl<'a> Running<'a> {
                 false => false,
             };
             self.call_if(ended || ended_at_once);
-            if !self.settings.enabled || self.is_broken || !self.may_take() {
+            if !self.settings.enabled || self.is_broken {
+                self.attention.look_away();
                 return Poll::Pending;
             }
-            if self.queue.next_avail() != taken_before {
-                self.attention.found(self.turn_at);
-            } else if self.pauses() {
+            if !self.may_take() {
+                return Poll::Pending;
+            }
+            if !self.waiting.is_empty() {
+                // Their turn comes when those that began are done, as far as that takes no waiting.
+                break;
+            }
+            if looks && self.queue.next_avail() == taken_before && self.pauses() {
                 return Poll::Pending;
             }
         }
@@ -311,6 +326,10 @@ impl<'a> Running<'a> {
             return false;
         }
         let pause = self.attention.pause(self.turn_at);
+        match pause {
+            Pause::Begin | Pause::Look => self.batch.note_look(self.turn_at),
+            Pause::Sleep => self.batch.note_sleep(self.turn_at),
+        }
         if pause == Pause::Begin
             && let Err(error) = self.queue.disable_notification(&self.settings.memory.guest)
         {
@@ -444,7 +463,14 @@ impl<'a> Running<'a> {
         }
         let mut ended = false;
         // The heads may be zeros that were never there.
-        while self.may_take() && !self.lost.is_lost() {
+        let batch = match self.busy.are_others() {
+            true => self.waiting.len(),
+            false => self.batch.of(self.waiting.len()),
+        };
+        for _ in 0..batch {
+            if !self.may_take() || self.lost.is_lost() {
+                break;
+            }
             let Some(head) = self.waiting.pop() else { break };
             match self.begin(head) {
                 Begun::InFlight => {}
@@ -465,6 +491,12 @@ impl<'a> Running<'a> {
         let mut heads = std::mem::take(&mut self.waiting);
         for chain in self.queue.iter(&memory.guest)?.take(room) {
             heads.push(chain.head_index());
+        }
+        if !heads.is_empty() {
+            self.attention.found(self.turn_at);
+            if !self.busy.are_others() {
+                self.batch.note_found(self.turn_at);
+            }
         }
         heads.reverse();
         self.waiting = heads;

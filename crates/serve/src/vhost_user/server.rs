@@ -2,6 +2,7 @@
 //! queues, and shutdown.
 
 use super::back_channel::{self, BackChannel, Notice};
+use super::batch::BusyQueues;
 use super::common::Common;
 use super::config::CONFIG_BYTES;
 use super::device::{Device, QUEUES_MAX};
@@ -78,6 +79,7 @@ impl Server {
             back_channel: BackChannel::default(),
             losses: Default::default(),
             party: Party::new(workers.pool()),
+            busy_queues: BusyQueues::default(),
             is_ending: Default::default(),
             id,
         });

@@ -119,8 +119,12 @@ impl<'a> Running<'a> {
             return;
         }
         match self.queue.needs_notification(&self.settings.memory.guest) {
-            Ok(true) => self.settings.call(),
-            Ok(false) => {}
+            Ok(needed) => {
+                self.batch.note_answers(needed);
+                if needed {
+                    self.settings.call();
+                }
+            }
             Err(error) => self.break_off(&error),
         }
     }
