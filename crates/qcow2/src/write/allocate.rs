@@ -224,7 +224,7 @@ impl Space {
                 }
                 Look::On => mica_rt::yield_now().await,
                 Look::Read(page) => self.metadata.load(page).await?,
-                Look::NoBlock(region) => self.make_block(region).await?,
+                Look::NoBlock(region) => self.make_blocks(region).await?,
                 Look::TableFull => self.grow_table().await?,
             }
         }

@@ -8,61 +8,113 @@ use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
 use mica_qcow2_format::RefcountTableEntry;
 use mica_rt::Buf;
-use mica_units::{HostCluster, HostOffset};
+use mica_units::{HostCluster, HostOffset, SECTOR_BYTES};
+
+/// Refcount blocks that are created at once at most, and their bytes: creating one takes a sync,
+/// for which requests wait.
+const BLOCKS_MAX: u64 = 8;
+const BLOCKS_BYTES_MAX: u64 = 1 << 20;
+/// Entries of a refcount table that are in one sector.
+const SECTOR_ENTRIES: u64 = SECTOR_BYTES / RefcountTableEntry::BYTES as u64;
 
 impl Space {
-    /// Creates the refcount block of a region that has none, within the region itself. The block is
-    /// durable before the table names it.
-    pub(super) async fn make_block(&self, region: u64) -> Result<()> {
-        let (cluster, end) = {
+    /// Creates the refcount blocks of a region that has none, within the region itself, and of some
+    /// that follow. The blocks are durable before the table names them.
+    pub(super) async fn make_blocks(&self, region: u64) -> Result<()> {
+        let count = self.blocks_to_make(region);
+        let (first, end) = {
             let mut state = self.lock();
-            let cluster = state.cursor.max(self.width.first_of_block(self.bits, region));
-            let end = cluster.saturating_add(1);
+            let first = state.cursor.max(self.width.first_of_block(self.bits, region));
+            let end = first.saturating_add(count);
             state.unwritten_from = state.unwritten_from.max(end);
-            (cluster, end)
+            (first, end)
         };
-        let host = self.bits.start_of(cluster);
-        self.metadata.ranges.check(host, self.bits.bytes())?;
-        let len = usize::try_from(self.bits.bytes()).expect("2 MiB");
-        let mut block = Buf::zeroed(len);
-        let index = usize::try_from(self.width.index_of(self.bits, cluster)).expect("in a block");
-        self.width.set(block.own_bytes(), index, 1).expect("one fits");
+        let (host, bytes) = (self.bits.start_of(first), count * self.bits.bytes());
+        self.metadata.ranges.check(host, bytes)?;
+        // The first one counts all of them; the others are of regions that are not used yet.
+        let mut blocks = Buf::zeroed(usize::try_from(bytes).expect("2 MiB"));
+        for cluster in first.up_to(end) {
+            let index = usize::try_from(self.width.index_of(self.bits, cluster));
+            let counts = blocks.own_bytes();
+            self.width.set(counts, index.expect("in a block"), 1).expect("one fits");
+        }
         // It is still in memory when the log reads it.
-        let _pinned = self.metadata.pin(host, self.bits.bytes());
-        self.metadata.lock().put_cluster(host, self.bits.bytes(), Some(&block), Beneath::Same);
-        let written = write_all(&*self.metadata.store, block, host).await;
+        let cluster_bytes = self.bits.bytes();
+        let cluster_len = usize::try_from(cluster_bytes).expect("2 MiB");
+        let _pinned = self.metadata.pin(host, cluster_bytes);
+        let block = Some(&blocks[..cluster_len]);
+        self.metadata.lock().put_cluster(host, cluster_bytes, block, Beneath::Same);
+        let written = write_all(&*self.metadata.store, blocks, host).await;
         let written = match written {
             Ok(()) => self.metadata.sync().await,
             Err(error) => Err(error),
         };
         if let Err(error) = written {
-            self.metadata.lock().drop_cluster(host, self.bits.bytes());
+            self.metadata.lock().drop_cluster(host, cluster_bytes);
             return Err(error);
         }
-        let entry = RefcountTableEntry::encode(host).0;
         let table_offset = {
             let mut state = self.lock();
             state.min_file_len = state.min_file_len.max(self.bits.start_of(end).bytes());
             state.table_offset
         };
-        let at = HostOffset::new(table_offset.bytes() + region * 8);
-        self.metadata.ranges.add_table(host, TableKind::RefcountBlock);
+        let named = self.name_blocks(first, (region, count), table_offset).await;
+        if named.is_err() {
+            // The table could not be read. The next attempt finds the same place.
+            self.metadata.lock().drop_cluster(host, cluster_bytes);
+        }
+        named
+    }
+
+    /// How many blocks are created from that of `region` on: of regions that have none, and as many
+    /// as the block of the first one can count. Their entries are in one sector of the table: a
+    /// power cut leaves all of them or none, as each but the first depends on the first.
+    fn blocks_to_make(&self, region: u64) -> u64 {
+        let state = self.lock();
+        let index = usize::try_from(region).expect("within the table");
+        let missing = state.table[index..].iter().take_while(|entry| **entry == 0).count() as u64;
+        let first = state.cursor.max(self.width.first_of_block(self.bits, region));
+        let room = self.width.first_of_block(self.bits, region + 1).saturating_since(first);
+        let fit = (BLOCKS_BYTES_MAX / self.bits.bytes()).clamp(1, BLOCKS_MAX);
+        let in_sector = SECTOR_ENTRIES - region % SECTOR_ENTRIES;
+        // Most of a small region is left for what it is there for.
+        missing.min(fit).min(in_sector).min(room / 2).max(1)
+    }
+
+    /// Makes the table at `table_offset` name `count` blocks from cluster `first` on, for `region` and
+    /// those after it, all with one change.
+    async fn name_blocks(
+        &self,
+        first: HostCluster,
+        (region, count): (u64, u64),
+        table_offset: HostOffset,
+    ) -> Result<()> {
+        let host = self.bits.start_of(first);
+        let blocks =
+            first.up_to(first.saturating_add(count)).map(|block| self.bits.start_of(block));
+        let entries: Vec<_> =
+            blocks.clone().map(|block| RefcountTableEntry::encode(block).0).collect();
+        let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        let at = HostOffset::new(table_offset.bytes() + region * RefcountTableEntry::BYTES as u64);
+        for block in blocks.clone() {
+            self.metadata.ranges.add_table(block, TableKind::RefcountBlock);
+        }
         let named = self
             .metadata
             .change(at, |pages| {
-                let bytes = pages.get_mut(at, 8, Stage::Early).expect("the page is there");
-                bytes.copy_from_slice(&entry.to_be_bytes());
-                // It is durable, and may be changed from now on.
+                let table = pages.get_mut(at, bytes.len(), Stage::Early);
+                table.expect("the page is there").copy_from_slice(&bytes);
+                // It is durable, and may be changed from now on. The others are not in memory, and
+                // are expected as they are when they are first changed.
                 pages.log_cluster(host, self.bits.bytes());
             })
             .await;
-        if let Err(error) = named {
-            // The table could not be read. The next attempt finds the same place.
-            self.metadata.ranges.remove(host);
-            self.metadata.lock().drop_cluster(host, self.bits.bytes());
-            return Err(error);
+        if named.is_err() {
+            blocks.for_each(|block| self.metadata.ranges.remove(block));
+            return named;
         }
-        self.lock().table[usize::try_from(region).expect("within the table")] = entry;
+        let start = usize::try_from(region).expect("within the table");
+        self.lock().table[start..start + entries.len()].copy_from_slice(&entries);
         Ok(())
     }
 
