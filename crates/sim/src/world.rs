@@ -67,6 +67,7 @@ struct State {
     /// How many of them were ever made.
     memories_made: u64,
     memory_is_full: bool,
+    memory_capacity: u64,
     /// Whether file systems report that they were remounted.
     tells_life: bool,
     changes: Changes,
@@ -95,6 +96,7 @@ impl World {
             redo_memories: BTreeMap::new(),
             memories_made: 0,
             memory_is_full: false,
+            memory_capacity: redo::CAPACITY,
             tells_life: true,
             changes: Changes::default(),
         };
@@ -260,6 +262,11 @@ impl World {
     /// Whether the memory that outlives a process is full.
     pub fn fill_memory(&self, is_full: bool) {
         lock(&self.state).memory_is_full = is_full;
+    }
+
+    /// How much memory outlives a process, for each image, in bytes.
+    pub fn set_log_capacity(&self, capacity: u64) {
+        lock(&self.state).memory_capacity = capacity;
     }
 
     /// Copies the logs of writers.

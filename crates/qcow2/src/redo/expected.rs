@@ -34,12 +34,12 @@ pub(crate) struct Expected {
 }
 
 impl Expected {
-    /// Adds the page at `at` to the others: a new table consists of many identical ones.
-    pub(super) fn push(all: &mut Vec<Self>, at: u64, page: &[u8]) {
-        let sums = sums_of(page);
+    /// Adds the page at `at`, with these `sums`, to the others: a new table consists of many
+    /// identical ones.
+    pub(super) fn push(all: &mut Vec<Self>, at: u64, page_bytes: u64, sums: Sums) {
         if let Some(last) = all.last_mut()
             && last.sums == sums
-            && last.at + u64::from(last.pages) * page.len() as u64 == at
+            && last.at + u64::from(last.pages) * page_bytes == at
         {
             last.pages += 1;
             return;

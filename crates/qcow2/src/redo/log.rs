@@ -2,7 +2,8 @@
 
 use super::Stage;
 use super::baseline::LogBaseline;
-use super::expected::Expected;
+use super::changed::Changed;
+use super::expected::{Expected, sums_of};
 use super::format::{
     EARLY, EARLY_ZEROS, GROUP_HEAD_BYTES, GroupHead, LATE, LATE_ZEROS, LogHeader, RECORDS_AT,
     ZERO_PAGES_MAX, ZEROS_LEN_MIN, append_head, append_witnesses, name_after, other_half, time_of,
@@ -11,6 +12,10 @@ use super::format::{
 use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witness};
 use mica_units::HostOffset;
 use std::sync::Arc;
+
+/// Sixteenths of the memory of a log that it takes compacted at most: it is long at four, and so has
+/// room before it is long again.
+const COMPACTED_SIXTEENTHS_MAX: u64 = 3;
 
 /// A range that changed and is not in the log yet.
 #[derive(Clone, Copy)]
@@ -51,6 +56,10 @@ pub(crate) struct Log {
     end: u64,
     number: u64,
     touched: Vec<Touched>,
+    /// What changed since the last mark.
+    changed: Changed,
+    /// Whether there is a mark whose group is not durable.
+    is_marked: bool,
     /// Sums of pages that are not in the log yet.
     expected: Vec<Expected>,
     bytes: Vec<u8>,
@@ -106,11 +115,13 @@ impl Ranges<'_> {
 }
 
 impl Log {
-    /// Begins an empty log of this `name`, for an image in these `stores`.
+    /// Begins an empty log of this `name`, for an image in these `stores` with pages of
+    /// `page_bytes`.
     pub(crate) fn begin(
         out: Arc<dyn RedoMemory>,
         stores: Vec<Arc<dyn Store>>,
         name: u32,
+        page_bytes: u64,
     ) -> Result<Self> {
         // What another writer left there, or nobody replayed, goes.
         let origin = out.renew()?;
@@ -127,6 +138,8 @@ impl Log {
             end: RECORDS_AT,
             number: 1,
             touched: Vec::new(),
+            changed: Changed::new(page_bytes),
+            is_marked: false,
             expected: Vec::new(),
             bytes: Vec::new(),
             held: [Held::default(); 2],
@@ -171,11 +184,14 @@ impl Log {
             return;
         }
         self.touched.push(Touched { at, len, stage });
+        self.changed.touch(at, stage);
     }
 
     /// The file may hold the page at `at` as it is in `page` (W5).
     pub(crate) fn expect(&mut self, at: u64, page: &[u8]) {
-        Expected::push(&mut self.expected, at, page);
+        let sums = sums_of(page);
+        Expected::push(&mut self.expected, at, page.len() as u64, sums);
+        self.changed.expect(at, sums);
     }
 
     /// Whether something was touched that is not recorded yet.
@@ -214,14 +230,73 @@ impl Log {
         if is_full || self.zero_pages() > ZERO_PAGES_MAX {
             return Err(Error::new(ErrorKind::NoSpace, "the log is full"));
         }
+        self.write_group(self.end)
+    }
+
+    /// Writes the group that is in `bytes` at `at`, from where the log goes on.
+    fn write_group(&mut self, at: u64) -> Result<()> {
         let (head, records) = self.bytes.split_at_mut(GROUP_HEAD_BYTES);
         let time_ns = time_of(self.out.now_ns());
         let group = GroupHead::of(self.salt, self.number, time_ns, records);
         head.copy_from_slice(&group.encode());
-        self.out.write_at(self.end, &self.bytes)?;
-        self.end += self.bytes.len() as u64;
+        self.out.write_at(at, &self.bytes)?;
+        self.end = at + self.bytes.len() as u64;
         self.number += 1;
         Ok(())
+    }
+
+    /// Writes what it has since the last mark into the free half, as the pages are now in `content`.
+    /// Returns whether that left room: not if it is much, or if the other half is in use.
+    ///
+    /// # Errors
+    /// As [`Self::append`], if the header cannot be written.
+    pub(crate) fn compact<'a>(
+        &mut self,
+        content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        baseline: &LogBaseline,
+    ) -> Result<bool> {
+        assert!(!self.is_behind(), "what was touched is recorded");
+        let capacity = self.out.capacity();
+        let free = other_half(self.end, capacity);
+        let len_max = capacity / 16 * COMPACTED_SIXTEENTHS_MAX;
+        let is_free = !self.is_marked && other_half(self.start, capacity) == free;
+        if !is_free || self.changed.bytes() > len_max {
+            return Ok(false);
+        }
+        self.bytes.clear();
+        self.bytes.resize(GROUP_HEAD_BYTES, 0);
+        let mut ranges = Ranges { bytes: &mut self.bytes, zeros: None, zero_pages: 0 };
+        for (at, stage) in self.changed.stages() {
+            // What was dropped in the meantime is no longer named by anything; what is not in memory
+            // any more is in the file as it was recorded.
+            if let Some(content) = content(HostOffset::new(at), self.changed.page_len()) {
+                ranges.add(at, content, stage);
+            }
+        }
+        let zero_pages = ranges.zero_pages;
+        let has_changes = self.bytes.len() > GROUP_HEAD_BYTES;
+        for expected in self.changed.expected() {
+            expected.append_to(&mut self.bytes);
+        }
+        // What counts begins with this group, so it has all of the baseline.
+        self.recorded = None;
+        self.append_changed(baseline);
+        if self.bytes.len() as u64 > len_max {
+            self.recorded = None;
+            return Ok(false);
+        }
+        let first = self.number;
+        if let Err(error) = self.write_group(free) {
+            // What it has stays as it is: nothing of it was touched.
+            tracing::debug!(?error, "a log is not compacted");
+            self.recorded = None;
+            return Ok(false);
+        }
+        (self.start, self.first) = (free, first);
+        self.held[1] = Held { zero_pages, has_changes };
+        self.expected.clear();
+        self.write_header()?;
+        Ok(true)
     }
 
     /// Appends what is new in `baseline` and in the witnesses of the stores.
@@ -280,6 +355,8 @@ impl Log {
             has_changes: before.has_changes || later.has_changes,
         };
         self.held = [both, Held::default()];
+        self.changed.clear();
+        self.is_marked = true;
         // The older half is forgotten with the group.
         self.recorded = None;
         // A name that went unused, because an earlier group found no space, will do.
@@ -291,8 +368,14 @@ impl Log {
     }
 
     /// The mark of a log that begins with a group.
-    pub(crate) fn first_mark(&self) -> Mark {
+    pub(crate) fn first_mark(&mut self) -> Mark {
+        self.is_marked = true;
         Mark { end: self.end, number: self.number, name: self.name, is_first: true }
+    }
+
+    /// Whether it could be compacted without the page at `at`, which is dirty.
+    pub(crate) fn misses(&self, at: u64) -> bool {
+        !self.is_marked && !self.changed.has(at)
     }
 
     /// Whether it changes nothing.
@@ -308,6 +391,7 @@ impl Log {
         (self.name, self.next) = (mark.name, None);
         (self.start, self.first) = (mark.end, mark.number);
         self.held[0] = Held::default();
+        self.is_marked = false;
         self.write_header()
     }
 

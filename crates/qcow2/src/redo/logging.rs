@@ -46,6 +46,8 @@ pub(crate) struct Logging {
     /// The image file, and the data file if there is one.
     stores: Vec<Arc<dyn Store>>,
     log: Option<Log>,
+    /// Size of the pages of metadata.
+    page_bytes: u64,
     named: Named,
     /// The last name that was used.
     name: u32,
@@ -65,8 +67,9 @@ impl Logging {
         out: Arc<dyn RedoMemory>,
         stores: Vec<Arc<dyn Store>>,
         (name, low_bits): (u32, u64),
+        page_bytes: u64,
     ) -> u64 {
-        (self.out, self.stores) = (Some(out), stores);
+        (self.out, self.stores, self.page_bytes) = (Some(out), stores, page_bytes);
         (self.name, self.low_bits) = (name, low_bits);
         self.begin_log();
         let name = self.log.as_ref().map_or(0, Log::name);
@@ -76,7 +79,7 @@ impl Logging {
     fn begin_log(&mut self) {
         let Some(out) = &self.out else { return };
         self.name = name_after(self.name);
-        match Log::begin(Arc::clone(out), self.stores.clone(), self.name) {
+        match Log::begin(Arc::clone(out), self.stores.clone(), self.name, self.page_bytes) {
             Ok(log) => self.log = Some(log),
             Err(error) => self.lost(&error),
         }
@@ -170,7 +173,7 @@ impl Logging {
             }
             None => {
                 self.begin_log();
-                self.log.as_ref().map(Log::first_mark)
+                self.log.as_mut().map(Log::first_mark)
             }
         }
     }
@@ -219,6 +222,22 @@ impl Logging {
             let appended = log.append(content, baseline);
             self.keep(log, appended);
         }
+    }
+
+    /// Compacts a log in which everything is recorded. Returns whether that left room.
+    pub(crate) fn compact<'a>(
+        &mut self,
+        content: impl Fn(HostOffset, usize) -> Option<&'a [u8]>,
+        baseline: &LogBaseline,
+    ) -> bool {
+        let Some(mut log) = self.log.take() else { return false };
+        let compacted = log.compact(content, baseline);
+        self.keep(log, compacted) == Some(true)
+    }
+
+    /// Whether there is a log that could be compacted without the page at `at`, which is dirty.
+    pub(crate) fn misses(&self, at: u64) -> bool {
+        self.log.as_ref().is_some_and(|log| log.misses(at))
     }
 
     /// Records what the header is about to hold, as in `baseline`.

@@ -13,6 +13,10 @@
 //! whole or not at all. None of this is ever made durable: after a power cut the log belongs to
 //! another boot, and unflushed writes are lost, as they may be.
 //!
+//! A log that becomes long is compacted: what it has of the changes since the last group is written
+//! once more, as the pages are now, into the half of its memory that is free, as one group. No sync
+//! is needed for that, and no other name, and the next process applies it like any log.
+//!
 //! The image names the log in its autoclear bits 32 to 63. Any other program that opens the image
 //! for writing clears bits that it does not know, and a log that is not named is not trusted. QEMU
 //! keeps them if it opens an image for reading and reopens it for writing, as a commit into it
@@ -43,6 +47,8 @@
 //! - W7 The header is written only with a [`HeaderLogged`], which only this module creates: the
 //!   fields that can move are in one record, as they are and as they are about to be
 //!   ([`baseline`]).
+//! - W9 A log is compacted only while no group is being made durable, and while its pages have no
+//!   change that is not to be in it: one that is acknowledged only after a flush.
 //! - W8 Bytes that a change takes away from the guest are zeros in the file before the log records
 //!   the change ([`dropped`]).
 //!
@@ -85,6 +91,7 @@
 //! of the log detected that is written into the log's own file within a second of its last write.
 
 mod baseline;
+mod changed;
 mod dropped;
 mod evidence;
 mod expected;

@@ -135,7 +135,9 @@ impl Writer {
         if self.l2.data_file {
             stores.push(Arc::clone(&self.data));
         }
-        self.metadata.lock().logging.begin(redo_memory, stores, (name, kept))
+        let mut pages = self.metadata.lock();
+        let page_bytes = pages.page_bytes();
+        pages.logging.begin(redo_memory, stores, (name, kept), page_bytes)
     }
 
     /// Leaves the image as if nobody had it open: refcounts are right.

@@ -44,6 +44,21 @@ impl PageState {
         self.logging = logging;
     }
 
+    /// Makes a log that is long shorter, if that can be done without a flush. Returns whether it was
+    /// done.
+    pub(super) fn compact_log(&mut self, space: SpaceState) -> bool {
+        // The pages have changes that the log must not have.
+        if self.group.has_unlogged {
+            return false;
+        }
+        self.log_touched(|| space.clone());
+        let baseline = self.baseline(space);
+        let mut logging = std::mem::take(&mut self.logging);
+        let compacted = logging.compact(|at, len| self.get(at, len), &baseline);
+        self.logging = logging;
+        compacted
+    }
+
     /// Logs what the header is about to hold, as in [`PageState::header`].
     pub(super) fn log_header(&mut self, space: SpaceState) -> HeaderLogged {
         let baseline = self.baseline(space);

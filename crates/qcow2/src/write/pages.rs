@@ -81,6 +81,8 @@ pub(crate) struct Group {
     pub(crate) durable: u64,
     /// Whether its data and refcounts must be durable before its links are written.
     pub(crate) in_two_steps: bool,
+    /// Whether a change of it is not in the log, and is acknowledged only once it is durable.
+    pub(crate) has_unlogged: bool,
     /// Tables that were created in this group, so that nothing durable names them.
     pub(crate) new_tables: BTreeSet<HostOffset>,
     /// Host clusters that lose a reference with this group.
@@ -319,7 +321,7 @@ impl PageState {
         if self.has(at) {
             self.logging.touch(at, len, stage);
         }
-        self.get_mut_unlogged(at, len, stage)
+        self.dirty_bytes(at, len, stage)
     }
 
     /// The same for a change that is acknowledged only after a flush.
@@ -329,6 +331,11 @@ impl PageState {
         len: usize,
         stage: Stage,
     ) -> Option<&mut [u8]> {
+        self.group.has_unlogged = true;
+        self.dirty_bytes(at, len, stage)
+    }
+
+    fn dirty_bytes(&mut self, at: HostOffset, len: usize, stage: Stage) -> Option<&mut [u8]> {
         let number = self.page_of(at);
         let within = usize::try_from(at.bytes() - number).expect("within a page");
         let page = self.pages.get_mut(&number)?;
@@ -434,6 +441,7 @@ impl PageState {
         self.logging.put_back(taken.logged);
         self.group.new_tables.extend(taken.new_tables);
         self.group.freed.extend(taken.freed);
+        self.group.has_unlogged |= taken.has_unlogged;
         self.group.in_two_steps = true;
         self.mark_dirty(&dirty.early_pages, Stage::Early);
         self.mark_dirty(&dirty.late_pages, Stage::Late);
@@ -445,6 +453,7 @@ impl PageState {
         self.logging.put_back(taken.logged);
         self.group.durable = taken.number;
         self.group.freed.extend(taken.freed);
+        self.group.has_unlogged |= taken.has_unlogged;
         self.mark_dirty(&dirty.late_pages, Stage::Late);
         self.written(dirty);
     }
@@ -518,7 +527,10 @@ impl PageState {
             assert_eq!(self.late.contains(number), is_late, "I4: page {number:#x}");
         }
         let dirty = self.early.iter().chain(&self.late);
-        assert!(dirty.into_iter().all(|number| self.pages.contains_key(number)), "I1");
+        for number in dirty {
+            assert!(self.pages.contains_key(number), "I1: page {number:#x}");
+            assert!(!self.logging.misses(*number), "the log can be compacted: page {number:#x}");
+        }
         let ordered: HashSet<_> = self.order.iter().collect();
         assert_eq!(ordered.len(), self.order.len(), "I5: a page stands once");
         assert_eq!(ordered.len(), self.pages.len(), "I5: every page stands");

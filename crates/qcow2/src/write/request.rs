@@ -19,6 +19,8 @@ const TRANSACTION_BYTES_MAX: u64 = 4 << 20;
 const CLUSTERS_PER_TURN: u64 = 512;
 /// Dirty pages of metadata at which writers flush on their own.
 const DIRTY_PAGES_MAX: usize = 1024;
+/// Freed clusters at which they do: none of them is used again, or given back, before the flush.
+const FREED_MAX: usize = 1 << 14;
 
 /// Offers that were taken; they get a failure if nothing else was reported.
 pub(super) struct Taken(pub(super) Vec<Arc<Offer>>);
@@ -208,8 +210,10 @@ impl Writer {
     /// Only after the change is published: a flush may find no space, and the disk stays usable.
     async fn flush_if_over_limit(&self) -> Result<()> {
         let is_much = {
-            let pages = self.metadata.lock();
-            pages.dirty_count() > DIRTY_PAGES_MAX || pages.logging.is_long()
+            let mut pages = self.metadata.lock();
+            let is_long = pages.logging.is_long() && !pages.compact_log(self.space.state());
+            let is_dirty = pages.dirty_count() > DIRTY_PAGES_MAX;
+            is_long || is_dirty || pages.group.freed.len() > FREED_MAX
         };
         if is_much { self.flush().await } else { Ok(()) }
     }

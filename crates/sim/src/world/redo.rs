@@ -5,8 +5,8 @@ use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Small, so that it fills up.
-const CAPACITY: u64 = 256 << 10;
+/// Small, so that it fills up; [`World::set_log_capacity`] makes it smaller still.
+pub(super) const CAPACITY: u64 = 256 << 10;
 
 /// What is there for one image.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ impl RedoMemory for SimRedoMemory {
     }
 
     fn capacity(&self) -> u64 {
-        CAPACITY
+        lock(&self.world.state).memory_capacity
     }
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {

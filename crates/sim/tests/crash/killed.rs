@@ -78,6 +78,8 @@ fn change_is_published_though_the_flush_after_it_finds_no_space() {
         let wish = &wish;
         async move {
             let image = Plain::new(&world, wish, 4 * MIB).await;
+            // Too small for the pages that change: it cannot be compacted for long.
+            world.set_log_capacity(64 << 10);
             let chain = image.open(Mode::Write).await;
             write(&chain, 0, 7, 2 << 20).await.unwrap();
             chain.flush().await.unwrap();
@@ -312,6 +314,83 @@ fn what_a_killed_writer_counted_ahead_is_free_again() {
         let chain = image.open(Mode::Write).await;
         drop(chain);
         image.expect_sound().await;
+    });
+}
+
+/// The story: a guest that never flushed had its disk flushed for it each time a quarter of the log
+/// was used, and its requests waited for the device.
+#[test]
+fn log_of_a_guest_that_never_flushes_is_compacted_and_costs_no_sync() {
+    const WRITES: u64 = 4000;
+    scenario(8, |world| async move {
+        let cluster_bytes = 4096 << world.random_below(5);
+        let wish = ImageWish {
+            cluster_bytes: Some(cluster_bytes),
+            extended_l2: Some(cluster_bytes >= 16 << 10 && world.random_below(2) == 0),
+            ..ImageWish::default()
+        };
+        // What changes fits into the log once.
+        let blocks = (cluster_bytes * 1024).min(64 * MIB) / 4096;
+        let image = Plain::new(&world, &wish, blocks * 4096).await;
+        let chain = image.open(Mode::Write).await;
+        let mut written = std::collections::BTreeMap::new();
+        let mut syncs = 0;
+        for number in 0..WRITES {
+            let at = world.random_below(blocks) * 4096;
+            let byte = u8::try_from(1 + number % 255).unwrap();
+            write(&chain, at, byte, 4096).await.unwrap();
+            written.insert(at, byte);
+            if number == 0 {
+                syncs = chain.write_stats().syncs;
+            }
+        }
+        let stats = chain.write_stats();
+        assert_eq!((stats.syncs, stats.groups), (syncs, 0), "{wish:?}");
+        drop(chain);
+        world.kill();
+        let chain = image.open(Mode::Write).await;
+        for (at, byte) in written {
+            let shown = read(&chain, at, 4096).await.unwrap();
+            assert_eq!(shown, [byte; 4096], "at {at} of {wish:?}");
+        }
+        chain.close().await.unwrap();
+        drop(chain);
+        image.expect_sound().await;
+    });
+}
+
+/// The story: blocks of refcounts are created several at once, and only the first one counts the
+/// others; entries in two sectors of the table could survive a power cut one without the other.
+#[test]
+fn refcount_blocks_that_are_created_together_survive_power_cuts_together() {
+    scenario(60, |world| async move {
+        let wish =
+            ImageWish { cluster_bytes: Some(512), refcount_bits: Some(64), ..ImageWish::default() };
+        // A block counts 64 clusters, 32 KiB of the file, and a sector of the table has 64 blocks.
+        let image = Plain::new(&world, &wish, 8 * MIB).await;
+        let mut at = 0;
+        while at < 6 * MIB {
+            let chain = image.open(Mode::Write).await;
+            world.cut_power_after(1 + world.random_below(400), loss_at_random(&world));
+            let work = async {
+                while at < 6 * MIB {
+                    write(&chain, at, 7, 64 << 10).await?;
+                    at += 64 << 10;
+                    if world.random_below(3) == 0 {
+                        chain.flush().await?;
+                    }
+                }
+                Ok(())
+            };
+            let ended: Option<mica_block::Result<()>> = until_power_cut(&world, work).await;
+            drop(chain);
+            world.keep_power();
+            match ended {
+                Some(done) => done.unwrap(),
+                None => at += 64 << 10,
+            }
+            image.expect_uncorrupted("after a power cut").await;
+        }
     });
 }
 

@@ -31,12 +31,27 @@ fn logged_subject(world: &World) -> ChainSubject {
 
 /// A guest works until its server is killed after some steps.
 async fn work_and_die(world: &World, subject: &ChainSubject, model: &Model, errors: Errors) {
+    let sectors = subject.shape.initial.len() as u64 / 512;
+    do_and_die(world, subject, model, (errors, STEPS_MAX), || Load {
+        give_up_one_in: 0,
+        ..load_at_random(world, sectors)
+    })
+    .await;
+}
+
+/// The same for the load that `load` makes, at most so many steps.
+async fn do_and_die(
+    world: &World,
+    subject: &ChainSubject,
+    model: &Model,
+    (errors, steps_max): (Errors, u64),
+    load: impl FnOnce() -> Load,
+) {
     let disk = subject.open(world, Mode::Write).await.unwrap();
     let guest = Guest::new(world, disk, model, errors);
     guest.settle().await.unwrap();
-    world.kill_after(1 + world.random_below(STEPS_MAX));
-    let load = load_at_random(world, subject.shape.initial.len() as u64 / 512);
-    let load = Load { give_up_one_in: 0, ..load };
+    world.kill_after(1 + world.random_below(steps_max));
+    let load = load();
     let before = world.cuts();
     // A guest that is done earlier is killed with nothing in flight.
     if until_power_cut(world, guest.run(&load)).await.is_some() && world.cuts() == before {
@@ -86,6 +101,36 @@ fn writer_that_is_killed_after_any_step_has_lost_nothing_that_it_acknowledged() 
                 let bytes = read_all(&world, &subject, Mode::Read).await;
                 model.borrow().clone().settle(0, &bytes).unwrap();
             }
+        }
+        let bytes = read_all(&world, &subject, Mode::Write).await;
+        model.borrow_mut().settle(0, &bytes).unwrap();
+        subject.check(&world).await.unwrap_or_else(|error| panic!("{error}"));
+    });
+}
+
+/// Whoever never flushes fills the log, which is compacted again and again.
+#[test]
+fn writer_that_is_killed_while_its_log_is_compacted_has_lost_nothing_that_it_acknowledged() {
+    scenario(100, |world| async move {
+        let subject = loop {
+            let subject = logged_subject(&world);
+            if subject.shape.cluster_bytes <= 4096 {
+                break subject;
+            }
+        };
+        world.set_log_capacity(64 << 10);
+        let model = Rc::new(RefCell::new(subject.shape.model()));
+        for _ in 0..2 {
+            let load = || Load {
+                tasks: 1 + world.random_below(4),
+                requests: 300,
+                sectors_max: 16,
+                flush_one_in: [50, 1000][usize::try_from(world.random_below(2)).unwrap()],
+                give_up_one_in: 0,
+            };
+            do_and_die(&world, &subject, &model, (Errors::Unexpected, 3000), load).await;
+            model.borrow_mut().die();
+            take_over_and_die(&world, &subject).await;
         }
         let bytes = read_all(&world, &subject, Mode::Write).await;
         model.borrow_mut().settle(0, &bytes).unwrap();
