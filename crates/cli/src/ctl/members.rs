@@ -68,6 +68,8 @@ impl AddArgs {
         let disks = self.disks()?;
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
         let mut names = Vec::new();
+        let mut saving = saved.iter().flat_map(|saved| disks.iter().map(move |disk| (saved, disk)));
+        saving.try_for_each(|(saved, disk)| saved.refuse_another(disk))?;
         for disk in &disks {
             let added = disk.to_table().map_err(Failure::from).and_then(|table| {
                 client.post("/v1/disks", &Value::Object(table.clone()))?;
