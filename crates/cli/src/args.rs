@@ -54,7 +54,9 @@ pub(crate) enum Verb {
     /// Show which layer owns which bytes of the disk, and where they are.
     #[command(after_long_help = sections::MAP)]
     Map(MapArgs),
-    /// Check an image for corruption and leaked clusters. Changes nothing, except with -r.
+    /// Check an image for corruption and leaked clusters.
+    ///
+    /// Changes nothing, except with -r.
     #[command(after_long_help = sections::CHECK)]
     Check(CheckArgs),
     /// Compare the content of two disks.

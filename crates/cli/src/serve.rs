@@ -32,9 +32,9 @@ pub(crate) struct ServeArgs {
     /// Relative paths start from the folder of the file.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Say all that is wrong with it, and exit.
+    /// Say what is wrong with --config, and exit.
     ///
-    /// With the configuration; its images are opened for reading.
+    /// All of it; the images are opened for reading.
     #[arg(long, requires = "config")]
     check_config: bool,
     /// Take over from the server at --control.
