@@ -46,6 +46,10 @@ tools! {
     PROMTOOL = "promtool" in ["prometheus"];
     DB_BENCH = "db_bench" in ["rocksdb-tools"];
     OPENSSL = "openssl" in ["openssl"];
+    MAN = "man" in ["man-db"];
+    MANDOC = "mandoc" in ["mandoc"];
+    DPKG = "dpkg" in ["dpkg"];
+    DPKG_DEB = "dpkg-deb" in ["dpkg"];
 }
 
 impl Tool {

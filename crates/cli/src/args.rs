@@ -7,13 +7,14 @@ use crate::convert::ConvertArgs;
 use crate::create::CreateArgs;
 use crate::ctl::CtlArgs;
 use crate::dd::{ReadArgs, WriteArgs};
-use crate::examples;
 use crate::generate::GenArgs;
 use crate::index::IndexArgs;
 use crate::info::InfoArgs;
+use crate::manual::ManualArgs;
 use crate::map::MapArgs;
 use crate::measure::MeasureArgs;
 use crate::resize::ResizeArgs;
+use crate::sections;
 use crate::serve::ServeArgs;
 use crate::top::TopArgs;
 use clap::{Parser, Subcommand};
@@ -22,7 +23,7 @@ use mica_daemon::{HELPER_VERB, LogLevel};
 /// Virtual disks whose speed, memory and snapshot cost do not depend on the number of snapshots
 /// beneath.
 #[derive(Parser)]
-#[command(name = "mica", version, max_term_width = 100)]
+#[command(name = "mica", version, max_term_width = 100, after_long_help = sections::MICA)]
 pub(crate) struct Cli {
     /// What to log to stderr besides errors.
     #[arg(
@@ -41,42 +42,47 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 pub(crate) enum Verb {
+    #[command(after_long_help = sections::SERVE)]
     Serve(Box<ServeArgs>),
+    #[command(after_long_help = sections::CTL)]
     Ctl(CtlArgs),
+    #[command(after_long_help = sections::TOP)]
     Top(TopArgs),
     /// Show an image's size, format, snapshots and backing files.
-    #[command(after_long_help = examples::INFO)]
+    #[command(after_long_help = sections::INFO)]
     Info(InfoArgs),
     /// Show which layer owns which bytes of the disk, and where they are.
-    #[command(after_long_help = examples::MAP)]
+    #[command(after_long_help = sections::MAP)]
     Map(MapArgs),
-    /// Check an image for corruption and leaked clusters. Changes nothing, except with -r.
+    /// Check an image for corruption and leaked clusters.
     ///
-    /// Exit code, after repairs if there are any: 0 nothing found, 1 the check failed, 2
-    /// corruption, 3 leaks only, 63 the format has no check.
-    #[command(after_long_help = examples::CHECK)]
+    /// Changes nothing, except with -r.
+    #[command(after_long_help = sections::CHECK)]
     Check(CheckArgs),
     /// Compare the content of two disks.
-    ///
-    /// Exit code: 0 identical, 1 different, 2 an image could not be opened, 3 or more other errors.
-    #[command(after_long_help = examples::COMPARE)]
+    #[command(after_long_help = sections::COMPARE)]
     Compare(CompareArgs),
-    #[command(after_long_help = examples::CREATE)]
+    #[command(after_long_help = sections::CREATE)]
     Create(CreateArgs),
-    #[command(after_long_help = examples::CONVERT)]
+    #[command(after_long_help = sections::CONVERT)]
     Convert(ConvertArgs),
-    #[command(after_long_help = examples::RESIZE)]
+    #[command(after_long_help = sections::RESIZE)]
     Resize(ResizeArgs),
-    #[command(after_long_help = examples::MEASURE)]
+    #[command(after_long_help = sections::MEASURE)]
     Measure(MeasureArgs),
-    #[command(after_long_help = examples::READ)]
+    #[command(after_long_help = sections::READ)]
     Read(ReadArgs),
-    #[command(after_long_help = examples::WRITE)]
+    #[command(after_long_help = sections::WRITE)]
     Write(WriteArgs),
     /// Build, inspect or drop the index of a chain.
+    #[command(after_long_help = sections::INDEX)]
     Index(IndexArgs),
     /// Generate chains for tests and measurements.
+    #[command(after_long_help = sections::GEN)]
     Gen(GenArgs),
+    /// Write man pages and completions for shells into a directory.
+    #[command(hide = true)]
+    Manual(ManualArgs),
     /// Do for a server what its sandbox forbids. Only servers start this.
     #[command(hide = true, name = HELPER_VERB)]
     Helper,

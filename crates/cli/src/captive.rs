@@ -57,21 +57,26 @@ fn run(command: &OsStr) -> Result<u8, Failure> {
     let mut server = respawn(SERVER)?;
     server.env(SOCKET, &socket).stdout(Stdio::piped()).process_group(0);
     let mut server = server.spawn().map_err(failed)?;
-    target.set(&server);
-    let begun = match outcome(&mut server)? {
-        0 => shell(command, &socket)
+    target.set(Addressee::Server, &server);
+    let begun = match (outcome(&mut server)?, target.interruption()) {
+        // There is nothing to run it for any more.
+        (_, Some(signal)) => {
+            server.wait().map_err(failed)?;
+            return Ok(code_of_signal(signal));
+        }
+        (0, None) => shell(command, &socket)
             .spawn()
             .map_err(|error| Failure::new(format!("--run: {SHELL}: {error}"))),
-        code => {
+        (code, None) => {
             server.wait().map_err(failed)?;
             return Ok(code);
         }
     };
     let ended = begun.and_then(|mut command| {
-        target.set(&command);
+        target.set(Addressee::Command, &command);
         command.wait().map_err(failed)
     });
-    target.set(&server);
+    target.set(Addressee::Server, &server);
     target.forward(SIGTERM);
     let served = server.wait().map_err(failed)?;
     handle.close();
@@ -111,8 +116,12 @@ fn uri(socket: &Path) -> String {
 
 /// As a shell reports it.
 fn code_of(status: ExitStatus) -> u8 {
-    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    code.or_else(|| status.signal().map(code_of_signal)).unwrap_or(1)
+}
+
+fn code_of_signal(signal: i32) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(1)
 }
 
 fn failed(error: std::io::Error) -> Failure {
@@ -121,29 +130,63 @@ fn failed(error: std::io::Error) -> Failure {
 
 /// The process that signals are for.
 #[derive(Clone, Default)]
-struct Target(Arc<Mutex<Option<OwnedFd>>>);
+struct Target(Arc<Mutex<Aim>>);
+
+#[derive(Default)]
+struct Aim {
+    process: Option<(Addressee, OwnedFd)>,
+    /// The first signal that came while there was no command.
+    interruption: Option<i32>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Addressee {
+    Server,
+    Command,
+}
 
 impl Target {
-    fn set(&self, child: &Child) {
+    fn set(&self, addressee: Addressee, child: &Child) {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-        *self.lock() = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-    }
-
-    /// Those of a terminal reach the command by themselves.
-    fn forward(&self, signal: i32) {
-        let signal = match signal {
-            SIGTERM => Signal::TERM,
-            SIGHUP => Signal::HUP,
-            _ => return,
-        };
-        if let Some(process) = &*self.lock() {
-            // An error means that it has ended.
-            let _ = pidfd_send_signal(process, signal);
+        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let mut aim = self.lock();
+        aim.process = process.map(|process| (addressee, process));
+        if aim.interruption.is_some() {
+            aim.send(Signal::TERM);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+    /// A terminal's own signals reach the command by themselves, and a server that has none never:
+    /// it is in another group.
+    fn forward(&self, signal: i32) {
+        let mut aim = self.lock();
+        match (&aim.process, signal) {
+            (Some((Addressee::Command, _)), SIGTERM) => aim.send(Signal::TERM),
+            (Some((Addressee::Command, _)), SIGHUP) => aim.send(Signal::HUP),
+            (Some((Addressee::Command, _)), _) => {}
+            (Some((Addressee::Server, _)) | None, _) => {
+                aim.interruption.get_or_insert(signal);
+                aim.send(Signal::TERM);
+            }
+        }
+    }
+
+    /// The signal that ended it all before there was a command.
+    fn interruption(&self) -> Option<i32> {
+        self.lock().interruption
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Aim> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Aim {
+    fn send(&self, signal: Signal) {
+        if let Some((_, process)) = &self.process {
+            // An error means that it has ended.
+            let _ = pidfd_send_signal(process, signal);
+        }
     }
 }
 

@@ -8,6 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// The id of the option that names the socket of the server to talk to.
+pub(crate) const CONTROL_ARG: &str = "control of a server";
 /// The default control socket.
 const CONTROL: &str = "/run/mica/control.sock";
 /// Maximum size of an answer, in bytes.
@@ -18,8 +20,10 @@ const ANSWER_WAIT: Duration = Duration::from_secs(600);
 // Options of verbs that talk to a server. (A doc comment would become the help of the verb.)
 #[derive(Args, Clone)]
 pub(crate) struct ControlArgs {
-    /// The control socket of the server. By default $MICA_CONTROL, or else /run/mica/control.sock.
-    #[arg(long, global = true, value_name = "SOCKET")]
+    /// The control socket of the server.
+    ///
+    /// By default $MICA_CONTROL, or else /run/mica/control.sock.
+    #[arg(id = CONTROL_ARG, long = "control", global = true, value_name = "SOCKET")]
     control: Option<PathBuf>,
 }
 

@@ -160,8 +160,9 @@ fn described(args: &ConvertArgs, format: Format, len: u64, mut figures: Value) -
 
 /// A block device is as it is.
 fn refuse_creation_options(args: &ConvertArgs) -> Result<(), Failure> {
-    if args.compress || !args.options.is_empty() || args.backing.is_some() {
-        let what = "exists and is not created: leave out -c, -o and -B";
+    let has_base = args.backing.is_some() || args.backing_format.is_some();
+    if args.compress || !args.options.is_empty() || has_base {
+        let what = "exists and is not created: leave out -c, -o, -B and -F";
         return Err(Failure::new(format!("{} {what}", args.target.display())));
     }
     Ok(())

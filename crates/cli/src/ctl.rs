@@ -6,6 +6,7 @@ mod saved;
 use crate::client::{Client, ControlArgs, nothing, of_disk, plain};
 use crate::failure::Failure;
 use crate::output::{OutputFormat, human_size, print, print_json};
+use crate::sections;
 use clap::{Args, Subcommand};
 use comfy_table::{CellAlignment, Table};
 use members::{AddArgs, RemoveArgs};
@@ -13,13 +14,16 @@ use mica_daemon::LogLevel;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Query and control a running server through its control socket (mica serve --control).
+/// Query and control a running server.
+///
+/// Through its control socket (`mica serve --control`).
 #[derive(Args)]
 pub(crate) struct CtlArgs {
     #[command(flatten)]
     control: ControlArgs,
-    /// How the answer is printed.
+    /// How to print the answer: human or json.
     #[arg(long, global = true, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
     output: OutputFormat,
     #[command(subcommand)]
     verb: CtlVerb,
@@ -28,15 +32,19 @@ pub(crate) struct CtlArgs {
 #[derive(Subcommand)]
 enum CtlVerb {
     /// Show which disks are served, from what and where.
+    #[command(after_long_help = sections::CTL_STATUS)]
     Status,
     /// Show statistics since the start.
+    #[command(after_long_help = sections::CTL_STATS)]
     Stats {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
-    /// Grow a disk while it is served. Its virtual machine is notified; NBD clients see the new
-    /// length when they reconnect.
+    /// Grow a disk while it is served.
+    ///
+    /// Its virtual machine is notified; NBD clients see the new length when they reconnect.
+    #[command(after_long_help = sections::CTL_RESIZE)]
     Resize {
         /// The disk.
         #[arg(value_name = "DISK")]
@@ -45,27 +53,41 @@ enum CtlVerb {
         #[arg(value_name = "[+]SIZE")]
         size: String,
     },
-    /// Serve another disk: an image with options of `mica serve`, or those that a TOML file lists.
+    /// Serve another disk.
+    ///
+    /// An image with options of `mica serve`, or the disks that a TOML file lists.
+    #[command(after_long_help = sections::CTL_ADD)]
     Add(Box<AddArgs>),
     /// Stop serving a disk, as drain does, and forget it.
+    #[command(after_long_help = sections::CTL_REMOVE)]
     Remove(RemoveArgs),
-    /// Stop serving a disk: requests in flight complete, everything is flushed and the image is
-    /// closed. Without a name, do so with all disks and end the server.
+    /// Stop serving a disk, or all, and close the images.
+    ///
+    /// Requests in flight complete, and everything is flushed. Without a name, do so with all disks
+    /// and end the server.
+    #[command(after_long_help = sections::CTL_DRAIN)]
     Drain {
         /// The disk; all by default.
         #[arg(value_name = "DISK")]
         disk: Option<String>,
     },
-    /// Serve a disk again that was drained, or that could not be served when the server started.
+    /// Serve a disk again.
+    ///
+    /// One that was drained, or that could not be served when the server started.
+    #[command(after_long_help = sections::CTL_UNDRAIN)]
     Undrain {
         /// The disk.
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Read the configuration file again: add the disks that are new in it, and remove those that
-    /// it no longer has. A disk whose settings have changed is left as it is, and named.
+    /// Read the configuration file again.
+    ///
+    /// Add the disks that are new in it, and remove those that it no longer has. A disk whose
+    /// settings have changed is left as it is, and named.
+    #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
     /// Show or set the log level of the server.
+    #[command(after_long_help = sections::CTL_LOG_LEVEL)]
     LogLevel {
         /// The new level.
         #[arg(value_enum, value_name = "LEVEL")]

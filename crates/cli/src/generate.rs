@@ -1,9 +1,9 @@
 //! `mica gen`: chains for tests and measurements.
 
-use crate::examples;
 use crate::failure::Failure;
 use crate::images::size_of;
 use crate::output::{OutputArgs, OutputFormat, print, print_json, progress_bar};
+use crate::sections;
 use clap::{Args, Subcommand};
 use mica_gen::{ChainSpec, DataMode, Features, generate};
 use std::fs;
@@ -20,7 +20,7 @@ pub(crate) struct GenArgs {
 #[derive(Subcommand)]
 enum GenVerb {
     /// Generate a chain of qcow2 layers whose content can be verified.
-    #[command(after_long_help = examples::GEN_CHAIN)]
+    #[command(after_long_help = sections::GEN_CHAIN)]
     Chain(GenChainArgs),
 }
 

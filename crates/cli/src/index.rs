@@ -1,9 +1,9 @@
 //! `mica index`: the sidecars of a chain.
 
-use crate::examples;
 use crate::failure::Failure;
 use crate::images::SubjectArgs;
 use crate::output::{OutputFormat, human_size, print, print_json, progress_bar};
+use crate::sections;
 use clap::{Args, Subcommand};
 use mica_block::{Manage, ManageIndex, SealState};
 use mica_qcow2::IndexUse;
@@ -24,7 +24,7 @@ enum IndexVerb {
     ///
     /// Waits a second if a layer has just been changed: until then its timestamps do not prove
     /// that it was not changed again.
-    #[command(after_long_help = examples::INDEX_BUILD)]
+    #[command(after_long_help = sections::INDEX_BUILD)]
     Build(SubjectArgs),
     /// Show for each frozen layer whether its sidecar is valid.
     ///
@@ -32,10 +32,10 @@ enum IndexVerb {
     /// and their digest matches, because timestamps prove nothing (the layer was copied, moved, or
     /// changed within a second of being indexed); `mica index build` seals it again. stale: it
     /// belongs to another state of the layer, or of a layer below. missing: there is none.
-    #[command(after_long_help = examples::INDEX_STATUS)]
+    #[command(after_long_help = sections::INDEX_STATUS)]
     Status(SubjectArgs),
     /// Remove the sidecars of all frozen layers.
-    #[command(after_long_help = examples::INDEX_DROP)]
+    #[command(after_long_help = sections::INDEX_DROP)]
     Drop(SubjectArgs),
 }
 

@@ -4,6 +4,7 @@
 //! what, where and, if possible, what to do; the exit code is the verb's.
 
 mod args;
+mod calendar;
 mod captive;
 mod check;
 mod client;
@@ -14,7 +15,6 @@ mod create;
 mod ctl;
 mod cursor;
 mod dd;
-mod examples;
 mod failure;
 mod fork;
 mod generate;
@@ -22,11 +22,13 @@ mod images;
 mod index;
 mod info;
 mod log;
+mod manual;
 mod map;
 mod measure;
 mod output;
 mod pid_file;
 mod resize;
+mod sections;
 mod serve;
 mod top;
 mod unfinished;
@@ -77,6 +79,7 @@ fn main() -> ExitCode {
         Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args),
         Verb::Gen(args) => generate::run(&args),
+        Verb::Manual(args) => manual::run(&args, Cli::command()),
         Verb::Helper => serve::run_helper(),
     };
     unfinished::wait_if_ending();

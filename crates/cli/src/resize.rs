@@ -13,7 +13,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Grow or shrink the disk of an image. The image must not be in use.
+/// Grow or shrink the disk of an image.
+///
+/// The image must not be in use; `mica ctl resize` grows a disk that is served.
 #[derive(Args)]
 pub(crate) struct ResizeArgs {
     /// Allow the disk to shrink.

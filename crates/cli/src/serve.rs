@@ -20,34 +20,47 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Serve one disk or many: over NBD, and to virtual machines.
+/// Serve one disk or many: over NBD, to virtual machines, and as files.
+///
+/// Until SIGTERM or SIGINT; then what is in flight is answered and flushed, and the images are
+/// closed.
 #[derive(Args)]
 pub(crate) struct ServeArgs {
-    /// Serve what this TOML file lists: a table "disk" for each, with the keys name, image and the
-    /// options of this verb. Relative paths start from its folder.
+    /// Serve what this TOML file lists.
+    ///
+    /// A table "disk" for each disk, with the keys name, image and the options of this verb.
+    /// Relative paths start from the folder of the file.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Check the configuration, open its images for reading, say all that is wrong, and exit.
+    /// Say what is wrong with --config, and exit.
+    ///
+    /// All of it; the images are opened for reading.
     #[arg(long, requires = "config")]
     check_config: bool,
-    #[command(flatten)]
-    process: ProcessSettings,
-    /// Take over from the server at the --control socket: its sockets, and its disks once it has
-    /// closed them. Guests see only a short pause. If this server cannot serve, that one keeps
-    /// serving.
+    /// Take over from the server at --control.
+    ///
+    /// Its sockets, and its disks once it has closed them. Virtual machines only pause; NBD clients
+    /// are disconnected, and those that reconnect find the same disk. If this server cannot serve,
+    /// that one keeps serving. Disks that are served as files cannot be taken over.
     #[arg(long)]
     takeover: bool,
-    /// Exit once the disks are being served, or startup has failed: the server is another process,
-    /// in the background. With --takeover this is what systemd runs to reload.
+    /// Exit once the disks are served.
+    ///
+    /// Or once startup has failed: the server is another process, in the background. With
+    /// --takeover this is what systemd runs to reload.
     #[arg(long)]
     fork: bool,
-    /// Serve for as long as this shell command runs, and exit as it does. It finds the disk at
-    /// $uri (a URI of NBD), $nbd (the same, for QEMU) and $unixsocket.
+    /// Serve while this shell command runs.
+    ///
+    /// And exit as it does. It finds the disk at $uri (a URI of NBD), $nbd (the same, for QEMU) and
+    /// $unixsocket.
     #[arg(long, value_name = "COMMAND", conflicts_with_all = ["config", "fork", "takeover"])]
     run: Option<OsString>,
     /// End, as on SIGTERM, when the process that started this server ends.
-    #[arg(long, conflicts_with = "fork")]
+    #[arg(long, conflicts_with = "fork", hide_short_help = true)]
     exit_with_parent: bool,
+    #[command(flatten)]
+    process: ProcessSettings,
     #[command(flatten)]
     disk: DiskArgs,
 }

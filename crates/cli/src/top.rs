@@ -19,13 +19,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Show what the disks of a server are doing, refreshed every second. q quits.
+/// Show what the disks of a server are doing.
+///
+/// Refreshed every second; q quits. Where stdout is no terminal, lines are printed.
 #[derive(Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
     control: ControlArgs,
-    /// How it is shown; as JSON, one object per line and interval.
+    /// How to print it: human or json.
+    ///
+    /// As JSON, one object per line and interval.
     #[arg(long, value_enum, default_value = "human", value_name = "FORMAT")]
+    #[arg(hide_possible_values = true, hide_default_value = true)]
     output: OutputFormat,
     /// Seconds between updates.
     #[arg(short = 'i', long, default_value = "1", value_name = "SECONDS", value_parser = interval)]

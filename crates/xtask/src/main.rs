@@ -5,6 +5,7 @@
 
 mod bench;
 mod ci;
+mod deb;
 mod setup;
 mod soak;
 mod storm;
@@ -33,6 +34,8 @@ enum Verb {
     Setup,
     /// Run the long forms of the random tests, for a night or longer.
     Soak(soak::Options),
+    /// Make a Debian package of mica.
+    Deb(deb::Options),
     /// Benchmark mica against its peers.
     #[command(disable_help_flag = true)]
     Bench(Words),
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Verb::Tidy => tidy::run(),
         Verb::Setup => setup::run(),
         Verb::Soak(options) => soak::run(&options),
+        Verb::Deb(options) => deb::run(&options),
         Verb::Bench(Words { words }) => bench::bench(&words),
         Verb::Demo(Words { words }) => bench::demo(&words),
         Verb::Storm(options) => storm::run(&options),

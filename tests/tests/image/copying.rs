@@ -150,6 +150,9 @@ fn a_raw_copy_streams_to_standard_output() {
         &["-", "copy.qcow2"],
         &["-O", "raw", "-n", "source.qcow2", "-"],
         &["-O", "raw", "-o", "preallocation=full", "source.qcow2", "-"],
+        &["-O", "raw", "-c", "source.qcow2", "-"],
+        &["-O", "raw", "-B", "source.qcow2", "source.qcow2", "-"],
+        &["-O", "raw", "-F", "qcow2", "source.qcow2", "-"],
     ] {
         let said = mica_in(dir, &[&["convert"], args].concat()).refusal();
         assert!(said.contains("-: "), "{said}");

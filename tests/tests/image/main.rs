@@ -7,7 +7,6 @@ mod copying;
 mod create;
 mod existing;
 mod foreign;
-mod help;
 mod info;
 mod repair;
 mod resize;

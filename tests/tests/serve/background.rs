@@ -144,6 +144,32 @@ fn signal_ends_the_command_and_its_server() {
     assert!(!dir.join("pid").exists());
 }
 
+/// The story: Ctrl-C while the server was still opening a long chain did nothing, as only the
+/// command hears the terminal, and there was none yet.
+#[test]
+fn interrupt_before_the_command_begins_ends_it_all() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    mica::run([
+        "create".as_ref(),
+        "-q".as_ref(),
+        dir.join("disk.qcow2").as_os_str(),
+        "1M".as_ref(),
+    ])
+    .ok();
+    let mut serve = Command::new(mica::binary());
+    serve.current_dir(dir).args(["serve", "--inject", "delay=300ms", "--pid-file", "pid"]);
+    let mut child = serve.args(["--run", "touch ran", "disk.qcow2"]).spawn().expect("started");
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process");
+    let children = format!("/proc/{0}/task/{0}/children", child.id());
+    let server = || fs::read_to_string(&children).ok()?.trim().parse().ok().and_then(Pid::from_raw);
+    let server = clock::poll(LIMIT, PAUSE, server).expect("a server");
+    kill_process(pid, Signal::INT).expect("signalled");
+    assert_eq!(command::wait(&mut child, LIMIT).expect("it ends").code(), Some(130));
+    ends(server);
+    assert!(!dir.join("ran").exists() && !dir.join("pid").exists());
+}
+
 #[test]
 fn server_ends_cleanly_with_its_parent() {
     let dir = tempfile::tempdir().expect("a folder");

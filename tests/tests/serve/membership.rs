@@ -298,6 +298,12 @@ fn disks_are_kept_across_a_restart_when_asked() {
     assert_eq!(world.json(&["status"])["disks"][1]["writable"], false);
     let reloaded = world.json(&["reload"]);
     assert_eq!(reloaded["unchanged"], 2, "{reloaded}");
+
+    // The table of a disk that was removed only for now is not replaced by another.
+    world.ctl(&["remove", "c"]).ok();
+    let refused = world.add("c", &["--save"]).refusal();
+    assert!(refused.contains("\"c\" with other settings"), "{refused}");
+    world.is(&[("b", "serving")]);
     server.stop();
 }
 

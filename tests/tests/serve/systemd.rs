@@ -5,7 +5,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
@@ -313,14 +313,16 @@ fn example_units_are_sound() {
     let dir = tempfile::tempdir().expect("a folder");
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     let mica = mica::binary().display().to_string();
-    for name in ["mica.service", "mica.socket"] {
+    let names = ["mica.service", "mica@.socket"];
+    for name in names {
         let unit = fs::read_to_string(docs.join(name)).expect("there");
         let unit = unit.replace("/usr/bin/mica", &mica).replace("User=mica\n", "User=root\n");
         fs::write(dir.path().join(name), unit).expect("written");
     }
-    let units = ["mica.service", "mica.socket"].map(|name| dir.path().join(name));
-    let said =
-        command::run("systemd-analyze", [&[Path::new("verify").to_owned()], &units[..]].concat());
-    let complaints: Vec<_> = said.stderr.lines().filter(|line| line.contains("mica.")).collect();
+    let units = names.map(|name| dir.path().join(name));
+    // Pages of this very version are not installed here.
+    let verify = ["verify", "--man=no"].map(PathBuf::from);
+    let said = command::run("systemd-analyze", [&verify[..], &units[..]].concat());
+    let complaints: Vec<_> = said.stderr.lines().filter(|line| line.contains("mica")).collect();
     assert!(complaints.is_empty(), "{complaints:#?}");
 }

@@ -30,9 +30,12 @@ pub(super) fn check(args: &ConvertArgs, format: Format) -> Result<(), Failure> {
         let what = "-: only a raw image can be written to standard output: add -O raw";
         return Err(Failure::new(what));
     }
-    let has_options = !args.options.is_empty() || args.no_create || args.force;
-    if has_options || args.report.format() == Some(OutputFormat::Json) {
-        let what = "-: standard output takes neither -o, -n, --force nor --output json";
+    let has_base = args.backing.is_some() || args.backing_format.is_some();
+    let has_options = !args.options.is_empty() || args.compress || has_base;
+    let has_file = args.no_create || args.force;
+    if has_options || has_file || args.report.format() == Some(OutputFormat::Json) {
+        let what = "-: standard output is the bytes of the disk: leave out -o, -c, -B, -F, -n, \
+                    --force and --output json";
         return Err(Failure::new(what));
     }
     Ok(())

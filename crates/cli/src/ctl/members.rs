@@ -12,11 +12,14 @@ use std::path::PathBuf;
 // What is added. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 pub(crate) struct AddArgs {
-    /// Add what this TOML file lists: a table "disk" for each, as in a server's configuration.
+    /// Add what this TOML file lists.
+    ///
+    /// A table "disk" for each, as in a server's configuration.
     #[arg(long, conflicts_with_all = of_one_disk(), value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Also write it into the configuration file of the server, so that it is served after a
-    /// restart.
+    /// Also write it into the server's configuration.
+    ///
+    /// So that it is served after a restart.
     #[arg(long)]
     save: bool,
     #[command(flatten)]
@@ -26,7 +29,9 @@ pub(crate) struct AddArgs {
 // What a configuration file would say. (A doc comment would become the help of the verb.)
 #[derive(Args)]
 struct DiskArgs {
-    /// The name of the disk. By default the image's name without its extension.
+    /// The name of the disk.
+    ///
+    /// By default the image's name without its extension.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     #[command(flatten)]
@@ -44,8 +49,9 @@ pub(crate) struct RemoveArgs {
     /// The disk.
     #[arg(value_name = "DISK")]
     disk: String,
-    /// Also remove it from the configuration file of the server, so that it is not served after a
-    /// restart.
+    /// Also remove it from the server's configuration.
+    ///
+    /// So that it is not served after a restart.
     #[arg(long)]
     save: bool,
 }
@@ -62,6 +68,8 @@ impl AddArgs {
         let disks = self.disks()?;
         let saved = self.save.then(|| Saved::of(client)).transpose()?;
         let mut names = Vec::new();
+        let mut saving = saved.iter().flat_map(|saved| disks.iter().map(move |disk| (saved, disk)));
+        saving.try_for_each(|(saved, disk)| saved.refuse_another(disk))?;
         for disk in &disks {
             let added = disk.to_table().map_err(Failure::from).and_then(|table| {
                 client.post("/v1/disks", &Value::Object(table.clone()))?;

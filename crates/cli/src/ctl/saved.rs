@@ -6,14 +6,14 @@
 
 use crate::client::Client;
 use crate::failure::Failure;
-use mica_daemon::Config;
+use mica_daemon::{Config, DiskConfig};
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value};
 use std::fs::File;
-use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
+use tempfile::TempPath;
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table};
 
 /// The file.
@@ -44,7 +44,7 @@ impl Saved {
 
     fn check(&self, socket: &Path) -> Result<(), Failure> {
         let named = || self.file.display().to_string();
-        let failed = |error: std::io::Error| Failure::from(error).within(named());
+        let failed = |error: io::Error| Failure::from(error).within(named());
         let owner = std::fs::metadata(&self.file).map_err(failed)?.uid();
         if owner != 0 && owner != rustix::process::geteuid().as_raw() {
             return Err(Failure::new("it belongs to another user").within(named()));
@@ -61,6 +61,22 @@ impl Saved {
             return Err(Failure::new(what).within(named()));
         }
         Ok(())
+    }
+
+    /// # Errors
+    /// If the file has another table of the name of `disk`: one that was never loaded, or whose
+    /// disk was removed by command. It must not be lost.
+    pub(super) fn refuse_another(&self, disk: &DiskConfig) -> Result<(), Failure> {
+        let others = Config::read(&self.file)?.disks;
+        match others.iter().find(|other| other.name == disk.name) {
+            Some(other) if other != disk => Err(Failure::new(format!(
+                "--save: {} has a disk {:?} with other settings, which would be lost: serve that with \
+                 `mica ctl reload`, or choose another --name",
+                self.file.display(),
+                disk.name
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Adds the table of a disk, or replaces it.
@@ -89,7 +105,7 @@ impl Saved {
     /// Replaces the file by an edited one, as a whole or not at all.
     fn edit(&self, edit: impl FnOnce(&mut ArrayOfTables)) -> Result<(), Failure> {
         let named = || self.file.display().to_string();
-        let failed = |error: std::io::Error| Failure::from(error).within(named());
+        let failed = |error: io::Error| Failure::from(error).within(named());
         // A symbolic link stays one.
         let file = self.file.canonicalize().map_err(failed)?;
         let folder = file.parent().unwrap_or(Path::new("/"));
@@ -107,15 +123,28 @@ impl Saved {
         };
         edit(disks);
         let found = std::fs::metadata(&file).map_err(failed)?;
-        let mut new = NamedTempFile::new_in(folder).map_err(failed)?;
+        let (mut new, place) = new_beside(&file).map_err(failed)?;
         new.write_all(document.to_string().as_bytes()).map_err(failed)?;
-        new.as_file().set_permissions(found.permissions()).map_err(failed)?;
+        new.set_permissions(found.permissions()).map_err(failed)?;
         // Only root can, and only root needs to.
-        let _ = std::os::unix::fs::fchown(new.as_file(), Some(found.uid()), Some(found.gid()));
-        new.as_file().sync_all().map_err(failed)?;
-        new.persist(&file).map_err(|error| failed(error.error))?;
+        let _ = std::os::unix::fs::fchown(&new, Some(found.uid()), Some(found.gid()));
+        new.sync_all().map_err(failed)?;
+        place.persist(&file).map_err(|error| failed(error.error))?;
         folder_file.sync_all().map_err(failed)
     }
+}
+
+/// A new file that is to replace `file`, under one name whoever edits it: what a killed client left
+/// there is removed, which is safe, as the folder is locked.
+fn new_beside(file: &Path) -> io::Result<(File, TempPath)> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let place = file.with_file_name(format!(".{name}.mica-new"));
+    match std::fs::remove_file(&place) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let new = File::options().write(true).create_new(true).mode(0o600).open(&place)?;
+    Ok((new, TempPath::try_from_path(place)?))
 }
 
 fn is_named(disk: &Table, name: &str) -> bool {
@@ -145,7 +174,6 @@ fn to_toml(table: &Map<String, Value>) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mica_daemon::DiskConfig;
     use serde_json::json;
 
     const BEFORE: &str = "# ours\ncontrol = \"c\" # here\n\n[[disk]]\n# the first\nname = \"a\"\n\
@@ -162,7 +190,17 @@ mod tests {
             "bps": "1M", "vhost-user": "/v",
         });
         let Value::Object(table) = table else { unreachable!() };
+        let disk = DiskConfig::from_table(&table).expect("understood");
+        saved.refuse_another(&disk).expect("there is none");
+        // What a client left that was killed.
+        let left = folder.path().join(".mica.toml.mica-new");
+        std::fs::write(&left, "half").expect("written");
         saved.add(&table).expect("saved");
+        assert!(!left.exists(), "it is left");
+        saved.refuse_another(&disk).expect("it is the same");
+        let other = DiskConfig { image: "/other".into(), ..disk };
+        let refused = saved.refuse_another(&other).expect_err("its table would be lost");
+        assert!(format!("{refused:?}").contains("has a disk \\\"b\\\""), "{refused:?}");
         saved.add(&table).expect("replaced");
         let text = std::fs::read_to_string(&file).expect("read");
         assert!(text.starts_with(BEFORE), "{text}");

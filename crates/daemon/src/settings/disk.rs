@@ -8,6 +8,10 @@ use mica_serve::Rates;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
+/// Headings in the help.
+const NBD: &str = "NBD";
+const DEVICE: &str = "Virtual machine";
+
 #[expect(
     missing_docs,
     reason = "documentation would become the help of the verb that has these options"
@@ -15,86 +19,112 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct DiskSettings {
-    /// Where NBD clients connect: the path of a unix socket (or unix:PATH), or tcp:HOST:PORT, which
-    /// needs TLS unless it is a loopback address. Can be repeated.
+    /// Serve over NBD at unix:PATH or tcp:HOST:PORT.
+    ///
+    /// PATH alone is a unix socket, too. TCP needs TLS, unless the address is a loopback address.
+    /// Can be repeated.
     #[arg(long, value_name = "SOCKET")]
     #[serde(deserialize_with = "nbd_places")]
     pub nbd: Vec<String>,
-    /// Whether NBD clients use TLS: off; on (they may); require (over TCP they must, the default
-    /// with certificates). On a unix socket it is never required.
-    #[arg(long, value_enum, value_name = "MODE")]
-    pub tls: Option<TlsMode>,
-    /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
-    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
-    #[arg(long, value_name = "DIR")]
-    pub tls_certificates: Option<PathBuf>,
-    /// Whether NBD clients must present a certificate signed by ca-cert.pem; on by default.
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "on|off")]
-    pub tls_verify_peer: Option<VerifyPeer>,
-    /// Allow unencrypted TCP from other machines: for networks on which anybody may read and change
-    /// the disk.
-    #[arg(long)]
-    pub allow_plain_tcp: bool,
-    /// Where the monitor of a virtual machine (QEMU, cloud-hypervisor, Firecracker) connects to use
-    /// the disk as a vhost-user-blk device: the path of a unix socket.
+    /// Serve a virtual machine at this unix socket.
+    ///
+    /// Its monitor (QEMU, cloud-hypervisor, Firecracker) connects there to use the disk as a
+    /// vhost-user-blk device.
     #[arg(long, value_name = "SOCKET")]
     pub vhost_user: Option<PathBuf>,
-    /// Also serve the disk as this file, by FUSE: a raw image for other tools and loop mounts. The
-    /// file must exist; while mica serves, it is the disk.
+    /// Serve the disk as this file, a raw image.
+    ///
+    /// By FUSE, for other tools and loop mounts. The file must exist; while mica serves, it is the
+    /// disk.
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
-    /// Whether other users may use that file; auto by default.
-    #[arg(long, value_enum, value_name = "on|off|auto")]
+    /// Whether other users may use the file of --fuse; auto by default.
+    #[arg(long, value_enum, value_name = "on|off|auto", hide_short_help = true)]
     pub allow_other: Option<OtherUsers>,
-    /// Virtqueues of the vhost-user-blk device; 4 by default.
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub num_queues: Option<u16>,
-    /// Serial number that the virtual machine sees, truncated to 20 bytes. By default the image's
-    /// name without its extension; in a configuration the disk's name.
-    #[arg(long, value_name = "TEXT")]
-    pub serial: Option<String>,
-    /// Limit on operations per second for the vhost-user-blk device.
-    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
-    pub iops: u64,
-    /// Burst size, in operations; a tenth of a second's worth by default.
-    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
-    pub iops_burst: u64,
-    /// Limit on bytes per second for the vhost-user-blk device, reads and writes together.
-    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
-    pub bps: Size,
-    /// Burst size, in bytes; a tenth of a second's worth by default.
-    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
-    pub bps_burst: Size,
-    /// Serve read-only. Otherwise the image is opened for writing, as by qemu-nbd.
+    /// Serve read-only.
+    ///
+    /// Otherwise the image is opened for writing, as by qemu-nbd.
     #[arg(short = 'r', long)]
     pub read_only: bool,
-    /// Leave the image as it is: what clients write goes to a temporary file (in TMPDIR, or else
-    /// /tmp) and is lost at the end.
+    /// Throw away at the end what clients write.
+    ///
+    /// The image stays as it is: what they write goes to a temporary file (in TMPDIR, or else
+    /// /tmp).
     #[arg(long, conflicts_with_all = ["read_only", "load_snapshot"])]
     pub ephemeral: bool,
     /// Where the overlay of an ephemeral disk is: made at the start, not stated by anybody.
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) overlay_folder: Option<PathBuf>,
-    /// What happens to space that clients no longer need: unmap frees it, ignore keeps it.
-    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
-    pub discard: Discards,
-    /// Serve an internal snapshot of the image, by id or name, instead of its current state. It is
-    /// read-only.
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    /// Serve this internal snapshot, read-only.
+    ///
+    /// By id or name, instead of the current state of the image.
+    #[arg(short = 'l', long, value_name = "NAME")]
     pub load_snapshot: Option<String>,
-    /// Name of the NBD export, which is also served under the empty name. By default the image's
-    /// name without its extension; in a configuration the disk's name.
-    #[arg(short = 'x', long, value_name = "NAME")]
+    /// What happens to space that clients no longer need.
+    #[arg(long, value_enum, default_value_t, value_name = "MODE", hide_short_help = true)]
+    pub discard: Discards,
+    /// Name of the NBD export.
+    ///
+    /// It is also served under the empty name. By default the image's name without its extension;
+    /// in a configuration the disk's name.
+    #[arg(short = 'x', long, value_name = "NAME", help_heading = NBD)]
     pub export_name: Option<String>,
-    /// Description of the NBD export that clients can show.
-    #[arg(short = 'D', long, value_name = "TEXT")]
+    /// Description of the export that clients can show.
+    #[arg(short = 'D', long, value_name = "TEXT", help_heading = NBD, hide_short_help = true)]
     pub description: Option<String>,
-    /// Maximum number of concurrent NBD clients, at least 1; 256 by default.
-    #[arg(short = 'e', long, value_name = "COUNT")]
+    /// Clients at a time; 256 by default.
+    #[arg(short = 'e', long, value_name = "COUNT", help_heading = NBD)]
     pub shared: Option<usize>,
+    /// Serve with the certificates in here.
+    ///
+    /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
+    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
+    #[arg(long, value_name = "DIR", help_heading = NBD)]
+    pub tls_certificates: Option<PathBuf>,
+    /// Whether clients use TLS; with certificates they must, by default.
+    ///
+    /// On a unix socket it is never required.
+    #[arg(long, value_enum, value_name = "MODE", help_heading = NBD, hide_short_help = true)]
+    pub tls: Option<TlsMode>,
+    /// Whether clients must present a certificate signed by ca-cert.pem; on by default.
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "on", value_name = "on|off")]
+    #[arg(help_heading = NBD, hide_short_help = true)]
+    pub tls_verify_peer: Option<VerifyPeer>,
+    /// Allow unencrypted TCP from other machines: for networks on which anybody may read and change
+    /// the disk.
+    #[arg(long, help_heading = NBD, hide_short_help = true)]
+    pub allow_plain_tcp: bool,
+    /// Virtqueues of the vhost-user-blk device; 4 by default.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(help_heading = DEVICE, hide_short_help = true)]
+    pub num_queues: Option<u16>,
+    /// Serial number that the virtual machine sees, truncated to 20 bytes.
+    ///
+    /// By default the image's name without its extension; in a configuration the disk's name.
+    #[arg(long, value_name = "TEXT", help_heading = DEVICE, hide_short_help = true)]
+    pub serial: Option<String>,
+    /// Limit on operations per second.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
+    #[arg(help_heading = DEVICE)]
+    pub iops: u64,
+    /// Burst size, in operations; a tenth of a second's worth by default.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "COUNT")]
+    #[arg(help_heading = DEVICE, hide_short_help = true)]
+    pub iops_burst: u64,
+    /// Limit on bytes per second.
+    ///
+    /// Of reads and writes together.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
+    #[arg(help_heading = DEVICE)]
+    pub bps: Size,
+    /// Burst size, in bytes; a tenth of a second's worth by default.
+    #[arg(long, default_value_t, hide_default_value = true, value_name = "SIZE")]
+    #[arg(help_heading = DEVICE, hide_short_help = true)]
+    pub bps_burst: Size,
     /// Whether sidecars of the chain's index are used, and written in the background.
-    #[arg(long, value_enum, default_value_t, value_name = "auto|read|off")]
+    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    #[arg(help_heading = "Engine", hide_short_help = true)]
     pub index: IndexMode,
 }
 

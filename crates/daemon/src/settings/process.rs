@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+/// A heading in the help.
+const SERVER: &str = "Server";
+
 #[expect(
     missing_docs,
     reason = "documentation would become the help of the verb that has these options"
@@ -14,39 +17,47 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Deserialize, Serialize, Clone, PartialEq, Eq, Default, Debug)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct ProcessSettings {
-    /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
-    #[arg(long, value_name = "COUNT")]
-    pub queues: Option<usize>,
-    /// Listen on this unix socket for `mica ctl` and `mica top`, run by root or this user.
-    #[arg(long, value_name = "SOCKET")]
+    /// Listen here for `mica ctl` and `mica top`.
+    ///
+    /// A unix socket for root and this user.
+    #[arg(long, value_name = "SOCKET", help_heading = SERVER)]
     pub control: Option<PathBuf>,
-    /// Serve metrics at this TCP address: for Prometheus at /metrics, for browsers at /.
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    /// Serve metrics, for Prometheus and browsers.
+    ///
+    /// At this TCP address: for Prometheus at /metrics, for browsers at /.
+    #[arg(long, value_name = "ADDRESS:PORT", help_heading = SERVER)]
     pub metrics: Option<SocketAddr>,
     /// Allow other machines to read the metrics.
-    #[arg(long)]
+    #[arg(long, help_heading = SERVER, hide_short_help = true)]
     pub metrics_public: bool,
     /// Whether the process gives up what serving does not need (other files, other programs, the
-    /// network) before it reads an image: on, as far as the kernel can; require, or serve nothing;
-    /// off.
-    #[arg(long, value_enum, value_name = "on|require|off")]
+    /// network) before it reads an image; on by default.
+    #[arg(long, value_enum, value_name = "MODE", help_heading = SERVER, hide_short_help = true)]
     pub sandbox: Option<SandboxMode>,
     /// Serve all disks of the configuration or none. Without this, a disk that cannot be served is
     /// shown as failed, and the others are served.
-    #[arg(long)]
+    #[arg(long, help_heading = SERVER, hide_short_help = true)]
     pub strict: bool,
-    /// Allow disks to be added later (mica ctl add) whose images and sockets are in this directory
-    /// or below. The sandbox allows no others. Can be repeated.
-    #[arg(long, value_name = "DIRECTORY")]
+    /// Allow disks from here to be added later.
+    ///
+    /// With mica ctl add: their images and sockets are in this directory or below. The sandbox
+    /// allows no others. Can be repeated.
+    #[arg(long, value_name = "DIR", help_heading = SERVER)]
     pub disks_in: Vec<PathBuf>,
-    /// Append the log to this file; until all is served, it also goes to stderr. In the sandbox the
-    /// server may write to all files of the folder: give the log one of its own.
-    #[arg(long, value_name = "FILE")]
+    /// Append the log to this file.
+    ///
+    /// Until all is served, it also goes to stderr. In the sandbox the server may write to all
+    /// files of the folder: give the log one of its own.
+    #[arg(long, value_name = "FILE", help_heading = SERVER)]
     pub log_file: Option<PathBuf>,
-    /// Write the number of the serving process to this file once all is served; it is removed at
-    /// the end.
-    #[arg(long, value_name = "FILE")]
+    /// Write the process's number to this file.
+    ///
+    /// Once all is served; it is removed at the end.
+    #[arg(long, value_name = "FILE", help_heading = SERVER)]
     pub pid_file: Option<PathBuf>,
+    /// Worker threads for all disks and clients together. One per processor by default, 8 at most.
+    #[arg(long, value_name = "COUNT", hide_short_help = true, help_heading = SERVER)]
+    pub queues: Option<usize>,
 }
 
 impl ProcessSettings {
@@ -89,7 +100,7 @@ impl ProcessSettings {
 #[serde(default, rename_all = "kebab-case")]
 pub struct StatsSettings {
     /// Write statistics of this run to this file as JSON at the end.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = SERVER, hide_short_help = true)]
     pub stats_file: Option<PathBuf>,
 }
 

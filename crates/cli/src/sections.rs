@@ -1,0 +1,278 @@
+//! What stands at the end of each verb's `--help`, in sections that its man page has too: a line of
+//! capitals with a colon, and lines that are indented. And what only man pages have.
+//!
+//! Examples are pasted: images are named as in the README.
+
+use crate::client::CONTROL_ARG;
+
+/// A variable or a file that counts for the verbs that have an option.
+pub(crate) struct Influence {
+    pub(crate) name: &'static str,
+    pub(crate) what: &'static str,
+    /// The option, by its id.
+    option: &'static str,
+}
+
+impl Influence {
+    /// Whether it counts for `verb`, or for one of the verbs below it.
+    pub(crate) fn counts_for(&self, verb: &clap::Command) -> bool {
+        verb.get_arguments().any(|option| option.get_id() == self.option)
+            || verb.get_subcommands().any(|below| self.counts_for(below))
+    }
+}
+
+pub(crate) const ENVIRONMENT: &[Influence] = &[
+    Influence {
+        name: "MICA_ALLOW_PATH",
+        what: "Directories, separated by colons, in which images may name files, besides those of \
+               --allow-path.",
+        option: "allow_path",
+    },
+    Influence {
+        name: "MICA_CONTROL",
+        what: "The control socket of the server that `mica ctl` and `mica top` talk to.",
+        option: CONTROL_ARG,
+    },
+    Influence {
+        name: "TMPDIR",
+        what: "Where the temporary file of a disk with --ephemeral is; /tmp by default.",
+        option: "ephemeral",
+    },
+    Influence {
+        name: "LISTEN_FDS, LISTEN_FDNAMES, LISTEN_PID, NOTIFY_SOCKET, WATCHDOG_USEC",
+        what: "Set by systemd for a server: sockets that it passes, and where it is notified.",
+        option: "takeover",
+    },
+];
+
+pub(crate) const FILES: &[Influence] = &[
+    Influence {
+        name: "/etc/mica/config.toml, ~/.config/mica/config.toml",
+        what: "The key allow-path lists directories in which images may name files, besides those \
+               of --allow-path. The second is in $XDG_CONFIG_HOME if that is set.",
+        option: "allow_path",
+    },
+    Influence {
+        name: "LAYER.mica-index",
+        what: "The sidecar of a layer, beside it or in --index-dir: what the layer changed in the \
+               index of its chain. It can be deleted at any time, and is rebuilt.",
+        option: "index_dir",
+    },
+    Influence {
+        name: "/dev/shm/mica-UID",
+        what: "What servers of this user have acknowledged and not flushed: if one is killed, the \
+               next process to open the image needs it. Its owner removes it.",
+        option: "redo_dir",
+    },
+    Influence {
+        name: "/run/mica/control.sock",
+        what: "The control socket, unless --control or MICA_CONTROL names another.",
+        option: CONTROL_ARG,
+    },
+    Influence {
+        name: "/etc/mica.toml",
+        what: "The disks that the unit mica.service serves.",
+        option: "takeover",
+    },
+];
+
+/// The exit status of verbs that have none of their own.
+pub(crate) const EXIT_STATUS: &str = "\
+EXIT STATUS:
+  0  success
+  1  failure; a line on standard error says what, where and what to do";
+
+/// Programs whose pages a user of `verb` may look for.
+pub(crate) fn peers(verb: &str) -> &'static [&'static str] {
+    match verb {
+        "mica" => &["qemu-img(1)", "qemu-nbd(8)", "nbdkit(1)"],
+        "mica-serve" => &["qemu-nbd(8)", "nbdinfo(1)", "nbdcopy(1)", "systemd.socket(5)"],
+        "mica-info" | "mica-map" | "mica-check" | "mica-compare" | "mica-create"
+        | "mica-convert" | "mica-resize" | "mica-measure" | "mica-read" | "mica-write" => {
+            &["qemu-img(1)"]
+        }
+        _ => &[],
+    }
+}
+
+pub(crate) const MICA: &str = "\
+EXAMPLES:
+  mica info --backing-chain top.qcow2
+  mica serve --nbd unix:disk.sock disk.qcow2
+  mica help serve                           # options, files and exit codes of a verb";
+
+pub(crate) const SERVE: &str = "\
+EXAMPLES:
+  mica serve --nbd unix:disk.sock disk.qcow2
+  mica serve -r --nbd tcp:127.0.0.1:10809 top.qcow2
+  mica serve --ephemeral --vhost-user vm.sock base.qcow2
+  mica serve -r --run 'nbdcopy \"$uri\" copy.raw' top.qcow2
+  mica serve --config /etc/mica.toml --fork
+  mica serve --config /etc/mica.toml --takeover --fork    # upgrades that server
+
+CONFIGURATION:
+  control = \"/run/mica/control.sock\"       # keys are options of this verb
+  [[disk]]
+  name = \"web\"
+  image = \"/var/lib/vm/web.qcow2\"
+  vhost-user = \"/run/mica/web.sock\"
+  nbd = [\"/run/mica/web.nbd\"]
+
+EXIT STATUS:
+  0  it was told to end, and everything acknowledged is in the images
+  1  it could not serve, or something acknowledged could not be written
+  2  nothing says where the disk is to be served
+  With --run, otherwise that of the command.";
+
+pub(crate) const CTL: &str = "\
+EXAMPLES:
+  mica ctl status
+  mica ctl --control demo/control.sock stats web";
+
+pub(crate) const CTL_STATUS: &str = "\
+EXAMPLES:
+  mica ctl status
+  mica ctl status --output json | jq -r '.disks[].state'";
+
+pub(crate) const CTL_STATS: &str = "\
+EXAMPLES:
+  mica ctl stats web";
+
+pub(crate) const CTL_RESIZE: &str = "\
+EXAMPLES:
+  mica ctl resize web +10G
+  mica ctl resize web 40G";
+
+pub(crate) const CTL_ADD: &str = "\
+EXAMPLES:
+  mica ctl add --nbd unix:/run/mica/then.nbd -r /var/lib/vm/then.qcow2
+  mica ctl add --save --config one-more.toml";
+
+pub(crate) const CTL_REMOVE: &str = "\
+EXAMPLES:
+  mica ctl remove then
+  mica ctl remove --save then               # nor after a restart";
+
+pub(crate) const CTL_DRAIN: &str = "\
+EXAMPLES:
+  mica ctl drain web
+  mica ctl drain                            # all, and the server ends";
+
+pub(crate) const CTL_UNDRAIN: &str = "\
+EXAMPLES:
+  mica ctl undrain web";
+
+pub(crate) const CTL_RELOAD: &str = "\
+EXAMPLES:
+  mica ctl reload
+
+EXIT STATUS:
+  0  success
+  1  failure, or a disk was left as it is; a line says which and why";
+
+pub(crate) const CTL_LOG_LEVEL: &str = "\
+EXAMPLES:
+  mica ctl log-level debug
+  mica ctl log-level                        # what it is now";
+
+pub(crate) const TOP: &str = "\
+EXAMPLES:
+  mica top
+  mica top --interval 5 --count 12          # a minute of lines in a script
+  mica top --output json --count 1";
+
+pub(crate) const INFO: &str = "\
+EXAMPLES:
+  mica info disk.qcow2
+  mica info --backing-chain --output json top.qcow2";
+
+pub(crate) const MAP: &str = "\
+EXAMPLES:
+  mica map top.qcow2                        # which file of the chain has what
+  mica map --output json top.qcow2          # also zeros and holes, as qemu-img";
+
+pub(crate) const CHECK: &str = "\
+EXAMPLES:
+  mica check disk.qcow2
+  mica check -r leaks disk.qcow2            # frees clusters that nothing uses
+  mica check -r all disk.qcow2              # repairs what can be repaired
+
+EXIT STATUS:
+  0   nothing was found, or everything was repaired
+  1   the check failed
+  2   corruption
+  3   leaks only
+  63  the format has no check
+  After repairs, what is left counts.";
+
+pub(crate) const COMPARE: &str = "\
+EXAMPLES:
+  mica compare disk.qcow2 copy.qcow2
+  mica compare -F raw disk.qcow2 copy.raw
+
+EXIT STATUS:
+  0  identical
+  1  different
+  2  an image could not be opened
+  3  other errors";
+
+pub(crate) const CREATE: &str = "\
+EXAMPLES:
+  mica create disk.qcow2 20G
+  mica create -b base.qcow2 -F qcow2 overlay.qcow2
+  mica create -f raw -o preallocation=falloc disk.raw 20G
+  mica create -o help                       # lists the options of qcow2 images";
+
+pub(crate) const CONVERT: &str = "\
+EXAMPLES:
+  mica convert -p top.qcow2 copy.qcow2      # a chain as one image
+  mica convert -c -o compression_type=zstd disk.qcow2 small.qcow2
+  mica convert -p -O raw disk.qcow2 /dev/vg/disk
+  mica convert -O raw disk.qcow2 - | gzip > disk.raw.gz
+  mica convert -B base.qcow2 -F qcow2 top.qcow2 difference.qcow2";
+
+pub(crate) const RESIZE: &str = "\
+EXAMPLES:
+  mica resize disk.qcow2 +10G
+  mica resize --shrink disk.qcow2 5G        # what lies beyond is lost";
+
+pub(crate) const MEASURE: &str = "\
+EXAMPLES:
+  mica measure top.qcow2                    # the space for `mica convert` of it
+  mica measure -o cluster_size=2M --size 1T";
+
+pub(crate) const READ: &str = "\
+EXAMPLES:
+  mica read disk.qcow2 0 512 | xxd          # the first sector
+  mica read disk.qcow2 1M > rest.bin";
+
+pub(crate) const WRITE: &str = "\
+EXAMPLES:
+  mica write disk.qcow2 1M < boot.bin";
+
+pub(crate) const INDEX_BUILD: &str = "\
+EXAMPLES:
+  mica index build top.qcow2
+  mica index build --index-dir /var/cache/mica top.qcow2";
+
+pub(crate) const INDEX_STATUS: &str = "\
+EXAMPLES:
+  mica index status top.qcow2 | tail -1     # the totals";
+
+pub(crate) const INDEX_DROP: &str = "\
+EXAMPLES:
+  mica index drop top.qcow2";
+
+pub(crate) const GEN_CHAIN: &str = "\
+EXAMPLES:
+  mica gen chain --layers 100 --size 1G chain
+  mica gen chain --features all --seed 7 --size 64M strange";
+
+pub(crate) const INDEX: &str = "\
+EXAMPLES:
+  mica index build top.qcow2
+  mica index status top.qcow2 | tail -1     # the totals";
+
+pub(crate) const GEN: &str = "\
+EXAMPLES:
+  mica gen chain --layers 100 --size 1G chain";

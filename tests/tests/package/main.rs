@@ -1,0 +1,6 @@
+//! What a user of the program finds before it serves anything: help, man pages, completions, and
+//! the Debian package that has them.
+
+mod deb;
+mod help;
+mod manual;
