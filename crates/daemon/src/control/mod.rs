@@ -23,6 +23,7 @@ mod health;
 mod history;
 mod log;
 mod metrics;
+mod page;
 mod reply;
 mod routes;
 mod sources;

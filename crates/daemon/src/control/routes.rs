@@ -23,7 +23,7 @@ use super::actions::{Actions, TooMany};
 use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{compression, figures, health, metrics};
+use super::{compression, figures, health, metrics, page};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -145,7 +145,7 @@ async fn page() -> Response {
     const POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
                           script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; \
                           base-uri 'none'; form-action 'none'";
-    let mut response = text("text/html; charset=utf-8", include_str!("page.html"));
+    let mut response = text("text/html; charset=utf-8", page::PAGE);
     let policy = HeaderValue::from_static(POLICY);
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response

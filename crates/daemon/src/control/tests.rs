@@ -225,12 +225,19 @@ fn over_tcp_there_is_nothing_that_changes_anything() {
 
 #[test]
 fn the_page_brings_all_it_needs() {
-    let page = include_str!("page.html");
-    assert!(page.len() < 30 << 10, "{} bytes", page.len());
+    let page = super::page::PAGE;
+    assert!(page.len() < 48 << 10, "{} bytes", page.len());
     let names = "http://www.w3.org/2000/svg";
     assert!(!page.replace(names, "").contains("://"), "something from elsewhere");
-    for word in ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("] {
+    let words =
+        ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "DOMParser"];
+    for word in words {
         assert!(!page.contains(word), "{word} takes text for HTML");
+    }
+    // Its parts have begun and ended.
+    for (begin, end) in [("<style>", "</style>"), ("<script>", "</script>"), ("<body>", "</body>")]
+    {
+        assert_eq!((page.matches(begin).count(), page.matches(end).count()), (1, 1), "{begin}");
     }
 }
 
