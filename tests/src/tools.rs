@@ -46,6 +46,7 @@ tools! {
     PROMTOOL = "promtool" in ["prometheus"];
     DB_BENCH = "db_bench" in ["rocksdb-tools"];
     OPENSSL = "openssl" in ["openssl"];
+    SCRIPT = "script" in ["bsdutils"];
 }
 
 impl Tool {
