@@ -52,8 +52,6 @@ function show(answer) {
     if (!rows.has(disk.name)) { rows.set(disk.name, makeRow(disk.name)); isChanged = true; }
     const row = rows.get(disk.name);
     Object.assign(row, { disk, order, now: rates(old.get(disk.name), disk, seconds) });
-    describe(row, facts.get(disk.name));
-    drawRow(row);
   });
   for (const name of [...rows.keys()]) {
     if (names.has(name)) continue;
@@ -67,6 +65,7 @@ function show(answer) {
   before = answer;
   // Rows that change places all the time cannot be read.
   if (isChanged || performance.now() - arrangedAt > ARRANGE_PERIOD) arrange();
+  else shownRows.forEach(drawRow);
 }
 
 async function ask(path) {
@@ -142,6 +141,7 @@ function reopen() {
 function search() {
   view.words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   view.only = byId("only").checked;
+  view.limit = ROWS_STEP;
 }
 
 byId("search").addEventListener("input", () => { search(); arrange(); });
@@ -157,6 +157,11 @@ for (const [key, title] of [["disks", "disks that serve"], ["ill", "disks with p
   ["writes", "written"], ["memory", "memory"], ["cpu", "processor time"], ["descriptors", "descriptors"]]) tile(key, title);
 byId("charts").append(...charts.map(each => each.root));
 makeHead();
+new IntersectionObserver(seen => {
+  if (view.limit >= rows.size || !seen.some(each => each.isIntersecting)) return;
+  view.limit += ROWS_STEP;
+  arrange();
+}, { rootMargin: "600px" }).observe(byId("more"));
 recall();
 look().then(reopen);
 addEventListener("hashchange", () => { recall(); arrange(); reopen(); });

@@ -1,6 +1,7 @@
 
-// The table of disks: a row each, made once and changed where something changed.
-const ROWS_MAX = 2000;
+// The table of disks: a row each, made once and changed where something changed. A browser takes half
+// a second to lay out a thousand: more are shown when one scrolls to the last.
+const ROWS_STEP = 150;
 const COLUMNS = [
   ["name", "Disk", row => row.disk.name, 1],
   ["state", "State", row => row.disk.state, 1],
@@ -15,7 +16,8 @@ const COLUMNS = [
   ["length", "size", row => row.disk.length],
 ];
 const rows = new Map();
-const view = { sort: "problems", direction: -1, words: [], only: false };
+const view = { sort: "problems", direction: -1, words: [], only: false, limit: ROWS_STEP };
+let shownRows = [];
 const heads = new Map();
 let arrangedAt = -Infinity;
 const totals = COLUMNS.map(() => make("td"));
@@ -73,7 +75,7 @@ function drawRow(row) {
 
 function isWanted(row) {
   if (view.only && rank(row.disk) === 0) return false;
-  return view.words.every(word => row.text.includes(word));
+  return view.words.length === 0 || view.words.every(word => described(row).includes(word));
 }
 
 function compare(a, b) {
@@ -92,7 +94,8 @@ function compare(a, b) {
 function arrange() {
   arrangedAt = performance.now();
   const wanted = [...rows.values()].filter(isWanted).sort(compare);
-  const shown = wanted.slice(0, ROWS_MAX);
+  const shown = shownRows = wanted.slice(0, view.limit);
+  shown.forEach(drawRow);
   const elements = shown.flatMap(row => row.details ? [row.element, row.details.element] : [row.element]);
   const body = byId("disks"), kept = new Set(elements);
   for (const element of [...body.children]) if (!kept.has(element)) element.remove();
@@ -107,8 +110,8 @@ function arrange() {
   }
   byId("first").setAttribute("aria-pressed", String(view.sort === "problems"));
   const left = wanted.length - shown.length;
-  setText(byId("shown"), `${grouped(shown.length)} of ${grouped(rows.size)} disks` +
-    (left ? `; ${grouped(left)} more match: narrow the search` : ""));
+  setText(byId("shown"), `${grouped(wanted.length)} of ${grouped(rows.size)} disks`);
+  setText(byId("more"), left ? `${grouped(left)} more` : "");
   none(rows.size === 0 ? "This server has no disks." : wanted.length === 0 ? "No disk matches." : "");
   remember();
 }
@@ -116,11 +119,11 @@ function arrange() {
 function none(text) { setText(byId("none"), text); byId("none").hidden = !text; }
 
 // What is found by searching for words.
-function describe(row, fact) {
-  const { disk } = row;
+function described(row) {
+  const { disk } = row, fact = facts.get(row.name);
   const places = fact ? [fact.image, fact.format, ...(fact.nbd ?? []), fact.vhost_user, fact.fuse] : [];
   const marks = badges(disk, row.now).map(badge => badge[1]);
-  row.text = [disk.name, disk.state, disk.failure, ...marks, ...places].filter(Boolean).join("\n").toLowerCase();
+  return [disk.name, disk.state, disk.failure, ...marks, ...places].filter(Boolean).join("\n").toLowerCase();
 }
 
 function drawTotals() {
