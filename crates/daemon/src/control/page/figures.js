@@ -71,9 +71,10 @@ function rank(disk) {
 
 function badges(disk, now) {
   const all = [];
+  if (disk.failure) all.push(["why", disk.failure, disk.failure]);
   if (disk.latch) all.push(["bad", "latched", disk.latch]);
   if (disk.device_error) all.push(["bad", "device broken", disk.device_error]);
-  if (number(disk.errors_lately) > 0) all.push(["bad", `${grouped(disk.errors_lately)} errors`, "in the last hour"]);
+  if (number(disk.errors_lately) > 0) all.push(["bad", disk.errors_lately === 1 ? "1 error" : `${grouped(disk.errors_lately)} errors`, "in the last hour"]);
   if (disk.weakness && !disk.latch) all.push(["warn", "weakened", disk.weakness]);
   if (now && now.delayed > 0) all.push(["warn", "throttled", "requests waited because of its rate limits"]);
   if (disk.writable === false && disk.state === "serving") all.push(["", "read-only", ""]);
