@@ -50,7 +50,8 @@ function makeRow(name) {
 function drawRow(row) {
   const { disk, now, cells } = row;
   setText(row.state, disk.state);
-  const tone = { serving: "good", failed: "bad", starting: "warn", draining: "warn" }[disk.state] ?? "";
+  const isWell = disk.state === "serving" && rank(disk) < 3;
+  const tone = isWell ? "good" : { failed: "bad", starting: "warn", draining: "warn" }[disk.state] ?? "";
   setClass(row.state, `state ${tone}`);
   const marks = badges(disk, now), key = JSON.stringify(marks);
   if (key !== row.badges) {
