@@ -50,6 +50,7 @@ tools! {
     MANDOC = "mandoc" in ["mandoc"];
     DPKG = "dpkg" in ["dpkg"];
     DPKG_DEB = "dpkg-deb" in ["dpkg"];
+    SCRIPT = "script" in ["bsdutils"];
 }
 
 impl Tool {

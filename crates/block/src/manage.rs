@@ -26,6 +26,10 @@ pub trait Manage: Disk {
     /// be in flight, and nothing is written afterwards.
     fn close(&self) -> LocalFuture<'_, Result<()>>;
 
+    /// Why the disk is latched: after this failure it acknowledges no more writes until it is
+    /// opened again. `None` if it is not.
+    fn latch(&self) -> Option<Error>;
+
     /// Which promise of this disk does not hold now, and why; `None` if all hold.
     fn weakness(&self) -> Option<&'static str>;
 

@@ -31,16 +31,25 @@ impl ControlArgs {
     pub(crate) fn client(&self) -> Client {
         let named = self.control.clone();
         let socket = named.or_else(|| std::env::var_os("MICA_CONTROL").map(PathBuf::from));
-        Client { socket: socket.unwrap_or_else(|| PathBuf::from(CONTROL)) }
+        let socket = socket.unwrap_or_else(|| PathBuf::from(CONTROL));
+        Client { socket, wait: ANSWER_WAIT }
     }
 }
 
 /// A client of one server.
 pub(crate) struct Client {
     socket: PathBuf,
+    /// Time limit for an answer.
+    wait: Duration,
 }
 
 impl Client {
+    /// The same client, for questions that are answered at once.
+    #[must_use]
+    pub(crate) fn within(self, wait: Duration) -> Self {
+        Self { wait, ..self }
+    }
+
     /// Gets what is at `path`.
     ///
     /// # Errors
@@ -88,7 +97,7 @@ impl Client {
             _ => Failure::from(error).within(named.to_string()),
         })?;
         let failed = |error: std::io::Error| Failure::from(error).within(named.to_string());
-        let answer = match exchange(stream, method, path, body) {
+        let answer = match exchange(stream, self.wait, method, path, body) {
             Ok(answer) if answer.is_empty() => {
                 let what = "the server closed the connection without an answer: it may have \
                             ended, or still be at work (`mica ctl status` says which)";
@@ -98,7 +107,7 @@ impl Client {
                 let what = format!(
                     "no answer within {} seconds: the server may still be at work (see `mica ctl \
                      status`)",
-                    ANSWER_WAIT.as_secs()
+                    self.wait.as_secs()
                 );
                 return Err(Failure::new(what).within(named));
             }
@@ -125,12 +134,13 @@ pub(crate) fn plain(text: &str) -> String {
 
 fn exchange(
     mut stream: UnixStream,
+    wait: Duration,
     method: &str,
     path: &str,
     body: &str,
 ) -> std::io::Result<Vec<u8>> {
-    stream.set_read_timeout(Some(ANSWER_WAIT))?;
-    stream.set_write_timeout(Some(ANSWER_WAIT))?;
+    stream.set_read_timeout(Some(wait))?;
+    stream.set_write_timeout(Some(wait))?;
     let length = body.len();
     let request = format!(
         "{method} {path} HTTP/1.1\r\nhost: mica\r\nconnection: close\r\n\

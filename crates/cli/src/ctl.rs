@@ -207,8 +207,12 @@ fn status(answer: &Value) -> String {
     });
     let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
     let problems = disks(answer).flat_map(|disk| {
-        let problems =
-            [("failure", ""), ("device_error", "its device is broken: "), ("weakness", "")];
+        let problems = [
+            ("failure", ""),
+            ("latch", "latched: "),
+            ("device_error", "its device is broken: "),
+            ("weakness", ""),
+        ];
         problems
             .into_iter()
             .filter(|(key, _)| !disk[*key].is_null())

@@ -50,6 +50,11 @@ impl Failure {
         Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
     }
 
+    /// What there is to say.
+    pub(crate) fn message(&self) -> &str {
+        self.message.as_deref().unwrap_or_default()
+    }
+
     /// Prints it and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {

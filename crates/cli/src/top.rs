@@ -1,23 +1,31 @@
 //! `mica top`: live figures of a server's disks.
 
+mod columns;
+mod order;
 mod rates;
 mod screen;
+mod view;
 
-use crate::client::ControlArgs;
-use crate::ctl::{depth, duration, table, text};
+use crate::client::{Client, ControlArgs};
+use crate::ctl::{depth, text};
 use crate::failure::Failure;
-use crate::output::{OutputFormat, print};
+use crate::output::{OutputFormat, monotonic, print};
 use clap::Args;
+use order::Sort;
 use rates::{Latency, Rates, between};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use screen::Screen;
+use screen::{Key, Screen, keys};
 use serde_json::Value;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGWINCH};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use view::{View, Wish};
+
+/// Time limit for an answer: a server that is stopped is as good as gone.
+const ANSWER_WAIT: Duration = Duration::from_secs(3);
 
 /// Show what the disks of a server are doing.
 ///
@@ -38,6 +46,13 @@ pub(crate) struct TopArgs {
     /// Quit after this many updates.
     #[arg(short = 'n', long, value_name = "COUNT")]
     count: Option<u64>,
+    /// Sort by problems, load, reads, writes, time, errors or name.
+    ///
+    /// On a terminal the first letter of each does the same. By default disks with problems come
+    /// first there, and where lines are printed disks stay in the server's order. Load is the bytes
+    /// that are moved, plus 4 KiB for each request; time is the 99th percentile.
+    #[arg(long, value_enum, value_name = "KEY", hide_possible_values = true)]
+    sort: Option<Sort>,
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -52,81 +67,103 @@ pub(crate) fn run(args: &TopArgs) -> Result<ExitCode, Failure> {
         signal_hook::flag::register(signal, Arc::clone(&stopping))?;
     }
     let client = args.control.client();
-    let mut before = client.get("/v1/stats")?;
+    let first = client.get("/v1/stats")?;
     let screen = if args.output == OutputFormat::Human { Screen::open() } else { None };
-    if let Some(screen) = &screen {
-        screen.draw(&page(&before, &[]))?;
-    }
-    let mut left = args.count;
-    while left != Some(0) && wait_for_update(args.interval, &stopping, screen.as_ref())? {
-        let now = client.get("/v1/stats")?;
-        let rates = between(&before, &now);
-        match &screen {
-            Some(screen) => screen.draw(&page(&now, &rates))?,
-            None if args.output == OutputFormat::Json => {
-                print(&(rates::json(&now, &rates).to_string() + "\n"))?;
-            }
-            None => print(&lines(&rates))?,
+    match screen {
+        Some(screen) => {
+            // It interrupts the wait for keys, which is all that it is for.
+            signal_hook::flag::register(SIGWINCH, Arc::default())?;
+            watch(args, &client.within(ANSWER_WAIT), first, &screen, &stopping)?;
         }
-        before = now;
-        left = left.map(|left| left - 1);
+        None => report(args, &client, first, &stopping)?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for the next update. False if it is to quit.
-fn wait_for_update(
-    interval: Duration,
+/// Shows it on a terminal. A server that is gone may come back.
+fn watch(
+    args: &TopArgs,
+    client: &Client,
+    first: Value,
+    screen: &Screen,
     stopping: &AtomicBool,
-    screen: Option<&Screen>,
-) -> Result<bool, Failure> {
-    let timeout = Timespec::try_from(interval).expect("an hour at most");
+) -> Result<(), Failure> {
+    let mut view = View::new(first, args.sort.unwrap_or(Sort::Problems));
+    let mut answered = monotonic();
+    let mut left = args.count;
+    while left != Some(0) {
+        let next = monotonic() + args.interval;
+        loop {
+            let (rows, columns) = screen.size();
+            screen.draw(&view.lines(rows, columns))?;
+            let now = monotonic();
+            if now >= next {
+                break;
+            }
+            let Some(pressed) = wait_for_keys(next - now)? else { return Ok(()) };
+            let is_over = pressed.into_iter().any(|key| view.press(key) == Wish::Quit);
+            if is_over || stopping.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+        }
+        match client.get("/v1/stats") {
+            Ok(now) => {
+                view.answered(now);
+                answered = monotonic();
+            }
+            Err(error) => view.unanswered(monotonic() - answered, error.message().to_owned()),
+        }
+        left = left.map(|left| left - 1);
+    }
+    let (rows, columns) = screen.size();
+    screen.draw(&view.lines(rows, columns))
+}
+
+/// Waits for keys, a signal or the end of `wait`. `None` if the terminal is gone.
+fn wait_for_keys(wait: Duration) -> Result<Option<Vec<Key>>, Failure> {
+    let timeout = Timespec::try_from(wait).expect("an hour at most");
     let stdin = std::io::stdin();
-    let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
-    // Keys only work on a screen.
-    let watched = if screen.is_some() { &mut keys[..] } else { &mut [] };
-    match poll(watched, Some(&timeout)) {
-        Ok(0) | Err(Errno::INTR) => {}
+    match poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&timeout)) {
+        Ok(0) | Err(Errno::INTR) => Ok(Some(Vec::new())),
         Ok(_) => {
             let mut typed = [0; 64];
             let count = rustix::io::read(&stdin, &mut typed).unwrap_or(0);
-            // A terminal that is gone yields nothing.
-            if count == 0 || typed[..count].iter().any(|key| matches!(key, b'q' | b'Q')) {
-                return Ok(false);
-            }
+            Ok((count > 0).then(|| keys(&typed[..count])))
         }
-        Err(error) => return Err(std::io::Error::from(error).into()),
+        Err(error) => Err(std::io::Error::from(error).into()),
     }
-    Ok(!stopping.load(Ordering::Relaxed))
 }
 
-/// The text of a screen.
-fn page(answer: &Value, rates: &[Rates<'_>]) -> String {
-    let uptime = duration(answer["uptime_ms"].as_u64().unwrap_or(0) / 1000);
-    let rows = rates.iter().map(|rates| {
-        vec![
-            text(&rates.disk["name"]),
-            rate(rates.reads),
-            rate(rates.writes),
-            mib(rates.read_bytes),
-            mib(rates.written_bytes),
-            time(rates.read.mean_us()),
-            time(rates.read.p99_us()),
-            time(rates.write.mean_us()),
-            time(rates.write.p99_us()),
-            percent(rates.hit_rate),
-            depth(rates.disk),
-            text(&rates.disk["clients"]),
-            text(&rates.disk["state"]),
-        ]
-    });
-    let head = [
-        "DISK", "READ/S", "WRITE/S", "R MIB/S", "W MIB/S", "R MEAN", "R P99", "W MEAN", "W P99",
-        "HITS", "LAYERS", "CLIENTS", "STATE",
-    ];
-    let disks = table(&head, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11], rows.collect());
-    let version = text(&answer["version"]);
-    format!("mica {version}, up {uptime}; q quits\n\n{disks}")
+/// Prints it, for programs and files.
+fn report(
+    args: &TopArgs,
+    client: &Client,
+    mut before: Value,
+    stopping: &AtomicBool,
+) -> Result<(), Failure> {
+    let timeout = Timespec::try_from(args.interval).expect("an hour at most");
+    let mut left = args.count;
+    while left != Some(0) {
+        match poll(&mut [], Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(std::io::Error::from(error).into()),
+        }
+        if stopping.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let now = client.get("/v1/stats")?;
+        let mut rates = between(&before, &now);
+        if let Some(sort) = args.sort {
+            sort.apply(&mut rates);
+        }
+        match args.output {
+            OutputFormat::Json => print(&(rates::json(&now, &rates).to_string() + "\n"))?,
+            OutputFormat::Human => print(&lines(&rates))?,
+        }
+        before = now;
+        left = left.map(|left| left - 1);
+    }
+    Ok(())
 }
 
 /// A line for each disk.

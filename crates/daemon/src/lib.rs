@@ -13,6 +13,7 @@
 //!               ├ opening     its image
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
+//! own_process what the kernel reports of this process
 //! systemd     readiness, watchdog, sockets inherited and stored
 //! signals     those that end the process, or are heard otherwise
 //! sockets     which inherited socket belongs where; held: the sockets this process holds
@@ -33,6 +34,7 @@ mod membership;
 mod messages;
 mod opened;
 mod opening;
+mod own_process;
 mod rehearsal;
 mod retry;
 mod sandbox;

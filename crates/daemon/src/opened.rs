@@ -11,12 +11,14 @@ pub(crate) enum Opened {
 }
 
 /// What a disk reports of itself.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Figures {
     pub(crate) len: u64,
     /// Whether it is writable, or was until it was closed.
     pub(crate) is_writable: bool,
     pub(crate) weakness: Option<&'static str>,
+    /// Why it acknowledges no more writes, if so.
+    pub(crate) latch: Option<Error>,
     pub(crate) layers: usize,
     /// Layers that an index covers; `None` if it cannot have an index.
     pub(crate) indexed_layers: Option<usize>,
@@ -35,14 +37,14 @@ impl Opened {
     pub(crate) fn figures(&self) -> Figures {
         match self {
             Self::Open(disk) => Figures::of(&**disk),
-            Self::Closed(figures) => *figures,
+            Self::Closed(figures) => figures.clone(),
         }
     }
 
     /// Keeps only the figures. Returns the disk if it was open.
     pub(crate) fn close(&mut self) -> Option<Arc<dyn Manage>> {
         // A disk that is closed promises nothing.
-        let figures = Figures { weakness: None, ..self.figures() };
+        let figures = Figures { weakness: None, latch: None, ..self.figures() };
         match std::mem::replace(self, Self::Closed(figures)) {
             Self::Open(disk) => Some(disk),
             Self::Closed(_) => None,
@@ -56,6 +58,7 @@ impl Figures {
             len: disk.geometry().len,
             is_writable: disk.is_writable(),
             weakness: disk.weakness(),
+            latch: disk.latch(),
             layers: disk.layer_count(),
             indexed_layers: disk.index().map(|index| index.covered_layers()),
             map: disk.map_stats(),

@@ -6,6 +6,7 @@ use crate::disks::{Disks, each_of};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
 use crate::opening::Place;
+use crate::own_process::OwnProcess;
 use crate::sandbox::Granted;
 use crate::served::{Served, Source};
 use crate::servers::Resources;
@@ -32,6 +33,13 @@ pub(crate) enum Begin {
     Later,
 }
 
+/// What the process kept for itself when it entered the sandbox.
+pub(crate) struct Surroundings {
+    pub(crate) outside: Outside,
+    pub(crate) granted: Option<Granted>,
+    pub(crate) own_process: OwnProcess,
+}
+
 /// What the parts of the process see of it.
 pub(crate) struct Shared {
     pub(crate) disks: Disks,
@@ -56,6 +64,7 @@ pub(crate) struct Shared {
     pub(crate) reloading: Mutex<()>,
     /// The first disk that was removed without all that was written to it.
     pub(crate) lost: Mutex<Option<Error>>,
+    pub(crate) own_process: OwnProcess,
     /// Whether another process now serves all of it.
     pub(crate) is_handed_over: AtomicBool,
     /// How often systemd expects a watchdog message, if it does.
@@ -69,16 +78,17 @@ impl Shared {
         config: &Config,
         ending: Handle,
         watch_period: Option<Duration>,
-        outside: Outside,
-        granted: Option<Granted>,
+        surroundings: Surroundings,
         resources: Resources,
     ) -> Self {
+        let Surroundings { outside, granted, own_process } = surroundings;
         Self {
             disks: Disks::default(),
             resources,
             ending,
             outside,
             granted,
+            own_process,
             life: RwLock::default(),
             is_stopping: AtomicBool::new(false),
             config_file: config.file.clone(),

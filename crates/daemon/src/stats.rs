@@ -5,6 +5,7 @@
 use crate::opened::Figures;
 use mica_block::{MapStats, WriteStats};
 use mica_serve::{Latencies, Latency, fuse, nbd, vhost_user};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 /// What the servers of a disk have counted.
@@ -13,6 +14,87 @@ pub(crate) struct Counts {
     pub(crate) nbd: nbd::Counters,
     pub(crate) device: Option<vhost_user::Counters>,
     pub(crate) file: Option<fuse::Counters>,
+}
+
+/// What a disk did for its clients, whichever server they use.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Totals {
+    pub(crate) reads: u64,
+    pub(crate) writes: u64,
+    pub(crate) read_bytes: u64,
+    pub(crate) written_bytes: u64,
+    /// How long all reads together took.
+    pub(crate) read_ns: u64,
+    pub(crate) write_ns: u64,
+    /// Requests that were answered with an error.
+    pub(crate) errors: u64,
+    /// Times that a request waited because of rate limits.
+    pub(crate) delayed: u64,
+}
+
+impl Counts {
+    /// The sums over its servers.
+    pub(crate) fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
+        let Self { nbd, device, file } = self;
+        let moved = [nbd.reads, nbd.writes, nbd.read_bytes, nbd.written_bytes];
+        totals.add(moved, nbd.errors, &nbd.latencies);
+        if let Some(it) = device {
+            let moved = [it.reads, it.writes, it.read_bytes, it.written_bytes];
+            totals.add(moved, it.failed + it.refused + it.malformed, &it.latencies);
+            totals.delayed += it.delayed;
+        }
+        if let Some(it) = file {
+            let moved = [it.reads, it.writes, it.read_bytes, it.written_bytes];
+            totals.add(moved, it.failed + it.refused, &it.latencies);
+        }
+        totals
+    }
+}
+
+impl Totals {
+    fn add(&mut self, moved: [u64; 4], errors: u64, latencies: &Latencies) {
+        let [reads, writes, read_bytes, written_bytes] = moved;
+        self.reads += reads;
+        self.writes += writes;
+        self.read_bytes += read_bytes;
+        self.written_bytes += written_bytes;
+        self.read_ns = self.read_ns.wrapping_add(latencies.read.sum_ns());
+        self.write_ns = self.write_ns.wrapping_add(latencies.write.sum_ns());
+        self.errors += errors;
+    }
+
+    /// What came since `before`; everything, if the disk was opened again in between.
+    pub(crate) fn since(&self, before: &Self) -> Self {
+        let now = self.values();
+        let before = before.values();
+        let is_later = now.iter().zip(&before).all(|(now, before)| now >= before);
+        let mut more = now;
+        if is_later {
+            more.iter_mut().zip(before).for_each(|(more, before)| *more -= before);
+        }
+        Self::of_values(more)
+    }
+
+    /// The sum of both.
+    #[must_use]
+    pub(crate) fn plus(&self, other: &Self) -> Self {
+        let mut sum = self.values();
+        let others = other.values();
+        sum.iter_mut().zip(others).for_each(|(sum, other)| *sum = sum.saturating_add(other));
+        Self::of_values(sum)
+    }
+
+    fn of_values(values: [u64; 8]) -> Self {
+        let [reads, writes, read_bytes, written_bytes, read_ns, write_ns, errors, delayed] = values;
+        Self { reads, writes, read_bytes, written_bytes, read_ns, write_ns, errors, delayed }
+    }
+
+    fn values(&self) -> [u64; 8] {
+        let Self { reads, writes, read_bytes, written_bytes, read_ns, write_ns, errors, delayed } =
+            *self;
+        [reads, writes, read_bytes, written_bytes, read_ns, write_ns, errors, delayed]
+    }
 }
 
 /// How a figure changes.
@@ -40,6 +122,13 @@ pub(crate) struct Section {
     /// `None` if the disk has no such server.
     pub(crate) figures: Option<Vec<Figure>>,
     pub(crate) latencies: Option<Latencies>,
+}
+
+impl Section {
+    /// Whether anything was counted: a server that nobody used, or a map that is none, was not.
+    pub(crate) fn is_used(&self) -> bool {
+        self.figures.iter().flatten().any(|figure| figure.value > 0)
+    }
 }
 
 /// All figures of a disk.

@@ -103,6 +103,10 @@ impl Manage for NullDisk {
         Box::pin(std::future::ready(Ok(())))
     }
 
+    fn latch(&self) -> Option<Error> {
+        None
+    }
+
     fn weakness(&self) -> Option<&'static str> {
         None
     }

@@ -285,6 +285,11 @@ impl Manage for RawDisk {
         self.flush()
     }
 
+    fn latch(&self) -> Option<Error> {
+        let writer = self.writer.as_ref()?;
+        writer.check_latch(&*self.store).err()
+    }
+
     fn weakness(&self) -> Option<&'static str> {
         None
     }

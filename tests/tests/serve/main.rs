@@ -8,6 +8,7 @@ mod fuse;
 mod life;
 mod locks;
 mod membership;
+mod monitoring;
 mod sandbox;
 mod systemd;
 mod tls;

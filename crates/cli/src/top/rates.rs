@@ -17,6 +17,8 @@ pub(super) struct Rates<'a> {
     pub(super) written_bytes: f64,
     pub(super) read: Latency,
     pub(super) write: Latency,
+    /// Times since the earlier answer that a request waited because of rate limits.
+    pub(super) delayed: u64,
     /// Fraction of look-ups that the map answered from memory.
     pub(super) hit_rate: Option<f64>,
 }
@@ -60,6 +62,7 @@ fn rates<'a>(before: &Value, disk: &'a Value, seconds: f64) -> Rates<'a> {
         written_bytes: rate("written_bytes"),
         read: Latency::between(before, disk, "read"),
         write: Latency::between(before, disk, "write"),
+        delayed: more("vhost_user", "delayed"),
         hit_rate: ratio(hits, hits.saturating_add(misses)),
     }
 }
@@ -128,7 +131,7 @@ fn ms(answer: &Value) -> u64 {
     number(&answer["uptime_ms"])
 }
 
-fn number(value: &Value) -> u64 {
+pub(super) fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or(0)
 }
 
@@ -138,7 +141,7 @@ fn buckets(latency: &Value) -> impl Iterator<Item = (u64, u64)> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "it is shown")]
-fn ratio(part: u64, whole: u64) -> Option<f64> {
+pub(super) fn ratio(part: u64, whole: u64) -> Option<f64> {
     if whole == 0 { None } else { Some(part as f64 / whole as f64) }
 }
 

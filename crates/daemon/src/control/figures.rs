@@ -1,7 +1,11 @@
 //! The process and its disks as JSON.
 
+use super::history::History;
 use super::sources::Sources;
+use crate::own_process::ProcessFigures;
 use crate::served::Served;
+use crate::stats::Totals;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 /// `/v1/status`
@@ -11,57 +15,153 @@ pub(super) fn status(sources: &Sources) -> Value {
 
 /// `/v1/stats`
 pub(super) fn stats(sources: &Sources) -> Value {
-    all(sources, |served| {
-        let mut document = brief(served);
-        document.extend(served.figures());
-        document
-    })
+    let history = sources.history();
+    all(sources, |served| stats_of(&history, served))
+}
+
+/// `/v1/overview`: what a table of all disks shows. Short, because it is asked for every second.
+pub(super) fn overview(sources: &Sources) -> String {
+    let history = sources.history();
+    let all = sources.shared.disks.all();
+    let disks = all.iter().map(|served| {
+        let totals = served.counts().totals();
+        let errors_lately = history.errors_lately(&served.name, &totals);
+        Row { brief: Brief::of(served), totals, errors_lately }
+    });
+    let overview = Overview { process: About::of(sources), disks: disks.collect() };
+    // Nothing in it can fail.
+    serde_json::to_string(&overview).unwrap_or_default() + "\n"
+}
+
+/// `/v1/stats/NAME`: the figures of one disk, in the shape of `/v1/stats`, and its status.
+pub(super) fn of_disk(sources: &Sources, served: &Served) -> Value {
+    let mut answer = map(&About::of(sources));
+    answer.insert("status".to_owned(), Value::Object(status_of(served)));
+    answer.insert("disks".to_owned(), json!([stats_of(&sources.history(), served)]));
+    Value::Object(answer)
+}
+
+fn stats_of(history: &History, served: &Served) -> Map<String, Value> {
+    let mut document = map(&Brief::of(served));
+    let errors = history.errors_lately(&served.name, &served.counts().totals());
+    document.insert("errors_lately".to_owned(), json!(errors));
+    document.extend(served.figures());
+    document
 }
 
 fn all(sources: &Sources, each: impl Fn(&Served) -> Map<String, Value>) -> Value {
-    let uptime_ms = u64::try_from(sources.uptime().as_millis()).unwrap_or(u64::MAX);
     let all = sources.shared.disks.all();
     let disks = all.iter().map(|served| Value::Object(each(served)));
-    json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "pid": std::process::id(),
-        "uptime_ms": uptime_ms,
-        "config": sources.shared.config_file.as_ref().map(|file| file.to_string_lossy()),
-        "disks": disks.collect::<Vec<_>>(),
-    })
+    let mut answer = map(&About::of(sources));
+    answer.insert("disks".to_owned(), disks.collect());
+    Value::Object(answer)
 }
 
-/// What both answers contain.
-fn brief(served: &Served) -> Map<String, Value> {
-    let image = served.image_figures();
-    object([
-        ("name", json!(served.name)),
-        ("state", json!(served.condition())),
-        ("length", json!(image.len)),
-        ("layers", json!(image.layers)),
-        ("indexed_layers", json!(image.indexed_layers)),
-        ("clients", json!(served.clients())),
-    ])
+/// What every answer says of the process.
+#[derive(Serialize)]
+struct About {
+    version: &'static str,
+    pid: u32,
+    host: String,
+    uptime_ms: u64,
+    config: Option<String>,
+    process: ProcessFigures,
+}
+
+impl About {
+    fn of(sources: &Sources) -> Self {
+        let config = sources.shared.config_file.as_ref();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            pid: std::process::id(),
+            host: sources.shared.own_process.host().to_owned(),
+            uptime_ms: u64::try_from(sources.uptime().as_millis()).unwrap_or(u64::MAX),
+            config: config.map(|file| file.to_string_lossy().into_owned()),
+            process: sources.shared.own_process.figures(),
+        }
+    }
+}
+
+/// What every answer says of a disk.
+#[derive(Serialize)]
+struct Brief {
+    name: String,
+    state: &'static str,
+    length: u64,
+    layers: usize,
+    indexed_layers: Option<usize>,
+    clients: usize,
+    writable: bool,
+    failure: Option<String>,
+    latch: Option<String>,
+    device_error: Option<&'static str>,
+    weakness: Option<&'static str>,
+}
+
+impl Brief {
+    fn of(served: &Served) -> Self {
+        let image = served.image_figures();
+        Self {
+            name: served.name.clone(),
+            state: served.condition(),
+            length: image.len,
+            layers: image.layers,
+            indexed_layers: image.indexed_layers,
+            clients: served.clients(),
+            writable: image.is_writable,
+            failure: served.failure().map(|error| error.in_one_line()),
+            latch: image.latch.map(|error| error.in_one_line()),
+            device_error: served.device_error(),
+            weakness: image.weakness,
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Overview {
+    #[serde(flatten)]
+    process: About,
+    disks: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    #[serde(flatten)]
+    brief: Brief,
+    #[serde(flatten)]
+    totals: Totals,
+    /// In the last hour.
+    errors_lately: u64,
 }
 
 fn status_of(served: &Served) -> Map<String, Value> {
     let settings = &served.settings;
-    let image = served.image_figures();
-    let mut status = brief(served);
-    status.extend(object([
-        ("image", json!(served.image().to_string_lossy())),
-        ("format", json!(served.images.format)),
-        ("writable", json!(image.is_writable)),
-        ("nbd", json!(settings.nbd)),
-        ("vhost_user", json!(settings.vhost_user.as_ref().map(|path| path.to_string_lossy()))),
-        ("failure", json!(served.failure().map(|error| error.in_one_line()))),
-        ("device_error", json!(served.device_error())),
-        ("weakness", json!(image.weakness)),
-        ("fuse", json!(settings.fuse.as_ref().map(|path| path.to_string_lossy()))),
-    ]));
+    let mut status = map(&Brief::of(served));
+    let more = json!({
+        "image": served.image().to_string_lossy(),
+        "format": served.images.format,
+        "nbd": settings.nbd,
+        "vhost_user": settings.vhost_user.as_ref().map(|path| path.to_string_lossy()),
+        "fuse": settings.fuse.as_ref().map(|path| path.to_string_lossy()),
+        "queues": settings.vhost_user.is_some().then(|| settings.num_queues()),
+        "iops": limit(settings.rates().iops),
+        "bps": limit(settings.rates().bps),
+    });
+    if let Value::Object(more) = more {
+        status.extend(more);
+    }
     status
 }
 
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+/// Zero means that there is none.
+fn limit(rate: u64) -> Option<u64> {
+    Some(rate).filter(|rate| *rate > 0)
+}
+
+/// The fields of a struct.
+fn map(value: &impl Serialize) -> Map<String, Value> {
+    match serde_json::to_value(value) {
+        Ok(Value::Object(map)) => map,
+        _ => Map::new(),
+    }
 }

@@ -5,6 +5,7 @@
 //! unix socket ─▶ who is it? ─┬▶ routes: status, stats, metrics, page; resize, drain, log-level
 //!                            └▶ 403
 //! TCP ──────────────────────▶ routes: status, stats, metrics, page
+//! every 10 seconds ─────────▶ history: an hour of the figures
 //! ```
 //!
 //! Invariants
@@ -16,9 +17,13 @@
 //! - I4 This thread waits for no disk: slow actions run on other threads (`actions.rs`).
 
 mod actions;
+mod compression;
 mod figures;
+mod health;
+mod history;
 mod log;
 mod metrics;
+mod page;
 mod reply;
 mod routes;
 mod sources;
@@ -152,6 +157,8 @@ fn serve(
             let accept = UnixAccept { listener: unix, control, refusals: AtomicU32::new(0) };
             tokio::spawn(accept_all(accept, stopping.clone()))
         });
+        // It ends with this thread.
+        tokio::spawn(keep_history(sources));
         let tcp = tcp.map(|tcp| {
             let is_local = tcp.local_addr().is_ok_and(|at| at.ip().to_canonical().is_loopback());
             let routes = if is_local { routes::local_only(read_only) } else { read_only };
@@ -162,6 +169,13 @@ fn serve(
         }
         Ok(())
     })
+}
+
+async fn keep_history(sources: Sources) {
+    loop {
+        tokio::time::sleep(history::PERIOD).await;
+        sources.sample();
+    }
 }
 
 /// A source of connections, and the routes that they get.

@@ -40,11 +40,14 @@ impl From<Error> for Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        // Names come from images and clients: make the message one line of plain text.
-        let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
-        let message: String = self.message.chars().map(plain).collect();
-        (self.status, json(&json!({ "error": message }))).into_response()
+        (self.status, json(&json!({ "error": plain(&self.message) }))).into_response()
     }
+}
+
+/// One line of plain text: names come from images and clients.
+pub(super) fn plain(text: &str) -> String {
+    let plain = |letter: char| if letter.is_control() { '\u{fffd}' } else { letter };
+    text.chars().map(plain).collect()
 }
 
 /// A JSON answer.

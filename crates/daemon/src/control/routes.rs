@@ -4,8 +4,11 @@
 //! |---|---|
 //! | `GET /` | the figures, for people |
 //! | `GET /metrics` | the figures, for Prometheus |
+//! | `GET /healthz` | whether every disk serves |
 //! | `GET /v1/status` | the process and its disks |
-//! | `GET /v1/stats` | the figures |
+//! | `GET /v1/stats`, `/v1/stats/NAME` | the figures, of one disk with its status |
+//! | `GET /v1/overview` | what a table of all disks shows |
+//! | `GET /v1/history`, `/v1/history/NAME` | the last hour, of the process or a disk |
 //! | `POST /v1/disks` | the table of a disk, as in the configuration: serves it as well |
 //! | `DELETE /v1/disks/NAME` | stops serving the disk, closes its image and forgets it |
 //! | `POST /v1/disks/NAME/resize` | `{"size": "20G"}`, or `"+5G"` |
@@ -20,7 +23,7 @@ use super::actions::{Actions, TooMany};
 use super::log::LogLevel;
 use super::reply::{Refusal, body, json, text};
 use super::sources::Sources;
-use super::{figures, metrics};
+use super::{compression, figures, health, metrics, page};
 use crate::config::DiskConfig;
 use crate::served::{NewLength, Served, Source};
 use crate::settings::Size;
@@ -48,8 +51,14 @@ pub(super) fn read_only(sources: &Sources) -> Router {
         .route("/metrics", get(async |State(sources)| text(metrics::KIND, metrics::text(&sources))))
         .route("/v1/status", get(async |State(sources)| json(&figures::status(&sources))))
         .route("/v1/stats", get(async |State(sources)| json(&figures::stats(&sources))))
+        .route("/healthz", get(healthz))
+        .route("/v1/overview", get(overview))
+        .route("/v1/stats/{name}", get(stats_of))
+        .route("/v1/history", get(history))
+        .route("/v1/history/{name}", get(history_of))
         .fallback(not_found)
-        .method_not_allowed_fallback(method_not_allowed);
+        .method_not_allowed_fallback(method_not_allowed)
+        .layer(from_fn(compression::compress));
     router.with_state(sources.clone())
 }
 
@@ -110,11 +119,33 @@ async fn method_not_allowed(request: Request) -> Refusal {
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, what)
 }
 
+async fn healthz(State(sources): State<Sources>) -> Response {
+    health::health(&sources.shared)
+}
+
+async fn overview(State(sources): State<Sources>) -> Response {
+    text("application/json", figures::overview(&sources))
+}
+
+async fn stats_of(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    Ok(json(&figures::of_disk(&sources, &served)))
+}
+
+async fn history(State(sources): State<Sources>) -> Response {
+    json(&sources.history().of_process())
+}
+
+async fn history_of(State(sources): State<Sources>, Path(name): Path<String>) -> Answer {
+    let served = find(&sources.shared, &name)?;
+    Ok(json(&sources.history().of_disk(&served.name)))
+}
+
 async fn page() -> Response {
     const POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
                           script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; \
                           base-uri 'none'; form-action 'none'";
-    let mut response = text("text/html; charset=utf-8", include_str!("page.html"));
+    let mut response = text("text/html; charset=utf-8", page::PAGE);
     let policy = HeaderValue::from_static(POLICY);
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response

@@ -1,10 +1,11 @@
 //! What the routes answer from: the state of the process and its log.
 
 use super::actions::Actions;
+use super::history::History;
 use super::log::LogSwitch;
 use crate::shared::Shared;
 use mica_block::Result;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Maximum number of disks that are changed at the same time.
@@ -19,6 +20,7 @@ pub(super) struct Sources {
     pub(super) actions: Arc<Actions>,
     /// Takeovers, and the end of the process: they wait for no disk's action to end.
     pub(super) endings: Arc<Actions>,
+    history: Arc<Mutex<History>>,
     started: Instant,
 }
 
@@ -29,7 +31,20 @@ impl Sources {
     pub(super) fn new(shared: Arc<Shared>, log: Arc<dyn LogSwitch>) -> Result<Self> {
         let actions = Arc::new(Actions::start(ACTION_THREADS_MAX)?);
         let endings = Arc::new(Actions::start(1)?);
-        Ok(Self { shared, log, actions, endings, started: Instant::now() })
+        let history = Arc::default();
+        Ok(Self { shared, log, actions, endings, history, started: Instant::now() })
+    }
+
+    /// Only the control thread locks it.
+    pub(super) fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds the present to the history.
+    pub(super) fn sample(&self) {
+        let disks = self.shared.disks.all();
+        let totals = disks.iter().map(|served| (&*served.name, served.counts().totals()));
+        self.history().sample(self.uptime(), &self.shared.own_process.figures(), totals);
     }
 
     pub(super) fn uptime(&self) -> Duration {

@@ -193,9 +193,23 @@ fn silent_clients_do_not_block_others() {
 #[test]
 fn over_tcp_there_is_nothing_that_changes_anything() {
     let world = world();
-    for path in ["/", "/metrics", "/v1/status", "/v1/stats"] {
+    for path in [
+        "/",
+        "/metrics",
+        "/healthz",
+        "/v1/status",
+        "/v1/stats",
+        "/v1/stats/one",
+        "/v1/overview",
+        "/v1/history",
+        "/v1/history/one",
+    ] {
         let (here, there) = (world.ask("GET", path, ""), world.read(path, "localhost:1"));
         assert_eq!((here.status, there.status), (200, 200), "{path}");
+        // Names of disks and images may hold HTML: no browser takes an answer for it.
+        let is_html = there.head.contains("content-type: text/html");
+        assert_eq!(is_html, path == "/", "{path}: {}", there.head);
+        assert!(there.head.contains("x-content-type-options: nosniff"), "{}", there.head);
     }
     for path in ["/v1/drain", "/v1/disks/one/drain", "/v1/disks/one/resize", "/v1/log-level"] {
         for method in ["GET", "POST", "PUT"] {
@@ -215,12 +229,73 @@ fn over_tcp_there_is_nothing_that_changes_anything() {
 
 #[test]
 fn the_page_brings_all_it_needs() {
-    let page = include_str!("page.html");
-    assert!(page.len() < 30 << 10, "{} bytes", page.len());
+    let page = super::page::PAGE;
+    assert!(page.len() < 48 << 10, "{} bytes", page.len());
     let names = "http://www.w3.org/2000/svg";
     assert!(!page.replace(names, "").contains("://"), "something from elsewhere");
-    for word in ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("] {
+    let words =
+        ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "DOMParser"];
+    for word in words {
         assert!(!page.contains(word), "{word} takes text for HTML");
+    }
+    // Its parts have begun and ended.
+    for (begin, end) in [("<style>", "</style>"), ("<script>", "</script>"), ("<body>", "</body>")]
+    {
+        assert_eq!((page.matches(begin).count(), page.matches(end).count()), (1, 1), "{begin}");
+    }
+}
+
+#[test]
+fn answers_are_compressed_for_those_who_take_it() {
+    let world = world();
+    let plain = world.ask("GET", "/metrics", "");
+    assert!(!plain.head.contains("content-encoding"), "{}", plain.head);
+    let request = "GET /metrics HTTP/1.1\r\nhost: x\r\naccept-encoding: deflate, gzip\r\n\r\n";
+    let mut stream = world.control();
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("an answer");
+    let head = String::from_utf8_lossy(&answer[..end]).to_ascii_lowercase();
+    assert!(head.contains("content-encoding: gzip"), "{head}");
+    assert!(head.contains(&format!("content-length: {}", answer.len() - end - 4)), "{head}");
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(&answer[end + 4..]).read_to_string(&mut text).expect("gzip");
+    let names = |text: &str| -> Vec<String> {
+        text.lines().filter(|line| line.starts_with('#')).map(str::to_owned).collect()
+    };
+    assert_eq!(names(&text), names(&plain.body));
+}
+
+#[test]
+fn health_is_good_until_a_disk_fails_or_the_server_stops() {
+    let world = world();
+    let healthy = world.read("/healthz", "localhost");
+    assert_eq!((healthy.status, &*healthy.body), (200, "ok\n"));
+    assert_eq!(world.ask("POST", "/v1/disks/one/drain", "").status, 200);
+    assert_eq!(world.ask("GET", "/healthz", "").status, 200, "somebody wanted that");
+    // Its socket is taken, so it cannot be served again.
+    std::fs::write(world.folder.path().join("one"), "not a socket").unwrap();
+    let undrain = world.ask("POST", "/v1/disks/one/undrain", "");
+    assert_ne!(undrain.status, 200);
+    let ill = world.ask("GET", "/healthz", "");
+    assert_eq!(ill.status, 503);
+    assert!(ill.body.starts_with("disk one is not served: "), "{}", ill.body);
+    assert_eq!(ill.body.lines().count(), 1, "{}", ill.body);
+    world.daemon.shared.stop().expect("stopped");
+    assert_eq!(world.ask("GET", "/healthz", "").body, "the server is stopping\n");
+}
+
+#[test]
+fn what_nobody_uses_is_not_among_the_metrics() {
+    let world = world();
+    let metrics = world.ask("GET", "/metrics", "").body;
+    for name in ["mica_nbd_", "mica_vhost_user_", "mica_fuse_", "mica_map_", "duration_seconds"] {
+        assert!(!metrics.contains(name), "{name}: {metrics}");
+    }
+    // Alerts watch these.
+    for name in ["errors_total", "failed", "latched", "weakened", "read_bytes_total"] {
+        assert!(metrics.contains(&format!("mica_disk_{name}{{disk=\"two\"}} 0\n")), "{metrics}");
     }
 }
 
@@ -335,6 +410,37 @@ fn loopback_names_are_recognised() {
     }
     for host in ["", ":", "evil.example", "localhost.evil.example", "10.0.0.1", "[::2]:80", "["] {
         assert!(!routes::is_local(host), "{host}");
+    }
+}
+
+#[test]
+fn everything_about_a_disk_is_in_one_answer_and_unknown_disks_in_none() {
+    let world = world();
+    let json = |path: &str| -> Value {
+        let reply = world.ask("GET", path, "");
+        assert_eq!(reply.status, 200, "{path}: {}", reply.body);
+        serde_json::from_str(&reply.body).expect("JSON")
+    };
+    let one = json("/v1/stats/one");
+    assert_eq!(one["disks"].as_array().map(Vec::len), Some(1));
+    assert_eq!(one["status"], json("/v1/status")["disks"][0]);
+    let disk = &one["disks"][0];
+    assert!(disk["nbd"]["reads"] == 0 && disk["latency"].is_object(), "{disk}");
+    let overview = json("/v1/overview");
+    assert_eq!(overview["disks"][1]["name"], "two", "{overview}");
+    for key in ["reads", "written_bytes", "errors", "errors_lately", "delayed", "clients"] {
+        assert_eq!(overview["disks"][1][key], 0, "{key}");
+    }
+    for answer in [&one, &overview, &json("/v1/stats"), &json("/v1/status")] {
+        assert!(answer["process"]["resident_bytes"].as_u64() > Some(1 << 20), "{answer}");
+        assert!(!answer["host"].as_str().unwrap_or_default().is_empty(), "{answer}");
+    }
+    let history = json("/v1/history/two");
+    assert!(history["points"].is_array() && history["columns"][0] == "reads", "{history}");
+    for path in ["/v1/stats/three", "/v1/history/three", "/v1/history/%3Cb%3E"] {
+        let reply = world.read(path, "localhost");
+        assert_eq!(reply.status, 404, "{path}");
+        assert!(reply.error().contains("one, two"), "{}", reply.body);
     }
 }
 

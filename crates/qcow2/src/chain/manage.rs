@@ -2,7 +2,7 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState, WriteStats,
+    Error, IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::ops::ControlFlow;
@@ -24,6 +24,10 @@ impl Manage for Chain {
                 None => Ok(()),
             }
         })
+    }
+
+    fn latch(&self) -> Option<Error> {
+        self.writer.load().as_ref()?.latch()
     }
 
     fn weakness(&self) -> Option<&'static str> {

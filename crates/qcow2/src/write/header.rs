@@ -6,7 +6,7 @@ use super::allocate::Space;
 use super::pages::Metadata;
 use crate::crc32c::crc32c;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
-use mica_block::{Result, Store, read_exact};
+use mica_block::{Error, Result, Store, read_exact};
 use mica_qcow2_format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
 use mica_units::HostOffset;
 use std::sync::Arc;
@@ -104,6 +104,11 @@ impl Writer {
         self.metadata.write_through(directory, at).await?;
         self.metadata.sync().await?;
         Ok(true)
+    }
+
+    /// Why nothing is acknowledged any more, if so.
+    pub(crate) fn latch(&self) -> Option<Error> {
+        self.metadata.failure().cloned()
     }
 
     /// Why acknowledged but unflushed writes are lost if this process is killed now.

@@ -216,6 +216,10 @@ impl Manage for Raw {
         self.flush()
     }
 
+    fn latch(&self) -> Option<Error> {
+        None
+    }
+
     fn weakness(&self) -> Option<&'static str> {
         None
     }

@@ -317,6 +317,7 @@ fn failed_sync_latches_the_disk() {
     let store = Fussy::new(4096, true);
     let disk = writable(&store);
     run(disk.flush()).expect("synced");
+    assert!(disk.latch().is_none());
     store.sync_fails.store(true, Ordering::Relaxed);
     let error = run(disk.flush()).expect_err("the device is gone");
     assert_eq!(error.kind(), ErrorKind::Io);
@@ -324,6 +325,7 @@ fn failed_sync_latches_the_disk() {
     store.sync_fails.store(false, Ordering::Relaxed);
     store.calls();
     let say = |error: Error| assert!(error.to_string().contains("a sync of it failed"), "{error}");
+    say(disk.latch().expect("it is latched"));
     say(run(disk.flush()).unwrap_err());
     say(write(&disk, 0, &[1; 512]).unwrap_err());
     say(run(disk.write_zeroes(range(0, 512), HOW)).unwrap_err());

@@ -1,0 +1,88 @@
+
+// What a row shows when it is opened. One is open at a time: it is asked for each time.
+const KINDS = ["read", "write", "flush"];
+let open = null;
+
+function makeDetails(name) {
+  const it = { name, before: null, charts: [bytesChart(), requestsChart(), chart("mean time", [
+    ["read", "reads", "read_mean_us", time], ["write", "writes", "write_mean_us", time]])] };
+  it.problems = make("div");
+  it.facts = make("dl", { class: "facts" });
+  it.cells = new Map(KINDS.map(kind => [kind, Array.from({ length: 6 }, () => make("td"))]));
+  const head = ["", "/s", "mean", "50 %", "90 %", "99 %", "99.9 %"].map(text => make("th", { scope: "col" }, text));
+  const lines = KINDS.map(kind => make("tr", {}, make("th", { scope: "row" }, `${kind}s`.replace("flushs", "flushes")), ...it.cells.get(kind)));
+  it.when = make("th", { scope: "col" });
+  head[0] = it.when;
+  const table = make("table", { class: "latency" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines));
+  it.figures = make("dl", { class: "figures" });
+  const charts = make("div", { class: "charts" }, ...it.charts.map(each => each.root));
+  const cell = make("td", { colspan: COLUMNS.length }, it.problems, it.facts, charts, table, it.figures);
+  it.element = make("tr", { class: "details" }, cell);
+  return it;
+}
+
+// What has not changed stays, and so does what somebody selected in it to copy it.
+function refill(element, data, build) {
+  const key = JSON.stringify(data);
+  if (element.shown === key) return;
+  element.shown = key;
+  element.replaceChildren(...data.flatMap(build));
+}
+
+function toggle(name) {
+  const was = open;
+  if (was) {
+    const row = rows.get(was.name);
+    open = null;
+    was.element.remove();
+    if (row) { row.details = null; row.button.setAttribute("aria-expanded", "false"); }
+  }
+  const row = rows.get(name);
+  if (row && was?.name !== name) {
+    open = row.details = makeDetails(name);
+    row.button.setAttribute("aria-expanded", "true");
+    lookInto().catch(() => {});
+  }
+  arrange();
+}
+
+function drawDetails(it, answer) {
+  // In figures "nbd" are counters, in the status it is where clients connect.
+  const { disks: [disk], status } = answer, before = it.before;
+  it.before = { uptime_ms: answer.uptime_ms, pid: answer.pid, disk };
+  const isSame = before && before.pid === answer.pid && answer.uptime_ms > before.uptime_ms;
+  const seconds = isSame ? (answer.uptime_ms - before.uptime_ms) / 1000 : answer.uptime_ms / 1000;
+  const texts = [disk.failure, disk.latch, disk.device_error, disk.weakness].filter(Boolean);
+  refill(it.problems, texts, text => make("p", { class: "problem" }, `⚠ ${text}`));
+  const below = status.layers - 1;
+  const queues = status.queues ? `, ${status.queues} queues` : "";
+  const limits = [status.iops && `${grouped(status.iops)} operations/s`, status.bps && perSecond(status.bps)].filter(Boolean);
+  const facts = [
+    ["image", `${status.image} (${status.format}${status.writable ? "" : ", read-only"})`],
+    ["NBD", (status.nbd ?? []).join(" ")], ["vhost-user", status.vhost_user && status.vhost_user + queues], ["FUSE", status.fuse],
+    ["layers", status.layers > 1 ? `${status.layers}${status.indexed_layers === null ? "" : `, index of ${status.indexed_layers} of ${below}`}` : ""],
+    ["limits", limits.join(", ")],
+  ].filter(fact => fact[1]);
+  refill(it.facts, facts, ([key, value]) => [make("dt", {}, key), make("dd", {}, value)]);
+  const recent = KINDS.map(kind => latency(isSame ? before.disk : null, disk, kind));
+  const isBusy = isSame && recent.some(each => each.requests > 0);
+  setText(it.when, isBusy ? "now" : "since the start");
+  KINDS.forEach((kind, at) => {
+    const it_ = isBusy ? recent[at] : latency(null, disk, kind);
+    const rate = it_.requests / (isBusy ? seconds : answer.uptime_ms / 1000);
+    [count(rate), time(it_.mean), ...it_.parts.map(time)].forEach((text, cell) => setText(it.cells.get(kind)[cell], text));
+  });
+  const figures = ["map", "write", ...SERVERS].flatMap(section => Object.entries(disk[section] ?? {})
+    .filter(([, value]) => value > 0).map(([name, value]) => [`${section}.${name}`, value]));
+  refill(it.figures, figures, ([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, name.endsWith("bytes") ? size(value) : grouped(value))));
+}
+
+async function lookInto() {
+  const it = open;
+  if (!it) return;
+  const path = encodeURIComponent(it.name);
+  drawDetails(it, await ask(`/v1/stats/${path}`));
+  const history = await ask(`/v1/history/${path}`);
+  for (const each of it.charts) each.draw(history, true);
+}
