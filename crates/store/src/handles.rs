@@ -22,23 +22,23 @@
 //!
 //! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried.
 
+mod handle;
 mod reopened;
+mod ring;
 
+pub(crate) use handle::Handle;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::kind::{no_direct, open_flags};
 use crate::located::Located;
-use crate::lock::{self, Locking, Role};
-use crate::stamp::now_ns;
-use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
+use handle::{OpenFailure, Slot};
+use mica_block::{Error, Result};
 use mica_rt::{Access, File};
-use reopened::{Proving, Verdict};
-use rustix::fs::OFlags;
+use reopened::Proving;
+use ring::Ring;
 use rustix::io::Errno;
 use std::io;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A bounded cache of open descriptors, shared by all stores of a process.
@@ -231,197 +231,4 @@ pub(crate) enum Got {
     Unproven(Box<Unproven>),
     /// No descriptor is free, or another task is proving the file.
     Busy,
-}
-
-/// One file, open or not.
-pub(crate) struct Handle {
-    slot: Mutex<Slot>,
-    /// Whether it was used since the clock's hand last passed.
-    used: AtomicBool,
-    /// Where it is in the ring; read and written under the ring's lock.
-    position: AtomicUsize,
-    path: PathBuf,
-    kind: FileKind,
-    access: Access,
-    /// Whether QEMU's locks are taken each time it is opened.
-    locking: Locking,
-    /// How its content is proved, once its format says so.
-    proof: ProofSlot,
-}
-
-/// What a handle has, and what it last knew of its file.
-struct Slot {
-    file: Option<Arc<File>>,
-    /// The file's identity when its locks were last held; for a device without its length.
-    identity: Identity,
-    /// When it was last closed, which released its locks.
-    closed_ns: i128,
-    /// The file's identity when its content was found to be different, which is rare.
-    refused: Option<Box<Identity>>,
-    is_being_proved: bool,
-}
-
-impl Handle {
-    pub(crate) fn new(located: &Located, access: Access, locking: Locking) -> Self {
-        let slot = Slot {
-            file: None,
-            identity: located.identity(located.regular_len()),
-            closed_ns: now_ns(),
-            refused: None,
-            is_being_proved: false,
-        };
-        Self {
-            slot: Mutex::new(slot),
-            used: AtomicBool::new(false),
-            position: AtomicUsize::new(0),
-            path: located.path().to_owned(),
-            kind: located.kind(),
-            access,
-            locking,
-            proof: ProofSlot::default(),
-        }
-    }
-
-    pub(crate) fn proof(&self) -> &ProofSlot {
-        &self.proof
-    }
-
-    pub(crate) fn path(&self) -> &std::path::Path {
-        &self.path
-    }
-
-    pub(crate) fn kind(&self) -> FileKind {
-        self.kind
-    }
-
-    pub(crate) fn store_identity(&self) -> StoreIdentity {
-        StoreIdentity::from(&self.lock().identity)
-    }
-
-    /// Opens the file, takes its locks again and compares it with what it was (I3); returns its new
-    /// identity if that does not prove it to be the same.
-    fn open_file(
-        &self,
-        slot: &mut Slot,
-    ) -> std::result::Result<(File, Option<Identity>), OpenFailure> {
-        let failed = |error: Errno| match error {
-            Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
-            Errno::STALE => OpenFailure::Other(self.replaced("was replaced")),
-            error => {
-                let what = format!("reopening {}", self.path.display());
-                OpenFailure::Other(Error::from_io(what, error.into()))
-            }
-        };
-        let mut located = Located::find_raw(&self.path, OFlags::empty())
-            .map_err(failed)?
-            .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
-        let found = located.identity(located.regular_len());
-        if located.kind() != self.kind || reopened::is_other_file(&slot.identity, &found) {
-            return Err(OpenFailure::Other(self.replaced("was replaced")));
-        }
-        let fd = located.open(open_flags(self.access)).map_err(failed)?;
-        let file = File::new(fd, self.access);
-        lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
-        if self.locking == Locking::On {
-            // The locks kept writers out except while there was no descriptor.
-            located.refresh(&file).map_err(OpenFailure::Other)?;
-        }
-        let now = located.identity(located.regular_len());
-        match reopened::judge(slot, &now, self.locking) {
-            Verdict::Same => Ok((file, None)),
-            Verdict::Unproven if self.proof.get().is_some() => Ok((file, Some(now))),
-            Verdict::Unproven => {
-                self.accept_unproven(slot, now);
-                Ok((file, None))
-            }
-            Verdict::Other(how) => Err(OpenFailure::Other(self.replaced(how))),
-            Verdict::Refused => Err(OpenFailure::Other(self.refused())),
-        }
-    }
-
-    /// Opens the file outside the cache, for one call that reads none of its content.
-    pub(crate) fn open_beside(&self) -> Result<File> {
-        let opened = self.open_file(&mut self.lock());
-        opened.map(|(file, _)| file).map_err(|failure| match failure {
-            OpenFailure::Other(error) => error,
-            OpenFailure::NoDescriptor(error) => {
-                Error::from_io(format!("reopening {}", self.path.display()), error.into())
-            }
-        })
-    }
-
-    fn replaced(&self, how: &str) -> Error {
-        let path = self.path.display();
-        Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Slot> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    #[inline]
-    fn mark_used(&self) {
-        // Read first, so that queues that share a layer do not bounce its cache line.
-        if !self.used.load(Ordering::Relaxed) {
-            self.used.store(true, Ordering::Relaxed);
-        }
-    }
-}
-
-enum OpenFailure {
-    /// The process or the system has no descriptor left.
-    NoDescriptor(Errno),
-    Other(Error),
-}
-
-/// The open handles, and the hand of the clock that closes them.
-#[derive(Default)]
-struct Ring {
-    entries: Vec<Arc<Handle>>,
-    hand: usize,
-}
-
-impl Ring {
-    /// Rounds of the hand: one may clear all marks, the next finds what is idle.
-    const SWEEPS: usize = 2;
-
-    fn insert(&mut self, handle: Arc<Handle>) {
-        handle.position.store(self.entries.len(), Ordering::Relaxed);
-        self.entries.push(handle);
-    }
-
-    fn remove(&mut self, handle: &Arc<Handle>) {
-        self.remove_at(handle.position.load(Ordering::Relaxed));
-    }
-
-    fn remove_at(&mut self, position: usize) {
-        self.entries.swap_remove(position);
-        if let Some(moved) = self.entries.get(position) {
-            moved.position.store(position, Ordering::Relaxed);
-        }
-    }
-
-    /// Closes an idle handle other than `opening` and returns its position (I2).
-    fn find_idle(&mut self, opening: Option<&Arc<Handle>>) -> Option<usize> {
-        for _ in 0..Self::SWEEPS * self.entries.len() {
-            if self.hand >= self.entries.len() {
-                self.hand = 0;
-            }
-            let position = self.hand;
-            self.hand += 1;
-            let handle = &self.entries[position];
-            let is_opening = opening.is_some_and(|opening| Arc::ptr_eq(handle, opening));
-            if is_opening || handle.used.swap(false, Ordering::Relaxed) {
-                continue;
-            }
-            // One that is being used or opened right now is not idle.
-            let Ok(mut slot) = handle.slot.try_lock() else { continue };
-            if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
-                slot.closed_ns = now_ns();
-                slot.file = None;
-                return Some(position);
-            }
-        }
-        None
-    }
 }

@@ -8,10 +8,12 @@
 //! own proof, which reads what the map of the image depends on. An image without a proof (raw, or
 //! not indexed yet) is assumed to be unchanged, with a warning.
 
-use super::{Handle, Locking, Slot};
+use super::Handle;
+use super::handle::Slot;
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::kind::{FileKind, end_of};
+use crate::lock::Locking;
 use mica_block::{
     Error, ErrorKind, Identity, IoFuture, Result, Run, Store, StoreIdentity, Witness,
 };
