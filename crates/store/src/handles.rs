@@ -1,8 +1,10 @@
 //! A bounded cache of open descriptors.
 //!
 //! Every [`FileStore`](crate::FileStore) has a [`Handle`]: it knows which file it is and may have
-//! that file open. [`Handles`] bounds how many have. The fast path of a read is one lock of the
-//! handle that nobody else holds for longer than it takes to clone an `Arc`.
+//! that file open. Stores that read one file in one way share it ([`known`]), so that any number of
+//! chains above one base need one descriptor of it. [`Handles`] bounds how many are open. The fast
+//! path of a read is one lock of the handle that nobody else holds for longer than it takes to clone
+//! an `Arc`.
 //!
 //! ```text
 //! get ─▶ handle open ──────────────────────────────▶ clone the Arc
@@ -19,34 +21,51 @@
 //! - I3 A reopened handle is the same file as before ([`reopened`]). Otherwise the read fails and
 //!   says so. It fails as well if the image's locks cannot be taken again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
+//! - I5 A handle has no name: each store opens it again by its own, so that a chain that is closed,
+//!   and its directory with it, takes nothing away from the others.
 //!
-//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried.
+//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried. The lock of
+//! the known handles is taken alone.
 
 mod handle;
+mod known;
 mod reopened;
 mod ring;
 
 pub(crate) use handle::Handle;
+pub(crate) use known::{Mode, SharedHandle};
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
 use crate::kind::{no_direct, open_flags};
 use crate::located::Located;
 use handle::{OpenFailure, Slot};
+use known::Known;
 use mica_block::{Error, Result};
 use mica_rt::{Access, File};
 use reopened::Proving;
 use ring::Ring;
 use rustix::io::Errno;
 use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
-    bound: usize,
+    /// Descriptors for these handles and for what is set aside.
+    capacity: usize,
+    set_aside: AtomicUsize,
     /// For the files that are written.
     in_place: InPlace,
+    known: Known,
     ring: Mutex<Ring>,
+}
+
+/// Descriptors that a cache leaves to others, for as long as this lives.
+pub struct SetAside {
+    handles: Arc<Handles>,
+    count: usize,
 }
 
 /// Whether executors may make small writes by themselves.
@@ -66,8 +85,13 @@ impl Handles {
 
     /// A cache of at most `bound` open descriptors.
     pub fn new(bound: usize) -> Arc<Self> {
-        let bound = bound.clamp(Self::BOUND_MIN, Self::BOUND_MAX);
-        Arc::new(Self { bound, in_place: InPlace::default(), ring: Mutex::default() })
+        Arc::new(Self {
+            capacity: bound.max(Self::BOUND_MIN),
+            set_aside: AtomicUsize::new(0),
+            in_place: InPlace::default(),
+            known: Known::default(),
+            ring: Mutex::default(),
+        })
     }
 
     /// A cache of all descriptors that the process may open, except `reserve` that are left for
@@ -92,7 +116,27 @@ impl Handles {
 
     /// The most descriptors that it keeps open.
     pub fn bound(&self) -> usize {
-        self.bound
+        let left = self.capacity.saturating_sub(self.set_aside.load(Ordering::Relaxed));
+        left.clamp(Self::BOUND_MIN, Self::BOUND_MAX)
+    }
+
+    /// How many descriptors there are for it and for everything that is set aside.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Leaves `count` descriptors to others: files that are written, sockets. Closes idle ones if
+    /// there are more than that allows; a few it keeps in any case.
+    pub fn set_aside(self: &Arc<Self>, count: usize) -> SetAside {
+        self.set_aside.fetch_add(count, Ordering::Relaxed);
+        let mut ring = self.ring();
+        while ring.entries.len() > self.bound()
+            && let Some(position) = ring.find_idle(None)
+        {
+            ring.remove_at(position);
+        }
+        drop(ring);
+        SetAside { handles: Arc::clone(self), count }
     }
 
     /// How many are open now.
@@ -100,15 +144,15 @@ impl Handles {
         self.ring().entries.len()
     }
 
-    /// The file of `handle`, opened if it is not.
+    /// The file of `handle`, opened by the name `path` if it is not open.
     #[inline]
-    pub(crate) fn get(&self, handle: &Arc<Handle>) -> Result<Got> {
+    pub(crate) fn get(&self, handle: &Arc<Handle>, path: &Arc<Path>) -> Result<Got> {
         let mut slot = handle.lock();
         if let Some(file) = &slot.file {
             handle.mark_used();
             return Ok(Got::File(Arc::clone(file)));
         }
-        self.open(handle, &mut slot)
+        self.open(handle, &mut slot, path)
     }
 
     /// Keeps `file`, which was opened when the handle was made, if there is room for it.
@@ -136,6 +180,20 @@ impl Handles {
         }
     }
 
+    /// Opens what was `located` for writing, likewise.
+    pub(crate) fn open_located_writable(&self, located: &Located, access: Access) -> Result<File> {
+        let is_lack = |error: &Error| {
+            let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+            error.raw_os_error().is_some_and(|errno| lacks.contains(&errno))
+        };
+        loop {
+            match located.open_writable(access) {
+                Err(error) if is_lack(&error) && self.give_way() => {}
+                opened => return opened,
+            }
+        }
+    }
+
     /// Closes one descriptor that nobody uses; false if there is none.
     fn give_way(&self) -> bool {
         let mut ring = self.ring();
@@ -154,12 +212,12 @@ impl Handles {
 
     /// Opens the file of `handle`, whose lock the caller holds.
     #[cold]
-    fn open(&self, handle: &Arc<Handle>, slot: &mut Slot) -> Result<Got> {
+    fn open(&self, handle: &Arc<Handle>, slot: &mut Slot, path: &Arc<Path>) -> Result<Got> {
         if slot.is_being_proved || !self.reserve(handle) {
             return Ok(Got::Busy);
         }
         loop {
-            match handle.open_file(slot) {
+            match handle.open_file(slot, path) {
                 // Not marked as used: what is read once is closed before what is read again.
                 Ok((file, None)) => {
                     let file = Arc::new(file);
@@ -169,7 +227,7 @@ impl Handles {
                 // Outside the cache until it is proved.
                 Ok((file, Some(now))) => {
                     self.ring().remove(handle);
-                    let proving = Proving::begin(handle, slot);
+                    let proving = Proving::begin(handle, slot, path);
                     let file = Arc::new(file);
                     return Ok(Got::Unproven(Box::new(Unproven { file, now, proving })));
                 }
@@ -182,7 +240,7 @@ impl Handles {
                     }
                     ring.remove(handle);
                     if ring.entries.is_empty() {
-                        let what = format!("opening {}", handle.path.display());
+                        let what = format!("opening {}", path.display());
                         return Err(Error::from_io(what, error.into()));
                     }
                     return Ok(Got::Busy);
@@ -198,7 +256,7 @@ impl Handles {
     /// Puts `handle` in the ring, replacing an idle one if there is no room (I1).
     fn reserve(&self, handle: &Arc<Handle>) -> bool {
         let mut ring = self.ring();
-        if ring.entries.len() >= self.bound {
+        while ring.entries.len() >= self.bound() {
             let Some(position) = ring.find_idle(Some(handle)) else { return false };
             ring.remove_at(position);
         }
@@ -208,6 +266,12 @@ impl Handles {
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for SetAside {
+    fn drop(&mut self) {
+        self.handles.set_aside.fetch_sub(self.count, Ordering::Relaxed);
     }
 }
 

@@ -82,6 +82,11 @@ impl Located {
         self.kind
     }
 
+    /// The device and inode of the file, or of the device's node.
+    pub(crate) fn node(&self) -> (u64, u64) {
+        (self.stat.st_dev, self.stat.st_ino)
+    }
+
     /// Length of a regular file when it was found. The length of a block device is known once open.
     pub fn known_len(&self) -> Option<u64> {
         match self.kind {

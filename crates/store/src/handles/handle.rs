@@ -1,6 +1,8 @@
-//! One file that a store reads, open or not.
+//! One file that stores read, open or not.
 
-use super::reopened::{self, Verdict};
+use super::known::Mode;
+use super::reopened::{self, Verdict, accept_unproven, refused};
+use crate::direct::Alignment;
 use crate::kind::{FileKind, not_an_image, open_flags};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
@@ -9,7 +11,7 @@ use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,11 +22,11 @@ pub(crate) struct Handle {
     pub(super) used: AtomicBool,
     /// Where it is in the ring; read and written under the ring's lock.
     pub(super) position: AtomicUsize,
-    pub(super) path: PathBuf,
     pub(super) kind: FileKind,
     access: Access,
     /// Whether QEMU's locks are taken each time it is opened.
     locking: Locking,
+    align: Alignment,
     /// How its content is proved, once its format says so.
     pub(super) proof: ProofSlot,
 }
@@ -42,7 +44,7 @@ pub(super) struct Slot {
 }
 
 impl Handle {
-    pub(crate) fn new(located: &Located, access: Access, locking: Locking) -> Self {
+    pub(super) fn new(located: &Located, mode: Mode, align: Alignment) -> Self {
         let slot = Slot {
             file: None,
             identity: located.identity(located.regular_len()),
@@ -54,10 +56,10 @@ impl Handle {
             slot: Mutex::new(slot),
             used: AtomicBool::new(false),
             position: AtomicUsize::new(0),
-            path: located.path().to_owned(),
             kind: located.kind(),
-            access,
-            locking,
+            access: mode.access,
+            locking: mode.locking,
+            align,
             proof: ProofSlot::default(),
         }
     }
@@ -66,8 +68,8 @@ impl Handle {
         &self.proof
     }
 
-    pub(crate) fn path(&self) -> &std::path::Path {
-        &self.path
+    pub(crate) fn align(&self) -> Alignment {
+        self.align
     }
 
     pub(crate) fn kind(&self) -> FileKind {
@@ -78,30 +80,47 @@ impl Handle {
         StoreIdentity::from(&self.lock().identity)
     }
 
-    /// Opens the file, takes its locks again and compares it with what it was (I3); returns its new
-    /// identity if that does not prove it to be the same.
+    /// The file, if it is open, and its identity then.
+    pub(super) fn opened(&self) -> Option<(Arc<File>, Identity)> {
+        let slot = self.lock();
+        slot.file.as_ref().map(|file| (Arc::clone(file), slot.identity))
+    }
+
+    /// Whether a file that has this identity `now` is certain to be the one that this handle knows,
+    /// unchanged.
+    pub(super) fn is_still(&self, now: &Identity) -> bool {
+        let slot = self.lock();
+        let is_watched = slot.file.is_some() || self.locking != Locking::On;
+        slot.identity == *now
+            && !slot.is_being_proved
+            && (is_watched || now.proves_unchanged_since(slot.closed_ns))
+    }
+
+    /// Opens the file at `path`, takes its locks again and compares it with what it was (I3);
+    /// returns its new identity if that does not prove it to be the same.
     pub(super) fn open_file(
         &self,
         slot: &mut Slot,
+        path: &Path,
     ) -> std::result::Result<(File, Option<Identity>), OpenFailure> {
         let failed = |error: Errno| match error {
             Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
-            Errno::STALE => OpenFailure::Other(self.replaced("was replaced")),
+            Errno::STALE => OpenFailure::Other(replaced(path, "was replaced")),
             error => {
-                let what = format!("reopening {}", self.path.display());
+                let what = format!("reopening {}", path.display());
                 OpenFailure::Other(Error::from_io(what, error.into()))
             }
         };
-        let mut located = Located::find_raw(&self.path, OFlags::empty())
+        let mut located = Located::find_raw(path, OFlags::empty())
             .map_err(failed)?
-            .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
+            .map_err(|what| OpenFailure::Other(not_an_image(path, what)))?;
         let found = located.identity(located.regular_len());
         if located.kind() != self.kind || reopened::is_other_file(&slot.identity, &found) {
-            return Err(OpenFailure::Other(self.replaced("was replaced")));
+            return Err(OpenFailure::Other(replaced(path, "was replaced")));
         }
         let fd = located.open(open_flags(self.access)).map_err(failed)?;
         let file = File::new(fd, self.access);
-        lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
+        lock::take(&file, path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
         if self.locking == Locking::On {
             // The locks kept writers out except while there was no descriptor.
             located.refresh(&file).map_err(OpenFailure::Other)?;
@@ -111,28 +130,23 @@ impl Handle {
             Verdict::Same => Ok((file, None)),
             Verdict::Unproven if self.proof.get().is_some() => Ok((file, Some(now))),
             Verdict::Unproven => {
-                self.accept_unproven(slot, now);
+                accept_unproven(slot, now, path);
                 Ok((file, None))
             }
-            Verdict::Other(how) => Err(OpenFailure::Other(self.replaced(how))),
-            Verdict::Refused => Err(OpenFailure::Other(self.refused())),
+            Verdict::Other(how) => Err(OpenFailure::Other(replaced(path, how))),
+            Verdict::Refused => Err(OpenFailure::Other(refused(path))),
         }
     }
 
     /// Opens the file outside the cache, for one call that reads none of its content.
-    pub(crate) fn open_beside(&self) -> Result<File> {
-        let opened = self.open_file(&mut self.lock());
+    pub(crate) fn open_beside(&self, path: &Path) -> Result<File> {
+        let opened = self.open_file(&mut self.lock(), path);
         opened.map(|(file, _)| file).map_err(|failure| match failure {
             OpenFailure::Other(error) => error,
             OpenFailure::NoDescriptor(error) => {
-                Error::from_io(format!("reopening {}", self.path.display()), error.into())
+                Error::from_io(format!("reopening {}", path.display()), error.into())
             }
         })
-    }
-
-    fn replaced(&self, how: &str) -> Error {
-        let path = self.path.display();
-        Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Slot> {
@@ -146,6 +160,11 @@ impl Handle {
             self.used.store(true, Ordering::Relaxed);
         }
     }
+}
+
+fn replaced(path: &Path, how: &str) -> Error {
+    let path = path.display();
+    Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
 }
 
 pub(super) enum OpenFailure {

@@ -10,7 +10,6 @@
 
 use super::Handle;
 use super::handle::Slot;
-use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::kind::{FileKind, end_of};
 use crate::lock::Locking;
@@ -19,6 +18,7 @@ use mica_block::{
 };
 use mica_rt::{Buf, File};
 use mica_units::HostOffset;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The result of checking a reopened file.
@@ -58,43 +58,44 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
     if locking == Locking::On && !is_proved { Verdict::Unproven } else { Verdict::Same }
 }
 
-impl Handle {
-    pub(super) fn refused(&self) -> Error {
-        let path = self.path.display();
-        let what = format!(
-            "{path} was changed while it was in use: its tables are not what they were, though \
-             its time says so; end what writes to it, and start mica again"
-        );
-        Error::new(ErrorKind::Io, what)
-    }
+pub(super) fn refused(path: &Path) -> Error {
+    let path = path.display();
+    let what = format!(
+        "{path} was changed while it was in use: its tables are not what they were, though its \
+         time says so; end what writes to it, and start mica again"
+    );
+    Error::new(ErrorKind::Io, what)
+}
 
-    /// Assumes that a file is unchanged, though nothing proves that.
-    pub(super) fn accept_unproven(&self, slot: &mut Slot, now: Identity) {
-        if slot.identity != now {
-            tracing::warn!(
-                path = %self.path.display(),
-                "its inode was changed while it was not open, and nothing shows whether its \
-                 content was, too: assuming that it was not"
-            );
-        }
-        slot.identity = now;
+/// Assumes that the file at `path` is unchanged, though nothing proves that.
+pub(super) fn accept_unproven(slot: &mut Slot, now: Identity, path: &Path) {
+    if slot.identity != now {
+        tracing::warn!(
+            path = %path.display(),
+            "its inode was changed while it was not open, and nothing shows whether its content \
+             was, too: assuming that it was not"
+        );
     }
+    slot.identity = now;
 }
 
 /// Marks that a handle's file is being proved, for as long as this lives.
-pub(crate) struct Proving(Arc<Handle>);
+pub(crate) struct Proving {
+    handle: Arc<Handle>,
+    path: Arc<Path>,
+}
 
 impl Proving {
     /// The caller holds the lock of `handle`, which is that of `slot`.
-    pub(super) fn begin(handle: &Arc<Handle>, slot: &mut Slot) -> Self {
+    pub(super) fn begin(handle: &Arc<Handle>, slot: &mut Slot, path: &Arc<Path>) -> Self {
         slot.is_being_proved = true;
-        Self(Arc::clone(handle))
+        Self { handle: Arc::clone(handle), path: Arc::clone(path) }
     }
 }
 
 impl Drop for Proving {
     fn drop(&mut self) {
-        self.0.lock().is_being_proved = false;
+        self.handle.lock().is_being_proved = false;
     }
 }
 
@@ -116,15 +117,15 @@ impl Unproven {
     ///
     /// # Errors
     /// `Io` if it is not; else any error of reading it.
-    pub(crate) async fn prove(self, align: Alignment) -> Result<Arc<File>> {
+    pub(crate) async fn prove(self) -> Result<Arc<File>> {
         let Self { file, now, proving } = self;
-        let handle = &proving.0;
+        let Proving { handle, path } = &proving;
         if let Some(proof) = handle.proof.get().cloned() {
-            let store =
-                Arc::new(Reopened { file: Arc::clone(&file), handle: Arc::clone(handle), align });
-            if !proof.holds(store).await? {
-                handle.lock().refused = Some(Box::new(now));
-                return Err(handle.refused());
+            let (file, handle) = (Arc::clone(&file), Arc::clone(handle));
+            let reopened = Reopened { file, handle, path: Arc::clone(path) };
+            if !proof.holds(Arc::new(reopened)).await? {
+                proving.handle.lock().refused = Some(Box::new(now));
+                return Err(refused(path));
             }
         }
         handle.lock().identity = now;
@@ -136,12 +137,12 @@ impl Unproven {
 struct Reopened {
     file: Arc<File>,
     handle: Arc<Handle>,
-    align: Alignment,
+    path: Arc<Path>,
 }
 
 impl Reopened {
     fn facts(&self) -> Facts<'_> {
-        Facts { file: &self.file, path: &self.handle.path, kind: self.handle.kind }
+        Facts { file: &self.file, path: &self.path, kind: self.handle.kind }
     }
 }
 
@@ -151,7 +152,7 @@ impl Store for Reopened {
             buf.fill(0);
             return mica_block::ready(Ok(()), buf);
         }
-        self.align.read(&self.file, buf, offset)
+        self.handle.align().read(&self.file, buf, offset)
     }
 
     fn len(&self) -> Result<u64> {
@@ -164,7 +165,7 @@ impl Store for Reopened {
     }
 
     fn name(&self) -> String {
-        self.handle.path.display().to_string()
+        self.path.display().to_string()
     }
 
     fn identity(&self) -> StoreIdentity {
