@@ -3,6 +3,7 @@
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
 use super::Space;
+use super::table::RefcountTable;
 use crate::live::TableKind;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
@@ -62,7 +63,7 @@ impl Space {
             self.metadata.lock().drop_cluster(host, self.bits.bytes());
             return Err(error);
         }
-        self.lock().table[usize::try_from(region).expect("within the table")] = entry;
+        self.lock().table.set(usize::try_from(region).expect("within the table"), entry);
         Ok(())
     }
 
@@ -72,7 +73,7 @@ impl Space {
         let (old_table, old_offset, start) = {
             let state = self.lock();
             let covered = self.width.first_of_block(self.bits, state.table.len() as u64);
-            (state.table.clone(), state.table_offset, state.unwritten_from.max(covered))
+            (state.table.to_vec(), state.table_offset, state.unwritten_from.max(covered))
         };
         let plan = GrownTable::plan(self, &old_table, start)?;
         write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
@@ -101,7 +102,7 @@ impl Space {
         drop(pages);
         let mut state = self.lock();
         state.table_offset = plan.table_at(self);
-        state.table.clone_from(&plan.table);
+        state.table = RefcountTable::new(plan.table.iter().copied());
         state.unwritten_from = state.unwritten_from.max(plan.end());
         state.min_file_len = state.min_file_len.max(self.bits.start_of(plan.end()).bytes());
     }
