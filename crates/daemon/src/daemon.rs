@@ -9,6 +9,7 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
+use crate::descriptors;
 use crate::ephemeral::OverlayFolders;
 use crate::held::Held;
 use crate::helper::{Helper, Outside};
@@ -70,6 +71,7 @@ impl Daemon {
         // What was read here says what may be opened, not what the other process tells.
         let own_disks = config.disks.len();
         let (mut takeover, inherited) = inherit(&mut config)?;
+        descriptors::check(&config, &handles)?;
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
         let overlays = OverlayFolders::prepare(&mut config)?;
@@ -92,7 +94,8 @@ impl Daemon {
             takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
         let mounts = outside.mounts();
-        let resources = Resources { handles, workers, mounts };
+        let (indexers, one_by_one) = (Arc::default(), Arc::default());
+        let resources = Resources { handles, workers, mounts, indexers, one_by_one };
         let shared = Shared::new(&config, ending, watch_period, outside, granted, resources);
         let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);

@@ -79,7 +79,7 @@ pub enum WritesInPlace {
 
 impl Handles {
     /// Fewest descriptors with which a cache is useful.
-    const BOUND_MIN: usize = 4;
+    pub const BOUND_MIN: usize = 4;
     /// Maximum number of descriptors that a cache keeps: as many as a chain may have layers.
     const BOUND_MAX: usize = 1 << 16;
 

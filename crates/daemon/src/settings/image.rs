@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Descriptors reserved for sockets, rings and everything else that is not an image.
-const HANDLES_RESERVE: usize = 96;
+pub(crate) const DESCRIPTORS_RESERVE: usize = 96;
 
 /// Where Linux has memory with file names.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -236,6 +236,6 @@ impl ImageSettings {
         if let Err(error) = raise_open_files_limit() {
             tracing::info!(%error, "cannot raise the limit on open files");
         }
-        Handles::for_process(HANDLES_RESERVE)
+        Handles::for_process(DESCRIPTORS_RESERVE)
     }
 }
