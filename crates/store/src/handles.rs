@@ -2,9 +2,9 @@
 //!
 //! Every [`FileStore`](crate::FileStore) has a [`Handle`]: it knows which file it is and may have
 //! that file open. Stores that read one file in one way share it ([`known`]), so that any number of
-//! chains above one base need one descriptor of it. [`Handles`] bounds how many are open. The fast
-//! path of a read is one lock of the handle that nobody else holds for longer than it takes to clone
-//! an `Arc`.
+//! chains above one base need one descriptor of it. [`Handles`] bounds how many are open. The
+//! fast path of a read is one lock of the handle that nobody else holds for longer than it takes
+//! to clone an `Arc`.
 //!
 //! ```text
 //! get ─▶ handle open ──────────────────────────────▶ clone the Arc
@@ -18,34 +18,36 @@
 //! - I1 No more handles are open than the bound: room is reserved before a file is opened.
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
-//! - I3 A reopened handle is the same file as before ([`reopened`]). Otherwise the read fails and
+//! - I3 A reopened handle is the same file as before ([`slot`]). Otherwise the read fails and
 //!   says so. It fails as well if the image's locks cannot be taken again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
 //! - I5 A handle has no name: each store opens it again by its own, so that a chain that is closed,
 //!   and its directory with it, takes nothing away from the others.
 //!
-//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried. The lock of
-//! the known handles is taken alone.
+//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried. The lock
+//! of the known handles is taken alone.
 
 mod handle;
 mod known;
 mod reopened;
 mod ring;
+mod slot;
 
-pub(crate) use handle::Handle;
-pub(crate) use known::{Mode, SharedHandle};
+pub(crate) use handle::{Handle, Mode};
+pub(crate) use known::SharedHandle;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
 use crate::kind::{no_direct, open_flags};
 use crate::located::Located;
-use handle::{OpenFailure, Slot};
+use handle::OpenFailure;
 use known::Known;
 use mica_block::{Error, Result};
 use mica_rt::{Access, File};
 use reopened::Proving;
 use ring::Ring;
 use rustix::io::Errno;
+use slot::Slot;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read,
-//! so that a chain of a thousand layers does not need a thousand descriptors, and chains above one
-//! base share the one of that. A [`WritableFile`] keeps its own. Both take QEMU's image locks if requested ([`Locking`]).
+//! so that a chain of a thousand layers does not need a thousand descriptors, and chains above
+//! one base share that of it. A [`WritableFile`] keeps its own. Both take QEMU's image locks if
+//! requested ([`Locking`]).
 
 mod direct;
 mod facts;

@@ -1,19 +1,26 @@
 //! One file that stores read, open or not.
 
-use super::known::Mode;
-use super::reopened::{self, Verdict, accept_unproven, refused};
+use super::slot::{Slot, Verdict, accept_unproven, is_other_file, judge, refused, replaced};
 use crate::direct::Alignment;
 use crate::kind::{FileKind, not_an_image, open_flags};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use crate::stamp::now_ns;
-use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
+use mica_block::{Error, Identity, ProofSlot, Result, StoreIdentity};
 use mica_rt::{Access, File};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How a file is read.
+#[derive(Clone, Copy)]
+pub(crate) struct Mode {
+    pub(crate) access: Access,
+    /// Whether QEMU's locks are taken.
+    pub(crate) locking: Locking,
+}
 
 /// One file, open or not.
 pub(crate) struct Handle {
@@ -29,18 +36,6 @@ pub(crate) struct Handle {
     align: Alignment,
     /// How its content is proved, once its format says so.
     pub(super) proof: ProofSlot,
-}
-
-/// What a handle has, and what it last knew of its file.
-pub(super) struct Slot {
-    pub(super) file: Option<Arc<File>>,
-    /// The file's identity when its locks were last held; for a device without its length.
-    pub(super) identity: Identity,
-    /// When it was last closed, which released its locks.
-    pub(super) closed_ns: i128,
-    /// The file's identity when its content was found to be different, which is rare.
-    pub(super) refused: Option<Box<Identity>>,
-    pub(super) is_being_proved: bool,
 }
 
 impl Handle {
@@ -115,7 +110,7 @@ impl Handle {
             .map_err(failed)?
             .map_err(|what| OpenFailure::Other(not_an_image(path, what)))?;
         let found = located.identity(located.regular_len());
-        if located.kind() != self.kind || reopened::is_other_file(&slot.identity, &found) {
+        if located.kind() != self.kind || is_other_file(&slot.identity, &found) {
             return Err(OpenFailure::Other(replaced(path, "was replaced")));
         }
         let fd = located.open(open_flags(self.access)).map_err(failed)?;
@@ -126,7 +121,7 @@ impl Handle {
             located.refresh(&file).map_err(OpenFailure::Other)?;
         }
         let now = located.identity(located.regular_len());
-        match reopened::judge(slot, &now, self.locking) {
+        match judge(slot, &now, self.locking) {
             Verdict::Same => Ok((file, None)),
             Verdict::Unproven if self.proof.get().is_some() => Ok((file, Some(now))),
             Verdict::Unproven => {
@@ -160,11 +155,6 @@ impl Handle {
             self.used.store(true, Ordering::Relaxed);
         }
     }
-}
-
-fn replaced(path: &Path, how: &str) -> Error {
-    let path = path.display();
-    Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
 }
 
 pub(super) enum OpenFailure {

@@ -8,7 +8,7 @@
 //!   whose storage hangs keeps no store of another from being opened or closed.
 
 use super::Handles;
-use super::handle::Handle;
+use super::handle::{Handle, Mode};
 use crate::direct::Alignment;
 use crate::located::Located;
 use crate::lock::Locking;
@@ -17,14 +17,6 @@ use mica_rt::{Access, File};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-
-/// How a file is read.
-#[derive(Clone, Copy)]
-pub(crate) struct Mode {
-    pub(crate) access: Access,
-    /// Whether QEMU's locks are taken.
-    pub(crate) locking: Locking,
-}
 
 /// A handle as the stores that read its file hold it. The last of them closes it.
 pub(crate) struct SharedHandle {
