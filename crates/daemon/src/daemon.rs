@@ -22,8 +22,9 @@ use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
-use mica_store::{Holder, WritesInPlace, search_holders_with};
+use mica_store::{Handles, Holder, SetAside, WritesInPlace, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::SIGHUP;
@@ -49,6 +50,8 @@ pub struct Daemon {
     reloads: bool,
     stats_file: Option<StatsFile>,
     _overlays: OverlayFolders,
+    /// For the rings of devices.
+    _descriptors: SetAside,
 }
 
 /// The file for the figures of the run.
@@ -79,6 +82,7 @@ impl Daemon {
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let workers = start_workers(&config)?;
+        let rings = handles.set_aside(descriptors::rings(&config));
         sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
@@ -93,9 +97,7 @@ impl Daemon {
         let closed =
             takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
-        let mounts = outside.mounts();
-        let (indexers, one_by_one) = (Arc::default(), Arc::default());
-        let resources = Resources { handles, workers, mounts, indexers, one_by_one };
+        let resources = resources(&config, handles, workers, &outside);
         let shared = Shared::new(&config, ending, watch_period, outside, granted, resources);
         let shared = Arc::new(shared);
         let opening = Arc::clone(&shared);
@@ -112,7 +114,7 @@ impl Daemon {
         };
         match started {
             Ok(control) => {
-                let (_watchdog, _overlays) = (watchdog, overlays);
+                let (_watchdog, _overlays, _descriptors) = (watchdog, overlays, rings);
                 let reloads = !has_terminal;
                 Ok(Self {
                     shared,
@@ -123,6 +125,7 @@ impl Daemon {
                     reloads,
                     stats_file,
                     _overlays,
+                    _descriptors,
                 })
             }
             Err(error) => {
@@ -197,6 +200,24 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     let thread = std::thread::Builder::new().name("mica-reload".to_owned()).spawn(body);
     if let Err(error) = thread {
         tracing::error!(%error, "not reloaded: the system has no thread to spare");
+    }
+}
+
+/// What all disks share.
+fn resources(
+    config: &Config,
+    handles: Arc<Handles>,
+    workers: Arc<Workers>,
+    outside: &Outside,
+) -> Resources {
+    let budgets = config.disks.iter().map(|disk| disk.images.index_cache.0);
+    Resources {
+        handles,
+        workers,
+        mounts: outside.mounts(),
+        cache: MapCache::new(budgets.max().unwrap_or(0)),
+        indexers: Arc::default(),
+        one_by_one: Arc::default(),
     }
 }
 

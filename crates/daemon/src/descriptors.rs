@@ -2,7 +2,7 @@
 //! as many as the limit leaves, and they are opened and closed as needed.
 
 use crate::config::Config;
-use crate::settings::{DESCRIPTORS_RESERVE, DiskSettings};
+use crate::settings::{DESCRIPTORS_RESERVE, DiskSettings, SandboxMode};
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::Handles;
 
@@ -49,6 +49,14 @@ impl Need {
     }
 }
 
+/// Rings that are made for the devices of `config` before the sandbox forbids that.
+pub(crate) fn rings(config: &Config) -> usize {
+    match config.process.sandbox() {
+        SandboxMode::Off => 0,
+        SandboxMode::On | SandboxMode::Require => config.doorbells(),
+    }
+}
+
 /// Checks that the process may open as many files as the disks of `config` need.
 ///
 /// # Errors
@@ -58,7 +66,7 @@ pub(crate) fn check(config: &Config, handles: &Handles) -> Result<()> {
     let need = needs.fold(Need::default(), Need::and);
     let (disks, allowed) = (config.disks.len(), handles.capacity() + DESCRIPTORS_RESERVE);
     let lack = |count: usize| {
-        let needed = count + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
+        let needed = count + rings(config) + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
         (needed > allowed).then(|| {
             format!(
                 "{disks} disks need {needed} open files, and this process may have {allowed}: \

@@ -131,6 +131,7 @@ mod tests {
     use crate::config::DiskConfig;
     use crate::opening::Place;
     use crate::servers::Resources;
+    use mica_qcow2::MapCache;
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
@@ -156,6 +157,7 @@ mod tests {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
+            cache: MapCache::default(),
             indexers: Arc::default(),
             one_by_one: Arc::default(),
         }

@@ -1,12 +1,14 @@
 //! Keeps the sidecars of chains up to date, on threads that exist only while something is built.
 //!
 //! Invariants
-//! - I1 At most [`THREADS_MAX`] threads build. A chain on storage that hangs may hold one of them up
-//!   for as long as that lasts: whoever stops another chain does not wait for it.
+//! - I1 At most [`THREADS_MAX`] threads build. A chain on storage that hangs may hold one of them
+//!   up for as long as that lasts: whoever stops another chain does not wait for it.
 //! - I2 Once a chain is stopped, nothing here touches it.
 //! - I3 A chain is built by one thread at a time. If it is called for meanwhile, it is built again.
+//! - I4 Of chains with one base only one is built at a time: they share layers, and would write the
+//!   same sidecars. The others find these when it is their turn.
 
-use mica_block::{ErrorKind, Manage, ManageIndex};
+use mica_block::{ErrorKind, Manage, ManageIndex, StoreIdentity};
 use mica_rt::{Backend, Executor, Handle};
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
@@ -161,7 +163,13 @@ impl Indexers {
     /// The next chain to build; if there is none, the thread that asks has to end.
     fn next(&self) -> Option<Arc<Chain>> {
         let mut state = self.lock();
-        let Some(chain) = state.waiting.pop_front() else {
+        let State { waiting, building, .. } = &*state;
+        let is_free = |chain: &Arc<Chain>| {
+            building.iter().all(|building| building.chain.base() != chain.base())
+        };
+        // Whoever builds the base of one that is not free takes that next.
+        let next = waiting.iter().position(is_free);
+        let Some(chain) = next.and_then(|position| state.waiting.remove(position)) else {
             state.threads -= 1;
             return None;
         };
@@ -195,6 +203,10 @@ impl State {
 impl Chain {
     fn is_stopping(&self) -> bool {
         self.is_stopping.load(Ordering::Acquire)
+    }
+
+    fn base(&self) -> Option<StoreIdentity> {
+        self.disk.index().map(|index| index.base())
     }
 
     async fn build(&self, index: &dyn ManageIndex) {

@@ -6,6 +6,7 @@ use crate::indexer::{Indexed, Indexers};
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
+use mica_qcow2::MapCache;
 use mica_serve::nbd::{Export, Limits};
 use mica_serve::{Workers, fuse, nbd, vhost_user};
 use mica_store::{Handles, SetAside};
@@ -19,6 +20,8 @@ pub(crate) struct Resources {
     pub(crate) workers: Arc<Workers>,
     /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
+    /// Memory for the maps of all disks.
+    pub(crate) cache: MapCache,
     /// Write the indexes of chains.
     pub(crate) indexers: Arc<Indexers>,
     /// Held while an image is opened that could not be while others were ([`Served::prepare`]).
