@@ -192,7 +192,7 @@ fn disks_at_rest_have_no_threads_of_their_own() {
     let mut world = World::new();
     let base = world.at("base.qcow2").display().to_string();
     mica::run(["create", "-q", &base, "1M"]).ok();
-    const DISKS: usize = 60;
+    const DISKS: usize = 120;
     for disk in 0..DISKS {
         let image = world.at(&format!("{disk}.qcow2")).display().to_string();
         mica::run(["create", "-q", "-b", "base.qcow2", "-F", "qcow2", &image]).ok();
@@ -208,9 +208,10 @@ fn disks_at_rest_have_no_threads_of_their_own() {
     let few = || (threads_of(process) < DISKS / 2).then_some(());
     let settled = clock::poll(LIMIT, Duration::from_millis(20), few);
     assert!(settled.is_some(), "{} threads", threads_of(process));
-    // Two sockets, the image and the ring of a queue; the base has one descriptor for all.
+    // Two sockets, the image and the ring of a queue; the base and its sidecar have one descriptor
+    // for all, and the process some of its own.
     let descriptors = descriptors_of(process);
-    assert!(descriptors < 5 * DISKS, "{descriptors} descriptors");
+    assert!(2 * descriptors < 11 * DISKS, "{descriptors} descriptors");
 }
 
 /// Both may see the other's locks if they are opened at the same time.
