@@ -24,7 +24,7 @@ use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
 use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
-use mica_store::{Handles, Holder, SetAside, WritesInPlace, search_holders_with};
+use mica_store::{Handles, Holder, SetAside, WritesInPlace, open_files_limit, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::SIGHUP;
@@ -74,7 +74,7 @@ impl Daemon {
         // What was read here says what may be opened, not what the other process tells.
         let own_disks = config.disks.len();
         let (mut takeover, inherited) = inherit(&mut config)?;
-        descriptors::check(&config, &handles)?;
+        descriptors::check(&config, open_files_limit())?;
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
         let overlays = OverlayFolders::prepare(&mut config)?;

@@ -21,6 +21,8 @@ const SESSION: usize = 3;
 const QUEUE: usize = 3;
 /// The memory of requests in flight, and the log of a migration.
 const SHARED_FILES: usize = 2;
+/// What a process without disks cannot do without.
+const PROCESS_MIN: usize = 48;
 /// The active layer and its redo log.
 const WRITTEN: usize = 2;
 
@@ -57,28 +59,27 @@ pub(crate) fn rings(config: &Config) -> usize {
     }
 }
 
-/// Checks that the process may open as many files as the disks of `config` need.
+/// Checks that a process that may have `allowed` files open can serve the disks of `config`.
 ///
 /// # Errors
 /// `Limit` if they cannot all be open. If only their clients would find none left, that is logged.
-pub(crate) fn check(config: &Config, handles: &Handles) -> Result<()> {
+pub(crate) fn check(config: &Config, allowed: usize) -> Result<()> {
     let needs = config.disks.iter().map(|disk| Need::of(&disk.settings));
     let need = needs.fold(Need::default(), Need::and);
-    let (disks, allowed) = (config.disks.len(), handles.capacity() + DESCRIPTORS_RESERVE);
+    let (disks, others) = (config.disks.len(), rings(config) + Handles::BOUND_MIN);
     let lack = |count: usize| {
-        let needed = count + rings(config) + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
-        (needed > allowed).then(|| {
-            format!(
-                "{disks} disks need {needed} open files, and this process may have {allowed}: \
-                 raise LimitNOFILE= in its unit, or `ulimit -n` (its hard limit is set in \
-                 /etc/security/limits.conf)"
-            )
-        })
+        let needed = count + others + DESCRIPTORS_RESERVE;
+        format!(
+            "{disks} disks need {needed} open files, and this process may have {allowed}: raise \
+             LimitNOFILE= in its unit, or `ulimit -n` (its hard limit is set in \
+             /etc/security/limits.conf)"
+        )
     };
-    if let Some(what) = lack(need.at_rest) {
-        return Err(Error::new(ErrorKind::Limit, what));
+    if need.at_rest + others + PROCESS_MIN > allowed {
+        return Err(Error::new(ErrorKind::Limit, lack(need.at_rest)));
     }
-    if let Some(what) = lack(need.total()) {
+    if need.total() + others + DESCRIPTORS_RESERVE > allowed && disks > 1 {
+        let what = lack(need.total());
         tracing::warn!("not all clients can connect at once: with a client each, {what}");
     }
     Ok(())
@@ -101,15 +102,14 @@ mod tests {
 
     #[test]
     fn disks_that_cannot_all_be_open_are_refused_with_the_number_that_they_need() {
-        let needed = 100 * 3;
-        check(&config(100), &Handles::new(needed + Handles::BOUND_MIN)).expect("it suffices");
-        let few = Handles::new(needed + Handles::BOUND_MIN - 1);
-        let error = check(&config(100), &few).expect_err("one is missing");
+        let least = 100 * 3 + Handles::BOUND_MIN + PROCESS_MIN;
+        check(&config(100), least).expect("it suffices");
+        let error = check(&config(100), least - 1).expect_err("one is missing");
         assert_eq!(error.kind(), ErrorKind::Limit);
-        let all = needed + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
+        let needed = 100 * 3 + Handles::BOUND_MIN + DESCRIPTORS_RESERVE;
         let text = error.to_string();
-        assert!(text.contains(&format!("need {all} open files")), "{text}");
-        assert!(text.contains(&format!("may have {}", all - 1)), "{text}");
+        assert!(text.contains(&format!("need {needed} open files")), "{text}");
+        assert!(text.contains(&format!("may have {}", least - 1)), "{text}");
         for place in ["LimitNOFILE=", "ulimit -n", "limits.conf"] {
             assert!(text.contains(place), "{text}");
         }

@@ -230,3 +230,6 @@ impl Chain {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -99,9 +99,7 @@ impl Handles {
     /// A cache of all descriptors that the process may open, except `reserve` that are left for
     /// sockets, rings and everything else.
     pub fn for_process(reserve: usize) -> Arc<Self> {
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let limit = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
-        Self::new(limit.saturating_sub(reserve))
+        Self::new(open_files_limit().saturating_sub(reserve))
     }
 
     /// Sets whether executors may make small writes by themselves, where that is faster. If such a
@@ -120,11 +118,6 @@ impl Handles {
     pub fn bound(&self) -> usize {
         let left = self.capacity.saturating_sub(self.set_aside.load(Ordering::Relaxed));
         left.clamp(Self::BOUND_MIN, Self::BOUND_MAX)
-    }
-
-    /// How many descriptors there are for it and for everything that is set aside.
-    pub fn capacity(&self) -> usize {
-        self.capacity
     }
 
     /// Leaves `count` descriptors to others: files that are written, sockets. Closes idle ones if
@@ -275,6 +268,12 @@ impl Drop for SetAside {
     fn drop(&mut self) {
         self.handles.set_aside.fetch_sub(self.count, Ordering::Relaxed);
     }
+}
+
+/// How many files the process may have open.
+pub fn open_files_limit() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
 /// Raises the soft limit of open files to the hard one and returns the new value.
