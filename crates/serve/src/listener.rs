@@ -365,6 +365,10 @@ fn is_taken(path: &Path) -> Error {
 /// socket others may have; with a pause of two milliseconds.
 const DYING_LOOKS_MAX: u32 = 5000;
 const GONE_LOOKS_MAX: u32 = 500;
+/// The same in a sandbox, for a second at most.
+const SANDBOXED_LOOKS_MAX: u32 = 50;
+const SANDBOXED_PAUSE: rustix::event::Timespec =
+    rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// Connects to the server on `path`. A process that was killed still listens for a moment: that is
 /// waited for.
@@ -404,10 +408,15 @@ fn remove_leftover(path: &Path) -> Result<()> {
         // The sandbox forbids connecting.
         Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
             let look = LOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            match look.is_some_and(|is_dead| is_dead(path)) {
-                true => remove_dead(path),
-                false => Err(is_taken(path)),
+            let Some(is_dead) = look else { return Err(is_taken(path)) };
+            // Nothing shows whether a server that still listens there was killed just now.
+            for _ in 0..SANDBOXED_LOOKS_MAX {
+                if is_dead(path) {
+                    return remove_dead(path);
+                }
+                let _ = rustix::event::poll(&mut [], Some(&SANDBOXED_PAUSE));
             }
+            Err(is_taken(path))
         }
         Err(error) => Err(Error::from_io(format!("checking {}", path.display()), error)),
     }
