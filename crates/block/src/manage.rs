@@ -3,7 +3,7 @@
 //! A server is handed an `Arc<dyn Disk>` and can do none of this. Nothing here has a default: a
 //! wrapper that forgot to forward a call would silently disable it.
 
-use crate::{Disk, Error, ErrorKind, LocalFuture, Result};
+use crate::{Disk, Error, ErrorKind, LocalFuture, Result, StoreIdentity};
 use mica_units::{LayerNumber, SECTOR_BYTES};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -59,6 +59,9 @@ pub trait Manage: Disk {
 pub trait ManageIndex {
     /// How many layers, from the base, the index covers.
     fn covered_layers(&self) -> usize;
+
+    /// Which file the lowest layer is: chains that share layers share it.
+    fn base(&self) -> StoreIdentity;
 
     /// Waits until the index is called for: by a reader that found a damaged sidecar, so that
     /// [`Self::build`] has work, or by [`Self::call`].
@@ -123,9 +126,9 @@ pub struct MapStats {
     pub walks: u64,
     /// Layers examined by those walks.
     pub layers_walked: u64,
-    /// Bytes of slices now in the cache.
+    /// Bytes of slices now in the cache that it shares with no other disk.
     pub cached_bytes: u64,
-    /// The most that the cache may hold, in bytes.
+    /// The most that the caches of all disks with that cache together may hold, in bytes.
     pub budget_bytes: u64,
 }
 

@@ -9,6 +9,7 @@
 
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
+use crate::descriptors;
 use crate::ephemeral::OverlayFolders;
 use crate::held::Held;
 use crate::helper::{Helper, Outside};
@@ -22,8 +23,9 @@ use crate::sockets::Sockets;
 use crate::systemd::{self, Watchdog};
 use crate::takeover::{Begun, Old, Takeover};
 use mica_block::{Error, ErrorKind, Result};
+use mica_qcow2::MapCache;
 use mica_serve::{Workers, find_dead_sockets_with};
-use mica_store::{Holder, WritesInPlace, search_holders_with};
+use mica_store::{Handles, Holder, SetAside, WritesInPlace, open_files_limit, search_holders_with};
 use sd_notify::NotifyState;
 use serde_json::Value;
 use signal_hook::consts::SIGHUP;
@@ -49,6 +51,8 @@ pub struct Daemon {
     reloads: bool,
     stats_file: Option<StatsFile>,
     _overlays: OverlayFolders,
+    /// For the rings of devices.
+    _descriptors: SetAside,
 }
 
 /// The file for the figures of the run.
@@ -71,6 +75,7 @@ impl Daemon {
         // What was read here says what may be opened, not what the other process tells.
         let own_disks = config.disks.len();
         let (mut takeover, inherited) = inherit(&mut config)?;
+        descriptors::check(&config, open_files_limit())?;
         let inherited = Sockets::assign(inherited, &config)?;
         inherited.clear_places(&config)?;
         let overlays = OverlayFolders::prepare(&mut config)?;
@@ -78,6 +83,7 @@ impl Daemon {
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
         outside.watch()?;
         let workers = start_workers(&config)?;
+        let rings = handles.set_aside(descriptors::rings(&config));
         sandbox.close()?;
         if config.disks.len() == 1 {
             // No other disk would wait with this one.
@@ -92,8 +98,7 @@ impl Daemon {
         let closed =
             takeover.as_mut().map(|takeover| takeover.wait_until_closed(&mut is_cancelled));
         let patience = closed.transpose()?.unwrap_or_default();
-        let mounts = outside.mounts();
-        let resources = Resources { handles, workers, mounts };
+        let resources = resources(&config, handles, workers, &outside);
         let surroundings = Surroundings { outside, granted, own_process };
         let shared = Shared::new(&config, ending, watch_period, surroundings, resources);
         let shared = Arc::new(shared);
@@ -111,7 +116,7 @@ impl Daemon {
         };
         match started {
             Ok(control) => {
-                let (_watchdog, _overlays) = (watchdog, overlays);
+                let (_watchdog, _overlays, _descriptors) = (watchdog, overlays, rings);
                 let reloads = !has_terminal;
                 Ok(Self {
                     shared,
@@ -122,6 +127,7 @@ impl Daemon {
                     reloads,
                     stats_file,
                     _overlays,
+                    _descriptors,
                 })
             }
             Err(error) => {
@@ -196,6 +202,24 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     let thread = std::thread::Builder::new().name("mica-reload".to_owned()).spawn(body);
     if let Err(error) = thread {
         tracing::error!(%error, "not reloaded: the system has no thread to spare");
+    }
+}
+
+/// What all disks share.
+fn resources(
+    config: &Config,
+    handles: Arc<Handles>,
+    workers: Arc<Workers>,
+    outside: &Outside,
+) -> Resources {
+    let budgets = config.disks.iter().map(|disk| disk.images.index_cache.0);
+    Resources {
+        handles,
+        workers,
+        mounts: outside.mounts(),
+        cache: MapCache::new(budgets.max().unwrap_or(0)),
+        indexers: Arc::default(),
+        one_by_one: Arc::default(),
     }
 }
 

@@ -9,10 +9,13 @@
 use crate::served::Served;
 use mica_block::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// Threads that act on disks at the same time.
 const THREADS_MAX: usize = 64;
+/// Threads that open disks at the same time: each keeps a worker busy.
+const OPENERS_MAX: usize = 4;
 
 /// The disks, in the order in which they were added. A disk is identified by its name; callers hold
 /// the disk itself, never an index, because the set may change meanwhile.
@@ -80,33 +83,46 @@ impl Disks {
 
 /// Calls `act` for each of `disks`, many at a time, so that a slow one delays few others. A single
 /// one needs no thread besides this.
-pub(crate) fn each_of<'disks, T: Send>(
-    disks: &'disks [Arc<Served>],
-    act: impl Fn(&Served) -> T + Sync,
+pub(crate) fn each_of<T: Send>(disks: &[Arc<Served>], act: impl Fn(&Served) -> T + Sync) -> Vec<T> {
+    each_by(THREADS_MAX, disks, |served| act(served))
+}
+
+/// Calls `open` for each of `disks`, a few at a time, beginning with the first.
+pub(crate) fn open_each<D: Sync, T: Send>(disks: &[D], open: impl Fn(&D) -> T + Sync) -> Vec<T> {
+    each_by(OPENERS_MAX, disks, open)
+}
+
+fn each_by<D: Sync, T: Send>(
+    threads_max: usize,
+    disks: &[D],
+    act: impl Fn(&D) -> T + Sync,
 ) -> Vec<T> {
-    let act = &act;
-    let mut all = Vec::new();
-    for some in disks.chunks(THREADS_MAX) {
-        std::thread::scope(|scope| {
-            let start = |served: &'disks Arc<Served>| {
-                let thread = std::thread::Builder::new().name("mica-act".to_owned());
-                thread.spawn_scoped(scope, move || act(served)).map_err(|_| served)
-            };
-            let Some((last, others)) = some.split_last() else { return };
-            let started: Vec<_> = others.iter().map(start).collect();
-            let done = act(last);
-            all.extend(started.into_iter().map(|started| match started {
-                Ok(thread) => match thread.join() {
-                    Ok(done) => done,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                },
-                // No thread could be started: do it on this one.
-                Err(served) => act(served),
-            }));
-            all.push(done);
-        });
-    }
-    all
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            let position = next.fetch_add(1, Ordering::Relaxed);
+            let Some(disk) = disks.get(position) else { return done };
+            done.push((position, act(disk)));
+        }
+    };
+    let mut all = std::thread::scope(|scope| {
+        let others = disks.len().min(threads_max).saturating_sub(1);
+        let thread = || std::thread::Builder::new().name("mica-act".to_owned());
+        // If the system has no thread to spare, this one does what the others do not.
+        let started: Vec<_> =
+            (0..others).map_while(|_| thread().spawn_scoped(scope, work).ok()).collect();
+        let mut all = work();
+        for thread in started {
+            match thread.join() {
+                Ok(done) => all.extend(done),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        all
+    });
+    all.sort_unstable_by_key(|(position, _)| *position);
+    all.into_iter().map(|(_, done)| done).collect()
 }
 
 #[cfg(test)]
@@ -115,6 +131,7 @@ mod tests {
     use crate::config::DiskConfig;
     use crate::opening::Place;
     use crate::servers::Resources;
+    use mica_qcow2::MapCache;
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
@@ -140,6 +157,9 @@ mod tests {
             handles: Handles::new(4),
             workers: Workers::start(1, Backend::Pool).expect("workers"),
             mounts: Arc::<MountsHere>::default(),
+            cache: MapCache::default(),
+            indexers: Arc::default(),
+            one_by_one: Arc::default(),
         }
     }
 

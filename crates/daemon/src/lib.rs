@@ -25,6 +25,7 @@
 mod config;
 mod control;
 mod daemon;
+mod descriptors;
 mod disks;
 mod ephemeral;
 mod held;

@@ -4,7 +4,7 @@ use crate::ephemeral;
 use crate::servers::Resources;
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use mica_block::{Error, Manage, Result};
-use mica_qcow2::{ChainOptions, IndexUse};
+use mica_qcow2::{ChainOptions, IndexUse, MapCache};
 use mica_rt::{Backend, Executor};
 use std::path::Path;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub(crate) fn open(
         Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
         None => (image.to_owned(), images.clone()),
     };
-    let chain = chain_options(settings, &images)?;
+    let chain = chain_options(settings, &images, &resources.cache)?;
     let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
     let (path, writes) = (image.clone(), settings.writes());
     let open = async move || match writes {
@@ -55,19 +55,20 @@ pub(crate) fn open(
     Ok(opened)
 }
 
-/// How the chain of a disk is opened.
+/// How the chain of a disk is opened, with its map in `cache`, which all disks share.
 ///
 /// # Errors
 /// As [`ImageSettings::chain_options`].
 pub(crate) fn chain_options(
     settings: &DiskSettings,
     images: &ImageSettings,
+    cache: &MapCache,
 ) -> Result<ChainOptions> {
     let index = match settings.index {
         IndexMode::Auto | IndexMode::Read => IndexUse::Read,
         IndexMode::Off => IndexUse::Ignore,
     };
-    let mut chain = images.chain_options(index)?;
-    chain.snapshot.clone_from(&settings.load_snapshot);
-    Ok(chain)
+    cache.grow_to(images.cache_bytes()?);
+    let (cache, snapshot) = (cache.clone(), settings.load_snapshot.clone());
+    Ok(ChainOptions { cache, index, snapshot, writable: false, repair: None })
 }

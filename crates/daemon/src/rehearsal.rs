@@ -4,6 +4,7 @@ use crate::config::{Config, DiskConfig};
 use crate::opening::chain_options;
 use crate::settings::ImageSettings;
 use mica_block::{Error, Result};
+use mica_qcow2::MapCache;
 use mica_rt::{Backend, Executor};
 use mica_store::{Handles, Locking};
 use std::sync::Arc;
@@ -17,16 +18,17 @@ pub fn check_config(config: &Config) -> Result<Vec<Error>> {
     let handles = ImageSettings::handles();
     let executor = Executor::new(Backend::Pool)
         .map_err(|error| Error::from_io("checking a configuration", error))?;
+    let cache = MapCache::default();
     for disk in &config.disks {
-        let opened = executor.block_on(open(disk, &handles));
+        let opened = executor.block_on(open(disk, &handles, &cache));
         all.extend(opened.err().map(|error| error.wrap(format!("disk {:?}", disk.name))));
     }
     Ok(all)
 }
 
-async fn open(disk: &DiskConfig, handles: &Arc<Handles>) -> Result<()> {
+async fn open(disk: &DiskConfig, handles: &Arc<Handles>, cache: &MapCache) -> Result<()> {
     let DiskConfig { image, settings, images, .. } = disk;
-    let chain = chain_options(settings, images)?;
+    let chain = chain_options(settings, images, cache)?;
     let mut options = images.image_options(Arc::clone(handles))?;
     options.locking = Locking::ForceShare;
     mica_stack::open(image, images.format()?, options, &chain).await?.close().await

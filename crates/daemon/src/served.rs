@@ -164,7 +164,17 @@ impl Served {
         }
         let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
         let is_cancelled = || !matches!(*self.lock(), State::Opening);
-        self.open(place, |open| while_held(patience, is_cancelled, open))
+        self.open(place, |open| {
+            let mut opened = open();
+            // Of two that open one image at the same time each may have seen the other's locks.
+            if opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied) {
+                let one_by_one = &self.resources.one_by_one;
+                let _alone = one_by_one.lock().unwrap_or_else(PoisonError::into_inner);
+                opened = open();
+            }
+            let mut first = Some(opened);
+            while_held(patience, is_cancelled, || first.take().unwrap_or_else(open))
+        })
     }
 
     /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`.

@@ -1,15 +1,17 @@
-//! What serves a disk: NBD, vhost-user and FUSE, and the thread that keeps its index.
+//! What serves a disk: NBD, vhost-user and FUSE, and what keeps its index.
 
+use crate::descriptors::Need;
 use crate::held::{Held, device_name};
-use crate::indexer::Indexer;
+use crate::indexer::{Indexed, Indexers};
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
+use mica_qcow2::MapCache;
 use mica_serve::nbd::{Export, Limits};
 use mica_serve::{Workers, fuse, nbd, vhost_user};
-use mica_store::Handles;
+use mica_store::{Handles, SetAside};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// What all disks of a process share.
 #[derive(Clone)]
@@ -18,16 +20,25 @@ pub(crate) struct Resources {
     pub(crate) workers: Arc<Workers>,
     /// Mounts the files that disks are served as.
     pub(crate) mounts: Arc<dyn fuse::Mounts>,
+    /// Memory for the maps of all disks.
+    pub(crate) cache: MapCache,
+    /// Write the indexes of chains.
+    pub(crate) indexers: Arc<Indexers>,
+    /// Held while an image is opened that could not be while others were ([`Served::prepare`]).
+    ///
+    /// [`Served::prepare`]: crate::served::Served::prepare
+    pub(crate) one_by_one: Arc<Mutex<()>>,
 }
 
 /// What is about to serve a disk, and answers nobody yet. Dropping it ends it.
 #[derive(Default)]
 pub(crate) struct Prepared {
     nbd: Option<nbd::Prepared>,
-    device: Option<mica_serve::Prepared<vhost_user::Running>>,
+    device: Option<vhost_user::Prepared>,
     file: Option<mica_serve::Prepared<fuse::Running>>,
-    /// The disk whose index is kept.
-    indexed: Option<Arc<dyn Manage>>,
+    /// The disk whose index is kept, and with what.
+    indexed: Option<(Arc<dyn Manage>, Resources)>,
+    descriptors: Option<SetAside>,
 }
 
 /// What serves a disk.
@@ -36,7 +47,9 @@ pub(crate) struct Servers {
     nbd: Option<nbd::Running>,
     device: Option<vhost_user::Running>,
     file: Option<fuse::Running>,
-    indexer: Option<Indexer>,
+    indexed: Option<Indexed>,
+    /// For its sockets and clients.
+    descriptors: Option<SetAside>,
 }
 
 /// The disk to serve, and how.
@@ -52,7 +65,8 @@ impl Prepared {
     /// Prepares what the settings ask for, at the `held` sockets and as a file. All that can fail
     /// is done.
     pub(crate) fn new(subject: &Subject<'_>, held: &[Held], resources: &Resources) -> Result<Self> {
-        let mut all = Self::default();
+        let aside = resources.handles.set_aside(Need::of(subject.settings).total());
+        let mut all = Self { descriptors: Some(aside), ..Self::default() };
         let Subject { name, settings, image, disk: managed } = subject;
         let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
         let Resources { workers, mounts, .. } = resources;
@@ -94,19 +108,23 @@ impl Prepared {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            all.indexed = Some(Arc::clone(managed));
+            all.indexed = Some((Arc::clone(managed), resources.clone()));
         }
         Ok(all)
     }
 
     /// Answers clients from now on.
     pub(crate) fn start(self) -> Servers {
-        let Self { nbd, device, file, indexed } = self;
+        let Self { nbd, device, file, indexed, descriptors } = self;
+        let keep_index = |(disk, resources): (Arc<dyn Manage>, Resources)| {
+            Indexed::start(disk, &resources.indexers, &resources.workers.handles()[0])
+        };
         Servers {
             nbd: nbd.map(nbd::Prepared::start),
-            device: device.map(mica_serve::Prepared::start),
+            device: device.map(vhost_user::Prepared::start),
             file: file.map(mica_serve::Prepared::start),
-            indexer: indexed.and_then(Indexer::start),
+            indexed: indexed.and_then(keep_index),
+            descriptors,
         }
     }
 }
@@ -142,13 +160,16 @@ impl Servers {
 
     /// Ends all of them and returns their final counters.
     pub(crate) fn shutdown(self) -> Counts {
-        if let Some(indexer) = self.indexer {
-            indexer.stop();
+        let Self { nbd, device, file, indexed, descriptors } = self;
+        if let Some(indexed) = indexed {
+            indexed.stop();
         }
-        Counts {
-            file: self.file.map(fuse::Running::shutdown),
-            device: self.device.map(vhost_user::Running::shutdown),
-            nbd: self.nbd.map(nbd::Running::shutdown).unwrap_or_default(),
-        }
+        let counts = Counts {
+            file: file.map(fuse::Running::shutdown),
+            device: device.map(vhost_user::Running::shutdown),
+            nbd: nbd.map(nbd::Running::shutdown).unwrap_or_default(),
+        };
+        drop(descriptors);
+        counts
     }
 }

@@ -13,6 +13,7 @@ mod size;
 
 pub use choices::{Aio, Cache, Discards, IndexMode, OtherUsers, SandboxMode, TlsMode, VerifyPeer};
 pub use disk::DiskSettings;
+pub(crate) use image::DESCRIPTORS_RESERVE;
 pub use image::ImageSettings;
 pub(crate) use image::NO_REDO_LOGS;
 pub use process::{IoSettings, ProcessSettings, StatsSettings};

@@ -2,7 +2,7 @@
 //! stopping or handed over.
 
 use crate::config::Config;
-use crate::disks::{Disks, each_of};
+use crate::disks::{Disks, each_of, open_each};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
 use crate::opening::Place;
@@ -38,6 +38,13 @@ pub(crate) struct Surroundings {
     pub(crate) outside: Outside,
     pub(crate) granted: Option<Granted>,
     pub(crate) own_process: OwnProcess,
+}
+
+/// A disk that is about to be opened.
+struct Opening {
+    served: Arc<Served>,
+    /// Whether the process ends if it cannot be served.
+    is_required: bool,
 }
 
 /// What the parts of the process see of it.
@@ -116,10 +123,9 @@ impl Shared {
         begin: Begin,
     ) -> Result<Sockets> {
         let is_alone = config.disks.len() == 1;
-        let mut failures = Vec::new();
+        let mut disks = Vec::new();
         for disk in std::mem::take(&mut config.disks) {
             let name = disk.name.clone();
-            let named = |error: Error| error.wrap(format!("disk {name:?}"));
             let held = inherited.take_those_of(&disk);
             // The other process served it, and can go on.
             let is_handed_over = begin == Begin::Later && !held.is_empty();
@@ -128,31 +134,57 @@ impl Shared {
                 served.set_source(Source::Command);
             }
             self.disks.add(Arc::clone(&served))?;
-            if let Some(loss) = config.drained.remove(&name) {
-                tracing::warn!("disk {name:?} stays closed, as the other process left it");
-                served.leave_closed(loss);
-                continue;
+            match config.drained.remove(&name) {
+                Some(loss) => {
+                    tracing::warn!("disk {name:?} stays closed, as the other process left it");
+                    served.leave_closed(loss);
+                }
+                None => {
+                    let is_required = is_alone || config.process.strict || is_handed_over;
+                    disks.push(Opening { served, is_required });
+                }
             }
-            match served.prepare(Place::Workers, patience) {
-                Ok(()) if begin == Begin::AtOnce => served.start(),
-                Ok(()) => {}
-                Err(error) if is_alone => return Err(error),
-                Err(error) if config.process.strict || is_handed_over => return Err(named(error)),
-                Err(error) => {
-                    failures.push(named(error));
+        }
+        let mut failures = Vec::new();
+        for (Opening { served, is_required }, opened) in
+            disks.iter().zip(self.open_all(&disks, patience, begin))
+        {
+            let Err(error) = opened else { continue };
+            match is_required {
+                true if is_alone => return Err(error),
+                true => return Err(error.wrap(format!("disk {:?}", served.name))),
+                false => {
+                    failures.push(error.wrap(format!("disk {:?}", served.name)));
                     served.discard_sockets();
                 }
             }
-            // Opening may have taken long, and the signal came meanwhile: the rest is not opened.
-            if self.is_stopping() {
-                return Err(denied("the server is stopping"));
-            }
+        }
+        if self.is_stopping() {
+            return Err(denied("the server is stopping"));
         }
         self.report(failures)?;
         let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.control_sockets() =
             ControlSockets::take(control.as_deref(), metrics, metrics_public, &mut inherited)?;
         Ok(inherited)
+    }
+
+    /// Opens `disks`, several at a time. Opening may take long: once the process is asked to stop,
+    /// or a disk that is required has failed, the rest is not opened.
+    fn open_all(&self, disks: &[Opening], patience: Duration, begin: Begin) -> Vec<Result<()>> {
+        let is_given_up = AtomicBool::new(false);
+        open_each(disks, |Opening { served, is_required }| {
+            if self.is_stopping() || is_given_up.load(Ordering::Relaxed) {
+                return Err(denied("the server is stopping"));
+            }
+            served.prepare(Place::Workers, patience).inspect_err(|_| {
+                is_given_up.fetch_or(*is_required, Ordering::Relaxed);
+            })?;
+            if begin == Begin::AtOnce {
+                served.start();
+            }
+            Ok(())
+        })
     }
 
     /// Says which disks cannot be served.

@@ -210,8 +210,16 @@ fn map(stats: MapStats) -> Vec<Figure> {
         counter("index_loads", "Slices that were loaded from an index.", index_loads),
         counter("walks", "Windows of slices that were resolved by walking the chain.", walks),
         counter("layers_walked", "Layers that walks examined.", layers_walked),
-        gauge("cached_bytes", "Bytes of slices in the cache.", cached_bytes),
-        gauge("budget_bytes", "The most that the cache may hold, in bytes.", budget_bytes),
+        gauge(
+            "cached_bytes",
+            "Bytes of slices in the cache that no other disk shares.",
+            cached_bytes,
+        ),
+        gauge(
+            "budget_bytes",
+            "The most that the caches of all disks together may hold, in bytes.",
+            budget_bytes,
+        ),
     ]
 }
 

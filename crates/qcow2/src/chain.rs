@@ -9,6 +9,7 @@ mod push;
 
 use crate::gate::Gate;
 use crate::header_io::read_header;
+use crate::index::cache::MapCache;
 use crate::layer::Layer;
 use crate::map::{Map, Rest};
 use crate::open::open_layers;
@@ -28,11 +29,6 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Least budget of a chain's cache: a smaller one could not hold a slice of a usual disk.
-pub const CACHE_BYTES_MIN: u64 = 64 << 10;
-/// Budget of a chain's cache unless the user says otherwise.
-pub const CACHE_BYTES_DEFAULT: u64 = 32 << 20;
-
 /// A unit of fewer bits than this is not reported as the preferred one.
 const PREFERRED_BITS_MIN: u32 = 12;
 
@@ -51,8 +47,8 @@ pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Head
 /// How a chain is opened.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
-    /// Capacity of the chain's cache; less than [`CACHE_BYTES_MIN`] is raised to that.
-    pub cache_bytes: u64,
+    /// Memory for its map, which it shares with all chains that are opened with clones of this.
+    pub cache: MapCache,
     /// Whether the sidecars are used.
     pub index: IndexUse,
     /// An internal snapshot of the active layer, by id or name, to read instead of its present.
@@ -67,7 +63,7 @@ pub struct ChainOptions {
 impl Default for ChainOptions {
     fn default() -> Self {
         Self {
-            cache_bytes: CACHE_BYTES_DEFAULT,
+            cache: MapCache::default(),
             index: IndexUse::Read,
             snapshot: None,
             writable: false,
@@ -104,9 +100,10 @@ impl Chain {
             let context = "an internal snapshot can only be opened for reading";
             return Err(Error::new(ErrorKind::Invalid, context));
         }
+        let opening_ns = images.now_ns();
         let wanted = (options.snapshot.as_deref(), options.writable);
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
-        let map = Map::new(images, layers, options.cache_bytes.max(CACHE_BYTES_MIN));
+        let map = Map::new(images, layers, options.cache.clone(), opening_ns);
         let gate = Arc::default();
         let writer = match metadata {
             Some(metadata) => {

@@ -5,6 +5,7 @@
 mod read;
 
 use crate::decoded::DecodedClusters;
+use crate::index::cache::MapCache;
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
@@ -42,20 +43,23 @@ pub(crate) enum Rest {
 }
 
 impl Map {
-    /// The map of `layers`, from the base, with at most `cache_bytes` of slices in memory.
+    /// The map of `layers`, from the base, which were about to be opened at `opening_ns`, with its
+    /// slices in `cache`.
     pub(crate) fn new(
         images: Arc<dyn Images>,
         layers: Vec<Arc<Layer>>,
-        cache_bytes: u64,
+        cache: MapCache,
+        opening_ns: i128,
     ) -> Arc<Self> {
         let layers = Layers::new(layers);
         let len = layers.active().len();
+        let frozen = cache.frozen(layers.frozen(), opening_ns);
         Arc::new(Self {
             images,
             layers: ArcSwap::from_pointee(layers),
             len: AtomicU64::new(len),
             published_len: AtomicU64::new(len),
-            index: Index::new(cache_bytes),
+            index: Index::new(cache, frozen),
             index_call: Notify::default(),
             decoded: Arc::default(),
         })
@@ -107,6 +111,8 @@ impl Map {
 
     /// Replaces the chain's layers. The slices in memory must be true of the new ones too.
     pub(crate) fn replace_layers(&self, layers: Layers) {
+        // Before anybody can see the new ones.
+        self.index.cache.leave_frozen();
         self.layers.store(Arc::new(layers));
         self.index.cache.outdate_loading();
     }

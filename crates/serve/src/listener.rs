@@ -9,10 +9,14 @@
 //! - I1 A socket listens from the moment it has its own name.
 //! - I2 Nothing is replaced except the socket of a dead server.
 
+mod directory;
+
+pub(crate) use directory::lock_directory;
+
 use crate::tls::{Tls, TlsPolicy};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::Socket;
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::fs::{CWD, Mode, RenameFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::ffi::OsStr;
@@ -266,29 +270,6 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 6;
 
-const LOCK_ATTEMPTS: u32 = 250;
-const LOCK_PAUSE: rustix::event::Timespec =
-    rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-
-pub(crate) fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
-    let directory = match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd = rustix::fs::open(directory, flags, Mode::empty())?;
-    // Any user that may read the directory can hold this lock, so it must not hold us up.
-    for _ in 0..LOCK_ATTEMPTS {
-        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-            Err(rustix::io::Errno::WOULDBLOCK) => {}
-            outcome => return outcome.map(|()| fd).map_err(Into::into),
-        }
-        let _ = rustix::event::poll(&mut [], Some(&LOCK_PAUSE));
-    }
-    let what = format!("{} is locked by another program", directory.display());
-    Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
-}
-
 /// The users that may connect to a unix socket, besides root.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SocketUsers {
@@ -384,6 +365,10 @@ fn is_taken(path: &Path) -> Error {
 /// socket others may have; with a pause of two milliseconds.
 const DYING_LOOKS_MAX: u32 = 5000;
 const GONE_LOOKS_MAX: u32 = 500;
+/// The same in a sandbox, for a second at most.
+const SANDBOXED_LOOKS_MAX: u32 = 50;
+const SANDBOXED_PAUSE: rustix::event::Timespec =
+    rustix::event::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// Connects to the server on `path`. A process that was killed still listens for a moment: that is
 /// waited for.
@@ -423,10 +408,15 @@ fn remove_leftover(path: &Path) -> Result<()> {
         // The sandbox forbids connecting.
         Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
             let look = LOOK.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            match look.is_some_and(|is_dead| is_dead(path)) {
-                true => remove_dead(path),
-                false => Err(is_taken(path)),
+            let Some(is_dead) = look else { return Err(is_taken(path)) };
+            // Nothing shows whether a server that still listens there was killed just now.
+            for _ in 0..SANDBOXED_LOOKS_MAX {
+                if is_dead(path) {
+                    return remove_dead(path);
+                }
+                let _ = rustix::event::poll(&mut [], Some(&SANDBOXED_PAUSE));
             }
+            Err(is_taken(path))
         }
         Err(error) => Err(Error::from_io(format!("checking {}", path.display()), error)),
     }

@@ -5,6 +5,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -19,6 +20,8 @@ pub struct Workers {
     stop: Arc<Signal>,
     /// Memory for everything that their clients send and request.
     pool: Arc<Pool>,
+    /// Which one runs what is run next.
+    next: AtomicUsize,
 }
 
 impl Workers {
@@ -32,7 +35,8 @@ impl Workers {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));
-        let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop, pool };
+        let (handles, threads, next) = (Vec::new(), Vec::new(), AtomicUsize::new(0));
+        let mut workers = Self { handles, threads, stop, pool, next };
         for index in 0..count {
             let stop = Arc::clone(&workers.stop);
             let until = move || async move { stop.raised().await };
@@ -43,7 +47,8 @@ impl Workers {
         Ok(Arc::new(workers))
     }
 
-    /// Runs what `make` makes on one of them, and waits for it. Not to be called on one of them.
+    /// Runs what `make` makes on one of them, the next one each time, and waits for it. Not to be
+    /// called on one of them.
     ///
     /// # Errors
     /// `Io` if they ended before it did, by a failure in the server.
@@ -54,7 +59,8 @@ impl Workers {
         F: Future<Output = T> + 'static,
     {
         let (sender, receiver) = mpsc::channel();
-        self.handles[0].spawn_with(move || async move {
+        let next = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
+        self.handles[next].spawn_with(move || async move {
             // The one that asked waits below.
             let _ = sender.send(make().await);
         });

@@ -20,6 +20,7 @@ use mica_store::{FileKind, Located};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which files images may name, in addition to those that an option gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -41,13 +42,24 @@ pub(crate) struct Policy {
     names: Names,
     /// Directories, and files of their own, without symbolic links.
     allowed: Vec<PathBuf>,
+    /// Where relative names start from, if the user gave one.
+    start: PathBuf,
+    /// What a name in an image was resolved to last, for the caller to open it.
+    resolved: Mutex<Option<Located>>,
 }
 
 impl Policy {
     /// The policy for the image that the user `named`, whose layers may name these, and anything in
     /// `allow_paths`.
     pub(crate) fn new(named: &Path, names: Names, allow_paths: &[PathBuf]) -> Result<Self> {
-        let mut policy = Self { named: absolute(named)?, names, allowed: Vec::new() };
+        let start = match named.is_absolute() {
+            true => PathBuf::new(),
+            false => std::env::current_dir()
+                .map_err(|error| Error::from_io(format!("finding {}", named.display()), error))?,
+        };
+        let named = absolute(&start.join(named))?;
+        let (allowed, resolved) = (Vec::new(), Mutex::default());
+        let mut policy = Self { named, names, allowed, start, resolved };
         if names == Names::None {
             return Ok(policy);
         }
@@ -103,18 +115,29 @@ impl Policy {
         // As QEMU does: relative to the directory of the referrer's name.
         let path = referrer.parent().unwrap_or(Path::new("")).join(name);
         match self.find(&path) {
-            Ok(_) => Ok(path),
+            Ok(located) => {
+                *self.resolved() = Some(located);
+                Ok(path)
+            }
             Err(error) if error.kind() == ErrorKind::Denied => Err(error),
             // It cannot be found. That is reported only for places where it might be opened, so
             // that an image cannot find out what else is on this host.
-            Err(_) => self.judge(&path, &likely_place(&absolute(&path)?)).map(|()| path),
+            Err(_) => self.judge(&path, &likely_place(&self.absolute(&path)?)).map(|()| path),
         }
     }
 
     /// Finds the file at `path`, if it may be opened.
     pub(crate) fn find(&self, path: &Path) -> Result<Located> {
-        let located = Located::find(path)?;
-        if absolute(path)? != self.named {
+        let whole = self.absolute(path)?;
+        if let Some(resolved) = self.resolved().take()
+            && resolved.path() == whole
+        {
+            // It was judged just now.
+            return Ok(resolved);
+        }
+        let is_named = whole == self.named;
+        let located = Located::find_absolute(path, whole)?;
+        if !is_named {
             let place = located.real_path().map_err(|error| {
                 let what = format!("without /proc, it is unknown whether {path:?} may be opened");
                 Error::new(ErrorKind::Denied, format!("{what} ({error})"))
@@ -122,6 +145,17 @@ impl Policy {
             self.judge(path, &place)?;
         }
         Ok(located)
+    }
+
+    fn absolute(&self, path: &Path) -> Result<PathBuf> {
+        match path.is_absolute() {
+            true => absolute(path),
+            false => absolute(&self.start.join(path)),
+        }
+    }
+
+    fn resolved(&self) -> MutexGuard<'_, Option<Located>> {
+        self.resolved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Refuses a file whose real place is outside of what is allowed.

@@ -34,7 +34,7 @@ use std::io::Read;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Where such files are kept.
@@ -88,9 +88,7 @@ impl RedoFile {
 
     fn of_user(place: &RedoPlace, identity: Identity, user: u32) -> Option<Self> {
         let RedoPlace::Directory(directory) = place else { return None };
-        let text = std::fs::read_to_string(BOOT_ID).ok()?;
-        let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-        let boot = u128::from_str_radix(&digits, 16).ok()?;
+        let boot = boot_id()?;
         let folder = folder::path_of(directory, user);
         let name = name_of(identity);
         let lock = FlockOperation::NonBlockingLockExclusive;
@@ -339,6 +337,18 @@ impl RedoFile {
         }
         Ok(Some(file))
     }
+}
+
+/// Which boot of the machine this is.
+fn boot_id() -> Option<u128> {
+    static KNOWN: OnceLock<u128> = OnceLock::new();
+    if let Some(known) = KNOWN.get() {
+        return Some(*known);
+    }
+    let text = std::fs::read_to_string(BOOT_ID).ok()?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let boot = u128::from_str_radix(&digits, 16).ok()?;
+    Some(*KNOWN.get_or_init(|| boot))
 }
 
 fn own_user() -> u32 {

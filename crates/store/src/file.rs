@@ -2,7 +2,7 @@
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::handles::{Got, Handle, Handles, Unproven};
+use crate::handles::{Got, Handle, Handles, Mode, SharedHandle, Unproven};
 use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
@@ -11,6 +11,7 @@ use mica_block::{
 };
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +27,7 @@ pub enum CacheMode {
 
 /// A file or block device of the host, for reading.
 pub struct FileStore {
-    reader: Arc<Reader>,
+    reader: Reader,
 }
 
 impl CacheMode {
@@ -46,15 +47,13 @@ impl FileStore {
     /// Any error of the system; `Unsupported` if O_DIRECT is requested and the file system does not
     /// support it.
     pub fn new(located: &Located, cache: CacheMode, handles: &Arc<Handles>) -> Result<Self> {
-        let access = cache.access();
-        if access == Access::Buffered && located.kind() == FileKind::Regular {
+        let mode = Mode { access: cache.access(), locking: Locking::Off };
+        if mode.access == Access::Buffered && located.kind() == FileKind::Regular {
             located.check_readable()?;
-            let handle = Arc::new(Handle::new(located, access, Locking::Off));
-            let handles = Arc::clone(handles);
-            return Ok(Self::read_by(Reader { handles, handle, align: Alignment::NONE }));
+            return Ok(Self::of(located, handles.join(located, mode, Alignment::NONE)));
         }
-        let file = handles.open_located(located, access)?;
-        Self::opened(located, file, Locking::Off, handles)
+        let file = handles.open_located(located, mode.access)?;
+        Self::opened(located, file, mode, handles)
     }
 
     /// A store in the file that was `located`, with QEMU's locks of an image that is read.
@@ -71,43 +70,41 @@ impl FileStore {
         if locking == Locking::Off {
             return Self::new(located, cache, handles);
         }
-        let file = handles.open_located(located, cache.access())?;
+        let mode = Mode { access: cache.access(), locking };
+        if let Some(shared) = handles.join_open(located, mode)? {
+            return Ok(Self::of(located, shared));
+        }
+        let file = handles.open_located(located, mode.access)?;
         lock::take(&file, located.path(), Role::Reader, locking)?;
         located.refresh(&file)?;
-        Self::opened(located, file, locking, handles)
+        Self::opened(located, file, mode, handles)
     }
 
-    fn opened(
-        located: &Located,
-        file: File,
-        locking: Locking,
-        handles: &Arc<Handles>,
-    ) -> Result<Self> {
+    fn opened(located: &Located, file: File, mode: Mode, handles: &Arc<Handles>) -> Result<Self> {
         let align = Alignment::of(&file, located)?;
-        let handle = Arc::new(Handle::new(located, file.access(), locking));
-        handles.keep(&handle, Arc::new(file));
-        Ok(Self::read_by(Reader { handles: Arc::clone(handles), handle, align }))
+        Ok(Self::of(located, handles.join_with(located, mode, (file, align))))
     }
 
     /// The proof of its content, in case it is closed and reopened ([`crate::Handles`]).
     pub fn content(&self) -> ProofSlot {
-        self.reader.handle.proof().clone()
+        self.reader.handle().proof().clone()
     }
 
-    fn read_by(reader: Reader) -> Self {
-        Self { reader: Arc::new(reader) }
+    fn of(located: &Located, shared: Arc<SharedHandle>) -> Self {
+        Self { reader: Reader { shared, path: located.path().into() } }
     }
 
     /// Calls `act` on the open file. If every descriptor of the cache is busy, the file is opened
     /// outside it for the duration of the call.
     fn with_file<T>(&self, act: impl FnOnce(Facts<'_>) -> Result<T>) -> Result<T> {
-        let Reader { handles, handle, .. } = &*self.reader;
-        let facts = |file| act(Facts { file, path: handle.path(), kind: handle.kind() });
-        match handles.get(handle)? {
+        let Reader { path, .. } = &self.reader;
+        let handle = self.reader.handle();
+        let facts = |file| act(Facts { file, path, kind: handle.kind() });
+        match self.reader.get()? {
             Got::File(file) => facts(&file),
             // `act` reads none of its content.
             Got::Unproven(opened) => facts(opened.file()),
-            Got::Busy => facts(&handle.open_beside()?),
+            Got::Busy => facts(&handle.open_beside(path)?),
         }
     }
 }
@@ -132,16 +129,16 @@ impl Store for FileStore {
     }
 
     fn name(&self) -> String {
-        self.reader.handle.path().display().to_string()
+        self.reader.path.display().to_string()
     }
 
     fn identity(&self) -> StoreIdentity {
-        self.reader.handle.store_identity()
+        self.reader.handle().store_identity()
     }
 
     /// Of a device nothing is known.
     fn reads_unwritten_as_zeros(&self) -> bool {
-        self.reader.handle.kind() == FileKind::Regular
+        self.reader.handle().kind() == FileKind::Regular
     }
 
     fn witness(&self) -> Witness {
@@ -151,10 +148,11 @@ impl Store for FileStore {
 }
 
 /// The state that a read needs, even if it has to wait for a descriptor and outlives its store.
+#[derive(Clone)]
 struct Reader {
-    handles: Arc<Handles>,
-    handle: Arc<Handle>,
-    align: Alignment,
+    shared: Arc<SharedHandle>,
+    /// The name by which the file is opened again.
+    path: Arc<Path>,
 }
 
 /// How long a read that found every descriptor busy waits before it retries, and how often.
@@ -162,17 +160,26 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 const BUSY_PAUSES_MAX: usize = 60_000;
 
 impl Reader {
+    fn handle(&self) -> &Arc<Handle> {
+        self.shared.handle()
+    }
+
     #[inline]
-    fn read_at(self: &Arc<Self>, mut buf: Buf, offset: HostOffset) -> IoFuture {
+    fn get(&self) -> Result<Got> {
+        self.shared.handles().get(self.handle(), &self.path)
+    }
+
+    #[inline]
+    fn read_at(&self, mut buf: Buf, offset: HostOffset) -> IoFuture {
         if buf.is_empty() || end_of(offset, buf.len() as u64).is_none() {
             // No file is that long.
             buf.fill(0);
             return mica_block::ready(Ok(()), buf);
         }
-        match self.handles.get(&self.handle) {
+        match self.get() {
             Ok(Got::File(file)) => self.start(&file, buf, offset),
             Ok(Got::Unproven(opened)) => {
-                let reader = Arc::clone(self);
+                let reader = self.clone();
                 IoFuture::boxed(async move { reader.prove_and_start(opened, buf, offset).await })
             }
             Ok(Got::Busy) => self.wait_and_start(buf, offset),
@@ -182,14 +189,14 @@ impl Reader {
 
     /// Reads from a file that was reopened, once its content proves it.
     async fn prove_and_start(
-        self: &Arc<Self>,
+        &self,
         opened: Box<Unproven>,
         buf: Buf,
         offset: HostOffset,
     ) -> (Result<()>, Buf) {
-        match opened.prove(self.align).await {
+        match opened.prove().await {
             Ok(file) => {
-                self.handles.keep(&self.handle, Arc::clone(&file));
+                self.shared.handles().keep(self.handle(), Arc::clone(&file));
                 self.start(&file, buf, offset).await
             }
             Err(error) => (Err(error), buf),
@@ -198,17 +205,17 @@ impl Reader {
 
     #[inline]
     fn start(&self, file: &Arc<File>, buf: Buf, offset: HostOffset) -> IoFuture {
-        self.align.read(file, buf, offset)
+        self.handle().align().read(file, buf, offset)
     }
 
     /// Every descriptor has operations in flight. They all end, so one becomes free.
     #[cold]
-    fn wait_and_start(self: &Arc<Self>, buf: Buf, offset: HostOffset) -> IoFuture {
-        let reader = Arc::clone(self);
+    fn wait_and_start(&self, buf: Buf, offset: HostOffset) -> IoFuture {
+        let reader = self.clone();
         IoFuture::boxed(async move {
             for _ in 0..BUSY_PAUSES_MAX {
                 mica_rt::sleep(BUSY_PAUSE).await;
-                match reader.handles.get(&reader.handle) {
+                match reader.get() {
                     Ok(Got::File(file)) => return reader.start(&file, buf, offset).await,
                     Ok(Got::Unproven(opened)) => {
                         return reader.prove_and_start(opened, buf, offset).await;
@@ -217,15 +224,9 @@ impl Reader {
                     Err(error) => return (Err(error), buf),
                 }
             }
-            let path = reader.handle.path().display();
+            let path = reader.path.display();
             let what = format!("no descriptor became free for reading {path}: raise `ulimit -n`");
             (Err(Error::new(ErrorKind::Limit, what)), buf)
         })
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        self.handles.forget(&self.handle);
     }
 }

@@ -1,8 +1,10 @@
 //! A bounded cache of open descriptors.
 //!
 //! Every [`FileStore`](crate::FileStore) has a [`Handle`]: it knows which file it is and may have
-//! that file open. [`Handles`] bounds how many have. The fast path of a read is one lock of the
-//! handle that nobody else holds for longer than it takes to clone an `Arc`.
+//! that file open. Stores that read one file in one way share it ([`known`]), so that any number of
+//! chains above one base need one descriptor of it. [`Handles`] bounds how many are open. The
+//! fast path of a read is one lock of the handle that nobody else holds for longer than it takes
+//! to clone an `Arc`.
 //!
 //! ```text
 //! get ─▶ handle open ──────────────────────────────▶ clone the Arc
@@ -16,37 +18,56 @@
 //! - I1 No more handles are open than the bound: room is reserved before a file is opened.
 //! - I2 Only an idle handle is closed to make room: one whose file no operation holds. So closing
 //!   it frees its descriptor at once.
-//! - I3 A reopened handle is the same file as before ([`reopened`]). Otherwise the read fails and
+//! - I3 A reopened handle is the same file as before ([`slot`]). Otherwise the read fails and
 //!   says so. It fails as well if the image's locks cannot be taken again ([`crate::lock`]).
 //! - I4 A handle is in the ring if and only if it has a file or its opener holds its lock.
+//! - I5 A handle has no name: each store opens it again by its own, so that a chain that is closed,
+//!   and its directory with it, takes nothing away from the others.
 //!
-//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried.
+//! Locks: a handle's `slot`, then the ring. Under the ring other handles are only tried. The lock
+//! of the known handles is taken alone.
 
+mod handle;
+mod known;
 mod reopened;
+mod ring;
+mod slot;
 
+pub(crate) use handle::{Handle, Mode};
+pub(crate) use known::SharedHandle;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
+use crate::kind::{no_direct, open_flags};
 use crate::located::Located;
-use crate::lock::{self, Locking, Role};
-use crate::stamp::now_ns;
-use mica_block::{Error, ErrorKind, Identity, ProofSlot, Result, StoreIdentity};
+use handle::OpenFailure;
+use known::Known;
+use mica_block::{Error, Result};
 use mica_rt::{Access, File};
-use reopened::{Proving, Verdict};
-use rustix::fs::OFlags;
+use reopened::Proving;
+use ring::Ring;
 use rustix::io::Errno;
+use slot::Slot;
 use std::io;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A bounded cache of open descriptors, shared by all stores of a process.
 pub struct Handles {
-    bound: usize,
+    /// Descriptors for these handles and for what is set aside.
+    capacity: usize,
+    set_aside: AtomicUsize,
     /// For the files that are written.
     in_place: InPlace,
+    known: Known,
     ring: Mutex<Ring>,
+}
+
+/// Descriptors that a cache leaves to others, for as long as this lives.
+pub struct SetAside {
+    handles: Arc<Handles>,
+    count: usize,
 }
 
 /// Whether executors may make small writes by themselves.
@@ -60,22 +81,25 @@ pub enum WritesInPlace {
 
 impl Handles {
     /// Fewest descriptors with which a cache is useful.
-    const BOUND_MIN: usize = 4;
+    pub const BOUND_MIN: usize = 4;
     /// Maximum number of descriptors that a cache keeps: as many as a chain may have layers.
     const BOUND_MAX: usize = 1 << 16;
 
     /// A cache of at most `bound` open descriptors.
     pub fn new(bound: usize) -> Arc<Self> {
-        let bound = bound.clamp(Self::BOUND_MIN, Self::BOUND_MAX);
-        Arc::new(Self { bound, in_place: InPlace::default(), ring: Mutex::default() })
+        Arc::new(Self {
+            capacity: bound.max(Self::BOUND_MIN),
+            set_aside: AtomicUsize::new(0),
+            in_place: InPlace::default(),
+            known: Known::default(),
+            ring: Mutex::default(),
+        })
     }
 
     /// A cache of all descriptors that the process may open, except `reserve` that are left for
     /// sockets, rings and everything else.
     pub fn for_process(reserve: usize) -> Arc<Self> {
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let limit = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
-        Self::new(limit.saturating_sub(reserve))
+        Self::new(open_files_limit().saturating_sub(reserve))
     }
 
     /// Sets whether executors may make small writes by themselves, where that is faster. If such a
@@ -92,7 +116,22 @@ impl Handles {
 
     /// The most descriptors that it keeps open.
     pub fn bound(&self) -> usize {
-        self.bound
+        let left = self.capacity.saturating_sub(self.set_aside.load(Ordering::Relaxed));
+        left.clamp(Self::BOUND_MIN, Self::BOUND_MAX)
+    }
+
+    /// Leaves `count` descriptors to others: files that are written, sockets. Closes idle ones if
+    /// there are more than that allows; a few it keeps in any case.
+    pub fn set_aside(self: &Arc<Self>, count: usize) -> SetAside {
+        self.set_aside.fetch_add(count, Ordering::Relaxed);
+        let mut ring = self.ring();
+        while ring.entries.len() > self.bound()
+            && let Some(position) = ring.find_idle(None)
+        {
+            ring.remove_at(position);
+        }
+        drop(ring);
+        SetAside { handles: Arc::clone(self), count }
     }
 
     /// How many are open now.
@@ -100,15 +139,15 @@ impl Handles {
         self.ring().entries.len()
     }
 
-    /// The file of `handle`, opened if it is not.
+    /// The file of `handle`, opened by the name `path` if it is not open.
     #[inline]
-    pub(crate) fn get(&self, handle: &Arc<Handle>) -> Result<Got> {
+    pub(crate) fn get(&self, handle: &Arc<Handle>, path: &Arc<Path>) -> Result<Got> {
         let mut slot = handle.lock();
         if let Some(file) = &slot.file {
             handle.mark_used();
             return Ok(Got::File(Arc::clone(file)));
         }
-        self.open(handle, &mut slot)
+        self.open(handle, &mut slot, path)
     }
 
     /// Keeps `file`, which was opened when the handle was made, if there is room for it.
@@ -136,6 +175,20 @@ impl Handles {
         }
     }
 
+    /// Opens what was `located` for writing, likewise.
+    pub(crate) fn open_located_writable(&self, located: &Located, access: Access) -> Result<File> {
+        let is_lack = |error: &Error| {
+            let lacks = [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+            error.raw_os_error().is_some_and(|errno| lacks.contains(&errno))
+        };
+        loop {
+            match located.open_writable(access) {
+                Err(error) if is_lack(&error) && self.give_way() => {}
+                opened => return opened,
+            }
+        }
+    }
+
     /// Closes one descriptor that nobody uses; false if there is none.
     fn give_way(&self) -> bool {
         let mut ring = self.ring();
@@ -154,12 +207,12 @@ impl Handles {
 
     /// Opens the file of `handle`, whose lock the caller holds.
     #[cold]
-    fn open(&self, handle: &Arc<Handle>, slot: &mut Slot) -> Result<Got> {
+    fn open(&self, handle: &Arc<Handle>, slot: &mut Slot, path: &Arc<Path>) -> Result<Got> {
         if slot.is_being_proved || !self.reserve(handle) {
             return Ok(Got::Busy);
         }
         loop {
-            match handle.open_file(slot) {
+            match handle.open_file(slot, path) {
                 // Not marked as used: what is read once is closed before what is read again.
                 Ok((file, None)) => {
                     let file = Arc::new(file);
@@ -169,7 +222,7 @@ impl Handles {
                 // Outside the cache until it is proved.
                 Ok((file, Some(now))) => {
                     self.ring().remove(handle);
-                    let proving = Proving::begin(handle, slot);
+                    let proving = Proving::begin(handle, slot, path);
                     let file = Arc::new(file);
                     return Ok(Got::Unproven(Box::new(Unproven { file, now, proving })));
                 }
@@ -182,7 +235,7 @@ impl Handles {
                     }
                     ring.remove(handle);
                     if ring.entries.is_empty() {
-                        let what = format!("opening {}", handle.path.display());
+                        let what = format!("opening {}", path.display());
                         return Err(Error::from_io(what, error.into()));
                     }
                     return Ok(Got::Busy);
@@ -198,7 +251,7 @@ impl Handles {
     /// Puts `handle` in the ring, replacing an idle one if there is no room (I1).
     fn reserve(&self, handle: &Arc<Handle>) -> bool {
         let mut ring = self.ring();
-        if ring.entries.len() >= self.bound {
+        while ring.entries.len() >= self.bound() {
             let Some(position) = ring.find_idle(Some(handle)) else { return false };
             ring.remove_at(position);
         }
@@ -209,6 +262,18 @@ impl Handles {
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl Drop for SetAside {
+    fn drop(&mut self) {
+        self.handles.set_aside.fetch_sub(self.count, Ordering::Relaxed);
+    }
+}
+
+/// How many files the process may have open.
+pub fn open_files_limit() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
 /// Raises the soft limit of open files to the hard one and returns the new value.
@@ -231,197 +296,4 @@ pub(crate) enum Got {
     Unproven(Box<Unproven>),
     /// No descriptor is free, or another task is proving the file.
     Busy,
-}
-
-/// One file, open or not.
-pub(crate) struct Handle {
-    slot: Mutex<Slot>,
-    /// Whether it was used since the clock's hand last passed.
-    used: AtomicBool,
-    /// Where it is in the ring; read and written under the ring's lock.
-    position: AtomicUsize,
-    path: PathBuf,
-    kind: FileKind,
-    access: Access,
-    /// Whether QEMU's locks are taken each time it is opened.
-    locking: Locking,
-    /// How its content is proved, once its format says so.
-    proof: ProofSlot,
-}
-
-/// What a handle has, and what it last knew of its file.
-struct Slot {
-    file: Option<Arc<File>>,
-    /// The file's identity when its locks were last held; for a device without its length.
-    identity: Identity,
-    /// When it was last closed, which released its locks.
-    closed_ns: i128,
-    /// The file's identity when its content was found to be different, which is rare.
-    refused: Option<Box<Identity>>,
-    is_being_proved: bool,
-}
-
-impl Handle {
-    pub(crate) fn new(located: &Located, access: Access, locking: Locking) -> Self {
-        let slot = Slot {
-            file: None,
-            identity: located.identity(located.regular_len()),
-            closed_ns: now_ns(),
-            refused: None,
-            is_being_proved: false,
-        };
-        Self {
-            slot: Mutex::new(slot),
-            used: AtomicBool::new(false),
-            position: AtomicUsize::new(0),
-            path: located.path().to_owned(),
-            kind: located.kind(),
-            access,
-            locking,
-            proof: ProofSlot::default(),
-        }
-    }
-
-    pub(crate) fn proof(&self) -> &ProofSlot {
-        &self.proof
-    }
-
-    pub(crate) fn path(&self) -> &std::path::Path {
-        &self.path
-    }
-
-    pub(crate) fn kind(&self) -> FileKind {
-        self.kind
-    }
-
-    pub(crate) fn store_identity(&self) -> StoreIdentity {
-        StoreIdentity::from(&self.lock().identity)
-    }
-
-    /// Opens the file, takes its locks again and compares it with what it was (I3); returns its new
-    /// identity if that does not prove it to be the same.
-    fn open_file(
-        &self,
-        slot: &mut Slot,
-    ) -> std::result::Result<(File, Option<Identity>), OpenFailure> {
-        let failed = |error: Errno| match error {
-            Errno::MFILE | Errno::NFILE => OpenFailure::NoDescriptor(error),
-            Errno::STALE => OpenFailure::Other(self.replaced("was replaced")),
-            error => {
-                let what = format!("reopening {}", self.path.display());
-                OpenFailure::Other(Error::from_io(what, error.into()))
-            }
-        };
-        let mut located = Located::find_raw(&self.path, OFlags::empty())
-            .map_err(failed)?
-            .map_err(|what| OpenFailure::Other(not_an_image(&self.path, what)))?;
-        let found = located.identity(located.regular_len());
-        if located.kind() != self.kind || reopened::is_other_file(&slot.identity, &found) {
-            return Err(OpenFailure::Other(self.replaced("was replaced")));
-        }
-        let fd = located.open(open_flags(self.access)).map_err(failed)?;
-        let file = File::new(fd, self.access);
-        lock::take(&file, &self.path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
-        if self.locking == Locking::On {
-            // The locks kept writers out except while there was no descriptor.
-            located.refresh(&file).map_err(OpenFailure::Other)?;
-        }
-        let now = located.identity(located.regular_len());
-        match reopened::judge(slot, &now, self.locking) {
-            Verdict::Same => Ok((file, None)),
-            Verdict::Unproven if self.proof.get().is_some() => Ok((file, Some(now))),
-            Verdict::Unproven => {
-                self.accept_unproven(slot, now);
-                Ok((file, None))
-            }
-            Verdict::Other(how) => Err(OpenFailure::Other(self.replaced(how))),
-            Verdict::Refused => Err(OpenFailure::Other(self.refused())),
-        }
-    }
-
-    /// Opens the file outside the cache, for one call that reads none of its content.
-    pub(crate) fn open_beside(&self) -> Result<File> {
-        let opened = self.open_file(&mut self.lock());
-        opened.map(|(file, _)| file).map_err(|failure| match failure {
-            OpenFailure::Other(error) => error,
-            OpenFailure::NoDescriptor(error) => {
-                Error::from_io(format!("reopening {}", self.path.display()), error.into())
-            }
-        })
-    }
-
-    fn replaced(&self, how: &str) -> Error {
-        let path = self.path.display();
-        Error::new(ErrorKind::Io, format!("{path} {how} while it was in use"))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Slot> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    #[inline]
-    fn mark_used(&self) {
-        // Read first, so that queues that share a layer do not bounce its cache line.
-        if !self.used.load(Ordering::Relaxed) {
-            self.used.store(true, Ordering::Relaxed);
-        }
-    }
-}
-
-enum OpenFailure {
-    /// The process or the system has no descriptor left.
-    NoDescriptor(Errno),
-    Other(Error),
-}
-
-/// The open handles, and the hand of the clock that closes them.
-#[derive(Default)]
-struct Ring {
-    entries: Vec<Arc<Handle>>,
-    hand: usize,
-}
-
-impl Ring {
-    /// Rounds of the hand: one may clear all marks, the next finds what is idle.
-    const SWEEPS: usize = 2;
-
-    fn insert(&mut self, handle: Arc<Handle>) {
-        handle.position.store(self.entries.len(), Ordering::Relaxed);
-        self.entries.push(handle);
-    }
-
-    fn remove(&mut self, handle: &Arc<Handle>) {
-        self.remove_at(handle.position.load(Ordering::Relaxed));
-    }
-
-    fn remove_at(&mut self, position: usize) {
-        self.entries.swap_remove(position);
-        if let Some(moved) = self.entries.get(position) {
-            moved.position.store(position, Ordering::Relaxed);
-        }
-    }
-
-    /// Closes an idle handle other than `opening` and returns its position (I2).
-    fn find_idle(&mut self, opening: Option<&Arc<Handle>>) -> Option<usize> {
-        for _ in 0..Self::SWEEPS * self.entries.len() {
-            if self.hand >= self.entries.len() {
-                self.hand = 0;
-            }
-            let position = self.hand;
-            self.hand += 1;
-            let handle = &self.entries[position];
-            let is_opening = opening.is_some_and(|opening| Arc::ptr_eq(handle, opening));
-            if is_opening || handle.used.swap(false, Ordering::Relaxed) {
-                continue;
-            }
-            // One that is being used or opened right now is not idle.
-            let Ok(mut slot) = handle.slot.try_lock() else { continue };
-            if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
-                slot.closed_ns = now_ns();
-                slot.file = None;
-                return Some(position);
-            }
-        }
-        None
-    }
 }

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A [`FileStore`] is read only and owns no descriptor: it asks [`Handles`] for one at each read,
-//! so that a chain of a thousand layers does not need a thousand descriptors. A [`WritableFile`]
-//! keeps its own. Both take QEMU's image locks if requested ([`Locking`]).
+//! so that a chain of a thousand layers does not need a thousand descriptors, and chains above
+//! one base share that of it. A [`WritableFile`] keeps its own. Both take QEMU's image locks if
+//! requested ([`Locking`]).
 
 mod direct;
 mod facts;
@@ -26,7 +27,7 @@ mod stamp;
 mod writable;
 
 pub use file::{CacheMode, FileStore};
-pub use handles::{Handles, WritesInPlace, raise_open_files_limit};
+pub use handles::{Handles, SetAside, WritesInPlace, open_files_limit, raise_open_files_limit};
 pub use kind::FileKind;
 pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// A file that was found but not opened. It pins an inode and can read nothing.
 #[derive(Debug)]
@@ -22,6 +23,9 @@ pub struct Located {
     path: PathBuf,
     stat: Stat,
     kind: FileKind,
+    /// What was asked about it already.
+    real_path: OnceLock<PathBuf>,
+    keeps_change_times: OnceLock<bool>,
 }
 
 impl Located {
@@ -30,7 +34,15 @@ impl Located {
     /// # Errors
     /// Any error of the system; `Invalid` if it is neither a regular file nor a block device.
     pub fn find(path: &Path) -> Result<Self> {
-        Self::find_with(path, OFlags::empty())
+        Self::find_with(path, absolute(path)?, OFlags::empty())
+    }
+
+    /// The same for a caller that knows the `absolute` name of `path`.
+    ///
+    /// # Errors
+    /// As [`Self::find`].
+    pub fn find_absolute(path: &Path, absolute: PathBuf) -> Result<Self> {
+        Self::find_with(path, absolute, OFlags::empty())
     }
 
     /// Finds what `path` names, but not if that is a symbolic link.
@@ -38,17 +50,15 @@ impl Located {
     /// # Errors
     /// As [`Self::find`].
     pub fn find_no_follow(path: &Path) -> Result<Self> {
-        Self::find_with(path, OFlags::NOFOLLOW)
+        Self::find_with(path, absolute(path)?, OFlags::NOFOLLOW)
     }
 
-    fn find_with(path: &Path, flags: OFlags) -> Result<Self> {
-        let failed = |error| Error::from_io(format!("opening {}", path.display()), error);
-        // The name is used again to reopen the file, from whatever working directory.
-        let path = std::path::absolute(path).map_err(failed)?;
-        match Self::find_raw(&path, flags) {
+    /// The absolute name is used again to reopen the file, from whatever working directory.
+    fn find_with(path: &Path, absolute: PathBuf, flags: OFlags) -> Result<Self> {
+        match Self::find_raw(&absolute, flags) {
             Ok(Ok(located)) => Ok(located),
-            Ok(Err(what)) => Err(not_an_image(&path, what)),
-            Err(error) => Err(failed(error.into())),
+            Ok(Err(what)) => Err(not_an_image(&absolute, what)),
+            Err(error) => Err(failed_to_open(path, error.into())),
         }
     }
 
@@ -69,7 +79,8 @@ impl Located {
             FileType::Symlink => return Ok(Err("a symbolic link")),
             FileType::Unknown => return Ok(Err("of an unknown type")),
         };
-        Ok(Ok(Self { fd, path: path.to_owned(), stat, kind }))
+        let (real_path, keeps_change_times) = (OnceLock::new(), OnceLock::new());
+        Ok(Ok(Self { fd, path: path.to_owned(), stat, kind, real_path, keeps_change_times }))
     }
 
     /// The name by which it was found, made absolute.
@@ -80,6 +91,11 @@ impl Located {
     /// What it is.
     pub fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    /// The device and inode of the file, or of the device's node.
+    pub(crate) fn node(&self) -> (u64, u64) {
+        (self.stat.st_dev, self.stat.st_ino)
     }
 
     /// Length of a regular file when it was found. The length of a block device is known once open.
@@ -100,17 +116,21 @@ impl Located {
         self.stat.st_mode & 0o7777
     }
 
-    /// Where the inode is, without symbolic links.
+    /// Where the inode is, or was when this was asked first, without symbolic links.
     ///
     /// # Errors
     /// `Io` where /proc is not mounted.
     pub fn real_path(&self) -> Result<PathBuf> {
+        if let Some(known) = self.real_path.get() {
+            return Ok(known.clone());
+        }
         let failed = |error: Errno| {
             let what = format!("asking /proc where {} is", self.path.display());
             Error::from_io(what, error.into())
         };
         let target = readlink(proc_path(&self.fd), Vec::new()).map_err(failed)?;
-        Ok(PathBuf::from(std::ffi::OsString::from_vec(target.into_bytes())))
+        let path = PathBuf::from(std::ffi::OsString::from_vec(target.into_bytes()));
+        Ok(self.real_path.get_or_init(|| path).clone())
     }
 
     /// The identity of this file, which has `len` bytes. The times of a block device are at
@@ -149,8 +169,10 @@ impl Located {
     /// of the last write instead, the former with a resolution of two seconds.
     fn keeps_change_times(&self) -> bool {
         const WITHOUT: [u64; 2] = [0x4d44, 0x2011_bab0];
-        let system = fstatfs(&self.fd).map(|system| u64::try_from(system.f_type));
-        !matches!(system, Ok(Ok(magic)) if WITHOUT.contains(&magic))
+        *self.keeps_change_times.get_or_init(|| {
+            let system = fstatfs(&self.fd).map(|system| u64::try_from(system.f_type));
+            !matches!(system, Ok(Ok(magic)) if WITHOUT.contains(&magic))
+        })
     }
 
     pub(crate) fn regular_len(&self) -> u64 {
@@ -210,6 +232,14 @@ impl Located {
             result => result,
         }
     }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| failed_to_open(path, error))
+}
+
+fn failed_to_open(path: &Path, error: io::Error) -> Error {
+    Error::from_io(format!("opening {}", path.display()), error)
 }
 
 fn proc_path(fd: &OwnedFd) -> String {

@@ -33,7 +33,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether QEMU's locks of images are taken and honoured.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Locking {
     /// An image that is being read has no writer, and one that is being written has no other user.
     #[default]
@@ -107,6 +107,16 @@ pub(crate) fn take(file: &File, path: &Path, role: Role, locking: Locking) -> Re
         }
     }
     Ok(())
+}
+
+/// The error of opening the image at `path` for writing while a disk of this process reads it,
+/// whether or not it has a descriptor, and so its locks, at the moment.
+pub(crate) fn read_here(path: &Path) -> Error {
+    let what = format!(
+        "{}: another disk of this process has the image open and allows nobody to write it",
+        path.display()
+    );
+    Error::new(ErrorKind::Denied, what)
 }
 
 fn is_refusal(error: &io::Error) -> bool {

@@ -14,7 +14,7 @@
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
 use crate::file::CacheMode;
-use crate::handles::Handles;
+use crate::handles::{Handles, SetAside};
 use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
@@ -51,6 +51,7 @@ struct Inner {
     /// The mount generation, which stays the same while the file is open.
     mount_generation: Option<u64>,
     identity: StoreIdentity,
+    _descriptor: SetAside,
 }
 
 impl WritableFile {
@@ -64,10 +65,15 @@ impl WritableFile {
         located: &mut Located,
         cache: CacheMode,
         locking: Locking,
-        handles: &Handles,
+        handles: &Arc<Handles>,
     ) -> Result<Self> {
-        let file = handles.in_place().apply_to(located.open_writable(cache.access())?);
+        let descriptor = handles.set_aside(1);
+        let file = handles.open_located_writable(located, cache.access())?;
+        let file = handles.in_place().apply_to(file);
         lock::take(&file, located.path(), Role::Writer, locking)?;
+        if locking != Locking::Off && handles.is_read_locked(located) {
+            return Err(lock::read_here(located.path()));
+        }
         located.refresh(&file)?;
         let align = Alignment::of(&file, located)?;
         let inner = Inner {
@@ -80,6 +86,7 @@ impl WritableFile {
             sync_failed: AtomicBool::new(false),
             mount_generation: located.mount_generation(),
             identity: StoreIdentity::from(&located.identity(0)),
+            _descriptor: descriptor,
         };
         Ok(Self { inner: Arc::new(inner) })
     }

@@ -7,6 +7,7 @@ mod ephemeral;
 mod fuse;
 mod life;
 mod locks;
+mod many;
 mod membership;
 mod monitoring;
 mod sandbox;

@@ -5,6 +5,7 @@ use mica_tests::server::Server;
 use mica_tests::{clock, command, mica, nbd, qemu, tools};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -57,6 +58,8 @@ fn every_thread_that_serves_is_in_it() {
     let server = Server::mica_writable(&dir.path().join("disk.qcow2"), "qcow2", &options);
     let server = server.expect("served");
 
+    // A device has a thread while a front end is connected.
+    let _front_end = UnixStream::connect(&device).expect("served");
     // A thread has its name only once it runs.
     let names = ["mica", "mica-worker-0", "mica-vhost", "mica-control"];
     let named = clock::poll(NAMED_MAX, Duration::from_millis(10), || {

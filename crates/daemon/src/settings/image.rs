@@ -3,7 +3,7 @@
 use super::{Cache, Size};
 use clap::Args;
 use mica_block::{Error, ErrorKind, Result};
-use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse};
+use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
 use mica_stack::{
     Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, standing_allow_paths,
 };
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Descriptors reserved for sockets, rings and everything else that is not an image.
-const HANDLES_RESERVE: usize = 96;
+pub(crate) const DESCRIPTORS_RESERVE: usize = 96;
 
 /// Where Linux has memory with file names.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -73,7 +73,10 @@ pub struct ImageSettings {
     /// Writing still requires exclusive access.
     #[arg(short = 'U', long)]
     pub force_share: bool,
-    /// Memory budget for the map of the disk.
+    /// Memory budget for the maps of all disks of the process together.
+    ///
+    /// Disks on one base share what they have in common. If the disks of a configuration say
+    /// different things, the largest counts.
     #[arg(long, default_value_t = INDEX_CACHE, value_name = "SIZE")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub index_cache: Size,
@@ -206,18 +209,27 @@ impl ImageSettings {
         Ok((names, given.chain(standing).cloned().collect()))
     }
 
-    /// Options for opening a chain.
+    /// Memory for the maps of chains, in bytes.
     ///
     /// # Errors
-    /// `Invalid` if the cache is too small.
-    pub fn chain_options(&self, index: IndexUse) -> Result<ChainOptions> {
+    /// `Invalid` if that is too little.
+    pub(crate) fn cache_bytes(&self) -> Result<u64> {
         let Size(cache_bytes) = self.index_cache;
         if cache_bytes < CACHE_BYTES_MIN {
             let least = CACHE_BYTES_MIN >> 10;
             let context = format!("--index-cache: at least {least}k is needed");
             return Err(Error::new(ErrorKind::Invalid, context));
         }
-        Ok(ChainOptions { cache_bytes, index, ..ChainOptions::default() })
+        Ok(cache_bytes)
+    }
+
+    /// Options for opening a chain.
+    ///
+    /// # Errors
+    /// `Invalid` if the cache is too small.
+    pub fn chain_options(&self, index: IndexUse) -> Result<ChainOptions> {
+        let cache = MapCache::new(self.cache_bytes()?);
+        Ok(ChainOptions { cache, index, ..ChainOptions::default() })
     }
 
     /// Resolves relative paths against `folder`.
@@ -236,6 +248,6 @@ impl ImageSettings {
         if let Err(error) = raise_open_files_limit() {
             tracing::info!(%error, "cannot raise the limit on open files");
         }
-        Handles::for_process(HANDLES_RESERVE)
+        Handles::for_process(DESCRIPTORS_RESERVE)
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Error, IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState, WriteStats,
+    Error, IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState,
+    StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
 use std::ops::ControlFlow;
@@ -68,6 +69,10 @@ impl Manage for Chain {
 impl ManageIndex for Chain {
     fn covered_layers(&self) -> usize {
         self.indexed_layers()
+    }
+
+    fn base(&self) -> StoreIdentity {
+        self.map.layers().base().store.identity()
     }
 
     fn called(&self) -> LocalFuture<'_, ()> {

@@ -19,6 +19,9 @@ use std::sync::Arc;
 /// Number of layers after which a longer tree is published while more are built.
 const PUBLISH_EVERY: usize = 64;
 
+/// Seals that are read concurrently: on a cold device they take as long as the slowest.
+const SEALS_PER_BATCH: usize = 32;
+
 /// Rounds of a build that encounters unreadable sidecars; each rewrites them or retries once.
 const ROUNDS_MAX: usize = 16;
 /// Largest sidecar that is read whole to be sealed again; a larger one is rebuilt.
@@ -30,16 +33,19 @@ impl Map {
     pub(crate) async fn adopt_sidecars(&self) {
         let generation = self.index.next_generation();
         let mut tree = Tree { generation, ..Tree::default() };
-        for layer in self.layers().frozen() {
-            if layer.tables.is_none() {
-                tree.push_raw_base(layer);
-                continue;
+        'layers: for batch in self.layers().frozen().chunks(SEALS_PER_BATCH) {
+            let seals = mica_rt::join_all(batch.iter().map(|layer| self.read_seal(layer))).await;
+            for (layer, seal) in batch.iter().zip(seals) {
+                if layer.tables.is_none() {
+                    tree.push_raw_base(layer);
+                    continue;
+                }
+                let Some((header, store)) = seal else { break 'layers };
+                if self.seal_state(layer, &header, tree.id) != SealState::Sealed {
+                    break 'layers;
+                }
+                adopt(layer, &mut tree, &header, store);
             }
-            let Some((header, store)) = self.read_seal(layer).await else { break };
-            if self.seal_state(layer, &header, tree.id) != SealState::Sealed {
-                break;
-            }
-            adopt(layer, &mut tree, &header, store);
         }
         self.index.publish(tree);
     }
@@ -81,7 +87,7 @@ impl Map {
 
     /// The seal of a layer's sidecar; `None` also if one of its nodes was found to be bad.
     async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
-        if self.index.is_distrusted(self.position_of(layer)) {
+        if layer.tables.is_none() || self.index.is_distrusted(self.position_of(layer)) {
             return None;
         }
         let store = self.images.sidecars().open(&layer.path).ok().flatten()?;

@@ -1,5 +1,6 @@
 //! Loading slices into the cache: the tree's leaf, with the layers above the tree laid over it.
 
+use crate::index::cache::{HeldSlice, Loaded};
 use crate::index::node_ref::NodeRef;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
@@ -10,6 +11,7 @@ use mica_block::{Result, read_exact};
 use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, HostOffset, SECTOR_BYTES};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -26,9 +28,17 @@ const NODE_READ_BYTES: usize = 1024;
 /// Largest slice in a sidecar: one run for each sector.
 const NODE_BYTES_MAX: usize = NODE_HEADER_BYTES + 10 * SLICE_SECTORS as usize;
 
+/// Which layers of a chain are asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Part {
+    All,
+    /// All but the active one: as if there were none.
+    Frozen,
+}
+
 impl Map {
     /// The slice `number`, from the cache or loaded into it.
-    pub(crate) async fn slice(&self, number: u64) -> Result<Arc<Slice>> {
+    pub(crate) async fn slice(&self, number: u64) -> Result<Arc<HeldSlice>> {
         let window = number / WINDOW_SLICES;
         loop {
             if let Some(slice) = self.index.cache.get(number) {
@@ -45,7 +55,7 @@ impl Map {
         }
     }
 
-    async fn load(&self, number: u64) -> Result<Arc<Slice>> {
+    async fn load(&self, number: u64) -> Result<Arc<HeldSlice>> {
         let tree = self.index.tree();
         let above = self.layers().all().len() - tree.covered();
         let last = self.index.last_loaded.load(Ordering::Relaxed);
@@ -61,16 +71,69 @@ impl Map {
         };
         self.index.last_loaded.store(end - 1, Ordering::Relaxed);
         let versions: Vec<_> = (first..end).map(|slice| self.index.cache.version(slice)).collect();
-        let runs = self.resolve(&tree, first, end).await?;
-        let mut wanted = None;
-        for ((slice_number, version), position) in (first..end).zip(versions).zip(0_u32..) {
-            let slice = Arc::new(runs.slice_at(position * SLICE_SECTORS));
-            if slice_number == number {
-                wanted = Some(Arc::clone(&slice));
+        let loaded = match self.load_over_frozen(&tree, first..end).await? {
+            Some(loaded) => loaded,
+            None => {
+                let runs = self.resolve(Part::All, &tree, first, end).await?;
+                slices_of(&runs, first..end).map(|(_, slice)| Loaded::Own(slice)).collect()
             }
-            self.index.cache.insert_loaded(slice_number, slice, version);
+        };
+        let mut wanted = None;
+        for ((slice_number, version), loaded) in (first..end).zip(versions).zip(loaded) {
+            let slice = self.index.cache.insert_loaded(slice_number, loaded, version);
+            if slice_number == number {
+                wanted = Some(slice);
+            }
         }
         Ok(wanted.expect("the window holds the slice"))
+    }
+
+    /// Slices `numbers` from those of the frozen layers, which other chains have, too, and from
+    /// what the active layer owns. `None` if that does not work here.
+    async fn load_over_frozen(
+        &self,
+        tree: &Tree,
+        numbers: Range<u64>,
+    ) -> Result<Option<Vec<Loaded>>> {
+        let (cache, layers) = (&self.index.cache, self.layers());
+        if !cache.shares_frozen() {
+            return Ok(None);
+        }
+        let cached: Option<Vec<_>> = numbers.clone().map(|at| cache.get_frozen(at)).collect();
+        let frozen = match cached {
+            Some(frozen) => frozen,
+            None => {
+                let found = self.resolve(Part::Frozen, tree, numbers.start, numbers.end).await;
+                let Ok(runs) = found else { return Ok(None) };
+                // What was found is that of the layers taken above, or of others.
+                if !Arc::ptr_eq(&layers, &self.layers()) {
+                    return Ok(None);
+                }
+                let slices = slices_of(&runs, numbers.clone());
+                slices.map(|(number, slice)| cache.insert_frozen(number, slice)).collect()
+            }
+        };
+        let start = GuestOffset::new(numbers.start << SLICE_BITS);
+        let stop = GuestOffset::new((numbers.end << SLICE_BITS).min(self.len()));
+        let window = GuestRange::between(start, stop).expect("slices of the disk");
+        let active = layers.active();
+        let mut own = active.own_runs(window).await?;
+        count(&self.index.counters.layers_walked, 1);
+        let active_len = active.len().saturating_sub(start.bytes());
+        let limit = sectors_of(window.len().min(active_len));
+        own.truncate(limit);
+        let mut below = Runs::default();
+        for (slice, position) in frozen.iter().zip(0_u32..) {
+            slice.append_runs(position * SLICE_SECTORS, &mut below);
+        }
+        below.truncate(limit);
+        let runs = Runs::overlay(&below, &own);
+        let slices = slices_of(&runs, numbers).zip(frozen);
+        let loaded = slices.map(|((_, slice), frozen)| match slice == **frozen {
+            true => Loaded::OfFrozen(frozen),
+            false => Loaded::Own(slice),
+        });
+        Ok(Some(loaded.collect()))
     }
 
     /// How many bytes from `at` on nobody owns, if that is clear from the L1 tables alone and worth
@@ -102,18 +165,26 @@ impl Map {
         Ok(Some(unowned_end.bytes() - at.bytes()))
     }
 
-    /// Who owns slices `first..end`: from the top down, each layer gets what no layer above it has,
-    /// and at the bottom the tree gets the rest.
-    async fn resolve(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
+    /// Which of these layers own slices `first..end`: from the top down, each layer gets what no
+    /// layer above it has, and at the bottom the tree gets the rest.
+    async fn resolve(&self, part: Part, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
         let start = GuestOffset::new(first << SLICE_BITS);
-        let stop = GuestOffset::new((end << SLICE_BITS).min(self.len()));
+        let len = match part {
+            Part::All => self.len(),
+            Part::Frozen => u64::MAX,
+        };
+        let stop = GuestOffset::new((end << SLICE_BITS).min(len));
         let window = GuestRange::between(start, stop).expect("slices of the disk");
         let sectors = sectors_of(window.len());
         // I2: beyond the end of a layer that was passed nobody owns anything.
         let mut limit = sectors;
         let mut runs = Runs::default();
         let layers = self.layers();
-        let upper = &layers.all()[tree.covered()..];
+        let all = match part {
+            Part::All => layers.all(),
+            Part::Frozen => layers.frozen(),
+        };
+        let upper = all.get(tree.covered()..).unwrap_or_default();
         if upper.len() > FEW_LAYERS {
             count(&self.index.counters.walks, 1);
         }
@@ -137,13 +208,13 @@ impl Map {
                 return Ok(runs);
             }
         }
-        let mut lowest = self.tree_runs(tree, first, end).await?;
+        let mut lowest = self.tree_runs(part, tree, first, end).await?;
         lowest.truncate(limit);
         Ok(Runs::overlay(&lowest, &runs))
     }
 
     /// What the tree has for slices `first..end`.
-    async fn tree_runs(&self, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
+    async fn tree_runs(&self, part: Part, tree: &Tree, first: u64, end: u64) -> Result<Runs> {
         let mut runs = Runs::default();
         if tree.covered() == 0 {
             return Ok(runs);
@@ -162,7 +233,7 @@ impl Map {
                     // A sidecar that is wrong is forgotten: the chain itself has the truth.
                     self.forget_sidecar(bad);
                     let tree = self.index.tree();
-                    return Box::pin(self.resolve(&tree, first, end)).await;
+                    return Box::pin(self.resolve(part, &tree, first, end)).await;
                 }
             }
         }
@@ -215,7 +286,8 @@ impl Map {
         tree: &Tree,
         at: NodeRef,
     ) -> std::result::Result<Arc<Directory>, BadNode> {
-        if let Some(directory) = self.index.directories.get(&(tree.generation, at)) {
+        if let Some(directory) = self.index.cache.shared().directories().get(&(tree.generation, at))
+        {
             return Ok(directory);
         }
         let node = read_node(tree, at).await?;
@@ -223,7 +295,7 @@ impl Map {
         let directory = Directory::decode(payload, at).map_err(|_| BadNode::damaged(at))?;
         let directory = Arc::new(directory);
         let key = (tree.generation, at);
-        self.index.directories.insert(key, Arc::clone(&directory));
+        self.index.cache.shared().directories().insert(key, Arc::clone(&directory));
         Ok(directory)
     }
 
@@ -283,4 +355,10 @@ impl BadNode {
 
 pub(crate) fn sectors_of(bytes: u64) -> u32 {
     u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX)
+}
+
+/// The slices `numbers`, of which `runs` begin with the first.
+fn slices_of(runs: &Runs, numbers: Range<u64>) -> impl Iterator<Item = (u64, Slice)> {
+    let slice = |(number, position)| (number, runs.slice_at(position * SLICE_SECTORS));
+    numbers.zip(0_u32..).map(slice)
 }

@@ -23,20 +23,14 @@ pub(crate) mod sidecar;
 pub(crate) mod slice;
 pub(crate) mod tables;
 
-use crate::index::cache::SliceCache;
+use crate::index::cache::{Frozen, MapCache, SliceCache};
 use crate::index::sidecar::SidecarId;
 use crate::layer::Layer;
 use mica_block::Store;
 use node_ref::NodeRef;
-use quick_cache::sync::Cache;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-
-/// Share of the budget that directories of the tree may take: one part in this many.
-const DIRECTORY_SHARE: u64 = 8;
-/// Bytes of a directory in memory, including the cache's overhead.
-const DIRECTORY_MEMORY_BYTES: u64 = 384;
 
 /// The map's state at one layer.
 pub(crate) type Root = mica_map::Root<NodeRef>;
@@ -46,14 +40,10 @@ type Directory = mica_map::Directory<NodeRef>;
 /// The index of one chain.
 pub(crate) struct Index {
     pub(crate) cache: SliceCache,
-    /// By the generation of the tree that read them: a node's place identifies nothing once a
-    /// sidecar was rewritten.
-    directories: Cache<(u64, NodeRef), Arc<Directory>>,
     tree: RwLock<Arc<Tree>>,
     /// Sidecars that could not be read, and how often; see [`Index::is_distrusted`].
     distrusted: Mutex<HashMap<u16, u32>>,
     pub(crate) counters: Counters,
-    generations: AtomicU64,
     /// The slice that was loaded last, to detect a guest that reads sequentially.
     last_loaded: AtomicU64,
 }
@@ -119,16 +109,13 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
 }
 
 impl Index {
-    pub(crate) fn new(budget_bytes: u64) -> Self {
-        let directory_bytes = budget_bytes / DIRECTORY_SHARE;
-        let directories = usize::try_from(directory_bytes / DIRECTORY_MEMORY_BYTES);
+    /// That of a chain that was opened with `frozen` layers, in the memory of `cache`.
+    pub(crate) fn new(cache: MapCache, frozen: Arc<Frozen>) -> Self {
         Self {
-            cache: SliceCache::new(budget_bytes - directory_bytes),
-            directories: Cache::new(directories.unwrap_or(usize::MAX).max(16)),
+            cache: SliceCache::new(cache, frozen),
             tree: RwLock::default(),
             distrusted: Mutex::default(),
             counters: Counters::default(),
-            generations: AtomicU64::new(1),
             last_loaded: AtomicU64::new(u64::MAX),
         }
     }
@@ -140,7 +127,7 @@ impl Index {
 
     /// A number that no tree had before.
     fn next_generation(&self) -> u64 {
-        self.generations.fetch_add(1, Ordering::Relaxed)
+        self.cache.shared().next_number()
     }
 
     /// Makes `tree` the one that slices are loaded from, up to the first sidecar that was found

@@ -19,6 +19,7 @@
 //! - I6 No cluster before the cursor is free: what is freed there takes the cursor back.
 
 mod growth;
+mod table;
 
 use super::pages::{Metadata, PageState};
 use crate::live::TableKind;
@@ -30,6 +31,7 @@ use mica_units::{ClusterBits, HostCluster, HostOffset};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use table::RefcountTable;
 
 /// Bytes of clusters that are counted ahead, at least [`AHEAD_CLUSTERS_MIN`] clusters.
 pub(crate) const AHEAD_BYTES: u64 = 4 << 20;
@@ -67,7 +69,7 @@ impl Reserved {
 }
 
 struct Clusters {
-    table: Vec<u64>,
+    table: RefcountTable,
     table_offset: HostOffset,
     /// Where the search for free clusters continues.
     cursor: HostCluster,
@@ -111,18 +113,17 @@ impl Space {
         let bytes = u64::from(header.refcount_table_clusters) * bits.bytes();
         let len = usize::try_from(bytes).expect("the header's limit is 8 MiB");
         let table = read_exact(&*metadata.store, header.refcount_table_offset, len).await?;
-        let table: Vec<u64> =
-            table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry)).collect();
+        let entries = table.as_chunks().0.iter().map(|entry| u64::from_be_bytes(*entry));
         let mut blocks = metadata.ranges.gather(TableKind::RefcountBlock);
-        for entry in &table {
-            if let Some(block) = RefcountTableEntry(*entry).decode(bits)? {
+        for entry in entries.clone() {
+            if let Some(block) = RefcountTableEntry(entry).decode(bits)? {
                 blocks.push(block);
             }
         }
         blocks.finish();
         let file_end = bits.host_cluster_up(HostOffset::new(metadata.store.len()?));
         let state = Clusters {
-            table,
+            table: RefcountTable::new(entries),
             table_offset: header.refcount_table_offset,
             min_file_len: 0,
             cursor: HostCluster::ZERO,
@@ -265,7 +266,7 @@ impl Space {
         let region = self.width.block_of(self.bits, cluster);
         let index = usize::try_from(region).unwrap_or(usize::MAX);
         let Some(entry) = state.table.get(index) else { return Ok(Look::TableFull) };
-        let Some(block) = RefcountTableEntry(*entry).decode(self.bits)? else {
+        let Some(block) = RefcountTableEntry(entry).decode(self.bits)? else {
             return Ok(Look::NoBlock(region));
         };
         let page_end = cluster.saturating_add(self.page_entries() - self.index_in_page(cluster));
@@ -355,7 +356,7 @@ impl Space {
         let region = self.width.block_of(self.bits, cluster);
         let state = self.lock();
         let entry = usize::try_from(region).ok().and_then(|region| state.table.get(region));
-        let block = entry.map_or(Ok(None), |entry| RefcountTableEntry(*entry).decode(self.bits))?;
+        let block = entry.map_or(Ok(None), |entry| RefcountTableEntry(entry).decode(self.bits))?;
         drop(state);
         if let Some(block) = block {
             self.metadata.ranges.check_table(block)?;

@@ -1,6 +1,6 @@
 //! A device as its front end sees it: the messages of a session, and what they do to the queues.
 //!
-//! One thread per device takes the messages (`server`); each queue runs on an executor of its own.
+//! One thread per session takes the messages (`server`); each queue runs on an executor of its own.
 //! Whatever changes what a running queue works on (memory, addresses, its kick) stops it, waits
 //! until nothing of it is in flight, and starts it again where it stopped: so a reply promises that
 //! what was taken away is touched no more.

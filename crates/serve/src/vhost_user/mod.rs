@@ -2,8 +2,8 @@
 //! (QEMU, cloud-hypervisor, Firecracker) shares the guest's memory with us.
 //!
 //! ```text
-//! server     socket, sessions one after the other
-//!   └ device     messages: features, memory, rings                a thread per device
+//! server     socket, sessions one after the other               a task
+//!   └ device     messages: features, memory, rings                a thread per session
 //!       └ queue      ring ─▶ chain ─▶ request ─▶ disk ─▶ ring     a task per queue
 //! ```
 //!
@@ -39,5 +39,5 @@ mod tests;
 pub use back_channel::Notice;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use hostile::{survive, survive_chains};
-pub use server::{Running, Server, ServerConfig};
+pub use server::{Prepared, Running, Server, ServerConfig};
 pub use stats::Counters;

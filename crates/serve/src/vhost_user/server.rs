@@ -1,5 +1,7 @@
-//! The server of one device: its socket, the thread that takes its messages, the executors of its
-//! queues, and shutdown.
+//! The server of one device: its socket, the thread that takes its messages while a front end is
+//! connected, the executors of its queues, and shutdown.
+//!
+//! A device without a front end costs no thread: a task waits at its socket.
 
 use super::back_channel::{self, BackChannel, Notice};
 use super::batch::BusyQueues;
@@ -12,17 +14,17 @@ use crate::budget::Party;
 use crate::discard::Discard;
 use crate::limit::{Limiter, Rates};
 use crate::listener::Listener;
-use crate::prepared::Prepared;
 use crate::workers::Workers;
 use mica_block::{Disk, Error, ErrorKind, Result};
-use mica_rt::{Handle, Socket};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use mica_rt::sync::{Notify, Signal};
+use mica_rt::{Handle, Socket, sleep};
 use rustix::io::Errno;
+use rustix::net::SocketFlags;
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use vhost::vhost_user::BackendReqHandler;
 
 const _: () = assert!(CONFIG_BYTES <= 256, "the protocol's own bound");
@@ -62,7 +64,7 @@ impl Server {
     ///
     /// # Errors
     /// `Invalid` for a configuration that makes no sense; else any error of the system.
-    pub fn prepare(config: ServerConfig) -> Result<Prepared<Running>> {
+    pub fn prepare(config: ServerConfig) -> Result<Prepared> {
         let ServerConfig { listener, disk, queues, serial, discard, rates, workers } = config;
         if !(1..=QUEUES_MAX).contains(&queues) {
             let context = format!("a vhost-user device has between 1 and {QUEUES_MAX} queues");
@@ -83,38 +85,52 @@ impl Server {
             is_ending: Default::default(),
             id,
         });
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let stop = stop.map_err(|error| Error::from_io("starting a device", error.into()))?;
-        let stop = Arc::new(Stop { fd: stop, session: Mutex::default() });
-        let socket = Arc::clone(&listener.socket);
-        let (served, stopping) = (Arc::clone(&common), Arc::clone(&stop));
-        let (start, started) = mpsc::channel();
-        let serving = move || {
-            if started.recv().is_ok() {
-                accept_all(&socket, &served, &workers, &stopping);
-            }
-        };
-        let thread = std::thread::Builder::new()
-            .name("mica-vhost".to_owned())
-            .spawn(serving)
-            .map_err(|error| Error::from_io("starting a device", error))?;
-        let running = Running { common, stop, listener: Some(listener), thread: Some(thread) };
-        Ok(Prepared::new(start, running))
+        let served = Arc::new(Served {
+            common,
+            socket: Arc::clone(&listener.socket),
+            workers: workers.handles().to_vec(),
+            sessions: Sessions::default(),
+        });
+        Ok(Prepared(Running { served, listener: Some(listener), _workers: workers }))
+    }
+}
+
+/// A device that only has to be told to start.
+#[derive(Debug)]
+pub struct Prepared(Running);
+
+impl Prepared {
+    /// Starts serving.
+    pub fn start(self) -> Running {
+        let Self(running) = self;
+        let served = Arc::clone(&running.served);
+        // Accepting takes a moment; what may take long is done on the thread of the session.
+        running.served.workers[0].spawn_with(move || accept_all(served));
+        running
     }
 }
 
 /// A device that is served. Dropping it ends that.
 pub struct Running {
-    common: Arc<Common>,
-    stop: Arc<Stop>,
+    served: Arc<Served>,
     listener: Option<Listener>,
-    thread: Option<JoinHandle<()>>,
+    /// They run for as long as it does.
+    _workers: Arc<Workers>,
+}
+
+/// What the task that accepts and the threads of sessions have in common.
+struct Served {
+    common: Arc<Common>,
+    socket: Arc<Socket>,
+    /// Not the workers themselves: the task runs on one of them, and must not be what ends them.
+    workers: Vec<Handle>,
+    sessions: Sessions,
 }
 
 impl Running {
     /// Its counters so far.
     pub fn counters(&self) -> Counters {
-        self.common.counters()
+        self.served.common.counters()
     }
 
     /// Notifies the front end of a new length of the disk, after [`mica_block::Manage::resize`].
@@ -125,126 +141,170 @@ impl Running {
     /// `Io` if a front end is there and does not take it: it goes on with the length that it
     /// knows, until it asks again.
     pub fn notify_resize(&self) -> Result<Notice> {
-        self.common.back_channel.notify()
+        self.served.common.back_channel.notify()
     }
 
     /// [`Running::notify_resize`] for callers that cannot hold the device while it waits.
     pub fn resize_notifier(&self) -> impl FnOnce() -> Result<Notice> + Send + use<> {
-        let common = Arc::clone(&self.common);
+        let common = Arc::clone(&self.served.common);
         move || common.back_channel.notify()
     }
 
     /// Whether a front end is connected.
     pub fn is_connected(&self) -> bool {
-        self.stop.session.lock().unwrap_or_else(PoisonError::into_inner).0.is_some()
+        self.served.sessions.lock().stream.is_some()
     }
 
     /// Whether the device is no longer served, because its front end took away memory that it had
     /// shared. A front end that reconnects is served.
     pub fn is_broken(&self) -> bool {
-        self.common.is_broken()
+        self.served.common.is_broken()
     }
 
     /// Takes no more requests, waits for those in flight, and ends the session. Requests that were
     /// not taken stay in the guest's rings, for the next server; so does the rest of what would
     /// take long.
     pub fn shutdown(mut self) -> Counters {
-        self.stop_and_join();
+        self.stop_and_wait();
         self.counters()
     }
 
-    fn stop_and_join(&mut self) {
-        self.common.end();
+    fn stop_and_wait(&mut self) {
+        self.served.common.end();
         self.listener = None;
-        self.stop.raise();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("a device's thread panicked");
-        }
+        self.served.sessions.stop_and_wait();
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.stop_and_join();
+        self.stop_and_wait();
     }
 }
 
 impl fmt::Debug for Running {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Running({} queues)", self.common.stats.len())
+        write!(f, "Running({} queues)", self.served.common.stats.len())
     }
 }
 
-/// How the thread of a device is stopped, wherever it waits.
-struct Stop {
-    fd: OwnedFd,
-    /// The connection of the session, and whether there may be another.
-    session: Mutex<(Option<UnixStream>, bool)>,
+/// The sessions of a device, of which there is one at a time.
+#[derive(Default)]
+struct Sessions {
+    /// Raised when there are to be no more.
+    stop: Signal,
+    /// Set when one has ended.
+    ended: Notify,
+    state: Mutex<SessionState>,
+    none: Condvar,
 }
 
-impl Stop {
-    fn raise(&self) {
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
-        session.1 = true;
-        if let Some(stream) = session.0.take() {
+#[derive(Default)]
+struct SessionState {
+    /// The connection of the session, by which it is ended.
+    stream: Option<UnixStream>,
+    /// Whether a thread serves one.
+    is_running: bool,
+    is_over: bool,
+}
+
+/// The session of a thread; it has ended when this is dropped.
+struct Session(Arc<Served>);
+
+impl Sessions {
+    /// Ends the session and waits for that. There will be no other.
+    fn stop_and_wait(&self) {
+        let mut state = self.lock();
+        state.is_over = true;
+        if let Some(stream) = &state.stream {
             // It may have ended by itself.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
+            let _ = stream.shutdown(Shutdown::Both);
         }
-        let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+        self.stop.raise();
+        let ended = self.none.wait_while(state, |state| state.is_running);
+        drop(ended.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Remembers the connection; false if there may be none any more.
-    fn begin(&self, stream: UnixStream) -> bool {
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
-        session.0 = Some(stream);
-        !session.1
+    fn lock(&self) -> MutexGuard<'_, SessionState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn end(&self) {
-        self.session.lock().unwrap_or_else(PoisonError::into_inner).0 = None;
+impl Session {
+    /// Begins one with this connection; `None` if there are to be no more.
+    fn begin(served: &Arc<Served>, stream: UnixStream) -> Option<Self> {
+        let mut state = served.sessions.lock();
+        if state.is_over {
+            return None;
+        }
+        (state.stream, state.is_running) = (Some(stream), true);
+        Some(Self(Arc::clone(served)))
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("a device's thread panicked");
+        }
+        let sessions = &self.0.sessions;
+        let mut state = sessions.lock();
+        (state.stream, state.is_running) = (None, false);
+        sessions.none.notify_all();
+        drop(state);
+        sessions.ended.set();
     }
 }
 
 /// Serves one front end after the other.
-fn accept_all(listener: &Socket, common: &Arc<Common>, workers: &Workers, stop: &Stop) {
-    loop {
-        let mut fds = [
-            PollFd::from_borrowed_fd(stop.fd.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-        ];
-        match poll(&mut fds, None) {
-            Ok(_) => {}
-            Err(Errno::INTR) => continue,
-            Err(error) => return tracing::error!(%error, "stopped serving a device"),
-        }
-        if !fds[0].revents().is_empty() {
-            return;
-        }
-        match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
-            Ok(fd) => serve(UnixStream::from(fd), common, workers, stop),
+async fn accept_all(served: Arc<Served>) {
+    let sessions = &served.sessions;
+    while let Some(ready) = sessions.stop.unless_raised(served.socket.readable()).await {
+        let accepted = ready.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
+        let accepted =
+            accepted.and_then(|()| rustix::net::accept_with(&*served.socket, SocketFlags::CLOEXEC));
+        match accepted {
+            Ok(fd) => serve(UnixStream::from(fd), &served).await,
             // It has gone, or another process that listens here was faster.
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => {}
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a front end");
                 // For lack of descriptors or memory. It is still there after a while.
-                let _ = poll(&mut fds[..1], Some(&ACCEPT_PAUSE));
+                let _ = sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
             }
         }
     }
 }
 
-const ACCEPT_PAUSE: rustix::event::Timespec =
-    rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-fn serve(stream: UnixStream, common: &Arc<Common>, workers: &Workers, stop: &Stop) {
+/// Serves a front end on a thread of its own, and waits for its end.
+async fn serve(stream: UnixStream, served: &Arc<Served>) {
     let Ok(clone) = stream.try_clone() else { return };
-    if !stop.begin(clone) {
-        return;
+    let Some(session) = Session::begin(served, clone) else { return };
+    let work = Arc::new(Mutex::new(Some((stream, session))));
+    loop {
+        let body = {
+            let work = Arc::clone(&work);
+            move || {
+                let work = work.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let Some((stream, session)) = work else { return };
+                let Served { common, workers, .. } = &*session.0;
+                self::session(stream, common, workers);
+            }
+        };
+        match std::thread::Builder::new().name("mica-vhost".to_owned()).spawn(body) {
+            Ok(_) => break,
+            Err(error) => {
+                tracing::warn!(%error, "no thread for a front end: it waits");
+                let paused = served.sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
+                if paused.is_none() {
+                    return;
+                }
+            }
+        }
     }
-    session(stream, common, workers.handles());
-    stop.end();
+    let _ = served.sessions.stop.unless_raised(served.sessions.ended.wait()).await;
 }
 
 /// Serves a front end until it disconnects.

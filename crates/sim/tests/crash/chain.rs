@@ -4,7 +4,7 @@ use crate::qemu;
 use mica_block::{Images, LocalFuture, Manage, Result, Store};
 use mica_gen::owner::Owner;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, content, generate};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_format::{Header, RefcountTableEntry};
 use mica_qcow2_tools::check::{Finding, check};
 use mica_qcow2_tools::open_for_check;
@@ -154,7 +154,7 @@ impl Subject for ChainSubject {
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let writable = mode == Mode::Write;
             let options = ChainOptions {
-                cache_bytes,
+                cache: MapCache::new(cache_bytes),
                 writable,
                 repair: Some(repair_for_opening),
                 ..ChainOptions::default()

@@ -2,7 +2,7 @@
 
 use crate::chain::{ChainSubject, FOLDER, Shape};
 use mica_block::{Disk as _, Images as _, Result, write_all};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImagePlan, ImageWish, Stores, create, finish};
 use mica_qcow2_tools::layout::{CompressionLevel, Compressor, Content, ImageWriter};
 use mica_rt::Buf;
@@ -104,8 +104,11 @@ impl Plain {
     /// Opens it.
     pub(crate) async fn open(&self, mode: Mode) -> Chain {
         let writable = mode == Mode::Write;
-        let options =
-            ChainOptions { cache_bytes: CACHE_BYTES_MIN, writable, ..ChainOptions::default() };
+        let options = ChainOptions {
+            cache: MapCache::new(CACHE_BYTES_MIN),
+            writable,
+            ..ChainOptions::default()
+        };
         Chain::open(Arc::new(self.world.clone()), &Self::top(), &options).await.unwrap()
     }
 

@@ -4,7 +4,7 @@
 use crate::chain::{ChainSubject, Shape};
 use crate::plain::{Plain, read, write};
 use mica_block::{Images as _, LocalFuture, Manage, Result};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
 use mica_qcow2_tools::create::{ImageWish, Stores, create};
 use mica_qcow2_tools::inspect;
 use mica_qcow2_tools::recover::repair_for_opening;
@@ -94,7 +94,7 @@ impl Subject for Growing {
             let writable = mode == Mode::Write;
             let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
             let options = ChainOptions {
-                cache_bytes,
+                cache: MapCache::new(cache_bytes),
                 writable,
                 repair: Some(repair_for_opening),
                 ..ChainOptions::default()

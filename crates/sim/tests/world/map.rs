@@ -10,6 +10,7 @@
 #![expect(clippy::cast_possible_truncation, reason = "images of a few MiB")]
 
 mod bugs;
+mod clones;
 mod files;
 mod model;
 mod random;

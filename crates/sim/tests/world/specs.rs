@@ -7,7 +7,7 @@
 use mica_block::{Disk, Images, Result};
 use mica_gen::owner::OwnerMap;
 use mica_gen::{ChainSpec, Distribution, Feature, Features, generate};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse, MapCache};
 use mica_rt::join_all;
 use mica_sim::{ReadFault, World, scenario};
 use mica_units::{GuestOffset, GuestRange};
@@ -57,7 +57,11 @@ fn generated(world: &World) -> Generated {
 async fn open(world: &World, generated: &Generated) -> Arc<Chain> {
     let images: Arc<dyn Images> = Arc::new(world.clone());
     let cache_bytes = CACHE_BYTES_MIN << (4 * world.random_below(3));
-    let options = ChainOptions { cache_bytes, index: IndexUse::Read, ..ChainOptions::default() };
+    let options = ChainOptions {
+        cache: MapCache::new(cache_bytes),
+        index: IndexUse::Read,
+        ..ChainOptions::default()
+    };
     Arc::new(Chain::open(images, generated.layers.last().unwrap(), &options).await.unwrap())
 }
 

@@ -8,6 +8,7 @@ mod handles;
 mod judged;
 mod locks;
 mod reopened;
+mod shared;
 mod writable;
 
 use mica_block::Store;

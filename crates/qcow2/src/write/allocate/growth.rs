@@ -3,6 +3,7 @@
 use super::super::clusters::Beneath;
 use super::super::header::HeaderChange;
 use super::Space;
+use super::table::RefcountTable;
 use crate::live::TableKind;
 use crate::redo::Stage;
 use mica_block::{Error, ErrorKind, Result, write_all};
@@ -72,11 +73,12 @@ impl Space {
     fn blocks_to_make(&self, region: u64) -> u64 {
         let state = self.lock();
         let index = usize::try_from(region).expect("within the table");
-        let missing = state.table[index..].iter().take_while(|entry| **entry == 0).count() as u64;
+        let missing = (index..).take_while(|index| state.table.get(*index) == Some(0));
         let first = state.cursor.max(self.width.first_of_block(self.bits, region));
         let room = self.width.first_of_block(self.bits, region + 1).saturating_since(first);
         let fit = (BLOCKS_BYTES_MAX / self.bits.bytes()).clamp(1, BLOCKS_MAX);
         let in_sector = SECTOR_ENTRIES - region % SECTOR_ENTRIES;
+        let missing = missing.take(usize::try_from(BLOCKS_MAX).expect("few")).count() as u64;
         // Most of a small region is left for what it is there for.
         missing.min(fit).min(in_sector).min(room / 2).max(1)
     }
@@ -113,8 +115,10 @@ impl Space {
             blocks.for_each(|block| self.metadata.ranges.remove(block));
             return named;
         }
-        let start = usize::try_from(region).expect("within the table");
-        self.lock().table[start..start + entries.len()].copy_from_slice(&entries);
+        let mut state = self.lock();
+        for (region, entry) in (region..).zip(entries) {
+            state.table.set(usize::try_from(region).expect("within the table"), entry);
+        }
         Ok(())
     }
 
@@ -124,7 +128,7 @@ impl Space {
         let (old_table, old_offset, start) = {
             let state = self.lock();
             let covered = self.width.first_of_block(self.bits, state.table.len() as u64);
-            (state.table.clone(), state.table_offset, state.unwritten_from.max(covered))
+            (state.table.to_vec(), state.table_offset, state.unwritten_from.max(covered))
         };
         let plan = GrownTable::plan(self, &old_table, start)?;
         write_all(&*self.metadata.store, plan.bytes(self), plan.at(self)).await?;
@@ -153,7 +157,7 @@ impl Space {
         drop(pages);
         let mut state = self.lock();
         state.table_offset = plan.table_at(self);
-        state.table.clone_from(&plan.table);
+        state.table = RefcountTable::new(plan.table.iter().copied());
         state.unwritten_from = state.unwritten_from.max(plan.end());
         state.min_file_len = state.min_file_len.max(self.bits.start_of(plan.end()).bytes());
     }

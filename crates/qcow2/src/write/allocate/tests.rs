@@ -325,8 +325,8 @@ impl Image {
         let table = self.shape.bits.host_cluster(state.table_offset).number();
         let table_end = table + self.shape.bits.clusters_for(state.table.len() as u64 * 8);
         own(&mut (table..table_end), 1, "the table");
-        let blocks = state.table.iter().filter(|entry| **entry != 0);
-        let blocks = blocks.map(|entry| self.shape.number_at(*entry));
+        let blocks = state.table.to_vec().into_iter().filter(|entry| *entry != 0);
+        let blocks = blocks.map(|entry| self.shape.number_at(entry));
         own(&mut { blocks }, 1, "the blocks");
         let pool = state.pool.iter().flat_map(|run| numbers(run.first, run.count));
         own(&mut { pool }, 1, "the pool");
@@ -343,7 +343,7 @@ impl Image {
         let owners = self.owners();
         let state = self.space.lock();
         state.verify(self.shape.bits);
-        let (table, cursor) = (state.table.clone(), state.cursor.number());
+        let (table, cursor) = (state.table.to_vec(), state.cursor.number());
         let pool: Vec<_> = state.pool.iter().copied().collect();
         drop(state);
         let durable = self.metadata.lock().group.durable;

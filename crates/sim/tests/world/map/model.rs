@@ -1,7 +1,7 @@
 //! Layers that a test fully knows, a walk of them, and the comparison.
 
 use mica_block::{Disk, Extent, ExtentKind, Images, Result};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, IndexUse, MapCache};
 use mica_qcow2_format::{L1Entry, L2Entry, RawL2Entry, Version};
 use mica_rt::Buf;
 use mica_sim::{TinyImage, TinySpec, World};
@@ -122,7 +122,8 @@ pub(crate) fn put(world: &World, layers: &[ModelLayer]) {
 
 pub(crate) async fn open(world: &World, layers: &[ModelLayer], index: IndexUse) -> Arc<Chain> {
     let images: Arc<dyn Images> = Arc::new(world.clone());
-    let options = ChainOptions { cache_bytes: CACHE_BYTES_MIN, index, ..ChainOptions::default() };
+    let options =
+        ChainOptions { cache: MapCache::new(CACHE_BYTES_MIN), index, ..ChainOptions::default() };
     let top = path(layers.len() - 1, layers.last().unwrap());
     Arc::new(Chain::open(images, &top, &options).await.unwrap())
 }

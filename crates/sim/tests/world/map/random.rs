@@ -54,7 +54,7 @@ fn mutate(world: &World, image: &mut TinyImage, entries: &[usize]) {
     }
 }
 
-fn random_layer(
+pub(crate) fn random_layer(
     world: &World,
     disk_bytes: u64,
     backing: Option<(String, &'static str)>,
@@ -96,7 +96,7 @@ fn random_layer(
     ModelLayer { len, image: Image::Qcow2(image) }
 }
 
-fn random_chain(world: &World, layers: usize) -> Vec<ModelLayer> {
+pub(crate) fn random_chain(world: &World, layers: usize) -> Vec<ModelLayer> {
     let disk_bytes = (1 + world.random_below(20_000)) * SECTOR;
     let mut chain: Vec<ModelLayer> = Vec::new();
     for number in 0..layers {
