@@ -76,8 +76,7 @@ impl Daemon {
         let own_disks = config.disks.len();
         let (mut takeover, inherited) = inherit(&mut config)?;
         descriptors::check(&config, open_files_limit())?;
-        let inherited = Sockets::assign(inherited, &config)?;
-        inherited.clear_places(&config)?;
+        let inherited = assigned(inherited, &config)?;
         let overlays = OverlayFolders::prepare(&mut config)?;
         let (outside, own_process) = (outside(&config)?, OwnProcess::open());
         let (sandbox, granted) = confine(&config, own_disks, &inherited)?;
@@ -232,6 +231,13 @@ fn start_workers(config: &Config) -> Result<Arc<Workers>> {
         mica_rt::prepare_doorbells(config.doorbells());
     }
     Ok(workers)
+}
+
+/// Matches each of the `inherited` sockets with its use in `config`, and makes room for the others.
+fn assigned(inherited: Vec<Held>, config: &Config) -> Result<Sockets> {
+    let sockets = Sockets::assign(inherited, config)?;
+    sockets.clear_places(config)?;
+    Ok(sockets)
 }
 
 /// Takes what a process that is taken over, or systemd, passes.

@@ -5,7 +5,8 @@
 //! asked for, reap what completed, fire the timers that are due.
 
 use crate::backend::Backend;
-use crate::core::{Core, Entered, TaskWaker, in_executor};
+use crate::core::{Core, Entered, TaskWaker, current, in_executor};
+use crate::looking::Looking;
 use crate::remote::{Remote, RemoteItem};
 use crate::task;
 use std::future::Future;
@@ -97,6 +98,15 @@ impl Handle {
     pub fn is_writing(&self) -> bool {
         self.remote.is_writing()
     }
+}
+
+/// The right of the current executor to poll instead of sleeping; `None` if enough others poll.
+///
+/// # Panics
+/// Outside an executor.
+pub fn look() -> Option<Looking> {
+    // A simulated one takes no processor, and what it does must not depend on others.
+    if current().is_simulated() { Some(Looking::uncounted()) } else { Looking::begin() }
 }
 
 /// Lets the other tasks that are ready run first.

@@ -37,7 +37,7 @@ pub use backend::Backend;
 pub use buf::{BUF_ALIGN, Buf, SharedMemory};
 pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
-pub use executor::{Executor, Handle, yield_now};
+pub use executor::{Executor, Handle, look, yield_now};
 pub use file::{Access, File};
 pub use file_io::{fallocate, read_at, set_len, sync_data, write_at};
 pub use join::join_all;

@@ -4,7 +4,6 @@
 //! brings the next request does, so at most half of the processors are taken by executors that
 //! poll; the others sleep.
 
-use crate::core::current;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
@@ -28,14 +27,13 @@ pub struct Looking {
 }
 
 impl Looking {
+    /// The right of a simulated executor.
+    pub(crate) fn uncounted() -> Self {
+        Self { counts: false, _thread: PhantomData }
+    }
+
     /// Begins, unless enough executors poll already.
-    ///
-    /// # Panics
-    /// Outside an executor.
-    pub fn begin() -> Option<Self> {
-        if current().is_simulated() {
-            return Some(Self { counts: false, _thread: PhantomData });
-        }
+    pub(crate) fn begin() -> Option<Self> {
         let parts = PARTS.get();
         if parts == 0 && !take(&EXECUTORS, executors_max()) {
             return None;
@@ -73,7 +71,7 @@ fn executors_max() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Backend, Executor};
+    use crate::{Backend, Executor, look};
 
     #[test]
     fn no_more_are_counted_than_may_be() {
@@ -84,26 +82,24 @@ mod tests {
 
     #[test]
     fn parts_of_one_executor_poll_together_and_all_is_given_back() {
-        Executor::new(Backend::Pool).unwrap().block_on(async {
-            // Executors of other tests may poll at the moment.
-            let first = loop {
-                match Looking::begin() {
-                    Some(first) => break first,
-                    None => std::thread::yield_now(),
-                }
-            };
-            let second = Looking::begin().expect("its executor polls already");
-            drop(first);
-            assert_eq!(PARTS.get(), 1);
-            drop(second);
-            assert_eq!(PARTS.get(), 0);
-        });
+        // Executors of other tests may poll at the moment.
+        let first = loop {
+            match Looking::begin() {
+                Some(first) => break first,
+                None => std::thread::yield_now(),
+            }
+        };
+        let second = Looking::begin().expect("its executor polls already");
+        drop(first);
+        assert_eq!(PARTS.get(), 1);
+        drop(second);
+        assert_eq!(PARTS.get(), 0);
     }
 
     #[test]
     fn simulated_executors_always_may() {
         Executor::new(Backend::Sim { seed: 1 }).unwrap().block_on(async {
-            let all: Vec<_> = (0..100).map(|_| Looking::begin()).collect();
+            let all: Vec<_> = (0..100).map(|_| look()).collect();
             assert!(all.iter().all(Option::is_some));
             assert_eq!(PARTS.get(), 0);
         });

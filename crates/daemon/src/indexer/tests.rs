@@ -1,6 +1,6 @@
 use super::*;
 use mica_block::{
-    Disk, Extent, Geometry, IndexProgress, IoFuture, LocalFuture, MapStats, Planned, Result,
+    Disk, Error, Extent, Geometry, IndexProgress, IoFuture, LocalFuture, MapStats, Planned, Result,
     SealState, WriteStats,
 };
 use mica_rt::Buf;
@@ -92,6 +92,10 @@ impl Manage for FakeChain {
     }
 
     fn weakness(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn latch(&self) -> Option<Error> {
         None
     }
 

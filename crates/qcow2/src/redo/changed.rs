@@ -1,5 +1,5 @@
-//! The pages that the log has changed since its last mark, so that it can be compacted: many changes
-//! of one page become one.
+//! The pages that the log has changed since its last mark, so that it can be compacted: many
+//! changes of one page become one.
 //!
 //! Invariants
 //! - I1 Every page that a record since the mark changes is here, with each stage that one has.

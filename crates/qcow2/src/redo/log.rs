@@ -13,8 +13,8 @@ use mica_block::{Error, ErrorKind, RedoMemory, RedoOrigin, Result, Store, Witnes
 use mica_units::HostOffset;
 use std::sync::Arc;
 
-/// Sixteenths of the memory of a log that it takes compacted at most: it is long at four, and so has
-/// room before it is long again.
+/// Sixteenths of the memory of a log that it takes compacted at most: it is long at four, and so
+/// has room before it is long again.
 const COMPACTED_SIXTEENTHS_MAX: u64 = 3;
 
 /// A range that changed and is not in the log yet.
@@ -245,8 +245,8 @@ impl Log {
         Ok(())
     }
 
-    /// Writes what it has since the last mark into the free half, as the pages are now in `content`.
-    /// Returns whether that left room: not if it is much, or if the other half is in use.
+    /// Writes what it has since the last mark into the free half, as the pages are now in
+    /// `content`. Returns whether that left room: not if it is much, or if the half is not free.
     ///
     /// # Errors
     /// As [`Self::append`], if the header cannot be written.
@@ -267,8 +267,8 @@ impl Log {
         self.bytes.resize(GROUP_HEAD_BYTES, 0);
         let mut ranges = Ranges { bytes: &mut self.bytes, zeros: None, zero_pages: 0 };
         for (at, stage) in self.changed.stages() {
-            // What was dropped in the meantime is no longer named by anything; what is not in memory
-            // any more is in the file as it was recorded.
+            // What was dropped in the meantime is no longer named by anything; what is not in
+            // memory any more is in the file as it was recorded.
             if let Some(content) = content(HostOffset::new(at), self.changed.page_len()) {
                 ranges.add(at, content, stage);
             }

@@ -44,8 +44,8 @@ impl PageState {
         self.logging = logging;
     }
 
-    /// Makes a log that is long shorter, if that can be done without a flush. Returns whether it was
-    /// done.
+    /// Makes a log that is long shorter, if that can be done without a flush. Returns whether it
+    /// was done.
     pub(super) fn compact_log(&mut self, space: SpaceState) -> bool {
         // The pages have changes that the log must not have.
         if self.group.has_unlogged {

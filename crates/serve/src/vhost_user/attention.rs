@@ -5,7 +5,7 @@
 //! through the scheduler. Polling for as long as that takes costs no more. If polling found nothing
 //! it is not repeated until a sleep turns out to have been short.
 
-use mica_rt::{Instant, Looking};
+use mica_rt::{Instant, Looking, look};
 use std::time::Duration;
 
 /// How long it polls: about as long as a sleep and a wake-up take, so that polling in vain costs no
@@ -57,7 +57,7 @@ impl Attention {
         }
         if self.until.is_none()
             && self.pays
-            && let Some(looking) = Looking::begin()
+            && let Some(looking) = look()
         {
             self.until = Some((looking, now.after(LOOK)));
             return Pause::Begin;

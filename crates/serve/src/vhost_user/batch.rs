@@ -1,12 +1,12 @@
 //! How many of the requests that are there a queue begins before it gives answers.
 //!
-//! A queue that works off all of them first leaves the driver without anything to do until then, and
-//! has nothing to do itself while the driver takes the answers and makes new requests: each waits
-//! for the other. Answers after every few requests let both work at the same time, but waking the
-//! driver costs as much as two or three requests. So batches are as large as they can be while the
-//! queue does not run dry: they shrink when it did and the driver had been waiting, and grow slowly
-//! while it did not. While other queues of the device are busy, too, the driver always has something
-//! to do, and a batch is all that is there.
+//! A queue that works off all of them first leaves the driver without anything to do until then,
+//! and has nothing to do itself while the driver takes the answers and makes new requests: each
+//! waits for the other. Answers after every few requests let both work at the same time, but waking
+//! the driver costs as much as two or three requests. So batches are as large as they can be while
+//! the queue does not run dry: they shrink when it did and the driver had been waiting, and grow
+//! slowly while it did not. While other queues of the device are busy, too, the driver always has
+//! something to do, and a batch is all that is there.
 
 use mica_rt::Instant;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -83,8 +83,8 @@ impl Space {
         missing.min(fit).min(in_sector).min(room / 2).max(1)
     }
 
-    /// Makes the table at `table_offset` name `count` blocks from cluster `first` on, for `region` and
-    /// those after it, all with one change.
+    /// Makes the table at `table_offset` name `count` blocks from cluster `first` on, for `region`
+    /// and those after it, all with one change.
     async fn name_blocks(
         &self,
         first: HostCluster,
