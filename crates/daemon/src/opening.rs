@@ -4,7 +4,7 @@ use crate::ephemeral;
 use crate::servers::Resources;
 use crate::settings::{DiskSettings, ImageSettings, IndexMode};
 use mica_block::{Error, Manage, Result};
-use mica_qcow2::{ChainOptions, IndexUse, MapCache};
+use mica_qcow2::{ChainOptions, IndexUse, MapCache, Sharing};
 use mica_rt::{Backend, Executor};
 use std::path::Path;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub(crate) fn open(
         false => mica_stack::open(&path, format, options, &chain).await,
     };
     let opened = match place {
-        Place::Workers => workers.run(open)??,
+        Place::Workers => workers.run_in_turn(open)??,
         Place::Aside => {
             let executor = Executor::new(Backend::Pool)
                 .map_err(|error| Error::from_io("opening an image", error))?;
@@ -70,5 +70,11 @@ pub(crate) fn chain_options(
     };
     cache.grow_to(images.cache_bytes()?);
     let (cache, snapshot) = (cache.clone(), settings.load_snapshot.clone());
-    Ok(ChainOptions { cache, index, snapshot, writable: false, repair: None })
+    // What another disk found in sidecars that this one does not trust, or in files that others may
+    // write, is not for it.
+    let sharing = match index == IndexUse::Ignore || images.force_share {
+        true => Sharing::Alone,
+        false => Sharing::WithClones,
+    };
+    Ok(ChainOptions { cache, sharing, index, snapshot, writable: false, repair: None })
 }

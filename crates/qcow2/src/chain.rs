@@ -9,7 +9,7 @@ mod push;
 
 use crate::gate::Gate;
 use crate::header_io::read_header;
-use crate::index::cache::MapCache;
+use crate::index::cache::{MapCache, Sharing};
 use crate::layer::Layer;
 use crate::map::{Map, Rest};
 use crate::open::open_layers;
@@ -49,6 +49,8 @@ pub type Repair = fn(Arc<dyn Store>, Header) -> LocalFuture<'static, Result<Head
 pub struct ChainOptions {
     /// Memory for its map, which it shares with all chains that are opened with clones of this.
     pub cache: MapCache,
+    /// Whether it shares with them what it knows of layers that they have in common.
+    pub sharing: Sharing,
     /// Whether the sidecars are used.
     pub index: IndexUse,
     /// An internal snapshot of the active layer, by id or name, to read instead of its present.
@@ -64,6 +66,7 @@ impl Default for ChainOptions {
     fn default() -> Self {
         Self {
             cache: MapCache::default(),
+            sharing: Sharing::WithClones,
             index: IndexUse::Read,
             snapshot: None,
             writable: false,
@@ -103,7 +106,7 @@ impl Chain {
         let opening_ns = images.now_ns();
         let wanted = (options.snapshot.as_deref(), options.writable);
         let (layers, metadata) = open_layers(&*images, path, wanted).await?;
-        let map = Map::new(images, layers, options.cache.clone(), opening_ns);
+        let map = Map::new(images, layers, options.cache.clone(), (opening_ns, options.sharing));
         let gate = Arc::default();
         let writer = match metadata {
             Some(metadata) => {

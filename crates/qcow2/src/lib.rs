@@ -28,7 +28,7 @@ mod write;
 
 pub use chain::{Chain, ChainOptions, IndexUse, Repair};
 pub use header_io::{open_data_file, read_header, read_header_as};
-pub use index::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, MapCache};
+pub use index::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, MapCache, Sharing};
 pub use open::loop_error;
 pub use redo::{read_over, replay_redo_log};
 pub use write::grow::check_resizable;

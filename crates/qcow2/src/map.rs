@@ -5,7 +5,7 @@
 mod read;
 
 use crate::decoded::DecodedClusters;
-use crate::index::cache::MapCache;
+use crate::index::cache::{MapCache, Sharing};
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
@@ -44,16 +44,16 @@ pub(crate) enum Rest {
 
 impl Map {
     /// The map of `layers`, from the base, which were about to be opened at `opening_ns`, with its
-    /// slices in `cache`.
+    /// slices in `cache`; `sharing` says whether clones share them.
     pub(crate) fn new(
         images: Arc<dyn Images>,
         layers: Vec<Arc<Layer>>,
         cache: MapCache,
-        opening_ns: i128,
+        (opening_ns, sharing): (i128, Sharing),
     ) -> Arc<Self> {
         let layers = Layers::new(layers);
         let len = layers.active().len();
-        let frozen = cache.frozen(layers.frozen(), opening_ns);
+        let frozen = cache.frozen(layers.frozen(), opening_ns, sharing);
         Arc::new(Self {
             images,
             layers: ArcSwap::from_pointee(layers),

@@ -47,8 +47,8 @@ impl Workers {
         Ok(Arc::new(workers))
     }
 
-    /// Runs what `make` makes on one of them, the next one each time, and waits for it. Not to be
-    /// called on one of them.
+    /// Runs what `make` makes on the first of them, and waits for it. Not to be called on one of
+    /// them.
     ///
     /// # Errors
     /// `Io` if they ended before it did, by a failure in the server.
@@ -58,9 +58,31 @@ impl Workers {
         M: FnOnce() -> F + Send + 'static,
         F: Future<Output = T> + 'static,
     {
+        // Always the same: another one that hangs holds up nobody who waits here.
+        self.run_on(0, make)
+    }
+
+    /// The same on the next one each time, for what is done at the same time for many.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_in_turn<T, M, F>(&self, make: M) -> Result<T>
+    where
+        T: Send + 'static,
+        M: FnOnce() -> F + Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
+        self.run_on(self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len(), make)
+    }
+
+    fn run_on<T, M, F>(&self, worker: usize, make: M) -> Result<T>
+    where
+        T: Send + 'static,
+        M: FnOnce() -> F + Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
         let (sender, receiver) = mpsc::channel();
-        let next = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
-        self.handles[next].spawn_with(move || async move {
+        self.handles[worker].spawn_with(move || async move {
             // The one that asked waits below.
             let _ = sender.send(make().await);
         });

@@ -53,6 +53,16 @@ const DIRECTORY_MEMORY_BYTES: u64 = 384;
 /// Counters of changes: enough that loaders and writers of other slices rarely share one.
 const VERSIONS: usize = 64;
 
+/// Whether a chain shares what it knows of its frozen layers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Sharing {
+    /// With chains of the same cache that have the same ones.
+    WithClones,
+    /// With none: others trust sidecars that it does not, or it does not keep others from writing
+    /// these layers.
+    Alone,
+}
+
 /// Memory for the maps of chains, under one budget: of all chains that are opened with clones of
 /// it.
 #[derive(Clone)]

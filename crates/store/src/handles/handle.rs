@@ -30,6 +30,9 @@ pub(crate) struct Handle {
     /// Where it is in the ring; read and written under the ring's lock.
     pub(super) position: AtomicUsize,
     pub(super) kind: FileKind,
+    /// The same each time it is opened; known without the slot, which may be held while a file
+    /// system hangs.
+    store_identity: StoreIdentity,
     access: Access,
     /// Whether QEMU's locks are taken each time it is opened.
     locking: Locking,
@@ -40,9 +43,10 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub(super) fn new(located: &Located, mode: Mode, align: Alignment) -> Self {
+        let identity = located.identity(located.regular_len());
         let slot = Slot {
             file: None,
-            identity: located.identity(located.regular_len()),
+            identity,
             closed_ns: now_ns(),
             refused: None,
             is_being_proved: false,
@@ -52,6 +56,7 @@ impl Handle {
             used: AtomicBool::new(false),
             position: AtomicUsize::new(0),
             kind: located.kind(),
+            store_identity: StoreIdentity::from(&identity),
             access: mode.access,
             locking: mode.locking,
             align,
@@ -72,7 +77,7 @@ impl Handle {
     }
 
     pub(crate) fn store_identity(&self) -> StoreIdentity {
-        StoreIdentity::from(&self.lock().identity)
+        self.store_identity
     }
 
     /// The file, if it is open, and its identity then.

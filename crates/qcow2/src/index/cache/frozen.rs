@@ -4,7 +4,7 @@
 //! same order, if the timestamps of these files prove that none of them changed since the first of
 //! those chains was opened: what that found in them holds for all.
 
-use super::{Common, MapCache, Owner};
+use super::{Common, MapCache, Owner, Sharing};
 use crate::layer::Layer;
 use mica_block::Identity;
 use std::collections::HashMap;
@@ -34,16 +34,25 @@ impl Drop for Frozen {
 impl MapCache {
     /// What is known of the layers beneath the active one of a chain, `frozen`, which was about to
     /// be opened at `opening_ns`.
-    pub(crate) fn frozen(&self, frozen: &[Arc<Layer>], opening_ns: i128) -> Arc<Frozen> {
+    pub(crate) fn frozen(
+        &self,
+        frozen: &[Arc<Layer>],
+        opening_ns: i128,
+        sharing: Sharing,
+    ) -> Arc<Frozen> {
         let name = name_of(frozen);
+        let owner = Owner::new(self);
+        let cache = Arc::downgrade(&self.0);
+        let new = move || Arc::new(Frozen { cache, owner, name, opening_ns });
+        // An image without layers beneath it has nothing in common with others.
+        if frozen.is_empty() || sharing == Sharing::Alone {
+            return new();
+        }
         let mut known = self.0.frozen.lock();
         if let Some(found) = known.get(&name).and_then(Weak::upgrade) {
-            // An image without layers beneath it has nothing in common with others.
-            let is_same = !frozen.is_empty()
-                && frozen
-                    .iter()
-                    .all(|layer| layer.identity.proves_unchanged_since(found.opening_ns));
-            if is_same {
+            let proves =
+                |layer: &Arc<Layer>| layer.identity.proves_unchanged_since(found.opening_ns);
+            if frozen.iter().all(proves) {
                 return found;
             }
             // It may be the last reference, whose end takes the lock.
@@ -51,15 +60,8 @@ impl MapCache {
             drop(found);
             known = self.0.frozen.lock();
         }
-        let new = Arc::new(Frozen {
-            cache: Arc::downgrade(&self.0),
-            owner: Owner::new(self),
-            name,
-            opening_ns,
-        });
-        if !frozen.is_empty() {
-            known.insert(name, Arc::downgrade(&new));
-        }
+        let new = new();
+        known.insert(name, Arc::downgrade(&new));
         new
     }
 }

@@ -17,7 +17,7 @@ fn slice(layer: usize, runs: u32) -> Slice {
 
 /// Two chains with the same frozen layers.
 fn clones(shared: &MapCache) -> [SliceCache; 2] {
-    let frozen = shared.frozen(&[], 0);
+    let frozen = shared.frozen(&[], 0, Sharing::WithClones);
     [(); 2].map(|()| SliceCache::new(shared.clone(), Arc::clone(&frozen)))
 }
 
@@ -28,7 +28,7 @@ fn insert(cache: &SliceCache, number: u64, slice: Slice) {
 #[test]
 fn chains_together_hold_no_more_than_the_budget() {
     let shared = MapCache::new(CACHE_BYTES_MIN);
-    let alone = || SliceCache::new(shared.clone(), shared.frozen(&[], 0));
+    let alone = || SliceCache::new(shared.clone(), shared.frozen(&[], 0, Sharing::WithClones));
     let chains: Vec<_> = (0..8).map(|_| alone()).collect();
     for number in 0..500 {
         chains.iter().for_each(|chain| insert(chain, number, slice(0, 8)));
