@@ -2,8 +2,8 @@
 
 use super::model::{ModelLayer, build, compare, path, put};
 use super::random::{random_chain, random_layer};
-use mica_block::{Disk, Images, Manage};
-use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache};
+use mica_block::{Images, Manage};
+use mica_qcow2::{CACHE_BYTES_MIN, Chain, ChainOptions, MapCache, Sharing};
 use mica_sim::{World, scenario};
 use std::path::Path;
 use std::sync::Arc;
@@ -89,21 +89,40 @@ fn map_of_each_clone_is_what_a_naive_walk_of_it_finds() {
     });
 }
 
+/// How many walks the first and the second of two clones of one base make, of which the second is
+/// opened with this `sharing`.
+async fn walks_of_two(world: World, sharing: Sharing) -> [u64; 2] {
+    let cache = MapCache::new(16 << 20);
+    let options = ChainOptions { cache, ..ChainOptions::default() };
+    let of_second = ChainOptions { sharing, ..options.clone() };
+    let mut clones = Clones::new(world, 20);
+    // The one that ends last sees all slices that the other one has.
+    let mut order = [0, 1];
+    order.sort_by_key(|clone| std::cmp::Reverse(clones.actives[*clone].as_ref().unwrap().len));
+    let both = [
+        (order[0], clones.open(order[0], &options).await),
+        (order[1], clones.open(order[1], &of_second).await),
+    ];
+    for (clone, chain) in &both {
+        clones.compare(*clone, chain).await;
+    }
+    both.map(|(_, chain)| chain.map_stats().walks)
+}
+
 #[test]
 fn second_clone_walks_no_layer_that_the_first_has_walked() {
     scenario(20, |world| async move {
-        let cache = MapCache::new(16 << 20);
-        let options = ChainOptions { cache, ..ChainOptions::default() };
-        let mut clones = Clones::new(world, 20);
-        let (first, second) = (clones.open(0, &options).await, clones.open(1, &options).await);
-        // The one that ends last sees all slices that the other one has.
-        let mut both = [(0, first), (1, second)];
-        both.sort_by_key(|(_, chain)| std::cmp::Reverse(chain.geometry().len));
-        for (clone, chain) in &both {
-            clones.compare(*clone, chain).await;
-        }
-        let walks = both.map(|(_, chain)| chain.map_stats().walks);
+        let walks = walks_of_two(world, Sharing::WithClones).await;
         assert!(walks[0] > 0 && walks[1] == 0, "{walks:?}");
+    });
+}
+
+/// One that trusts no sidecars, or does not lock its files, believes nothing that others found.
+#[test]
+fn clone_that_is_alone_walks_its_layers_itself() {
+    scenario(20, |world| async move {
+        let walks = walks_of_two(world, Sharing::Alone).await;
+        assert!(walks[0] > 0 && walks[1] > 0, "{walks:?}");
     });
 }
 
