@@ -107,6 +107,13 @@ pub(super) fn rewrites(
     Ok(())
 }
 
+/// Writes out what earlier loads left in the page cache of `file`. Otherwise a faster server has
+/// more of it in the later ones, up to where the kernel makes every writer sleep
+/// (`vm.dirty_background_ratio`), and loses by what it did before.
+fn settle(file: &Path) -> Result<()> {
+    Ok(fs::File::open(file)?.sync_all()?)
+}
+
 /// Drops `file` from the page cache. Made by long writes, it is cached in pieces of up to 2 MiB,
 /// and for each write the kernel (ext4, Linux 6.18) examines every block of a piece: that would be
 /// most of what is measured, for any server. A guest that fills its disk by small writes has small
@@ -135,6 +142,7 @@ pub(super) fn allocating(
     let mut written = BTreeMap::new();
     let shares = places.chunks(places.len().div_ceil(SHAPES.len()));
     for (number, (shape, places)) in (1..).zip(SHAPES.into_iter().zip(shares)) {
+        settle(&overlay)?;
         let load = DiskLoad {
             seed: seed(sample.repeat, number),
             limit: context.limit,

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 const REQUESTS_MIN: usize = 2;
 const REQUESTS_MAX: usize = 64;
-/// Batches after which they may be larger by one: running dry costs as much as many calls.
-const GROWS_AFTER: u32 = 256;
+/// Batches after which they may be larger by one: running dry costs as much as several calls.
+const GROWS_AFTER: u32 = 64;
 /// Looks at an empty ring after which the queue was idle: a few may be due to other queues of the
 /// executor, which are served in between.
 const IDLE_LOOKS: u32 = 4;
