@@ -137,7 +137,7 @@ impl Map {
             Ok(()) => {}
             Err(Rest::Impossible(error)) => return Err(error),
             Err(Rest::From(done)) => {
-                self.plan_rest(range, done, &mut extents).await?;
+                Box::pin(self.plan_rest(range, done, &mut extents)).await?;
             }
         }
         Ok(extents)

@@ -14,7 +14,9 @@ pub fn join_all<F: Future>(
     async move {
         match <[F; 1]>::try_from(futures) {
             Ok([only]) => vec![only.await],
-            Err(futures) => join_many(futures).await,
+            Err(futures) if futures.is_empty() => Vec::new(),
+            // Boxed: it would make those who wait for one future as large.
+            Err(futures) => Box::pin(join_many(futures)).await,
         }
     }
 }

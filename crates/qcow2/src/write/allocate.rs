@@ -157,7 +157,7 @@ impl Space {
             }
             let Some(_claim) = self.refill.claim_or_wait(0).await else { continue };
             if self.lock().pool.is_empty() {
-                self.count_ahead(wanted.max(self.ahead())).await?;
+                Box::pin(self.count_ahead(wanted.max(self.ahead()))).await?;
             }
         }
     }
@@ -170,7 +170,7 @@ impl Space {
         }
         let Some(_claim) = self.refill.try_claim(0) else { return Ok(()) };
         // A failure is reported to the request that needs the clusters.
-        let _ = self.count_ahead(self.ahead()).await;
+        let _ = Box::pin(self.count_ahead(self.ahead())).await;
         Ok(())
     }
 

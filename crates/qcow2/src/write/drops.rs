@@ -153,6 +153,6 @@ impl Writer {
             let pages = self.metadata.lock();
             entries.iter().any(|entry| pages.is_zeroed(self.place_of(entry)))
         };
-        if is_fresh { self.flush().await } else { Ok(()) }
+        if is_fresh { Box::pin(self.flush()).await } else { Ok(()) }
     }
 }

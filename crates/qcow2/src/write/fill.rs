@@ -134,6 +134,10 @@ impl Parts {
         self.parts.push(Part { host, len, source });
     }
 
+    fn copy_anything(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part.source, Source::Visible(_)))
+    }
+
     /// The parts, grouped so that each group is a single write.
     fn batches(&self) -> impl Iterator<Item = &[Part]> {
         self.parts.chunk_by(|one, next| {
@@ -146,12 +150,11 @@ impl Parts {
 impl Writer {
     /// Writes the parts.
     pub(super) async fn write_parts(&self, parts: Parts, mut guest: Guest) -> Result<()> {
-        let reads = parts.parts.iter().filter_map(|part| match part.source {
-            Source::Visible(start) => Some(self.read_visible(start, part.len)),
-            Source::Guest | Source::Zeros => None,
-        });
-        let visible: Result<Vec<_>> = mica_rt::join_all(reads).await.into_iter().collect();
-        let mut visible = visible?.into_iter();
+        let mut visible = match parts.copy_anything() {
+            true => Box::pin(self.read_all_visible(&parts)).await?,
+            false => Vec::new(),
+        }
+        .into_iter();
         let mut ready = Vec::new();
         for batch in parts.batches() {
             let host = batch[0].host;
@@ -169,6 +172,15 @@ impl Writer {
             result.map_err(|error| error.wrap(self.data.name()))?;
         }
         Ok(())
+    }
+
+    /// Reads all that is copied, in order.
+    async fn read_all_visible(&self, parts: &Parts) -> Result<Vec<Buf>> {
+        let reads = parts.parts.iter().filter_map(|part| match part.source {
+            Source::Visible(start) => Some(self.read_visible(start, part.len)),
+            Source::Guest | Source::Zeros => None,
+        });
+        mica_rt::join_all(reads).await.into_iter().collect()
     }
 
     /// Reads what shows at `start`.

@@ -80,7 +80,7 @@ impl Writer {
             let raw = self.metadata.lock().get(at, bytes).and_then(|table| self.l2.raw(table, 0));
             match raw {
                 Some(raw) => return Ok(Entry { cluster, table, at, raw }),
-                None => self.metadata.load(at).await?,
+                None => Box::pin(self.metadata.load(at)).await?,
             }
         }
     }
@@ -112,7 +112,7 @@ impl Writer {
             let Some(_claim) = self.tables.claim_or_wait(index).await else { continue };
             // Another request may have created it between the look and the claim.
             if self.l1_entry(index).await? == entry {
-                return self.make_table(index, entry).await;
+                return Box::pin(self.make_table(index, entry)).await;
             }
         }
     }
@@ -236,7 +236,7 @@ impl Writer {
             };
             // Reading one page must not evict another.
             pinned.push(self.metadata.pin(missing, self.l2.entry_bytes() as u64));
-            self.metadata.load(missing).await?;
+            Box::pin(self.metadata.load(missing)).await?;
         }
     }
 

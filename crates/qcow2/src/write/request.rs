@@ -1,4 +1,7 @@
 //! A write that changes metadata: claim, reserve, write the data, link, publish.
+//!
+//! What few requests wait for is boxed, here and in what this calls: the future of each request has
+//! room for all that it may wait for, and is allocated and moved as a whole.
 
 use super::Writer;
 use super::fill::Parts;
@@ -76,7 +79,9 @@ impl Writer {
         mut transact: impl AsyncFnMut(GuestRange) -> Result<()>,
     ) -> Result<()> {
         self.check_writable(range)?;
-        self.mark_in_use().await?;
+        if !self.header.is_marked() {
+            Box::pin(self.mark_in_use()).await?;
+        }
         self.wrote.store(true, Ordering::Release);
         let mut pace = Pace::new(CLUSTERS_PER_TURN);
         let mut at = range.start().bytes();
@@ -85,7 +90,7 @@ impl Writer {
             let stop = self.transaction_end(at).min(end);
             let part = GuestRange::between(GuestOffset::new(at), GuestOffset::new(stop));
             if let Err(error) = transact(part.expect("it goes on")).await {
-                return Err(self.note_corruption(error).await);
+                return Err(Box::pin(self.note_corruption(error)).await);
             }
             self.flush_if_over_limit().await?;
             // Nothing is claimed between two transactions.
@@ -123,7 +128,8 @@ impl Writer {
             offers.push(offer);
         }
         let taken = Taken(offers);
-        let result = self.write_transaction(Guest::new(pieces)).await;
+        // In two boxes of less than a kilobyte: glibc has those at hand.
+        let result = Box::pin(self.write_transaction(Guest::new(pieces))).await;
         taken.finish(&result);
         drop(claimed);
         result
@@ -149,7 +155,7 @@ impl Writer {
         let changes: Vec<_> =
             plans.into_iter().filter_map(|plan| self.change_of(&ranges, plan, &visible)).collect();
         if changes.is_empty() {
-            self.load_slices(lowest.start(), highest.end()).await;
+            Box::pin(self.load_slices(lowest.start(), highest.end())).await;
             return Ok(());
         }
         // From here on the clusters are not returned: some may be linked when the rest fails.
@@ -215,6 +221,6 @@ impl Writer {
             let is_dirty = pages.dirty_count() > DIRTY_PAGES_MAX;
             is_long || is_dirty || pages.group.freed.len() > FREED_MAX
         };
-        if is_much { self.flush().await } else { Ok(()) }
+        if is_much { Box::pin(self.flush()).await } else { Ok(()) }
     }
 }
