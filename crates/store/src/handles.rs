@@ -46,7 +46,9 @@ use mica_block::{Error, Result};
 use mica_rt::{Access, File};
 use reopened::Proving;
 use ring::Ring;
-use rustix::io::Errno;
+use rustix::fd::RawFd;
+use rustix::fs::{Mode as FileMode, OFlags, open};
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use slot::Slot;
 use std::io;
 use std::path::Path;
@@ -287,6 +289,21 @@ pub fn raise_open_files_limit() -> io::Result<u64> {
         setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })?;
     }
     Ok(limit.maximum.unwrap_or(u64::MAX))
+}
+
+/// Descriptors for which [`enlarge_descriptor_table`] makes room at most: 128 KiB of the system's
+/// memory.
+const TABLE_MAX: usize = 16 << 10;
+
+/// Makes room in the process's table of descriptors, as far as the limit of open files goes. The
+/// system doubles the table as it fills; if the process has several threads by then, the thread that
+/// opens a file waits for all processors each time, for 10 to 20 ms. So this is called before there
+/// are others.
+pub fn enlarge_descriptor_table() {
+    let last = open_files_limit().clamp(1, TABLE_MAX) - 1;
+    let Ok(root) = open("/", OFlags::PATH | OFlags::CLOEXEC, FileMode::empty()) else { return };
+    // The table stays as long as it was once. If that is refused, everything is only slower.
+    let _ = fcntl_dupfd_cloexec(root, RawFd::try_from(last).unwrap_or(0));
 }
 
 /// The result of [`Handles::get`].
