@@ -38,7 +38,7 @@ pub(crate) use known::SharedHandle;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{no_direct, open_flags};
+use crate::kind::no_direct;
 use crate::located::Located;
 use handle::OpenFailure;
 use known::Known;
@@ -163,8 +163,8 @@ impl Handles {
     /// Opens what was `located` for reading. An idle descriptor is closed if there is no other.
     pub(crate) fn open_located(&self, located: &Located, access: Access) -> Result<File> {
         loop {
-            match located.open(open_flags(access)) {
-                Ok(fd) => return Ok(File::new(fd, access)),
+            match located.open_reader(access) {
+                Ok(file) => return Ok(file),
                 Err(Errno::MFILE | Errno::NFILE) if self.give_way() => {}
                 Err(Errno::INVAL) if access == Access::Direct => {
                     return Err(no_direct(located.path()));
