@@ -52,6 +52,15 @@ impl FileStore {
             located.check_readable()?;
             return Ok(Self::of(located, handles.join(located, mode, Alignment::NONE)));
         }
+        Self::new_opened(located, cache, handles)
+    }
+
+    /// As [`Self::new`], for a file that is read at once: it is opened now.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn new_opened(located: &Located, cache: CacheMode, handles: &Arc<Handles>) -> Result<Self> {
+        let mode = Mode { access: cache.access(), locking: Locking::Off };
         let file = handles.open_located(located, mode.access)?;
         Self::opened(located, file, mode, handles)
     }
