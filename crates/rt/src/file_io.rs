@@ -40,8 +40,8 @@ pub fn sync_data(file: &Arc<File>) -> impl Future<Output = io::Result<()>> + use
     RawOp::start(OpKind::SyncData { file: Arc::clone(file), way: Way::Ring }).outcome()
 }
 
-/// Begins to read `len` bytes at `offset` of `file`, which is not read past the page cache, into the
-/// page cache; resolves when that is under way. It may be ignored, and never changes what is read.
+/// Begins to read `len` bytes at `offset` of `file`, which is read through the page cache, into
+/// that; resolves when that is under way. It may be ignored, and never changes what is read.
 ///
 /// # Panics
 /// Outside an executor.

@@ -296,8 +296,8 @@ pub fn raise_open_files_limit() -> io::Result<u64> {
 const TABLE_MAX: usize = 16 << 10;
 
 /// Makes room in the process's table of descriptors, as far as the limit of open files goes. The
-/// system doubles the table as it fills; if the process has several threads by then, the thread that
-/// opens a file waits for all processors each time, for 10 to 20 ms. So this is called before there
+/// system doubles the table as it fills; if the process has several threads by then, whoever opens
+/// a file waits for all processors each time, for 10 to 20 ms. So this is called before there
 /// are others.
 pub fn enlarge_descriptor_table() {
     let last = open_files_limit().clamp(1, TABLE_MAX) - 1;
