@@ -92,9 +92,9 @@ impl StoreIdentity {
 
 /// A place for bytes. Shared by all queues; each call runs on the executor of the calling thread.
 ///
-/// Only the changes have defaults: they refuse, as on a store that was opened for reading, so that
-/// a wrapper that forgets to forward one fails at its first use. A default for a query could be a
-/// wrong answer that nobody would notice.
+/// Only the changes and the hints have defaults. Changes refuse, as on a store that was opened for
+/// reading, so that a wrapper that forgets to forward one fails at its first use. A default for a
+/// query could be a wrong answer that nobody would notice.
 pub trait Store: Send + Sync {
     /// Fills `buf` from `offset` on. What is beyond the end reads as zeros, as it does in QEMU.
     fn read_at(&self, buf: Buf, offset: HostOffset) -> IoFuture;
@@ -141,6 +141,20 @@ pub trait Store: Send + Sync {
     /// A witness that shows later whether the system lost what was written until now. Does not wait
     /// for a device.
     fn witness(&self) -> Witness;
+
+    /// Whether the byte at `offset` can be read without waiting for a device, or hints are useless
+    /// here. Does not wait for one either. A hint.
+    fn is_cached(&self, offset: HostOffset) -> bool {
+        let _ = offset;
+        true
+    }
+
+    /// Begins to bring `len` bytes at `offset` to where reads need not wait for a device; resolves
+    /// when that is under way. A hint: it changes nothing that is read, and has no errors.
+    fn read_ahead(&self, offset: HostOffset, len: u64) -> LocalFuture<'static, ()> {
+        let _ = (offset, len);
+        Box::pin(std::future::ready(()))
+    }
 
     /// Writes all of `buf` from `offset` on. Reads that start after it completed see it; it is
     /// durable after the next [`Store::sync`]. The store grows if the end is beyond its own. `buf`

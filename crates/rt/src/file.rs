@@ -1,17 +1,21 @@
 //! Open files of the host.
 
+use crate::file_system::FileSystem;
+use rustix::fs::{FileType, FsWord};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What `fstatfs` calls ext2, ext3 and ext4.
-const EXT_MAGIC: rustix::fs::FsWord = 0xef53;
-const FUSE_MAGIC: rustix::fs::FsWord = 0x6573_5546;
+const EXT_MAGIC: FsWord = 0xef53;
+const FUSE_MAGIC: FsWord = 0x6573_5546;
 
 /// An open regular file or block device. Operations hold it by `Arc`, so that its descriptor stays
 /// open until the last of them completed.
 #[derive(Debug)]
 pub struct File {
+    /// Dropped before the descriptor ([`FileSystem`] I1).
+    _system: Option<Arc<FileSystem>>,
     fd: OwnedFd,
     access: Access,
     /// Whether it is a regular file, not a device.
@@ -49,10 +53,26 @@ pub(crate) enum Way {
 impl File {
     /// Wraps an open descriptor.
     pub fn new(fd: OwnedFd, access: Access) -> Self {
-        use rustix::fs::{FileType, fstat, fstatfs};
+        use rustix::fs::{fstat, fstatfs};
         let is_regular = fstat(&fd)
             .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
         let magic = fstatfs(&fd).map_or(0, |system| system.f_type);
+        Self::of(fd, access, is_regular, (magic, None))
+    }
+
+    /// Wraps an open descriptor of a file of type `kind` on `system`: as [`Self::new`], without
+    /// asking for what the caller knows.
+    pub fn on(fd: OwnedFd, access: Access, kind: FileType, system: Arc<FileSystem>) -> Self {
+        let magic = system.magic();
+        Self::of(fd, access, kind == FileType::RegularFile, (magic, Some(system)))
+    }
+
+    fn of(
+        fd: OwnedFd,
+        access: Access,
+        is_regular: bool,
+        (magic, _system): (FsWord, Option<Arc<FileSystem>>),
+    ) -> Self {
         // Of a device this is where its node is.
         let is_on_ext = is_regular && magic == EXT_MAGIC;
         let write_way = match magic {
@@ -64,7 +84,18 @@ impl File {
         // It asks its server for attributes even if the caller must not wait.
         let read_way = if magic == FUSE_MAGIC { Way::Thread } else { Way::Ring };
         let has_locks = AtomicBool::new(false);
-        Self { fd, access, is_regular, is_on_ext, read_way, write_way, has_locks, in_place: None }
+        let in_place = None;
+        Self {
+            _system,
+            fd,
+            access,
+            is_regular,
+            is_on_ext,
+            read_way,
+            write_way,
+            has_locks,
+            in_place,
+        }
     }
 
     /// How it was opened.

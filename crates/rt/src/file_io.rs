@@ -40,6 +40,31 @@ pub fn sync_data(file: &Arc<File>) -> impl Future<Output = io::Result<()>> + use
     RawOp::start(OpKind::SyncData { file: Arc::clone(file), way: Way::Ring }).outcome()
 }
 
+/// Begins to read `len` bytes at `offset` of `file`, which is read through the page cache, into
+/// that; resolves when that is under way. It may be ignored, and never changes what is read.
+///
+/// # Panics
+/// Outside an executor.
+pub fn read_ahead(
+    file: &Arc<File>,
+    offset: u64,
+    len: u32,
+) -> impl Future<Output = io::Result<()>> + use<> {
+    let (file, way) = (Arc::clone(file), file.read_way());
+    RawOp::start(OpKind::ReadAhead { file, offset, len, way }).outcome()
+}
+
+/// Whether the byte at `offset` of `file` is in the page cache. Also if nothing tells.
+pub fn is_cached(file: &File, offset: u64) -> bool {
+    use rustix::io::{Errno, ReadWriteFlags, preadv2};
+    if file.read_way() != Way::Ring {
+        return true;
+    }
+    let mut byte = [0];
+    let room = &mut [io::IoSliceMut::new(&mut byte)];
+    preadv2(file, room, offset, ReadWriteFlags::NOWAIT) != Err(Errno::AGAIN)
+}
+
 /// Changes the space of `len` bytes at `offset`, as `mode` says.
 ///
 /// # Panics

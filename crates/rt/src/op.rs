@@ -24,6 +24,7 @@ pub(crate) enum OpKind {
     Read { file: Arc<File>, buf: Buf, offset: u64, done: usize, way: Way },
     Write { file: Arc<File>, buf: Buf, offset: u64, done: usize, way: Way },
     SyncData { file: Arc<File>, way: Way },
+    ReadAhead { file: Arc<File>, offset: u64, len: u32, way: Way },
     Fallocate { file: Arc<File>, mode: FallocateFlags, offset: u64, len: u64, way: Way },
     SetLen { file: Arc<File>, len: u64 },
     Recv { socket: Arc<Socket>, buf: Buf },
@@ -84,6 +85,7 @@ impl OpKind {
                 }
             },
             Self::SyncData { .. }
+            | Self::ReadAhead { .. }
             | Self::Fallocate { .. }
             | Self::SetLen { .. }
             | Self::Recv { .. }
@@ -97,6 +99,7 @@ impl OpKind {
             Self::Read { way, .. }
             | Self::Write { way, .. }
             | Self::SyncData { way, .. }
+            | Self::ReadAhead { way, .. }
             | Self::Fallocate { way, .. } => Some(way),
             _ => None,
         }

@@ -49,6 +49,7 @@ impl Future for Op {
                 OpKind::Send { .. }
                 | OpKind::Readable { .. }
                 | OpKind::SyncData { .. }
+                | OpKind::ReadAhead { .. }
                 | OpKind::SetLen { .. }
                 | OpKind::Fallocate { .. } => unreachable!("no buffer is returned"),
             }

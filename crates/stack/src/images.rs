@@ -102,6 +102,7 @@ impl Images for FileImages {
         let locking = if self.written.has(&located) { Locking::Off } else { self.locking };
         let store = FileStore::new_shared(&mut located, self.cache, locking, &self.handles)?;
         let content = store.content();
+        self.sidecars.note(path, &located);
         self.opened(&located, store, content)
     }
 

@@ -13,18 +13,20 @@
 use crate::policy::Policy;
 use mica_block::{Error, ErrorKind, Result, Sidecars, Store};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
+use mica_units::LayerNumber;
 use rustix::fd::OwnedFd;
 use rustix::fs::{
     AtFlags, CWD, Mode, OFlags, ResolveFlags, fdatasync, open, openat, openat2, renameat, statat,
     unlinkat,
 };
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where sidecars are kept.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -44,6 +46,16 @@ pub(crate) struct FileSidecars {
     place: SidecarPlace,
     policy: Arc<Policy>,
     handles: Arc<Handles>,
+    /// Where layers were found when they were opened, for the first time that a sidecar is opened.
+    /// The seal names the file that was found then, so that nothing is gained by looking again.
+    noted: Mutex<HashMap<PathBuf, Place>>,
+}
+
+/// Where a layer is, and whose.
+struct Place {
+    /// Its path without symbolic links.
+    real: PathBuf,
+    owner: u32,
 }
 
 /// A directory and the name of a sidecar in it.
@@ -70,10 +82,22 @@ impl FileSidecars {
                 SidecarPlace::Directory(real)
             }
         };
-        Ok(Self { place, policy, handles })
+        Ok(Self { place, policy, handles, noted: Mutex::default() })
     }
 
-    fn open_at(&self, layer: &Located, path: &Path) -> Result<Option<Arc<dyn Store>>> {
+    /// Keeps in mind where the layer at `path` was found.
+    pub(crate) fn note(&self, path: &Path, layer: &Located) {
+        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        if layer.kind() == FileKind::Regular && noted.len() < LayerNumber::COUNT_MAX {
+            noted.insert(path.to_owned(), Place::of(layer));
+        }
+    }
+
+    fn take_noted(&self, path: &Path) -> Option<Place> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner).remove(path)
+    }
+
+    fn open_at(&self, layer: &Place, path: &Path) -> Result<Option<Arc<dyn Store>>> {
         let ignored = |why: &str| {
             tracing::warn!(path = %path.display(), "index ignored: it is {why}");
             Ok(None)
@@ -97,13 +121,13 @@ impl FileSidecars {
             return ignored("not a regular file");
         }
         let me = rustix::process::geteuid().as_raw();
-        if ![layer.owner(), me, 0].contains(&found.owner()) {
+        if ![layer.owner, me, 0].contains(&found.owner()) {
             return ignored("owned by neither the layer's owner, nor this process, nor root");
         }
         if found.mode() & 0o002 != 0 {
             return ignored("writable by everyone");
         }
-        match FileStore::new(&found, CacheMode::Writeback, &self.handles) {
+        match FileStore::new_opened(&found, CacheMode::Writeback, &self.handles) {
             Ok(store) => Ok(Some(Arc::new(store))),
             Err(error) if error.kind() == ErrorKind::Denied => ignored("not readable"),
             Err(error) => Err(error),
@@ -111,9 +135,7 @@ impl FileSidecars {
     }
 
     /// Where the layer's sidecar may be, the place to write it to first.
-    fn spots(&self, layer: &Located) -> Result<Vec<Spot>> {
-        // Without /proc only the image that the user named arrives here, by its own name.
-        let real = layer.real_path().unwrap_or_else(|_| layer.path().to_owned());
+    fn spots(&self, Place { real, .. }: &Place) -> Result<Vec<Spot>> {
         let (Some(directory), Some(file_name)) = (real.parent(), real.file_name()) else {
             let what = format!("{} has no directory", real.display());
             return Err(Error::new(ErrorKind::Invalid, what));
@@ -124,7 +146,7 @@ impl FileSidecars {
         Ok(match &self.place {
             SidecarPlace::BesideLayers => vec![beside],
             SidecarPlace::Directory(directory) => {
-                let name = name_elsewhere(&real, file_name);
+                let name = name_elsewhere(real, file_name);
                 vec![Spot { directory: directory.clone(), name, beside: false }, beside]
             }
         })
@@ -133,12 +155,18 @@ impl FileSidecars {
 
 impl Sidecars for FileSidecars {
     fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>> {
-        let layer = &self.policy.find(path)?;
-        if layer.kind() == FileKind::BlockDevice {
-            return Ok(None);
-        }
-        for spot in self.spots(layer)? {
-            if let Some(store) = self.open_at(layer, &spot.path())? {
+        let layer = match self.take_noted(path) {
+            Some(place) => place,
+            None => {
+                let layer = self.policy.find(path)?;
+                if layer.kind() == FileKind::BlockDevice {
+                    return Ok(None);
+                }
+                Place::of(&layer)
+            }
+        };
+        for spot in self.spots(&layer)? {
+            if let Some(store) = self.open_at(&layer, &spot.path())? {
                 return Ok(Some(store));
             }
         }
@@ -152,7 +180,7 @@ impl Sidecars for FileSidecars {
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         // The first spot is the one to write to.
-        let spot = self.spots(layer)?.swap_remove(0);
+        let spot = self.spots(&Place::of(layer))?.swap_remove(0);
         spot.write(layer, content).map_err(|error| {
             let hint = match (error.kind(), &self.place) {
                 (std::io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
@@ -170,7 +198,7 @@ impl Sidecars for FileSidecars {
         if layer.kind() == FileKind::BlockDevice {
             return Ok(());
         }
-        for spot in self.spots(layer)? {
+        for spot in self.spots(&Place::of(layer))? {
             match spot.remove() {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => {}
                 // A file beside the layer is not ours if the user keeps indexes elsewhere.
@@ -183,6 +211,14 @@ impl Sidecars for FileSidecars {
             }
         }
         Ok(())
+    }
+}
+
+impl Place {
+    fn of(layer: &Located) -> Self {
+        // Without /proc only the image that the user named arrives here, by its own name.
+        let real = layer.real_path().unwrap_or_else(|_| layer.path().to_owned());
+        Self { real, owner: layer.owner() }
     }
 }
 

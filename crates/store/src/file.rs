@@ -7,7 +7,7 @@ use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{
-    Error, ErrorKind, IoFuture, ProofSlot, Result, Run, Store, StoreIdentity, Witness,
+    Error, ErrorKind, IoFuture, LocalFuture, ProofSlot, Result, Run, Store, StoreIdentity, Witness,
 };
 use mica_rt::{Access, Buf, File};
 use mica_units::HostOffset;
@@ -52,6 +52,15 @@ impl FileStore {
             located.check_readable()?;
             return Ok(Self::of(located, handles.join(located, mode, Alignment::NONE)));
         }
+        Self::new_opened(located, cache, handles)
+    }
+
+    /// As [`Self::new`], for a file that is read at once: it is opened now.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn new_opened(located: &Located, cache: CacheMode, handles: &Arc<Handles>) -> Result<Self> {
+        let mode = Mode { access: cache.access(), locking: Locking::Off };
         let file = handles.open_located(located, mode.access)?;
         Self::opened(located, file, mode, handles)
     }
@@ -115,6 +124,24 @@ impl Store for FileStore {
         self.reader.read_at(buf, offset)
     }
 
+    fn is_cached(&self, offset: HostOffset) -> bool {
+        match self.reader.get_if_hints_help() {
+            Some(file) => mica_rt::is_cached(&file, offset.bytes()),
+            None => true,
+        }
+    }
+
+    fn read_ahead(&self, offset: HostOffset, len: u64) -> LocalFuture<'static, ()> {
+        let Some(file) = self.reader.get_if_hints_help() else {
+            return Box::pin(std::future::ready(()));
+        };
+        let len = u32::try_from(len).unwrap_or(u32::MAX);
+        Box::pin(async move {
+            // It was only a hint.
+            let _ = mica_rt::read_ahead(&file, offset.bytes(), len).await;
+        })
+    }
+
     fn len(&self) -> Result<u64> {
         self.with_file(|facts| facts.len())
     }
@@ -167,6 +194,17 @@ impl Reader {
     #[inline]
     fn get(&self) -> Result<Got> {
         self.shared.handles().get(self.handle(), &self.path)
+    }
+
+    /// The file, if it is read through the page cache and there is a descriptor for it.
+    fn get_if_hints_help(&self) -> Option<Arc<File>> {
+        if self.handle().align() != Alignment::NONE {
+            return None;
+        }
+        match self.get() {
+            Ok(Got::File(file)) => Some(file),
+            _ => None,
+        }
     }
 
     #[inline]

@@ -38,7 +38,7 @@ pub(crate) use known::SharedHandle;
 pub(crate) use reopened::Unproven;
 
 use crate::in_place::InPlace;
-use crate::kind::{no_direct, open_flags};
+use crate::kind::no_direct;
 use crate::located::Located;
 use handle::OpenFailure;
 use known::Known;
@@ -46,7 +46,9 @@ use mica_block::{Error, Result};
 use mica_rt::{Access, File};
 use reopened::Proving;
 use ring::Ring;
-use rustix::io::Errno;
+use rustix::fd::RawFd;
+use rustix::fs::{Mode as FileMode, OFlags, open};
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use slot::Slot;
 use std::io;
 use std::path::Path;
@@ -161,8 +163,8 @@ impl Handles {
     /// Opens what was `located` for reading. An idle descriptor is closed if there is no other.
     pub(crate) fn open_located(&self, located: &Located, access: Access) -> Result<File> {
         loop {
-            match located.open(open_flags(access)) {
-                Ok(fd) => return Ok(File::new(fd, access)),
+            match located.open_reader(access) {
+                Ok(file) => return Ok(file),
                 Err(Errno::MFILE | Errno::NFILE) if self.give_way() => {}
                 Err(Errno::INVAL) if access == Access::Direct => {
                     return Err(no_direct(located.path()));
@@ -287,6 +289,21 @@ pub fn raise_open_files_limit() -> io::Result<u64> {
         setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })?;
     }
     Ok(limit.maximum.unwrap_or(u64::MAX))
+}
+
+/// Descriptors for which [`enlarge_descriptor_table`] makes room at most: 128 KiB of the system's
+/// memory.
+const TABLE_MAX: usize = 16 << 10;
+
+/// Makes room in the process's table of descriptors, as far as the limit of open files goes. The
+/// system doubles the table as it fills; if the process has several threads by then, whoever opens
+/// a file waits for all processors each time, for 10 to 20 ms. So this is called before there
+/// are others.
+pub fn enlarge_descriptor_table() {
+    let last = open_files_limit().clamp(1, TABLE_MAX) - 1;
+    let Ok(root) = open("/", OFlags::PATH | OFlags::CLOEXEC, FileMode::empty()) else { return };
+    // The table stays as long as it was once. If that is refused, everything is only slower.
+    let _ = fcntl_dupfd_cloexec(root, RawFd::try_from(last).unwrap_or(0));
 }
 
 /// The result of [`Handles::get`].

@@ -3,7 +3,7 @@
 use mica_block::{Error, ErrorKind};
 use mica_rt::Access;
 use mica_units::HostOffset;
-use rustix::fs::OFlags;
+use rustix::fs::{FileType, OFlags};
 use std::path::Path;
 
 /// The kind of file that a store is in.
@@ -13,6 +13,16 @@ pub enum FileKind {
     Regular,
     /// A block device.
     BlockDevice,
+}
+
+impl FileKind {
+    /// What the system calls it.
+    pub(crate) fn file_type(self) -> FileType {
+        match self {
+            Self::Regular => FileType::RegularFile,
+            Self::BlockDevice => FileType::BlockDevice,
+        }
+    }
 }
 
 pub(crate) fn open_flags(access: Access) -> OFlags {

@@ -27,7 +27,10 @@ mod stamp;
 mod writable;
 
 pub use file::{CacheMode, FileStore};
-pub use handles::{Handles, SetAside, WritesInPlace, open_files_limit, raise_open_files_limit};
+pub use handles::{
+    Handles, SetAside, WritesInPlace, enlarge_descriptor_table, open_files_limit,
+    raise_open_files_limit,
+};
 pub use kind::FileKind;
 pub use located::Located;
 pub use lock::{Holder, LockQuestion, Locking, find_holder, lock_patience, search_holders_with};

@@ -7,25 +7,26 @@
 use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
 use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
-use mica_rt::{Access, File};
+use mica_rt::{Access, File, FileSystem};
 use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, fstatfs, open, openat, readlink};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
 use rustix::io::Errno;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// A file that was found but not opened. It pins an inode and can read nothing.
 #[derive(Debug)]
 pub struct Located {
+    /// Its file system, once that was asked for; dropped before the descriptor.
+    system: OnceLock<Option<Arc<FileSystem>>>,
     fd: OwnedFd,
     path: PathBuf,
     stat: Stat,
     kind: FileKind,
-    /// What was asked about it already.
+    /// Where it is, once that was asked for.
     real_path: OnceLock<PathBuf>,
-    keeps_change_times: OnceLock<bool>,
 }
 
 impl Located {
@@ -79,8 +80,8 @@ impl Located {
             FileType::Symlink => return Ok(Err("a symbolic link")),
             FileType::Unknown => return Ok(Err("of an unknown type")),
         };
-        let (real_path, keeps_change_times) = (OnceLock::new(), OnceLock::new());
-        Ok(Ok(Self { fd, path: path.to_owned(), stat, kind, real_path, keeps_change_times }))
+        let (system, real_path) = (OnceLock::new(), OnceLock::new());
+        Ok(Ok(Self { system, fd, path: path.to_owned(), stat, kind, real_path }))
     }
 
     /// The name by which it was found, made absolute.
@@ -169,10 +170,12 @@ impl Located {
     /// of the last write instead, the former with a resolution of two seconds.
     fn keeps_change_times(&self) -> bool {
         const WITHOUT: [u64; 2] = [0x4d44, 0x2011_bab0];
-        *self.keeps_change_times.get_or_init(|| {
-            let system = fstatfs(&self.fd).map(|system| u64::try_from(system.f_type));
-            !matches!(system, Ok(Ok(magic)) if WITHOUT.contains(&magic))
-        })
+        let magic = self.system().map(|system| u64::try_from(system.magic()));
+        !matches!(magic, Some(Ok(magic)) if WITHOUT.contains(&magic))
+    }
+
+    fn system(&self) -> Option<&Arc<FileSystem>> {
+        self.system.get_or_init(|| FileSystem::of(&self.fd, self.stat.st_dev).ok()).as_ref()
     }
 
     pub(crate) fn regular_len(&self) -> u64 {
@@ -189,6 +192,15 @@ impl Located {
             // Any other error is reported by the open that follows.
             _ => Ok(()),
         }
+    }
+
+    /// Opens it for reading.
+    pub(crate) fn open_reader(&self, access: Access) -> rustix::io::Result<File> {
+        let fd = self.open(open_flags(access))?;
+        Ok(match self.system() {
+            Some(system) => File::on(fd, access, self.kind.file_type(), Arc::clone(system)),
+            None => File::new(fd, access),
+        })
     }
 
     /// Opens it for reading and writing.

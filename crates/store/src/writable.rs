@@ -19,8 +19,8 @@ use crate::kind::{FileKind, end_of};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use mica_block::{
-    ChangeFuture, Error, ErrorKind, IoFuture, Result, Run, Space, Store, StoreIdentity, Witness,
-    ready,
+    ChangeFuture, Error, ErrorKind, IoFuture, LocalFuture, Result, Run, Space, Store,
+    StoreIdentity, Witness, ready,
 };
 use mica_rt::sync::{Claim, Claims, Mode};
 use mica_rt::{Buf, FallocateFlags, File};
@@ -131,6 +131,19 @@ impl Store for WritableFile {
             let result = inner.write_parts(&buf, offset.bytes()).await;
             (result, buf)
         }))
+    }
+
+    fn is_cached(&self, offset: HostOffset) -> bool {
+        self.inner.align != Alignment::NONE || mica_rt::is_cached(&self.inner.file, offset.bytes())
+    }
+
+    fn read_ahead(&self, offset: HostOffset, len: u64) -> LocalFuture<'static, ()> {
+        let file = Arc::clone(&self.inner.file);
+        let len = u32::try_from(len).unwrap_or(u32::MAX);
+        Box::pin(async move {
+            // It was only a hint.
+            let _ = mica_rt::read_ahead(&file, offset.bytes(), len).await;
+        })
     }
 
     fn sync(&self) -> ChangeFuture {

@@ -211,6 +211,23 @@ fn a_thousand_layers_are_served_under_a_limit_of_256_open_files() {
 }
 
 #[test]
+fn ten_thousand_layers_are_served_under_a_limit_of_256_open_files() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let manifest = long_chain(dir, 10_000);
+    let server = Server::start("", |socket| {
+        let mut serve = Command::new("prlimit");
+        serve.arg("--nofile=256:256").arg(mica::binary());
+        serve.args(["serve", "--read-only", "--index", "off", "--nbd"]).arg(socket);
+        serve.arg(dir.join(&manifest.top));
+        serve
+    });
+    let server = server.expect("served");
+    verify(dir, &manifest, &server);
+    assert!(server.stop().expect("it stops").status.success());
+}
+
+#[test]
 fn a_link_out_of_the_folder_is_not_followed_for_an_image() {
     if !tools::present(&[tools::QEMU_IMG]) {
         return;

@@ -7,7 +7,7 @@ use mica_qcow2::{CACHE_BYTES_MIN, ChainOptions, IndexUse, MapCache};
 use mica_stack::{
     Fault, Format, ImageOptions, Names, RedoPlace, SidecarPlace, standing_allow_paths,
 };
-use mica_store::{CacheMode, Handles, Locking, raise_open_files_limit};
+use mica_store::{CacheMode, Handles, Locking, enlarge_descriptor_table, raise_open_files_limit};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -248,6 +248,7 @@ impl ImageSettings {
         if let Err(error) = raise_open_files_limit() {
             tracing::info!(%error, "cannot raise the limit on open files");
         }
+        enlarge_descriptor_table();
         Handles::for_process(DESCRIPTORS_RESERVE)
     }
 }

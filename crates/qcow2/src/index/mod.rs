@@ -26,6 +26,7 @@ pub(crate) mod tables;
 use crate::index::cache::{Frozen, MapCache, SliceCache};
 use crate::index::sidecar::SidecarId;
 use crate::layer::Layer;
+use crate::map::ahead::Sequence;
 use mica_block::Store;
 use node_ref::NodeRef;
 use std::collections::HashMap;
@@ -44,6 +45,8 @@ pub(crate) struct Index {
     /// Sidecars that could not be read, and how often; see [`Index::is_distrusted`].
     distrusted: Mutex<HashMap<u16, u32>>,
     pub(crate) counters: Counters,
+    /// Beside the counters, which each request changes as well.
+    pub(crate) sequence: Sequence,
     /// The slice that was loaded last, to detect a guest that reads sequentially.
     last_loaded: AtomicU64,
 }
@@ -116,6 +119,7 @@ impl Index {
             tree: RwLock::default(),
             distrusted: Mutex::default(),
             counters: Counters::default(),
+            sequence: Sequence::default(),
             last_loaded: AtomicU64::new(u64::MAX),
         }
     }

@@ -54,6 +54,7 @@ impl Pool {
             }
             OpKind::Write { .. }
             | OpKind::SyncData { .. }
+            | OpKind::ReadAhead { .. }
             | OpKind::Fallocate { .. }
             | OpKind::SetLen { .. } => {
                 self.threads.give_op(key, op);

@@ -19,9 +19,10 @@ use crate::buf::Buf;
 use crate::file::{Access, File};
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
-use rustix::fs::{FallocateFlags, fallocate, fdatasync, ftruncate};
+use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
 use std::io;
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -56,6 +57,7 @@ enum Work {
     Read(Transfer),
     Write(Transfer),
     SyncData,
+    ReadAhead { offset: u64, len: u32 },
     Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
     SetLen { len: u64 },
 }
@@ -191,6 +193,9 @@ impl Threads {
                 (&*file, Work::Write(Transfer::take(file, buf, *offset, *done)))
             }
             OpKind::SyncData { file, .. } => (&*file, Work::SyncData),
+            OpKind::ReadAhead { file, offset, len, .. } => {
+                (&*file, Work::ReadAhead { offset: *offset, len: *len })
+            }
             OpKind::Fallocate { file, mode, offset, len, .. } => {
                 (&*file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
             }
@@ -419,7 +424,7 @@ impl Job {
         let is_serial = match self.work {
             Work::Write(_) => self.file.access() == Access::Buffered,
             Work::Fallocate { .. } | Work::SetLen { .. } => true,
-            Work::Read(_) | Work::SyncData => false,
+            Work::Read(_) | Work::SyncData | Work::ReadAhead { .. } => false,
         };
         if is_serial && self.file.is_regular() {
             LaneKey::serial(&self.file)
@@ -436,6 +441,9 @@ impl Job {
                 rustix::io::pwrite(file, &buf[*done..], *offset)
             }
             Work::SyncData => fdatasync(file).map(|()| 0),
+            Work::ReadAhead { offset, len } => {
+                fadvise(file, *offset, NonZeroU64::new((*len).into()), Advice::WillNeed).map(|()| 0)
+            }
             Work::Fallocate { mode, offset, len } => {
                 fallocate(file, *mode, *offset, *len).map(|()| 0)
             }

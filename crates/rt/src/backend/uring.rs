@@ -47,8 +47,9 @@ const LENGTH_MAX: usize = 1 << 30;
 const KERNEL_THREADS_MAX: u32 = 1024;
 
 /// The operations of a ring.
-const NEEDED: [u8; 9] = [
+const NEEDED: [u8; 10] = [
     opcode::Read::CODE,
+    opcode::Fadvise::CODE,
     opcode::Write::CODE,
     opcode::Fsync::CODE,
     opcode::Fallocate::CODE,
@@ -103,6 +104,7 @@ impl Uring {
         let entry = match op {
             OpKind::Read { way: Way::Thread, .. }
             | OpKind::SyncData { way: Way::Thread, .. }
+            | OpKind::ReadAhead { way: Way::Thread, .. }
             | OpKind::Fallocate { way: Way::Thread, .. }
             | OpKind::SetLen { .. } => {
                 self.threads.give_op(key, op);
@@ -137,6 +139,12 @@ impl Uring {
             }
             OpKind::SyncData { file, .. } => {
                 opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
+            }
+            // The kernel does it on a thread of its own.
+            OpKind::ReadAhead { file, offset, len, .. } => {
+                opcode::Fadvise::new(Fd(file.raw()), i64::from(*len), libc::POSIX_FADV_WILLNEED)
+                    .offset(*offset)
+                    .build()
             }
             OpKind::Fallocate { file, mode, offset, len, .. } => {
                 let mode = mode.bits().cast_signed();

@@ -2,7 +2,7 @@
 
 use super::slot::{Slot, Verdict, accept_unproven, is_other_file, judge, refused, replaced};
 use crate::direct::Alignment;
-use crate::kind::{FileKind, not_an_image, open_flags};
+use crate::kind::{FileKind, not_an_image};
 use crate::located::Located;
 use crate::lock::{self, Locking, Role};
 use crate::stamp::now_ns;
@@ -118,8 +118,7 @@ impl Handle {
         if located.kind() != self.kind || is_other_file(&slot.identity, &found) {
             return Err(OpenFailure::Other(replaced(path, "was replaced")));
         }
-        let fd = located.open(open_flags(self.access)).map_err(failed)?;
-        let file = File::new(fd, self.access);
+        let file = located.open_reader(self.access).map_err(failed)?;
         lock::take(&file, path, Role::Reader, self.locking).map_err(OpenFailure::Other)?;
         if self.locking == Locking::On {
             // The locks kept writers out except while there was no descriptor.

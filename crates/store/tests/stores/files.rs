@@ -27,6 +27,28 @@ fn expected(content: &[u8], offset: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
+fn hint_brings_bytes_to_the_cache_and_changes_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    let bytes = pattern(1 << 20);
+    std::fs::write(&path, &bytes).unwrap();
+    on_each_backend(async || {
+        let store = open(&path, CacheMode::Writeback, &Handles::new(8)).unwrap();
+        // Beyond the end as well: a hint has no errors.
+        for (offset, len) in [(0, 1 << 20), (1 << 19, 4096), (1 << 30, 4096), (0, u64::MAX)] {
+            store.read_ahead(HostOffset::new(offset), len).await;
+        }
+        assert!(store.is_cached(HostOffset::ZERO), "written just now");
+        assert_eq!(read(&store, 0, 1 << 20).await.unwrap(), bytes);
+        let direct = open(&path, CacheMode::None, &Handles::new(8));
+        if let Ok(direct) = direct {
+            assert!(direct.is_cached(HostOffset::ZERO), "past the page cache hints are useless");
+            direct.read_ahead(HostOffset::ZERO, 4096).await;
+        }
+    });
+}
+
+#[test]
 fn every_alignment_reads_the_bytes_and_zeros_past_the_end() {
     let folder = tempfile::tempdir().unwrap();
     for file_len in [0, 1, 511, 512, 4096, 5000, 3 * 4096, 3 * 4096 + 513] {
