@@ -15,9 +15,10 @@
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
 use super::in_place::InPlace;
+use super::lone_sync::{Disturbed, Due, LoneSyncs};
 use super::now;
 use super::threads::Threads;
-use crate::file::Way;
+use crate::file::{File, Way};
 use crate::looking::Looking;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
@@ -71,6 +72,7 @@ pub(crate) struct Uring {
     /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
+    lone_syncs: LoneSyncs,
     threads: Threads,
 }
 
@@ -94,6 +96,7 @@ impl Uring {
             early: Vec::new(),
             looks_first: false,
             in_place: InPlace::new(Arc::clone(&remote)),
+            lone_syncs: LoneSyncs::default(),
             threads: Threads::new(Arc::clone(&remote)),
             remote,
         })
@@ -136,7 +139,10 @@ impl Uring {
                     .build()
             }
             OpKind::SyncData { file, .. } => {
-                opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
+                if !self.lone_syncs.put_off(key, file) {
+                    self.submit_sync(key, file);
+                }
+                return None;
             }
             OpKind::Fallocate { file, mode, offset, len, .. } => {
                 let mode = mode.bits().cast_signed();
@@ -174,10 +180,46 @@ impl Uring {
             self.push(entry);
         }
         let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
+        let wait = match self.lone_syncs.is_waiting() {
+            true => self.sync_if_due(wait, completions),
+            false => wait,
+        };
         self.enter(self.threads.call_again(wait));
         completions.append(&mut self.early);
         self.take_in(completions);
         self.threads.take_finished(ops, completions);
+    }
+
+    fn submit_sync(&mut self, key: OpKey, file: &File) {
+        self.lone_syncs.note_submitted(key);
+        let sync = opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build();
+        self.push(sync.user_data(key.to_user_data()));
+    }
+
+    /// Does the sync that was put off, if this is the moment, and returns how long the turn may wait
+    /// then.
+    fn sync_if_due(
+        &mut self,
+        wait: Option<Duration>,
+        completions: &mut Vec<(OpKey, i32)>,
+    ) -> Option<Duration> {
+        let is_idle = wait != Some(Duration::ZERO) && {
+            self.enter(Some(Duration::ZERO));
+            has_news(&mut self.ring, &self.remote, &self.threads) == Disturbed::No
+        };
+        match self.lone_syncs.due(is_idle) {
+            Some(Due::Here(sync)) => {
+                self.remote.set_is_writing(true);
+                let (ring, remote, threads) = (&mut self.ring, &self.remote, &self.threads);
+                let code = self.lone_syncs.sync(&sync, || has_news(ring, remote, threads));
+                self.remote.set_is_writing(false);
+                self.in_place.note_rest();
+                completions.push((sync.key, code));
+            }
+            Some(Due::InRing(sync)) => self.submit_sync(sync.key, sync.file()),
+            None => {}
+        }
+        Some(Duration::ZERO)
     }
 
     fn take_in(&mut self, completions: &mut Vec<(OpKey, i32)>) {
@@ -186,9 +228,14 @@ impl Uring {
                 BELL => {
                     self.remote.clear_bell();
                     self.bell_armed = false;
+                    self.lone_syncs.note_event(None);
                 }
                 CANCELLED => {}
-                data => completions.push((OpKey::from_user_data(data), completion.result())),
+                data => {
+                    let key = OpKey::from_user_data(data);
+                    self.lone_syncs.note_event(Some(key));
+                    completions.push((key, completion.result()));
+                }
             }
         }
     }
@@ -270,6 +317,18 @@ impl Uring {
             }
         }
     }
+}
+
+/// Whether something is there for the executor to do, or only a call away.
+fn has_news(ring: &mut IoUring, remote: &Remote, threads: &Threads) -> Disturbed {
+    let submissions = ring.submission();
+    let is_flagged = submissions.taskrun() || submissions.cq_overflow();
+    drop(submissions);
+    let is_quiet = !is_flagged
+        && ring.completion().is_empty()
+        && !remote.has_items()
+        && !threads.have_finished();
+    if is_quiet { Disturbed::No } else { Disturbed::Yes }
 }
 
 const POLL_IN: u16 = libc::POLLIN.cast_unsigned();
