@@ -18,7 +18,7 @@ use super::in_place::InPlace;
 use super::lone_sync::{Disturbed, Due, LoneSyncs};
 use super::now;
 use super::threads::Threads;
-use crate::file::{File, Way};
+use crate::file::{Access, File, Way};
 use crate::looking::Looking;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
@@ -35,6 +35,10 @@ use std::time::Duration;
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
+/// After so many reads past the page cache the kernel gets what there is, instead of at the end of
+/// the turn: it prepares all that it gets before the device has the first of it, and a device that
+/// waits for the next requests of many clients' reads would be idle meanwhile.
+const HELD_READS_MAX: u32 = 8;
 /// How long an executor polls for completions before it sleeps. A processor that went to sleep
 /// takes about as long to wake; polling longer costs processor time and gains nothing more.
 const LOOK_MAX: Duration = Duration::from_micros(15);
@@ -69,6 +73,8 @@ pub(crate) struct Uring {
     bell_armed: bool,
     /// Completions that had to be reaped to make room for submissions.
     early: Vec<(OpKey, i32)>,
+    /// Reads past the page cache that the kernel does not have yet.
+    held_reads: u32,
     /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
@@ -94,6 +100,7 @@ impl Uring {
             ring,
             bell_armed: false,
             early: Vec::new(),
+            held_reads: 0,
             looks_first: false,
             in_place: InPlace::new(Arc::clone(&remote)),
             lone_syncs: LoneSyncs::default(),
@@ -103,6 +110,8 @@ impl Uring {
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
+        let is_direct_read =
+            matches!(op, OpKind::Read { file, .. } if file.access() == Access::Direct);
         let entry = match op {
             OpKind::Read { way: Way::Thread, .. }
             | OpKind::SyncData { way: Way::Thread, .. }
@@ -159,6 +168,12 @@ impl Uring {
             OpKind::Simulated { .. } => return Some(-libc::ENOSYS),
         };
         self.push(entry.user_data(key.to_user_data()));
+        if is_direct_read {
+            self.held_reads += 1;
+            if self.held_reads >= HELD_READS_MAX {
+                self.enter(Some(Duration::ZERO));
+            }
+        }
         None
     }
 
@@ -241,6 +256,7 @@ impl Uring {
     }
 
     fn enter(&mut self, wait: Option<Duration>) {
+        self.held_reads = 0;
         let waits = wait != Some(Duration::ZERO) && self.ring.completion().is_empty();
         let result = if waits {
             self.wait(wait)
