@@ -42,7 +42,8 @@ fn file_gets_longer_with_zeros_and_shorter() {
 }
 
 /// A file that the executor may block on.
-fn in_place(file: std::fs::File) -> Arc<File> {
+fn in_place(path: &std::path::Path) -> Arc<File> {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let file = File::new(file.into(), Access::Buffered);
     Arc::new(file.write_in_place(Arc::new(AtomicBool::new(true))))
 }
@@ -53,11 +54,10 @@ const LONE_SYNCS: usize = 40;
 #[test]
 fn sync_has_the_same_outcome_alone_and_beside_others() {
     let Some((path, _)) = empty_file(Access::Buffered) else { return };
-    let opened = || std::fs::File::options().read(true).write(true);
     on_each_backend(|| async {
-        let file = in_place(opened().open(&path).unwrap());
+        let file = in_place(&path);
         // No sync is possible there.
-        let null = in_place(opened().open("/dev/null").unwrap());
+        let null = in_place("/dev/null".as_ref());
         for _ in 0..LONE_SYNCS {
             write_at(&file, Buf::zeroed(4096), 0).await.0.unwrap();
             sync_data(&file).await.unwrap();
