@@ -62,8 +62,8 @@ enum Bench {
     /// Serving machines: the vhost-user-blk device without a guest and under one, restarts. Writes
     /// a table, JSON and plots.
     Guest(guest::Options),
-    /// NBD beside its peers, in every cell of loads, connections and requests in flight, and with an
-    /// fsync after each write. Writes a table and JSON.
+    /// NBD beside its peers, in every cell of loads, connections and requests in flight, and with
+    /// an fsync after each write. Writes a table and JSON.
     Nbd(nbd::Options),
 }
 

@@ -91,7 +91,7 @@ struct Slot {
     answered: u64,
 }
 
-/// Puts `load` on all `connections` at once, on each with another seed and from a thread of its own.
+/// Puts `load` on all `connections` at once, on each with another seed and from its own thread.
 ///
 /// # Errors
 /// As [`run`].

@@ -80,8 +80,8 @@ impl InPlace {
     }
 }
 
-/// Whether the pages of which a write changes only a part are in the page cache: otherwise they have
-/// to be read first. A header that is written with every group always is.
+/// Whether the pages of which a write changes only a part are in the page cache: otherwise they
+/// have to be read first. A header that is written with every group always is.
 fn are_ends_cached(file: &File, len: usize, offset: u64) -> bool {
     let is_whole = |at: u64| at.is_multiple_of(BUF_ALIGN as u64);
     let Some(end) = offset.checked_add(len as u64) else { return false };

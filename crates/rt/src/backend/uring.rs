@@ -211,8 +211,8 @@ impl Uring {
         self.push(sync.user_data(key.to_user_data()));
     }
 
-    /// Does the sync that was put off, if this is the moment, and returns how long the turn may wait
-    /// then.
+    /// Does the sync that was put off, if this is the moment, and returns how long the turn may
+    /// wait then.
     fn sync_if_due(
         &mut self,
         wait: Option<Duration>,
