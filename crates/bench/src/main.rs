@@ -7,6 +7,7 @@
 
 mod chain;
 mod charts;
+mod cost;
 mod demo;
 mod folders;
 mod glance;
@@ -16,9 +17,11 @@ mod guest;
 mod load;
 mod machine;
 mod measure;
+mod nbd;
 mod page;
 mod parts;
 mod peers;
+mod places;
 mod plots;
 mod report;
 mod samples;
@@ -59,6 +62,9 @@ enum Bench {
     /// Serving machines: the vhost-user-blk device without a guest and under one, restarts. Writes
     /// a table, JSON and plots.
     Guest(guest::Options),
+    /// NBD beside its peers, in every cell of loads, connections and requests in flight, and with
+    /// an fsync after each write. Writes a table and JSON.
+    Nbd(nbd::Options),
 }
 
 fn main() -> ExitCode {
@@ -66,6 +72,7 @@ fn main() -> ExitCode {
         Verb::Bench { what: Bench::Chain(options) } => chain::run(&options),
         Verb::Bench { what: Bench::Write(options) } => write::run(&options),
         Verb::Bench { what: Bench::Guest(options) } => guest::run(&options),
+        Verb::Bench { what: Bench::Nbd(options) } => nbd::run(&options),
         Verb::Demo(options) => demo::run(&options),
     };
     match outcome {

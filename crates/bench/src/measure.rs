@@ -1,5 +1,6 @@
 //! One run of one server: the requests, their order, and the figures recorded.
 
+use super::cost::Meter;
 use super::peers::{Peer, Running};
 use super::samples::Sample;
 use crate::load::{Load, Outcome, Pattern, Request, ratio, run};
@@ -167,14 +168,11 @@ impl Run<'_> {
         let pattern = if self.subject.owners.is_some() { Pattern::Hits } else { Pattern::Mix };
         let limit = self.subject.random;
         let load = load(Request::Read, pattern, RANDOM_BYTES, depth, limit);
-        let before = server.processor_time();
+        let meter = Meter::start(server);
         let outcome = self.put_on(server, &load)?;
-        let used = server.processor_time().saturating_sub(before);
-        let requests = ratio(outcome.latency.total().max(1), 1);
-        self.sample.put(format!("{name}_per_s"), outcome.per_second());
-        self.sample.put(format!("{name}_p50_us"), outcome.latency.quantile_us(0.5));
-        self.sample.put(format!("{name}_p99_us"), outcome.latency.quantile_us(0.99));
-        self.sample.put(format!("{name}_cpu_us"), used.as_secs_f64() * 1e6 / requests);
+        let cost = meter.stop();
+        self.sample.put_speed(name, outcome.per_second(), &outcome.latency);
+        self.sample.put_cost(name, cost, &outcome.latency);
         Ok(())
     }
 

@@ -61,6 +61,14 @@ pub(super) struct Context<'a> {
     pub(super) spec: ChainSpec,
 }
 
+impl Context<'_> {
+    /// A disk whose content is not verified.
+    fn unverified<'a>(&self, image: &'a Path, format: &'static str) -> Subject<'a> {
+        let (random, sequential) = (self.random, self.sequential);
+        Subject { image, format, owners: None, table_bytes: 0, random, sequential }
+    }
+}
+
 /// A chain on disk; dropping it removes it.
 pub(super) struct Chain {
     folder: tempfile::TempDir,
@@ -152,6 +160,21 @@ impl Chain {
             while file.read(&mut room)? > 0 {}
         }
         Ok(())
+    }
+
+    /// A new layer on top of it, with QEMU's `options`.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub(super) fn overlay(&self, context: &Context<'_>, options: &str) -> Result<PathBuf> {
+        let path = context.work.join("overlay.qcow2");
+        let mut create = Command::new(tools::QEMU_IMG.program);
+        // -u: the layers below are not opened, which takes seconds where there are many.
+        create.args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-o", options, "-b"]);
+        create.arg(&self.image).arg(&path).arg(self.owners.disk_bytes().to_string());
+        let done = command::finish(&mut create);
+        ensure!(done.status.success(), "{done}");
+        Ok(path)
     }
 
     /// Bytes of all sidecars.
@@ -317,20 +340,19 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
     if all_installed(&[tools::NBDKIT]) {
         peers.push(Peer::nbdkit(&["null", &CEILING_BYTES.to_string()]));
     }
-    let subject = |image, format| Subject {
-        image,
-        format,
-        owners: None,
-        table_bytes: 0,
-        random: context.random,
-        sequential: context.sequential,
-    };
     for repeat in 0..repeats {
         each_once("null", &peers, 1, repeat, samples, |peer, sample| {
-            measure::random_only(peer, subject(&size, "null"), &[], sample)
+            measure::random_only(peer, context.unverified(&size, "null"), &[], sample)
         });
     }
+    raw(context, repeats, samples)
+}
 
+/// Random reads of a raw file past the page cache, by servers and by fio on the file itself.
+///
+/// # Errors
+/// If there is no room for the file.
+pub(super) fn raw(context: &Context<'_>, repeats: u32, samples: &mut Samples) -> Result<()> {
     let raw = tempfile::Builder::new().prefix("raw-").tempfile_in(context.work)?;
     fill(raw.as_file())?;
     let raw = raw.path();
@@ -350,7 +372,7 @@ pub(super) fn ceiling(context: &Context<'_>, repeats: u32, samples: &mut Samples
             fio_turn(samples);
         }
         each_once("raw", &peers, 1, repeat, samples, |peer, sample| {
-            measure::random_only(peer, subject(raw, "raw"), &[], sample)
+            measure::random_only(peer, context.unverified(raw, "raw"), &[], sample)
         });
         if fio_there && repeat % 2 == 1 {
             fio_turn(samples);

@@ -1,7 +1,10 @@
 //! What was measured, run by run, and its medians.
 
+use super::cost::Cost;
+use crate::load::{Histogram, ratio};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// One run of one server.
 #[derive(Clone, Default, Debug, Serialize)]
@@ -37,6 +40,20 @@ impl Sample {
     /// Records a figure.
     pub(super) fn put(&mut self, name: impl Into<String>, value: f64) {
         self.metrics.insert(name.into(), value);
+    }
+
+    /// Records the speed of the load `name`.
+    pub(super) fn put_speed(&mut self, name: &str, per_second: f64, latency: &Histogram) {
+        self.put(format!("{name}_per_s"), per_second);
+        self.put(format!("{name}_p50_us"), latency.quantile_us(0.5));
+        self.put(format!("{name}_p99_us"), latency.quantile_us(0.99));
+    }
+
+    /// Records what each request of the load `name` cost.
+    pub(super) fn put_cost(&mut self, name: &str, cost: Cost, latency: &Histogram) {
+        let each = |time: Duration| time.as_secs_f64() * 1e6 / ratio(latency.total().max(1), 1);
+        self.put(format!("{name}_cpu_us"), each(cost.server));
+        self.put(format!("{name}_load_cpu_us"), each(cost.load));
     }
 }
 

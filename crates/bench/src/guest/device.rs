@@ -1,19 +1,18 @@
 //! The device without a guest: random reads and writes by the load generator, in turns.
 
-use super::{Context, KIB_4, QUEUES};
+use super::{Context, QUEUES};
+use crate::cost::Meter;
 use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
 use crate::load::{Pattern, ratio};
 use crate::parts::Chain;
 use crate::peers::Peer;
+use crate::places;
 use crate::samples::Sample;
 use anyhow::{Context as _, Result, ensure};
-use mica_gen::Rng;
-use mica_gen::owner::{Owner, OwnerMap};
 use mica_tests::server::Server;
 use mica_tests::{command, tools};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -25,10 +24,6 @@ const LONG_SHAPES: [(u16, usize); 2] = [(1, 8), (4, 8)];
 const LONG_BYTES: usize = 64 << 10;
 /// How long the first pass over a disk may take.
 const WARM_LIMIT: Duration = Duration::from_secs(60);
-/// Each allocating write has its own stretch of this size: the largest cluster used.
-const STRETCH_BYTES: u64 = 128 << 10;
-/// Places that are written repeatedly: 64 MiB, which the page cache holds.
-const REWRITTEN_MAX: usize = 16 << 10;
 /// Layers up to which QEMU judges an image that was written.
 const CHECKED_LAYERS_MAX: u32 = 50;
 
@@ -84,10 +79,8 @@ pub(super) fn rewrites(
     chain: &Chain,
     sample: &mut Sample,
 ) -> Result<()> {
-    let mut places = owned_by_active(&chain.owners, chain.layers);
-    shuffle(&mut places, &mut Rng::new(1));
-    places.truncate(REWRITTEN_MAX);
-    forget_pages(&chain.image)?;
+    let places = places::to_rewrite(chain);
+    places::forget_pages(&chain.image)?;
     let running = peer.start(&chain.image, "qcow2", &[])?;
     // The first write to a page of a file measures the file system, whichever server makes it.
     let first = DiskLoad { limit: WARM_LIMIT, ..load(Access::Once(&places), 32) };
@@ -107,23 +100,6 @@ pub(super) fn rewrites(
     Ok(())
 }
 
-/// Writes out what earlier loads left in the page cache of `file`. Otherwise a faster server has
-/// more of it in the later ones, up to where the kernel makes every writer sleep
-/// (`vm.dirty_background_ratio`), and loses by what it did before.
-fn settle(file: &Path) -> Result<()> {
-    Ok(fs::File::open(file)?.sync_all()?)
-}
-
-/// Drops `file` from the page cache. Made by long writes, it is cached in pieces of up to 2 MiB,
-/// and for each write the kernel (ext4, Linux 6.18) examines every block of a piece: that would be
-/// most of what is measured, for any server. A guest that fills its disk by small writes has small
-/// ones.
-fn forget_pages(file: &Path) -> Result<()> {
-    let file = fs::File::open(file)?;
-    file.sync_all()?;
-    Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
-}
-
 /// Random writes into a fresh layer on top of the chain, each into a different cluster. Each shape
 /// has its share of the clusters, and ends when all of them are written.
 ///
@@ -136,13 +112,13 @@ pub(super) fn allocating(
     options: &str,
     sample: &mut Sample,
 ) -> Result<()> {
-    let overlay = overlay(context, chain, options)?;
-    let places = random_stretches(chain.owners.disk_bytes(), seed(sample.repeat, 0));
+    let overlay = chain.overlay(&context.parts, options)?;
+    let places = places::one_in_each_stretch(chain.owners.disk_bytes(), seed(sample.repeat, 0));
     let running = peer.start(&overlay, "qcow2", &[])?;
     let mut written = BTreeMap::new();
     let shares = places.chunks(places.len().div_ceil(SHAPES.len()));
     for (number, (shape, places)) in (1..).zip(SHAPES.into_iter().zip(shares)) {
-        settle(&overlay)?;
+        places::settle(&overlay)?;
         let load = DiskLoad {
             seed: seed(sample.repeat, number),
             limit: context.limit,
@@ -180,46 +156,6 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Places of the active layer's own data.
-pub(super) fn owned_by_active(owners: &OwnerMap, layers: u32) -> Vec<u64> {
-    let is_active = |at: &u64| match owners.at(*at) {
-        Owner::Data(layer) => u32::from(layer.as_u16()) + 1 == layers,
-        _ => false,
-    };
-    let blocks = |unit: u64| (unit..unit + owners.unit_bytes()).step_by(KIB_4);
-    owners.data_units().filter(is_active).flat_map(blocks).collect()
-}
-
-/// A new layer on top of `chain`, with QEMU's `options`.
-fn overlay(context: &Context<'_>, chain: &Chain, options: &str) -> Result<PathBuf> {
-    let path = context.parts.work.join("overlay.qcow2");
-    let mut create = Command::new(tools::QEMU_IMG.program);
-    // -u: the layers below are not opened, which takes seconds where there are many.
-    create.args(["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-o", options, "-b"]);
-    create.arg(&chain.image).arg(&path).arg(chain.owners.disk_bytes().to_string());
-    let done = command::finish(&mut create);
-    ensure!(done.status.success(), "{done}");
-    Ok(path)
-}
-
-/// One block in each stretch of the disk, in random order.
-fn random_stretches(disk_bytes: u64, seed: u32) -> Vec<u64> {
-    let mut rng = Rng::new(u64::from(seed));
-    let blocks = STRETCH_BYTES / KIB_4 as u64;
-    let mut places: Vec<_> = (0..disk_bytes / STRETCH_BYTES)
-        .map(|stretch| stretch * STRETCH_BYTES + rng.below(blocks) * KIB_4 as u64)
-        .collect();
-    shuffle(&mut places, &mut rng);
-    places
-}
-
-fn shuffle(places: &mut [u64], rng: &mut Rng) {
-    for last in (1..places.len()).rev() {
-        let other = usize::try_from(rng.below(last as u64 + 1)).unwrap_or(last);
-        places.swap(last, other);
-    }
-}
-
 /// Connects to `peer`.
 ///
 /// # Errors
@@ -252,19 +188,13 @@ fn put(
     sample: &mut Sample,
 ) -> Result<Done> {
     let mut device = connect(context, peer, shape.0, request_bytes)?;
-    let before = (server.processor_time(), own_processor_time());
+    let meter = Meter::start(server);
     let done = run(&mut device, load)?;
-    let used = server.processor_time().saturating_sub(before.0);
-    let own = own_processor_time().saturating_sub(before.1);
+    let cost = meter.stop();
     answered(&done)?;
-    let outcome = &done.outcome;
-    let requests = ratio(outcome.latency.total().max(1), 1);
     let name = shape_name(shape, request_bytes);
-    sample.put(format!("{name}_per_s"), outcome.per_second());
-    sample.put(format!("{name}_p50_us"), outcome.latency.quantile_us(0.5));
-    sample.put(format!("{name}_p99_us"), outcome.latency.quantile_us(0.99));
-    sample.put(format!("{name}_cpu_us"), used.as_secs_f64() * 1e6 / requests);
-    sample.put(format!("{name}_load_cpu_us"), own.as_secs_f64() * 1e6 / requests);
+    sample.put_speed(&name, done.outcome.per_second(), &done.outcome.latency);
+    sample.put_cost(&name, cost, &done.outcome.latency);
     Ok(done)
 }
 
@@ -276,26 +206,4 @@ fn answered(done: &Done) -> Result<()> {
     Ok(())
 }
 
-/// Processor time of this thread, which is the load generator's.
-fn own_processor_time() -> Duration {
-    let text = fs::read_to_string(Path::new("/proc/thread-self/schedstat")).unwrap_or_default();
-    let nanoseconds = text.split(' ').next().and_then(|text| text.parse().ok());
-    Duration::from_nanos(nanoseconds.unwrap_or(0))
-}
-
 const _: () = assert!(QUEUES >= SHAPES[3].0);
-
-#[cfg(test)]
-mod tests {
-    use super::{STRETCH_BYTES, random_stretches};
-
-    #[test]
-    fn every_stretch_is_written_once_in_random_order() {
-        let places = random_stretches(64 << 20, 3);
-        let mut stretches: Vec<_> = places.iter().map(|place| place / STRETCH_BYTES).collect();
-        assert!(!stretches.is_sorted());
-        stretches.sort_unstable();
-        assert_eq!(stretches, (0..512).collect::<Vec<_>>());
-        assert!(places.iter().all(|place| place % 4096 == 0));
-    }
-}

@@ -26,7 +26,6 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::time::Duration;
 
-const KIB_4: usize = 4 << 10;
 /// Queues that servers offer.
 const QUEUES: u16 = 4;
 

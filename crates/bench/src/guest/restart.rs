@@ -1,12 +1,13 @@
 //! The server is killed and replaced, under load: how long the guest would have stalled, and
 //! whether anything is lost.
 
-use super::device::{check, device, owned_by_active};
+use super::device::{check, device};
 use super::{Context, QUEUES};
 use crate::load::ratio;
 use crate::load::vhost::{Absence, Access, DiskLoad, Done, run};
 use crate::parts::Chain;
 use crate::peers::{Peer, Running};
+use crate::places::owned_by_active;
 use crate::samples::Sample;
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use mica_tests::clock;

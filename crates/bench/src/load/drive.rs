@@ -3,7 +3,7 @@
 use super::histogram::{Histogram, ratio};
 use super::pattern::{Offsets, Pattern};
 use super::replies::{Content, Replies};
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use mica_gen::owner::OwnerMap;
 use mica_tests::{clock, nbd};
 use std::io::Write;
@@ -65,6 +65,17 @@ impl Outcome {
         ratio(self.bytes, 1 << 20) / self.elapsed.as_secs_f64()
     }
 
+    /// Counts what another connection did at the same time, too.
+    fn merge(mut self, other: Self) -> Self {
+        self.elapsed = self.elapsed.max(other.elapsed);
+        self.bytes += other.bytes;
+        self.latency.merge(&other.latency);
+        self.failed += other.failed;
+        self.wrong += other.wrong;
+        self.first_wrong = self.first_wrong.or(other.first_wrong);
+        self
+    }
+
     /// Counts a wrong answer.
     pub(super) fn note_wrong(&mut self, what: impl FnOnce() -> String) {
         self.wrong += 1;
@@ -78,6 +89,28 @@ struct Slot {
     failed: bool,
     wrong: bool,
     answered: u64,
+}
+
+/// Puts `load` on all `connections` at once, on each with another seed and from its own thread.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn run_on_all(connections: &mut [nbd::Connection], load: &Load<'_>) -> Result<Outcome> {
+    if let [connection] = connections {
+        return run(connection, load);
+    }
+    let outcomes = std::thread::scope(|scope| {
+        let seeds = (0..).map(|number: u64| load.seed + (number << 32));
+        let threads: Vec<_> = connections
+            .iter_mut()
+            .zip(seeds)
+            .map(|(connection, seed)| scope.spawn(move || run(connection, &Load { seed, ..*load })))
+            .collect();
+        let ends = threads.into_iter();
+        ends.map(|thread| thread.join().ok().context("a reader panicked")?)
+            .collect::<Result<Vec<_>>>()
+    })?;
+    Ok(outcomes.into_iter().fold(Outcome::default(), Outcome::merge))
 }
 
 /// Puts `load` on `connection`.

@@ -14,7 +14,7 @@ pub(crate) mod stamp;
 pub(crate) mod vhost;
 mod write;
 
-pub(crate) use drive::{Load, Outcome, Request, run};
-pub(crate) use histogram::ratio;
+pub(crate) use drive::{Load, Outcome, Request, run, run_on_all};
+pub(crate) use histogram::{Histogram, ratio};
 pub(crate) use pattern::Pattern;
 pub(crate) use write::{Durable, WriteLoad, Written, write};

@@ -63,6 +63,13 @@ impl Written {
         ratio(self.writes.total(), 1) / self.elapsed.as_secs_f64()
     }
 
+    /// Writes a second before the flush at the end, which measures the device.
+    pub(crate) fn per_second_before_the_end(&self) -> f64 {
+        let flush = Duration::from_secs_f64(self.flushes.max_us() / 1e6);
+        let unflushed = self.elapsed.saturating_sub(flush).as_secs_f64();
+        ratio(self.writes.total(), 1) / unflushed.max(f64::EPSILON)
+    }
+
     /// MiB a second.
     pub(crate) fn mib_per_second(&self) -> f64 {
         ratio(self.bytes, 1 << 20) / self.elapsed.as_secs_f64()

@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The generation that has written the base.
-pub(super) const BASE_GENERATION: u64 = 0;
+pub(crate) const BASE_GENERATION: u64 = 0;
 /// Bytes of the base that are made at a time.
 const PIECE_BYTES: usize = 4 << 20;
 
 /// What is written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// A raw file without any data.
     Raw,
     /// An empty qcow2 image.
@@ -36,7 +36,7 @@ pub(super) enum Kind {
 
 impl Kind {
     /// All of them, in the order of tables.
-    pub(super) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Raw,
         Self::Empty,
         Self::Metadata,
@@ -48,7 +48,7 @@ impl Kind {
     ];
 
     /// Its name in tables.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
             Self::Empty => "empty",
@@ -62,22 +62,22 @@ impl Kind {
     }
 
     /// Its format, as passed to servers.
-    pub(super) fn format(self) -> &'static str {
+    pub(crate) fn format(self) -> &'static str {
         if self == Self::Raw { "raw" } else { "qcow2" }
     }
 
     /// Files that it is made of.
-    pub(super) fn layers(self) -> u32 {
+    pub(crate) fn layers(self) -> u32 {
         if self.has_base() { 2 } else { 1 }
     }
 
     /// Whether it has a backing file with data.
-    pub(super) fn has_base(self) -> bool {
+    pub(crate) fn has_base(self) -> bool {
         matches!(self, Self::Overlay | Self::Subclusters | Self::LargeClusters)
     }
 
     /// Whether what a run does not write keeps its initial content.
-    pub(super) fn is_fresh(self) -> bool {
+    pub(crate) fn is_fresh(self) -> bool {
         self != Self::Full
     }
 
@@ -93,7 +93,7 @@ impl Kind {
 
     /// Bytes that have to be copied when writes of `bytes` go to `offsets` one after the other:
     /// the part of each unit that the first write into it does not cover.
-    pub(super) fn copied_bytes(self, offsets: &[u64], bytes: u64) -> u64 {
+    pub(crate) fn copied_bytes(self, offsets: &[u64], bytes: u64) -> u64 {
         let mut units: Vec<_> = offsets.iter().map(|offset| offset / self.unit_bytes()).collect();
         units.sort_unstable();
         units.dedup();
@@ -102,11 +102,11 @@ impl Kind {
 }
 
 /// An image to be written. Dropping it removes it.
-pub(super) struct Image {
+pub(crate) struct Image {
     /// Where it is.
-    pub(super) path: PathBuf,
+    pub(crate) path: PathBuf,
     /// What it is.
-    pub(super) kind: Kind,
+    pub(crate) kind: Kind,
 }
 
 impl Drop for Image {
@@ -119,11 +119,11 @@ impl Drop for Image {
 }
 
 /// Makes images.
-pub(super) struct Images<'a> {
+pub(crate) struct Images<'a> {
     folder: &'a Path,
     disk_bytes: u64,
     /// The program that makes the overlays with subclusters.
-    pub(super) overlays_by: &'static str,
+    pub(crate) overlays_by: &'static str,
 }
 
 impl<'a> Images<'a> {
@@ -131,7 +131,7 @@ impl<'a> Images<'a> {
     ///
     /// # Errors
     /// If there is no room for it.
-    pub(super) fn new(folder: &'a Path, disk_bytes: u64) -> Result<Self> {
+    pub(crate) fn new(folder: &'a Path, disk_bytes: u64) -> Result<Self> {
         let images = Self { folder, disk_bytes, overlays_by: "mica create" };
         let mut base = File::create(images.base())?;
         let mut piece = vec![0; PIECE_BYTES];
@@ -145,7 +145,7 @@ impl<'a> Images<'a> {
     }
 
     /// The raw file beneath overlays.
-    pub(super) fn base(&self) -> PathBuf {
+    pub(crate) fn base(&self) -> PathBuf {
         self.folder.join("base.raw")
     }
 
@@ -153,7 +153,7 @@ impl<'a> Images<'a> {
     ///
     /// # Errors
     /// If it cannot be made.
-    pub(super) fn make(&self, kind: Kind) -> Result<Image> {
+    pub(crate) fn make(&self, kind: Kind) -> Result<Image> {
         let image = Image { path: self.folder.join(format!("{}.img", kind.name())), kind };
         if kind == Kind::Full && image.path.exists() {
             return Ok(image);
@@ -192,7 +192,7 @@ impl<'a> Images<'a> {
 ///
 /// # Errors
 /// With QEMU's output.
-pub(super) fn check(image: &Image) -> Result<()> {
+pub(crate) fn check(image: &Image) -> Result<()> {
     if image.kind.format() == "raw" {
         return Ok(());
     }

@@ -7,13 +7,13 @@ use std::collections::HashSet;
 /// Writes in flight by default.
 const DEPTH: usize = 16;
 /// Writes that wait for a flush each, on a connection of their own.
-pub(super) const WRITERS: usize = 16;
+pub(crate) const WRITERS: usize = 16;
 /// Writes between two flushes, as in the paper.
 const SOMETIMES: u64 = 256;
 
 /// The order of writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Place {
+pub(crate) enum Place {
     /// Anywhere, each place once.
     Random,
     /// From the start on.
@@ -22,7 +22,7 @@ pub(super) enum Place {
 
 /// When it is made durable, and on which connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Mode {
+pub(crate) enum Mode {
     /// At the end.
     Never,
     /// After every 256 writes.
@@ -37,28 +37,28 @@ pub(super) enum Mode {
 
 /// A load.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Case {
+pub(crate) struct Case {
     /// Where it writes.
-    pub(super) place: Place,
+    pub(crate) place: Place,
     /// Bytes of each write.
-    pub(super) bytes: u32,
+    pub(crate) bytes: u32,
     /// When that is made durable.
-    pub(super) mode: Mode,
+    pub(crate) mode: Mode,
 }
 
 impl Case {
     /// Random writes.
-    pub(super) const fn random(bytes: u32, mode: Mode) -> Self {
+    pub(crate) const fn random(bytes: u32, mode: Mode) -> Self {
         Self { place: Place::Random, bytes, mode }
     }
 
     /// Sequential writes.
-    pub(super) const fn sequential(bytes: u32, mode: Mode) -> Self {
+    pub(crate) const fn sequential(bytes: u32, mode: Mode) -> Self {
         Self { place: Place::Sequential, bytes, mode }
     }
 
     /// Its name in tables.
-    pub(super) fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         let place = match self.place {
             Place::Random => "random",
             Place::Sequential => "sequential",
@@ -78,7 +78,7 @@ impl Case {
     }
 
     /// Its name in sentences.
-    pub(super) fn words(self) -> String {
+    pub(crate) fn words(self) -> String {
         let name = self.name();
         let (load, mode) = name.split_once("-fsync").unwrap_or((&name, ""));
         let load = load.replace('-', " ").replace('k', " KiB").replace('M', " MiB");
@@ -90,7 +90,7 @@ impl Case {
     }
 
     /// When what was written is made durable.
-    pub(super) fn durable(self) -> Durable {
+    pub(crate) fn durable(self) -> Durable {
         match self.mode {
             Mode::Never => Durable::AtEnd,
             Mode::Sometimes => Durable::Every(SOMETIMES),
@@ -99,7 +99,7 @@ impl Case {
     }
 
     /// Connections, and writes in flight on each.
-    pub(super) fn connections(self) -> (usize, usize) {
+    pub(crate) fn connections(self) -> (usize, usize) {
         match self.mode {
             Mode::Never | Mode::Sometimes | Mode::Each => (1, DEPTH),
             Mode::Writers => (WRITERS, 1),
@@ -108,7 +108,7 @@ impl Case {
     }
 
     /// How many writes it is made of, on a disk where they touch many clusters without filling it.
-    pub(super) fn writes(self) -> usize {
+    pub(crate) fn writes(self) -> usize {
         let many = match (self.bytes, self.place) {
             (..=4096, Place::Random) => 16384,
             (..=4096, Place::Sequential) => 32768,
@@ -124,7 +124,7 @@ impl Case {
     }
 
     /// Where it writes on a disk of `disk_bytes`, at most `most` times.
-    pub(super) fn offsets(self, disk_bytes: u64, most: usize, seed: u64) -> Vec<u64> {
+    pub(crate) fn offsets(self, disk_bytes: u64, most: usize, seed: u64) -> Vec<u64> {
         let bytes = u64::from(self.bytes);
         let places = disk_bytes / bytes;
         let writes = self.writes().min(most).min(usize::try_from(places / 2).unwrap_or(usize::MAX));

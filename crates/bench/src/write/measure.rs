@@ -21,28 +21,28 @@ const WINDOW_BYTES: u64 = 128 << 10;
 const WINDOWS_MAX: usize = 256;
 
 /// What all runs share.
-pub(super) struct Context<'a> {
+pub(crate) struct Context<'a> {
     /// Makes the images.
-    pub(super) images: Images<'a>,
+    pub(crate) images: Images<'a>,
     /// Length of the disks.
-    pub(super) disk_bytes: u64,
+    pub(crate) disk_bytes: u64,
     /// How much is measured against the clock.
-    pub(super) bounds: Bounds,
+    pub(crate) bounds: Bounds,
 }
 
 /// How much is measured.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
+pub(crate) struct Bounds {
     /// How long a load lasts at most.
-    pub(super) limit: Duration,
+    pub(crate) limit: Duration,
     /// Maximum number of writes of a load.
-    pub(super) writes_max: usize,
+    pub(crate) writes_max: usize,
 }
 
 impl Context<'_> {
     /// Puts `case` on `running`, at the same places for every server and different ones in every
     /// run.
-    pub(super) fn put(
+    pub(crate) fn put(
         &self,
         running: &Running,
         case: Case,
@@ -79,7 +79,7 @@ fn generation(repeat: u32) -> u64 {
 ///
 /// # Errors
 /// If the server fails or writes anything wrong.
-pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sample) -> Result<()> {
+pub(crate) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sample) -> Result<()> {
     let (kind, case) = run;
     let image = context.images.make(kind)?;
     let running = peer.start(&image.path, kind.format(), &[])?;
@@ -92,11 +92,7 @@ pub(super) fn run(context: &Context<'_>, peer: &Peer, run: Run, sample: &mut Sam
     sample.put("writes_per_s", written.per_second());
     sample.put("mib_s", written.mib_per_second());
     if case.mode == Mode::Never {
-        // The last flush, which is the only one, measures the device; this is the server's own
-        // part.
-        let flush = Duration::from_secs_f64(written.flushes.max_us() / 1e6);
-        let unflushed = written.elapsed.saturating_sub(flush).as_secs_f64();
-        sample.put("unflushed_per_s", writes / unflushed.max(f64::EPSILON));
+        sample.put("unflushed_per_s", written.per_second_before_the_end());
     }
     sample.put("writes", writes);
     sample.put("write_p50_us", written.writes.quantile_us(0.5));

@@ -3,9 +3,9 @@
 
 mod count;
 mod goals;
-mod images;
-mod loads;
-mod measure;
+pub(crate) mod images;
+pub(crate) mod loads;
+pub(crate) mod measure;
 mod plots;
 mod report;
 
@@ -25,8 +25,8 @@ use mica_tests::tools;
 use serde_json::json;
 use std::time::Duration;
 
-const KIB_4: u32 = 4 << 10;
-const KIB_64: u32 = 64 << 10;
+pub(crate) const KIB_4: u32 = 4 << 10;
+pub(crate) const KIB_64: u32 = 64 << 10;
 const MIB: u32 = 1 << 20;
 /// Maximum number of writes of a load in a smoke run.
 const QUICK_WRITES_MAX: usize = 4096;
@@ -71,7 +71,7 @@ impl Options {
 }
 
 /// What is written, and to which image.
-type Run = (Kind, Case);
+pub(crate) type Run = (Kind, Case);
 
 /// A part of the bench.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -150,7 +150,7 @@ fn counted() -> Vec<Run> {
 }
 
 /// The name of the part of the samples that holds `case` on `kind`.
-fn part(kind: Kind, case: Case) -> String {
+pub(crate) fn part(kind: Kind, case: Case) -> String {
     format!("{}/{}", kind.name(), case.name())
 }
 

@@ -10,13 +10,16 @@
 //! - I2 After a write that blocked, none is done in place for [`PAUSE_FACTOR`] times as long. One
 //!   that took long because another thread had the processor has not blocked.
 //! - I3 A write that fails is retried by a thread, which reports why.
+//! - I4 No page has to be read first: of those that a write changes only in part, both ends are
+//!   cached.
 
 use super::now;
 use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
 use crate::remote::Remote;
 use nix::sys::resource::{UsageWho, getrusage};
-use rustix::io::pwrite;
+use rustix::io::{ReadWriteFlags, preadv2, pwrite};
+use std::io::IoSliceMut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -43,12 +46,8 @@ impl InPlace {
 
     /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
     pub(super) fn write(&mut self, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
-        // A part of a page may have to be read first.
-        let is_fit = buf.len() <= LENGTH_MAX
-            && buf.len().is_multiple_of(BUF_ALIGN)
-            && offset.is_multiple_of(BUF_ALIGN as u64)
-            && file.access() == Access::Buffered;
-        if !is_fit || !file.is_written_in_place() {
+        let is_fit = buf.len() <= LENGTH_MAX && file.access() == Access::Buffered;
+        if !is_fit || !file.is_written_in_place() || !are_ends_cached(file, buf.len(), offset) {
             return None;
         }
         let start = now();
@@ -79,6 +78,21 @@ impl InPlace {
     fn note_block(&mut self, start: Instant, took: Duration) {
         self.not_before = Some(start + took * (PAUSE_FACTOR + 1));
     }
+}
+
+/// Whether the pages of which a write changes only a part are in the page cache: otherwise they
+/// have to be read first. A header that is written with every group always is.
+fn are_ends_cached(file: &File, len: usize, offset: u64) -> bool {
+    let is_whole = |at: u64| at.is_multiple_of(BUF_ALIGN as u64);
+    let Some(end) = offset.checked_add(len as u64) else { return false };
+    (is_whole(offset) || is_cached(file, offset)) && (is_whole(end) || is_cached(file, end - 1))
+}
+
+/// Whether the byte at `at` can be read without waiting.
+fn is_cached(file: &File, at: u64) -> bool {
+    let mut byte = [0];
+    let read = preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT);
+    read == Ok(1)
 }
 
 /// How many times this thread has gone to sleep: unlike a thread that lost its processor to another
@@ -135,6 +149,19 @@ mod tests {
         let read_only = File::new(read_only.into(), Access::Buffered).write_in_place(is_allowed);
         assert_eq!(in_place().write(&read_only, &Buf::zeroed(4096), 0), None, "one that fails");
         assert_eq!(made.as_file().metadata().unwrap().len(), 0);
+    }
+
+    #[test]
+    fn parts_of_pages_are_written_if_these_are_cached() {
+        let (made, file, _) = made(Access::Buffered);
+        assert_eq!(in_place().write(&file, &Buf::from_slice(&[1; 8192]), 0), Some(8192));
+        assert_eq!(in_place().write(&file, &Buf::from_slice(&[2; 8]), 88), Some(8));
+        assert_eq!(in_place().write(&file, &Buf::from_slice(&[3; 200]), 4000), Some(200));
+        let mut wanted = [1; 8192];
+        wanted[88..96].fill(2);
+        wanted[4000..4200].fill(3);
+        assert_eq!(std::fs::read(made.path()).unwrap(), wanted);
+        assert_eq!(in_place().write(&file, &Buf::from_slice(&[4; 8]), 8188), None, "at the end");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 mod in_place;
 mod lanes;
+mod lone_sync;
 mod pool;
 mod sim;
 mod threads;

@@ -15,9 +15,10 @@
 //!   goes through a ring, so the kernel gets the list of operations, which is then sealed.
 
 use super::in_place::InPlace;
+use super::lone_sync::{Disturbed, Due, LoneSyncs};
 use super::now;
 use super::threads::Threads;
-use crate::file::Way;
+use crate::file::{Access, File, Way};
 use crate::looking::Looking;
 use crate::op::{OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
@@ -34,6 +35,10 @@ use std::time::Duration;
 const SUBMISSIONS_MAX: u32 = 256;
 /// Entries of the completion queue. More completions than this wait in the kernel.
 const COMPLETIONS_MAX: u32 = 2048;
+/// After so many reads past the page cache the kernel gets what there is, instead of at the end of
+/// the turn: it prepares all that it gets before the device has the first of it, and a device that
+/// waits for the next requests of many clients' reads would be idle meanwhile.
+const HELD_READS_MAX: u32 = 8;
 /// How long an executor polls for completions before it sleeps. A processor that went to sleep
 /// takes about as long to wake; polling longer costs processor time and gains nothing more.
 const LOOK_MAX: Duration = Duration::from_micros(15);
@@ -69,9 +74,12 @@ pub(crate) struct Uring {
     bell_armed: bool,
     /// Completions that had to be reaped to make room for submissions.
     early: Vec<(OpKey, i32)>,
+    /// Reads past the page cache that the kernel does not have yet.
+    held_reads: u32,
     /// Whether the last wait was so short that polling for a while beats sleeping.
     looks_first: bool,
     in_place: InPlace,
+    lone_syncs: LoneSyncs,
     threads: Threads,
 }
 
@@ -93,14 +101,18 @@ impl Uring {
             ring,
             bell_armed: false,
             early: Vec::new(),
+            held_reads: 0,
             looks_first: false,
             in_place: InPlace::new(Arc::clone(&remote)),
+            lone_syncs: LoneSyncs::default(),
             threads: Threads::new(Arc::clone(&remote)),
             remote,
         })
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
+        let is_direct_read =
+            matches!(op, OpKind::Read { file, .. } if file.access() == Access::Direct);
         let entry = match op {
             OpKind::Read { way: Way::Thread, .. }
             | OpKind::SyncData { way: Way::Thread, .. }
@@ -138,7 +150,10 @@ impl Uring {
                     .build()
             }
             OpKind::SyncData { file, .. } => {
-                opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build()
+                if !self.lone_syncs.put_off(key, file) {
+                    self.submit_sync(key, file);
+                }
+                return None;
             }
             // The kernel does it on a thread of its own.
             OpKind::ReadAhead { file, offset, len, .. } => {
@@ -161,6 +176,12 @@ impl Uring {
             OpKind::Simulated { .. } => return Some(-libc::ENOSYS),
         };
         self.push(entry.user_data(key.to_user_data()));
+        if is_direct_read {
+            self.held_reads += 1;
+            if self.held_reads >= HELD_READS_MAX {
+                self.enter(Some(Duration::ZERO));
+            }
+        }
         None
     }
 
@@ -182,10 +203,46 @@ impl Uring {
             self.push(entry);
         }
         let wait = if self.early.is_empty() { wait } else { Some(Duration::ZERO) };
+        let wait = match self.lone_syncs.is_waiting() {
+            true => self.sync_if_due(wait, completions),
+            false => wait,
+        };
         self.enter(self.threads.call_again(wait));
         completions.append(&mut self.early);
         self.take_in(completions);
         self.threads.take_finished(ops, completions);
+    }
+
+    fn submit_sync(&mut self, key: OpKey, file: &File) {
+        self.lone_syncs.note_submitted(key);
+        let sync = opcode::Fsync::new(Fd(file.raw())).flags(FsyncFlags::DATASYNC).build();
+        self.push(sync.user_data(key.to_user_data()));
+    }
+
+    /// Does the sync that was put off, if this is the moment, and returns how long the turn may
+    /// wait then.
+    fn sync_if_due(
+        &mut self,
+        wait: Option<Duration>,
+        completions: &mut Vec<(OpKey, i32)>,
+    ) -> Option<Duration> {
+        let is_idle = wait != Some(Duration::ZERO) && {
+            self.enter(Some(Duration::ZERO));
+            has_news(&mut self.ring, &self.remote, &self.threads) == Disturbed::No
+        };
+        match self.lone_syncs.due(is_idle) {
+            Some(Due::Here(sync)) => {
+                self.remote.set_is_writing(true);
+                let (ring, remote, threads) = (&mut self.ring, &self.remote, &self.threads);
+                let code = self.lone_syncs.sync(&sync, || has_news(ring, remote, threads));
+                self.remote.set_is_writing(false);
+                self.in_place.note_rest();
+                completions.push((sync.key, code));
+            }
+            Some(Due::InRing(sync)) => self.submit_sync(sync.key, sync.file()),
+            None => {}
+        }
+        Some(Duration::ZERO)
     }
 
     fn take_in(&mut self, completions: &mut Vec<(OpKey, i32)>) {
@@ -194,14 +251,20 @@ impl Uring {
                 BELL => {
                     self.remote.clear_bell();
                     self.bell_armed = false;
+                    self.lone_syncs.note_event(None);
                 }
                 CANCELLED => {}
-                data => completions.push((OpKey::from_user_data(data), completion.result())),
+                data => {
+                    let key = OpKey::from_user_data(data);
+                    self.lone_syncs.note_event(Some(key));
+                    completions.push((key, completion.result()));
+                }
             }
         }
     }
 
     fn enter(&mut self, wait: Option<Duration>) {
+        self.held_reads = 0;
         let waits = wait != Some(Duration::ZERO) && self.ring.completion().is_empty();
         let result = if waits {
             self.wait(wait)
@@ -278,6 +341,18 @@ impl Uring {
             }
         }
     }
+}
+
+/// Whether something is there for the executor to do, or only a call away.
+fn has_news(ring: &mut IoUring, remote: &Remote, threads: &Threads) -> Disturbed {
+    let submissions = ring.submission();
+    let is_flagged = submissions.taskrun() || submissions.cq_overflow();
+    drop(submissions);
+    let is_quiet = !is_flagged
+        && ring.completion().is_empty()
+        && !remote.has_items()
+        && !threads.have_finished();
+    if is_quiet { Disturbed::No } else { Disturbed::Yes }
 }
 
 const POLL_IN: u16 = libc::POLLIN.cast_unsigned();

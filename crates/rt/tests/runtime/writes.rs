@@ -7,6 +7,7 @@ use mica_rt::{
 };
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// A special file, open for reading and writing.
@@ -37,6 +38,34 @@ fn file_gets_longer_with_zeros_and_shorter() {
         assert!(content[50..].iter().all(|byte| *byte == 0));
         assert_eq!(errno(set_len(&read_only(&path), 0).await), Some(libc::EINVAL));
         assert_eq!(errno(set_len(&device("/dev/null"), 0).await), Some(libc::EINVAL));
+    });
+}
+
+/// A file that the executor may block on.
+fn in_place(path: &std::path::Path) -> Arc<File> {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let file = File::new(file.into(), Access::Buffered);
+    Arc::new(file.write_in_place(Arc::new(AtomicBool::new(true))))
+}
+
+/// Enough of them that the executor does some by itself.
+const LONE_SYNCS: usize = 40;
+
+#[test]
+fn sync_has_the_same_outcome_alone_and_beside_others() {
+    let Some((path, _)) = empty_file(Access::Buffered) else { return };
+    on_each_backend(|| async {
+        let file = in_place(&path);
+        // No sync is possible there.
+        let null = in_place("/dev/null".as_ref());
+        for _ in 0..LONE_SYNCS {
+            write_at(&file, Buf::zeroed(4096), 0).await.0.unwrap();
+            sync_data(&file).await.unwrap();
+            assert_eq!(errno(sync_data(&null).await), Some(libc::EINVAL));
+        }
+        let beside: Vec<_> = (0..LONE_SYNCS).map(|_| sync_data(&file)).collect();
+        assert!(join_all(beside).await.iter().all(Result::is_ok));
+        sync_data(&file).await.unwrap();
     });
 }
 
