@@ -13,13 +13,13 @@
 //! One step is enough if every link of the group names clusters whose counts are durable already
 //! and either replaces zeros by a blank cluster (see [`super`], I2) or changes no cluster's place.
 //! A unit that shows the base's bytes takes two steps, and no record in a log of ours could make it
-//! one. A power cut leaves any part of what was being written, so perhaps the link and not the data.
-//! Whoever opens the image next follows the link, and reads what the place held before: zeros where
-//! the base's bytes were. A record that would tell us to undo the link says nothing to QEMU, which
-//! may be the one. If the record held the data, and its sync alone were waited for, QEMU would read
-//! the base's bytes after the flush was acknowledged. Only an image that other programs refuse could
-//! be written so, and ours are plain qcow2 at any moment. One step therefore needs a place that
-//! durably holds what shows there already, which only a blank one over zeros does.
+//! one. A power cut leaves any part of what was being written, so perhaps the link and not the
+//! data. Whoever opens the image next follows the link, and reads what the place held before: zeros
+//! where the base's bytes were. A record that would tell us to undo the link says nothing to QEMU,
+//! which may be the one. If the record held the data, and its sync alone were waited for, QEMU
+//! would read the base's bytes after the flush was acknowledged. Only an image that other programs
+//! refuse could be written so, and ours are plain qcow2 at any moment. One step therefore needs a
+//! place that durably holds what shows there already, which only a blank one over zeros does.
 //!
 //! A group is written from a copy: changes made in the meantime belong to the next one, so that a
 //! link never becomes durable with a group that its data does not belong to.

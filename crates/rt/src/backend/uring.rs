@@ -177,12 +177,17 @@ impl Uring {
         };
         self.push(entry.user_data(key.to_user_data()));
         if is_direct_read {
-            self.held_reads += 1;
-            if self.held_reads >= HELD_READS_MAX {
-                self.enter(Some(Duration::ZERO));
-            }
+            self.hold_read();
         }
         None
+    }
+
+    /// Counts a read past the page cache that was pushed; hands them over when they are enough.
+    fn hold_read(&mut self) {
+        self.held_reads += 1;
+        if self.held_reads >= HELD_READS_MAX {
+            self.enter(Some(Duration::ZERO));
+        }
     }
 
     pub(crate) fn cancel(&mut self, key: OpKey) {

@@ -165,13 +165,13 @@ mod tests {
 
     #[test]
     fn driver_that_had_nothing_to_ask_makes_no_batch_smaller() {
-        let batch = after_rounds(Batch::default(), 100, IDLE_LOOKS, DRY_MAX * 3);
+        let batch = after_rounds(Batch::default(), GROWS_AFTER - 1, IDLE_LOOKS, DRY_MAX * 3);
         assert_eq!(batch.of(1000), 16);
     }
 
     #[test]
     fn driver_that_is_busy_makes_no_batch_smaller() {
-        let batch = rounds_of(Batch::default(), 100, (IDLE_LOOKS, SHORT), false);
+        let batch = rounds_of(Batch::default(), GROWS_AFTER - 1, (IDLE_LOOKS, SHORT), false);
         assert_eq!(batch.of(1000), 16);
     }
 
