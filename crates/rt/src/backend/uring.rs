@@ -111,8 +111,7 @@ impl Uring {
     }
 
     pub(crate) fn submit(&mut self, key: OpKey, op: &mut OpKind) -> Option<i32> {
-        let is_direct_read =
-            matches!(op, OpKind::Read { file, .. } if file.access() == Access::Direct);
+        let is_direct = matches!(op, OpKind::Read { file, .. } if file.access() == Access::Direct);
         let entry = match op {
             OpKind::Read { way: Way::Thread, .. }
             | OpKind::SyncData { way: Way::Thread, .. }
@@ -176,7 +175,7 @@ impl Uring {
             OpKind::Simulated { .. } => return Some(-libc::ENOSYS),
         };
         self.push(entry.user_data(key.to_user_data()));
-        if is_direct_read {
+        if is_direct {
             self.hold_read();
         }
         None
