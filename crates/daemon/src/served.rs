@@ -11,6 +11,11 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod report;
+mod resize;
+
+pub(crate) use resize::{NewLength, Resized};
+
 use crate::config::DiskConfig;
 use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
@@ -19,13 +24,12 @@ use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
-use crate::stats::{self, Counts};
+use crate::stats::Counts;
 use crate::systemd;
 use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
-use mica_serve::{SocketUsers, vhost_user};
-use serde_json::{Map, Value};
+use mica_serve::SocketUsers;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -110,22 +114,6 @@ enum End {
     NotServed(Error),
     /// It is closed and no longer among the disks of this process. A failure as above.
     Removed(Result<()>),
-}
-
-/// The length to grow a disk to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum NewLength {
-    Exactly(u64),
-    /// Longer by this many bytes.
-    Longer(u64),
-}
-
-/// The outcome of growing a disk.
-pub(crate) struct Resized {
-    pub(crate) old: u64,
-    pub(crate) new: u64,
-    /// Whether its virtual machine was told, if it can have one.
-    pub(crate) notice: Option<Result<vhost_user::Notice>>,
 }
 
 impl Served {
@@ -216,14 +204,6 @@ impl Served {
         *self.lock() = State::ended(End::Closed(outcome));
     }
 
-    /// What it has lost when it was closed, if anything.
-    pub(crate) fn loss(&self) -> Option<Error> {
-        match &*self.lock() {
-            State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
-            _ => None,
-        }
-    }
-
     /// Stops it for good: it cannot be opened again.
     ///
     /// # Errors
@@ -254,21 +234,6 @@ impl Served {
 
     pub(crate) fn set_source(&self, source: Source) {
         *self.source.lock().unwrap_or_else(PoisonError::into_inner) = source;
-    }
-
-    /// Whether it is open.
-    pub(crate) fn is_open(&self) -> bool {
-        matches!(&*self.lock(), State::Prepared(_) | State::Serving(_))
-    }
-
-    /// Whether somebody has drained it.
-    pub(crate) fn is_drained(&self) -> bool {
-        matches!(&*self.lock(), State::Ended(_, End::Closing | End::Closed(_)))
-    }
-
-    /// Whether it was to be served and could not be opened.
-    pub(crate) fn could_not_be_served(&self) -> bool {
-        matches!(&*self.lock(), State::Ended(_, End::NotServed(_)))
     }
 
     fn denied(&self, what: &str) -> Error {
@@ -366,24 +331,6 @@ impl Served {
             let prepared = std::mem::take(prepared);
             *state = State::Serving(Box::new(prepared.start()));
         }
-    }
-
-    /// Says where it is served, if it is.
-    pub(crate) fn announce(&self) {
-        if !self.is_open() {
-            return;
-        }
-        let device = device_name(&self.name);
-        let place = |held: &Held| {
-            let server = if held.name == device { "vhost-user" } else { "nbd" };
-            format!("{server} {}", held.place())
-        };
-        let mut places: Vec<_> = self.held().iter().map(place).collect();
-        places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
-        let (image, places) = (self.image(), places.join(", "));
-        let how = if self.image_figures().is_writable { "" } else { ", read-only" };
-        let (name, image) = (&self.name, image.display());
-        tracing::info!(target: SERVING, "serving {name:?} ({image}{how}) at {places}");
     }
 
     /// The caller has just opened it.
@@ -521,40 +468,6 @@ impl Served {
         outcome
     }
 
-    /// Grows the disk and tells its virtual machine. NBD has no message for that: its clients see
-    /// the new length when they reconnect.
-    ///
-    /// # Errors
-    /// As [`Manage::resize`]; `Denied` if it is not served, yet or any longer.
-    pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
-        let changes = self.lock_changes();
-        let notifier = match &*self.lock() {
-            State::Serving(servers) => servers.resize_notifier(),
-            state @ (State::Opening | State::Prepared(_) | State::Ended(..)) => {
-                let is_ended = matches!(state, State::Ended(..));
-                let when = if is_ended { "is not served" } else { "is not served yet" };
-                return Err(self.denied(when));
-            }
-        };
-        let disk = self.opened().disk()?;
-        let old = disk.geometry().len;
-        let new = match to {
-            NewLength::Exactly(len) => Some(len),
-            NewLength::Longer(by) => old.checked_add(by),
-        };
-        let too_long = || Error::new(ErrorKind::Invalid, "a disk must be shorter than 8 EiB");
-        let new = new.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(too_long)?;
-        self.resources.workers.run(move || async move { disk.resize(new).await })??;
-        // A front end may take its time: hold nothing meanwhile.
-        drop(changes);
-        let notice = notifier.map(|notify| notify());
-        if let Some(Err(error)) = &notice {
-            let name = &self.name;
-            tracing::warn!(%error, "cannot notify the virtual machine of {name} of its disk's new length");
-        }
-        Ok(Resized { old, new: self.image_figures().len, notice })
-    }
-
     /// Drops the closed disk and keeps only its figures, so that its files and their locks are free
     /// for the next process to open them.
     fn release(&self) {
@@ -575,62 +488,6 @@ impl Served {
         tracing::warn!(
             "{image} is closed, but still referenced: its files stay open a little longer"
         );
-    }
-
-    /// Its state, as the control socket reports it.
-    pub(crate) fn condition(&self) -> &'static str {
-        match &*self.lock() {
-            State::Opening | State::Prepared(_) => "starting",
-            State::Serving(_) => "serving",
-            State::Ended(_, End::New) => "starting",
-            State::Ended(_, End::Closing) => "draining",
-            State::Ended(_, End::Closed(Ok(()))) => "drained",
-            State::Ended(_, End::Removed(_)) => "removed",
-            State::Ended(_, End::Closed(Err(_)) | End::NotServed(_)) => "failed",
-        }
-    }
-
-    /// Why it is not served, if it should be.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        match &*self.lock() {
-            State::Ended(_, End::Closed(Err(error)) | End::NotServed(error)) => Some(error.clone()),
-            _ => None,
-        }
-    }
-
-    /// Why its device does not serve, if it does not.
-    pub(crate) fn device_error(&self) -> Option<&'static str> {
-        let State::Serving(servers) = &*self.lock() else { return None };
-        servers.is_device_broken().then_some(
-            "its front end took away memory that it had shared: reconnect it to be served again",
-        )
-    }
-
-    /// Counters so far.
-    pub(crate) fn counts(&self) -> Counts {
-        match &*self.lock() {
-            State::Opening | State::Prepared(_) => Servers::default().counts(),
-            State::Serving(servers) => servers.counts(),
-            State::Ended(counts, _) => **counts,
-        }
-    }
-
-    /// Current clients: NBD connections and the front end of a virtual machine.
-    pub(crate) fn clients(&self) -> usize {
-        match &*self.lock() {
-            State::Serving(servers) => servers.clients(),
-            State::Opening | State::Prepared(_) | State::Ended(..) => 0,
-        }
-    }
-
-    /// Its figures, as JSON.
-    pub(crate) fn figures(&self) -> Map<String, Value> {
-        stats::document(&self.image_figures(), &self.counts())
-    }
-
-    /// What the disk shows of itself, or showed when it was closed.
-    pub(crate) fn image_figures(&self) -> Figures {
-        self.opened().figures()
     }
 
     fn opened(&self) -> MutexGuard<'_, Opened> {
