@@ -14,8 +14,9 @@
 mod report;
 mod resize;
 
-pub(crate) use resize::{NewLength, Resized};
+pub(crate) use resize::NewLength;
 
+use crate::addresses::{Listening, Memberships};
 use crate::config::DiskConfig;
 use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
@@ -26,10 +27,9 @@ use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
 use crate::systemd;
-use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
-use mica_serve::SocketUsers;
+use mica_serve::{Listener, SocketUsers};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,6 +49,10 @@ const HELD_IMAGE_PAUSE: Duration = Duration::from_millis(20);
 const FREE_ADDRESS_LIMIT: Duration = Duration::from_millis(500);
 const FREE_ADDRESS_PAUSE: Duration = Duration::from_millis(5);
 
+/// What NBD clients are told of a disk that is not served, where others are.
+const DRAINED: &str = "it is drained";
+const FAILED: &str = "it could not be opened, and the server's log says why";
+
 /// A disk and what serves it.
 pub(crate) struct Served {
     pub(crate) name: String,
@@ -66,9 +70,13 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// Where clients connect. Sockets of systemd's units stay when it is closed: systemd holds them
-    /// open, too, so that they cannot be created again.
-    held: Mutex<Vec<Held>>,
+    /// The socket of its device. That of a systemd unit stays when the disk is closed: systemd
+    /// holds it open, too, so that it cannot be created again.
+    device: Mutex<Option<Held>>,
+    /// Its part in the addresses where NBD clients connect, until it is removed.
+    memberships: Mutex<Option<Memberships>>,
+    /// It listens there while it is open. Dropped before it leaves them.
+    listening: Mutex<Vec<Listening>>,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -117,12 +125,21 @@ enum End {
 }
 
 impl Served {
-    /// A disk that is not open yet, to be served at the sockets that are `held` for it and at new
-    /// ones.
-    pub(crate) fn new(config: DiskConfig, held: Vec<Held>, resources: &Resources) -> Self {
+    /// A disk that is not open yet, to be served at `inherited` sockets where there are some, and
+    /// at new ones.
+    ///
+    /// # Errors
+    /// As [`Addresses::join`](crate::addresses::Addresses::join).
+    pub(crate) fn new(
+        config: DiskConfig,
+        inherited: &mut Sockets,
+        resources: &Resources,
+    ) -> Result<Self> {
+        let memberships = resources.addresses.join(&config, inherited)?;
+        let device = inherited.take_device_of(&config);
         let DiskConfig { name, image, settings, images } = config;
         let state = State::ended(End::New);
-        Self {
+        Ok(Self {
             name,
             settings,
             images,
@@ -132,10 +149,12 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
-            held: Mutex::new(held),
+            device: Mutex::new(device),
+            memberships: Mutex::new(Some(memberships)),
+            listening: Mutex::default(),
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
-        }
+        })
     }
 
     /// Opens a new disk, waiting up to `patience` while another process holds its image, and
@@ -185,10 +204,10 @@ impl Served {
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets())?;
+        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
-            self.close_sockets();
+            self.close_sockets(DRAINED);
             // Nobody has used it.
             let _ = self.end();
             return Err(self.denied("stays closed: the server is stopping"));
@@ -199,7 +218,7 @@ impl Served {
 
     /// Leaves a new disk closed, as another process left it, which may have lost something.
     pub(crate) fn leave_closed(&self, loss: Option<String>) {
-        self.close_sockets();
+        self.close_sockets(DRAINED);
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
         *self.lock() = State::ended(End::Closed(outcome));
     }
@@ -213,9 +232,10 @@ impl Served {
             return Ok(());
         }
         let _changes = self.lock_changes();
-        self.close_sockets();
-        self.held().clear();
+        self.close_sockets(DRAINED);
+        *self.device() = None;
         let outcome = self.end();
+        self.is_absent(DRAINED);
         if let State::Ended(_, end) = &mut *self.lock() {
             *end = End::Removed(outcome.clone());
         }
@@ -247,6 +267,9 @@ impl Served {
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
+        if let Some(memberships) = &*self.memberships() {
+            memberships.are_awaited();
+        }
         self.has_opener.store(true, Ordering::Release);
         let opened =
             by(&|| open(&self.image(), &self.settings, &self.images, &self.resources, place));
@@ -264,7 +287,12 @@ impl Served {
             }
             is_wanted
         };
-        let opened = opened.inspect_err(|_| self.has_opener.store(false, Ordering::Release))?;
+        let opened = opened.inspect_err(|_| {
+            if is_wanted {
+                self.is_absent(FAILED);
+            }
+            self.has_opener.store(false, Ordering::Release);
+        })?;
         *self.opened() = Opened::Open(opened);
         if !is_wanted {
             let discarded = self.discard();
@@ -302,24 +330,22 @@ impl Served {
         }
     }
 
+    /// Listens for the front end of a virtual machine, and for NBD clients where no other disk does
+    /// already. What there is already is kept.
     fn listen(&self) -> Result<()> {
-        let settings = &self.settings;
-        let mut held = self.held();
-        let mut inherited = Sockets::of(std::mem::take(&mut *held), settings);
-        let listening = self.listen_at(&mut inherited, &mut held);
-        // What was not taken because of a failure is for the next attempt.
-        held.extend(inherited.into_all().filter(|_| listening.is_err()));
-        listening
-    }
-
-    fn listen_at(&self, inherited: &mut Sockets, held: &mut Vec<Held>) -> Result<()> {
-        let Self { name, settings, .. } = self;
-        let device = device_name(name);
-        match &settings.vhost_user {
-            Some(path) => held.push(inherited.unix(device, path, SocketUsers::AsUmask)?),
-            None => held.extend(inherited.named(&device).pop()),
+        let mut device = self.device();
+        if let (None, Some(path)) = (&*device, &self.settings.vhost_user) {
+            let listener = Listener::unix_for(path, SocketUsers::AsUmask)?;
+            *device = Some(Held::new(device_name(&self.name), Origin::Here, listener));
         }
-        held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
+        drop(device);
+        let listening = match &*self.memberships() {
+            Some(memberships) => {
+                memberships.listen(&self.resources.workers, &self.resources.handles)?
+            }
+            None => Vec::new(),
+        };
+        *self.listening() = listening;
         Ok(())
     }
 
@@ -340,8 +366,10 @@ impl Served {
             settings: &self.settings,
             image: self.images.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
+            device: self.device().as_ref().map(|held| held.listener.clone()),
+            seats: self.memberships().as_ref().map(Memberships::seats).unwrap_or_default(),
         };
-        let prepared = Prepared::new(&subject, &self.held(), &self.resources)?;
+        let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));
         Ok(())
     }
@@ -356,8 +384,11 @@ impl Served {
         }
         let _changes = self.lock_changes();
         // The socket files go first.
-        self.close_sockets();
-        self.end()
+        self.close_sockets(DRAINED);
+        let outcome = self.end();
+        // It may have been started just before it ended.
+        self.is_absent(DRAINED);
+        outcome
     }
 
     /// Like [`Self::stop`], but clients that connect wait. False if it had ended before.
@@ -369,25 +400,50 @@ impl Served {
         if matches!(*self.lock(), State::Ended(..)) {
             return Ok(false);
         }
-        self.end().map(|()| true).inspect_err(|_| self.close_sockets())
+        self.end().map(|()| true).inspect_err(|_| self.close_sockets(FAILED))
     }
 
     /// Closes its sockets after [`Self::prepare`] has failed: nobody is to wait there.
     pub(crate) fn discard_sockets(&self) {
-        for held in self.held().iter().filter(|held| held.origin != Origin::Unit) {
+        for held in self.device().iter().filter(|held| held.origin != Origin::Unit) {
             held.listener.own_file();
             systemd::forget(&held.name);
         }
-        self.close_sockets();
+        self.close_sockets(FAILED);
     }
 
-    /// Closes its sockets, but for those of systemd's units.
-    fn close_sockets(&self) {
-        let mut held = self.held();
-        let all = std::mem::take(&mut *held).into_iter();
-        let (of_units, others): (Vec<_>, _) = all.partition(|held| held.origin == Origin::Unit);
-        *held = of_units;
-        systemd::close(others);
+    /// Closes its sockets, but for those of systemd's units and those that other disks share. Of
+    /// these, clients that ask for this one are told `why` it is not served.
+    fn close_sockets(&self, why: &'static str) {
+        self.is_absent(why);
+        systemd::close(self.device().take_if(|held| held.origin != Origin::Unit));
+        self.listening().clear();
+    }
+
+    /// Clients that ask for it where others are served are told `why` it is not.
+    fn is_absent(&self, why: &'static str) {
+        if let Some(memberships) = &*self.memberships() {
+            memberships.are_absent(why);
+        }
+    }
+
+    /// Leaves its addresses for good. It is closed.
+    pub(crate) fn leave_addresses(&self) {
+        self.listening().clear();
+        *self.memberships() = None;
+    }
+
+    /// Whether a socket was inherited for it: somebody may wait there. If the process that passed
+    /// it `tells_served` disks, one at a shared address is not meant for this one.
+    pub(crate) fn has_inherited(&self, tells_served: bool) -> bool {
+        let of_clients =
+            |all: &Memberships| all.has_inherited() && !(tells_served && all.are_shared());
+        self.device().is_some() || self.memberships().as_ref().is_some_and(of_clients)
+    }
+
+    /// Whether another disk is at one of its addresses.
+    pub(crate) fn shares_address(&self) -> bool {
+        self.memberships().as_ref().is_some_and(Memberships::are_shared)
     }
 
     /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
@@ -416,7 +472,7 @@ impl Served {
         if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
             *end = End::NotServed(error);
         }
-        self.close_sockets();
+        self.close_sockets(FAILED);
     }
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
@@ -499,9 +555,18 @@ impl Served {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Where clients connect.
-    pub(crate) fn held(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The socket of its device.
+    pub(crate) fn device(&self) -> MutexGuard<'_, Option<Held>> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where it listens for NBD clients.
+    pub(crate) fn listening(&self) -> MutexGuard<'_, Vec<Listening>> {
+        self.listening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn memberships(&self) -> MutexGuard<'_, Option<Memberships>> {
+        self.memberships.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// While this is held, nobody else changes the disk's life.

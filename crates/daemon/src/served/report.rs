@@ -1,7 +1,7 @@
 //! What a disk says of itself.
 
 use super::{End, SERVING, Served, State};
-use crate::held::{Held, device_name};
+use crate::held::Held;
 use crate::opened::Figures;
 use crate::servers::Servers;
 use crate::stats::{self, Counts};
@@ -37,12 +37,9 @@ impl Served {
         if !self.is_open() {
             return;
         }
-        let device = device_name(&self.name);
-        let place = |held: &Held| {
-            let server = if held.name == device { "vhost-user" } else { "nbd" };
-            format!("{server} {}", held.place())
-        };
-        let mut places: Vec<_> = self.held().iter().map(place).collect();
+        let device = |held: &Held| format!("vhost-user {}", held.place());
+        let mut places: Vec<_> = self.device().iter().map(device).collect();
+        places.extend(self.listening().iter().map(|at| format!("nbd {}", at.place())));
         places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
         let (image, places) = (self.image(), places.join(", "));
         let how = if self.image_figures().is_writable { "" } else { ", read-only" };
