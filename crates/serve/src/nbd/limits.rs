@@ -23,6 +23,8 @@ pub(super) const OPTION_BYTES_MAX: usize = 64 << 10;
 pub(super) const OPTION_BYTES_SKIPPED_MAX: u32 = 4 << 20;
 /// Options that one client may send.
 pub(super) const OPTIONS_MAX: usize = 1024;
+/// Further ones for each export of the address: who lists them asks for the details of each.
+pub(super) const OPTIONS_PER_EXPORT: usize = 4;
 /// Bytes of options that one client may send, all together.
 pub(super) const OPTION_BYTES_TOTAL_MAX: u64 = 16 << 20;
 /// Exports of one address.

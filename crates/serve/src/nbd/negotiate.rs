@@ -9,7 +9,7 @@ use super::export::Export;
 use super::exports::{Exports, Found};
 use super::limits::{
     LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
-    OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
+    OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
 };
 use super::protocol::{
     self, BASE_ALLOCATION, BASE_ALLOCATION_ID, BASE_WILDCARD, InfoRequest, MetaRequest,
@@ -122,7 +122,7 @@ async fn options<C: Channel>(
         meta_context: None,
     };
     let mut bytes_total = 0_u64;
-    for _ in 0..OPTIONS_MAX {
+    for _ in 0..OPTIONS_MAX + OPTIONS_PER_EXPORT * exports.len() {
         let header = OptionHeader::decode(&inbox.array().await?)
             .map_err(|_| Refused::Malformed("not an option"))?;
         bytes_total += u64::from(header.len);
