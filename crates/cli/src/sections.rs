@@ -116,7 +116,7 @@ CONFIGURATION:
   name = \"web\"
   image = \"/var/lib/vm/web.qcow2\"
   vhost-user = \"/run/mica/web.sock\"
-  nbd = [\"/run/mica/web.nbd\"]
+  nbd = [\"/run/mica/all.nbd\"]            # others may be at the same socket
 
 EXIT STATUS:
   0  it was told to end, and everything acknowledged is in the images

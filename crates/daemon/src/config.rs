@@ -15,6 +15,7 @@
 mod read;
 
 use crate::held::is_socket_name;
+use crate::places::{Places, Resident};
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
 use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
@@ -45,6 +46,8 @@ pub struct Config {
     /// Of the disks, those that are not opened: they were drained or removed there, perhaps not
     /// without loss.
     pub(crate) drained: BTreeMap<String, Option<String>>,
+    /// Of the disks, those that the process that is taken over serves at addresses that they share.
+    pub(crate) served: BTreeSet<String>,
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
     /// process of it does what the sandbox forbids.
     pub helper: Option<PathBuf>,
@@ -77,6 +80,9 @@ pub(crate) struct HandedOver {
     /// What went wrong when it was closed.
     #[serde(default)]
     pub(crate) loss: Option<String>,
+    /// Whether it is served there. Told of disks that share an address. Older processes have none.
+    #[serde(default)]
+    pub(crate) is_served: bool,
 }
 
 impl Config {
@@ -117,7 +123,10 @@ impl Config {
     /// # Errors
     /// `Invalid` if a disk that was added there is another one here.
     pub(crate) fn take_over(&mut self, disks: Vec<HandedOver>) -> Result<()> {
-        for HandedOver { name, table, is_closed, loss } in disks {
+        for HandedOver { name, table, is_closed, loss, is_served } in disks {
+            if is_served {
+                self.served.insert(name.clone());
+            }
             let own = self.disks.iter().find(|disk| disk.name == name);
             let added = table.as_ref().map(DiskConfig::from_table).transpose()?;
             match (own, added) {
@@ -184,12 +193,13 @@ impl Config {
         if self.stats.stats_file.is_some() && self.disks.len() > 1 {
             invalid("stats-file covers a single disk; use `mica ctl stats`");
         }
-        let (mut names, mut used) = (BTreeSet::new(), BTreeSet::new());
+        let (mut names, mut places) = (BTreeMap::new(), Places::default());
+        let line = |index: usize| self.lines.get(index).map(|line| format!("line {line}"));
         for (index, disk) in self.disks.iter().enumerate() {
             let name = &disk.name;
             let mut invalid = |what: String| {
-                let what = match self.lines.get(index) {
-                    Some(line) => format!("line {line}: disk {name:?}: {what}"),
+                let what = match line(index) {
+                    Some(line) => format!("{line}: disk {name:?}: {what}"),
                     None => format!("disk {name:?}: {what}"),
                 };
                 all.push(Error::new(ErrorKind::Invalid, what));
@@ -200,14 +210,17 @@ impl Config {
                             restart instead";
                 invalid(what.to_owned());
             }
-            if !names.insert(name) {
+            if names.contains_key(name) {
+                // Where it would be is in dispute then.
                 invalid("another disk has this name".to_owned());
+                continue;
             }
-            for place in disk.settings.own_places() {
-                if used.contains(&place) {
-                    invalid(format!("{place} is used twice"));
-                }
-                used.insert(place);
+            names.insert(name, index);
+            if let Err(conflict) = places.add(disk.resident(), &[]) {
+                let with = format!("the disk {:?}", conflict.with);
+                let other = names.get(&conflict.with).and_then(|index| line(*index));
+                let shown = other.map_or(with.clone(), |line| format!("{with} ({line})"));
+                invalid(conflict.describe(&shown));
             }
         }
         all
@@ -236,6 +249,16 @@ impl DiskConfig {
         read::disk::<serde_json::Error>(&Value::Object(table.clone())).map_err(|error| {
             Error::new(ErrorKind::Invalid, format!("the table of a disk: {error}"))
         })
+    }
+
+    /// The name under which NBD clients find it.
+    pub(crate) fn export_name(&self) -> &str {
+        self.settings.export_name.as_deref().unwrap_or(&self.name)
+    }
+
+    /// What matters of it for where it may be.
+    pub(crate) fn resident(&self) -> Resident<'_> {
+        Resident { disk: &self.name, export: self.export_name(), settings: &self.settings }
     }
 
     /// The table of this disk in a configuration file, as JSON, without what is the default.

@@ -219,6 +219,7 @@ fn resources(
         cache: MapCache::new(budgets.max().unwrap_or(0)),
         indexers: Arc::default(),
         one_by_one: Arc::default(),
+        addresses: Arc::default(),
     }
 }
 

@@ -1,15 +1,18 @@
 //! How many descriptors disks need, besides those through which layers are read: of these there are
 //! as many as the limit leaves, and they are opened and closed as needed.
 
+use crate::address::Address;
 use crate::config::Config;
+use crate::places::nbd_addresses;
 use crate::settings::{DESCRIPTORS_RESERVE, DiskSettings, SandboxMode};
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::Handles;
+use std::collections::BTreeSet;
 
 /// The need of one disk, or of several.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Need {
-    /// As long as nobody uses it: its sockets, and the files that it writes.
+    /// As long as nobody uses it: the sockets that it has for itself, and the files that it writes.
     at_rest: usize,
     /// What a client of each socket adds.
     clients: usize,
@@ -28,14 +31,13 @@ const WRITTEN: usize = 2;
 
 impl Need {
     pub(crate) fn of(settings: &DiskSettings) -> Self {
-        // Sockets may also come from systemd.
-        let sockets = settings.nbd.len() + usize::from(settings.vhost_user.is_some());
+        let sockets = usize::from(settings.vhost_user.is_some());
         let file = usize::from(settings.fuse.is_some());
         let written = if settings.writes() { WRITTEN } else { 0 };
         let queues = usize::from(settings.num_queues());
         let device = SESSION + SHARED_FILES + QUEUE * queues;
         Self {
-            at_rest: (sockets + file).max(1) + written,
+            at_rest: sockets + file + written,
             clients: settings.nbd.len() + settings.vhost_user.as_ref().map_or(0, |_| device),
         }
     }
@@ -49,6 +51,19 @@ impl Need {
         let Self { at_rest, clients } = other;
         Self { at_rest: self.at_rest + at_rest, clients: self.clients + clients }
     }
+}
+
+/// The sockets at which NBD clients connect, of which disks may share one.
+fn addresses(config: &Config) -> Need {
+    let settings = config.disks.iter().map(|disk| &disk.settings);
+    let any_port =
+        |settings: &DiskSettings| nbd_addresses(settings).filter(Address::is_any_port).count();
+    let own: usize = settings.clone().map(any_port).sum();
+    let shared: BTreeSet<_> =
+        settings.clone().flat_map(nbd_addresses).filter(|at| !at.is_any_port()).collect();
+    // Sockets may also come from systemd.
+    let unnamed = settings.filter(|settings| !settings.has_place()).count();
+    Need { at_rest: own + shared.len() + unnamed, clients: 0 }
 }
 
 /// Rings that are made for the devices of `config` before the sandbox forbids that.
@@ -65,7 +80,7 @@ pub(crate) fn rings(config: &Config) -> usize {
 /// `Limit` if they cannot all be open. If only their clients would find none left, that is logged.
 pub(crate) fn check(config: &Config, allowed: usize) -> Result<()> {
     let needs = config.disks.iter().map(|disk| Need::of(&disk.settings));
-    let need = needs.fold(Need::default(), Need::and);
+    let need = needs.fold(addresses(config), Need::and);
     let (disks, others) = (config.disks.len(), rings(config) + Handles::BOUND_MIN);
     let lack = |count: usize| {
         let needed = count + others + DESCRIPTORS_RESERVE;

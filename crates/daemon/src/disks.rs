@@ -2,7 +2,8 @@
 //! starts with.
 //!
 //! Invariants
-//! - I1 A name, and a place where a disk is served, belongs to one disk of the set.
+//! - I1 A name belongs to one disk of the set. Where disks may be served is decided before
+//!   ([`Addresses`](crate::addresses::Addresses)).
 //! - I2 A disk is in the set from before it is opened until it is closed, so that whoever closes
 //!   all disks closes it.
 
@@ -28,44 +29,43 @@ pub(crate) struct Disks {
 struct Set {
     all: Vec<Arc<Served>>,
     named: BTreeMap<String, Arc<Served>>,
-    /// Where disks are served, and the names of these.
-    places: BTreeMap<String, String>,
 }
 
 impl Disks {
     /// Adds a disk that is not open yet.
     ///
     /// # Errors
-    /// `Invalid` if its name or one of its places is taken.
+    /// `Invalid` if its name is taken.
     pub(crate) fn add(&self, disk: Arc<Served>) -> Result<()> {
         let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
-        let Set { all, named, places } = &mut *set;
+        let Set { all, named } = &mut *set;
         let name = &disk.name;
-        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         if named.contains_key(name) {
-            return invalid(format!("there is a disk named {name:?} already"));
+            return Err(taken(name));
         }
-        for place in disk.settings.own_places() {
-            if let Some(other) = places.get(&place) {
-                return invalid(format!("disk {name:?}: the disk {other:?} is served at {place}"));
-            }
-        }
-        places.extend(disk.settings.own_places().map(|place| (place, name.clone())));
         named.insert(name.clone(), Arc::clone(&disk));
         all.push(disk);
         Ok(())
     }
 
-    /// Removes a disk, which is closed.
+    /// Whether a disk may have this name.
+    ///
+    /// # Errors
+    /// As [`Self::add`].
+    pub(crate) fn check_name(&self, name: &str) -> Result<()> {
+        self.named(name).map_or(Ok(()), |_| Err(taken(name)))
+    }
+
+    /// Removes a disk, which is closed. Its places are free for another one.
     pub(crate) fn remove(&self, disk: &Arc<Served>) {
+        disk.leave_addresses();
         let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
-        let Set { all, named, places } = &mut *set;
+        let Set { all, named } = &mut *set;
         let before = all.len();
         all.retain(|other| !Arc::ptr_eq(other, disk));
         // It may have been removed already, and another one have its name.
         if all.len() < before {
             named.remove(&disk.name);
-            places.retain(|_, name| *name != disk.name);
         }
     }
 
@@ -79,6 +79,10 @@ impl Disks {
         let set = self.set.read().unwrap_or_else(PoisonError::into_inner);
         set.named.get(name).cloned()
     }
+}
+
+fn taken(name: &str) -> Error {
+    Error::new(ErrorKind::Invalid, format!("there is a disk named {name:?} already"))
 }
 
 /// Calls `act` for each of `disks`, many at a time, so that a slow one delays few others. A single
@@ -131,11 +135,13 @@ mod tests {
     use crate::config::DiskConfig;
     use crate::opening::Place;
     use crate::servers::Resources;
+    use crate::sockets::Sockets;
     use mica_qcow2::MapCache;
     use mica_rt::Backend;
     use mica_serve::Workers;
     use mica_serve::fuse::MountsHere;
     use mica_store::Handles;
+    use std::os::unix::fs::MetadataExt;
     use std::path::{Path, PathBuf};
     use std::time::Duration;
 
@@ -144,7 +150,7 @@ mod tests {
         let mut config = DiskConfig::new(name.to_owned(), PathBuf::from("1M"));
         config.images.format = "null".to_owned();
         config.settings.nbd = vec![socket.display().to_string()];
-        Arc::new(Served::new(config, Vec::new(), resources))
+        Arc::new(Served::new(config, &mut Sockets::default(), resources).expect("a free place"))
     }
 
     fn open(disk: &Served) {
@@ -160,11 +166,12 @@ mod tests {
             cache: MapCache::default(),
             indexers: Arc::default(),
             one_by_one: Arc::default(),
+            addresses: Arc::default(),
         }
     }
 
     #[test]
-    fn disks_keep_their_order_and_names_and_places_are_used_once() {
+    fn disks_keep_their_order_and_names_are_used_once() {
         let folder = tempfile::tempdir().expect("a folder");
         let resources = resources();
         let new = |name, socket| disk(name, &folder.path().join(socket), &resources);
@@ -173,8 +180,6 @@ mod tests {
         disks.add(new("a", "2")).expect("added");
         let before = disks.all();
         assert!(disks.add(new("b", "3")).is_err(), "the name is in use");
-        let error = disks.add(new("d", "2")).expect_err("the place is in use").to_string();
-        assert!(error.contains("the disk \"a\" is served at"), "{error}");
         disks.add(new("c", "4")).expect("added");
 
         assert_eq!(each_of(&disks.all(), |disk| disk.name.clone()), ["b", "a", "c"]);
@@ -185,10 +190,38 @@ mod tests {
         disks.remove(&before[1]);
         assert!(disks.named("a").is_none());
         let second = new("a", "2");
-        disks.add(Arc::clone(&second)).expect("its name and place are free");
+        disks.add(Arc::clone(&second)).expect("its name is free");
         disks.remove(&before[1]);
         assert!(disks.named("a").is_some_and(|disk| Arc::ptr_eq(&disk, &second)));
         assert_eq!(each_of(&disks.all(), |disk| disk.name.clone()), ["b", "c", "a"]);
+    }
+
+    #[test]
+    fn socket_of_several_disks_is_there_from_the_first_that_is_open_to_the_last() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (resources, socket) = (resources(), folder.path().join("s"));
+        let [a, b] = ["a", "b"].map(|name| disk(name, &socket, &resources));
+        assert!(!socket.exists());
+        open(&a);
+        let before = socket.symlink_metadata().expect("there").ino();
+        open(&b);
+        a.stop().expect("closed");
+        a.undrain(&|| false).expect("served");
+        b.remove().expect("closed");
+        assert_eq!(
+            socket.symlink_metadata().expect("there").ino(),
+            before,
+            "the same all the time"
+        );
+        a.stop().expect("closed");
+        assert!(!socket.exists());
+
+        let mut config = a.config();
+        config.settings.vhost_user = Some(socket);
+        config.settings.nbd.clear();
+        let error = Served::new(config, &mut Sockets::default(), &resources).map(drop);
+        let error = error.expect_err("it is for NBD").to_string();
+        assert!(error.contains("the disk \"a\" is served at"), "{error}");
     }
 
     #[test]

@@ -11,17 +11,21 @@
 //!           └ served      one disk: opened, served, suspended, resumed, closed
 //!               ├ ephemeral   the overlay of a disk whose changes are thrown away
 //!               ├ opening     its image
+//!               ├ addresses   where NBD clients connect, which disks share
 //!               └ servers     NBD, vhost-user, FUSE, and the index thread
 //! sandbox     what the process may still do; helper: a process that does the rest for it
 //! own_process what the kernel reports of this process
 //! systemd     readiness, watchdog, sockets inherited and stored
 //! signals     those that end the process, or are heard otherwise
 //! sockets     which inherited socket belongs where; held: the sockets this process holds
+//! places      which disk may be served where; address: where clients connect, as a value
 //! rehearsal   checks a configuration
 //! config      what is served, from the command line or a TOML file
 //!   └ settings    every option, stated once
 //! ```
 
+mod address;
+mod addresses;
 mod config;
 mod control;
 mod daemon;
@@ -36,6 +40,7 @@ mod messages;
 mod opened;
 mod opening;
 mod own_process;
+mod places;
 mod rehearsal;
 mod retry;
 mod sandbox;

@@ -13,6 +13,7 @@ use crate::config::{Config, DiskConfig};
 use crate::opening::Place;
 use crate::served::{Served, Source};
 use crate::shared::Shared;
+use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
@@ -42,9 +43,11 @@ impl Shared {
             let name = &disk.name;
             granted.check(&disk).map_err(|error| error.wrap(format!("disk {name:?}")))?;
         }
+        // What else is wrong with a second one of this name matters less.
+        self.disks.check_name(&disk.name)?;
         // Another disk would wait for its writes.
         self.resources.handles.set_writes_in_place(WritesInPlace::Forbidden);
-        let served = Arc::new(Served::new(disk, Vec::new(), &self.resources));
+        let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
         let prepared =

@@ -11,6 +11,12 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod report;
+mod resize;
+
+pub(crate) use resize::NewLength;
+
+use crate::addresses::{Listening, Memberships};
 use crate::config::DiskConfig;
 use crate::held::{Held, Origin, device_name};
 use crate::opened::{Figures, Opened};
@@ -19,13 +25,11 @@ use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
-use crate::stats::{self, Counts};
+use crate::stats::Counts;
 use crate::systemd;
-use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
-use mica_serve::{SocketUsers, vhost_user};
-use serde_json::{Map, Value};
+use mica_serve::{Listener, SocketUsers};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,6 +49,10 @@ const HELD_IMAGE_PAUSE: Duration = Duration::from_millis(20);
 const FREE_ADDRESS_LIMIT: Duration = Duration::from_millis(500);
 const FREE_ADDRESS_PAUSE: Duration = Duration::from_millis(5);
 
+/// What NBD clients are told of a disk that is not served, where others are.
+const DRAINED: &str = "it is drained";
+const FAILED: &str = "it could not be opened, and the server's log says why";
+
 /// A disk and what serves it.
 pub(crate) struct Served {
     pub(crate) name: String,
@@ -62,9 +70,13 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// Where clients connect. Sockets of systemd's units stay when it is closed: systemd holds them
-    /// open, too, so that they cannot be created again.
-    held: Mutex<Vec<Held>>,
+    /// The socket of its device. That of a systemd unit stays when the disk is closed: systemd
+    /// holds it open, too, so that it cannot be created again.
+    device: Mutex<Option<Held>>,
+    /// Its part in the addresses where NBD clients connect, until it is removed.
+    memberships: Mutex<Option<Memberships>>,
+    /// It listens there while it is open. Dropped before it leaves them.
+    listening: Mutex<Vec<Listening>>,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -112,29 +124,22 @@ enum End {
     Removed(Result<()>),
 }
 
-/// The length to grow a disk to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum NewLength {
-    Exactly(u64),
-    /// Longer by this many bytes.
-    Longer(u64),
-}
-
-/// The outcome of growing a disk.
-pub(crate) struct Resized {
-    pub(crate) old: u64,
-    pub(crate) new: u64,
-    /// Whether its virtual machine was told, if it can have one.
-    pub(crate) notice: Option<Result<vhost_user::Notice>>,
-}
-
 impl Served {
-    /// A disk that is not open yet, to be served at the sockets that are `held` for it and at new
-    /// ones.
-    pub(crate) fn new(config: DiskConfig, held: Vec<Held>, resources: &Resources) -> Self {
+    /// A disk that is not open yet, to be served at `inherited` sockets where there are some, and
+    /// at new ones.
+    ///
+    /// # Errors
+    /// As [`Addresses::join`](crate::addresses::Addresses::join).
+    pub(crate) fn new(
+        config: DiskConfig,
+        inherited: &mut Sockets,
+        resources: &Resources,
+    ) -> Result<Self> {
+        let memberships = resources.addresses.join(&config, inherited)?;
+        let device = inherited.take_device_of(&config);
         let DiskConfig { name, image, settings, images } = config;
         let state = State::ended(End::New);
-        Self {
+        Ok(Self {
             name,
             settings,
             images,
@@ -144,10 +149,12 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
-            held: Mutex::new(held),
+            device: Mutex::new(device),
+            memberships: Mutex::new(Some(memberships)),
+            listening: Mutex::default(),
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
-        }
+        })
     }
 
     /// Opens a new disk, waiting up to `patience` while another process holds its image, and
@@ -197,10 +204,10 @@ impl Served {
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets())?;
+        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
-            self.close_sockets();
+            self.close_sockets(DRAINED);
             // Nobody has used it.
             let _ = self.end();
             return Err(self.denied("stays closed: the server is stopping"));
@@ -211,17 +218,9 @@ impl Served {
 
     /// Leaves a new disk closed, as another process left it, which may have lost something.
     pub(crate) fn leave_closed(&self, loss: Option<String>) {
-        self.close_sockets();
+        self.close_sockets(DRAINED);
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
         *self.lock() = State::ended(End::Closed(outcome));
-    }
-
-    /// What it has lost when it was closed, if anything.
-    pub(crate) fn loss(&self) -> Option<Error> {
-        match &*self.lock() {
-            State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
-            _ => None,
-        }
     }
 
     /// Stops it for good: it cannot be opened again.
@@ -233,9 +232,10 @@ impl Served {
             return Ok(());
         }
         let _changes = self.lock_changes();
-        self.close_sockets();
-        self.held().clear();
+        self.close_sockets(DRAINED);
+        *self.device() = None;
         let outcome = self.end();
+        self.is_absent(DRAINED);
         if let State::Ended(_, end) = &mut *self.lock() {
             *end = End::Removed(outcome.clone());
         }
@@ -256,21 +256,6 @@ impl Served {
         *self.source.lock().unwrap_or_else(PoisonError::into_inner) = source;
     }
 
-    /// Whether it is open.
-    pub(crate) fn is_open(&self) -> bool {
-        matches!(&*self.lock(), State::Prepared(_) | State::Serving(_))
-    }
-
-    /// Whether somebody has drained it.
-    pub(crate) fn is_drained(&self) -> bool {
-        matches!(&*self.lock(), State::Ended(_, End::Closing | End::Closed(_)))
-    }
-
-    /// Whether it was to be served and could not be opened.
-    pub(crate) fn could_not_be_served(&self) -> bool {
-        matches!(&*self.lock(), State::Ended(_, End::NotServed(_)))
-    }
-
     fn denied(&self, what: &str) -> Error {
         Error::new(ErrorKind::Denied, format!("the disk {:?} {what}", self.name))
     }
@@ -282,6 +267,9 @@ impl Served {
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
+        if let Some(memberships) = &*self.memberships() {
+            memberships.are_awaited();
+        }
         self.has_opener.store(true, Ordering::Release);
         let opened =
             by(&|| open(&self.image(), &self.settings, &self.images, &self.resources, place));
@@ -299,7 +287,12 @@ impl Served {
             }
             is_wanted
         };
-        let opened = opened.inspect_err(|_| self.has_opener.store(false, Ordering::Release))?;
+        let opened = opened.inspect_err(|_| {
+            if is_wanted {
+                self.is_absent(FAILED);
+            }
+            self.has_opener.store(false, Ordering::Release);
+        })?;
         *self.opened() = Opened::Open(opened);
         if !is_wanted {
             let discarded = self.discard();
@@ -337,24 +330,22 @@ impl Served {
         }
     }
 
+    /// Listens for the front end of a virtual machine, and for NBD clients where no other disk does
+    /// already. What there is already is kept.
     fn listen(&self) -> Result<()> {
-        let settings = &self.settings;
-        let mut held = self.held();
-        let mut inherited = Sockets::of(std::mem::take(&mut *held), settings);
-        let listening = self.listen_at(&mut inherited, &mut held);
-        // What was not taken because of a failure is for the next attempt.
-        held.extend(inherited.into_all().filter(|_| listening.is_err()));
-        listening
-    }
-
-    fn listen_at(&self, inherited: &mut Sockets, held: &mut Vec<Held>) -> Result<()> {
-        let Self { name, settings, .. } = self;
-        let device = device_name(name);
-        match &settings.vhost_user {
-            Some(path) => held.push(inherited.unix(device, path, SocketUsers::AsUmask)?),
-            None => held.extend(inherited.named(&device).pop()),
+        let mut device = self.device();
+        if let (None, Some(path)) = (&*device, &self.settings.vhost_user) {
+            let listener = Listener::unix_for(path, SocketUsers::AsUmask)?;
+            *device = Some(Held::new(device_name(&self.name), Origin::Here, listener));
         }
-        held.extend(Security::of(settings).listen(name, &settings.nbd, inherited)?);
+        drop(device);
+        let listening = match &*self.memberships() {
+            Some(memberships) => {
+                memberships.listen(&self.resources.workers, &self.resources.handles)?
+            }
+            None => Vec::new(),
+        };
+        *self.listening() = listening;
         Ok(())
     }
 
@@ -368,24 +359,6 @@ impl Served {
         }
     }
 
-    /// Says where it is served, if it is.
-    pub(crate) fn announce(&self) {
-        if !self.is_open() {
-            return;
-        }
-        let device = device_name(&self.name);
-        let place = |held: &Held| {
-            let server = if held.name == device { "vhost-user" } else { "nbd" };
-            format!("{server} {}", held.place())
-        };
-        let mut places: Vec<_> = self.held().iter().map(place).collect();
-        places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
-        let (image, places) = (self.image(), places.join(", "));
-        let how = if self.image_figures().is_writable { "" } else { ", read-only" };
-        let (name, image) = (&self.name, image.display());
-        tracing::info!(target: SERVING, "serving {name:?} ({image}{how}) at {places}");
-    }
-
     /// The caller has just opened it.
     fn prepare_servers(&self) -> Result<()> {
         let subject = Subject {
@@ -393,8 +366,10 @@ impl Served {
             settings: &self.settings,
             image: self.images.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
+            device: self.device().as_ref().map(|held| held.listener.clone()),
+            seats: self.memberships().as_ref().map(Memberships::seats).unwrap_or_default(),
         };
-        let prepared = Prepared::new(&subject, &self.held(), &self.resources)?;
+        let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));
         Ok(())
     }
@@ -409,8 +384,11 @@ impl Served {
         }
         let _changes = self.lock_changes();
         // The socket files go first.
-        self.close_sockets();
-        self.end()
+        self.close_sockets(DRAINED);
+        let outcome = self.end();
+        // It may have been started just before it ended.
+        self.is_absent(DRAINED);
+        outcome
     }
 
     /// Like [`Self::stop`], but clients that connect wait. False if it had ended before.
@@ -422,25 +400,50 @@ impl Served {
         if matches!(*self.lock(), State::Ended(..)) {
             return Ok(false);
         }
-        self.end().map(|()| true).inspect_err(|_| self.close_sockets())
+        self.end().map(|()| true).inspect_err(|_| self.close_sockets(FAILED))
     }
 
     /// Closes its sockets after [`Self::prepare`] has failed: nobody is to wait there.
     pub(crate) fn discard_sockets(&self) {
-        for held in self.held().iter().filter(|held| held.origin != Origin::Unit) {
+        for held in self.device().iter().filter(|held| held.origin != Origin::Unit) {
             held.listener.own_file();
             systemd::forget(&held.name);
         }
-        self.close_sockets();
+        self.close_sockets(FAILED);
     }
 
-    /// Closes its sockets, but for those of systemd's units.
-    fn close_sockets(&self) {
-        let mut held = self.held();
-        let all = std::mem::take(&mut *held).into_iter();
-        let (of_units, others): (Vec<_>, _) = all.partition(|held| held.origin == Origin::Unit);
-        *held = of_units;
-        systemd::close(others);
+    /// Closes its sockets, but for those of systemd's units and those that other disks share. Of
+    /// these, clients that ask for this one are told `why` it is not served.
+    fn close_sockets(&self, why: &'static str) {
+        self.is_absent(why);
+        systemd::close(self.device().take_if(|held| held.origin != Origin::Unit));
+        self.listening().clear();
+    }
+
+    /// Clients that ask for it where others are served are told `why` it is not.
+    fn is_absent(&self, why: &'static str) {
+        if let Some(memberships) = &*self.memberships() {
+            memberships.are_absent(why);
+        }
+    }
+
+    /// Leaves its addresses for good. It is closed.
+    pub(crate) fn leave_addresses(&self) {
+        self.listening().clear();
+        *self.memberships() = None;
+    }
+
+    /// Whether a socket was inherited for it: somebody may wait there. If the process that passed
+    /// it `tells_served` disks, one at a shared address is not meant for this one.
+    pub(crate) fn has_inherited(&self, tells_served: bool) -> bool {
+        let of_clients =
+            |all: &Memberships| all.has_inherited() && !(tells_served && all.are_shared());
+        self.device().is_some() || self.memberships().as_ref().is_some_and(of_clients)
+    }
+
+    /// Whether another disk is at one of its addresses.
+    pub(crate) fn shares_address(&self) -> bool {
+        self.memberships().as_ref().is_some_and(Memberships::are_shared)
     }
 
     /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
@@ -469,7 +472,7 @@ impl Served {
         if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
             *end = End::NotServed(error);
         }
-        self.close_sockets();
+        self.close_sockets(FAILED);
     }
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
@@ -521,40 +524,6 @@ impl Served {
         outcome
     }
 
-    /// Grows the disk and tells its virtual machine. NBD has no message for that: its clients see
-    /// the new length when they reconnect.
-    ///
-    /// # Errors
-    /// As [`Manage::resize`]; `Denied` if it is not served, yet or any longer.
-    pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
-        let changes = self.lock_changes();
-        let notifier = match &*self.lock() {
-            State::Serving(servers) => servers.resize_notifier(),
-            state @ (State::Opening | State::Prepared(_) | State::Ended(..)) => {
-                let is_ended = matches!(state, State::Ended(..));
-                let when = if is_ended { "is not served" } else { "is not served yet" };
-                return Err(self.denied(when));
-            }
-        };
-        let disk = self.opened().disk()?;
-        let old = disk.geometry().len;
-        let new = match to {
-            NewLength::Exactly(len) => Some(len),
-            NewLength::Longer(by) => old.checked_add(by),
-        };
-        let too_long = || Error::new(ErrorKind::Invalid, "a disk must be shorter than 8 EiB");
-        let new = new.filter(|len| i64::try_from(*len).is_ok()).ok_or_else(too_long)?;
-        self.resources.workers.run(move || async move { disk.resize(new).await })??;
-        // A front end may take its time: hold nothing meanwhile.
-        drop(changes);
-        let notice = notifier.map(|notify| notify());
-        if let Some(Err(error)) = &notice {
-            let name = &self.name;
-            tracing::warn!(%error, "cannot notify the virtual machine of {name} of its disk's new length");
-        }
-        Ok(Resized { old, new: self.image_figures().len, notice })
-    }
-
     /// Drops the closed disk and keeps only its figures, so that its files and their locks are free
     /// for the next process to open them.
     fn release(&self) {
@@ -577,62 +546,6 @@ impl Served {
         );
     }
 
-    /// Its state, as the control socket reports it.
-    pub(crate) fn condition(&self) -> &'static str {
-        match &*self.lock() {
-            State::Opening | State::Prepared(_) => "starting",
-            State::Serving(_) => "serving",
-            State::Ended(_, End::New) => "starting",
-            State::Ended(_, End::Closing) => "draining",
-            State::Ended(_, End::Closed(Ok(()))) => "drained",
-            State::Ended(_, End::Removed(_)) => "removed",
-            State::Ended(_, End::Closed(Err(_)) | End::NotServed(_)) => "failed",
-        }
-    }
-
-    /// Why it is not served, if it should be.
-    pub(crate) fn failure(&self) -> Option<Error> {
-        match &*self.lock() {
-            State::Ended(_, End::Closed(Err(error)) | End::NotServed(error)) => Some(error.clone()),
-            _ => None,
-        }
-    }
-
-    /// Why its device does not serve, if it does not.
-    pub(crate) fn device_error(&self) -> Option<&'static str> {
-        let State::Serving(servers) = &*self.lock() else { return None };
-        servers.is_device_broken().then_some(
-            "its front end took away memory that it had shared: reconnect it to be served again",
-        )
-    }
-
-    /// Counters so far.
-    pub(crate) fn counts(&self) -> Counts {
-        match &*self.lock() {
-            State::Opening | State::Prepared(_) => Servers::default().counts(),
-            State::Serving(servers) => servers.counts(),
-            State::Ended(counts, _) => **counts,
-        }
-    }
-
-    /// Current clients: NBD connections and the front end of a virtual machine.
-    pub(crate) fn clients(&self) -> usize {
-        match &*self.lock() {
-            State::Serving(servers) => servers.clients(),
-            State::Opening | State::Prepared(_) | State::Ended(..) => 0,
-        }
-    }
-
-    /// Its figures, as JSON.
-    pub(crate) fn figures(&self) -> Map<String, Value> {
-        stats::document(&self.image_figures(), &self.counts())
-    }
-
-    /// What the disk shows of itself, or showed when it was closed.
-    pub(crate) fn image_figures(&self) -> Figures {
-        self.opened().figures()
-    }
-
     fn opened(&self) -> MutexGuard<'_, Opened> {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -642,9 +555,18 @@ impl Served {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Where clients connect.
-    pub(crate) fn held(&self) -> MutexGuard<'_, Vec<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The socket of its device.
+    pub(crate) fn device(&self) -> MutexGuard<'_, Option<Held>> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where it listens for NBD clients.
+    pub(crate) fn listening(&self) -> MutexGuard<'_, Vec<Listening>> {
+        self.listening.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn memberships(&self) -> MutexGuard<'_, Option<Memberships>> {
+        self.memberships.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// While this is held, nobody else changes the disk's life.

@@ -1,14 +1,14 @@
 //! What serves a disk: NBD, vhost-user and FUSE, and what keeps its index.
 
+use crate::addresses::Addresses;
 use crate::descriptors::Need;
-use crate::held::{Held, device_name};
 use crate::indexer::{Indexed, Indexers};
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
 use mica_qcow2::MapCache;
-use mica_serve::nbd::{Export, Limits};
-use mica_serve::{Workers, fuse, nbd, vhost_user};
+use mica_serve::nbd::{Export, Limits, Seat};
+use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
 use mica_store::{Handles, SetAside};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -28,6 +28,8 @@ pub(crate) struct Resources {
     ///
     /// [`Served::prepare`]: crate::served::Served::prepare
     pub(crate) one_by_one: Arc<Mutex<()>>,
+    /// Where NBD clients connect.
+    pub(crate) addresses: Arc<Addresses>,
 }
 
 /// What is about to serve a disk, and answers nobody yet. Dropping it ends it.
@@ -59,22 +61,24 @@ pub(crate) struct Subject<'a> {
     /// The file of its image, if it has one.
     pub(crate) image: Option<PathBuf>,
     pub(crate) disk: Arc<dyn Manage>,
+    /// The socket of its device, if it has one.
+    pub(crate) device: Option<Listener>,
+    /// Its seats where NBD clients connect.
+    pub(crate) seats: Vec<Arc<Seat>>,
 }
 
 impl Prepared {
-    /// Prepares what the settings ask for, at the `held` sockets and as a file. All that can fail
-    /// is done.
-    pub(crate) fn new(subject: &Subject<'_>, held: &[Held], resources: &Resources) -> Result<Self> {
+    /// Prepares what the settings ask for, at the sockets of the subject and as a file. All that
+    /// can fail is done.
+    pub(crate) fn new(subject: Subject<'_>, resources: &Resources) -> Result<Self> {
         let aside = resources.handles.set_aside(Need::of(subject.settings).total());
         let mut all = Self { descriptors: Some(aside), ..Self::default() };
-        let Subject { name, settings, image, disk: managed } = subject;
-        let disk: Arc<dyn Disk> = Arc::clone(managed) as _;
+        let Subject { name, settings, image, disk: managed, device, seats } = subject;
+        let disk: Arc<dyn Disk> = Arc::clone(&managed) as _;
         let Resources { workers, mounts, .. } = resources;
-        let device = device_name(name);
-        let (devices, nbd): (Vec<_>, Vec<_>) = held.iter().partition(|held| held.name == device);
-        if let Some(held) = devices.first() {
+        if let Some(listener) = device {
             all.device = Some(vhost_user::Server::prepare(vhost_user::ServerConfig {
-                listener: held.listener.clone(),
+                listener,
                 disk: Arc::clone(&disk),
                 queues: settings.num_queues(),
                 serial: settings.serial.as_deref().unwrap_or(name).to_owned(),
@@ -83,15 +87,15 @@ impl Prepared {
                 workers: Arc::clone(workers),
             })?);
         }
-        if !nbd.is_empty() {
+        if let Some(seat) = seats.first() {
             all.nbd = Some(nbd::Server::prepare(nbd::ServerConfig {
-                listeners: nbd.into_iter().map(|held| held.listener.clone()).collect(),
-                exports: vec![Export {
+                export: Export {
                     disk: Arc::clone(&disk),
-                    name: settings.export_name.clone().unwrap_or_else(|| (*name).to_owned()),
+                    name: seat.name().to_owned(),
                     description: settings.description.clone().unwrap_or_default(),
                     discard: settings.discard.into(),
-                }],
+                },
+                seats,
                 workers: Arc::clone(workers),
                 limits: Limits { connections_max: settings.clients_max(), ..Limits::default() },
             })?);
@@ -100,7 +104,7 @@ impl Prepared {
             all.file = Some(fuse::Server::prepare(fuse::ServerConfig {
                 file: file.clone(),
                 disk: Arc::clone(&disk),
-                image: image.clone(),
+                image,
                 discard: settings.discard.into(),
                 allow_other: settings.allow_other.unwrap_or_default().into(),
                 workers: Arc::clone(workers),
@@ -108,7 +112,7 @@ impl Prepared {
             })?);
         }
         if settings.index == IndexMode::Auto {
-            all.indexed = Some((Arc::clone(managed), resources.clone()));
+            all.indexed = Some((managed, resources.clone()));
         }
         Ok(all)
     }

@@ -1,6 +1,7 @@
 //! State that the parts of the process share: its disks, its control sockets, and whether it is
 //! stopping or handed over.
 
+use crate::addresses::Listening;
 use crate::config::Config;
 use crate::disks::{Disks, each_of, open_each};
 use crate::held::{Held, Origin};
@@ -126,10 +127,7 @@ impl Shared {
         let mut disks = Vec::new();
         for disk in std::mem::take(&mut config.disks) {
             let name = disk.name.clone();
-            let held = inherited.take_those_of(&disk);
-            // The other process served it, and can go on.
-            let is_handed_over = begin == Begin::Later && !held.is_empty();
-            let served = Arc::new(Served::new(disk, held, &self.resources));
+            let served = Arc::new(Served::new(disk, &mut inherited, &self.resources)?);
             if config.added.contains(&name) {
                 served.set_source(Source::Command);
             }
@@ -139,11 +137,16 @@ impl Shared {
                     tracing::warn!("disk {name:?} stays closed, as the other process left it");
                     served.leave_closed(loss);
                 }
-                None => {
-                    let is_required = is_alone || config.process.strict || is_handed_over;
-                    disks.push(Opening { served, is_required });
-                }
+                None => disks.push(Opening { served, is_required: false }),
             }
+        }
+        let tells_served = !config.served.is_empty();
+        for Opening { served, is_required } in &mut disks {
+            // The other process served it, and can go on.
+            let was_served =
+                config.served.contains(&served.name) || served.has_inherited(tells_served);
+            let is_handed_over = begin == Begin::Later && was_served;
+            *is_required = is_alone || config.process.strict || is_handed_over;
         }
         let mut failures = Vec::new();
         for (Opening { served, is_required }, opened) in
@@ -163,6 +166,7 @@ impl Shared {
             return Err(denied("the server is stopping"));
         }
         self.report(failures)?;
+        self.resources.addresses.close_unused();
         let ProcessSettings { control, metrics, metrics_public, .. } = config.process;
         *self.control_sockets() =
             ControlSockets::take(control.as_deref(), metrics, metrics_public, &mut inherited)?;
@@ -234,7 +238,8 @@ impl Shared {
     /// Takes ownership of the socket files of a disk that no systemd unit owns, and stores these
     /// sockets with systemd.
     pub(crate) fn own_sockets(served: &Served) {
-        served.held().iter_mut().for_each(own_socket);
+        served.device().iter_mut().for_each(own_socket);
+        served.listening().iter().for_each(Listening::own);
     }
 
     /// Whether it has been asked to stop.

@@ -4,13 +4,15 @@
 //! An inherited socket is matched by its address. A socket unit's socket that has no matching
 //! address is matched by name: a disk's own name is for NBD, `NAME.vhost-user` for its device.
 
+use crate::address::Address;
 use crate::config::{Config, DiskConfig};
 use crate::held::{CONTROL, DEVICE, Held, METRICS, Origin, device_name};
+use crate::places::socket_addresses;
 use crate::settings::DiskSettings;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Listener, SocketUsers};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::Permissions;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -25,32 +27,6 @@ pub(crate) struct Sockets {
     spare: Vec<Held>,
 }
 
-/// An address in a form that can be compared.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Address {
-    Unix(PathBuf),
-    Tcp(SocketAddr),
-}
-
-impl Address {
-    fn unix(path: &Path) -> Option<Self> {
-        std::path::absolute(path).ok().map(Self::Unix)
-    }
-
-    /// Parses what `--nbd` takes.
-    fn nbd(name: &str) -> Option<Self> {
-        match name.strip_prefix("tcp:") {
-            Some(address) => address.parse().ok().map(Self::Tcp),
-            None => Self::unix(Path::new(name)),
-        }
-    }
-
-    fn of(listener: &Listener) -> Option<Self> {
-        let path = listener.path().and_then(Self::unix);
-        path.or_else(|| listener.tcp_address().map(Self::Tcp))
-    }
-}
-
 impl Sockets {
     /// Matches each of the `inherited` sockets with its use in `config`.
     ///
@@ -59,12 +35,12 @@ impl Sockets {
     /// has a disk that would be served nowhere.
     pub(crate) fn assign(inherited: Vec<Held>, config: &Config) -> Result<Self> {
         let mut sockets = Self::default();
-        let mut wanted: Vec<_> =
+        let mut wanted: BTreeSet<_> =
             config.process.control.iter().filter_map(|path| Address::unix(path)).collect();
         wanted.extend(config.process.metrics.map(Address::Tcp));
         let mut names = Vec::new();
         for disk in &config.disks {
-            wanted.extend(addresses(&disk.settings));
+            wanted.extend(socket_addresses(&disk.settings));
             names.extend([disk.name.clone(), device_name(&disk.name)]);
         }
         for held in inherited {
@@ -117,7 +93,8 @@ impl Sockets {
         };
         // One of several disks may fail. Listening there says why.
         let may_fail = config.disks.len() > 1 && !config.process.strict;
-        for path in config.disks.iter().flat_map(of_disk) {
+        let paths: BTreeSet<_> = config.disks.iter().flat_map(of_disk).collect();
+        for path in paths {
             match self.clear_place(&path) {
                 Err(_) if may_fail => {}
                 cleared => cleared?,
@@ -162,40 +139,20 @@ impl Sockets {
         }
     }
 
-    /// The inherited NBD socket at `place`, which is written as for `--nbd`.
-    pub(crate) fn nbd(&mut self, place: &str) -> Option<Held> {
-        self.by_address.remove(&Address::nbd(place)?)
+    /// The inherited NBD socket at `place`.
+    pub(crate) fn nbd(&mut self, place: &Address) -> Option<Held> {
+        self.by_address.remove(place)
     }
 
-    /// The sockets `held` for a disk with these settings.
-    pub(crate) fn of(held: Vec<Held>, settings: &DiskSettings) -> Self {
-        let mut sockets = Self::default();
-        let wanted: Vec<_> = addresses(settings).collect();
-        for held in held {
-            match Address::of(&held.listener).filter(|address| wanted.contains(address)) {
-                Some(address) => drop(sockets.by_address.insert(address, held)),
-                None => sockets.by_name.entry(held.name.clone()).or_default().push(held),
-            }
-        }
-        sockets
-    }
-
-    /// The sockets of `disk`: somebody may wait there.
-    pub(crate) fn take_those_of(&mut self, disk: &DiskConfig) -> Vec<Held> {
-        let mut all = Vec::new();
-        for address in addresses(&disk.settings) {
-            all.extend(self.by_address.remove(&address));
-        }
-        for name in [disk.name.clone(), device_name(&disk.name)] {
-            all.extend(self.named(&name));
-        }
-        all
-    }
-
-    /// All that were not taken.
-    pub(crate) fn into_all(self) -> impl Iterator<Item = Held> {
-        let named = self.by_name.into_values().flatten();
-        self.by_address.into_values().chain(named).chain(self.spare)
+    /// The socket of the device of `disk`: somebody may wait there.
+    pub(crate) fn take_device_of(&mut self, disk: &DiskConfig) -> Option<Held> {
+        let name = device_name(&disk.name);
+        let at = disk.settings.vhost_user.as_deref().and_then(Address::unix);
+        let held = match at {
+            Some(at) => self.by_address.remove(&at),
+            None => self.named(&name).pop(),
+        };
+        held.map(|held| Held { name, ..held })
     }
 
     /// Inherited sockets that are matched by `name`, not by address.
@@ -220,12 +177,6 @@ impl Sockets {
             systemd::forget(&held.name);
         }
     }
-}
-
-/// Where a disk is served.
-fn addresses(settings: &DiskSettings) -> impl Iterator<Item = Address> {
-    let nbd = settings.nbd.iter().filter_map(|name| Address::nbd(name));
-    nbd.chain(settings.vhost_user.iter().filter_map(|path| Address::unix(path)))
 }
 
 /// The sockets of the control thread: the unix socket, and the TCP socket for figures.
@@ -312,10 +263,8 @@ mod tests {
 
         assert!(sockets.named("web2").is_empty());
         assert_eq!(sockets.named("web2.vhost-user").len(), 1);
-        assert_eq!(
-            sockets.nbd(&config.disks[0].settings.nbd[0]).expect("its address").name,
-            "web2"
-        );
+        let place = Address::nbd(&config.disks[0].settings.nbd[0]).expect("a path");
+        assert_eq!(sockets.nbd(&place).expect("its address").name, "web2");
     }
 
     #[test]

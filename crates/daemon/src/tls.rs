@@ -3,13 +3,21 @@
 //! Over TCP, TLS is required as soon as there are certificates. On a unix socket it is offered: the
 //! permissions of its file say who may connect, and nothing leaves the machine.
 
+use crate::address::Address;
 use crate::held::{Held, Origin};
 use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
-use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy};
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// What the security settings of a disk mean at an address: all disks there agree on it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct AddressSecurity {
+    /// The certificates, whether clients need some, and whether they need TLS.
+    tls: Option<(PathBuf, VerifyPeer, TlsPolicy)>,
+    is_plain_allowed: bool,
+}
 
 /// The security settings of a disk.
 pub(crate) struct Security<'a> {
@@ -29,31 +37,42 @@ impl<'a> Security<'a> {
         }
     }
 
-    /// Listens for NBD clients of `disk` at each of `names`: the path of a unix socket, or
-    /// `tcp:ADDRESS:PORT`. An inherited socket is used as it is.
+    /// What they mean at an address.
+    pub(crate) fn at(&self, at: &Address) -> AddressSecurity {
+        let is_tcp = matches!(at, Address::Tcp(_));
+        let is_off = self.mode == Some(TlsMode::Off);
+        let certificates = self.certificates.filter(|_| !is_off);
+        let policy = if is_tcp { self.policy() } else { TlsPolicy::Offered };
+        AddressSecurity {
+            tls: certificates.map(|folder| (folder.to_owned(), self.verify_peer, policy)),
+            is_plain_allowed: is_tcp && self.allow_plain_tcp,
+        }
+    }
+
+    /// Listens for NBD clients at `place`: the path of a unix socket, or `tcp:ADDRESS:PORT`. An
+    /// `inherited` socket is used as it is. A new one is named after `disk`.
+    ///
+    /// # Errors
+    /// Whatever prevents that; the inherited socket then stays where it is.
     pub(crate) fn listen(
         &self,
         disk: &str,
-        names: &[String],
-        inherited: &mut Sockets,
-    ) -> Result<Vec<Held>> {
+        place: &str,
+        inherited: &mut Option<Held>,
+    ) -> Result<Held> {
         let tls = self.tls()?;
-        let mut held = Vec::new();
-        for name in names {
-            let address = self.address(name, tls.is_some())?;
-            let (origin, listener) = match (inherited.nbd(name), address) {
-                (Some(held), _) => (held.origin, held.listener),
-                (None, Some(address)) => (Origin::Here, Listener::tcp(address)?),
-                (None, None) => (Origin::Here, Listener::unix(Path::new(name))?),
-            };
-            held.push(Held::new(disk.to_owned(), origin, listener));
-        }
-        held.extend(inherited.named(disk));
-        let secure = |held: Held| {
-            let listener = self.secure(held.listener, tls.as_ref());
-            Held { listener, ..held }
+        let held = match inherited.take() {
+            Some(held) => held,
+            None => {
+                let listener = match self.address(place, tls.is_some())? {
+                    Some(address) => Listener::tcp(address)?,
+                    None => Listener::unix(Path::new(place))?,
+                };
+                Held::new(disk.to_owned(), Origin::Here, listener)
+            }
         };
-        Ok(held.into_iter().map(secure).collect())
+        let listener = self.secure(held.listener, tls.as_ref());
+        Ok(Held { listener, ..held })
     }
 
     fn tls(&self) -> Result<Option<Tls>> {

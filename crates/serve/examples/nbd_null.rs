@@ -7,7 +7,7 @@
 
 use mica_block::{Disk, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned, ready};
 use mica_rt::{Backend, Buf};
-use mica_serve::nbd::{Discard, Export, Limits, Server, ServerConfig};
+use mica_serve::nbd::{Address, Discard, Export, Exports, Limits, Server, ServerConfig};
 use mica_serve::{Clients, Listener, Tls, TlsPolicy, Workers};
 use mica_units::GuestRange;
 use std::io::Read;
@@ -67,12 +67,12 @@ fn main() -> Result<(), AnyError> {
         description: "zeros without end".to_owned(),
         discard: Discard::default(),
     };
-    let config = ServerConfig {
-        listeners,
-        exports: vec![export],
-        workers: Workers::start(queues, backend)?,
-        limits: Limits::default(),
-    };
+    let (workers, limits) = (Workers::start(queues, backend)?, Limits::default());
+    let exports = Arc::<Exports>::default();
+    let open = |listener| Address::open(listener, &exports, &workers, &limits);
+    let _addresses = listeners.into_iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    let seats = vec![Arc::new(exports.join("null")?)];
+    let config = ServerConfig { seats, export, workers: Arc::clone(&workers), limits };
     let running = Server::start(config)?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     println!("{:?}", running.shutdown());

@@ -1,5 +1,6 @@
 //! Servers and their users: clients, kernels, operators, systemd.
 
+mod addresses;
 mod background;
 mod clients;
 mod control;

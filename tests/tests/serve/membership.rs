@@ -108,7 +108,7 @@ fn disks_are_added_removed_drained_and_undrained_while_others_are_served() {
     let same_name = world.add("c", &[]).refusal();
     assert!(same_name.contains("there is a disk named \"c\" already"), "{same_name}");
     let same_image = world.add("a", &["--name", "d"]).refusal();
-    assert!(same_image.contains("the disk \"a\" is served at"), "{same_image}");
+    assert!(same_image.contains("another process holds the image"), "{same_image}");
     let socket = world.at("e.sock").display().to_string();
     let image = world.at("missing.qcow2").display().to_string();
     let missing = world.ctl(&["add", &image, "--nbd", &socket]).refusal();

@@ -176,12 +176,24 @@ fn what_makes_no_sense_is_refused() {
         ),
         (disk("a", "nbd = ['/s', '/s']"), "used twice"),
         (disk("a", "nbd = ['/s']\nvhost-user = '/s'"), "used twice"),
-        (one.clone() + &disk("b", "vhost-user = '/s'"), "used twice"),
+        (one.clone() + &disk("b", "vhost-user = '/s'"), "the disk \"a\" (line 1) is served at /s"),
+        (one.clone() + &disk("b", "fuse = '/s'"), "the disk \"a\" (line 1) is served at /s"),
+        (
+            one.clone() + &disk("b", "nbd = ['/s']\nexport-name = 'a'"),
+            "line 5: disk \"b\": the disk \"a\" (line 1) is served at /s, too, with the same \
+             export name \"a\"",
+        ),
+        (
+            one.clone() + &disk("b", "nbd = ['/s']\ntls-certificates = 'pki'"),
+            "line 5: disk \"b\": the disk \"a\" (line 1) is served at /s, too, with other settings \
+             of TLS",
+        ),
         (one.clone() + &disk("a", "nbd = ['/t']"), "another disk has this name"),
     ] {
         let message = refused(&text);
         assert!(message.contains(what), "{text}: {message}");
     }
+    read(&(one + &disk("b", "nbd = ['/s', '/t']\nread-only = true"))).expect("they share /s");
     let ports = "nbd = ['tcp:127.0.0.1:0', 'tcp:127.0.0.1:0']";
     read(&disk("a", ports)).expect("the system chooses two ports");
 }

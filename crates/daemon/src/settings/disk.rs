@@ -22,7 +22,8 @@ pub struct DiskSettings {
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT.
     ///
     /// PATH alone is a unix socket, too. TCP needs TLS, unless the address is a loopback address.
-    /// Can be repeated.
+    /// Can be repeated. In a configuration several disks may name the same socket: clients choose
+    /// by the name of the export, and all of them need the same settings of TLS.
     #[arg(long, value_name = "SOCKET")]
     #[serde(deserialize_with = "nbd_places")]
     pub nbd: Vec<String>,
@@ -66,14 +67,17 @@ pub struct DiskSettings {
     pub discard: Discards,
     /// Name of the NBD export.
     ///
-    /// It is also served under the empty name. By default the image's name without its extension;
-    /// in a configuration the disk's name.
+    /// Where no other disk is served, also under the empty name. By default the image's name
+    /// without its extension; in a configuration the disk's name.
     #[arg(short = 'x', long, value_name = "NAME", help_heading = NBD)]
     pub export_name: Option<String>,
     /// Description of the export that clients can show.
     #[arg(short = 'D', long, value_name = "TEXT", help_heading = NBD, hide_short_help = true)]
     pub description: Option<String>,
-    /// Clients at a time; 256 by default.
+    /// Clients of this export at a time; 256 by default.
+    ///
+    /// Of each disk by itself, over all its sockets, also where disks share one. A client beyond
+    /// that is refused when it chooses the export.
     #[arg(short = 'e', long, value_name = "COUNT", help_heading = NBD)]
     pub shared: Option<usize>,
     /// Serve with the certificates in here.
@@ -159,14 +163,6 @@ impl DiskSettings {
     /// Whether the settings name any place to serve it.
     pub fn has_place(&self) -> bool {
         !self.nbd.is_empty() || self.vhost_user.is_some() || self.fuse.is_some()
-    }
-
-    /// Where it is served and no other disk can be.
-    pub(crate) fn own_places(&self) -> impl Iterator<Item = String> {
-        let is_any_port = |place: &str| place.starts_with("tcp:") && place.ends_with(":0");
-        let nbd = self.nbd.iter().filter(move |place| !is_any_port(place)).cloned();
-        let paths = self.vhost_user.iter().chain(&self.fuse);
-        nbd.chain(paths.map(|path| path.display().to_string()))
     }
 
     /// Rate limits of the device.

@@ -90,6 +90,8 @@ impl Shared {
                 return Err(error);
             }
         }
+        // A client that is let in from now on would find some disks and miss others.
+        self.resources.addresses.hold_back();
         let mut suspended = Vec::new();
         let mut failure = None;
         let disks = self.disks.all();
@@ -159,9 +161,11 @@ impl Shared {
             all.push((passed, held.listener.clone()));
         };
         self.control_sockets().iter().for_each(&mut add);
-        self.disks.all().iter().for_each(|served| served.held().iter().for_each(&mut add));
+        self.disks.all().iter().for_each(|served| served.device().iter().for_each(&mut add));
+        // Once each, however many disks share it.
+        self.resources.addresses.for_each(|held| add(held));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
-        let disks = self.unlike_configuration()?;
+        let disks = self.disks_to_tell()?;
         let mut rest = all.as_slice();
         loop {
             let (batch, after) = rest.split_at(rest.len().min(FDS_MAX));
@@ -179,8 +183,9 @@ impl Shared {
         disks.into_iter().try_for_each(|disk| channel.send(&Message::Disk(disk), &[]))
     }
 
-    /// The disks that are not served as the configuration says.
-    fn unlike_configuration(&self) -> Result<Vec<HandedOver>> {
+    /// The disks that are not served as the configuration says, and those that are served at an
+    /// address that they share.
+    fn disks_to_tell(&self) -> Result<Vec<HandedOver>> {
         let mut all = Vec::new();
         for served in self.disks.all() {
             let is_closed = served.is_drained();
@@ -188,14 +193,19 @@ impl Shared {
             if is_closed || is_added {
                 let table = is_added.then(|| served.config().to_table()).transpose()?;
                 let loss = served.loss().map(|error| error.in_one_line());
-                all.push(HandedOver { name: served.name.clone(), table, is_closed, loss });
+                let name = served.name.clone();
+                all.push(HandedOver { name, table, is_closed, loss, is_served: served.is_open() });
+            } else if served.is_open() && served.shares_address() {
+                // The socket alone does not tell.
+                let (name, table, loss) = (served.name.clone(), None, None);
+                all.push(HandedOver { name, table, is_closed: false, loss, is_served: true });
             }
         }
         let removed = self.removed();
         let gone = removed.iter().filter(|name| self.disks.named(name).is_none());
         let handed = |name: &String| {
             let (table, loss) = (None, None);
-            HandedOver { name: name.clone(), table, is_closed: true, loss }
+            HandedOver { name: name.clone(), table, is_closed: true, loss, is_served: false }
         };
         all.extend(gone.map(handed));
         Ok(all)
@@ -208,12 +218,15 @@ impl Shared {
             held.is_stored = false;
         };
         self.control_sockets().iter_mut().for_each(disown);
-        self.disks.all().iter().for_each(|served| served.held().iter_mut().for_each(disown));
+        self.disks.all().iter().for_each(|served| served.device().iter_mut().for_each(disown));
+        self.resources.addresses.for_each(disown);
     }
 
     /// Resumes the disks that were suspended for another process that failed, unless this one is
     /// stopping.
     fn resume(&self, suspended: &[Arc<Served>]) {
+        // Those who ask for a disk that is not back yet wait for it.
+        self.resources.addresses.let_in();
         let mut waiting = suspended.to_vec();
         // A disk that has to wait keeps no thread meanwhile, which another may need.
         let all_once = || {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub struct Export {
     /// The disk.
     pub disk: Arc<dyn Disk>,
-    /// Its name. The first export is also served under the empty name.
+    /// Its name. Where it is alone, it is also served under the empty name.
     pub name: String,
     /// Shown to people who list the exports; may be empty.
     pub description: String,

@@ -23,8 +23,18 @@ pub(super) const OPTION_BYTES_MAX: usize = 64 << 10;
 pub(super) const OPTION_BYTES_SKIPPED_MAX: u32 = 4 << 20;
 /// Options that one client may send.
 pub(super) const OPTIONS_MAX: usize = 1024;
+/// Further ones for each export of the address: who lists them asks for the details of each.
+pub(super) const OPTIONS_PER_EXPORT: usize = 4;
 /// Bytes of options that one client may send, all together.
 pub(super) const OPTION_BYTES_TOTAL_MAX: u64 = 16 << 20;
+/// Exports of one address.
+pub(super) const EXPORTS_MAX: usize = 65536;
+/// Exports that are looked at, and listed, at a time: of a long list no more is in memory.
+pub(super) const LISTED_AT_ONCE: usize = 64;
+/// Clients of one address that have not chosen an export. Further ones are closed at once.
+pub(super) const HANDSHAKES_MAX: usize = 256;
+/// How long a client waits for an export that is about to be served, well within the handshake.
+pub(super) const AWAITED_MAX: Duration = Duration::from_secs(10);
 
 /// Largest payload that is announced, and the largest read that is served ("Size constraints").
 pub(super) const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
@@ -80,8 +90,8 @@ pub(super) const TLS_HANDSHAKES: Rates = Rates { iops: 200, iops_burst: 50, bps:
 /// The limits that a caller may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Maximum number of concurrent connections, over all listeners. Further ones are closed at
-    /// once.
+    /// Maximum number of concurrent clients of an export, over all its addresses. Further ones are
+    /// refused when they choose it.
     pub connections_max: usize,
     /// From the connection to the end of the handshake.
     pub handshake_deadline: Duration,

@@ -4,10 +4,12 @@
 //! is skipped in a small buffer, and the caller puts a deadline on the whole.
 
 use super::channel::Channel;
+use super::entry::{Client, Entry};
 use super::export::Export;
+use super::exports::{Exports, Found};
 use super::limits::{
-    NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX, OPTION_BYTES_TOTAL_MAX,
-    OPTIONS_MAX, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
+    LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
+    OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
 };
 use super::protocol::{
     self, BASE_ALLOCATION, BASE_ALLOCATION_ID, BASE_WILDCARD, InfoRequest, MetaRequest,
@@ -34,6 +36,8 @@ pub(super) enum Refused {
     Malformed(&'static str),
     /// The client never comes to an end.
     TooMuch,
+    /// The export has as many clients as it may have, or is being stopped.
+    Full,
     /// There is no TLS, though both sides wanted it.
     Tls(io::Error),
     /// The connection failed.
@@ -46,6 +50,7 @@ impl fmt::Display for Refused {
             Self::Aborted => f.write_str("the client aborted the negotiation"),
             Self::Closed => f.write_str("the client closed the connection"),
             Self::Malformed(what) => write!(f, "the client sent {what}"),
+            Self::Full => f.write_str("the export takes no further client"),
             Self::TooMuch => f.write_str("the client sent too many options"),
             Self::Tls(error) => write!(f, "TLS could not be established: {error}"),
             Self::Io(error) => write!(f, "the connection failed: {error}"),
@@ -77,24 +82,24 @@ pub(super) enum Negotiated {
 /// Carries out the handshake.
 pub(super) async fn negotiate(
     channel: &impl Channel,
-    exports: &[Arc<Export>],
+    (exports, queue): (&Exports, usize),
     security: Security,
 ) -> Result<Negotiated, Refused> {
     let mut inbox = Inbox::new(channel);
     send(channel, &protocol::greeting()).await?;
     let flags = protocol::decode_client_flags(inbox.array().await?)
         .map_err(|_| Refused::Malformed("unknown client flags"))?;
-    options(channel, inbox, exports, flags, security).await
+    options(channel, inbox, (exports, queue), flags, security).await
 }
 
 /// Continues the handshake behind TLS.
 pub(super) async fn haggle(
     channel: &impl Channel,
-    exports: &[Arc<Export>],
+    (exports, queue): (&Exports, usize),
     flags: u16,
 ) -> Result<Transmission, Refused> {
     let inbox = Inbox::new(channel);
-    match options(channel, inbox, exports, flags, Security::Established).await? {
+    match options(channel, inbox, (exports, queue), flags, Security::Established).await? {
         Negotiated::Transmission(transmission) => Ok(transmission),
         Negotiated::StartTls { .. } => unreachable!("it is there already"),
     }
@@ -104,14 +109,20 @@ pub(super) async fn haggle(
 async fn options<C: Channel>(
     channel: &C,
     mut inbox: Inbox<'_, C>,
-    exports: &[Arc<Export>],
+    (exports, queue): (&Exports, usize),
     flags: u16,
     security: Security,
 ) -> Result<Negotiated, Refused> {
-    let mut negotiation =
-        Negotiation { exports, flags, security, style: ReplyStyle::Simple, meta_context: None };
+    let mut negotiation = Negotiation {
+        exports,
+        queue,
+        flags,
+        security,
+        style: ReplyStyle::Simple,
+        meta_context: None,
+    };
     let mut bytes_total = 0_u64;
-    for _ in 0..OPTIONS_MAX {
+    for _ in 0..OPTIONS_MAX + OPTIONS_PER_EXPORT * exports.len() {
         let header = OptionHeader::decode(&inbox.array().await?)
             .map_err(|_| Refused::Malformed("not an option"))?;
         bytes_total += u64::from(header.len);
@@ -129,20 +140,28 @@ async fn options<C: Channel>(
             Step::Next
         } else {
             let data = inbox.data(header.len as usize).await?;
-            negotiation.step(header.option, &data, &mut out)?
+            negotiation.step(header.option, &data, &mut out).await?
         };
         if matches!(step, Step::StartTls) && !inbox.rest().is_empty() {
             // It was sent before encryption began, so it must not be trusted afterwards.
             return Err(Refused::Malformed("plain text behind STARTTLS"));
         }
-        send(channel, &out).await?;
+        match &step {
+            // Whoever stops the export waits for its clients, which may take no reply.
+            Step::Transmit { client, .. } => {
+                let stop = &client.entry().stop;
+                stop.unless_raised(send(channel, &out)).await.ok_or(Refused::Full)??;
+            }
+            _ => send(channel, &out).await?,
+        }
         match step {
             Step::Next => {}
+            Step::List => list(channel, exports).await?,
             Step::Abort => return Err(Refused::Aborted),
             Step::StartTls => return Ok(Negotiated::StartTls { flags }),
-            Step::Transmit { export, status } => {
+            Step::Transmit { client, status } => {
                 return Ok(Negotiated::Transmission(Transmission {
-                    export: Arc::clone(export),
+                    client,
                     style: negotiation.style,
                     status,
                     leftover: inbox.rest().to_vec(),
@@ -153,13 +172,38 @@ async fn options<C: Channel>(
     Err(Refused::TooMuch)
 }
 
+/// Answers "NBD_OPT_LIST", a page at a time: between two pages nothing is held.
+async fn list(channel: &impl Channel, exports: &Exports) -> Result<(), Refused> {
+    exports.settled().await;
+    let mut last: Option<String> = None;
+    loop {
+        let mut out = Vec::new();
+        last = {
+            let page = exports.page(last.as_deref(), LISTED_AT_ONCE);
+            for entry in &page.entries {
+                let Export { name, description, .. } = &entry.export;
+                let name_len = u32::try_from(name.len()).expect("checked at the start");
+                let data: [&[u8]; 3] =
+                    [&name_len.to_be_bytes(), name.as_bytes(), description.as_bytes()];
+                protocol::put_option_reply(&mut out, option::LIST, option_reply::SERVER, &data);
+            }
+            page.last
+        };
+        if last.is_none() {
+            protocol::put_option_reply(&mut out, option::LIST, option_reply::ACK, &[]);
+            return send(channel, &out).await;
+        }
+        send(channel, &out).await?;
+    }
+}
+
 /// What an option leads to.
-#[derive(Debug)]
-enum Step<'a> {
+enum Step {
     Next,
+    List,
     Abort,
     StartTls,
-    Transmit { export: &'a Arc<Export>, status: bool },
+    Transmit { client: Client, status: bool },
 }
 
 fn is_known(option: u32) -> bool {
@@ -179,7 +223,9 @@ fn is_known(option: u32) -> bool {
 
 /// What was negotiated so far. Does no I/O: options go in, replies come out.
 struct Negotiation<'a> {
-    exports: &'a [Arc<Export>],
+    exports: &'a Exports,
+    /// The executor that this runs on.
+    queue: usize,
     flags: u16,
     security: Security,
     style: ReplyStyle,
@@ -187,20 +233,28 @@ struct Negotiation<'a> {
     meta_context: Option<Vec<u8>>,
 }
 
-impl<'a> Negotiation<'a> {
+impl Negotiation<'_> {
     fn reply(&self, out: &mut Vec<u8>, option: u32, reply: u32, data: &[&[u8]]) {
         protocol::put_option_reply(out, option, reply, data);
     }
 
-    fn invalid(&self, out: &mut Vec<u8>, option: u32, text: &str) -> Step<'a> {
+    fn invalid(&self, out: &mut Vec<u8>, option: u32, text: &str) -> Step {
         self.reply(out, option, option_reply::ERR_INVALID, &[text.as_bytes()]);
         Step::Next
     }
 
-    /// The name itself is not repeated: it may be long, and is the client's own.
-    fn unknown_export(&self, out: &mut Vec<u8>, option: u32) -> Step<'a> {
-        self.reply(out, option, option_reply::ERR_UNKNOWN, &[b"there is no export with that name"]);
+    fn unknown_export(&self, out: &mut Vec<u8>, option: u32, why: &str) -> Step {
+        self.reply(out, option, option_reply::ERR_UNKNOWN, &[why.as_bytes()]);
         Step::Next
+    }
+
+    /// Makes this connection a client of `entry`, if it takes one.
+    fn admit(&self, entry: &Arc<Entry>) -> Option<Client> {
+        let client = entry.admit();
+        if client.is_none() {
+            entry.stats(self.queue).connections_refused.add(1);
+        }
+        client
     }
 
     /// The error reply to an option whose data is not even read, if it is one.
@@ -225,40 +279,41 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    fn step(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<Step<'a>, Refused> {
+    async fn step(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<Step, Refused> {
         Ok(match option {
-            option::EXPORT_NAME => return self.export_name(data, out),
+            option::EXPORT_NAME => return self.export_name(data, out).await,
             option::ABORT => {
                 self.reply(out, option, option_reply::ACK, &[]);
                 Step::Abort
             }
             option::LIST => self.list(data, out),
             option::STARTTLS => self.start_tls(data, out),
-            option::INFO | option::GO => self.info_or_go(option, data, out),
+            option::INFO | option::GO => self.info_or_go(option, data, out).await,
             option::STRUCTURED_REPLY => self.structured_reply(data, out),
-            _ => self.meta(option, data, out),
+            _ => self.meta(option, data, out).await,
         })
     }
 
     /// "NBD_OPT_EXPORT_NAME": has no error reply.
-    fn export_name(&mut self, data: &[u8], out: &mut Vec<u8>) -> Result<Step<'a>, Refused> {
+    async fn export_name(&mut self, data: &[u8], out: &mut Vec<u8>) -> Result<Step, Refused> {
         if data.len() > NAME_BYTES_MAX {
             return Err(Refused::Malformed("a name beyond the limit"));
         }
-        let Some(export) = self.find(data) else {
+        let Found::Served(entry) = self.exports.find(data).await else {
             return Err(Refused::Malformed("an unknown export name in the old style"));
         };
-        let flags = self.transmission_flags(&*export.disk);
-        let info = protocol::info_export(export.disk.geometry().len, flags);
+        let client = self.admit(&entry).ok_or(Refused::Full)?;
+        let disk = &*entry.export.disk;
+        let info = protocol::info_export(disk.geometry().len, self.transmission_flags(disk));
         out.extend(&info[2..]);
         if self.flags & handshake::NO_ZEROES == 0 {
             out.extend([0; protocol::EXPORT_NAME_PADDING]);
         }
-        Ok(Step::Transmit { export, status: self.is_selected(data) })
+        Ok(Step::Transmit { client, status: self.is_selected(data) })
     }
 
     /// "NBD_OPT_STARTTLS".
-    fn start_tls(&self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+    fn start_tls(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
         if !data.is_empty() {
             return self.invalid(out, option::STARTTLS, "STARTTLS has no data");
         }
@@ -269,27 +324,33 @@ impl<'a> Negotiation<'a> {
         Step::StartTls
     }
 
-    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
         if !data.is_empty() {
             return self.invalid(out, option::LIST, "LIST has no data");
         }
-        for export in self.exports {
-            let name = export.name.as_bytes();
-            let name_len = u32::try_from(name.len()).expect("checked at the start");
-            let data: [&[u8]; 3] = [&name_len.to_be_bytes(), name, export.description.as_bytes()];
-            self.reply(out, option::LIST, option_reply::SERVER, &data);
-        }
-        self.reply(out, option::LIST, option_reply::ACK, &[]);
-        Step::Next
+        Step::List
     }
 
     /// "NBD_OPT_INFO and NBD_OPT_GO".
-    fn info_or_go(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+    async fn info_or_go(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         let Ok(request) = InfoRequest::decode(data) else {
             return self.invalid(out, option, "malformed data");
         };
-        let Some(export) = self.find(request.name) else {
-            return self.unknown_export(out, option);
+        let entry = match self.exports.find(request.name).await {
+            Found::Served(entry) => entry,
+            Found::None(why) => return self.unknown_export(out, option, &why),
+        };
+        let export = &entry.export;
+        let client = match option == option::GO {
+            true => match self.admit(&entry) {
+                Some(client) => Some(client),
+                None => {
+                    let text = b"the export has as many clients as it may have: try again later";
+                    self.reply(out, option, option_reply::ERR_POLICY, &[text]);
+                    return Step::Next;
+                }
+            },
+            false => None,
         };
         let mut inform = |data: &[&[u8]]| self.reply(out, option, option_reply::INFO, data);
         let geometry = export.disk.geometry();
@@ -306,13 +367,13 @@ impl<'a> Negotiation<'a> {
             inform(&[&protocol::info_block_size(1, preferred, PAYLOAD_BYTES_MAX)]);
         }
         self.reply(out, option, option_reply::ACK, &[]);
-        if option == option::GO {
-            return Step::Transmit { export, status: self.is_selected(request.name) };
+        match client {
+            Some(client) => Step::Transmit { client, status: self.is_selected(request.name) },
+            None => Step::Next,
         }
-        Step::Next
     }
 
-    fn structured_reply(&mut self, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+    fn structured_reply(&mut self, data: &[u8], out: &mut Vec<u8>) -> Step {
         if !data.is_empty() {
             return self.invalid(out, option::STRUCTURED_REPLY, "STRUCTURED_REPLY has no data");
         }
@@ -325,7 +386,7 @@ impl<'a> Negotiation<'a> {
     }
 
     /// "NBD_OPT_LIST_META_CONTEXT" and "NBD_OPT_SET_META_CONTEXT".
-    fn meta(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step<'a> {
+    async fn meta(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         let selects = option == option::SET_META_CONTEXT;
         if selects {
             // Replaces the selection "including when this command fails".
@@ -337,8 +398,8 @@ impl<'a> Negotiation<'a> {
         let Ok(request) = MetaRequest::decode(data) else {
             return self.invalid(out, option, "malformed data");
         };
-        if self.find(request.name).is_none() {
-            return self.unknown_export(out, option);
+        if let Found::None(why) = self.exports.find(request.name).await {
+            return self.unknown_export(out, option, &why);
         }
         let is_asked =
             |query: &&[u8]| *query == BASE_ALLOCATION || (!selects && *query == BASE_WILDCARD);
@@ -353,14 +414,6 @@ impl<'a> Negotiation<'a> {
         }
         self.reply(out, option, option_reply::ACK, &[]);
         Step::Next
-    }
-
-    /// The export called `name`; the empty name means the first.
-    fn find(&self, name: &[u8]) -> Option<&'a Arc<Export>> {
-        if name.is_empty() {
-            return self.exports.first();
-        }
-        self.exports.iter().find(|export| export.name.as_bytes() == name)
     }
 
     fn is_selected(&self, name: &[u8]) -> bool {

@@ -53,6 +53,7 @@ pub(super) mod option_reply {
     pub(in crate::nbd) const INFO: u32 = 3;
     pub(in crate::nbd) const META_CONTEXT: u32 = 4;
     pub(in crate::nbd) const ERR_UNSUP: u32 = 1 << 31 | 1;
+    pub(in crate::nbd) const ERR_POLICY: u32 = 1 << 31 | 2;
     pub(in crate::nbd) const ERR_INVALID: u32 = 1 << 31 | 3;
     pub(in crate::nbd) const ERR_TLS_REQD: u32 = 1 << 31 | 5;
     pub(in crate::nbd) const ERR_UNKNOWN: u32 = 1 << 31 | 6;

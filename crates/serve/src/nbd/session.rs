@@ -36,7 +36,7 @@
 
 use super::channel::Channel;
 use super::check::{Action, Rules};
-use super::export::Export;
+use super::entry::Client;
 use super::input::Input;
 use super::limits::{Limits, SLOTS_MAX};
 use super::reply::{Outgoing, ReplyStyle};
@@ -65,7 +65,8 @@ mod slots;
 
 /// What the handshake settled.
 pub(super) struct Transmission {
-    pub(super) export: Arc<Export>,
+    /// Whose it is, and of which export.
+    pub(super) client: Client,
     pub(super) style: ReplyStyle,
     /// Whether `base:allocation` was selected.
     pub(super) status: bool,
@@ -109,14 +110,14 @@ impl fmt::Display for Ended {
 /// Runs the transmission phase over `channel` until it ends.
 pub(super) async fn transmit(
     channel: &impl Channel,
-    transmission: Transmission,
+    transmission: &Transmission,
     (edges, share): (&SharedLock, Share),
     limits: Limits,
     stop: &Arc<Signal>,
     stats: &QueueStats,
 ) -> (Ended, Traffic) {
-    let disk = Arc::clone(&transmission.export.disk);
-    let mut session = Session::new((&*disk, edges, share), &transmission, limits, stats);
+    let disk = &*transmission.client.entry().export.disk;
+    let mut session = Session::new((disk, edges, share), transmission, limits, stats);
     let _stop = stop.subscribe(&session.wakers.stop);
     let mut receiving = pin!(None);
     let mut sending = pin!(None);
@@ -229,8 +230,8 @@ impl<'a> Session<'a> {
         limits: Limits,
         stats: &'a QueueStats,
     ) -> Self {
-        let Transmission { ref export, style, status, .. } = *transmission;
-        let discard = export.discard;
+        let Transmission { ref client, style, status, .. } = *transmission;
+        let discard = client.entry().export.discard;
         let wake_set = WakeSet::new(PARTS);
         let wakers = Wakers {
             receive: wake_set.waker(RECEIVE),

@@ -11,9 +11,11 @@ pub(super) use client::{
 };
 pub(super) use disks::{PatternDisk, RUN_BYTES};
 
-use super::connection::QueueShared;
-use super::connection::{Common, Secured, serve};
+use super::connection::{Door, Secured, serve};
+use super::entry::Entry;
 use super::export::Export;
+use super::exports::{Exports, Seat};
+use super::handshake::Handshake;
 use super::limits::Limits;
 use super::stats::Counters;
 use crate::budget::{POOL_BYTES, Pool};
@@ -21,6 +23,7 @@ use crate::discard::Discard;
 use crate::testing::gauge::Gauge;
 use disks::BrokenDisk;
 use mica_block::Disk;
+use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Stream, sleep, spawn};
 use std::cell::Cell;
 use std::ops::Range;
@@ -34,8 +37,12 @@ pub(super) const MIB: u64 = 1 << 20;
 pub(super) struct World {
     /// What its clients have together.
     pub(super) pool: Arc<Pool>,
-    common: Arc<Common>,
-    queue: Arc<QueueShared>,
+    pub(super) exports: Arc<Exports>,
+    entry: Arc<Entry>,
+    /// Where the disk is.
+    pub(super) seat: Seat,
+    /// Raised when the world ends.
+    closed: Arc<Signal>,
     open: Rc<Cell<usize>>,
     /// What the connections have that come now.
     pub(super) secured: Secured,
@@ -90,11 +97,16 @@ impl World {
         let export =
             Export { disk, name: "disk".to_owned(), description: "a pattern".to_owned(), discard };
         let pool = Pool::new(POOL_BYTES);
-        let common = Common::new(vec![export], Limits::default(), Arc::default(), &pool);
+        let entry = Arc::new(Entry::new(export, Limits::default(), 1, &pool));
+        let exports = Arc::<Exports>::default();
+        let seat = exports.join("disk").expect("the first");
+        seat.serves(&entry);
         Self {
             pool,
-            common: Arc::new(common),
-            queue: Arc::default(),
+            exports,
+            entry,
+            seat,
+            closed: Arc::default(),
             open: Rc::default(),
             secured: None,
             reading,
@@ -104,12 +116,14 @@ impl World {
     /// A client that has said nothing yet.
     pub(super) fn connect(&self) -> Client {
         let (near, far) = Stream::memory_pair(PIPE_BYTES);
-        let (common, queue) = (Arc::clone(&self.common), Arc::clone(&self.queue));
         let secured = self.secured.clone();
+        let door = Arc::new(Door::new(Arc::clone(&self.exports), secured, Limits::default()));
+        let dismissed = [Arc::default(), Arc::clone(&self.closed)];
+        let handshake = Handshake::new(&Arc::default()).expect("the first");
         let open = Rc::clone(&self.open);
         open.set(open.get() + 1);
         spawn(async move {
-            serve(far, secured, common, queue).await;
+            serve(far, door, dismissed, 0, handshake).await;
             open.set(open.get() - 1);
         });
         Client::new(near)
@@ -139,13 +153,12 @@ impl World {
 
     /// Begins a shutdown.
     pub(super) fn stop(&self) {
-        self.common.stop.raise();
+        self.closed.raise();
+        self.entry.stop.raise();
     }
 
     pub(super) fn counters(&self) -> Counters {
-        let mut sum = Counters::default();
-        self.queue.stats.add_to(&mut sum);
-        sum
+        self.entry.counters()
     }
 
     /// Connections that the server has not ended.

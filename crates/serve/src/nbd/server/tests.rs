@@ -1,12 +1,17 @@
 use super::*;
 use crate::discard::Discard;
+use crate::listener::Listener;
+use crate::nbd::address::Address;
+use crate::nbd::exports::Exports;
 use crate::nbd::protocol::command;
 use crate::nbd::testing::{PatternDisk, info_data, option_header, request};
+use mica_block::ErrorKind;
 use mica_rt::Backend;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::time::Duration;
 use tempfile::TempDir;
 
 const LEN: u64 = 64 << 20;
@@ -14,6 +19,7 @@ const LEN: u64 = 64 << 20;
 /// A server on a socket of its own, for each backend.
 struct Served {
     running: Running,
+    addresses: Vec<Address>,
     path: PathBuf,
     tcp: SocketAddr,
     _directory: TempDir,
@@ -31,14 +37,14 @@ fn served(backend: Backend, limits: Limits) -> Served {
         description: String::new(),
         discard: Discard::default(),
     };
-    let config = ServerConfig {
-        listeners: vec![unix, tcp],
-        exports: vec![export],
-        workers: Workers::start(2, backend).expect("executors"),
-        limits,
-    };
+    let workers = Workers::start(2, backend).expect("executors");
+    let exports = Arc::<Exports>::default();
+    let seat = Arc::new(exports.join("disk").expect("the first"));
+    let open = |listener| Address::open(listener, &exports, &workers, &limits).expect("an address");
+    let addresses = vec![open(unix), open(tcp)];
+    let config = ServerConfig { seats: vec![seat], export, workers, limits };
     let running = Server::start(config).expect("a server");
-    Served { running, path, tcp: address, _directory: directory }
+    Served { running, addresses, path, tcp: address, _directory: directory }
 }
 
 /// Runs `test` with each backend that the system has.
@@ -74,6 +80,12 @@ impl Served {
 }
 
 fn negotiate(client: &mut dyn Connection) {
+    go(client);
+    client.read_exact(&mut [0; 20 + 12 + 20]).expect("replies");
+}
+
+/// Asks for the disk.
+fn go(client: &mut dyn Connection) {
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).expect("a greeting");
     let data = info_data(b"disk", &[]);
@@ -81,7 +93,6 @@ fn negotiate(client: &mut dyn Connection) {
     bytes.extend(option_header(7, u32::try_from(data.len()).expect("short")));
     bytes.extend(data);
     client.write_all(&bytes).expect("connected");
-    client.read_exact(&mut [0; 20 + 12 + 20]).expect("replies");
 }
 
 fn read(client: &mut dyn Connection, at: u64, len: u32) -> Vec<u8> {
@@ -150,6 +161,7 @@ fn shutdown_ends_open_half_open_and_silent_connections() {
         partial.write_all(&request(0, command::READ, 0, 0, 512)[..9]).expect("connected");
         let path = served.path.clone();
 
+        drop(served.addresses);
         served.running.shutdown();
 
         for client in [&mut silent, &mut greeted, &mut idle, &mut partial] {
@@ -160,11 +172,15 @@ fn shutdown_ends_open_half_open_and_silent_connections() {
 }
 
 #[test]
-fn connections_beyond_the_cap_are_closed_and_those_within_are_served() {
+fn clients_beyond_the_cap_are_refused_and_those_within_are_served() {
     with_backends(Limits { connections_max: 3, ..Limits::default() }, |served| {
         let mut within: Vec<UnixStream> = (0..3).map(|_| served.session()).collect();
         for _ in 0..20 {
-            assert!(is_closed(&mut served.unix()));
+            let mut beyond = served.unix();
+            go(&mut beyond);
+            let mut reply = [0; 20];
+            beyond.read_exact(&mut reply).expect("a reply");
+            assert_eq!(reply[12..16], (1_u32 << 31 | 2).to_be_bytes(), "NBD_REP_ERR_POLICY");
         }
         for client in &mut within {
             assert_eq!(read(client, 0, 512).len(), 512);
@@ -227,23 +243,17 @@ fn deadlines_hold_over_sockets() {
 
 #[test]
 fn configurations_that_make_no_sense_are_refused() {
-    let export = |name: &str| Export {
-        disk: Arc::new(PatternDisk::data(LEN)),
-        name: name.to_owned(),
-        description: String::new(),
-        discard: Discard::default(),
-    };
     let workers = Workers::start(1, Backend::Pool).expect("an executor");
-    let config = |exports| ServerConfig {
-        listeners: Vec::new(),
-        exports,
-        workers: Arc::clone(&workers),
-        limits: Limits::default(),
-    };
     let long = "n".repeat(4097);
-    for config in
-        [config(vec![]), config(vec![export("a"), export("a")]), config(vec![export(&long)])]
-    {
+    for (name, description) in [(&*long, ""), ("a", &*long)] {
+        let export = Export {
+            disk: Arc::new(PatternDisk::data(LEN)),
+            name: name.to_owned(),
+            description: description.to_owned(),
+            discard: Discard::default(),
+        };
+        let (seats, workers) = (Vec::new(), Arc::clone(&workers));
+        let config = ServerConfig { seats, export, workers, limits: Limits::default() };
         let error = Server::start(config).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Invalid);
     }

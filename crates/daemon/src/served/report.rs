@@ -1,0 +1,105 @@
+//! What a disk says of itself.
+
+use super::{End, SERVING, Served, State};
+use crate::held::Held;
+use crate::opened::Figures;
+use crate::servers::Servers;
+use crate::stats::{self, Counts};
+use mica_block::Error;
+use serde_json::{Map, Value};
+
+impl Served {
+    /// What it has lost when it was closed, if anything.
+    pub(crate) fn loss(&self) -> Option<Error> {
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
+            _ => None,
+        }
+    }
+
+    /// Whether it is open.
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(&*self.lock(), State::Prepared(_) | State::Serving(_))
+    }
+
+    /// Whether somebody has drained it.
+    pub(crate) fn is_drained(&self) -> bool {
+        matches!(&*self.lock(), State::Ended(_, End::Closing | End::Closed(_)))
+    }
+
+    /// Whether it was to be served and could not be opened.
+    pub(crate) fn could_not_be_served(&self) -> bool {
+        matches!(&*self.lock(), State::Ended(_, End::NotServed(_)))
+    }
+
+    /// Says where it is served, if it is.
+    pub(crate) fn announce(&self) {
+        if !self.is_open() {
+            return;
+        }
+        let device = |held: &Held| format!("vhost-user {}", held.place());
+        let mut places: Vec<_> = self.device().iter().map(device).collect();
+        places.extend(self.listening().iter().map(|at| format!("nbd {}", at.place())));
+        places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
+        let (image, places) = (self.image(), places.join(", "));
+        let how = if self.image_figures().is_writable { "" } else { ", read-only" };
+        let (name, image) = (&self.name, image.display());
+        tracing::info!(target: SERVING, "serving {name:?} ({image}{how}) at {places}");
+    }
+
+    /// Its state, as the control socket reports it.
+    pub(crate) fn condition(&self) -> &'static str {
+        match &*self.lock() {
+            State::Opening | State::Prepared(_) => "starting",
+            State::Serving(_) => "serving",
+            State::Ended(_, End::New) => "starting",
+            State::Ended(_, End::Closing) => "draining",
+            State::Ended(_, End::Closed(Ok(()))) => "drained",
+            State::Ended(_, End::Removed(_)) => "removed",
+            State::Ended(_, End::Closed(Err(_)) | End::NotServed(_)) => "failed",
+        }
+    }
+
+    /// Why it is not served, if it should be.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        match &*self.lock() {
+            State::Ended(_, End::Closed(Err(error)) | End::NotServed(error)) => Some(error.clone()),
+            _ => None,
+        }
+    }
+
+    /// Why its device does not serve, if it does not.
+    pub(crate) fn device_error(&self) -> Option<&'static str> {
+        let State::Serving(servers) = &*self.lock() else { return None };
+        servers.is_device_broken().then_some(
+            "its front end took away memory that it had shared: reconnect it to be served again",
+        )
+    }
+
+    /// Counters so far.
+    pub(crate) fn counts(&self) -> Counts {
+        match &*self.lock() {
+            State::Opening | State::Prepared(_) => Servers::default().counts(),
+            State::Serving(servers) => servers.counts(),
+            State::Ended(counts, _) => **counts,
+        }
+    }
+
+    /// Current clients: NBD connections and the front end of a virtual machine.
+    pub(crate) fn clients(&self) -> usize {
+        match &*self.lock() {
+            State::Serving(servers) => servers.clients(),
+            State::Opening | State::Prepared(_) | State::Ended(..) => 0,
+        }
+    }
+
+    /// Its figures, as JSON.
+    pub(crate) fn figures(&self) -> Map<String, Value> {
+        stats::document(&self.image_figures(), &self.counts())
+    }
+
+    /// What the disk shows of itself, or showed when it was closed.
+    pub(crate) fn image_figures(&self) -> Figures {
+        self.opened().figures()
+    }
+}
