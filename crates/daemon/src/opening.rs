@@ -52,6 +52,12 @@ pub(crate) fn open(
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }
+    // Who switched redo logs off knows it.
+    if images.redo_dir().is_some()
+        && let Some(weakness) = opened.weakness()
+    {
+        tracing::warn!("{}: {weakness}", image.display());
+    }
     Ok(opened)
 }
 

@@ -247,6 +247,31 @@ fn start_right_after_a_kill_waits_until_the_image_is_released() {
     println!("{waited} starts and verbs waited in {ROUNDS} rounds");
 }
 
+#[test]
+fn image_whose_unflushed_writes_a_kill_loses_is_warned_of_at_the_start() {
+    const WARNING: &str = "writes that are not flushed are lost if this process is killed";
+    if !tools::present(&[tools::QEMU_IMG]) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let cases: [(&str, &[&str], bool); 3] = [
+        ("compat=v2", &[], true),
+        ("compat=v3", &[], false),
+        ("compat=v2", &["--redo-dir", "off"], false),
+    ];
+    for (number, (options, more, is_warned)) in cases.into_iter().enumerate() {
+        let name = format!("{number}.qcow2");
+        qemu::create(dir.path(), &name, &["-o", options], "1M");
+        let server = Server::mica_writable(&dir.path().join(name), "qcow2", more);
+        let log = server.expect("served").log();
+        assert_eq!(
+            log.matches(WARNING).count(),
+            usize::from(is_warned),
+            "{options} {more:?}: {log}"
+        );
+    }
+}
+
 /// The story: the place of a refcount was read again for each cluster that a log links. With tiny
 /// clusters on storage that takes 4 ms a read, a start took longer than a minute.
 #[test]

@@ -25,7 +25,7 @@ impl Served {
     /// the new length when they reconnect.
     ///
     /// # Errors
-    /// As [`Manage::resize`]; `Denied` if it is not served, yet or any longer.
+    /// As `Manage::resize`; `Denied` if it is not served, yet or any longer.
     pub(crate) fn resize(&self, to: NewLength) -> Result<Resized> {
         let changes = self.lock_changes();
         let notifier = match &*self.lock() {
