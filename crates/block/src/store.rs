@@ -143,7 +143,7 @@ pub trait Store: Send + Sync {
     fn witness(&self) -> Witness;
 
     /// Whether the byte at `offset` can be read without waiting for a device, or hints are useless
-    /// here. Does not wait for one either. A hint.
+    /// here. It may begin to read it, and block for a moment. A hint.
     fn is_cached(&self, offset: HostOffset) -> bool {
         let _ = offset;
         true

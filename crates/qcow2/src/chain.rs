@@ -206,6 +206,9 @@ impl Disk for Chain {
 
     #[inline]
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture {
+        if let Some(window) = self.map.follow(extent) {
+            self.map.begin_ahead(window, self.gate.enter_owned());
+        }
         self.map.read(extent, buf)
     }
 

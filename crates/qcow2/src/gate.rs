@@ -44,6 +44,11 @@ impl Gate {
         self.reads.enter()
     }
 
+    /// The same for one that outlives its borrow of the disk.
+    pub(crate) fn enter_owned(&self) -> OwnedInFlight {
+        self.reads.enter_owned()
+    }
+
     /// Counts a change: from here on the chain is not idle.
     pub(crate) fn begin_change(&self) -> Entering {
         match self.try_enter_change() {

@@ -208,14 +208,7 @@ impl Map {
     pub(crate) fn read(self: &Arc<Self>, extent: &Extent, mut buf: Buf) -> IoFuture {
         assert_eq!(extent.len, buf.len() as u64, "a buffer as long as the extent");
         match extent.kind {
-            ExtentKind::Data => {
-                let layers = self.layers.load();
-                // Within one file the system reads ahead by itself.
-                if layers.all().len() > 1 {
-                    self.follow(extent);
-                }
-                layers.get(extent.layer).data.read_at(buf, extent.host)
-            }
+            ExtentKind::Data => self.layers.load().get(extent.layer).data.read_at(buf, extent.host),
             ExtentKind::Encoded => {
                 let layer = Arc::clone(self.layers.load().get(extent.layer));
                 let decoded = Arc::clone(&self.decoded);

@@ -93,7 +93,7 @@ impl Handle {
         self.remote.push(RemoteItem::Spawn(Box::new(|| task::detached(async { make().await }))));
     }
 
-    /// Whether the executor is within a write that it makes by itself
+    /// Whether the executor is within a write or a sync that it does by itself
     /// ([`crate::File::write_in_place`]), and so makes no progress until the file system lets it.
     pub fn is_writing(&self) -> bool {
         self.remote.is_writing()

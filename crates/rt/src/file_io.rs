@@ -54,7 +54,8 @@ pub fn read_ahead(
     RawOp::start(OpKind::ReadAhead { file, offset, len, way }).outcome()
 }
 
-/// Whether the byte at `offset` of `file` is in the page cache. Also if nothing tells.
+/// Whether the byte at `offset` of `file` is in the page cache; true as well if there is no way to
+/// tell. If it is not, the system begins to read it, and may block for a moment.
 pub fn is_cached(file: &File, offset: u64) -> bool {
     use rustix::io::{Errno, ReadWriteFlags, preadv2};
     if file.read_way() != Way::Ring {

@@ -15,7 +15,7 @@ pub fn join_all<F: Future>(
         match <[F; 1]>::try_from(futures) {
             Ok([only]) => vec![only.await],
             Err(futures) if futures.is_empty() => Vec::new(),
-            // Boxed: it would make those who wait for one future as large.
+            // Boxed, so that awaiting a single future stays small.
             Err(futures) => Box::pin(join_many(futures)).await,
         }
     }

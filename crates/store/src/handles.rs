@@ -302,7 +302,7 @@ const TABLE_MAX: usize = 16 << 10;
 pub fn enlarge_descriptor_table() {
     let last = open_files_limit().clamp(1, TABLE_MAX) - 1;
     let Ok(root) = open("/", OFlags::PATH | OFlags::CLOEXEC, FileMode::empty()) else { return };
-    // The table stays as long as it was once. If that is refused, everything is only slower.
+    // The table never shrinks. If that is refused, everything is only slower.
     let _ = fcntl_dupfd_cloexec(root, RawFd::try_from(last).unwrap_or(0));
 }
 

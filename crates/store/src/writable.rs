@@ -138,6 +138,9 @@ impl Store for WritableFile {
     }
 
     fn read_ahead(&self, offset: HostOffset, len: u64) -> LocalFuture<'static, ()> {
+        if self.inner.align != Alignment::NONE {
+            return Box::pin(std::future::ready(()));
+        }
         let file = Arc::clone(&self.inner.file);
         let len = u32::try_from(len).unwrap_or(u32::MAX);
         Box::pin(async move {

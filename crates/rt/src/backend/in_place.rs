@@ -47,7 +47,7 @@ impl InPlace {
     /// Writes `buf` at `offset` and returns the count, or `None` to leave the write to a thread.
     pub(super) fn write(&mut self, file: &File, buf: &Buf, offset: u64) -> Option<usize> {
         let is_fit = buf.len() <= LENGTH_MAX && file.access() == Access::Buffered;
-        if !is_fit || !file.is_written_in_place() || !are_ends_cached(file, buf.len(), offset) {
+        if !is_fit || !file.is_written_in_place() {
             return None;
         }
         let start = now();
@@ -56,7 +56,8 @@ impl InPlace {
         }
         self.sleeps = self.sleeps.or_else(sleeps);
         self.remote.set_is_writing(true);
-        let written = pwrite(file, buf, offset);
+        // A question about a page that is not cached begins to read it, and may block, too.
+        let written = are_ends_cached(file, buf.len(), offset).then(|| pwrite(file, buf, offset));
         self.remote.set_is_writing(false);
         let took = start.elapsed();
         if took >= WAITED_MIN {
@@ -66,7 +67,7 @@ impl InPlace {
                 self.note_block(start, took);
             }
         }
-        written.ok()
+        written?.ok()
     }
 
     /// The thread may go to sleep for other reasons than a write.
@@ -81,15 +82,16 @@ impl InPlace {
 }
 
 /// Whether the pages of which a write changes only a part are in the page cache: otherwise they
-/// have to be read first. A header that is written with every group always is.
+/// have to be read first. A header, for instance, that is written with every group always is.
 fn are_ends_cached(file: &File, len: usize, offset: u64) -> bool {
     let is_whole = |at: u64| at.is_multiple_of(BUF_ALIGN as u64);
     let Some(end) = offset.checked_add(len as u64) else { return false };
-    (is_whole(offset) || is_cached(file, offset)) && (is_whole(end) || is_cached(file, end - 1))
+    (is_whole(offset) || is_surely_cached(file, offset))
+        && (is_whole(end) || is_surely_cached(file, end - 1))
 }
 
 /// Whether the byte at `at` can be read without waiting.
-fn is_cached(file: &File, at: u64) -> bool {
+fn is_surely_cached(file: &File, at: u64) -> bool {
     let mut byte = [0];
     let read = preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT);
     read == Ok(1)

@@ -10,7 +10,8 @@
 //!   disk of the process suffers if it takes long.
 //! - I2 And only after [`QUIET_MIN`] syncs in a row during which nothing else happened on the
 //!   executor. One that was disturbed, or took longer than [`TOOK_MAX`], starts the count again.
-//! - I3 It waits until no task is ready, but not for more than [`TURNS_MAX`] turns; and until the
+//! - I3 Nor if the executor wrote more than [`WRITTEN_MAX`] since its last sync.
+//! - I4 It waits until no task is ready, but not for more than [`TURNS_MAX`] turns; and until the
 //!   kernel has everything that was submitted before.
 
 use super::now;
@@ -25,6 +26,8 @@ const QUIET_MIN: u32 = 8;
 /// A sync that writes much, or waits for others, is worth a thread: the executor is free meanwhile.
 const TOOK_MAX: Duration = Duration::from_millis(2);
 const TURNS_MAX: u32 = 4;
+/// As much a sync writes out in a moment.
+const WRITTEN_MAX: u64 = 1 << 20;
 
 #[derive(Default)]
 pub(super) struct LoneSyncs {
@@ -33,6 +36,8 @@ pub(super) struct LoneSyncs {
     /// A sync that the ring has, and whether anything else happened since.
     in_ring: Option<(OpKey, Disturbed)>,
     put_off: Option<PutOff>,
+    /// Bytes that were written since the last sync.
+    written: u64,
 }
 
 /// Whether anything happened on the executor during a sync.
@@ -66,12 +71,22 @@ impl PutOff {
 impl LoneSyncs {
     /// Whether the sync of `file` is put off until [`Self::due`]; otherwise the ring gets it now.
     pub(super) fn put_off(&mut self, key: OpKey, file: &Arc<File>) -> bool {
-        let is_lone = self.quiet >= QUIET_MIN && self.in_ring.is_none() && self.put_off.is_none();
+        let is_little = std::mem::take(&mut self.written) <= WRITTEN_MAX;
+        let is_lone = is_little
+            && self.quiet >= QUIET_MIN
+            && self.in_ring.is_none()
+            && self.put_off.is_none();
         if !is_lone || !file.is_written_in_place() {
             return false;
         }
         self.put_off = Some(PutOff { key, file: Arc::clone(file), turns: 0 });
         true
+    }
+
+    /// `len` bytes are written.
+    #[inline]
+    pub(super) fn note_write(&mut self, len: usize) {
+        self.written = self.written.saturating_add(len as u64);
     }
 
     /// The ring gets the sync `key`.
@@ -104,7 +119,9 @@ impl LoneSyncs {
             return None;
         }
         let put_off = self.put_off.take()?;
-        Some(if is_idle { Due::Here(put_off) } else { Due::InRing(put_off) })
+        // Another disk may have come meanwhile.
+        let is_here = is_idle && put_off.file.is_written_in_place();
+        Some(if is_here { Due::Here(put_off) } else { Due::InRing(put_off) })
     }
 
     /// Whether a sync waits for its moment.
@@ -209,6 +226,23 @@ mod tests {
         bench.syncs.note_event(Some(other));
         bench.is_allowed.store(true, Ordering::Relaxed);
         assert!(!bench.is_put_off(), "there were two");
+    }
+
+    #[test]
+    fn sync_of_much_is_left_to_the_ring() {
+        let mut bench = quiet();
+        bench.syncs.note_write(1 << 20);
+        bench.syncs.note_write(1);
+        bench.in_ring(None);
+        assert!(bench.is_put_off(), "it was written by the one before");
+    }
+
+    #[test]
+    fn disk_that_comes_while_a_sync_waits_sends_it_to_the_ring() {
+        let mut bench = quiet();
+        assert!(bench.is_put_off());
+        bench.is_allowed.store(false, Ordering::Relaxed);
+        assert!(matches!(bench.syncs.due(true), Some(Due::InRing(_))));
     }
 
     #[test]

@@ -129,6 +129,7 @@ impl Uring {
                 opcode::Read::new(Fd(file.raw()), memory, length).offset(at).build()
             }
             OpKind::Write { file, buf, offset, done, way } => {
+                self.lone_syncs.note_write(buf.len() - *done);
                 // A short write continues below, where it is reported why it was short.
                 if *done == 0
                     && let Some(count) = self.in_place.write(file, buf, *offset)
@@ -140,13 +141,8 @@ impl Uring {
                     return None;
                 }
                 let from = resume_at(file, *done);
-                let left = &buf[from..];
-                let length = u32_of(left.len().min(LENGTH_MAX));
                 let flags = if *way == Way::Try { libc::RWF_NOWAIT } else { 0 };
-                opcode::Write::new(Fd(file.raw()), left.as_ptr(), length)
-                    .offset(*offset + from as u64)
-                    .rw_flags(flags)
-                    .build()
+                write_entry(file, &buf[from..], *offset + from as u64).rw_flags(flags).build()
             }
             OpKind::SyncData { file, .. } => {
                 if !self.lone_syncs.put_off(key, file) {
@@ -389,6 +385,12 @@ fn build_ring() -> io::Result<IoUring> {
         }
     }
     Err(last)
+}
+
+/// A write of `bytes`, which stay where they are until it is done.
+fn write_entry(file: &File, bytes: &[u8], offset: u64) -> opcode::Write {
+    let length = u32_of(bytes.len().min(LENGTH_MAX));
+    opcode::Write::new(Fd(file.raw()), bytes.as_ptr(), length).offset(offset)
 }
 
 fn send_entry(fd: Fd, parts: &mut SendParts) -> squeue::Entry {

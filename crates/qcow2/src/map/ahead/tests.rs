@@ -29,7 +29,7 @@ fn window_begins_where_a_sequence_stands_and_doubles_to_its_maximum() {
             let here = at + (64 << 10);
             assert!(start >= here && start - here <= WINDOW_MAX / 2, "{start:#x} at {here:#x}");
             lens.push(end - start);
-            sequence.finish(end, false);
+            sequence.finish(start, end, false);
         }
         at += 64 << 10;
     }
@@ -40,17 +40,17 @@ fn window_begins_where_a_sequence_stands_and_doubles_to_its_maximum() {
 #[test]
 fn one_window_is_under_way_at_a_time() {
     let sequence = Sequence::default();
-    let (_, end) = read_on(&sequence, 1 << 30, 1 << 20).expect("a window");
+    let (start, end) = read_on(&sequence, 1 << 30, 1 << 20).expect("a window");
     assert_eq!(read_on(&sequence, (1 << 30) + (1 << 20), 64 << 20), None);
-    sequence.finish(end, false);
+    sequence.finish(start, end, false);
     assert!(read_on(&sequence, (1 << 30) + (65 << 20), 1 << 20).is_some());
 }
 
 #[test]
 fn cached_window_is_followed_by_a_long_rest() {
     let sequence = Sequence::default();
-    let (_, end) = read_on(&sequence, 1 << 30, 128 << 10).expect("a window");
-    sequence.finish(end, true);
+    let (start, end) = read_on(&sequence, 1 << 30, 128 << 10).expect("a window");
+    sequence.finish(start, end, true);
     let rest = (end + CACHED_STRIDE - WINDOW_MIN / 2) - ((1 << 30) + (128 << 10));
     assert_eq!(read_on(&sequence, (1 << 30) + (128 << 10), rest - (64 << 10)), None);
     let next = read_on(&sequence, (1 << 30) + (128 << 10) + rest - (64 << 10), 1 << 20);
@@ -63,13 +63,35 @@ fn sequence_that_was_left_begins_with_a_short_window_elsewhere() {
     for base in [1 << 30, 3 << 30, 2 << 30] {
         let (start, end) = read_on(&sequence, base, 128 << 10).expect("a window");
         assert_eq!((start, end - start), (base + (128 << 10), WINDOW_MIN));
-        sequence.finish(end, false);
+        sequence.finish(start, end, false);
     }
 }
 
 #[test]
 fn holes_do_not_end_a_sequence() {
     let sequence = Sequence::default();
-    let windows = (0..4_u64).filter_map(|piece| read(&sequence, piece << 21, 64 << 10));
+    read_on(&sequence, 0, 1 << 20).expect("a window");
+    sequence.is_busy.store(false, Ordering::Relaxed);
+    sequence.ahead.store(0, Ordering::Relaxed);
+    let windows = (2..5_u64).filter_map(|piece| read(&sequence, piece << 20, 256 << 10));
     assert_eq!(windows.count(), 1);
+}
+
+#[test]
+fn small_reads_far_apart_are_none() {
+    let sequence = Sequence::default();
+    for stride in [64 << 10, 1 << 20, 4 << 20] {
+        let mut reads = (0..10_000).filter_map(|number| read(&sequence, number * stride, 4096));
+        assert_eq!(reads.next(), None, "every {stride}");
+    }
+}
+
+#[test]
+fn window_that_ends_late_leaves_the_next_sequence_alone() {
+    let sequence = Sequence::default();
+    let (start, end) = read_on(&sequence, 1 << 40, 128 << 10).expect("a window");
+    assert_eq!(read_on(&sequence, 0, 256 << 10), None, "one is under way");
+    sequence.finish(start, end, false);
+    let next = read_on(&sequence, 256 << 10, 64 << 10).expect("a window");
+    assert_eq!(next.1 - next.0, WINDOW_MIN);
 }
