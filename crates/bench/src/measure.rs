@@ -4,7 +4,7 @@ use super::cost::Meter;
 use super::peers::{Peer, Running};
 use super::samples::Sample;
 use crate::load::{Load, Outcome, Pattern, Request, ratio, run};
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use mica_gen::owner::OwnerMap;
 use mica_tests::nbd;
 use mica_tests::server::Server;
@@ -210,9 +210,7 @@ impl Run<'_> {
         let load = Load { owners: self.subject.owners, seed, ..*load };
         let outcome = run(&mut connection, &load)?;
         connection.disconnect()?;
-        let Outcome { failed, wrong, ref first_wrong, .. } = outcome;
-        ensure!(failed == 0, "{failed} requests failed");
-        ensure!(wrong == 0, "{wrong} WRONG ANSWERS: {first_wrong:?}");
+        outcome.check()?;
         self.requests += outcome.latency.total();
         Ok(outcome)
     }

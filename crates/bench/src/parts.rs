@@ -25,6 +25,11 @@ const BUDGET_LAYERS: u32 = 100;
 const BUDGETS: &[u64] = &[256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 32 << 20];
 /// Open files under which a chain must still work.
 const HANDLES_LIMIT: &str = "--nofile=256:256";
+/// QEMU's options for overlays with clusters of 64 KiB, and with subclusters of 4 KiB.
+pub(super) const CLUSTERS: &str = "extended_l2=off";
+pub(super) const SUBCLUSTERS: &str = "extended_l2=on,cluster_size=128k";
+/// Layers up to which QEMU judges an image that was written.
+const CHECKED_LAYERS_MAX: u32 = 50;
 /// Length of the raw file and of the null disk.
 const CEILING_BYTES: u64 = 4 << 30;
 /// Length of the disk on which the paper counts its index.
@@ -175,6 +180,15 @@ impl Chain {
         let done = command::finish(&mut create);
         ensure!(done.status.success(), "{done}");
         Ok(path)
+    }
+
+    /// Has QEMU check an overlay of this chain that was written, unless the chain is too long for
+    /// it.
+    ///
+    /// # Errors
+    /// With QEMU's output.
+    pub(super) fn check_overlay(&self, overlay: &Path) -> Result<()> {
+        if self.layers > CHECKED_LAYERS_MAX { Ok(()) } else { qemu_checks(overlay) }
     }
 
     /// Bytes of all sidecars.
@@ -378,6 +392,17 @@ pub(super) fn raw(context: &Context<'_>, repeats: u32, samples: &mut Samples) ->
             fio_turn(samples);
         }
     }
+    Ok(())
+}
+
+/// Checks with QEMU that the qcow2 `image` is neither corrupt nor leaking.
+///
+/// # Errors
+/// With QEMU's output.
+pub(super) fn qemu_checks(image: &Path) -> Result<()> {
+    let mut check = Command::new(tools::QEMU_IMG.program);
+    let said = command::finish(check.args(["check", "-f", "qcow2"]).arg(image));
+    ensure!(said.status.success(), "{said}");
     Ok(())
 }
 

@@ -207,10 +207,8 @@ fn without_a_guest(options: &Options, context: &Context<'_>, samples: &mut Sampl
         in_turns(REWRITES, options, &peers, &chains, samples, |peer, chain, sample| {
             device::rewrites(context, peer, chain, sample)
         });
-        let overlays = [
-            (ALLOCATING, "extended_l2=off"),
-            (ALLOCATING_SUBCLUSTERS, "extended_l2=on,cluster_size=128k"),
-        ];
+        let overlays =
+            [(ALLOCATING, parts::CLUSTERS), (ALLOCATING_SUBCLUSTERS, parts::SUBCLUSTERS)];
         for (part, of_overlay) in overlays {
             in_turns(part, options, &peers, &chains, samples, |peer, chain, sample| {
                 device::allocating(context, peer, chain, of_overlay, sample)

@@ -65,6 +65,17 @@ impl Outcome {
         ratio(self.bytes, 1 << 20) / self.elapsed.as_secs_f64()
     }
 
+    /// Whether every request was answered, and rightly.
+    ///
+    /// # Errors
+    /// If not.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { failed, wrong, first_wrong, .. } = self;
+        ensure!(*failed == 0, "{failed} requests failed");
+        ensure!(*wrong == 0, "{wrong} WRONG ANSWERS: {first_wrong:?}");
+        Ok(())
+    }
+
     /// Counts what another connection did at the same time, too.
     fn merge(mut self, other: Self) -> Self {
         self.elapsed = self.elapsed.max(other.elapsed);

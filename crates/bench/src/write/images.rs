@@ -1,6 +1,7 @@
 //! The images that are written: each kind created again for each run, from the same base.
 
 use crate::load::stamp;
+use crate::parts;
 use anyhow::{Result, ensure};
 use mica_tests::{command, mica, tools};
 use std::fs::{self, File};
@@ -164,14 +165,14 @@ impl<'a> Images<'a> {
             Kind::Metadata => self.create(&image, "preallocation=metadata")?,
             Kind::Falloc => self.create(&image, "preallocation=falloc")?,
             Kind::Full => self.create(&image, "preallocation=full")?,
-            Kind::Overlay => self.create(&image, "extended_l2=off")?,
+            Kind::Overlay => self.create(&image, parts::CLUSTERS)?,
             Kind::LargeClusters => self.create(&image, "cluster_size=2M")?,
             Kind::Subclusters if self.overlays_by == "mica create" => {
                 let mut create = Command::new(mica::binary());
                 create.arg("create").arg("-q").arg("-b").arg(self.base()).args(["-F", "raw"]);
                 done(create.arg(&image.path))?;
             }
-            Kind::Subclusters => self.create(&image, "extended_l2=on,cluster_size=128k")?,
+            Kind::Subclusters => self.create(&image, parts::SUBCLUSTERS)?,
         }
         // What creating it wrote must not count as the cost of writing to it.
         File::open(&image.path)?.sync_all()?;
@@ -196,7 +197,7 @@ pub(crate) fn check(image: &Image) -> Result<()> {
     if image.kind.format() == "raw" {
         return Ok(());
     }
-    done(Command::new(tools::QEMU_IMG.program).args(["check", "-f", "qcow2"]).arg(&image.path))
+    parts::qemu_checks(&image.path)
 }
 
 fn done(command: &mut Command) -> Result<()> {
