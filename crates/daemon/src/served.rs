@@ -281,8 +281,6 @@ impl Served {
                     Ok(_) => State::Prepared(Box::default()),
                     Err(error) => State::ended(End::NotServed(error.clone())),
                 };
-            }
-            if is_wanted {
                 self.has_opener.store(false, Ordering::Release);
             }
             is_wanted

@@ -2,6 +2,8 @@
 
 use crate::file_system::FileSystem;
 use rustix::fs::{FileType, FsWord};
+use rustix::io::{ReadWriteFlags, preadv2};
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -106,6 +108,13 @@ impl File {
     /// Whether it is on ext2, ext3 or ext4.
     pub fn is_on_ext(&self) -> bool {
         self.is_on_ext
+    }
+
+    /// Reads the byte at `offset`, if that takes no waiting, and returns how many there are. If it
+    /// is not in the page cache, the system begins to read it.
+    pub(crate) fn probe(&self, offset: u64) -> rustix::io::Result<usize> {
+        let mut byte = [0];
+        preadv2(self, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT)
     }
 
     /// Lets the executor make small writes to the page cache by itself, whenever `is_allowed` says

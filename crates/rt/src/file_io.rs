@@ -5,6 +5,7 @@ use crate::file::{File, Way};
 use crate::op::OpKind;
 use crate::submit::{Op, RawOp};
 use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
@@ -57,13 +58,7 @@ pub fn read_ahead(
 /// Whether the byte at `offset` of `file` is in the page cache; true as well if there is no way to
 /// tell. If it is not, the system begins to read it, and may block for a moment.
 pub fn is_cached(file: &File, offset: u64) -> bool {
-    use rustix::io::{Errno, ReadWriteFlags, preadv2};
-    if file.read_way() != Way::Ring {
-        return true;
-    }
-    let mut byte = [0];
-    let room = &mut [io::IoSliceMut::new(&mut byte)];
-    preadv2(file, room, offset, ReadWriteFlags::NOWAIT) != Err(Errno::AGAIN)
+    file.read_way() != Way::Ring || file.probe(offset) != Err(Errno::AGAIN)
 }
 
 /// Changes the space of `len` bytes at `offset`, as `mode` says.

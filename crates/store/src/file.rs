@@ -135,11 +135,7 @@ impl Store for FileStore {
         let Some(file) = self.reader.get_if_hints_help() else {
             return Box::pin(std::future::ready(()));
         };
-        let len = u32::try_from(len).unwrap_or(u32::MAX);
-        Box::pin(async move {
-            // It was only a hint.
-            let _ = mica_rt::read_ahead(&file, offset.bytes(), len).await;
-        })
+        hint(file, offset, len)
     }
 
     fn len(&self) -> Result<u64> {
@@ -180,6 +176,15 @@ struct Reader {
     shared: Arc<SharedHandle>,
     /// The name by which the file is opened again.
     path: Arc<Path>,
+}
+
+/// Reads ahead, through the page cache.
+pub(crate) fn hint(file: Arc<File>, offset: HostOffset, len: u64) -> LocalFuture<'static, ()> {
+    let len = u32::try_from(len).unwrap_or(u32::MAX);
+    Box::pin(async move {
+        // It changes nothing if it fails.
+        let _ = mica_rt::read_ahead(&file, offset.bytes(), len).await;
+    })
 }
 
 /// How long a read that found every descriptor busy waits before it retries, and how often.

@@ -13,7 +13,7 @@
 
 use crate::direct::Alignment;
 use crate::facts::{Facts, check_run_len};
-use crate::file::CacheMode;
+use crate::file::{CacheMode, hint};
 use crate::handles::{Handles, SetAside};
 use crate::kind::{FileKind, end_of};
 use crate::located::Located;
@@ -141,12 +141,7 @@ impl Store for WritableFile {
         if self.inner.align != Alignment::NONE {
             return Box::pin(std::future::ready(()));
         }
-        let file = Arc::clone(&self.inner.file);
-        let len = u32::try_from(len).unwrap_or(u32::MAX);
-        Box::pin(async move {
-            // It was only a hint.
-            let _ = mica_rt::read_ahead(&file, offset.bytes(), len).await;
-        })
+        hint(Arc::clone(&self.inner.file), offset, len)
     }
 
     fn sync(&self) -> ChangeFuture {

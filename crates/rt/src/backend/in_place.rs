@@ -18,8 +18,7 @@ use crate::buf::{BUF_ALIGN, Buf};
 use crate::file::{Access, File};
 use crate::remote::Remote;
 use nix::sys::resource::{UsageWho, getrusage};
-use rustix::io::{ReadWriteFlags, preadv2, pwrite};
-use std::io::IoSliceMut;
+use rustix::io::pwrite;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -92,9 +91,7 @@ fn are_ends_cached(file: &File, len: usize, offset: u64) -> bool {
 
 /// Whether the byte at `at` can be read without waiting.
 fn is_surely_cached(file: &File, at: u64) -> bool {
-    let mut byte = [0];
-    let read = preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT);
-    read == Ok(1)
+    file.probe(at) == Ok(1)
 }
 
 /// How many times this thread has gone to sleep: unlike a thread that lost its processor to another

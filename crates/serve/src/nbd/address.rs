@@ -54,11 +54,6 @@ impl Address {
         });
         Ok(Self { listener, closing })
     }
-
-    /// Its socket.
-    pub fn listener(&self) -> &Listener {
-        &self.listener
-    }
 }
 
 impl Drop for Address {
