@@ -457,3 +457,31 @@ fn each_cluster_has_one_owner_and_the_count_that_this_one_says() {
         });
     });
 }
+
+#[test]
+fn file_is_lengthened_more_rarely_the_more_is_allocated_and_as_long_as_needed_after_a_close() {
+    let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+    executor.block_on(async {
+        let shape = Shape {
+            bits: ClusterBits::new(12).expect("of the format"),
+            width: RefcountWidth::from_order(4).expect("of the format"),
+            clusters: 100,
+            wanted_max: 1,
+            used_max: usize::MAX,
+            is_scarce: false,
+        };
+        let (file, used) = new_file(shape, &mut Rng::new(1));
+        let touched = (0..shape.clusters).collect();
+        let image = Image::open(shape, file, Model { used, touched, ..Model::default() }, 1).await;
+        let mut lens = BTreeSet::new();
+        for _ in 0..20_000 {
+            image.reserve(1, false).await;
+            lens.insert(image.file.len().expect("memory"));
+            image.commit().await;
+        }
+        // 256 at a time from the beginning, and then up to 1024.
+        assert!((20..40).contains(&lens.len()), "{} lengths for 20,000 clusters", lens.len());
+        image.close().await;
+        image.check();
+    });
+}
