@@ -175,11 +175,13 @@ impl Space {
                 let state = self.lock();
                 state.pool.is_empty().then_some(state.taken)
             };
-            if let Some(taken) = taken
-                && Box::pin(self.count_ahead(wanted.max(self.ahead(taken)))).await.is_err()
-            {
-                // The file may be as long as it can be, but for what is needed.
-                Box::pin(self.count_ahead(wanted)).await?;
+            let Some(taken) = taken else { continue };
+            match Box::pin(self.count_ahead(wanted.max(self.ahead(taken)))).await {
+                // What is needed may still have room.
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    Box::pin(self.count_ahead(wanted)).await?;
+                }
+                counted => counted?,
             }
         }
     }
