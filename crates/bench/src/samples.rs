@@ -47,6 +47,9 @@ impl Sample {
         self.put(format!("{name}_per_s"), per_second);
         self.put(format!("{name}_p50_us"), latency.quantile_us(0.5));
         self.put(format!("{name}_p99_us"), latency.quantile_us(0.99));
+        // Few requests that wait long show in no quantile of a queue that others keep busy.
+        self.put(format!("{name}_mean_us"), latency.mean_us());
+        self.put(format!("{name}_max_us"), latency.max_us());
     }
 
     /// Records what each request of the load `name` cost.
