@@ -162,9 +162,8 @@ impl Exports {
         let begin = now();
         let found = timeout(patience.0, self.waiters.until(settled)).await;
         patience.0 = patience.0.saturating_sub(now().saturating_since(begin));
-        found.unwrap_or_else(|_| {
-            Found::None("it is still being opened: try again later".to_owned())
-        })
+        found
+            .unwrap_or_else(|_| Found::None("it is still being opened: try again later".to_owned()))
     }
 
     /// Up to `count` exports behind the name `after`.

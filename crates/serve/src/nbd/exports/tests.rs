@@ -182,7 +182,9 @@ fn stopped_export_takes_no_client_that_found_it_before() {
     simulated(disk, async |world| {
         let (seat, entry) = another(&world, "b", 9);
         seat.serves(&entry);
-        let Found::Served(found) = world.exports.find(b"b", &mut Patience::default()).await else { panic!("it is there") };
+        let Found::Served(found) = world.exports.find(b"b", &mut Patience::default()).await else {
+            panic!("it is there")
+        };
         seat.leaves(&entry);
         entry.stop_and_wait();
         assert!(found.admit().is_none());
