@@ -202,10 +202,11 @@ fn status(answer: &Value) -> String {
             depth(disk),
             text(&disk["clients"]),
             format!("{} ({}{writes})", text(&disk["image"]), text(&disk["format"])),
+            text(&disk["export_name"]),
             nbd.chain(others).collect::<Vec<_>>().join(" "),
         ]
     });
-    let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
+    let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "EXPORT", "SERVED AT"];
     let problems = disks(answer).flat_map(|disk| {
         let problems = [
             ("failure", ""),
@@ -308,7 +309,7 @@ mod tests {
             "disks": [
                 {"name": "web1", "state": "serving", "length": 1 << 30, "layers": 12,
                  "indexed_layers": 11, "clients": 2, "image": "/a\u{1b}[31m", "format": "qcow2",
-                 "writable": true, "nbd": ["/run/a"], "vhost_user": "/run/b", "fuse": null,
+                 "writable": true, "nbd": ["/run/a"], "export_name": "w", "vhost_user": "/run/b", "fuse": null,
                  "device_error": "gone"},
                 {"name": "d", "state": "drained", "length": 512, "layers": 1,
                  "indexed_layers": null, "clients": 0, "image": "b", "format": "raw",
@@ -318,10 +319,10 @@ mod tests {
         assert_eq!(
             status(&answer),
             "mica 1, process 7, up 1 min 1 s\n\n\
-             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               SERVED AT\n\
-             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     \
+             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               EXPORT  SERVED AT\n\
+             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     w       \
              /run/a /run/b\n\
-             d     drained  512 B  1                      0  b (raw, read-only)\n\
+             d     drained  512 B  1                      0  b (raw, read-only)  -\n\
              \n\
              web1: its device is broken: gone\n"
         );
