@@ -80,10 +80,11 @@ enum CtlVerb {
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Read the configuration file again.
+    /// Read the configuration file and certificates again.
     ///
     /// Add the disks that are new in it, and remove those that it no longer has. A disk whose
-    /// settings have changed is left as it is, and named.
+    /// settings have changed is left as it is, and named. New clients get the certificates that are
+    /// there now; connections that there are go on.
     #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
     /// Show or set the log level of the server.
@@ -102,7 +103,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
         OutputFormat::Json => print_json(&answer)?,
         OutputFormat::Human => print(&human(&answer))?,
     }
-    let is_refused = answer["refused"].as_array().is_some_and(|refused| !refused.is_empty());
+    let is_refused = answer["refused"].as_array().is_some_and(|refused| !refused.is_empty())
+        || certificates(&answer).any(|folder| !folder["error"].is_null());
     Ok(if is_refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
@@ -152,6 +154,11 @@ fn only(answer: &mut Value, disk: &str) -> Result<(), Failure> {
 /// The disks of an answer.
 pub(crate) fn disks(answer: &Value) -> impl Iterator<Item = &Value> {
     answer["disks"].as_array().into_iter().flatten()
+}
+
+/// The folders of certificates in an answer.
+fn certificates(answer: &Value) -> impl Iterator<Item = &Value> {
+    answer["certificates"].as_array().into_iter().flatten()
 }
 
 /// A value as plain text; a missing one is a dash.
@@ -272,6 +279,12 @@ fn members(answer: &Value) -> String {
     }
     for refused in list("refused") {
         said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
+    }
+    for folder in certificates(answer) {
+        said += &match &folder["error"] {
+            Value::Null => format!("certificates in {}: read again\n", text(&folder["folder"])),
+            error => format!("clients get the certificates from before: {}\n", text(error)),
+        };
     }
     list("notes").for_each(|note| said += &format!("{}\n", text(note)));
     if let Some(count) = answer["unchanged"].as_u64() {

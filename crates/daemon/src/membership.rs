@@ -7,7 +7,7 @@
 //! - I2 What could not be written to the image of a disk that was removed is reported at the end of
 //!   the process, too.
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
-//!   disk that somebody else has added.
+//!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
 use crate::config::{Config, DiskConfig};
 use crate::opening::Place;
@@ -20,6 +20,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
+use std::path::Path;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -104,20 +105,40 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the configuration file again: disks that are new in it are added, those that it no
-    /// longer has are removed.
+    /// Reads certificates and the configuration file again, as far as there are any: disks that are
+    /// new in it are added, those that it no longer has are removed.
     ///
     /// # Errors
-    /// If there is none, it is not understood, or it is being read already: then nothing changes.
+    /// If there is nothing to read, the configuration is not understood, or it is being read
+    /// already: then nothing changes.
     pub(crate) fn reload(&self) -> Result<Reloaded> {
-        let Some(file) = &self.config_file else {
+        let addresses = &self.resources.addresses;
+        if self.config_file.is_none() && !addresses.have_certificates() {
             let what = "there is no configuration to read again: the server has no --config";
             return Err(Error::new(ErrorKind::Invalid, what));
-        };
+        }
         let _one = self.reloading.try_lock().map_err(|_| {
             Error::new(ErrorKind::Denied, "the configuration is being read already")
         })?;
         let _held = self.hold()?;
+        let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
+        let mut outcome = Reloaded::default();
+        // Addresses that the configuration adds read them anyway.
+        outcome.certificates.extend(addresses.renew_certificates().into_iter().map(
+            |(folder, renewed)| Certificates {
+                folder: folder.to_string_lossy().into_owned(),
+                error: renewed.err().map(|error| error.in_one_line()),
+            },
+        ));
+        match config {
+            Some(config) => self.change_to(config, &mut outcome),
+            None => outcome.unchanged = self.disks.all().len(),
+        }
+        Ok(outcome)
+    }
+
+    /// The configuration in `file` as it is now.
+    fn read_config(&self, file: &Path) -> Result<Config> {
         let mut text = String::new();
         let opened = File::from(self.outside.open_config(file)?);
         let read = opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text);
@@ -131,9 +152,13 @@ impl Shared {
         if let Some(error) = config.problems(true).into_iter().next() {
             return Err(error.wrap(file.display().to_string()));
         }
+        Ok(config)
+    }
+
+    /// Adds and removes disks, so that they are those of `config`.
+    fn change_to(&self, config: Config, outcome: &mut Reloaded) {
         self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
-        let mut outcome = Reloaded::default();
-        self.note_process_settings(&config, &mut outcome);
+        self.note_process_settings(&config, outcome);
         // Those that go first make room for those that come.
         for served in self.disks.all() {
             let stays = config.disks.iter().any(|disk| disk.name == served.name);
@@ -153,7 +178,6 @@ impl Shared {
                 Err(error) => outcome.refuse(&name, &error),
             }
         }
-        Ok(outcome)
     }
 
     /// Makes a disk of the configuration one of this process.
@@ -201,6 +225,7 @@ pub(crate) struct Reloaded {
     pub(crate) removed: Vec<String>,
     pub(crate) unchanged: usize,
     pub(crate) refused: Vec<Refused>,
+    pub(crate) certificates: Vec<Certificates>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -211,6 +236,14 @@ pub(crate) struct Refused {
     pub(crate) error: String,
 }
 
+/// A folder of certificates that was read again.
+#[derive(Serialize, Debug)]
+pub(crate) struct Certificates {
+    pub(crate) folder: String,
+    /// Why clients still get those from before, if so.
+    pub(crate) error: Option<String>,
+}
+
 impl Reloaded {
     fn refuse(&mut self, disk: &str, error: &Error) {
         self.refused.push(Refused { disk: disk.to_owned(), error: error.in_one_line() });
@@ -218,11 +251,19 @@ impl Reloaded {
 
     /// Logs it.
     pub(crate) fn log(&self) {
-        let Self { added, removed, unchanged, refused, notes } = self;
+        let Self { added, removed, unchanged, refused, certificates, notes } = self;
         let (added, removed) = (added.join(" "), removed.join(" "));
         tracing::info!(added, removed, unchanged, "the configuration was read again");
         for Refused { disk, error } in refused {
             tracing::error!("disk {disk:?}: {error}");
+        }
+        for Certificates { folder, error } in certificates {
+            match error {
+                Some(error) => {
+                    tracing::error!("clients get the certificates from before: {error}");
+                }
+                None => tracing::info!("read the certificates in {folder} again"),
+            }
         }
         notes.iter().for_each(|note| tracing::warn!("{note}"));
     }

@@ -244,7 +244,8 @@ fn configuration_is_read_again() {
     world.configure(&["b", "c"]);
     assert_eq!(
         world.json(&["reload"]),
-        json!({"added": ["c"], "removed": ["a"], "unchanged": 1, "refused": [], "notes": []})
+        json!({"added": ["c"], "removed": ["a"], "unchanged": 1, "refused": [], "certificates": [],
+               "notes": []})
     );
     world.is(&[("b", "serving"), ("d", "serving"), ("c", "serving")]);
     assert_eq!(world.len("c"), 3 << 20);
