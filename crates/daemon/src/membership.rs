@@ -10,7 +10,6 @@
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
 use crate::config::{Config, DiskConfig};
-use crate::opening::Place;
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
@@ -51,11 +50,10 @@ impl Shared {
         let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
-        let prepared =
-            served.prepare(Place::Aside, Duration::ZERO).and_then(|()| match self.is_stopping() {
-                true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
-                false => Ok(()),
-            });
+        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
+            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
+            false => Ok(()),
+        });
         if let Err(error) = prepared {
             // Nobody has used it, and the first failure is the one to report.
             let _ = served.remove();

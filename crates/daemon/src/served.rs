@@ -19,8 +19,9 @@ pub(crate) use resize::NewLength;
 use crate::addresses::{Listening, Memberships};
 use crate::config::DiskConfig;
 use crate::held::{Held, Origin, device_name};
+use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
-use crate::opening::{Place, open};
+use crate::opening::open;
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings};
@@ -163,7 +164,7 @@ impl Served {
     /// # Errors
     /// Whatever prevents it from being opened or served; [`Self::failure`] is that from now on.
     /// `Denied` if it was told to stop before it could be opened.
-    pub(crate) fn prepare(&self, place: Place, patience: Duration) -> Result<()> {
+    pub(crate) fn prepare(&self, patience: Duration) -> Result<()> {
         let _changes = self.lock_changes();
         match &*self.lock() {
             State::Ended(_, End::New) => {}
@@ -171,12 +172,11 @@ impl Served {
         }
         let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
         let is_cancelled = || !matches!(*self.lock(), State::Opening);
-        self.open(place, |open| {
+        self.open(|open| {
             let mut opened = open();
             // Of two that open one image at the same time each may have seen the other's locks.
             if opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied) {
-                let one_by_one = &self.resources.one_by_one;
-                let _alone = one_by_one.lock().unwrap_or_else(PoisonError::into_inner);
+                let _alone = self.resources.one_by_one.turn(TURN_LIMIT);
                 opened = open();
             }
             let mut first = Some(opened);
@@ -204,7 +204,7 @@ impl Served {
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
+        self.open(|open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
             self.close_sockets(DRAINED);
@@ -263,7 +263,6 @@ impl Served {
     /// Opens the image by `by`, listens, and prepares the servers. The caller holds `changes`.
     fn open(
         &self,
-        place: Place,
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
@@ -271,8 +270,7 @@ impl Served {
             memberships.are_awaited();
         }
         self.has_opener.store(true, Ordering::Release);
-        let opened =
-            by(&|| open(&self.image(), &self.settings, &self.images, &self.resources, place));
+        let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
         let is_wanted = {
             let mut state = self.lock();
             let is_wanted = matches!(*state, State::Opening);
@@ -451,8 +449,7 @@ impl Served {
     /// Whatever prevents it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
         let _changes = self.lock_changes();
-        let (image, place) = (self.image(), Place::Workers);
-        let opened = open(&image, &self.settings, &self.images, &self.resources, place)?;
+        let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Prepared(Box::default());
         self.prepare_servers().inspect_err(|_| {

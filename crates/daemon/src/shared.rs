@@ -6,7 +6,6 @@ use crate::config::Config;
 use crate::disks::{Disks, each_of, open_each};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
-use crate::opening::Place;
 use crate::own_process::OwnProcess;
 use crate::sandbox::Granted;
 use crate::served::{Served, Source};
@@ -152,7 +151,8 @@ impl Shared {
         for (Opening { served, is_required }, opened) in
             disks.iter().zip(self.open_all(&disks, patience, begin))
         {
-            let Err(error) = opened else { continue };
+            // What was not tried is no reason: that is the end of the process, or another disk.
+            let Some(Err(error)) = opened else { continue };
             match is_required {
                 true if is_alone => return Err(error),
                 true => return Err(error.wrap(format!("disk {:?}", served.name))),
@@ -174,20 +174,25 @@ impl Shared {
     }
 
     /// Opens `disks`, several at a time. Opening may take long: once the process is asked to stop,
-    /// or a disk that is required has failed, the rest is not opened.
-    fn open_all(&self, disks: &[Opening], patience: Duration, begin: Begin) -> Vec<Result<()>> {
+    /// or a disk that is required has failed, the rest is not opened, for which there is `None`.
+    fn open_all(
+        &self,
+        disks: &[Opening],
+        patience: Duration,
+        begin: Begin,
+    ) -> Vec<Option<Result<()>>> {
         let is_given_up = AtomicBool::new(false);
         open_each(disks, |Opening { served, is_required }| {
             if self.is_stopping() || is_given_up.load(Ordering::Relaxed) {
-                return Err(denied("the server is stopping"));
+                return None;
             }
-            served.prepare(Place::Workers, patience).inspect_err(|_| {
+            let prepared = served.prepare(patience).inspect_err(|_| {
                 is_given_up.fetch_or(*is_required, Ordering::Relaxed);
-            })?;
-            if begin == Begin::AtOnce {
+            });
+            if prepared.is_ok() && begin == Begin::AtOnce {
                 served.start();
             }
-            Ok(())
+            Some(prepared)
         })
     }
 
