@@ -9,17 +9,17 @@
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
-use crate::config::{Config, DiskConfig};
+use crate::config::{Config, DiskConfig, LeftClosed};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -29,6 +29,25 @@ impl Shared {
     /// # Errors
     /// Whatever prevents it from being served: then it is not added.
     pub(crate) fn add(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
+        let served = self.admit(disk, source)?;
+        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
+            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
+            false => Ok(()),
+        });
+        if let Err(error) = prepared {
+            // Nobody has used it, and the first failure is the one to report.
+            let _ = served.remove();
+            self.disks.remove(&served);
+            return Err(error);
+        }
+        served.start();
+        Self::own_sockets(&served);
+        served.announce();
+        Ok(served)
+    }
+
+    /// Makes a disk one of the set, which is not open yet.
+    fn admit(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
         let invalid =
             |what: String| Error::new(ErrorKind::Invalid, format!("disk {:?}: {what}", disk.name));
         if let Some(what) = disk.problem(false) {
@@ -50,19 +69,6 @@ impl Shared {
         let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
-        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
-            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
-            false => Ok(()),
-        });
-        if let Err(error) = prepared {
-            // Nobody has used it, and the first failure is the one to report.
-            let _ = served.remove();
-            self.disks.remove(&served);
-            return Err(error);
-        }
-        served.start();
-        Self::own_sockets(&served);
-        served.announce();
         Ok(served)
     }
 
@@ -157,11 +163,16 @@ impl Shared {
     fn change_to(&self, config: Config, outcome: &mut Reloaded) {
         self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
         self.note_process_settings(&config, outcome);
+        // One that somebody drained does not come back because it is given another name.
+        let mut closed = BTreeMap::new();
         // Those that go first make room for those that come.
         for served in self.disks.all() {
             let stays = config.disks.iter().any(|disk| disk.name == served.name);
             if stays || served.source() == Source::Command {
                 continue;
+            }
+            if served.is_drained() {
+                closed.insert(served.config().image, (served.name.clone(), served.left_closed()));
             }
             match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
@@ -170,17 +181,30 @@ impl Shared {
         }
         for disk in config.disks {
             let name = disk.name.clone();
-            match self.apply(disk) {
+            match self.apply(disk, &closed) {
                 Ok(Applied::Added) => outcome.added.push(name),
+                Ok(Applied::LeftClosed { before }) => outcome.notes.push(format!(
+                    "disk {name:?} has the image of {before:?}, which was drained: it stays drained \
+                     until `mica ctl undrain {name}`"
+                )),
                 Ok(Applied::Unchanged) => outcome.unchanged += 1,
                 Err(error) => outcome.refuse(&name, &error),
             }
         }
     }
 
-    /// Makes a disk of the configuration one of this process.
-    fn apply(&self, disk: DiskConfig) -> Result<Applied> {
+    /// Makes a disk of the configuration one of this process. Those removed just now that were
+    /// `closed` are known by their images.
+    fn apply(
+        &self,
+        disk: DiskConfig,
+        closed: &BTreeMap<PathBuf, (String, LeftClosed)>,
+    ) -> Result<Applied> {
         let Some(served) = self.disks.named(&disk.name) else {
+            if let Some((before, left)) = closed.get(&disk.image) {
+                self.admit(disk, Source::Configuration)?.leave_closed(left.clone());
+                return Ok(Applied::LeftClosed { before: before.clone() });
+            }
             return self.add(disk, Source::Configuration).map(|_| Applied::Added);
         };
         let differences = disk.differences(&served.config())?;
@@ -214,6 +238,10 @@ const CONFIG_BYTES_MAX: u64 = 64 << 20;
 enum Applied {
     Added,
     Unchanged,
+    /// It stays closed, as the disk of its image was `before`.
+    LeftClosed {
+        before: String,
+    },
 }
 
 /// What came of reading the configuration again.

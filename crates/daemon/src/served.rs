@@ -17,7 +17,7 @@ mod resize;
 pub(crate) use resize::NewLength;
 
 use crate::addresses::{Listening, Memberships};
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, LeftClosed};
 use crate::held::{Held, Origin, device_name};
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
@@ -216,9 +216,12 @@ impl Served {
         Ok(())
     }
 
-    /// Leaves a new disk closed, as another process left it, which may have lost something.
-    pub(crate) fn leave_closed(&self, loss: Option<String>) {
+    /// Leaves a new disk closed, as another process or a disk of another name left its image, which
+    /// may have lost something.
+    pub(crate) fn leave_closed(&self, left: LeftClosed) {
+        let LeftClosed { loss, shown } = left;
         self.close_sockets(DRAINED);
+        *self.opened() = Opened::Closed(shown.into());
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
         *self.lock() = State::ended(End::Closed(outcome));
     }

@@ -132,9 +132,9 @@ impl Shared {
             }
             self.disks.add(Arc::clone(&served))?;
             match config.drained.remove(&name) {
-                Some(loss) => {
+                Some(left) => {
                     tracing::warn!("disk {name:?} stays closed, as the other process left it");
-                    served.leave_closed(loss);
+                    served.leave_closed(left);
                 }
                 None => disks.push(Opening { served, is_required: false }),
             }

@@ -2,6 +2,7 @@
 
 use super::{End, SERVING, Served, State};
 use crate::addresses::Listening;
+use crate::config::LeftClosed;
 use crate::held::Held;
 use crate::opened::Figures;
 use crate::servers::Servers;
@@ -15,6 +16,14 @@ impl Served {
         match &*self.lock() {
             State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
             _ => None,
+        }
+    }
+
+    /// How it is left when it is closed.
+    pub(crate) fn left_closed(&self) -> LeftClosed {
+        LeftClosed {
+            loss: self.loss().map(|error| error.in_one_line()),
+            shown: self.image_figures().shown(),
         }
     }
 
