@@ -58,7 +58,7 @@ impl Disks {
 
     /// Removes a disk, which is closed. Its places are free for another one.
     pub(crate) fn remove(&self, disk: &Arc<Served>) {
-        disk.leave_addresses();
+        disk.doors().leave_addresses();
         let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
         let Set { all, named } = &mut *set;
         let before = all.len();

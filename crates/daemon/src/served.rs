@@ -1,4 +1,5 @@
 //! One disk: its image and its servers, from opening to the end, and perhaps another beginning.
+//! Where its clients come in is a matter of its [`Doors`].
 //!
 //! Invariants
 //! - I1 A socket appears only once the image is open: a client that can connect is served, as soon
@@ -11,14 +12,14 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod doors;
 mod report;
 mod resize;
 
+pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;
 
-use crate::addresses::{Listening, Memberships};
 use crate::config::{DiskConfig, LeftClosed};
-use crate::held::{Held, Origin, device_name};
 use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
 use crate::opening::open;
@@ -27,10 +28,8 @@ use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
-use crate::systemd;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
-use mica_serve::{Listener, SocketUsers};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -71,13 +70,8 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// The socket of its device. That of a systemd unit stays when the disk is closed: systemd
-    /// holds it open, too, so that it cannot be created again.
-    device: Mutex<Option<Held>>,
-    /// Its part in the addresses where NBD clients connect, until it is removed.
-    memberships: Mutex<Option<Memberships>>,
-    /// It listens there while it is open. Dropped before it leaves them.
-    listening: Mutex<Vec<Listening>>,
+    /// Where its clients come in.
+    doors: Doors,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -136,8 +130,7 @@ impl Served {
         inherited: &mut Sockets,
         resources: &Resources,
     ) -> Result<Self> {
-        let memberships = resources.addresses.join(&config, inherited)?;
-        let device = inherited.take_device_of(&config);
+        let doors = Doors::new(&config, inherited, resources)?;
         let DiskConfig { name, image, settings, images } = config;
         let state = State::ended(End::New);
         Ok(Self {
@@ -150,9 +143,7 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
-            device: Mutex::new(device),
-            memberships: Mutex::new(Some(memberships)),
-            listening: Mutex::default(),
+            doors,
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
         })
@@ -204,10 +195,10 @@ impl Served {
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(|open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
+        self.open(|open| open()).inspect_err(|_| self.doors.close(FAILED))?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
-            self.close_sockets(DRAINED);
+            self.doors.close(DRAINED);
             // Nobody has used it.
             let _ = self.end();
             return Err(self.denied("stays closed: the server is stopping"));
@@ -220,7 +211,7 @@ impl Served {
     /// may have lost something.
     pub(crate) fn leave_closed(&self, left: LeftClosed) {
         let LeftClosed { loss, shown } = left;
-        self.close_sockets(DRAINED);
+        self.doors.close(DRAINED);
         *self.opened() = Opened::Closed(shown.into());
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
         *self.lock() = State::ended(End::Closed(outcome));
@@ -235,14 +226,19 @@ impl Served {
             return Ok(());
         }
         let _changes = self.lock_changes();
-        self.close_sockets(DRAINED);
-        *self.device() = None;
+        self.doors.close(DRAINED);
+        self.doors.remove_device();
         let outcome = self.end();
-        self.is_absent(DRAINED);
+        self.doors.are_closed(DRAINED);
         if let State::Ended(_, end) = &mut *self.lock() {
             *end = End::Removed(outcome.clone());
         }
         outcome
+    }
+
+    /// Where its clients come in.
+    pub(crate) fn doors(&self) -> &Doors {
+        &self.doors
     }
 
     /// Its configuration.
@@ -269,9 +265,7 @@ impl Served {
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
-        if let Some(memberships) = &*self.memberships() {
-            memberships.are_awaited();
-        }
+        self.doors.are_awaited();
         self.has_opener.store(true, Ordering::Release);
         let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
         let is_wanted = {
@@ -288,7 +282,7 @@ impl Served {
         };
         let opened = opened.inspect_err(|_| {
             if is_wanted {
-                self.is_absent(FAILED);
+                self.doors.are_closed(FAILED);
             }
             self.has_opener.store(false, Ordering::Release);
         })?;
@@ -299,7 +293,7 @@ impl Served {
             return discarded.and_then(|()| Err(self.denied("was told to stop")));
         }
         let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
-        let listening = retry_while(is_address_in_use, free, || self.listen());
+        let listening = retry_while(is_address_in_use, free, || self.doors.listen(&self.resources));
         listening.and_then(|()| self.prepare_servers()).inspect_err(|error| {
             // The first failure is the one to report.
             let _ = self.end();
@@ -329,25 +323,6 @@ impl Served {
         }
     }
 
-    /// Listens for the front end of a virtual machine, and for NBD clients where no other disk does
-    /// already. What there is already is kept.
-    fn listen(&self) -> Result<()> {
-        let mut device = self.device();
-        if let (None, Some(path)) = (&*device, &self.settings.vhost_user) {
-            let listener = Listener::unix_for(path, SocketUsers::AsUmask)?;
-            *device = Some(Held::new(device_name(&self.name), Origin::Here, listener));
-        }
-        drop(device);
-        let listening = match &*self.memberships() {
-            Some(memberships) => {
-                memberships.listen(&self.resources.workers, &self.resources.handles)?
-            }
-            None => Vec::new(),
-        };
-        *self.listening() = listening;
-        Ok(())
-    }
-
     /// Serves it from now on. Without effect if it is served or has ended. Does not wait for
     /// changes under way: only the state decides.
     pub(crate) fn start(&self) {
@@ -365,8 +340,8 @@ impl Served {
             settings: &self.settings,
             image: self.images.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
-            device: self.device().as_ref().map(|held| held.listener.clone()),
-            seats: self.memberships().as_ref().map(Memberships::seats).unwrap_or_default(),
+            device: self.doors.device().as_ref().map(|held| held.listener.clone()),
+            seats: self.doors.seats(),
         };
         let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));
@@ -383,10 +358,10 @@ impl Served {
         }
         let _changes = self.lock_changes();
         // The socket files go first.
-        self.close_sockets(DRAINED);
+        self.doors.close(DRAINED);
         let outcome = self.end();
         // It may have been started just before it ended.
-        self.is_absent(DRAINED);
+        self.doors.are_closed(DRAINED);
         outcome
     }
 
@@ -399,50 +374,12 @@ impl Served {
         if matches!(*self.lock(), State::Ended(..)) {
             return Ok(false);
         }
-        self.end().map(|()| true).inspect_err(|_| self.close_sockets(FAILED))
+        self.end().map(|()| true).inspect_err(|_| self.doors.close(FAILED))
     }
 
     /// Closes its sockets after [`Self::prepare`] has failed: nobody is to wait there.
-    pub(crate) fn discard_sockets(&self) {
-        for held in self.device().iter().filter(|held| held.origin != Origin::Unit) {
-            held.listener.own_file();
-            systemd::forget(&held.name);
-        }
-        self.close_sockets(FAILED);
-    }
-
-    /// Closes its sockets, but for those of systemd's units and those that other disks share. Of
-    /// these, clients that ask for this one are told `why` it is not served.
-    fn close_sockets(&self, why: &'static str) {
-        self.is_absent(why);
-        systemd::close(self.device().take_if(|held| held.origin != Origin::Unit));
-        self.listening().clear();
-    }
-
-    /// Clients that ask for it where others are served are told `why` it is not.
-    fn is_absent(&self, why: &'static str) {
-        if let Some(memberships) = &*self.memberships() {
-            memberships.are_absent(why);
-        }
-    }
-
-    /// Leaves its addresses for good. It is closed.
-    pub(crate) fn leave_addresses(&self) {
-        self.listening().clear();
-        *self.memberships() = None;
-    }
-
-    /// Whether a socket was inherited for it: somebody may wait there. If the process that passed
-    /// it `tells_served` disks, one at a shared address is not meant for this one.
-    pub(crate) fn has_inherited(&self, tells_served: bool) -> bool {
-        let of_clients =
-            |all: &Memberships| all.has_inherited() && !(tells_served && all.are_shared());
-        self.device().is_some() || self.memberships().as_ref().is_some_and(of_clients)
-    }
-
-    /// Whether another disk is at one of its addresses.
-    pub(crate) fn shares_address(&self) -> bool {
-        self.memberships().as_ref().is_some_and(Memberships::are_shared)
+    pub(crate) fn give_up_sockets(&self) {
+        self.doors.discard(FAILED);
     }
 
     /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
@@ -470,7 +407,7 @@ impl Served {
         if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
             *end = End::NotServed(error);
         }
-        self.close_sockets(FAILED);
+        self.doors.close(FAILED);
     }
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
@@ -551,20 +488,6 @@ impl Served {
     /// The image: for a chain, its active layer.
     pub(crate) fn image(&self) -> Arc<Path> {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// The socket of its device.
-    pub(crate) fn device(&self) -> MutexGuard<'_, Option<Held>> {
-        self.device.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Where it listens for NBD clients.
-    pub(crate) fn listening(&self) -> MutexGuard<'_, Vec<Listening>> {
-        self.listening.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn memberships(&self) -> MutexGuard<'_, Option<Memberships>> {
-        self.memberships.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// While this is held, nobody else changes the disk's life.

@@ -143,7 +143,7 @@ impl Shared {
         for Opening { served, is_required } in &mut disks {
             // The other process served it, and can go on.
             let was_served =
-                config.served.contains(&served.name) || served.has_inherited(tells_served);
+                config.served.contains(&served.name) || served.doors().has_inherited(tells_served);
             let is_handed_over = begin == Begin::Later && was_served;
             *is_required = is_alone || config.process.strict || is_handed_over;
         }
@@ -158,7 +158,7 @@ impl Shared {
                 true => return Err(error.wrap(format!("disk {:?}", served.name))),
                 false => {
                     failures.push(error.wrap(format!("disk {:?}", served.name)));
-                    served.discard_sockets();
+                    served.give_up_sockets();
                 }
             }
         }
@@ -243,8 +243,8 @@ impl Shared {
     /// Takes ownership of the socket files of a disk that no systemd unit owns, and stores these
     /// sockets with systemd.
     pub(crate) fn own_sockets(served: &Served) {
-        served.device().iter_mut().for_each(own_socket);
-        served.listening().iter().for_each(Listening::own);
+        served.doors().device().iter_mut().for_each(own_socket);
+        served.doors().listening().iter().for_each(Listening::own);
     }
 
     /// Whether it has been asked to stop.

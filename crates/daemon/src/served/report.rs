@@ -48,12 +48,13 @@ impl Served {
             return;
         }
         let device = |held: &Held| format!("vhost-user {}", held.place());
-        let mut places: Vec<_> = self.device().iter().map(device).collect();
+        let mut places: Vec<_> = self.doors.device().iter().map(device).collect();
         let export = match self.export_name() {
             name if name == self.name => String::new(),
             name => format!(" as {name:?}"),
         };
-        places.extend(self.listening().iter().map(|at| format!("nbd {}{export}", at.place())));
+        places
+            .extend(self.doors.listening().iter().map(|at| format!("nbd {}{export}", at.place())));
         places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
         let (image, places) = (self.image(), places.join(", "));
         let how = if self.image_figures().is_writable { "" } else { ", read-only" };
@@ -63,7 +64,7 @@ impl Served {
 
     /// Where NBD clients connect: where it listens, or where it will if it is not open.
     pub(crate) fn nbd_places(&self) -> Vec<String> {
-        let places: Vec<_> = self.listening().iter().map(Listening::place).collect();
+        let places: Vec<_> = self.doors.listening().iter().map(Listening::place).collect();
         if places.is_empty() { self.settings.nbd.clone() } else { places }
     }
 

@@ -161,7 +161,10 @@ impl Shared {
             all.push((passed, held.listener.clone()));
         };
         self.control_sockets().iter().for_each(&mut add);
-        self.disks.all().iter().for_each(|served| served.device().iter().for_each(&mut add));
+        self.disks
+            .all()
+            .iter()
+            .for_each(|served| served.doors().device().iter().for_each(&mut add));
         // Once each, however many disks share it.
         self.resources.addresses.for_each(|held| add(held));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
@@ -198,7 +201,7 @@ impl Shared {
                 let image = served.config().image.to_str().map(str::to_owned);
                 let image = image.filter(|_| is_closed);
                 all.push(HandedOver { name, table, is_closed, loss, is_served, image, shown });
-            } else if served.is_open() && served.shares_address() {
+            } else if served.is_open() && served.doors().are_shared() {
                 // The socket alone does not tell.
                 let name = served.name.clone();
                 all.push(HandedOver { name, is_served: true, ..HandedOver::default() });
@@ -222,7 +225,10 @@ impl Shared {
             held.is_stored = false;
         };
         self.control_sockets().iter_mut().for_each(disown);
-        self.disks.all().iter().for_each(|served| served.device().iter_mut().for_each(disown));
+        self.disks
+            .all()
+            .iter()
+            .for_each(|served| served.doors().device().iter_mut().for_each(disown));
         self.resources.addresses.for_each(disown);
     }
 
