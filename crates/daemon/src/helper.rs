@@ -10,8 +10,8 @@
 //!
 //! Invariants
 //! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
-//!   are numbered as in the configuration, there is one configuration, certificates are the files of
-//!   fixed names in its folders, and connections go only to sockets in folders with a takeover's
+//!   are numbered as in the configuration, there is one configuration, certificates are the files
+//!   of fixed names in its folders, and connections go only to sockets in folders with a takeover's
 //!   name.
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.

@@ -3,7 +3,7 @@
 //! A directory holds `server-cert.pem` (with the certificates between it and the CA behind it, if
 //! there are any), `server-key.pem`, and, for clients to be verified, `ca-cert.pem`; the revoked
 //! ones of those are in `ca-crl.pem` if that is there. All of it is read when an address begins to
-//! listen, and whenever [`Tls::renew`] is called: certificates are renewed while clients are served.
+//! listen, and again for [`Tls::renew`]: certificates are renewed while clients are served.
 //! Connections that there are keep what they began with.
 //!
 //! What would make every client fail is an error here, in one line that says which file, what is
