@@ -80,10 +80,11 @@ enum CtlVerb {
         #[arg(value_name = "DISK")]
         disk: String,
     },
-    /// Read the configuration file again.
+    /// Read the configuration file and certificates again.
     ///
     /// Add the disks that are new in it, and remove those that it no longer has. A disk whose
-    /// settings have changed is left as it is, and named.
+    /// settings have changed is left as it is, and named. New clients get the certificates that are
+    /// there now; connections that there are go on.
     #[command(after_long_help = sections::CTL_RELOAD)]
     Reload,
     /// Show or set the log level of the server.
@@ -102,7 +103,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<ExitCode, Failure> {
         OutputFormat::Json => print_json(&answer)?,
         OutputFormat::Human => print(&human(&answer))?,
     }
-    let is_refused = answer["refused"].as_array().is_some_and(|refused| !refused.is_empty());
+    let is_refused = answer["refused"].as_array().is_some_and(|refused| !refused.is_empty())
+        || certificates(&answer).any(|folder| !folder["error"].is_null());
     Ok(if is_refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
@@ -154,6 +156,11 @@ pub(crate) fn disks(answer: &Value) -> impl Iterator<Item = &Value> {
     answer["disks"].as_array().into_iter().flatten()
 }
 
+/// The folders of certificates in an answer.
+fn certificates(answer: &Value) -> impl Iterator<Item = &Value> {
+    answer["certificates"].as_array().into_iter().flatten()
+}
+
 /// A value as plain text; a missing one is a dash.
 pub(crate) fn text(value: &Value) -> String {
     match value {
@@ -202,10 +209,11 @@ fn status(answer: &Value) -> String {
             depth(disk),
             text(&disk["clients"]),
             format!("{} ({}{writes})", text(&disk["image"]), text(&disk["format"])),
+            text(&disk["export_name"]),
             nbd.chain(others).collect::<Vec<_>>().join(" "),
         ]
     });
-    let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "SERVED AT"];
+    let head = ["DISK", "STATE", "SIZE", "LAYERS", "CLIENTS", "IMAGE", "EXPORT", "SERVED AT"];
     let problems = disks(answer).flat_map(|disk| {
         let problems = [
             ("failure", ""),
@@ -272,6 +280,12 @@ fn members(answer: &Value) -> String {
     for refused in list("refused") {
         said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
     }
+    for folder in certificates(answer) {
+        said += &match &folder["error"] {
+            Value::Null => format!("certificates in {}: read again\n", text(&folder["folder"])),
+            error => format!("clients get the certificates from before: {}\n", text(error)),
+        };
+    }
     list("notes").for_each(|note| said += &format!("{}\n", text(note)));
     if let Some(count) = answer["unchanged"].as_u64() {
         said += &format!("{count} unchanged\n");
@@ -308,7 +322,7 @@ mod tests {
             "disks": [
                 {"name": "web1", "state": "serving", "length": 1 << 30, "layers": 12,
                  "indexed_layers": 11, "clients": 2, "image": "/a\u{1b}[31m", "format": "qcow2",
-                 "writable": true, "nbd": ["/run/a"], "vhost_user": "/run/b", "fuse": null,
+                 "writable": true, "nbd": ["/run/a"], "export_name": "w", "vhost_user": "/run/b", "fuse": null,
                  "device_error": "gone"},
                 {"name": "d", "state": "drained", "length": 512, "layers": 1,
                  "indexed_layers": null, "clients": 0, "image": "b", "format": "raw",
@@ -318,10 +332,10 @@ mod tests {
         assert_eq!(
             status(&answer),
             "mica 1, process 7, up 1 min 1 s\n\n\
-             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               SERVED AT\n\
-             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     \
+             DISK  STATE     SIZE  LAYERS           CLIENTS  IMAGE               EXPORT  SERVED AT\n\
+             web1  serving  1 GiB  12 (11 indexed)        2  /a\u{fffd}[31m (qcow2)     w       \
              /run/a /run/b\n\
-             d     drained  512 B  1                      0  b (raw, read-only)\n\
+             d     drained  512 B  1                      0  b (raw, read-only)  -\n\
              \n\
              web1: its device is broken: gone\n"
         );

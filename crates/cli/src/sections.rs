@@ -168,7 +168,7 @@ EXAMPLES:
 
 EXIT STATUS:
   0  success
-  1  failure, or a disk was left as it is; a line says which and why";
+  1  failure, or a disk or certificates were left as they are; a line says which and why";
 
 pub(crate) const CTL_LOG_LEVEL: &str = "\
 EXAMPLES:

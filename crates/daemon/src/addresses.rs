@@ -25,20 +25,24 @@
 use crate::address::Address;
 use crate::config::DiskConfig;
 use crate::held::{Held, Origin};
+use crate::helper::Outside;
 use crate::places::{Places, nbd_addresses};
 use crate::sockets::Sockets;
 use crate::systemd;
 use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::Workers;
 use mica_serve::nbd::{self, Exports, Limits, Seat};
+use mica_serve::{CertificateSource, Tls, Workers};
 use mica_store::{Handles, SetAside};
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// All addresses of NBD of a process.
 #[derive(Default)]
 pub(crate) struct Addresses {
+    /// Opens certificates.
+    outside: Outside,
     table: Mutex<Table>,
 }
 
@@ -82,6 +86,10 @@ struct Open {
 }
 
 impl Addresses {
+    pub(crate) fn new(outside: Outside) -> Self {
+        Self { outside, table: Mutex::default() }
+    }
+
     /// Makes `disk` a member of its addresses, with `inherited` sockets where there are some.
     ///
     /// # Errors
@@ -159,6 +167,33 @@ impl Addresses {
     /// Ends [`Self::hold_back`].
     pub(crate) fn let_in(&self) {
         self.all().iter().for_each(|place| place.exports.let_in());
+    }
+
+    /// Whether clients may use TLS somewhere.
+    pub(crate) fn have_certificates(&self) -> bool {
+        !self.tls().is_empty()
+    }
+
+    /// Reads the certificates of all addresses again, for clients that come from now on; says of
+    /// each folder what came of that. Where it fails, clients get what they got before.
+    pub(crate) fn renew_certificates(&self) -> Vec<(PathBuf, Result<()>)> {
+        let renew = |(source, all): (CertificateSource, Vec<Tls>)| {
+            let read = Tls::load(source.clone(), &|file| self.outside.open_certificate(file));
+            let renewed = read.map(|newer| all.iter().for_each(|tls| tls.renew(&newer)));
+            (source.directory, renewed)
+        };
+        self.tls().into_iter().map(renew).collect()
+    }
+
+    /// What clients get, by where it was read.
+    fn tls(&self) -> BTreeMap<CertificateSource, Vec<Tls>> {
+        let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        self.for_each(|held| {
+            if let Some(tls) = held.listener.tls() {
+                all.entry(tls.source().clone()).or_default().push(tls.clone());
+            }
+        });
+        all
     }
 
     /// Calls `each` for every socket, once.
@@ -243,7 +278,7 @@ impl Memberships {
     ) -> Result<Vec<Listening>> {
         let listen = |member: &Member| {
             let place = &member.place;
-            place.listen(&self.disk, workers, handles)?;
+            place.listen(&self.disk, (workers, handles), &self.addresses.outside)?;
             Ok(Listening { addresses: Arc::clone(&self.addresses), place: Arc::clone(place) })
         };
         self.members.iter().map(listen).collect()
@@ -304,11 +339,17 @@ impl Drop for Listening {
 
 impl Place {
     /// One more disk listens here.
-    fn listen(&self, disk: &DiskConfig, workers: &Workers, handles: &Arc<Handles>) -> Result<()> {
+    fn listen(
+        &self,
+        disk: &DiskConfig,
+        (workers, handles): (&Workers, &Arc<Handles>),
+        outside: &Outside,
+    ) -> Result<()> {
         let mut state = self.lock();
         if state.open.is_none() {
             let security = Security::of(&disk.settings);
-            let held = security.listen(&disk.name, &self.name, &mut state.spare)?;
+            let certificate = |file: &Path| outside.open_certificate(file);
+            let held = security.listen(&disk.name, &self.name, &mut state.spare, &certificate)?;
             let exports = &self.exports;
             let opened =
                 nbd::Address::open(held.listener.clone(), exports, workers, &Limits::default());

@@ -15,6 +15,7 @@
 mod read;
 
 use crate::held::is_socket_name;
+use crate::opened::Shown;
 use crate::places::{Places, Resident};
 use crate::settings::{DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings};
 use crate::systemd::has_inherited_sockets;
@@ -45,7 +46,7 @@ pub struct Config {
     pub(crate) added: BTreeSet<String>,
     /// Of the disks, those that are not opened: they were drained or removed there, perhaps not
     /// without loss.
-    pub(crate) drained: BTreeMap<String, Option<String>>,
+    pub(crate) drained: BTreeMap<String, LeftClosed>,
     /// Of the disks, those that the process that is taken over serves at addresses that they share.
     pub(crate) served: BTreeSet<String>,
     /// The program that calls [`crate::run_helper`] when started with [`crate::HELPER_VERB`]: a
@@ -68,8 +69,16 @@ pub struct DiskConfig {
     pub images: ImageSettings,
 }
 
+/// How a disk was left that is closed.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct LeftClosed {
+    /// What went wrong when it was closed.
+    pub(crate) loss: Option<String>,
+    pub(crate) shown: Shown,
+}
+
 /// A disk that another process does not serve as the configuration says.
-#[derive(Serialize, Deserialize, Clone, Debug)]
+#[derive(Serialize, Deserialize, Clone, Default, Debug)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HandedOver {
     pub(crate) name: String,
@@ -83,6 +92,12 @@ pub(crate) struct HandedOver {
     /// Whether it is served there. Told of disks that share an address. Older processes have none.
     #[serde(default)]
     pub(crate) is_served: bool,
+    /// Its image if it is closed: the configuration may have given the disk another name.
+    #[serde(default)]
+    pub(crate) image: Option<String>,
+    /// What it shows if it is closed.
+    #[serde(default)]
+    pub(crate) shown: Shown,
 }
 
 impl Config {
@@ -123,11 +138,14 @@ impl Config {
     /// # Errors
     /// `Invalid` if a disk that was added there is another one here.
     pub(crate) fn take_over(&mut self, disks: Vec<HandedOver>) -> Result<()> {
-        for HandedOver { name, table, is_closed, loss, is_served } in disks {
+        let mut renamed = Vec::new();
+        for disk in disks {
+            let HandedOver { name, table, is_closed, loss, is_served, image, shown } = disk;
             if is_served {
                 self.served.insert(name.clone());
             }
             let own = self.disks.iter().find(|disk| disk.name == name);
+            let is_known = own.is_some() || table.is_some();
             let added = table.as_ref().map(DiskConfig::from_table).transpose()?;
             match (own, added) {
                 (Some(own), Some(added)) if !own.differences(&added)?.is_empty() => {
@@ -144,8 +162,20 @@ impl Config {
                 }
                 (Some(_), _) | (None, None) => {}
             }
-            if is_closed {
-                self.drained.insert(name, loss);
+            let left = LeftClosed { loss, shown };
+            match image {
+                _ if !is_closed => {}
+                Some(image) if !is_known => renamed.push((PathBuf::from(image), left)),
+                _ => drop(self.drained.insert(name, left)),
+            }
+        }
+        for (image, left) in renamed {
+            // One that is read may have been served there under two names.
+            let is_it = |disk: &&DiskConfig| {
+                disk.image == image && disk.settings.writes() && !self.served.contains(&disk.name)
+            };
+            if let Some(disk) = self.disks.iter().find(is_it) {
+                self.drained.entry(disk.name.clone()).or_insert(left);
             }
         }
         Ok(())

@@ -7,12 +7,13 @@
 //! Shutdown runs the other way: sockets go first, requests in flight are answered, servers stop,
 //! and every disk is closed exactly once, whatever failed before.
 
+use crate::addresses::Addresses;
 use crate::config::Config;
 use crate::control::{Control, LogSwitch};
 use crate::descriptors;
 use crate::ephemeral::OverlayFolders;
 use crate::held::Held;
-use crate::helper::{Helper, Outside};
+use crate::helper::{Errands, Helper, Outside};
 use crate::own_process::OwnProcess;
 use crate::sandbox::{Granted, Needs, Sandbox};
 use crate::servers::Resources;
@@ -31,6 +32,7 @@ use serde_json::Value;
 use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::io::{Seek, Write};
@@ -184,13 +186,14 @@ impl Daemon {
     }
 }
 
-/// Begins a new log file if the old one was renamed, and reads the configuration again, if there is
-/// one, on a thread of its own: a signal that ends the process is heard meanwhile.
+/// Begins a new log file if the old one was renamed, and reads the configuration and certificates
+/// again, if there are any, on a thread of its own: a signal that ends the process is heard
+/// meanwhile.
 fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     if let Err(error) = log.reopen() {
         tracing::error!("{}", error.in_one_line());
     }
-    if shared.config_file.is_none() {
+    if shared.config_file.is_none() && !shared.resources.addresses.have_certificates() {
         return;
     }
     let shared = Arc::clone(shared);
@@ -219,7 +222,7 @@ fn resources(
         cache: MapCache::new(budgets.max().unwrap_or(0)),
         indexers: Arc::default(),
         one_by_one: Arc::default(),
-        addresses: Arc::default(),
+        addresses: Arc::new(Addresses::new(outside.clone())),
     }
 }
 
@@ -316,8 +319,15 @@ fn outside(config: &Config) -> Result<Outside> {
     else {
         return Ok(Outside::Here(Arc::default()));
     };
-    let files = config.disks.iter().filter_map(|disk| disk.settings.fuse.clone());
-    let helper = Helper::start(program, files.collect(), config.file.as_deref())?;
+    let settings = || config.disks.iter().map(|disk| &disk.settings);
+    let certificates: BTreeSet<_> =
+        settings().filter_map(|settings| settings.tls_certificates.clone()).collect();
+    let errands = Errands {
+        files: settings().filter_map(|settings| settings.fuse.clone()).collect(),
+        config: config.file.clone(),
+        certificates: certificates.into_iter().collect(),
+    };
+    let helper = Helper::start(program, errands)?;
     let weak = Arc::downgrade(&helper);
     search_holders_with(move |question| {
         weak.upgrade().map_or(Holder::Unknown, |helper| helper.holder(question))

@@ -15,7 +15,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 /// Threads that act on disks at the same time.
 const THREADS_MAX: usize = 64;
-/// Threads that open disks at the same time: each keeps a worker busy.
+/// Threads that open disks at the same time.
 const OPENERS_MAX: usize = 4;
 
 /// The disks, in the order in which they were added. A disk is identified by its name; callers hold
@@ -58,7 +58,7 @@ impl Disks {
 
     /// Removes a disk, which is closed. Its places are free for another one.
     pub(crate) fn remove(&self, disk: &Arc<Served>) {
-        disk.leave_addresses();
+        disk.doors().leave_addresses();
         let mut set = self.set.write().unwrap_or_else(PoisonError::into_inner);
         let Set { all, named } = &mut *set;
         let before = all.len();
@@ -133,7 +133,6 @@ fn each_by<D: Sync, T: Send>(
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
-    use crate::opening::Place;
     use crate::servers::Resources;
     use crate::sockets::Sockets;
     use mica_qcow2::MapCache;
@@ -154,7 +153,7 @@ mod tests {
     }
 
     fn open(disk: &Served) {
-        disk.prepare(Place::Workers, Duration::ZERO).expect("opened");
+        disk.prepare(Duration::ZERO).expect("opened");
         disk.start();
     }
 
@@ -235,7 +234,7 @@ mod tests {
         assert!(disk.undrain(&|| false).is_err(), "it is served");
         disk.stop().expect("closed");
         assert_eq!((disk.condition(), socket.exists()), ("drained", false));
-        let again = disk.prepare(Place::Workers, Duration::ZERO);
+        let again = disk.prepare(Duration::ZERO);
         assert_eq!(again.expect_err("it was stopped").kind(), ErrorKind::Denied);
         disk.undrain(&|| false).expect("served");
         assert_eq!((disk.condition(), socket.exists()), ("serving", true));
@@ -243,7 +242,7 @@ mod tests {
 
         let stopped = self::disk("b", &socket, &resources);
         stopped.stop().expect("there is nothing to close");
-        let late = stopped.prepare(Place::Workers, Duration::ZERO);
+        let late = stopped.prepare(Duration::ZERO);
         assert_eq!(late.expect_err("it was stopped before").kind(), ErrorKind::Denied);
         assert!(!socket.exists());
     }
@@ -254,7 +253,7 @@ mod tests {
         let (resources, socket) = (resources(), folder.path().join("s"));
         std::fs::write(&socket, "not a socket").expect("written");
         let disk = disk("a", &socket, &resources);
-        let error = disk.prepare(Place::Workers, Duration::ZERO).expect_err("taken");
+        let error = disk.prepare(Duration::ZERO).expect_err("taken");
         assert_eq!(disk.condition(), "failed");
         assert_eq!(disk.failure().expect("a reason").to_string(), error.to_string());
         disk.start();

@@ -1,6 +1,7 @@
 //! The helper: a process that does for a sandboxed server what the sandbox forbids. It finds out
 //! who holds a lock and which sockets are dead, mounts and unmounts files, connects to a process
-//! that takes over, and opens the configuration once more.
+//! that takes over, and opens the configuration and certificates once more: landlock allows a file
+//! that was there at the start, not the one that replaces it.
 //!
 //! ```text
 //! server (sandboxed)  ─ one small request at a time ──────────▶  helper: the same program,
@@ -9,8 +10,9 @@
 //!
 //! Invariants
 //! - I1 What may be requested is fixed before the server reads any untrusted input: mount points
-//!   are numbered as in the configuration, there is one configuration, and connections go only to
-//!   sockets in folders with a takeover's name.
+//!   are numbered as in the configuration, there is one configuration, certificates are the files
+//!   of fixed names in its folders, and connections go only to sockets in folders with a takeover's
+//!   name.
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
 
@@ -20,6 +22,7 @@ pub use process::run_helper;
 
 use crate::messages::{receive_with_fds, send_with_fds};
 use mica_block::{Error, ErrorKind, Result};
+use mica_serve::CERTIFICATE_FILES;
 use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion, find_holder};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -50,6 +53,8 @@ enum Setup {
     File(Vec<u8>),
     /// The configuration.
     Config(Vec<u8>),
+    /// A folder with certificates.
+    Certificates(Vec<u8>),
     /// The end of the setup.
     Begin,
 }
@@ -60,6 +65,7 @@ enum Request {
     IsDead { path: Vec<u8> },
     Connect { path: Vec<u8> },
     Config,
+    Certificate { path: Vec<u8> },
     Mount { file: usize, is_writable: bool, others: OtherUsers, image: Option<(u64, u64)> },
     Unmount { file: usize },
 }
@@ -72,6 +78,8 @@ enum Reply {
     Connected,
     /// With the descriptor of the file.
     Config,
+    /// With the descriptor of the file.
+    Certificate,
     /// With the descriptor of the mount.
     Mounted {
         is_for_others: bool,
@@ -118,6 +126,12 @@ pub(crate) enum Outside {
     Helper(Arc<Helper>),
 }
 
+impl Default for Outside {
+    fn default() -> Self {
+        Self::Here(Arc::default())
+    }
+}
+
 impl Outside {
     /// Connects to the process that waits at `path` to take over.
     pub(crate) fn connect(&self, path: &Path) -> Result<OwnedFd> {
@@ -132,6 +146,17 @@ impl Outside {
         match self {
             Self::Here(_) => open_config(path),
             Self::Helper(helper) => helper.config(),
+        }
+    }
+
+    /// Opens a file of certificates.
+    pub(crate) fn open_certificate(&self, path: &Path) -> Result<OwnedFd> {
+        match self {
+            Self::Helper(helper) if is_certificate(path, &helper.certificates) => {
+                helper.certificate(path)
+            }
+            // Folders of disks that were added are where the sandbox allows them to be.
+            Self::Here(_) | Self::Helper(_) => open_file(path),
         }
     }
 
@@ -160,6 +185,19 @@ pub(crate) struct Helper {
     /// The process, until somebody waits for its end.
     process: Mutex<Option<Child>>,
     files: Vec<PathBuf>,
+    /// Folders.
+    certificates: Vec<PathBuf>,
+}
+
+/// What a helper may be asked for.
+#[derive(Default)]
+pub(crate) struct Errands {
+    /// Files to mount over.
+    pub(crate) files: Vec<PathBuf>,
+    /// The configuration, to be read again.
+    pub(crate) config: Option<PathBuf>,
+    /// Folders with certificates, to be read again.
+    pub(crate) certificates: Vec<PathBuf>,
 }
 
 /// The way to the helper.
@@ -172,16 +210,12 @@ enum Link {
 }
 
 impl Helper {
-    /// Starts `program` as the helper of a server that mounts over `files` and may read `config`
-    /// again.
+    /// Starts `program` as the helper of a server, for these errands.
     ///
     /// # Errors
     /// Those of the system calls.
-    pub(crate) fn start(
-        program: &Path,
-        files: Vec<PathBuf>,
-        config: Option<&Path>,
-    ) -> Result<Arc<Self>> {
+    pub(crate) fn start(program: &Path, errands: Errands) -> Result<Arc<Self>> {
+        let Errands { files, config, certificates } = errands;
         let failed = |error| Error::from_io("starting the sandbox helper", error);
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let (ours, theirs) = socketpair(family, kind, SocketFlags::CLOEXEC, None)
@@ -192,11 +226,13 @@ impl Helper {
         let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let process = Mutex::new(Some(process.map_err(failed)?));
         let setup = files.iter().map(|file| Setup::File(bytes_of(file)));
-        let setup = setup.chain(config.map(|config| Setup::Config(bytes_of(config))));
+        let setup = setup.chain(config.map(|config| Setup::Config(bytes_of(&config))));
+        let folders = certificates.iter().map(|folder| Setup::Certificates(bytes_of(folder)));
+        let setup = setup.chain(folders);
         for message in setup.chain([Setup::Begin]) {
             send(&ours, &message, &[]).map_err(failed)?;
         }
-        Ok(Arc::new(Self { link: Mutex::new(Link::Open(ours)), process, files }))
+        Ok(Arc::new(Self { link: Mutex::new(Link::Open(ours)), process, files, certificates }))
     }
 
     /// Waits for its end on a thread, and reports one that comes too early. Called inside the
@@ -238,6 +274,13 @@ impl Helper {
     fn config(&self) -> Result<OwnedFd> {
         match self.request(&Request::Config)? {
             (Reply::Config, Some(file)) => Ok(file),
+            _ => Err(protocol_error()),
+        }
+    }
+
+    fn certificate(&self, path: &Path) -> Result<OwnedFd> {
+        match self.request(&Request::Certificate { path: bytes_of(path) })? {
+            (Reply::Certificate, Some(file)) => Ok(file),
             _ => Err(protocol_error()),
         }
     }
@@ -377,17 +420,28 @@ fn path_of(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Opens a configuration file. Whatever is there now is not waited for.
+/// Opens a configuration file.
 fn open_config(path: &Path) -> Result<OwnedFd> {
-    let named = || format!("reading {}", path.display());
+    open_file(path).map_err(|error| error.wrap(format!("reading {}", path.display())))
+}
+
+/// Opens a file for reading. Whatever is there now is not waited for.
+fn open_file(path: &Path) -> Result<OwnedFd> {
+    let failed = |error: rustix::io::Errno| Error::from_io("opening it", error.into());
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
-    let opened = rustix::fs::open(path, flags, Mode::empty());
-    let file = opened.map_err(|error| Error::from_io(named(), error.into()))?;
-    let found = rustix::fs::fstat(&file).map_err(|error| Error::from_io(named(), error.into()))?;
-    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
-        return Err(Error::new(ErrorKind::Invalid, format!("{} is not a file", path.display())));
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let found = rustix::fs::fstat(&file).map_err(failed)?;
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::RegularFile => Ok(file),
+        _ => Err(Error::new(ErrorKind::Invalid, "it is not a file")),
     }
-    Ok(file)
+}
+
+/// Whether `path` is one of the files that belong into one of the `folders` of certificates.
+fn is_certificate(path: &Path, folders: &[PathBuf]) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| CERTIFICATE_FILES.contains(&name))
+        && path.parent().is_some_and(|folder| folders.iter().any(|known| known == folder))
 }
 
 /// Whether the unix socket at `path` is that of a dead server: nobody has it open. Nobody notices,

@@ -37,6 +37,7 @@ mod helper;
 mod indexer;
 mod membership;
 mod messages;
+mod one_by_one;
 mod opened;
 mod opening;
 mod own_process;

@@ -7,19 +7,19 @@
 //! - I2 What could not be written to the image of a disk that was removed is reported at the end of
 //!   the process, too.
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
-//!   disk that somebody else has added.
+//!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
-use crate::config::{Config, DiskConfig};
-use crate::opening::Place;
+use crate::config::{Config, DiskConfig, LeftClosed};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -29,6 +29,25 @@ impl Shared {
     /// # Errors
     /// Whatever prevents it from being served: then it is not added.
     pub(crate) fn add(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
+        let served = self.admit(disk, source)?;
+        let prepared = served.prepare(Duration::ZERO).and_then(|()| match self.is_stopping() {
+            true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
+            false => Ok(()),
+        });
+        if let Err(error) = prepared {
+            // Nobody has used it, and the first failure is the one to report.
+            let _ = served.remove();
+            self.disks.remove(&served);
+            return Err(error);
+        }
+        served.start();
+        Self::own_sockets(&served);
+        served.announce();
+        Ok(served)
+    }
+
+    /// Makes a disk one of the set, which is not open yet.
+    fn admit(&self, disk: DiskConfig, source: Source) -> Result<Arc<Served>> {
         let invalid =
             |what: String| Error::new(ErrorKind::Invalid, format!("disk {:?}: {what}", disk.name));
         if let Some(what) = disk.problem(false) {
@@ -50,20 +69,6 @@ impl Shared {
         let served = Arc::new(Served::new(disk, &mut Sockets::default(), &self.resources)?);
         served.set_source(source);
         self.disks.add(Arc::clone(&served))?;
-        let prepared =
-            served.prepare(Place::Aside, Duration::ZERO).and_then(|()| match self.is_stopping() {
-                true => Err(Error::new(ErrorKind::Denied, "the server is stopping")),
-                false => Ok(()),
-            });
-        if let Err(error) = prepared {
-            // Nobody has used it, and the first failure is the one to report.
-            let _ = served.remove();
-            self.disks.remove(&served);
-            return Err(error);
-        }
-        served.start();
-        Self::own_sockets(&served);
-        served.announce();
         Ok(served)
     }
 
@@ -104,20 +109,40 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the configuration file again: disks that are new in it are added, those that it no
-    /// longer has are removed.
+    /// Reads certificates and the configuration file again, as far as there are any: disks that are
+    /// new in it are added, those that it no longer has are removed.
     ///
     /// # Errors
-    /// If there is none, it is not understood, or it is being read already: then nothing changes.
+    /// If there is nothing to read, the configuration is not understood, or it is being read
+    /// already: then nothing changes.
     pub(crate) fn reload(&self) -> Result<Reloaded> {
-        let Some(file) = &self.config_file else {
+        let addresses = &self.resources.addresses;
+        if self.config_file.is_none() && !addresses.have_certificates() {
             let what = "there is no configuration to read again: the server has no --config";
             return Err(Error::new(ErrorKind::Invalid, what));
-        };
+        }
         let _one = self.reloading.try_lock().map_err(|_| {
             Error::new(ErrorKind::Denied, "the configuration is being read already")
         })?;
         let _held = self.hold()?;
+        let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
+        let mut outcome = Reloaded::default();
+        // Addresses that the configuration adds read them anyway.
+        outcome.certificates.extend(addresses.renew_certificates().into_iter().map(
+            |(folder, renewed)| Certificates {
+                folder: folder.to_string_lossy().into_owned(),
+                error: renewed.err().map(|error| error.in_one_line()),
+            },
+        ));
+        match config {
+            Some(config) => self.change_to(config, &mut outcome),
+            None => outcome.unchanged = self.disks.all().len(),
+        }
+        Ok(outcome)
+    }
+
+    /// The configuration in `file` as it is now.
+    fn read_config(&self, file: &Path) -> Result<Config> {
         let mut text = String::new();
         let opened = File::from(self.outside.open_config(file)?);
         let read = opened.take(CONFIG_BYTES_MAX + 1).read_to_string(&mut text);
@@ -131,14 +156,23 @@ impl Shared {
         if let Some(error) = config.problems(true).into_iter().next() {
             return Err(error.wrap(file.display().to_string()));
         }
+        Ok(config)
+    }
+
+    /// Adds and removes disks, so that they are those of `config`.
+    fn change_to(&self, config: Config, outcome: &mut Reloaded) {
         self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
-        let mut outcome = Reloaded::default();
-        self.note_process_settings(&config, &mut outcome);
+        self.note_process_settings(&config, outcome);
+        // One that somebody drained does not come back because it is given another name.
+        let mut closed = BTreeMap::new();
         // Those that go first make room for those that come.
         for served in self.disks.all() {
             let stays = config.disks.iter().any(|disk| disk.name == served.name);
             if stays || served.source() == Source::Command {
                 continue;
+            }
+            if served.is_drained() {
+                closed.insert(served.config().image, (served.name.clone(), served.left_closed()));
             }
             match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
@@ -147,18 +181,30 @@ impl Shared {
         }
         for disk in config.disks {
             let name = disk.name.clone();
-            match self.apply(disk) {
+            match self.apply(disk, &closed) {
                 Ok(Applied::Added) => outcome.added.push(name),
+                Ok(Applied::LeftClosed { before }) => outcome.notes.push(format!(
+                    "disk {name:?} has the image of {before:?}, which was drained: it stays drained \
+                     until `mica ctl undrain {name}`"
+                )),
                 Ok(Applied::Unchanged) => outcome.unchanged += 1,
                 Err(error) => outcome.refuse(&name, &error),
             }
         }
-        Ok(outcome)
     }
 
-    /// Makes a disk of the configuration one of this process.
-    fn apply(&self, disk: DiskConfig) -> Result<Applied> {
+    /// Makes a disk of the configuration one of this process. Those removed just now that were
+    /// `closed` are known by their images.
+    fn apply(
+        &self,
+        disk: DiskConfig,
+        closed: &BTreeMap<PathBuf, (String, LeftClosed)>,
+    ) -> Result<Applied> {
         let Some(served) = self.disks.named(&disk.name) else {
+            if let Some((before, left)) = closed.get(&disk.image) {
+                self.admit(disk, Source::Configuration)?.leave_closed(left.clone());
+                return Ok(Applied::LeftClosed { before: before.clone() });
+            }
             return self.add(disk, Source::Configuration).map(|_| Applied::Added);
         };
         let differences = disk.differences(&served.config())?;
@@ -192,6 +238,10 @@ const CONFIG_BYTES_MAX: u64 = 64 << 20;
 enum Applied {
     Added,
     Unchanged,
+    /// It stays closed, as the disk of its image was `before`.
+    LeftClosed {
+        before: String,
+    },
 }
 
 /// What came of reading the configuration again.
@@ -201,6 +251,7 @@ pub(crate) struct Reloaded {
     pub(crate) removed: Vec<String>,
     pub(crate) unchanged: usize,
     pub(crate) refused: Vec<Refused>,
+    pub(crate) certificates: Vec<Certificates>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -211,6 +262,14 @@ pub(crate) struct Refused {
     pub(crate) error: String,
 }
 
+/// A folder of certificates that was read again.
+#[derive(Serialize, Debug)]
+pub(crate) struct Certificates {
+    pub(crate) folder: String,
+    /// Why clients still get those from before, if so.
+    pub(crate) error: Option<String>,
+}
+
 impl Reloaded {
     fn refuse(&mut self, disk: &str, error: &Error) {
         self.refused.push(Refused { disk: disk.to_owned(), error: error.in_one_line() });
@@ -218,11 +277,19 @@ impl Reloaded {
 
     /// Logs it.
     pub(crate) fn log(&self) {
-        let Self { added, removed, unchanged, refused, notes } = self;
+        let Self { added, removed, unchanged, refused, certificates, notes } = self;
         let (added, removed) = (added.join(" "), removed.join(" "));
         tracing::info!(added, removed, unchanged, "the configuration was read again");
         for Refused { disk, error } in refused {
             tracing::error!("disk {disk:?}: {error}");
+        }
+        for Certificates { folder, error } in certificates {
+            match error {
+                Some(error) => {
+                    tracing::error!("clients get the certificates from before: {error}");
+                }
+                None => tracing::info!("read the certificates in {folder} again"),
+            }
         }
         notes.iter().for_each(|note| tracing::warn!("{note}"));
     }

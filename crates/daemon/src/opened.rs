@@ -1,7 +1,17 @@
 //! The disk of an image while it is open, and its last figures afterwards.
 
 use mica_block::{Error, ErrorKind, Manage, MapStats, Result, WriteStats};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+/// What a closed disk still shows of itself, also in another process.
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Shown {
+    pub(crate) len: u64,
+    pub(crate) layers: usize,
+    pub(crate) is_writable: bool,
+}
 
 /// An open disk, or what remains of a closed one.
 pub(crate) enum Opened {
@@ -52,7 +62,18 @@ impl Opened {
     }
 }
 
+impl From<Shown> for Figures {
+    fn from(shown: Shown) -> Self {
+        let Shown { len, layers, is_writable } = shown;
+        Self { len, layers, is_writable, ..Self::default() }
+    }
+}
+
 impl Figures {
+    pub(crate) fn shown(&self) -> Shown {
+        Shown { len: self.len, layers: self.layers, is_writable: self.is_writable }
+    }
+
     fn of(disk: &dyn Manage) -> Self {
         Self {
             len: disk.geometry().len,

@@ -9,16 +9,8 @@ use mica_rt::{Backend, Executor};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Where an image is opened: that may wait for its storage in system calls.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
-    /// On a worker, which serves nobody yet.
-    Workers,
-    /// On the calling thread: clients of other disks do not wait.
-    Aside,
-}
-
-/// Opens an image.
+/// Opens an image on the calling thread, which may wait for its storage in system calls: a worker
+/// would keep the clients of other disks waiting meanwhile.
 ///
 /// # Errors
 /// Whatever prevents that.
@@ -27,28 +19,22 @@ pub(crate) fn open(
     settings: &DiskSettings,
     images: &ImageSettings,
     resources: &Resources,
-    place: Place,
 ) -> Result<Arc<dyn Manage>> {
-    let Resources { handles, workers, .. } = resources;
     let (image, images) = match &settings.overlay_folder {
         Some(folder) => ephemeral::overlay(folder, image, images, resources)?,
         None => (image.to_owned(), images.clone()),
     };
     let chain = chain_options(settings, &images, &resources.cache)?;
-    let (options, format) = (images.image_options(Arc::clone(handles))?, images.format()?);
+    let (options, format) =
+        (images.image_options(Arc::clone(&resources.handles))?, images.format()?);
     let (path, writes) = (image.clone(), settings.writes());
     let open = async move || match writes {
         true => mica_stack::open_writable(&path, format, options, &chain).await,
         false => mica_stack::open(&path, format, options, &chain).await,
     };
-    let opened = match place {
-        Place::Workers => workers.run_in_turn(open)??,
-        Place::Aside => {
-            let executor = Executor::new(Backend::Pool)
-                .map_err(|error| Error::from_io("opening an image", error))?;
-            executor.block_on(open())?
-        }
-    };
+    let executor =
+        Executor::new(Backend::Pool).map_err(|error| Error::from_io("opening an image", error))?;
+    let opened = executor.block_on(open())?;
     if writes && !opened.is_writable() {
         tracing::warn!("{} is served read-only", image.display());
     }

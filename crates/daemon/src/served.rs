@@ -1,4 +1,5 @@
 //! One disk: its image and its servers, from opening to the end, and perhaps another beginning.
+//! Where its clients come in is a matter of its [`Doors`].
 //!
 //! Invariants
 //! - I1 A socket appears only once the image is open: a client that can connect is served, as soon
@@ -11,25 +12,24 @@
 //! - I4 A disk that was told to stop is not served again unless somebody asks for that
 //!   ([`Served::undrain`]).
 
+mod doors;
 mod report;
 mod resize;
 
+pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;
 
-use crate::addresses::{Listening, Memberships};
-use crate::config::DiskConfig;
-use crate::held::{Held, Origin, device_name};
+use crate::config::{DiskConfig, LeftClosed};
+use crate::one_by_one::TURN_LIMIT;
 use crate::opened::{Figures, Opened};
-use crate::opening::{Place, open};
+use crate::opening::open;
 use crate::retry::{Patience, is_address_in_use, retry_while, while_held};
 use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
-use crate::systemd;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
-use mica_serve::{Listener, SocketUsers};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -70,13 +70,8 @@ pub(crate) struct Served {
     /// configuration only names the first.
     image: Mutex<Arc<Path>>,
     opened: Mutex<Opened>,
-    /// The socket of its device. That of a systemd unit stays when the disk is closed: systemd
-    /// holds it open, too, so that it cannot be created again.
-    device: Mutex<Option<Held>>,
-    /// Its part in the addresses where NBD clients connect, until it is removed.
-    memberships: Mutex<Option<Memberships>>,
-    /// It listens there while it is open. Dropped before it leaves them.
-    listening: Mutex<Vec<Listening>>,
+    /// Where its clients come in.
+    doors: Doors,
     state: Mutex<State>,
     /// Whether somebody is opening the image, wanted or no longer.
     has_opener: AtomicBool,
@@ -135,8 +130,7 @@ impl Served {
         inherited: &mut Sockets,
         resources: &Resources,
     ) -> Result<Self> {
-        let memberships = resources.addresses.join(&config, inherited)?;
-        let device = inherited.take_device_of(&config);
+        let doors = Doors::new(&config, inherited, resources)?;
         let DiskConfig { name, image, settings, images } = config;
         let state = State::ended(End::New);
         Ok(Self {
@@ -149,9 +143,7 @@ impl Served {
             changes: Mutex::default(),
             image: Mutex::new(image.into()),
             opened: Mutex::new(Opened::Closed(Figures::default())),
-            device: Mutex::new(device),
-            memberships: Mutex::new(Some(memberships)),
-            listening: Mutex::default(),
+            doors,
             state: Mutex::new(state),
             has_opener: AtomicBool::new(false),
         })
@@ -163,7 +155,7 @@ impl Served {
     /// # Errors
     /// Whatever prevents it from being opened or served; [`Self::failure`] is that from now on.
     /// `Denied` if it was told to stop before it could be opened.
-    pub(crate) fn prepare(&self, place: Place, patience: Duration) -> Result<()> {
+    pub(crate) fn prepare(&self, patience: Duration) -> Result<()> {
         let _changes = self.lock_changes();
         match &*self.lock() {
             State::Ended(_, End::New) => {}
@@ -171,12 +163,11 @@ impl Served {
         }
         let patience = Patience { limit: patience, pause: HELD_IMAGE_PAUSE };
         let is_cancelled = || !matches!(*self.lock(), State::Opening);
-        self.open(place, |open| {
+        self.open(|open| {
             let mut opened = open();
             // Of two that open one image at the same time each may have seen the other's locks.
             if opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Denied) {
-                let one_by_one = &self.resources.one_by_one;
-                let _alone = one_by_one.lock().unwrap_or_else(PoisonError::into_inner);
+                let _alone = self.resources.one_by_one.turn(TURN_LIMIT);
                 opened = open();
             }
             let mut first = Some(opened);
@@ -204,10 +195,10 @@ impl Served {
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
         }
-        self.open(Place::Aside, |open| open()).inspect_err(|_| self.close_sockets(FAILED))?;
+        self.open(|open| open()).inspect_err(|_| self.doors.close(FAILED))?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
-            self.close_sockets(DRAINED);
+            self.doors.close(DRAINED);
             // Nobody has used it.
             let _ = self.end();
             return Err(self.denied("stays closed: the server is stopping"));
@@ -216,9 +207,12 @@ impl Served {
         Ok(())
     }
 
-    /// Leaves a new disk closed, as another process left it, which may have lost something.
-    pub(crate) fn leave_closed(&self, loss: Option<String>) {
-        self.close_sockets(DRAINED);
+    /// Leaves a new disk closed, as another process or a disk of another name left its image, which
+    /// may have lost something.
+    pub(crate) fn leave_closed(&self, left: LeftClosed) {
+        let LeftClosed { loss, shown } = left;
+        self.doors.close(DRAINED);
+        *self.opened() = Opened::Closed(shown.into());
         let outcome = loss.map_or(Ok(()), |loss| Err(Error::new(ErrorKind::Io, loss)));
         *self.lock() = State::ended(End::Closed(outcome));
     }
@@ -232,14 +226,19 @@ impl Served {
             return Ok(());
         }
         let _changes = self.lock_changes();
-        self.close_sockets(DRAINED);
-        *self.device() = None;
+        self.doors.close(DRAINED);
+        self.doors.remove_device();
         let outcome = self.end();
-        self.is_absent(DRAINED);
+        self.doors.are_closed(DRAINED);
         if let State::Ended(_, end) = &mut *self.lock() {
             *end = End::Removed(outcome.clone());
         }
         outcome
+    }
+
+    /// Where its clients come in.
+    pub(crate) fn doors(&self) -> &Doors {
+        &self.doors
     }
 
     /// Its configuration.
@@ -263,16 +262,12 @@ impl Served {
     /// Opens the image by `by`, listens, and prepares the servers. The caller holds `changes`.
     fn open(
         &self,
-        place: Place,
         by: impl FnOnce(&dyn Fn() -> Result<Arc<dyn Manage>>) -> Result<Arc<dyn Manage>>,
     ) -> Result<()> {
         *self.lock() = State::Opening;
-        if let Some(memberships) = &*self.memberships() {
-            memberships.are_awaited();
-        }
+        self.doors.are_awaited();
         self.has_opener.store(true, Ordering::Release);
-        let opened =
-            by(&|| open(&self.image(), &self.settings, &self.images, &self.resources, place));
+        let opened = by(&|| open(&self.image(), &self.settings, &self.images, &self.resources));
         let is_wanted = {
             let mut state = self.lock();
             let is_wanted = matches!(*state, State::Opening);
@@ -287,7 +282,7 @@ impl Served {
         };
         let opened = opened.inspect_err(|_| {
             if is_wanted {
-                self.is_absent(FAILED);
+                self.doors.are_closed(FAILED);
             }
             self.has_opener.store(false, Ordering::Release);
         })?;
@@ -298,7 +293,7 @@ impl Served {
             return discarded.and_then(|()| Err(self.denied("was told to stop")));
         }
         let free = Patience { limit: FREE_ADDRESS_LIMIT, pause: FREE_ADDRESS_PAUSE };
-        let listening = retry_while(is_address_in_use, free, || self.listen());
+        let listening = retry_while(is_address_in_use, free, || self.doors.listen(&self.resources));
         listening.and_then(|()| self.prepare_servers()).inspect_err(|error| {
             // The first failure is the one to report.
             let _ = self.end();
@@ -328,25 +323,6 @@ impl Served {
         }
     }
 
-    /// Listens for the front end of a virtual machine, and for NBD clients where no other disk does
-    /// already. What there is already is kept.
-    fn listen(&self) -> Result<()> {
-        let mut device = self.device();
-        if let (None, Some(path)) = (&*device, &self.settings.vhost_user) {
-            let listener = Listener::unix_for(path, SocketUsers::AsUmask)?;
-            *device = Some(Held::new(device_name(&self.name), Origin::Here, listener));
-        }
-        drop(device);
-        let listening = match &*self.memberships() {
-            Some(memberships) => {
-                memberships.listen(&self.resources.workers, &self.resources.handles)?
-            }
-            None => Vec::new(),
-        };
-        *self.listening() = listening;
-        Ok(())
-    }
-
     /// Serves it from now on. Without effect if it is served or has ended. Does not wait for
     /// changes under way: only the state decides.
     pub(crate) fn start(&self) {
@@ -364,8 +340,8 @@ impl Served {
             settings: &self.settings,
             image: self.images.is_file().then(|| self.image().to_path_buf()),
             disk: self.opened().disk()?,
-            device: self.device().as_ref().map(|held| held.listener.clone()),
-            seats: self.memberships().as_ref().map(Memberships::seats).unwrap_or_default(),
+            device: self.doors.device().as_ref().map(|held| held.listener.clone()),
+            seats: self.doors.seats(),
         };
         let prepared = Prepared::new(subject, &self.resources)?;
         *self.lock() = State::Prepared(Box::new(prepared));
@@ -382,10 +358,10 @@ impl Served {
         }
         let _changes = self.lock_changes();
         // The socket files go first.
-        self.close_sockets(DRAINED);
+        self.doors.close(DRAINED);
         let outcome = self.end();
         // It may have been started just before it ended.
-        self.is_absent(DRAINED);
+        self.doors.are_closed(DRAINED);
         outcome
     }
 
@@ -398,50 +374,12 @@ impl Served {
         if matches!(*self.lock(), State::Ended(..)) {
             return Ok(false);
         }
-        self.end().map(|()| true).inspect_err(|_| self.close_sockets(FAILED))
+        self.end().map(|()| true).inspect_err(|_| self.doors.close(FAILED))
     }
 
     /// Closes its sockets after [`Self::prepare`] has failed: nobody is to wait there.
-    pub(crate) fn discard_sockets(&self) {
-        for held in self.device().iter().filter(|held| held.origin != Origin::Unit) {
-            held.listener.own_file();
-            systemd::forget(&held.name);
-        }
-        self.close_sockets(FAILED);
-    }
-
-    /// Closes its sockets, but for those of systemd's units and those that other disks share. Of
-    /// these, clients that ask for this one are told `why` it is not served.
-    fn close_sockets(&self, why: &'static str) {
-        self.is_absent(why);
-        systemd::close(self.device().take_if(|held| held.origin != Origin::Unit));
-        self.listening().clear();
-    }
-
-    /// Clients that ask for it where others are served are told `why` it is not.
-    fn is_absent(&self, why: &'static str) {
-        if let Some(memberships) = &*self.memberships() {
-            memberships.are_absent(why);
-        }
-    }
-
-    /// Leaves its addresses for good. It is closed.
-    pub(crate) fn leave_addresses(&self) {
-        self.listening().clear();
-        *self.memberships() = None;
-    }
-
-    /// Whether a socket was inherited for it: somebody may wait there. If the process that passed
-    /// it `tells_served` disks, one at a shared address is not meant for this one.
-    pub(crate) fn has_inherited(&self, tells_served: bool) -> bool {
-        let of_clients =
-            |all: &Memberships| all.has_inherited() && !(tells_served && all.are_shared());
-        self.device().is_some() || self.memberships().as_ref().is_some_and(of_clients)
-    }
-
-    /// Whether another disk is at one of its addresses.
-    pub(crate) fn shares_address(&self) -> bool {
-        self.memberships().as_ref().is_some_and(Memberships::are_shared)
+    pub(crate) fn give_up_sockets(&self) {
+        self.doors.discard(FAILED);
     }
 
     /// Serves it again, after [`Self::suspend`]. Clients that connect wait until it does, or until
@@ -451,8 +389,7 @@ impl Served {
     /// Whatever prevents it from being opened or served.
     pub(crate) fn resume(&self) -> Result<()> {
         let _changes = self.lock_changes();
-        let (image, place) = (self.image(), Place::Workers);
-        let opened = open(&image, &self.settings, &self.images, &self.resources, place)?;
+        let opened = open(&self.image(), &self.settings, &self.images, &self.resources)?;
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Prepared(Box::default());
         self.prepare_servers().inspect_err(|_| {
@@ -470,7 +407,7 @@ impl Served {
         if let State::Ended(_, end @ End::Closed(Ok(()))) = &mut *self.lock() {
             *end = End::NotServed(error);
         }
-        self.close_sockets(FAILED);
+        self.doors.close(FAILED);
     }
 
     /// Ends its servers and closes the disk. The caller holds `changes`.
@@ -551,20 +488,6 @@ impl Served {
     /// The image: for a chain, its active layer.
     pub(crate) fn image(&self) -> Arc<Path> {
         Arc::clone(&self.image.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// The socket of its device.
-    pub(crate) fn device(&self) -> MutexGuard<'_, Option<Held>> {
-        self.device.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Where it listens for NBD clients.
-    pub(crate) fn listening(&self) -> MutexGuard<'_, Vec<Listening>> {
-        self.listening.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn memberships(&self) -> MutexGuard<'_, Option<Memberships>> {
-        self.memberships.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// While this is held, nobody else changes the disk's life.

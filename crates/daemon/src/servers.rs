@@ -3,6 +3,7 @@
 use crate::addresses::Addresses;
 use crate::descriptors::Need;
 use crate::indexer::{Indexed, Indexers};
+use crate::one_by_one::OneByOne;
 use crate::settings::{DiskSettings, IndexMode};
 use crate::stats::Counts;
 use mica_block::{Disk, Manage, Result};
@@ -11,7 +12,7 @@ use mica_serve::nbd::{Export, Limits, Seat};
 use mica_serve::{Listener, Workers, fuse, nbd, vhost_user};
 use mica_store::{Handles, SetAside};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// What all disks of a process share.
 #[derive(Clone)]
@@ -27,7 +28,7 @@ pub(crate) struct Resources {
     /// Held while an image is opened that could not be while others were ([`Served::prepare`]).
     ///
     /// [`Served::prepare`]: crate::served::Served::prepare
-    pub(crate) one_by_one: Arc<Mutex<()>>,
+    pub(crate) one_by_one: Arc<OneByOne>,
     /// Where NBD clients connect.
     pub(crate) addresses: Arc<Addresses>,
 }

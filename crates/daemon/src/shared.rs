@@ -6,7 +6,6 @@ use crate::config::Config;
 use crate::disks::{Disks, each_of, open_each};
 use crate::held::{Held, Origin};
 use crate::helper::Outside;
-use crate::opening::Place;
 use crate::own_process::OwnProcess;
 use crate::sandbox::Granted;
 use crate::served::{Served, Source};
@@ -133,9 +132,9 @@ impl Shared {
             }
             self.disks.add(Arc::clone(&served))?;
             match config.drained.remove(&name) {
-                Some(loss) => {
+                Some(left) => {
                     tracing::warn!("disk {name:?} stays closed, as the other process left it");
-                    served.leave_closed(loss);
+                    served.leave_closed(left);
                 }
                 None => disks.push(Opening { served, is_required: false }),
             }
@@ -144,7 +143,7 @@ impl Shared {
         for Opening { served, is_required } in &mut disks {
             // The other process served it, and can go on.
             let was_served =
-                config.served.contains(&served.name) || served.has_inherited(tells_served);
+                config.served.contains(&served.name) || served.doors().has_inherited(tells_served);
             let is_handed_over = begin == Begin::Later && was_served;
             *is_required = is_alone || config.process.strict || is_handed_over;
         }
@@ -152,13 +151,14 @@ impl Shared {
         for (Opening { served, is_required }, opened) in
             disks.iter().zip(self.open_all(&disks, patience, begin))
         {
-            let Err(error) = opened else { continue };
+            // What was not tried is no reason: that is the end of the process, or another disk.
+            let Some(Err(error)) = opened else { continue };
             match is_required {
                 true if is_alone => return Err(error),
                 true => return Err(error.wrap(format!("disk {:?}", served.name))),
                 false => {
                     failures.push(error.wrap(format!("disk {:?}", served.name)));
-                    served.discard_sockets();
+                    served.give_up_sockets();
                 }
             }
         }
@@ -174,20 +174,25 @@ impl Shared {
     }
 
     /// Opens `disks`, several at a time. Opening may take long: once the process is asked to stop,
-    /// or a disk that is required has failed, the rest is not opened.
-    fn open_all(&self, disks: &[Opening], patience: Duration, begin: Begin) -> Vec<Result<()>> {
+    /// or a disk that is required has failed, the rest is not opened, for which there is `None`.
+    fn open_all(
+        &self,
+        disks: &[Opening],
+        patience: Duration,
+        begin: Begin,
+    ) -> Vec<Option<Result<()>>> {
         let is_given_up = AtomicBool::new(false);
         open_each(disks, |Opening { served, is_required }| {
             if self.is_stopping() || is_given_up.load(Ordering::Relaxed) {
-                return Err(denied("the server is stopping"));
+                return None;
             }
-            served.prepare(Place::Workers, patience).inspect_err(|_| {
+            let prepared = served.prepare(patience).inspect_err(|_| {
                 is_given_up.fetch_or(*is_required, Ordering::Relaxed);
-            })?;
-            if begin == Begin::AtOnce {
+            });
+            if prepared.is_ok() && begin == Begin::AtOnce {
                 served.start();
             }
-            Ok(())
+            Some(prepared)
         })
     }
 
@@ -238,8 +243,8 @@ impl Shared {
     /// Takes ownership of the socket files of a disk that no systemd unit owns, and stores these
     /// sockets with systemd.
     pub(crate) fn own_sockets(served: &Served) {
-        served.device().iter_mut().for_each(own_socket);
-        served.listening().iter().for_each(Listening::own);
+        served.doors().device().iter_mut().for_each(own_socket);
+        served.doors().listening().iter().for_each(Listening::own);
     }
 
     /// Whether it has been asked to stop.

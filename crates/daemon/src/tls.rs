@@ -7,7 +7,7 @@ use crate::address::Address;
 use crate::held::{Held, Origin};
 use crate::settings::{DiskSettings, TlsMode, VerifyPeer};
 use mica_block::{Error, ErrorKind, Result};
-use mica_serve::{Clients, Listener, Tls, TlsPolicy};
+use mica_serve::{CertificateSource, Clients, Listener, OpenFile, Tls, TlsPolicy};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -50,7 +50,8 @@ impl<'a> Security<'a> {
     }
 
     /// Listens for NBD clients at `place`: the path of a unix socket, or `tcp:ADDRESS:PORT`. An
-    /// `inherited` socket is used as it is. A new one is named after `disk`.
+    /// `inherited` socket is used as it is. A new one is named after `disk`. Certificates are
+    /// opened by `open`.
     ///
     /// # Errors
     /// Whatever prevents that; the inherited socket then stays where it is.
@@ -59,8 +60,9 @@ impl<'a> Security<'a> {
         disk: &str,
         place: &str,
         inherited: &mut Option<Held>,
+        open: OpenFile<'_>,
     ) -> Result<Held> {
-        let tls = self.tls()?;
+        let tls = self.tls(open)?;
         let held = match inherited.take() {
             Some(held) => held,
             None => {
@@ -75,14 +77,17 @@ impl<'a> Security<'a> {
         Ok(Held { listener, ..held })
     }
 
-    fn tls(&self) -> Result<Option<Tls>> {
+    fn tls(&self, open: OpenFile<'_>) -> Result<Option<Tls>> {
         let clients = match self.verify_peer {
             VerifyPeer::On => Clients::Verified,
             VerifyPeer::Off => Clients::Any,
         };
         match (self.mode, self.certificates) {
             (Some(TlsMode::Off), _) | (None, None) => Ok(None),
-            (_, Some(directory)) => Tls::load(directory, clients).map(Some),
+            (_, Some(directory)) => {
+                Tls::load(CertificateSource { directory: directory.to_owned(), clients }, open)
+                    .map(Some)
+            }
             (Some(_), None) => Err(Error::new(
                 ErrorKind::Invalid,
                 "--tls needs certificates: add --tls-certificates DIR",

@@ -28,8 +28,9 @@ pub struct ImageInfo {
 /// # Errors
 /// If it is not a qcow2 image that mica reads.
 pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
+    // What keeps it from being opened is said with its name.
+    let image = images.open(path)?;
     let step = async {
-        let image = images.open(path)?;
         let header = read_header(&*image.store).await?;
         let snapshots = snapshots::list(&*image.store, &header, SNAPSHOTS_LISTED_MAX).await?;
         let bitmaps = snapshots::list_bitmaps(&*image.store, &header).await?;
@@ -43,8 +44,9 @@ pub async fn inspect(images: &dyn Images, path: &Path) -> Result<ImageInfo> {
 /// # Errors
 /// If it is not a qcow2 image that can be checked.
 pub async fn open_for_check(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
+    let image = images.open(path)?;
     let step = async {
-        let image = read_over(images, path, images.open(path)?).await?;
+        let image = read_over(images, path, image).await?;
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))
     };

@@ -53,8 +53,9 @@ impl Resizer {
     /// # Errors
     /// If it is not an image that can be written, or its length cannot be changed.
     pub async fn open(images: Arc<dyn Images>, path: &Path) -> Result<Self> {
+        // What keeps it from being opened is said with its name.
+        let image = images.open_writable(path)?;
         let step = async {
-            let image = images.open_writable(path)?;
             replay_redo_log(&*images, path, &*image.store).await?;
             let mut header = read_header(&*image.store).await?;
             if header.incompatible.dirty || header.incompatible.corrupt {

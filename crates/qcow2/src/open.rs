@@ -68,12 +68,15 @@ async fn open_all(images: &dyn Images, path: &Path, writable: bool) -> Result<Ve
             true => images.open_writable(&path),
             false => images.open(&path),
         };
-        let image = match image {
-            Ok(image) if writable && opened.is_empty() => {
-                replay_redo_log(images, &path, &*image.store).await.map(|()| image)
-            }
-            Ok(image) if opened.is_empty() => read_over(images, &path, image).await,
-            image => image,
+        // Whoever opens files names them.
+        let image = image.map_err(|error| match &named_by {
+            Some(upper) => error.wrap(format!("the backing file of {upper}")),
+            None => error,
+        })?;
+        let image = match opened.is_empty() {
+            true if writable => replay_redo_log(images, &path, &*image.store).await.map(|()| image),
+            true => read_over(images, &path, image).await,
+            false => Ok(image),
         };
         let step = match image {
             Ok(image) => open_one(images, image, path, format).await,

@@ -5,12 +5,14 @@
 //!
 //! Ends when its standard input does.
 
-use mica_block::{Disk, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned, ready};
+use mica_block::{Disk, Error, Extent, ExtentKind, Geometry, IoFuture, Plan, Planned, ready};
 use mica_rt::{Backend, Buf};
 use mica_serve::nbd::{Address, Discard, Export, Exports, Limits, Server, ServerConfig};
-use mica_serve::{Clients, Listener, Tls, TlsPolicy, Workers};
+use mica_serve::{CertificateSource, Clients, Listener, Tls, TlsPolicy, Workers};
 use mica_units::GuestRange;
+use std::fs::File;
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,6 +37,10 @@ impl Disk for Null {
     }
 }
 
+fn open(path: &Path) -> Result<OwnedFd, Error> {
+    File::open(path).map(OwnedFd::from).map_err(|error| Error::from_io("opening it", error))
+}
+
 type AnyError = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), AnyError> {
@@ -53,7 +59,11 @@ fn main() -> Result<(), AnyError> {
             "--backend" => backend = Backend::Uring,
             "--holes" => null.kind = ExtentKind::Hole,
             "--tcp" => listeners.push(Listener::tcp(value()?.parse()?)?),
-            "--tls" => tls = Some(Tls::load(Path::new(&value()?), Clients::Verified)?),
+            "--tls" => {
+                let directory = value()?.into();
+                let source = CertificateSource { directory, clients: Clients::Verified };
+                tls = Some(Tls::load(source, &open)?);
+            }
             other => return Err(format!("what is {other}?").into()),
         }
     }

@@ -25,5 +25,5 @@ pub use latency::{Latencies, Latency};
 pub use limit::Rates;
 pub use listener::{Listener, SocketUsers, find_dead_sockets_with};
 pub use prepared::Prepared;
-pub use tls::{Clients, Tls, TlsPolicy};
+pub use tls::{CERTIFICATE_FILES, CertificateSource, Clients, OpenFile, Tls, TlsPolicy};
 pub use workers::Workers;

@@ -185,6 +185,11 @@ impl Listener {
         self
     }
 
+    /// The credentials of its clients' TLS, if they may use it.
+    pub fn tls(&self) -> Option<&Tls> {
+        self.security.tls.as_ref().map(|(tls, _)| tls)
+    }
+
     /// Allows plain text to leave this machine: for networks on which everybody may read and change
     /// everything.
     #[must_use]

@@ -8,7 +8,7 @@
 mod credentials;
 mod stream;
 
-pub use credentials::{Clients, Tls};
+pub use credentials::{CERTIFICATE_FILES, CertificateSource, Clients, OpenFile, Tls};
 pub(crate) use stream::TlsStream;
 
 /// Whether clients of a listener have to use TLS.

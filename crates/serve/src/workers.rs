@@ -5,7 +5,6 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::Signal;
 use mica_rt::{Backend, Executor, Handle};
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
@@ -20,8 +19,6 @@ pub struct Workers {
     stop: Arc<Signal>,
     /// Memory for everything that their clients send and request.
     pool: Arc<Pool>,
-    /// Which one runs what is run next.
-    next: AtomicUsize,
 }
 
 impl Workers {
@@ -35,8 +32,7 @@ impl Workers {
             return Err(Error::new(ErrorKind::Invalid, context));
         }
         let (stop, pool) = (Arc::default(), Pool::new(POOL_BYTES));
-        let (handles, threads, next) = (Vec::new(), Vec::new(), AtomicUsize::new(0));
-        let mut workers = Self { handles, threads, stop, pool, next };
+        let mut workers = Self { handles: Vec::new(), threads: Vec::new(), stop, pool };
         for index in 0..count {
             let stop = Arc::clone(&workers.stop);
             let until = move || async move { stop.raised().await };
@@ -58,31 +54,9 @@ impl Workers {
         M: FnOnce() -> F + Send + 'static,
         F: Future<Output = T> + 'static,
     {
-        // Always the same: another one that hangs holds up nobody who waits here.
-        self.run_on(0, make)
-    }
-
-    /// The same on the next one each time, for what is done at the same time for many.
-    ///
-    /// # Errors
-    /// As [`Self::run`].
-    pub fn run_in_turn<T, M, F>(&self, make: M) -> Result<T>
-    where
-        T: Send + 'static,
-        M: FnOnce() -> F + Send + 'static,
-        F: Future<Output = T> + 'static,
-    {
-        self.run_on(self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len(), make)
-    }
-
-    fn run_on<T, M, F>(&self, worker: usize, make: M) -> Result<T>
-    where
-        T: Send + 'static,
-        M: FnOnce() -> F + Send + 'static,
-        F: Future<Output = T> + 'static,
-    {
         let (sender, receiver) = mpsc::channel();
-        self.handles[worker].spawn_with(move || async move {
+        // Always the same: another one that hangs holds up nobody who waits here.
+        self.handles[0].spawn_with(move || async move {
             // The one that asked waits below.
             let _ = sender.send(make().await);
         });

@@ -364,18 +364,69 @@ fn takeover_passes_a_shared_address_once_and_all_its_disks() {
     stop.store(true, Ordering::Relaxed);
     assert!(visitor.join().expect("it always finds its disk") > 0);
 
-    // One that cannot serve all leaves everything to the other.
-    fs::rename(world.at("a.qcow2"), world.at("gone")).expect("moved");
-    let mut third = world.start("third", &["--takeover", "--disks-in", &disks_in]);
-    assert_ne!(third.ended_within(LIMIT), Some(0));
-    fs::rename(world.at("gone"), world.at("a.qcow2")).expect("moved");
-    let back = || {
-        (world.listed() == exports(&["b", "c"]) || world.listed() == exports(&["a", "b", "c"]))
-            .then_some(())
-    };
-    assert!(clock::poll(LIMIT, STEP, back).is_some(), "{}", new.log());
     new.stop();
     assert!(!world.at("s").exists());
+}
+
+#[test]
+fn takeover_that_cannot_serve_one_disk_leaves_all_to_the_old_process() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "b"], &[], "");
+    let old = world.serve(&[]);
+    // What the old process serves is still there; the new one is told something else.
+    let text = fs::read_to_string(world.at("mica.toml")).expect("there");
+    fs::write(world.at("mica.toml"), text.replace("a.qcow2", "gone.qcow2")).expect("written");
+    let mut new = world.start("new", &["--takeover"]);
+    assert_ne!(new.ended_within(LIMIT), Some(0), "{}", new.log());
+    let back = || (world.state("a") == "serving").then_some(());
+    assert!(clock::poll(LIMIT, STEP, back).is_some(), "{}", old.log());
+    assert_eq!(world.listed(), exports(&["a", "b"]));
+    old.stop();
+    assert!(!world.at("s").exists());
+}
+
+#[test]
+fn disk_whose_image_is_gone_when_a_takeover_has_failed_does_not_concern_the_others() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "b"], &[], "");
+    let old = world.serve(&[]);
+    fs::rename(world.at("a.qcow2"), world.at("gone")).expect("moved");
+    let mut new = world.start("new", &["--takeover"]);
+    assert_ne!(new.ended_within(LIMIT), Some(0), "{}", new.log());
+    let settled = || (world.state("a") == "failed" && world.state("b") == "serving").then_some(());
+    assert!(clock::poll(LIMIT, STEP, settled).is_some(), "{}", old.log());
+    assert_eq!(world.listed(), exports(&["b"]));
+    let error = world.connect("a").expect_err("not there").to_string();
+    assert!(error.contains("\"a\" is not served: it could not be opened"), "{error}");
+    fs::rename(world.at("gone"), world.at("a.qcow2")).expect("moved");
+    world.ctl(&["undrain", "a"]).ok();
+    assert_eq!(world.listed(), exports(&["a", "b"]));
+    old.stop();
+}
+
+#[test]
+fn status_tells_export_names_and_where_disks_listen() {
+    let Some(world) = World::new() else { return };
+    world.configure(&["a", "b"], &["tcp:127.0.0.1:0"], "");
+    let text = fs::read_to_string(world.at("mica.toml")).expect("there") + "export-name = \"x\"\n";
+    fs::write(world.at("mica.toml"), text).expect("written");
+    let process = world.serve(&[]);
+    let status = world.ctl(&["status", "--output", "json"]).json();
+    let disk = |index: usize| &status["disks"][index];
+    assert_eq!((&disk(0)["export_name"], &disk(1)["export_name"]), (&json!("a"), &json!("x")));
+    let socket = world.at("s").display().to_string();
+    for index in 0..2 {
+        let places: Vec<_> = disk(index)["nbd"].as_array().expect("places").iter().collect();
+        assert_eq!(*places[0], *socket);
+        // The port is the one that the system chose.
+        let port = places[1].as_str().and_then(|place| place.strip_prefix("tcp:127.0.0.1:"));
+        let uri = format!("nbd://127.0.0.1:{}", port.expect("a TCP address"));
+        assert_eq!(listed(&uri).len(), 1, "{status}");
+    }
+    let shown = world.ctl(&["status"]).ok();
+    let line = shown.lines().find(|line| line.starts_with("b ")).expect("a line");
+    assert!(line.contains(&format!(" x       {socket} ")), "{shown}");
+    process.stop();
 }
 
 #[test]

@@ -57,6 +57,7 @@ fn refused_by_mica(said: Finished, image: &str, holder: &str) {
     let line = said.refusal();
     let words = [image, "another process holds the image for writing", holder];
     assert!(words.iter().all(|word| line.contains(word)), "{line}");
+    assert_eq!(line.matches(image).count(), 1, "it is named once: {line}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod locks;
 mod many;
 mod membership;
 mod monitoring;
+mod renewal;
 mod sandbox;
 mod systemd;
 mod tls;

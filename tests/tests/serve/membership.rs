@@ -244,7 +244,8 @@ fn configuration_is_read_again() {
     world.configure(&["b", "c"]);
     assert_eq!(
         world.json(&["reload"]),
-        json!({"added": ["c"], "removed": ["a"], "unchanged": 1, "refused": [], "notes": []})
+        json!({"added": ["c"], "removed": ["a"], "unchanged": 1, "refused": [], "certificates": [],
+               "notes": []})
     );
     world.is(&[("b", "serving"), ("d", "serving"), ("c", "serving")]);
     assert_eq!(world.len("c"), 3 << 20);
@@ -325,6 +326,7 @@ fn takeover_leaves_what_was_done_by_command_as_it_is() {
     let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
     clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
     world.is(&[("a", "serving"), ("b", "drained"), ("c", "serving"), ("d", "drained")]);
+    assert_eq!(world.json(&["status"])["disks"][3]["length"], 4 << 20, "it is told");
     assert_eq!(world.len("c"), 3 << 20);
     world.ctl(&["undrain", "d"]).ok();
     assert_eq!(world.len("d"), 4 << 20);
@@ -354,4 +356,36 @@ fn server_without_disks_waits_for_them() {
     assert_eq!(world.len("a"), 1 << 20);
     server.stop();
     qemu::img(world.path(), ["check", "a.qcow2"]).ok();
+}
+
+#[test]
+fn drained_disk_stays_drained_under_another_name() {
+    let Some(world) = World::new() else { return };
+    let old = world.serve(&[]);
+    world.ctl(&["drain", "b"]).ok();
+    let text = fs::read_to_string(world.at("mica.toml")).expect("there");
+    let rename = |to: &str| {
+        let renamed = text.replace("name = \"b\"", &format!("name = \"{to}\""));
+        assert!(renamed != text, "{text}");
+        fs::write(world.at("mica.toml"), renamed).expect("written");
+    };
+    rename("x");
+    let reloaded = world.json(&["reload"]);
+    assert_eq!((&reloaded["added"], &reloaded["removed"]), (&json!([]), &json!(["b"])));
+    let note = reloaded["notes"][0].as_str().expect("a note");
+    assert!(note.contains("\"x\" has the image of \"b\", which was drained"), "{note}");
+    world.is(&[("a", "serving"), ("x", "drained")]);
+    assert_eq!(world.json(&["status"])["disks"][1]["length"], 2 << 20);
+
+    rename("y");
+    let config = world.at("mica.toml").display().to_string();
+    let new = Process::start(world.path(), "new", &["--config", &config, "--takeover"]);
+    let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
+    drop(old);
+    world.is(&[("a", "serving"), ("y", "drained")]);
+    assert_eq!(world.json(&["status"])["disks"][1]["length"], 2 << 20);
+    world.ctl(&["undrain", "y"]).ok();
+    world.is(&[("a", "serving"), ("y", "serving")]);
+    new.stop();
 }

@@ -1,13 +1,18 @@
 //! What a server reports to systemd, and what it takes from it. The test plays systemd.
 
 use mica_tests::{clock, command, mica, nbd, tools};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -17,6 +22,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 struct Service {
     child: Child,
     told: Receiver<String>,
+    /// What it had stored, with the messages that said so.
+    stored: Arc<Mutex<Vec<(String, OwnedFd)>>>,
 }
 
 /// Disks that need no files.
@@ -42,11 +49,13 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
     let _ = fs::remove_file(&socket);
     let notified = UnixDatagram::bind(&socket).expect("bound");
     let (sender, told) = mpsc::channel();
+    let stored = Arc::<Mutex<Vec<_>>>::default();
+    let storing = Arc::clone(&stored);
     // Notifying systemd does not wait for it.
     std::thread::spawn(move || {
-        let mut bytes = [0; 4096];
-        while let Ok(count) = notified.recv(&mut bytes) {
-            let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
+        while let Ok((text, fds)) = receive(&notified) {
+            let fds = fds.into_iter().map(|fd| (text.clone(), fd));
+            storing.lock().expect("no panic").extend(fds);
             if sender.send(text).is_err() {
                 return;
             }
@@ -67,7 +76,22 @@ fn start(dir: &Path, sockets: [Option<(&str, OwnedFd)>; 2], more: &[(&str, &str)
     let [first, second] =
         sockets.map(|socket| socket.map_or_else(Stdio::null, |(_, fd)| Stdio::from(fd)));
     shell.stdin(first).stdout(second).stderr(said);
-    Service { child: shell.spawn().expect("started"), told }
+    Service { child: shell.spawn().expect("started"), told, stored }
+}
+
+/// A notification, and the descriptors that came with it.
+fn receive(socket: &UnixDatagram) -> rustix::io::Result<(String, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = [0; 4096];
+    let mut into = [IoSliceMut::new(&mut bytes)];
+    let count = recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+    let fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let fds = fds.flatten().collect();
+    Ok((String::from_utf8_lossy(&bytes[..count]).into_owned(), fds))
 }
 
 impl Service {
@@ -94,6 +118,16 @@ impl Service {
         kill_process(Pid::from_child(&self.child), Signal::TERM).expect("it runs");
         self.told_until("STOPPING=1");
         assert_eq!(command::wait(&mut self.child, LIMIT).and_then(|status| status.code()), Some(0));
+    }
+}
+
+impl Service {
+    /// Kills it, as a crash would; gives what systemd has of it in its store, by the messages with
+    /// which it came.
+    fn crash(mut self) -> Vec<(String, OwnedFd)> {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it ends");
+        std::mem::take(&mut self.stored.lock().expect("no panic"))
     }
 }
 
@@ -302,6 +336,94 @@ fn client_that_connects_while_the_server_is_gone_waits_for_the_next() {
     assert_eq!(&waiting.join().expect("ended").expect("greeted"), b"NBDMAGIC");
     second.stop();
     assert!(!path.exists(), "it is the server's own, and it ended well");
+}
+
+/// Two disks at one address, "both.nbd", and a control socket.
+fn sharing() -> TempDir {
+    let disk = |name: &str, size: &str| {
+        format!("[[disk]]\nname = '{name}'\nimage = '{size}'\nformat = 'null'\nnbd = 'both.nbd'\n")
+    };
+    folder(&format!("control = 'control'\n{}{}", disk("web1", "1M"), disk("web2", "2M")))
+}
+
+/// `mica ctl VERB…` in `dir`.
+#[track_caller]
+fn ctl(dir: &Path, verb: &[&str]) {
+    let mut command = Command::new(mica::binary());
+    command.args(["ctl", "--control", "control"]).args(verb).current_dir(dir);
+    command::finish(&mut command).ok();
+}
+
+fn length_of(socket: &Path, export: &str) -> Option<u64> {
+    nbd::Connection::open(socket, export, &nbd::Wish::default()).ok().map(|client| client.len)
+}
+
+#[test]
+fn unit_s_socket_serves_all_disks_with_its_address_and_outlives_the_last() {
+    let dir = sharing();
+    let at = dir.path().join("both.nbd");
+    let unit = UnixListener::bind(&at).expect("bound");
+    // The unit starts the server for this client.
+    let waiting = {
+        let at = at.clone();
+        std::thread::spawn(move || length_of(&at, "web2"))
+    };
+    let socket = || OwnedFd::from(unit.try_clone().expect("cloned"));
+    let mut service = start(dir.path(), [Some(("mica.socket", socket())), None], &[]);
+    let told = service.told_until("READY=1").concat();
+    assert_eq!(waiting.join().expect("ended"), Some(2 << 20));
+    assert!(!told.contains("stored@web"), "systemd has it anyway: {told}");
+    for name in ["web1", "web2"] {
+        ctl(dir.path(), &["drain", name]);
+    }
+    assert!(at.exists(), "its unit's, which cannot make it again");
+    ctl(dir.path(), &["undrain", "web2"]);
+    assert_eq!((length_of(&at, "web2"), length_of(&at, "web1")), (Some(2 << 20), None));
+    ctl(dir.path(), &["undrain", "web1"]);
+    assert_eq!(length_of(&at, "web1"), Some(1 << 20));
+
+    let (code, said) = reload(dir.path());
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(command::wait(&mut service.child, LIMIT).and_then(|status| status.code()), Some(0));
+    assert_eq!((length_of(&at, "web1"), length_of(&at, "web2")), (Some(1 << 20), Some(2 << 20)));
+    ctl(dir.path(), &["drain"]);
+    let gone = || (!dir.path().join("control").exists()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(5), gone).expect("it ends");
+    assert!(at.exists(), "its unit's");
+}
+
+#[test]
+fn shared_socket_is_stored_once_and_used_again_after_a_crash() {
+    let dir = sharing();
+    let at = dir.path().join("both.nbd");
+    let first = start(dir.path(), [None, None], &[]);
+    let told = first.told_until("READY=1").concat();
+    assert_eq!(told.matches("FDSTORE=1\nFDNAME=stored@web1").count(), 1, "{told}");
+    assert!(!told.contains("stored@web2"), "{told}");
+    let stored = first.crash();
+    let names: Vec<_> = stored.iter().map(|(text, _)| text.as_str()).collect();
+    let named = ["mica.control", "web1"].map(|name| format!("FDSTORE=1\nFDNAME=stored@{name}"));
+    assert_eq!(names, named);
+    let before = fs::metadata(&at).expect("there").ino();
+
+    let waiting = {
+        let at = at.clone();
+        std::thread::spawn(move || length_of(&at, "web2"))
+    };
+    let mut stored = stored.into_iter().map(|(_, socket)| socket);
+    let sockets = ["stored@mica.control", "stored@web1"].map(|name| Some((name, stored.next()?)));
+    let second = start(dir.path(), sockets, &[]);
+    second.told_until("READY=1");
+    assert_eq!(waiting.join().expect("ended"), Some(2 << 20));
+    assert_eq!(fs::metadata(&at).expect("there").ino(), before, "the same socket");
+    // Whoever stored it may go; it is removed from the store with the last.
+    ctl(dir.path(), &["drain", "web1"]);
+    assert_eq!(length_of(&at, "web2"), Some(2 << 20));
+    ctl(dir.path(), &["drain", "web2"]);
+    let told = second.told_until("FDSTOREREMOVE=1\nFDNAME=stored@web1");
+    assert!(!told.concat().contains("FDSTORE=1\nFDNAME=stored@web2"), "{told:?}");
+    assert!(!at.exists());
+    second.stop();
 }
 
 #[test]

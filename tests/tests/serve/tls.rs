@@ -27,7 +27,7 @@ fn openssl(dir: &Path, args: &[&str]) {
 }
 
 /// A CA in `dir`, with folders for a server and a client that it certifies.
-fn certify(dir: &Path) {
+pub(crate) fn certify(dir: &Path) {
     let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"];
     let ca = ["req", "-x509", "-days", "30", "-subj", "/CN=a test", "-keyout", "ca-key.pem"];
     openssl(dir, &[&ca[..], &key, &["-out", "ca-cert.pem"]].concat());

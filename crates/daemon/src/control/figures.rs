@@ -137,10 +137,13 @@ struct Row {
 fn status_of(served: &Served) -> Map<String, Value> {
     let settings = &served.settings;
     let mut status = map(&Brief::of(served));
+    let nbd = served.nbd_places();
+    let export = (!nbd.is_empty()).then(|| served.export_name());
     let more = json!({
         "image": served.image().to_string_lossy(),
         "format": served.images.format,
-        "nbd": settings.nbd,
+        "nbd": nbd,
+        "export_name": export,
         "vhost_user": settings.vhost_user.as_ref().map(|path| path.to_string_lossy()),
         "fuse": settings.fuse.as_ref().map(|path| path.to_string_lossy()),
         "queues": settings.vhost_user.is_some().then(|| settings.num_queues()),

@@ -25,6 +25,7 @@ mod log;
 mod metrics;
 mod page;
 mod reply;
+mod room;
 mod routes;
 mod sources;
 #[cfg(test)]
@@ -36,11 +37,15 @@ use crate::held::Held;
 use crate::shared::Shared;
 use crate::sockets::ControlSockets;
 use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use mica_block::{Error, Result};
 use mica_serve::Listener;
+use room::{Place, Room};
 use sources::Sources;
 use std::net::TcpListener as StdTcpListener;
 use std::os::fd::AsFd;
@@ -50,9 +55,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
-/// Maximum number of connections of each listener. Others wait in its backlog.
+/// Maximum number of connections of each listener. Others wait in its backlog if all of these have
+/// sent a request.
 const CONNECTIONS_MAX: u32 = 32;
 /// Time limit for a request's head, and again for its body.
 const REQUEST_WAIT: Duration = Duration::from_secs(5);
@@ -238,15 +244,16 @@ impl Accept for TcpAccept {
 
 /// Serves connections until told to stop, and then until the last ones have their answers.
 async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
-    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX as usize));
+    let room = Room::new(CONNECTIONS_MAX);
     let accepting = async {
         loop {
-            let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
             match accept.accept().await {
                 Ok((stream, router)) => {
+                    let Some(place) = room.place().await else { return };
                     tokio::spawn(async move {
-                        let _ = tokio::time::timeout(A::WAIT, connection(stream, router)).await;
-                        drop(permit);
+                        let served = connection(stream, router, &place);
+                        let served = tokio::time::timeout(A::WAIT, served);
+                        first(served, place.dismissed()).await;
                     });
                 }
                 Err(error) => {
@@ -258,9 +265,8 @@ async fn accept_all<A: Accept>(accept: A, mut stopping: watch::Receiver<bool>) {
     };
     // An error means that nobody is left to stop it.
     let stopped = stopping.wait_for(|stop| *stop);
-    // Dropping the accepting future drops its permit.
     first(accepting, stopped).await;
-    let _ = tokio::time::timeout(LAST_ANSWERS_WAIT, room.acquire_many(CONNECTIONS_MAX)).await;
+    let _ = tokio::time::timeout(LAST_ANSWERS_WAIT, room.empty()).await;
 }
 
 /// Waits for either future.
@@ -275,17 +281,22 @@ async fn first(one: impl Future, other: impl Future) {
 }
 
 /// Serves one connection: one request (I3).
-async fn connection<S>(stream: S, router: Router)
+async fn connection<S>(stream: S, router: Router, place: &Place)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let routes = TowerToHyperService::new(router);
+    let service = service_fn(|request: Request<Incoming>| {
+        place.hear();
+        routes.call(request)
+    });
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(REQUEST_WAIT)
         .max_buf_size(HEAD_BYTES_MAX)
         .max_headers(HEADERS_MAX)
         .keep_alive(false)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .serve_connection(TokioIo::new(stream), service)
         .await;
     if let Err(error) = served {
         tracing::debug!(%error, "a control client disconnected early");

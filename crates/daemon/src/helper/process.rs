@@ -1,8 +1,8 @@
 //! The helper's side.
 
 use super::{
-    Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect, find_holder,
-    is_dead, open_config, path_of, send,
+    Errands, Kind, LockHolder, MESSAGE_BYTES_MAX, OtherUsers, Reply, Request, Setup, connect,
+    find_holder, is_certificate, is_dead, open_config, open_file, path_of, send,
 };
 use crate::messages::receive_with_fds;
 use crate::sandbox;
@@ -12,7 +12,7 @@ use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Serves requests of the server at the other end of standard input until that is gone.
@@ -29,29 +29,28 @@ pub fn run_helper() -> Result<()> {
     }
     // For people who look at the process list; failure is harmless.
     let _ = rustix::thread::set_name(c"mica-helper");
-    let mut files = Vec::new();
-    let mut config = None;
+    let mut errands = Errands::default();
     loop {
         match receive(&link)? {
-            Some(Setup::File(path)) => files.push(path_of(path)),
-            Some(Setup::Config(path)) => config = Some(path_of(path)),
+            Some(Setup::File(path)) => errands.files.push(path_of(path)),
+            Some(Setup::Config(path)) => errands.config = Some(path_of(path)),
+            Some(Setup::Certificates(path)) => errands.certificates.push(path_of(path)),
             Some(Setup::Begin) => break,
             None => return Ok(()),
         }
     }
-    sandbox::restrict_helper(!files.is_empty())?;
+    sandbox::restrict_helper(!errands.files.is_empty())?;
     let mounts = MountsHere::default();
     while let Some(request) = receive(&link)? {
-        let (reply, fd) =
-            answer(request, &files, config.as_deref(), &mounts).unwrap_or_else(|error| {
-                let kind = match error.kind() {
-                    ErrorKind::Denied => Kind::Denied,
-                    ErrorKind::Invalid => Kind::Invalid,
-                    ErrorKind::NotFound => Kind::NotFound,
-                    _ => Kind::Io,
-                };
-                (Reply::Refused { kind, what: error.in_one_line() }, None)
-            });
+        let (reply, fd) = answer(request, &errands, &mounts).unwrap_or_else(|error| {
+            let kind = match error.kind() {
+                ErrorKind::Denied => Kind::Denied,
+                ErrorKind::Invalid => Kind::Invalid,
+                ErrorKind::NotFound => Kind::NotFound,
+                _ => Kind::Io,
+            };
+            (Reply::Refused { kind, what: error.in_one_line() }, None)
+        });
         let has_fd = fd.is_some();
         let mut sent = send(&link, &reply, fd.as_slice());
         drop(fd);
@@ -78,13 +77,12 @@ fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> 
 
 fn answer(
     request: Request,
-    files: &[PathBuf],
-    config: Option<&Path>,
+    errands: &Errands,
     mounts: &MountsHere,
 ) -> Result<(Reply, Option<OwnedFd>)> {
     let file = |number: usize| {
         let unknown = || Error::new(ErrorKind::Invalid, "no such file");
-        files.get(number).cloned().ok_or_else(unknown)
+        errands.files.get(number).cloned().ok_or_else(unknown)
     };
     Ok(match request {
         Request::Holder { device, inode, byte, process, descriptor } => {
@@ -100,7 +98,15 @@ fn answer(
         Request::IsDead { path } => (Reply::IsDead(is_dead(&path_of(path))), None),
         Request::Config => {
             let none = || Error::new(ErrorKind::Invalid, "there is no configuration file");
-            (Reply::Config, Some(open_config(config.ok_or_else(none)?)?))
+            (Reply::Config, Some(open_config(errands.config.as_deref().ok_or_else(none)?)?))
+        }
+        Request::Certificate { path } => {
+            let path = path_of(path);
+            if !is_certificate(&path, &errands.certificates) {
+                let what = format!("{} is not a file of certificates", path.display());
+                return Err(Error::new(ErrorKind::Denied, what));
+            }
+            (Reply::Certificate, Some(open_file(&path)?))
         }
         Request::Connect { path } => {
             let path = path_of(path);
@@ -156,11 +162,24 @@ mod tests {
     #[test]
     fn file_that_the_configuration_does_not_have_is_not_mounted_over() {
         let mounts = MountsHere::default();
-        let files = [PathBuf::from("/nowhere/disk")];
+        let errands = Errands { files: vec!["/nowhere/disk".into()], ..Errands::default() };
         let request = Request::Unmount { file: 1 };
-        assert_eq!(
-            answer(request, &files, None, &mounts).err().map(|e| e.kind()),
-            Some(ErrorKind::Invalid)
-        );
+        let refused = answer(request, &errands, &mounts).err().map(|error| error.kind());
+        assert_eq!(refused, Some(ErrorKind::Invalid));
+    }
+
+    #[test]
+    fn only_certificates_of_folders_in_the_configuration_are_opened() {
+        let folders = [std::path::PathBuf::from("/etc/mica/tls")];
+        assert!(is_certificate(Path::new("/etc/mica/tls/server-key.pem"), &folders));
+        for elsewhere in [
+            "/etc/mica/tls/shadow",
+            "/etc/mica/tls/../server-key.pem",
+            "/etc/mica/server-key.pem",
+            "/etc/mica/tls",
+            "server-key.pem",
+        ] {
+            assert!(!is_certificate(Path::new(elsewhere), &folders), "{elsewhere}");
+        }
     }
 }

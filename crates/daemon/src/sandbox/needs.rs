@@ -5,6 +5,7 @@ use crate::settings::{IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
 use mica_block::{Error, ErrorKind, Result};
+use mica_serve::CERTIFICATE_FILES;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -173,7 +174,7 @@ impl Needs {
     }
 
     fn add_sockets(&mut self, disk: &DiskConfig) {
-        for name in ["server-cert.pem", "server-key.pem", "ca-cert.pem", "ca-crl.pem"] {
+        for name in CERTIFICATE_FILES {
             // Each of them may be a symbolic link to another folder.
             let folder = disk.settings.tls_certificates.iter();
             folder.for_each(|folder| self.allow(&folder.join(name), AccessFs::ReadFile.into()));

@@ -1,6 +1,8 @@
 //! What a disk says of itself.
 
 use super::{End, SERVING, Served, State};
+use crate::addresses::Listening;
+use crate::config::LeftClosed;
 use crate::held::Held;
 use crate::opened::Figures;
 use crate::servers::Servers;
@@ -14,6 +16,14 @@ impl Served {
         match &*self.lock() {
             State::Ended(_, End::Closed(Err(error))) => Some(error.clone()),
             _ => None,
+        }
+    }
+
+    /// How it is left when it is closed.
+    pub(crate) fn left_closed(&self) -> LeftClosed {
+        LeftClosed {
+            loss: self.loss().map(|error| error.in_one_line()),
+            shown: self.image_figures().shown(),
         }
     }
 
@@ -38,13 +48,29 @@ impl Served {
             return;
         }
         let device = |held: &Held| format!("vhost-user {}", held.place());
-        let mut places: Vec<_> = self.device().iter().map(device).collect();
-        places.extend(self.listening().iter().map(|at| format!("nbd {}", at.place())));
+        let mut places: Vec<_> = self.doors.device().iter().map(device).collect();
+        let export = match self.export_name() {
+            name if name == self.name => String::new(),
+            name => format!(" as {name:?}"),
+        };
+        places
+            .extend(self.doors.listening().iter().map(|at| format!("nbd {}{export}", at.place())));
         places.extend(self.settings.fuse.iter().map(|file| format!("fuse {}", file.display())));
         let (image, places) = (self.image(), places.join(", "));
         let how = if self.image_figures().is_writable { "" } else { ", read-only" };
         let (name, image) = (&self.name, image.display());
         tracing::info!(target: SERVING, "serving {name:?} ({image}{how}) at {places}");
+    }
+
+    /// Where NBD clients connect: where it listens, or where it will if it is not open.
+    pub(crate) fn nbd_places(&self) -> Vec<String> {
+        let places: Vec<_> = self.doors.listening().iter().map(Listening::place).collect();
+        if places.is_empty() { self.settings.nbd.clone() } else { places }
+    }
+
+    /// The name by which NBD clients choose it.
+    pub(crate) fn export_name(&self) -> &str {
+        self.settings.export_name.as_deref().unwrap_or(&self.name)
     }
 
     /// Its state, as the control socket reports it.

@@ -83,7 +83,8 @@ pub struct DiskSettings {
     /// Serve with the certificates in here.
     ///
     /// The directory of server-cert.pem and server-key.pem and, to verify clients, ca-cert.pem and
-    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509.
+    /// optionally ca-crl.pem: the layout of QEMU's tls-creds-x509. They are read again on `mica ctl
+    /// reload` and SIGHUP.
     #[arg(long, value_name = "DIR", help_heading = NBD)]
     pub tls_certificates: Option<PathBuf>,
     /// Whether clients use TLS; with certificates they must, by default.

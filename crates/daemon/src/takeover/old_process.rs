@@ -2,7 +2,7 @@
 
 use super::channel::{Channel, Message, Passed, Silence};
 use super::{ANSWER_LIMIT, unexpected};
-use crate::config::HandedOver;
+use crate::config::{HandedOver, LeftClosed};
 use crate::disks::each_of;
 use crate::held::{Held, Origin};
 use crate::messages::FDS_MAX;
@@ -161,7 +161,10 @@ impl Shared {
             all.push((passed, held.listener.clone()));
         };
         self.control_sockets().iter().for_each(&mut add);
-        self.disks.all().iter().for_each(|served| served.device().iter().for_each(&mut add));
+        self.disks
+            .all()
+            .iter()
+            .for_each(|served| served.doors().device().iter().for_each(&mut add));
         // Once each, however many disks share it.
         self.resources.addresses.for_each(|held| add(held));
         let watchdog_us = self.watch_period.and_then(|period| period.as_micros().try_into().ok());
@@ -192,20 +195,24 @@ impl Shared {
             let is_added = served.source() == Source::Command;
             if is_closed || is_added {
                 let table = is_added.then(|| served.config().to_table()).transpose()?;
-                let loss = served.loss().map(|error| error.in_one_line());
-                let name = served.name.clone();
-                all.push(HandedOver { name, table, is_closed, loss, is_served: served.is_open() });
-            } else if served.is_open() && served.shares_address() {
+                let (name, is_served) = (served.name.clone(), served.is_open());
+                let LeftClosed { loss, shown } = served.left_closed();
+                // If it is no text, the disk is known by its name only.
+                let image = served.config().image.to_str().map(str::to_owned);
+                let image = image.filter(|_| is_closed);
+                all.push(HandedOver { name, table, is_closed, loss, is_served, image, shown });
+            } else if served.is_open() && served.doors().are_shared() {
                 // The socket alone does not tell.
-                let (name, table, loss) = (served.name.clone(), None, None);
-                all.push(HandedOver { name, table, is_closed: false, loss, is_served: true });
+                let name = served.name.clone();
+                all.push(HandedOver { name, is_served: true, ..HandedOver::default() });
             }
         }
         let removed = self.removed();
         let gone = removed.iter().filter(|name| self.disks.named(name).is_none());
-        let handed = |name: &String| {
-            let (table, loss) = (None, None);
-            HandedOver { name: name.clone(), table, is_closed: true, loss, is_served: false }
+        let handed = |name: &String| HandedOver {
+            name: name.clone(),
+            is_closed: true,
+            ..HandedOver::default()
         };
         all.extend(gone.map(handed));
         Ok(all)
@@ -218,7 +225,10 @@ impl Shared {
             held.is_stored = false;
         };
         self.control_sockets().iter_mut().for_each(disown);
-        self.disks.all().iter().for_each(|served| served.device().iter_mut().for_each(disown));
+        self.disks
+            .all()
+            .iter()
+            .for_each(|served| served.doors().device().iter_mut().for_each(disown));
         self.resources.addresses.for_each(disown);
     }
 

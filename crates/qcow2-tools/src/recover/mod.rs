@@ -75,8 +75,9 @@ pub struct Repair {
 /// # Errors
 /// If it is not a qcow2 image that can be checked, or it cannot be written.
 pub async fn open_for_repair(images: &dyn Images, path: &Path) -> Result<(OpenImage, Header)> {
+    // What keeps it from being opened is said with its name.
+    let image = images.open_writable(path)?;
     let step = async {
-        let image = images.open_writable(path)?;
         replay_redo_log(images, path, &*image.store).await?;
         let header = read_header_as(&*image.store, Header::decode_for_check).await?;
         Ok((image, header))

@@ -10,8 +10,10 @@
 //! - I2 Clients are let in only while a disk is served and nothing holds them back. They wait in
 //!   front of the address otherwise, and those that have not chosen an export are dismissed when
 //!   that ends.
-//! - I3 A client that asks for an export that is about to be served waits for it, at most
-//!   [`AWAITED_MAX`].
+//! - I3 A client that asks for an export that is about to be served waits for it, with the
+//!   [`Patience`] of its handshake. A list waits for nothing: it names what is served and what is
+//!   about to be, so that it is whole as soon as the first disk is open, and a disk that hangs in
+//!   opening hides no other.
 //! - I4 Nobody holds an export while it waits for a client: a list is encoded page by page, each
 //!   beginning behind the last name of the one before.
 
@@ -19,11 +21,12 @@ use super::entry::Entry;
 use super::limits::{AWAITED_MAX, EXPORTS_MAX, NAME_BYTES_MAX};
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::{Signal, Waiters};
-use mica_rt::timeout;
+use mica_rt::{now, timeout};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// The exports of an address.
 #[derive(Default)]
@@ -37,7 +40,6 @@ pub struct Exports {
 struct Table {
     /// In the order in which they are listed.
     seats: BTreeMap<String, Standing>,
-    awaited: usize,
     served: usize,
     is_held_back: bool,
     /// Raised when clients are no longer let in; there is one while they are.
@@ -60,9 +62,42 @@ pub(super) enum Found {
     None(String),
 }
 
+/// How much longer a client waits for exports that are about to be served, all together: whoever
+/// asks for the details of each that is listed gets to the end of the list.
+pub(super) struct Patience(Duration);
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self(AWAITED_MAX)
+    }
+}
+
+/// An export in a list.
+pub(super) enum Listed {
+    Served(Arc<Entry>),
+    /// It is about to be served, under this name.
+    Awaited(String),
+}
+
+impl Listed {
+    pub(super) fn name(&self) -> &str {
+        match self {
+            Self::Served(entry) => &entry.export.name,
+            Self::Awaited(name) => name,
+        }
+    }
+
+    pub(super) fn description(&self) -> &str {
+        match self {
+            Self::Served(entry) => &entry.export.description,
+            Self::Awaited(_) => "",
+        }
+    }
+}
+
 /// Some of the exports, in their order.
 pub(super) struct Page {
-    pub(super) entries: Vec<Arc<Entry>>,
+    pub(super) exports: Vec<Listed>,
     /// The last name that was looked at, if there may be more behind it.
     pub(super) last: Option<String>,
 }
@@ -85,7 +120,6 @@ impl Exports {
                 let what = format!("an address has at most {EXPORTS_MAX} exports");
                 return Err(Error::new(ErrorKind::Limit, what));
             }
-            table.awaited += 1;
             table.seats.insert(name.to_owned(), Standing::Awaited);
             Ok(Seat { exports: Arc::clone(self), name: name.to_owned() })
         })
@@ -113,7 +147,7 @@ impl Exports {
     }
 
     /// The export called `name`, once it is settled whether there is one.
-    pub(super) async fn find(&self, name: &[u8]) -> Found {
+    pub(super) async fn find(&self, name: &[u8], patience: &mut Patience) -> Found {
         let settled = || {
             let table = self.lock();
             match table.named(name) {
@@ -125,24 +159,18 @@ impl Exports {
                 None => Some(Found::None(table.describe(name))),
             }
         };
-        match timeout(AWAITED_MAX, self.waiters.until(settled)).await {
-            Ok(found) => found,
-            Err(_) => Found::None("it is still being opened: try again later".to_owned()),
-        }
-    }
-
-    /// Waits until it is settled for all exports whether they are served.
-    pub(super) async fn settled(&self) {
-        let settled = || (self.lock().awaited == 0).then_some(());
-        // After that, those that are not are left out.
-        let _ = timeout(AWAITED_MAX, self.waiters.until(settled)).await;
+        let begin = now();
+        let found = timeout(patience.0, self.waiters.until(settled)).await;
+        patience.0 = patience.0.saturating_sub(now().saturating_since(begin));
+        found
+            .unwrap_or_else(|_| Found::None("it is still being opened: try again later".to_owned()))
     }
 
     /// Up to `count` exports behind the name `after`.
     pub(super) fn page(&self, after: Option<&str>, count: usize) -> Page {
         let table = self.lock();
         let begin = after.map_or(Bound::Unbounded, Bound::Excluded);
-        let mut page = Page { entries: Vec::new(), last: None };
+        let mut page = Page { exports: Vec::new(), last: None };
         for (looked_at, (name, standing)) in
             table.seats.range::<str, _>((begin, Bound::Unbounded)).enumerate()
         {
@@ -150,9 +178,11 @@ impl Exports {
                 return page;
             }
             page.last = Some(name.clone());
-            if let Standing::Served(entry) = standing {
-                page.entries.push(Arc::clone(entry));
-            }
+            page.exports.extend(match standing {
+                Standing::Served(entry) => Some(Listed::Served(Arc::clone(entry))),
+                Standing::Awaited => Some(Listed::Awaited(name.clone())),
+                Standing::Absent(_) => None,
+            });
         }
         page.last = None;
         page
@@ -233,21 +263,14 @@ impl Table {
 
     /// Puts something else behind a name, and drops what was there.
     fn set(&mut self, name: &str, standing: Option<Standing>) -> Option<Standing> {
-        let (awaited, served) = match &standing {
-            Some(Standing::Awaited) => (1, 0),
-            Some(Standing::Served(_)) => (0, 1),
-            Some(Standing::Absent(_)) | None => (0, 0),
-        };
+        let served = usize::from(matches!(standing, Some(Standing::Served(_))));
         let before = match standing {
             Some(standing) => std::mem::replace(self.seats.get_mut(name)?, standing),
             None => self.seats.remove(name)?,
         };
-        self.awaited += awaited;
         self.served += served;
-        match before {
-            Standing::Awaited => self.awaited -= 1,
-            Standing::Served(_) => self.served -= 1,
-            Standing::Absent(_) => {}
+        if let Standing::Served(_) = before {
+            self.served -= 1;
         }
         Some(before)
     }

@@ -33,7 +33,8 @@ pub(super) const EXPORTS_MAX: usize = 65536;
 pub(super) const LISTED_AT_ONCE: usize = 64;
 /// Clients of one address that have not chosen an export. Further ones are closed at once.
 pub(super) const HANDSHAKES_MAX: usize = 256;
-/// How long a client waits for an export that is about to be served, well within the handshake.
+/// How long a client waits for exports that are about to be served, all together: well within the
+/// handshake.
 pub(super) const AWAITED_MAX: Duration = Duration::from_secs(10);
 
 /// Largest payload that is announced, and the largest read that is served ("Size constraints").

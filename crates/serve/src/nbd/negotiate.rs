@@ -5,8 +5,7 @@
 
 use super::channel::Channel;
 use super::entry::{Client, Entry};
-use super::export::Export;
-use super::exports::{Exports, Found};
+use super::exports::{Exports, Found, Patience};
 use super::limits::{
     LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
     OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
@@ -120,6 +119,7 @@ async fn options<C: Channel>(
         security,
         style: ReplyStyle::Simple,
         meta_context: None,
+        patience: Patience::default(),
     };
     let mut bytes_total = 0_u64;
     for _ in 0..OPTIONS_MAX + OPTIONS_PER_EXPORT * exports.len() {
@@ -174,14 +174,13 @@ async fn options<C: Channel>(
 
 /// Answers "NBD_OPT_LIST", a page at a time: between two pages nothing is held.
 async fn list(channel: &impl Channel, exports: &Exports) -> Result<(), Refused> {
-    exports.settled().await;
     let mut last: Option<String> = None;
     loop {
         let mut out = Vec::new();
         last = {
             let page = exports.page(last.as_deref(), LISTED_AT_ONCE);
-            for entry in &page.entries {
-                let Export { name, description, .. } = &entry.export;
+            for export in &page.exports {
+                let (name, description) = (export.name(), export.description());
                 let name_len = u32::try_from(name.len()).expect("checked at the start");
                 let data: [&[u8]; 3] =
                     [&name_len.to_be_bytes(), name.as_bytes(), description.as_bytes()];
@@ -231,6 +230,7 @@ struct Negotiation<'a> {
     style: ReplyStyle,
     /// The export name with which `base:allocation` was selected.
     meta_context: Option<Vec<u8>>,
+    patience: Patience,
 }
 
 impl Negotiation<'_> {
@@ -299,7 +299,7 @@ impl Negotiation<'_> {
         if data.len() > NAME_BYTES_MAX {
             return Err(Refused::Malformed("a name beyond the limit"));
         }
-        let Found::Served(entry) = self.exports.find(data).await else {
+        let Found::Served(entry) = self.exports.find(data, &mut self.patience).await else {
             return Err(Refused::Malformed("an unknown export name in the old style"));
         };
         let client = self.admit(&entry).ok_or(Refused::Full)?;
@@ -332,11 +332,11 @@ impl Negotiation<'_> {
     }
 
     /// "NBD_OPT_INFO and NBD_OPT_GO".
-    async fn info_or_go(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+    async fn info_or_go(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         let Ok(request) = InfoRequest::decode(data) else {
             return self.invalid(out, option, "malformed data");
         };
-        let entry = match self.exports.find(request.name).await {
+        let entry = match self.exports.find(request.name, &mut self.patience).await {
             Found::Served(entry) => entry,
             Found::None(why) => return self.unknown_export(out, option, &why),
         };
@@ -398,7 +398,7 @@ impl Negotiation<'_> {
         let Ok(request) = MetaRequest::decode(data) else {
             return self.invalid(out, option, "malformed data");
         };
-        if let Found::None(why) = self.exports.find(request.name).await {
+        if let Found::None(why) = self.exports.find(request.name, &mut self.patience).await {
             return self.unknown_export(out, option, &why);
         }
         let is_asked =

@@ -31,7 +31,6 @@ use rustls::unbuffered::{
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// What is received at once. Room for a handshake message of the largest size that rustls takes.
@@ -75,8 +74,7 @@ impl<'a> TlsStream<'a> {
     /// # Errors
     /// Why there is no connection; the peer was notified.
     pub(crate) async fn accept(stream: &'a Stream, tls: &Tls) -> io::Result<Self> {
-        let connection =
-            UnbufferedServerConnection::new(Arc::clone(&tls.config)).map_err(io::Error::other)?;
+        let connection = UnbufferedServerConnection::new(tls.config()).map_err(io::Error::other)?;
         let accepted = Self {
             stream,
             state: RefCell::new(Box::new(State::new(connection))),

@@ -1,6 +1,7 @@
 //! A small public key infrastructure, created for each test, and a client that uses it.
 
-use super::{Clients, Tls};
+use super::{CertificateSource, Clients, Tls};
+use mica_block::{Error, ErrorKind, Result};
 use mica_rt::{Buf, Stream};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
@@ -11,7 +12,9 @@ use rustls::crypto::ring;
 use rustls::pki_types::{PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -104,7 +107,11 @@ impl Pki {
     }
 
     pub(crate) fn tls(&self, clients: Clients) -> Tls {
-        Tls::load(self.path(), clients).expect("good certificates")
+        self.load(clients).expect("good certificates")
+    }
+
+    pub(crate) fn load(&self, clients: Clients) -> Result<Tls> {
+        Tls::load(CertificateSource { directory: self.path().to_owned(), clients }, &open)
     }
 
     /// A client that trusts this CA and presents a certificate.
@@ -195,4 +202,12 @@ pub(crate) async fn shake_hands(
         assert!(plain.is_empty(), "the server speaks when it is asked");
     }
     flush(connection, stream).await
+}
+
+fn open(path: &Path) -> Result<OwnedFd> {
+    let failed = |error| Error::from_io("opening it", error);
+    match path.metadata().map_err(failed)?.is_file() {
+        true => File::open(path).map(OwnedFd::from).map_err(failed),
+        false => Err(Error::new(ErrorKind::Invalid, "it is not a file")),
+    }
 }

@@ -15,8 +15,8 @@ use std::pin::Pin;
 const VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 
 fn refused(pki: &Pki, clients: Clients) -> (ErrorKind, String) {
-    let error = Tls::load(pki.path(), clients).expect_err("refused");
-    (error.kind(), error.to_string())
+    let error = pki.load(clients).expect_err("refused");
+    (error.kind(), error.in_one_line())
 }
 
 #[test]

@@ -23,7 +23,7 @@ use rustix::net::SocketFlags;
 use std::fmt;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use vhost::vhost_user::BackendReqHandler;
 
@@ -87,9 +87,8 @@ impl Server {
         });
         let served = Arc::new(Served {
             common,
-            socket: Arc::clone(&listener.socket),
             workers: workers.handles().to_vec(),
-            sessions: Sessions::default(),
+            sessions: Arc::default(),
         });
         Ok(Prepared(Running { served, listener: Some(listener), _workers: workers }))
     }
@@ -103,9 +102,13 @@ impl Prepared {
     /// Starts serving.
     pub fn start(self) -> Running {
         let Self(running) = self;
-        let served = Arc::clone(&running.served);
-        // Accepting takes a moment; what may take long is done on the thread of the session.
-        running.served.workers[0].spawn_with(move || accept_all(served));
+        let Running { served, listener, .. } = &running;
+        if let Some(listener) = listener {
+            let (socket, sessions) = (Arc::clone(&listener.socket), Arc::clone(&served.sessions));
+            let weak = Arc::downgrade(served);
+            // Accepting takes a moment; what may take long is done on the thread of the session.
+            served.workers[0].spawn_with(move || accept_all(socket, sessions, weak));
+        }
         running
     }
 }
@@ -118,13 +121,13 @@ pub struct Running {
     _workers: Arc<Workers>,
 }
 
-/// What the task that accepts and the threads of sessions have in common.
+/// What the threads of sessions share. The task that accepts does not hold it: it ends on its next
+/// turn, and a worker that has none would keep the disk open.
 struct Served {
     common: Arc<Common>,
-    socket: Arc<Socket>,
-    /// Not the workers themselves: the task runs on one of them, and must not be what ends them.
+    /// Not the workers themselves: a session must not be what ends them.
     workers: Vec<Handle>,
-    sessions: Sessions,
+    sessions: Arc<Sessions>,
 }
 
 impl Running {
@@ -257,14 +260,13 @@ impl Drop for Session {
 }
 
 /// Serves one front end after the other.
-async fn accept_all(served: Arc<Served>) {
-    let sessions = &served.sessions;
-    while let Some(ready) = sessions.stop.unless_raised(served.socket.readable()).await {
+async fn accept_all(socket: Arc<Socket>, sessions: Arc<Sessions>, served: Weak<Served>) {
+    while let Some(ready) = sessions.stop.unless_raised(socket.readable()).await {
         let accepted = ready.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
         let accepted =
-            accepted.and_then(|()| rustix::net::accept_with(&*served.socket, SocketFlags::CLOEXEC));
+            accepted.and_then(|()| rustix::net::accept_with(&*socket, SocketFlags::CLOEXEC));
         match accepted {
-            Ok(fd) => serve(UnixStream::from(fd), &served).await,
+            Ok(fd) => serve(UnixStream::from(fd), &sessions, &served).await,
             // It has gone, or another process that listens here was faster.
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => {}
             Err(error) => {
@@ -279,9 +281,10 @@ async fn accept_all(served: Arc<Served>) {
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves a front end on a thread of its own, and waits for its end.
-async fn serve(stream: UnixStream, served: &Arc<Served>) {
+async fn serve(stream: UnixStream, sessions: &Sessions, served: &Weak<Served>) {
     let Ok(clone) = stream.try_clone() else { return };
-    let Some(session) = Session::begin(served, clone) else { return };
+    let begun = served.upgrade().and_then(|served| Session::begin(&served, clone));
+    let Some(session) = begun else { return };
     let work = Arc::new(Mutex::new(Some((stream, session))));
     loop {
         let body = {
@@ -297,14 +300,14 @@ async fn serve(stream: UnixStream, served: &Arc<Served>) {
             Ok(_) => break,
             Err(error) => {
                 tracing::warn!(%error, "no thread for a front end: it waits");
-                let paused = served.sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
+                let paused = sessions.stop.unless_raised(sleep(ACCEPT_PAUSE)).await;
                 if paused.is_none() {
                     return;
                 }
             }
         }
     }
-    let _ = served.sessions.stop.unless_raised(served.sessions.ended.wait()).await;
+    let _ = sessions.stop.unless_raised(sessions.ended.wait()).await;
 }
 
 /// Serves a front end until it disconnects.

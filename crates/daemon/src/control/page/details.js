@@ -59,7 +59,8 @@ function drawDetails(it, answer) {
   const limits = [status.iops && `${grouped(status.iops)} operations/s`, status.bps && perSecond(status.bps)].filter(Boolean);
   const facts = [
     ["image", `${status.image} (${status.format}${status.writable ? "" : ", read-only"})`],
-    ["NBD", (status.nbd ?? []).join(" ")], ["vhost-user", status.vhost_user && status.vhost_user + queues], ["FUSE", status.fuse],
+    ["NBD", (status.nbd ?? []).join(" ")], ["export", status.export_name],
+    ["vhost-user", status.vhost_user && status.vhost_user + queues], ["FUSE", status.fuse],
     ["layers", status.layers > 1 ? `${status.layers}${status.indexed_layers === null ? "" : `, index of ${status.indexed_layers} of ${below}`}` : ""],
     ["limits", limits.join(", ")],
   ].filter(fact => fact[1]);

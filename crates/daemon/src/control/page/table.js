@@ -122,7 +122,7 @@ function none(text) { setText(byId("none"), text); byId("none").hidden = !text; 
 // What is found by searching for words.
 function described(row) {
   const { disk } = row, fact = facts.get(row.name);
-  const places = fact ? [fact.image, fact.format, ...(fact.nbd ?? []), fact.vhost_user, fact.fuse] : [];
+  const places = fact ? [fact.image, fact.format, ...(fact.nbd ?? []), fact.export_name, fact.vhost_user, fact.fuse] : [];
   const marks = badges(disk, row.now).map(badge => badge[1]);
   return [disk.name, disk.state, disk.failure, ...marks, ...places].filter(Boolean).join("\n").toLowerCase();
 }

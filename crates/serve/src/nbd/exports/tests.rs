@@ -4,8 +4,7 @@ use crate::nbd::export::Export;
 use crate::nbd::limits::Limits;
 use crate::nbd::protocol::option;
 use crate::nbd::testing::{Client, PatternDisk, World, info_data, meta_data, simulated};
-use mica_rt::{sleep, spawn};
-use std::time::Duration;
+use mica_rt::{now, sleep, spawn};
 
 const LEN: u64 = 1 << 20;
 const POLICY: u32 = 2;
@@ -126,7 +125,37 @@ fn client_waits_for_an_export_that_is_about_to_be_served_and_learns_why_one_is_n
         seat.is_awaited();
         let (_, told) = info(&mut client, "b").await.expect_err("it never comes");
         assert!(told.contains("still being opened"), "{told}");
-        assert_eq!(listed(&mut client).await, ["disk"], "nor is it waited for forever");
+    });
+}
+
+/// The story: a list waited for every disk that was being opened, ten seconds for one that hung,
+/// and left it out then.
+#[test]
+fn list_waits_for_nothing_and_names_what_is_about_to_be_served() {
+    simulated(disk, async |world| {
+        let (_hanging, _) = another(&world, "b", 9);
+        let (drained, _) = another(&world, "c", 9);
+        drained.is_absent("it is drained");
+        let mut client = greeted(&world).await;
+        let begin = now();
+        assert_eq!(listed(&mut client).await, ["b", "disk"]);
+        assert_eq!(now(), begin, "at once");
+    });
+}
+
+/// The story: a client that asks for the details of each export waited ten seconds for each that
+/// hung, and its handshake's deadline passed before it came to those that were served.
+#[test]
+fn client_that_asks_for_many_exports_that_hang_waits_once() {
+    simulated(disk, async |world| {
+        let hanging: Vec<_> =
+            (0..9).map(|number| another(&world, &format!("b{number}"), 9)).collect();
+        let mut client = greeted(&world).await;
+        for (seat, _) in &hanging {
+            let (_, told) = info(&mut client, seat.name()).await.expect_err("it never comes");
+            assert!(told.contains("still being opened"), "{told}");
+        }
+        assert_eq!(info(&mut client, "disk").await, Ok(LEN));
     });
 }
 
@@ -153,7 +182,9 @@ fn stopped_export_takes_no_client_that_found_it_before() {
     simulated(disk, async |world| {
         let (seat, entry) = another(&world, "b", 9);
         seat.serves(&entry);
-        let Found::Served(found) = world.exports.find(b"b").await else { panic!("it is there") };
+        let Found::Served(found) = world.exports.find(b"b", &mut Patience::default()).await else {
+            panic!("it is there")
+        };
         seat.leaves(&entry);
         entry.stop_and_wait();
         assert!(found.admit().is_none());
@@ -177,7 +208,7 @@ fn list_of_thousands_is_made_a_page_at_a_time() {
         let mut client = greeted(&world).await;
         assert_eq!(listed(&mut client).await, expected);
         let page = world.exports.page(Some("n01000"), 4);
-        let names: Vec<_> = page.entries.iter().map(|entry| &*entry.export.name).collect();
+        let names: Vec<_> = page.exports.iter().map(Listed::name).collect();
         assert_eq!(names, ["n01001", "n01003", "n01004"]);
         assert_eq!(page.last.as_deref(), Some("n01004"));
         let (_, told) = info(&mut client, "x").await.expect_err("not there");

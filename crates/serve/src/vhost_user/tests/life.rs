@@ -37,6 +37,26 @@ fn stop_drains_and_reports_where_to_continue() {
     drop(front_end);
 }
 
+/// The story: the task that accepts front ends held the disk until its worker had a turn, so that
+/// files and locks of a disk that was drained outlasted it on a worker that was stuck.
+#[test]
+fn device_that_has_ended_lets_go_of_its_disk_though_no_worker_has_a_turn() {
+    let mut world = World::new(TestDisk::new(MIB));
+    let (front_end, _rings) = world.guest(Way::default());
+    drop(front_end);
+    until("it has left", || !world.server.as_ref().expect("it runs").is_connected());
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let (stuck, is_stuck) = std::sync::mpsc::channel();
+    world.workers.handles()[0].spawn_with(move || async move {
+        stuck.send(()).expect("the test waits");
+        let _ = released.recv();
+    });
+    is_stuck.recv().expect("it runs");
+    world.server.take().expect("it runs").shutdown();
+    assert_eq!(std::sync::Arc::strong_count(&world.disk), 1, "that of the test");
+    drop(release);
+}
+
 #[test]
 fn queue_that_is_disabled_takes_nothing() {
     let world = World::new(TestDisk::new(MIB));
