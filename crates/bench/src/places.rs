@@ -55,11 +55,11 @@ fn shuffle(places: &mut [u64], rng: &mut Rng) {
 }
 
 /// Makes a load that allocates independent of the ones before it. Writes out what they left in the
-/// page cache of `file`: otherwise a faster server has more of it in the later ones, up to where the
-/// kernel makes every writer sleep (`vm.dirty_background_ratio`), and loses by what it did before.
-/// And uses free memory once: a virtual machine may give it back to its host (free page reporting
-/// of virtio-balloon), so that the first use of a page costs six times as much as the next
-/// (4.5 and 0.75 µs for a page of a file, seen on Linux 6.18).
+/// page cache of `file`: otherwise a faster server has more of it in the later ones, up to where
+/// the kernel makes every writer sleep (`vm.dirty_background_ratio`), and loses by what it did
+/// before. And uses free memory once: a virtual machine may give it back to its host (free page
+/// reporting of virtio-balloon), and then the first use of a page of a file costs 4.5 and not
+/// 0.75 µs (seen on Linux 6.18).
 ///
 /// # Errors
 /// If it cannot be opened, or not all is written.
