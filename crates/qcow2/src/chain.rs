@@ -206,10 +206,11 @@ impl Disk for Chain {
 
     #[inline]
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture {
-        if let Some(window) = self.map.follow(extent) {
+        let layers = self.map.layers_now();
+        if let Some(window) = self.map.follow(&layers, extent) {
             self.map.begin_ahead(window, self.gate.enter_owned());
         }
-        self.map.read(extent, buf)
+        self.map.read(&layers, extent, buf)
     }
 
     fn is_writable(&self) -> bool {
