@@ -27,6 +27,10 @@ pub trait Sidecars: Send + Sync {
     /// Errors: what the system reports.
     fn write_all<'a>(&'a self, sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>>;
 
+    /// The chain is open: what was kept in mind of its layers, to find their sidecars sooner, is not
+    /// needed any more.
+    fn chain_is_open(&self);
+
     /// Removes the layer's sidecar. It is not an error if there is none.
     ///
     /// # Errors
@@ -45,6 +49,8 @@ impl Sidecars for NoSidecars {
     fn write_all<'a>(&'a self, _sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
+
+    fn chain_is_open(&self) {}
 
     fn remove(&self, _path: &Path) -> Result<()> {
         Ok(())

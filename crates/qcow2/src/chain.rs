@@ -118,6 +118,7 @@ impl Chain {
         if options.index == IndexUse::Read {
             map.adopt_sidecars().await;
         }
+        map.images.sidecars().chain_is_open();
         let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
         Ok(Self { map, gate, writer, pushing, repair: options.repair })
     }

@@ -31,7 +31,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where sidecars are kept.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -102,14 +102,24 @@ impl FileSidecars {
 
     /// Keeps in mind where the layer at `path` was found.
     pub(crate) fn note(&self, path: &Path, layer: &Located) {
-        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut noted = self.noted();
         if layer.kind() == FileKind::Regular && noted.len() < LayerNumber::COUNT_MAX {
             noted.insert(path.to_owned(), Place::of(layer));
         }
     }
 
     fn take_noted(&self, path: &Path) -> Option<Place> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner).remove(path)
+        self.noted().remove(path)
+    }
+
+    fn noted(&self) -> MutexGuard<'_, HashMap<PathBuf, Place>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many layers are kept in mind.
+    #[cfg(test)]
+    pub(crate) fn noted_count(&self) -> usize {
+        self.noted().len()
     }
 
     /// Writes a few sidecars, which the file system makes durable together.
@@ -245,6 +255,11 @@ impl Sidecars for FileSidecars {
             }
             Ok(())
         })
+    }
+
+    fn chain_is_open(&self) {
+        let noted = std::mem::take(&mut *self.noted());
+        drop(noted);
     }
 
     fn remove(&self, path: &Path) -> Result<()> {

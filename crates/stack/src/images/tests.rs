@@ -119,6 +119,16 @@ fn of_many_sidecars_those_that_can_be_written_are_and_nothing_else_is_left() {
 }
 
 #[test]
+fn layers_of_a_chain_that_is_open_are_not_kept_in_mind_for_their_sidecars() {
+    let (_folder, path) = folder_with_image();
+    let images = images(&path);
+    images.open(&path).unwrap();
+    assert_eq!(images.sidecars.noted_count(), 1);
+    images.sidecars().chain_is_open();
+    assert_eq!(images.sidecars.noted_count(), 0);
+}
+
+#[test]
 fn sidecar_is_as_private_as_its_layer() {
     let (folder, path) = folder_with_image();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
