@@ -27,8 +27,8 @@ pub trait Sidecars: Send + Sync {
     /// Errors: what the system reports.
     fn write_all<'a>(&'a self, sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>>;
 
-    /// The chain is open: what was kept in mind of its layers, to find their sidecars sooner, is not
-    /// needed any more.
+    /// The chain is open: what was kept in mind of its layers, to find their sidecars sooner, is
+    /// not needed any more.
     fn chain_is_open(&self);
 
     /// Removes the layer's sidecar. It is not an error if there is none.

@@ -303,15 +303,7 @@ impl Map {
 /// Adds the sidecar of `layer`, which is in `store`, to the tree.
 fn adopt(layer: &Layer, tree: &mut Tree, header: &Header, store: Arc<dyn Store>) {
     tree.push(header.root, header.id, Some(Sidecar::Kept(store)));
-    adopt_proof(layer, header);
-}
-
-/// From now on the digest of its sidecar proves `layer`, should its file be opened again.
-pub(super) fn adopt_proof(layer: &Layer, header: &Header) {
-    if let Some(source) = TableSource::of(layer) {
-        let digest = header.digest;
-        layer.content.set(Arc::new(SealedTables { source: Arc::new(source), digest }));
-    }
+    SealedTables::prove(layer, header.digest);
 }
 
 impl Tree {

@@ -1,14 +1,14 @@
-//! Sidecars that are built and wait to be written, several at once: the file system makes many files
-//! durable in little more time than one.
+//! Sidecars that are built and wait to be written, several at once: the file system makes many
+//! files durable in little more time than one.
 //!
 //! Invariants
 //! - I1 Memory is bounded: a few sidecars, and no more of them than [`BYTES_MAX`] and the last one.
 //! - I2 A tree that names a staged sidecar belongs to the build alone. It is published when all its
 //!   sidecars are in their places.
 
-use crate::index::build::adopt_proof;
 use crate::index::scan::Stop;
 use crate::index::sidecar::Header;
+use crate::index::tables::SealedTables;
 use crate::index::{Sidecar, Tree};
 use crate::layer::Layer;
 use crate::map::Map;
@@ -77,7 +77,7 @@ impl Map {
                 match self.read_seal(layer).await.filter(|(found, _)| found.id == header.id) {
                     Some((_, store)) => {
                         tree.keep(header.layer.into(), store);
-                        adopt_proof(layer, header);
+                        SealedTables::prove(layer, header.digest);
                         continue;
                     }
                     None => outcome = Err(Stop::Changed),
