@@ -8,6 +8,7 @@
 mod chain;
 mod charts;
 mod cost;
+mod deep;
 mod demo;
 mod folders;
 mod glance;
@@ -65,6 +66,9 @@ enum Bench {
     /// NBD beside its peers, in every cell of loads, connections and requests in flight, and with
     /// an fsync after each write. Writes a table and JSON.
     Nbd(nbd::Options),
+    /// Chains of up to 10,000 layers beside one layer: opening, memory, reads, and the verbs that
+    /// go through all layers. Writes a table and JSON.
+    Deep(deep::Options),
 }
 
 fn main() -> ExitCode {
@@ -73,6 +77,7 @@ fn main() -> ExitCode {
         Verb::Bench { what: Bench::Write(options) } => write::run(&options),
         Verb::Bench { what: Bench::Guest(options) } => guest::run(&options),
         Verb::Bench { what: Bench::Nbd(options) } => nbd::run(&options),
+        Verb::Bench { what: Bench::Deep(options) } => deep::run(&options),
         Verb::Demo(options) => demo::run(&options),
     };
     match outcome {

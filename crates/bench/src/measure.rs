@@ -12,14 +12,14 @@ use std::path::Path;
 use std::time::Duration;
 
 /// Bytes of a random read.
-const RANDOM_BYTES: u32 = 4096;
+pub(super) const RANDOM_BYTES: u32 = 4096;
 /// Bytes of a sequential read, and how many are in flight.
 const SEQUENTIAL_BYTES: u32 = 256 << 10;
 const SEQUENTIAL_DEPTH: usize = 4;
 /// How long the first pass over a disk may take.
 const FIRST_PASS_MAX: Duration = Duration::from_secs(300);
 /// Depth at which throughput is measured.
-const DEPTH: usize = 32;
+pub(super) const DEPTH: usize = 32;
 
 /// The disk that is read, and for how long.
 #[derive(Clone, Copy)]

@@ -8,7 +8,7 @@ use crate::load::{null, ratio};
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
 use mica_gen::owner::{Owner, OwnerMap};
-use mica_gen::{ChainSpec, DataMode, generate};
+use mica_gen::{ChainSpec, DataMode, Manifest, generate};
 use mica_tests::{clock, command, mica, tools};
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// A seal proves nothing about a layer that changed less than a second before: so chains are left
 /// to age first.
-const SETTLE: Duration = Duration::from_millis(1500);
+pub(super) const SETTLE: Duration = Duration::from_millis(1500);
 /// Layers at which budgets are compared: few enough for QEMU to open each by name.
 const BUDGET_LAYERS: u32 = 100;
 /// Budgets, for the whole chain.
@@ -104,7 +104,8 @@ impl Chain {
         Ok(Self { folder, image, owners, layers: spec.layers, table_bytes })
     }
 
-    fn subject<'a>(&'a self, context: &Context<'_>) -> Subject<'a> {
+    /// Its disk, as it is read.
+    pub(super) fn subject<'a>(&'a self, context: &Context<'_>) -> Subject<'a> {
         Subject {
             image: &self.image,
             format: "qcow2",
@@ -164,6 +165,26 @@ impl Chain {
             let mut file = File::open(file?.path())?;
             while file.read(&mut room)? > 0 {}
         }
+        Ok(())
+    }
+
+    /// Its layers, from the base up.
+    ///
+    /// # Errors
+    /// If its description cannot be read.
+    pub(super) fn layer_paths(&self) -> Result<Vec<PathBuf>> {
+        let manifest = Manifest::load(self.folder.path())?;
+        let names = manifest.layer.into_iter().map(|layer| layer.file);
+        Ok(names.map(|name| self.folder.path().join(name)).collect())
+    }
+
+    /// Checks what was read at `offset` of its disk.
+    ///
+    /// # Errors
+    /// If it is not what the owner wrote there.
+    pub(super) fn verify(&self, data: &[u8], offset: u64) -> Result<()> {
+        let wrong = self.owners.verify(data, offset).err();
+        ensure!(wrong.is_none(), "WRONG CONTENT: {wrong:?}");
         Ok(())
     }
 

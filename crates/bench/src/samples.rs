@@ -113,6 +113,22 @@ impl Samples {
         median(self.of(part, server, layers).filter_map(|run| run.metrics.get(metric).copied()))
     }
 
+    /// The median of a figure at the first number of `layers`, each by that at the second in the
+    /// run of the same number.
+    pub(super) fn paired(
+        &self,
+        part: &str,
+        server: &str,
+        layers: (u32, u32),
+        metric: &str,
+    ) -> Option<f64> {
+        let ratios = self.of(part, server, layers.0).filter_map(|run| {
+            let than = self.of(part, server, layers.1).find(|than| than.repeat == run.repeat)?;
+            Some(run.metrics.get(metric)? / than.metrics.get(metric)?)
+        });
+        median(ratios)
+    }
+
     /// Numbers of layers for which `part` has runs.
     pub(super) fn layers(&self, part: &str) -> Vec<u32> {
         let mut layers: Vec<_> =
@@ -156,6 +172,17 @@ pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pairs_are_of_one_run_each() {
+        let mut samples = Samples::default();
+        for (layers, repeat, rate) in [(9, 0, 5.0), (1, 0, 10.0), (9, 1, 60.0), (1, 1, 100.0)] {
+            let mut sample = Sample::new("warm", "mica", layers, repeat);
+            sample.put("rate", rate);
+            samples.add(sample);
+        }
+        assert_eq!(samples.paired("warm", "mica", (9, 1), "rate"), Some(0.55));
+    }
 
     #[test]
     fn the_median_is_the_middle() {

@@ -35,7 +35,7 @@ pub use manage::{
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
-pub use sidecars::{NoSidecars, Sidecars};
+pub use sidecars::{NewSidecar, NoSidecars, Sidecars};
 pub use store::{
     ChangeFuture, IoFuture, Run, RunKind, Space, Store, StoreIdentity, Witness, read_exact,
     write_all,

@@ -1,8 +1,17 @@
 //! Where the index of a chain is kept: a file beside each layer.
 
-use crate::{Result, Store};
+use crate::{LocalFuture, Result, Store};
 use std::path::Path;
 use std::sync::Arc;
+
+/// A sidecar that is to be kept.
+#[derive(Clone, Copy, Debug)]
+pub struct NewSidecar<'a> {
+    /// The path of its layer.
+    pub path: &'a Path,
+    /// What it will contain.
+    pub content: &'a [u8],
+}
 
 /// Keeps the sidecars of layers.
 pub trait Sidecars: Send + Sync {
@@ -12,11 +21,15 @@ pub trait Sidecars: Send + Sync {
     /// What the system reports.
     fn open(&self, path: &Path) -> Result<Option<Arc<dyn Store>>>;
 
-    /// Replaces the layer's sidecar by `content`, atomically.
+    /// Puts each of `sidecars` in the place of its layer's, all of it or nothing, also if power is
+    /// cut. If one fails, others may have been put in place.
     ///
-    /// # Errors
-    /// What the system reports.
-    fn write(&self, path: &Path, content: &[u8]) -> Result<()>;
+    /// Errors: what the system reports.
+    fn write_all<'a>(&'a self, sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>>;
+
+    /// The chain is open: what was kept in mind of its layers, to find their sidecars sooner, is
+    /// not needed any more.
+    fn chain_is_open(&self);
 
     /// Removes the layer's sidecar. It is not an error if there is none.
     ///
@@ -33,9 +46,11 @@ impl Sidecars for NoSidecars {
         Ok(None)
     }
 
-    fn write(&self, _path: &Path, _content: &[u8]) -> Result<()> {
-        Ok(())
+    fn write_all<'a>(&'a self, _sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
     }
+
+    fn chain_is_open(&self) {}
 
     fn remove(&self, _path: &Path) -> Result<()> {
         Ok(())

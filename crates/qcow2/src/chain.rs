@@ -118,6 +118,7 @@ impl Chain {
         if options.index == IndexUse::Read {
             map.adopt_sidecars().await;
         }
+        map.images.sidecars().chain_is_open();
         let (writer, pushing) = (Arc::new(ArcSwapOption::new(writer)), Arc::default());
         Ok(Self { map, gate, writer, pushing, repair: options.repair })
     }
@@ -206,10 +207,11 @@ impl Disk for Chain {
 
     #[inline]
     fn read(&self, extent: &Extent, buf: Buf) -> IoFuture {
-        if let Some(window) = self.map.follow(extent) {
+        let layers = self.map.layers_now();
+        if let Some(window) = self.map.follow(&layers, extent) {
             self.map.begin_ahead(window, self.gate.enter_owned());
         }
-        self.map.read(extent, buf)
+        self.map.read(&layers, extent, buf)
     }
 
     fn is_writable(&self) -> bool {

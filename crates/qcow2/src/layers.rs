@@ -9,6 +9,7 @@
 //! - I2 There is at least one layer.
 
 use crate::layer::Layer;
+use mica_block::Store;
 use mica_units::LayerNumber;
 use std::sync::Arc;
 
@@ -16,6 +17,9 @@ use std::sync::Arc;
 pub(crate) struct Layers {
     /// From the base.
     order: Vec<Arc<Layer>>,
+    /// Where each of them has its data, side by side: a read of one of thousands finds little else
+    /// of its layer in the processor's cache.
+    data: Vec<Arc<dyn Store>>,
     /// Positions by number.
     positions: Vec<Option<u16>>,
     /// Whether each number is also the layer's position.
@@ -38,7 +42,8 @@ impl Layers {
         }
         let are_positions_numbers =
             order.iter().enumerate().all(|(position, layer)| layer.number.index() == position);
-        Self { order, positions, are_positions_numbers }
+        let data = order.iter().map(|layer| Arc::clone(&layer.data)).collect();
+        Self { order, data, positions, are_positions_numbers }
     }
 
     /// All of them, from the base.
@@ -67,10 +72,21 @@ impl Layers {
     /// If there is none: a caller with a number from a plan holds the layer's chain.
     #[inline]
     pub(crate) fn get(&self, number: LayerNumber) -> &Arc<Layer> {
-        match self.are_positions_numbers {
-            true => &self.order[number.index()],
-            false => &self.order[self.position(number)],
-        }
+        &self.order[self.place(number)]
+    }
+
+    /// Where the layer with this number has its data.
+    ///
+    /// # Panics
+    /// As [`Self::get`].
+    #[inline]
+    pub(crate) fn data_of(&self, number: LayerNumber) -> &dyn Store {
+        &*self.data[self.place(number)]
+    }
+
+    #[inline]
+    fn place(&self, number: LayerNumber) -> usize {
+        if self.are_positions_numbers { number.index() } else { self.position(number) }
     }
 
     /// How many layers are beneath the one with this number.

@@ -10,7 +10,7 @@ use crate::index::cache::{MapCache, Sharing};
 use crate::index::{Index, count};
 use crate::layer::Layer;
 use crate::layers::Layers;
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Images, IoFuture, MapStats, Result};
 use mica_rt::sync::Notify;
 use mica_rt::{Buf, Pace};
@@ -97,9 +97,15 @@ impl Map {
         self.layers.load_full()
     }
 
+    /// The same for a moment, which is cheaper.
+    #[inline]
+    pub(crate) fn layers_now(&self) -> Guard<Arc<Layers>> {
+        self.layers.load()
+    }
+
     /// The unit in which requests are cheapest, in bits of a byte count. Asked with each request.
     pub(crate) fn preferred_bits(&self) -> u32 {
-        let layers = self.layers.load();
+        let layers = self.layers_now();
         layers.active().tables.as_ref().map_or(0, |tables| tables.l2.subcluster_bits())
     }
 
@@ -203,14 +209,19 @@ impl Map {
         Ok(in_slice)
     }
 
-    /// As [`Disk::read`](mica_block::Disk::read).
+    /// As [`Disk::read`](mica_block::Disk::read), of the present `layers`.
     #[inline]
-    pub(crate) fn read(self: &Arc<Self>, extent: &Extent, mut buf: Buf) -> IoFuture {
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        layers: &Layers,
+        extent: &Extent,
+        mut buf: Buf,
+    ) -> IoFuture {
         assert_eq!(extent.len, buf.len() as u64, "a buffer as long as the extent");
         match extent.kind {
-            ExtentKind::Data => self.layers.load().get(extent.layer).data.read_at(buf, extent.host),
+            ExtentKind::Data => layers.data_of(extent.layer).read_at(buf, extent.host),
             ExtentKind::Encoded => {
-                let layer = Arc::clone(self.layers.load().get(extent.layer));
+                let layer = Arc::clone(layers.get(extent.layer));
                 let decoded = Arc::clone(&self.decoded);
                 let (start, map) = (extent.start, Arc::clone(self));
                 IoFuture::boxed(async move {

@@ -249,7 +249,7 @@ impl GoodChain {
         }
         world.pass_time(Duration::from_secs(60));
         for (path, sidecar) in self.paths.iter().zip(&self.sidecars) {
-            world.sidecars().write(path.as_ref(), sidecar).expect("nobody forbids it");
+            world.write_sidecar(path.as_ref(), sidecar).expect("nobody forbids it");
         }
     }
 }

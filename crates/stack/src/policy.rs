@@ -91,6 +91,8 @@ impl Policy {
 
     /// The file that `name`, as recorded in the image at `referrer`, refers to.
     pub(crate) fn resolve(&self, referrer: &Path, name: &Path) -> Result<PathBuf> {
+        // Whoever asked before did not open it.
+        drop(self.resolved().take());
         let bytes = name.as_os_str().as_bytes();
         if bytes.is_empty() || bytes.contains(&0) {
             let what = format!("{} names a file {name:?}", referrer.display());
@@ -128,8 +130,9 @@ impl Policy {
 
     /// Finds the file at `path`, if it may be opened.
     pub(crate) fn find(&self, path: &Path) -> Result<Located> {
+        let resolved = self.resolved().take();
         let whole = self.absolute(path)?;
-        if let Some(resolved) = self.resolved().take()
+        if let Some(resolved) = resolved
             && resolved.path() == whole
         {
             // It was judged just now.

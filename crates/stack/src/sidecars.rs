@@ -8,25 +8,30 @@
 //!   this process, or root, and it is not writable by everyone.
 //! - I2 A sidecar is written to a new file in the same directory, made durable and then put in its
 //!   place: all of it or nothing, and never through a symbolic link.
+//!   Making it durable cannot be left out. Its seal names what it should contain, but only its
+//!   header is read to check that; and a file system may show, after a power cut, blocks of a new
+//!   file that it never wrote, with what another file had there: an older sidecar of the same
+//!   layer, whose nodes have sums that are right at their places. So several are made durable at
+//!   the same time, which costs the file system hardly more than one.
 //! - I3 A block device has no sidecar: nothing shows that its content changed.
 
 use crate::policy::Policy;
-use mica_block::{Error, ErrorKind, Result, Sidecars, Store};
+use mica_block::{Error, ErrorKind, LocalFuture, NewSidecar, Result, Sidecars, Store};
+use mica_rt::{Access, File};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use mica_units::LayerNumber;
 use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, CWD, Mode, OFlags, ResolveFlags, fdatasync, open, openat, openat2, renameat, statat,
-    unlinkat,
+    AtFlags, CWD, Mode, OFlags, ResolveFlags, open, openat, openat2, renameat, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where sidecars are kept.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -66,6 +71,16 @@ struct Spot {
     beside: bool,
 }
 
+/// The new file of a sidecar that is not in its place yet; removed when dropped.
+struct Temporary {
+    directory: OwnedFd,
+    name: String,
+    file: Arc<File>,
+}
+
+/// Sidecars that are made durable at the same time.
+const AT_ONCE: usize = 16;
+
 impl FileSidecars {
     pub(crate) fn new(
         place: SidecarPlace,
@@ -87,14 +102,74 @@ impl FileSidecars {
 
     /// Keeps in mind where the layer at `path` was found.
     pub(crate) fn note(&self, path: &Path, layer: &Located) {
-        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut noted = self.noted();
         if layer.kind() == FileKind::Regular && noted.len() < LayerNumber::COUNT_MAX {
             noted.insert(path.to_owned(), Place::of(layer));
         }
     }
 
     fn take_noted(&self, path: &Path) -> Option<Place> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner).remove(path)
+        self.noted().remove(path)
+    }
+
+    fn noted(&self) -> MutexGuard<'_, HashMap<PathBuf, Place>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many layers are kept in mind.
+    #[cfg(test)]
+    pub(crate) fn noted_count(&self) -> usize {
+        self.noted().len()
+    }
+
+    /// Writes a few sidecars, which the file system makes durable together.
+    async fn write_together(&self, sidecars: &[NewSidecar<'_>]) -> Result<()> {
+        // Each needs one for its file and one for its directory.
+        let _descriptors = self.handles.set_aside(2 * sidecars.len());
+        let mut outcome = Ok(());
+        let mut begun = Vec::new();
+        for new in sidecars {
+            match self.begin(new) {
+                Ok(one) => begun.push(one),
+                Err(error) => {
+                    outcome = Err(error);
+                    break;
+                }
+            }
+        }
+        let syncs = begun.iter().map(|(_, temporary)| mica_rt::sync_data(&temporary.file));
+        let synced = mica_rt::join_all(syncs).await;
+        for ((spot, temporary), synced) in begun.into_iter().zip(synced) {
+            let placed = synced.and_then(|()| temporary.put_at(&spot));
+            outcome = outcome.and(placed.map_err(|error| self.not_written(&spot, error)));
+        }
+        outcome
+    }
+
+    /// Writes a sidecar beside its place.
+    fn begin(&self, new: &NewSidecar<'_>) -> Result<(Spot, Temporary)> {
+        let layer = &self.policy.find(new.path)?;
+        if layer.kind() == FileKind::BlockDevice {
+            let what = format!("{} is a block device and has no index", layer.path().display());
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        // The first spot is the one to write to.
+        let spot = self.spots(&Place::of(layer))?.swap_remove(0);
+        match Temporary::create(&spot, layer, new.content) {
+            Ok(temporary) => Ok((spot, temporary)),
+            Err(error) => Err(self.not_written(&spot, error)),
+        }
+    }
+
+    fn not_written(&self, spot: &Spot, error: io::Error) -> Error {
+        let hint = match (error.kind(), &self.place) {
+            (io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
+            | (io::ErrorKind::ReadOnlyFilesystem, SidecarPlace::BesideLayers) => {
+                ": --index-dir keeps indexes elsewhere"
+            }
+            _ => "",
+        };
+        Error::from_io(format!("writing the index {}{hint}", spot.path().display()), error)
     }
 
     fn open_at(&self, layer: &Place, path: &Path) -> Result<Option<Arc<dyn Store>>> {
@@ -173,24 +248,18 @@ impl Sidecars for FileSidecars {
         Ok(None)
     }
 
-    fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
-        let layer = &self.policy.find(path)?;
-        if layer.kind() == FileKind::BlockDevice {
-            let what = format!("{} is a block device and has no index", layer.path().display());
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        // The first spot is the one to write to.
-        let spot = self.spots(&Place::of(layer))?.swap_remove(0);
-        spot.write(layer, content).map_err(|error| {
-            let hint = match (error.kind(), &self.place) {
-                (std::io::ErrorKind::PermissionDenied, SidecarPlace::BesideLayers)
-                | (std::io::ErrorKind::ReadOnlyFilesystem, SidecarPlace::BesideLayers) => {
-                    ": --index-dir keeps indexes elsewhere"
-                }
-                _ => "",
-            };
-            Error::from_io(format!("writing the index {}{hint}", spot.path().display()), error)
+    fn write_all<'a>(&'a self, sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            for some in sidecars.chunks(AT_ONCE) {
+                self.write_together(some).await?;
+            }
+            Ok(())
         })
+    }
+
+    fn chain_is_open(&self) {
+        let noted = std::mem::take(&mut *self.noted());
+        drop(noted);
     }
 
     fn remove(&self, path: &Path) -> Result<()> {
@@ -239,29 +308,37 @@ impl Spot {
         }
     }
 
-    fn write(&self, layer: &Located, content: &[u8]) -> std::io::Result<()> {
-        let directory = self.open_directory()?;
-        // Anyone who may read the layer may read its index.
-        let mode = Mode::from_raw_mode(layer.mode() & 0o044 | 0o600);
-        let (temporary, file) = create_new(&directory, mode)?;
-        let written = (|| {
-            let mut file = std::fs::File::from(file);
-            file.write_all(content)?;
-            fdatasync(&file)?;
-            renameat(&directory, &temporary, &directory, &self.name)?;
-            Ok(())
-        })();
-        if written.is_err() {
-            // The first error is the one to report.
-            let _ = unlinkat(&directory, &temporary, AtFlags::empty());
-        }
-        written
-    }
-
     fn remove(&self) -> rustix::io::Result<()> {
         let directory = self.open_directory()?;
         statat(&directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)?;
         unlinkat(&directory, &self.name, AtFlags::empty())
+    }
+}
+
+impl Temporary {
+    /// Creates it beside the sidecar of `layer`, with `content`.
+    fn create(spot: &Spot, layer: &Located, content: &[u8]) -> io::Result<Self> {
+        let directory = spot.open_directory()?;
+        // Anyone who may read the layer may read its index.
+        let mode = Mode::from_raw_mode(layer.mode() & 0o044 | 0o600);
+        let (name, file) = create_new(&directory, mode)?;
+        let mut file = std::fs::File::from(file);
+        let written = file.write_all(content);
+        let file = Arc::new(File::new(file.into(), Access::Buffered));
+        let temporary = Self { directory, name, file };
+        written.map(|()| temporary)
+    }
+
+    fn put_at(self, spot: &Spot) -> io::Result<()> {
+        renameat(&self.directory, &self.name, &self.directory, &spot.name)?;
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // It is not there any more if it was put in its place.
+        let _ = unlinkat(&self.directory, &self.name, AtFlags::empty());
     }
 }
 

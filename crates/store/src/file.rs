@@ -100,7 +100,8 @@ impl FileStore {
     }
 
     fn of(located: &Located, shared: Arc<SharedHandle>) -> Self {
-        Self { reader: Reader { shared, path: located.path().into() } }
+        let (handles, handle) = (Arc::clone(shared.handles()), Arc::clone(shared.handle()));
+        Self { reader: Reader { handles, handle, _shared: shared, path: located.path().into() } }
     }
 
     /// Calls `act` on the open file. If every descriptor of the cache is busy, the file is opened
@@ -173,7 +174,11 @@ impl Store for FileStore {
 /// The state that a read needs, even if it has to wait for a descriptor and outlives its store.
 #[derive(Clone)]
 struct Reader {
-    shared: Arc<SharedHandle>,
+    /// Those of the shared handle, so that a read need not look there.
+    handles: Arc<Handles>,
+    handle: Arc<Handle>,
+    /// The last of its clones closes the handle.
+    _shared: Arc<SharedHandle>,
     /// The name by which the file is opened again.
     path: Arc<Path>,
 }
@@ -193,12 +198,12 @@ const BUSY_PAUSES_MAX: usize = 60_000;
 
 impl Reader {
     fn handle(&self) -> &Arc<Handle> {
-        self.shared.handle()
+        &self.handle
     }
 
     #[inline]
     fn get(&self) -> Result<Got> {
-        self.shared.handles().get(self.handle(), &self.path)
+        self.handles.get(&self.handle, &self.path)
     }
 
     /// The file, if it is read through the page cache and there is a descriptor for it.
@@ -239,7 +244,7 @@ impl Reader {
     ) -> (Result<()>, Buf) {
         match opened.prove().await {
             Ok(file) => {
-                self.shared.handles().keep(self.handle(), Arc::clone(&file));
+                self.handles.keep(self.handle(), Arc::clone(&file));
                 self.start(&file, buf, offset).await
             }
             Err(error) => (Err(error), buf),

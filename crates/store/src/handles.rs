@@ -210,7 +210,7 @@ impl Handles {
     /// Opens the file of `handle`, whose lock the caller holds.
     #[cold]
     fn open(&self, handle: &Arc<Handle>, slot: &mut Slot, path: &Arc<Path>) -> Result<Got> {
-        if slot.is_being_proved || !self.reserve(handle) {
+        if slot.known.is_being_proved || !self.reserve(handle) {
             return Ok(Got::Busy);
         }
         loop {

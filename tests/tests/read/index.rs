@@ -7,6 +7,7 @@ use mica_tests::{clock, mica, nbd, qemu, tools};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// A chain of twelve layers with everything in it, old enough for seals to prove something.
@@ -203,6 +204,34 @@ fn a_wrong_sidecar_is_never_trusted() {
     }
     serves_right(dir, &manifest, &[]);
     serves_right(dir, &manifest, &[]);
+}
+
+/// Several sidecars are written at the same time.
+#[test]
+fn a_build_that_is_killed_leaves_whole_sidecars_and_the_next_one_goes_on() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir = dir.path();
+    let spec = ChainSpec { layers: 200, disk_bytes: 16 << 20, ..ChainSpec::new(dir) };
+    let manifest = generate(&spec, |_| {}).expect("made");
+    clock::sleep(Duration::from_millis(1200));
+    for wanted in [1, 100] {
+        index("drop", dir, &manifest, &[]);
+        let mut build = Command::new(mica::binary());
+        build.args(["index", "build"]).arg(dir.join(&manifest.top)).stdout(Stdio::null());
+        let mut build = build.spawn().expect("started");
+        let begun = || (sidecars(dir).len() >= wanted).then_some(());
+        clock::poll(Duration::from_secs(60), Duration::from_micros(200), begun).expect("it builds");
+        build.kill().and_then(|()| build.wait()).expect("killed");
+
+        let states = states(dir, &manifest, &[]);
+        let sealed = states.iter().take_while(|state| *state == "sealed").count();
+        assert!(sealed >= wanted, "{states:?}");
+        assert!(states[sealed..].iter().all(|state| state == "missing"), "{states:?}");
+        serves_right(dir, &manifest, &["--index", "read"]);
+    }
+    index("build", dir, &manifest, &[]);
+    assert_eq!(states(dir, &manifest, &[]), vec!["sealed"; 199]);
+    serves_right(dir, &manifest, &["--index", "read"]);
 }
 
 /// The story: an index built right after the chain was made said "0 of 99 layers ready".

@@ -7,8 +7,9 @@
 
 use crate::index::scan::{Builder, Scan, Stop, append_node};
 use crate::index::sidecar::{HEADER_BYTES, Header, SidecarId};
+use crate::index::stage::Stage;
 use crate::index::tables::{SealedTables, TableSource};
-use crate::index::{Root, Tree};
+use crate::index::{Root, Sidecar, Tree};
 use crate::layer::Layer;
 use crate::map::Map;
 use mica_block::{Error, ErrorKind, IndexProgress, Result, SealState, Store, read_exact};
@@ -86,7 +87,7 @@ impl Map {
     }
 
     /// The seal of a layer's sidecar; `None` also if one of its nodes was found to be bad.
-    async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
+    pub(super) async fn read_seal(&self, layer: &Layer) -> Option<(Header, Arc<dyn Store>)> {
         if layer.tables.is_none() || self.index.is_distrusted(self.position_of(layer)) {
             return None;
         }
@@ -172,20 +173,28 @@ impl Map {
         let all = self.layers();
         let layers = all.frozen().len();
         let first = tree.covered();
+        let mut stage = Stage::default();
         let mut outcome = Ok(());
         for (position, layer) in all.frozen().iter().enumerate().skip(first) {
             if progress(IndexProgress { layer: position, layers }).is_break() {
                 break;
             }
-            outcome = self.extend_tree(&mut builder, &mut tree, layer).await;
+            outcome = self.extend_tree(&mut builder, (&mut tree, &mut stage), layer).await;
+            let is_due = (tree.covered() - first).is_multiple_of(PUBLISH_EVERY);
+            if outcome.is_ok() && (is_due || stage.is_full()) {
+                outcome = self.write_staged(&mut stage, &mut tree).await;
+            }
             if outcome.is_err() {
                 break;
             }
-            *built += 1;
-            if (tree.covered() - first).is_multiple_of(PUBLISH_EVERY) {
+            if is_due {
                 self.index.publish(tree.clone());
             }
         }
+        // What was built before something failed is as good as ever.
+        let written = self.write_staged(&mut stage, &mut tree).await;
+        outcome = outcome.and(written);
+        *built += tree.covered().saturating_sub(first);
         let layer = tree.covered();
         if layer > first {
             self.index.publish(tree);
@@ -199,7 +208,7 @@ impl Map {
     async fn extend_tree(
         &self,
         builder: &mut Builder,
-        tree: &mut Tree,
+        (tree, stage): (&mut Tree, &mut Stage),
         layer: &Arc<Layer>,
     ) -> std::result::Result<(), Stop> {
         let (Some(source), Some(tables)) = (TableSource::of(layer), &layer.tables) else {
@@ -220,26 +229,28 @@ impl Map {
             if header.digest == digest
                 && let Some(content) = self.resealed(layer, &header, &*store).await
             {
-                // If stamps never prove anything, a new seal proves no more than the old one.
-                if layer.identity.has_stamps() {
-                    self.images.sidecars().write(&layer.path, &content)?;
-                }
                 builder.restart(header.root);
-                return self.adopt_written(layer, tree, &header).await;
+                // If stamps never prove anything, a new seal proves no more than the old one.
+                match layer.identity.has_stamps() {
+                    true => stage.push(tree, layer, header, content),
+                    false => adopt(layer, tree, &header, store),
+                }
+                return Ok(());
             }
         }
         let scan = Scan::read(self, layer, builder, tree, (&source, tables)).await?;
         self.require_unchanged(layer)?;
-        self.write_sidecar(builder, tree, layer, scan).await
+        self.stage_sidecar(builder, (tree, stage), layer, scan);
+        Ok(())
     }
 
-    async fn write_sidecar(
+    fn stage_sidecar(
         &self,
         builder: &mut Builder,
-        tree: &mut Tree,
-        layer: &Layer,
+        (tree, stage): (&mut Tree, &mut Stage),
+        layer: &Arc<Layer>,
         scan: Scan,
-    ) -> std::result::Result<(), Stop> {
+    ) {
         let mut content = scan.content;
         let position = self.position_of(layer);
         let root = builder
@@ -258,23 +269,7 @@ impl Map {
             len: content.len() as u64,
         };
         content[..HEADER_BYTES].copy_from_slice(&header.encode());
-        self.images.sidecars().write(&layer.path, &content)?;
-        self.adopt_written(layer, tree, &header).await
-    }
-
-    /// Adds a sidecar that was just written to the tree: read from the file, as everyone else will.
-    async fn adopt_written(
-        &self,
-        layer: &Layer,
-        tree: &mut Tree,
-        written: &Header,
-    ) -> std::result::Result<(), Stop> {
-        self.index.trust(self.position_of(layer));
-        // Another process that serves the same layers may have put its own there in the meantime.
-        let seal = self.read_seal(layer).await.filter(|(header, _)| header.id == written.id);
-        let (header, store) = seal.ok_or(Stop::Changed)?;
-        adopt(layer, tree, &header, store);
-        Ok(())
+        stage.push(tree, layer, header, content);
     }
 
     /// The sidecar's content under a new seal: that content proved the layer to be the same. `None`
@@ -305,14 +300,10 @@ impl Map {
     }
 }
 
-/// Adds the sidecar of `layer` to the tree. From now on its digest proves the layer, should its
-/// file be opened again.
+/// Adds the sidecar of `layer`, which is in `store`, to the tree.
 fn adopt(layer: &Layer, tree: &mut Tree, header: &Header, store: Arc<dyn Store>) {
-    tree.push(header.root, header.id, Some(store));
-    if let Some(source) = TableSource::of(layer) {
-        let digest = header.digest;
-        layer.content.set(Arc::new(SealedTables { source: Arc::new(source), digest }));
-    }
+    tree.push(header.root, header.id, Some(Sidecar::Kept(store)));
+    SealedTables::prove(layer, header.digest);
 }
 
 impl Tree {

@@ -5,7 +5,7 @@ use crate::index::node_ref::NodeRef;
 use crate::index::slice::{
     Entry, EntryKind, Run, Runs, SLICE_BITS, SLICE_BYTES, SLICE_SECTORS, Slice,
 };
-use crate::index::{BadNodeReason, Directory, Tree, count, raw_base_limit};
+use crate::index::{BadNodeReason, Directory, Sidecar, Tree, count, raw_base_limit};
 use crate::map::Map;
 use mica_block::{Result, read_exact};
 use mica_map::{NODE_HEADER_BYTES, Step, node_len, open_node};
@@ -325,7 +325,10 @@ impl Map {
 }
 
 async fn read_node(tree: &Tree, at: NodeRef) -> std::result::Result<Buf, BadNode> {
-    let store = tree.sidecar(at.file()).ok_or(BadNode::damaged(at))?;
+    let store = match tree.sidecar(at.file()).ok_or(BadNode::damaged(at))? {
+        Sidecar::Kept(store) => store,
+        Sidecar::Staged(content) => return staged_node(content, at).ok_or(BadNode::damaged(at)),
+    };
     let offset = HostOffset::new(at.offset());
     let read = |len| read_exact(&**store, offset, len);
     let first = read(NODE_READ_BYTES).await.map_err(|_| BadNode::unreadable(at))?;
@@ -334,6 +337,14 @@ async fn read_node(tree: &Tree, at: NodeRef) -> std::result::Result<Buf, BadNode
         Some(len) if len <= NODE_BYTES_MAX => read(len).await.map_err(|_| BadNode::unreadable(at)),
         _ => Err(BadNode::damaged(at)),
     }
+}
+
+fn staged_node(content: &[u8], at: NodeRef) -> Option<Buf> {
+    let rest = content.get(usize::try_from(at.offset()).ok()?..)?;
+    let node = rest.get(..node_len(rest)?)?;
+    let mut buf = Buf::new(node.len());
+    buf.copy_from_slice(node);
+    Some(buf)
 }
 
 /// An unusable node, and with it the sidecar that it lies in.

@@ -21,6 +21,7 @@ mod node_ref;
 mod scan;
 pub(crate) mod sidecar;
 pub(crate) mod slice;
+mod stage;
 pub(crate) mod tables;
 
 use crate::index::cache::{Frozen, MapCache, SliceCache};
@@ -57,12 +58,21 @@ pub(crate) struct Tree {
     /// The tree's root at each layer that it covers, from the base.
     roots: Vec<Root>,
     /// The sidecar of each of those layers; a raw base has none.
-    sidecars: Vec<Option<Arc<dyn Store>>>,
+    sidecars: Vec<Option<Sidecar>>,
     /// The name of the uppermost sidecar, if there is one.
     id: Option<SidecarId>,
     /// Different from that of every tree whose sidecars may have been others; see
     /// [`Index::next_generation`].
     generation: u64,
+}
+
+/// The contents of a sidecar.
+#[derive(Clone)]
+enum Sidecar {
+    /// In its file.
+    Kept(Arc<dyn Store>),
+    /// In memory: the file is about to be written.
+    Staged(Arc<[u8]>),
 }
 
 impl Tree {
@@ -75,10 +85,15 @@ impl Tree {
         self.roots.last().copied().unwrap_or_default()
     }
 
-    fn push(&mut self, root: Root, id: SidecarId, sidecar: Option<Arc<dyn Store>>) {
+    fn push(&mut self, root: Root, id: SidecarId, sidecar: Option<Sidecar>) {
         self.roots.push(root);
         self.sidecars.push(sidecar);
         self.id = Some(id);
+    }
+
+    /// The sidecar of layer `number`, which was staged, is in its file now.
+    fn keep(&mut self, number: usize, store: Arc<dyn Store>) {
+        self.sidecars[number] = Some(Sidecar::Kept(store));
     }
 
     /// Restricts the tree to the lowest `layers` layers from now on.
@@ -92,7 +107,7 @@ impl Tree {
         }
     }
 
-    fn sidecar(&self, number: u16) -> Option<&Arc<dyn Store>> {
+    fn sidecar(&self, number: u16) -> Option<&Sidecar> {
         self.sidecars.get(usize::from(number))?.as_ref()
     }
 }

@@ -4,7 +4,7 @@
 //! - I1 Memory is bounded: one L2 table, the directories of the tree, a bounded number of slices,
 //!   and the sidecar that is being written. A layer whose L1 table claims more than its file holds
 //!   gets none: otherwise a small file could demand a sidecar of any size.
-//! - I2 Each slice is written once: a written slice cannot be read before the sidecar is in place.
+//! - I2 Each slice is written once: a written slice cannot be read before the sidecar is staged.
 
 use crate::index::load::{BadNode, sectors_of};
 use crate::index::node_ref::NodeRef;
@@ -182,7 +182,7 @@ impl SidecarContent {
     }
 
     /// And this the slice in which the layer ends. It is the last one, so that if the layer already
-    /// wrote it the builder still keeps it: a sidecar that is not in its place cannot be read.
+    /// wrote it the builder still keeps it: a sidecar that is not staged yet cannot be read.
     async fn cut_within(
         &mut self,
         map: &Map,

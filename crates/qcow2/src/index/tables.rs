@@ -152,8 +152,17 @@ impl Claims<'_> {
 
 /// Evidence that a layer's tables are those of a seal that fitted it.
 pub(crate) struct SealedTables {
-    pub(crate) source: Arc<TableSource>,
-    pub(crate) digest: TablesDigest,
+    source: Arc<TableSource>,
+    digest: TablesDigest,
+}
+
+impl SealedTables {
+    /// From now on the `digest` of its sidecar proves `layer`, should its file be opened again.
+    pub(super) fn prove(layer: &Layer, digest: TablesDigest) {
+        if let Some(source) = TableSource::of(layer) {
+            layer.content.set(Arc::new(Self { source: Arc::new(source), digest }));
+        }
+    }
 }
 
 impl ContentProof for SealedTables {

@@ -21,6 +21,7 @@
 //!   handed to another process, before it is done.
 
 use super::Map;
+use crate::layers::Layers;
 use mica_block::{Extent, ExtentKind, OwnedInFlight};
 use mica_units::{GuestOffset, GuestRange};
 use std::sync::Arc;
@@ -120,9 +121,9 @@ impl Map {
     /// Takes note of a read; returns the window that is to be read ahead now, if it continues a
     /// sequence: [`Self::begin_ahead`] must follow.
     #[inline]
-    pub(crate) fn follow(&self, extent: &Extent) -> Option<(u64, u64)> {
+    pub(crate) fn follow(&self, layers: &Layers, extent: &Extent) -> Option<(u64, u64)> {
         // Within one file the system reads ahead by itself.
-        match extent.kind == ExtentKind::Data && self.layers.load().all().len() > 1 {
+        match extent.kind == ExtentKind::Data && layers.all().len() > 1 {
             true => self.index.sequence.follow(extent.start, extent.len),
             false => None,
         }

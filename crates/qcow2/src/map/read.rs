@@ -68,7 +68,8 @@ impl Map {
     /// Reads `extents`, which follow one another.
     pub(crate) async fn read_extents(self: &Arc<Self>, extents: Vec<Extent>) -> Result<Buf> {
         let buf = Buf::new(buf_len(Extent::total_len(&extents)));
-        read_extents_by(|extent, part| self.read(extent, part), &extents, buf).await
+        let read = |extent: &Extent, part| self.read(&self.layers_now(), extent, part);
+        read_extents_by(read, &extents, buf).await
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::redo::SimRedoMemory;
 use super::{World, lock, normal};
-use mica_block::{Error, RedoLogs, RedoMemory, Result, Sidecars, Store};
+use mica_block::{Error, LocalFuture, NewSidecar, RedoLogs, RedoMemory, Result, Sidecars, Store};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,25 @@ impl Sidecars for World {
         Ok(found.map(|file| self.store(file)))
     }
 
-    fn write(&self, path: &Path, content: &[u8]) -> Result<()> {
+    fn write_all<'a>(&'a self, sidecars: &'a [NewSidecar<'a>]) -> LocalFuture<'a, Result<()>> {
+        let written = sidecars.iter().try_for_each(|new| self.write_sidecar(new.path, new.content));
+        Box::pin(std::future::ready(written))
+    }
+
+    fn chain_is_open(&self) {}
+
+    fn remove(&self, path: &Path) -> Result<()> {
+        lock(&self.state).sidecars.remove(&normal(path));
+        Ok(())
+    }
+}
+
+impl World {
+    /// Puts a sidecar in its place.
+    ///
+    /// # Errors
+    /// `Denied` if that was asked for.
+    pub fn write_sidecar(&self, path: &Path, content: &[u8]) -> Result<()> {
         let path = normal(path);
         let mut state = lock(&self.state);
         if state.sidecars_denied {
@@ -22,11 +40,6 @@ impl Sidecars for World {
         }
         let file = state.make_file(&path, content.to_vec());
         state.sidecars.insert(path, file);
-        Ok(())
-    }
-
-    fn remove(&self, path: &Path) -> Result<()> {
-        lock(&self.state).sidecars.remove(&normal(path));
         Ok(())
     }
 }

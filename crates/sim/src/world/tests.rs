@@ -84,11 +84,11 @@ fn sidecars_are_kept_and_can_be_made_to_lie() {
     let world = World::new(3);
     let path = Path::new("/a");
     assert!(world.sidecars().open(path).unwrap().is_none());
-    world.sidecars().write(path, &[0; 16]).unwrap();
+    world.write_sidecar(path, &[0; 16]).unwrap();
     let byte = world.flip_sidecar_bit(path).unwrap();
     assert_eq!(world.sidecar(path).unwrap()[byte].count_ones(), 1);
     world.deny_sidecars(true);
-    assert_eq!(world.sidecars().write(path, &[1]).unwrap_err().kind(), ErrorKind::Denied);
+    assert_eq!(world.write_sidecar(path, &[1]).unwrap_err().kind(), ErrorKind::Denied);
     world.sidecars().remove(path).unwrap();
     assert!(world.sidecars().open(path).unwrap().is_none());
 }

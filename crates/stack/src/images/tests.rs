@@ -1,5 +1,5 @@
 use super::*;
-use mica_block::{ErrorKind, read_exact};
+use mica_block::{ErrorKind, NewSidecar, read_exact};
 use mica_rt::{Backend, Executor};
 use mica_units::HostOffset;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -30,6 +30,11 @@ fn read_all(store: &dyn Store) -> Vec<u8> {
 
 fn sidecar_content(images: &FileImages, path: &Path) -> Option<Vec<u8>> {
     images.sidecars().open(path).unwrap().map(|store| read_all(&*store))
+}
+
+fn write_sidecar(images: &FileImages, path: &Path, content: &[u8]) -> mica_block::Result<()> {
+    let executor = Executor::new(Backend::Auto).unwrap();
+    executor.block_on(images.sidecars().write_all(&[NewSidecar { path, content }]))
 }
 
 fn names_in(folder: &Path) -> Vec<String> {
@@ -68,7 +73,7 @@ fn fault_that_was_asked_for_happens_to_images_and_not_to_sidecars() {
     let (_folder, path) = folder_with_image();
     let options = ImageOptions { faults: vec!["error=every:1".parse().unwrap()], ..options() };
     let images = FileImages::new(&path, options).unwrap();
-    images.sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images, &path, b"index").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
     let image = images.open(&path).unwrap();
     let executor = Executor::new(Backend::Auto).unwrap();
@@ -83,7 +88,7 @@ fn sidecar_is_written_beside_the_layer_whole_and_can_be_removed() {
     assert!(images.sidecars().open(&path).unwrap().is_none());
     images.sidecars().remove(&path).unwrap();
     for content in [b"first".as_slice(), b"the second"] {
-        images.sidecars().write(&path, content).unwrap();
+        write_sidecar(&images, &path, content).unwrap();
         assert_eq!(sidecar_content(&images, &path).unwrap(), content);
         assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
     }
@@ -92,10 +97,42 @@ fn sidecar_is_written_beside_the_layer_whole_and_can_be_removed() {
 }
 
 #[test]
+fn of_many_sidecars_those_that_can_be_written_are_and_nothing_else_is_left() {
+    let (folder, path) = folder_with_image();
+    let images = images(&path);
+    let layers: Vec<_> = (0..40).map(|number| path.with_file_name(format!("{number}"))).collect();
+    for layer in &layers[..36] {
+        std::fs::write(layer, b"image").unwrap();
+    }
+    let contents: Vec<_> = (0..40_u8).map(|number| [number; 100]).collect();
+    let new: Vec<_> = layers.iter().zip(&contents).collect();
+    let new: Vec<_> =
+        new.iter().map(|(path, content)| NewSidecar { path, content: *content }).collect();
+    let executor = Executor::new(Backend::Auto).unwrap();
+    let error = executor.block_on(images.sidecars().write_all(&new)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    for (layer, content) in layers.iter().zip(&contents).take(36) {
+        assert_eq!(sidecar_content(&images, layer).as_deref(), Some(&content[..]));
+    }
+    let is_expected = |name: &String| !name.ends_with(".tmp");
+    assert!(names_in(folder.path()).iter().all(is_expected));
+}
+
+#[test]
+fn layers_of_a_chain_that_is_open_are_not_kept_in_mind_for_their_sidecars() {
+    let (_folder, path) = folder_with_image();
+    let images = images(&path);
+    images.open(&path).unwrap();
+    assert_eq!(images.sidecars.noted_count(), 1);
+    images.sidecars().chain_is_open();
+    assert_eq!(images.sidecars.noted_count(), 0);
+}
+
+#[test]
 fn sidecar_is_as_private_as_its_layer() {
     let (folder, path) = folder_with_image();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-    images(&path).sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images(&path), &path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     assert_eq!(std::fs::metadata(sidecar).unwrap().mode() & 0o777, 0o600);
 }
@@ -108,7 +145,7 @@ fn sidecar_lies_beside_the_file_that_a_link_names() {
     std::fs::rename(&path, pool.join("real")).unwrap();
     symlink(pool.join("real"), &path).unwrap();
     let images = images(&path);
-    images.sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images, &path, b"index").unwrap();
     assert_eq!(names_in(&pool), ["real", "real.mica-index"]);
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"index");
 }
@@ -123,7 +160,7 @@ fn link_in_the_place_of_a_sidecar_is_neither_followed_nor_read() {
     symlink(&victim, &sidecar).unwrap();
     let images = images(&path);
     assert!(images.sidecars().open(&path).unwrap().is_none());
-    images.sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images, &path, b"index").unwrap();
     assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
     assert!(std::fs::symlink_metadata(&sidecar).unwrap().is_file());
     std::fs::remove_file(&sidecar).unwrap();
@@ -140,7 +177,7 @@ fn sidecar_that_is_not_a_plain_file_is_ignored() {
     let images = images(&path);
     std::fs::create_dir(&sidecar).unwrap();
     assert!(images.sidecars().open(&path).unwrap().is_none());
-    assert!(images.sidecars().write(&path, b"index").is_err());
+    assert!(write_sidecar(&images, &path, b"index").is_err());
     assert_eq!(names_in(folder.path()), ["top.qcow2", "top.qcow2.mica-index"]);
     std::fs::remove_dir(&sidecar).unwrap();
     let made = std::process::Command::new("mkfifo").arg(&sidecar).status().unwrap();
@@ -152,7 +189,7 @@ fn sidecar_that_is_not_a_plain_file_is_ignored() {
 fn sidecar_that_anyone_could_have_written_is_ignored() {
     let (folder, path) = folder_with_image();
     let images = images(&path);
-    images.sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images, &path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     std::fs::set_permissions(&sidecar, std::fs::Permissions::from_mode(0o666)).unwrap();
     assert!(images.sidecars().open(&path).unwrap().is_none());
@@ -162,7 +199,7 @@ fn sidecar_that_anyone_could_have_written_is_ignored() {
 fn sidecar_of_another_owner_is_ignored() {
     let (folder, path) = folder_with_image();
     let images = images(&path);
-    images.sidecars().write(&path, b"index").unwrap();
+    write_sidecar(&images, &path, b"index").unwrap();
     let sidecar = folder.path().join("top.qcow2.mica-index");
     if std::os::unix::fs::chown(&sidecar, Some(12_345), None).is_err() {
         eprintln!("skipped: only root gives files away");
@@ -178,12 +215,12 @@ fn index_dir_keeps_what_is_written_and_layers_keep_theirs() {
     let (folder, path) = folder_with_image();
     let elsewhere = tempfile::tempdir().unwrap();
     let directory = elsewhere.path().join("made/on/demand");
-    images(&path).sidecars().write(&path, b"beside").unwrap();
+    write_sidecar(&images(&path), &path, b"beside").unwrap();
     let place = SidecarPlace::Directory(directory.clone());
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
 
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"beside");
-    images.sidecars().write(&path, b"elsewhere").unwrap();
+    write_sidecar(&images, &path, b"elsewhere").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"elsewhere");
     let names = names_in(&directory);
     assert_eq!(names.len(), 1);
@@ -203,8 +240,8 @@ fn layers_of_one_name_have_sidecars_of_their_own_in_an_index_dir() {
     std::fs::write(&twin, b"twin").unwrap();
     let place = SidecarPlace::Directory(folder.path().join("index"));
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
-    images.sidecars().write(&path, b"one").unwrap();
-    images.sidecars().write(&twin, b"two").unwrap();
+    write_sidecar(&images, &path, b"one").unwrap();
+    write_sidecar(&images, &twin, b"two").unwrap();
     assert_eq!(sidecar_content(&images, &path).unwrap(), b"one");
     assert_eq!(sidecar_content(&images, &twin).unwrap(), b"two");
 }
@@ -216,11 +253,11 @@ fn layer_with_the_longest_name_works_without_a_sidecar_beside_it() {
     std::fs::write(&long, b"long").unwrap();
     let images = images(&path);
     assert!(images.sidecars().open(&long).unwrap().is_none());
-    assert!(images.sidecars().write(&long, b"index").is_err());
+    assert!(write_sidecar(&images, &long, b"index").is_err());
     images.sidecars().remove(&long).unwrap();
     let place = SidecarPlace::Directory(folder.path().join("index"));
     let images = FileImages::new(&path, ImageOptions { sidecars: place, ..options() }).unwrap();
-    images.sidecars().write(&long, b"index").unwrap();
+    write_sidecar(&images, &long, b"index").unwrap();
     assert_eq!(sidecar_content(&images, &long).unwrap(), b"index");
 }
 
@@ -231,7 +268,7 @@ fn sidecars_of_layers_elsewhere_are_as_closed_as_the_layers() {
     let images = images(&path);
     for error in [
         images.sidecars().open(&other_path).err(),
-        images.sidecars().write(&other_path, b"x").err(),
+        write_sidecar(&images, &other_path, b"x").err(),
         images.sidecars().remove(&other_path).err(),
         images.identify(&other_path).err(),
     ] {

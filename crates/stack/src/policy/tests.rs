@@ -1,5 +1,5 @@
 use super::*;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use tempfile::TempDir;
 
 /// `chain/` with a top image and a base, `outside/` with a secret, both in one folder.
@@ -55,6 +55,19 @@ fn files_beside_and_below_the_named_image_are_opened() {
     }
     let absolute = folder.path("chain/base");
     assert_eq!(folder.get(&policy, absolute.to_str().unwrap()).unwrap(), absolute);
+}
+
+#[test]
+fn file_that_was_resolved_and_not_opened_is_looked_up_again_after_a_name_that_was_refused() {
+    let folder = Folder::new();
+    let policy = folder.policy("chain/top", &[]);
+    let top = folder.path("chain/top");
+    let base = policy.resolve(&top, Path::new("base")).unwrap();
+    std::fs::write(folder.path("chain/new"), "another").unwrap();
+    std::fs::rename(folder.path("chain/new"), &base).unwrap();
+    policy.resolve(&top, Path::new("nbd://host")).unwrap_err();
+    let inode = std::fs::metadata(&base).unwrap().ino();
+    assert_eq!(policy.find(&base).unwrap().identity(0).inode, inode);
 }
 
 /// CVE-2015-5163, CVE-2024-32498 and their kin: a name in an image that leads elsewhere.

@@ -46,7 +46,7 @@ impl Key {
 }
 
 impl SharedHandle {
-    pub(crate) fn handles(&self) -> &Handles {
+    pub(crate) fn handles(&self) -> &Arc<Handles> {
         &self.handles
     }
 

@@ -19,14 +19,14 @@ pub(crate) struct Proving {
 impl Proving {
     /// The caller holds the lock of `handle`, which is that of `slot`.
     pub(super) fn begin(handle: &Arc<Handle>, slot: &mut Slot, path: &Arc<Path>) -> Self {
-        slot.is_being_proved = true;
+        slot.known.is_being_proved = true;
         Self { handle: Arc::clone(handle), path: Arc::clone(path) }
     }
 }
 
 impl Drop for Proving {
     fn drop(&mut self) {
-        self.handle.lock().is_being_proved = false;
+        self.handle.lock().known.is_being_proved = false;
     }
 }
 
@@ -55,11 +55,11 @@ impl Unproven {
             let (file, handle) = (Arc::clone(&file), Arc::clone(handle));
             let reopened = Reopened { file, handle, path: Arc::clone(path) };
             if !proof.holds(Arc::new(reopened)).await? {
-                proving.handle.lock().refused = Some(Box::new(now));
+                proving.handle.lock().known.refused = Some(Box::new(now));
                 return Err(refused(path));
             }
         }
-        handle.lock().identity = now;
+        handle.lock().known.identity = now;
         Ok(file)
     }
 }

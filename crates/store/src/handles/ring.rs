@@ -48,7 +48,7 @@ impl Ring {
             // One that is being used or opened right now is not idle.
             let Ok(mut slot) = handle.slot.try_lock() else { continue };
             if slot.file.as_ref().is_some_and(|file| Arc::strong_count(file) == 1) {
-                slot.closed_ns = now_ns();
+                slot.known.closed_ns = now_ns();
                 slot.file = None;
                 return Some(position);
             }

@@ -14,9 +14,14 @@ use mica_rt::File;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a handle has, and what it last knew of its file.
+/// What a handle has, and what it last knew of its file. Each read looks at the former.
 pub(super) struct Slot {
     pub(super) file: Option<Arc<File>>,
+    pub(super) known: Box<Facts>,
+}
+
+/// What a handle last knew of its file.
+pub(super) struct Facts {
     /// The file's identity when its locks were last held; for a device without its length.
     pub(super) identity: Identity,
     /// When it was last closed, which released its locks.
@@ -43,13 +48,13 @@ pub(super) fn is_other_file(before: &Identity, now: &Identity) -> bool {
 }
 
 pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
-    let before = &slot.identity;
+    let before = &slot.known.identity;
     if is_other_file(before, now) {
         return Verdict::Other("was replaced");
     }
     // Without locks, or if the image is shared with writers, changes are not ours to judge.
     if locking == Locking::On {
-        if slot.refused.as_deref() == Some(now) {
+        if slot.known.refused.as_deref() == Some(now) {
             return Verdict::Refused;
         }
         if before.mtime_ns != now.mtime_ns {
@@ -59,7 +64,7 @@ pub(super) fn judge(slot: &Slot, now: &Identity, locking: Locking) -> Verdict {
     if before.len != now.len {
         return Verdict::Other("changed its length");
     }
-    let is_proved = before == now && now.proves_unchanged_since(slot.closed_ns);
+    let is_proved = before == now && now.proves_unchanged_since(slot.known.closed_ns);
     if locking == Locking::On && !is_proved { Verdict::Unproven } else { Verdict::Same }
 }
 
@@ -74,14 +79,14 @@ pub(super) fn refused(path: &Path) -> Error {
 
 /// Assumes that the file at `path` is unchanged, though nothing proves that.
 pub(super) fn accept_unproven(slot: &mut Slot, now: Identity, path: &Path) {
-    if slot.identity != now {
+    if slot.known.identity != now {
         tracing::warn!(
             path = %path.display(),
             "its inode was changed while it was not open, and nothing shows whether its content \
              was, too: assuming that it was not"
         );
     }
-    slot.identity = now;
+    slot.known.identity = now;
 }
 
 pub(super) fn replaced(path: &Path, how: &str) -> Error {
