@@ -11,6 +11,7 @@ pub mod machine;
 pub mod mica;
 pub mod mounts;
 pub mod nbd;
+pub mod power;
 pub mod qemu;
 pub mod server;
 pub mod shell;

@@ -71,6 +71,14 @@ impl FileImages {
         let policy = Arc::new(Policy::new(named, names, &allow_paths)?);
         let written = Arc::<WrittenImages>::default();
         let sidecars = FileSidecars::new(sidecars, Arc::clone(&policy), Arc::clone(&handles))?;
+        let limit = faults.iter().find_map(|fault| match fault {
+            Fault::RedoMemory(bytes) => Some(*bytes),
+            _ => None,
+        });
+        let redo = match limit {
+            Some(bytes) => redo.limited(bytes),
+            None => redo,
+        };
         let redo_logs = FileRedoLogs::new(redo, Arc::clone(&policy), locking, Arc::clone(&written));
         Ok(Self { policy, sidecars, redo_logs, cache, handles, faults, locking, written })
     }

@@ -1,6 +1,7 @@
 //! Faults that the user requested: `--inject delay=2ms`, `--inject error=1%,errno=EIO`, `--inject
-//! error=nth:3,op=write+sync`.
+//! error=nth:3,op=write+sync`, `--inject redo-memory=64K`.
 
+use crate::redo::CAPACITIES;
 use mica_block::{Error, ErrorKind, Result, Store};
 use mica_store::faulty::{
     DelayOptions, DelayStore, ErrorOptions, ErrorStore, LogOptions, LogStore, Operation,
@@ -21,14 +22,16 @@ pub enum Fault {
     Error(ErrorOptions),
     /// Each operation is logged.
     Log(LogOptions),
+    /// A redo log has only so many bytes. Whoever is to find it has to be told the same.
+    RedoMemory(u64),
 }
 
 impl Fault {
     /// How it is written, for messages and help.
     pub const SYNTAX: &str = "delay=TIME[,op=LIST] | \
-        error=WHEN[,op=LIST][,errno=NAME][,seed=NUMBER] | log=FILE, \
+        error=WHEN[,op=LIST][,errno=NAME][,seed=NUMBER] | log=FILE | redo-memory=SIZE, \
         where TIME is like 500us, 2ms or 1s, WHEN is like 1%, every:100, nth:3, from:3 or \
-        range:1M-2M, and LIST is all or some of read+write+sync+punch+zero+allocate+set-len, \
+        range:1M-2M, SIZE is 16K to 16M, and LIST is all or some of read+write+sync+punch+zero+allocate+set-len, \
         read if it is not said";
 
     /// `inner` with this fault.
@@ -37,6 +40,7 @@ impl Fault {
             Self::Delay(options) => Arc::new(DelayStore::new(inner, *options)),
             Self::Error(options) => Arc::new(ErrorStore::new(inner, options.clone())),
             Self::Log(options) => Arc::new(LogStore::new(inner, options.clone())),
+            Self::RedoMemory(_) => inner,
         }
     }
 }
@@ -48,6 +52,9 @@ impl FromStr for Fault {
         let fault = match text.split_once('=') {
             Some(("delay", rest)) => parse_delay(rest).map(Self::Delay),
             Some(("error", rest)) => parse_error(rest).map(Self::Error),
+            Some(("redo-memory", size)) => {
+                parse_bytes(size).filter(|bytes| CAPACITIES.contains(bytes)).map(Self::RedoMemory)
+            }
             Some(("log", file)) => {
                 return Ok(Self::Log(LogOptions { sink: open_log(file)? }));
             }

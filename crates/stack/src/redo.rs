@@ -31,6 +31,7 @@ use rustix::io::Errno;
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
+use std::ops::RangeInclusive;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -44,11 +45,43 @@ pub enum RedoPlace {
     Nowhere,
     /// In a folder of this user, which is created in this directory.
     Directory(PathBuf),
+    /// The same, for logs of at most so many bytes, which have names of their own: where a log has
+    /// what depends on its capacity.
+    Limited(PathBuf, u64),
 }
 
 impl Default for RedoPlace {
     fn default() -> Self {
         Self::Directory(usual_directory())
+    }
+}
+
+impl RedoPlace {
+    /// The same place, for logs of at most `bytes` each.
+    pub(crate) fn limited(self, bytes: u64) -> Self {
+        match self {
+            Self::Directory(directory) | Self::Limited(directory, _) => {
+                Self::Limited(directory, bytes)
+            }
+            Self::Nowhere => Self::Nowhere,
+        }
+    }
+
+    fn directory(&self) -> Option<&Path> {
+        match self {
+            Self::Directory(directory) | Self::Limited(directory, _) => Some(directory),
+            Self::Nowhere => None,
+        }
+    }
+
+    fn capacity(&self) -> u64 {
+        if let Self::Limited(_, bytes) = self { *bytes } else { CAPACITY }
+    }
+
+    /// The name of the file for the image identified by `identity`.
+    fn name_of(&self, identity: Identity) -> String {
+        let usual = name_of(identity);
+        if let Self::Limited(_, bytes) = self { format!("{usual}-{bytes}") } else { usual }
     }
 }
 
@@ -59,6 +92,10 @@ fn usual_directory() -> PathBuf {
 
 /// Maximum size of such a file. It takes as much memory as was written between two flushes.
 const CAPACITY: u64 = 16 << 20;
+/// The least that a test may limit it to.
+const CAPACITY_MIN: u64 = 16 << 10;
+/// What a test may limit it to.
+pub(crate) const CAPACITIES: RangeInclusive<u64> = CAPACITY_MIN..=CAPACITY;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The end of the name of a note with a file's place.
 const ELSEWHERE: &str = ".elsewhere";
@@ -72,6 +109,7 @@ pub(crate) struct RedoFile {
     /// Its owner.
     user: u32,
     name: String,
+    capacity: u64,
     /// The folder with the note of its place, if that is not the usual one (I4).
     usual: Option<PathBuf>,
     boot: u128,
@@ -87,14 +125,14 @@ impl RedoFile {
     }
 
     fn of_user(place: &RedoPlace, identity: Identity, user: u32) -> Option<Self> {
-        let RedoPlace::Directory(directory) = place else { return None };
+        let directory = place.directory()?;
         let boot = boot_id()?;
         let folder = folder::path_of(directory, user);
-        let name = name_of(identity);
+        let (name, capacity) = (place.name_of(identity), place.capacity());
         let lock = FlockOperation::NonBlockingLockExclusive;
         let usual =
-            (*directory != usual_directory()).then(|| folder::path_of(&usual_directory(), user));
-        Some(Self { folder, user, name, usual, boot, lock, file: Mutex::default() })
+            (directory != usual_directory()).then(|| folder::path_of(&usual_directory(), user));
+        Some(Self { folder, user, name, capacity, usual, boot, lock, file: Mutex::default() })
     }
 
     /// Where this user has a file for the image, which was `created` then, if that is not in
@@ -109,10 +147,7 @@ impl RedoFile {
     }
 
     fn elsewhere_than(place: &RedoPlace, usual: &Path, identity: Identity) -> Option<PathBuf> {
-        let own = match place {
-            RedoPlace::Directory(directory) => Some(folder::path_of(directory, own_user())),
-            RedoPlace::Nowhere => None,
-        };
+        let own = place.directory().map(|directory| folder::path_of(directory, own_user()));
         // Only if the folder is this user's, and nobody else's.
         folder::find_of(usual, own_user()).ok().flatten()?;
         let noted = read_note(&usual.join(note_of(identity)));
@@ -182,11 +217,11 @@ impl RedoFile {
     /// The file that another user has for the image, which `owner` owns. Only root and the owner
     /// count: anybody else could put a file there and keep the image from being opened.
     pub(crate) fn of_another(place: &RedoPlace, identity: Identity, owner: u32) -> Option<PathBuf> {
-        let RedoPlace::Directory(directory) = place else { return None };
+        let directory = place.directory()?;
         let own = own_user();
         let others = [0, owner].into_iter().filter(|user| *user != own);
         others.map(|user| (user, folder::path_of(directory, user))).find_map(|(user, folder)| {
-            let path = folder.join(name_of(identity));
+            let path = folder.join(place.name_of(identity));
             let (folder, found) = (folder.symlink_metadata().ok()?, path.symlink_metadata().ok()?);
             let is_theirs = folder.is_dir() && folder.uid() == user && found.uid() == user;
             (is_theirs && found.is_file() && found.len() > 0).then_some(path)
@@ -414,7 +449,7 @@ impl RedoMemory for RedoFile {
     }
 
     fn capacity(&self) -> u64 {
-        CAPACITY
+        self.capacity
     }
 
     fn read_at(&self, at: u64, buf: &mut [u8]) -> Result<()> {
@@ -515,6 +550,24 @@ mod tests {
         again.remove();
         assert_eq!(count(), 0);
         assert!(RedoFile::new(&RedoPlace::Nowhere, identity(1)).is_none());
+    }
+
+    #[test]
+    fn log_of_limited_memory_is_found_only_with_the_same_limit() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = RedoPlace::Directory(folder.path().to_owned());
+        let limited = place.clone().limited(CAPACITY_MIN);
+        let small = RedoFile::new(&limited, identity(1)).expect("there is a place");
+        small.renew().expect("made");
+        small.write_at(12, b"ab").expect("writes");
+        let usual = RedoFile::new(&place, identity(1)).expect("there is a place");
+        assert_eq!([small.capacity(), usual.capacity()], [CAPACITY_MIN, CAPACITY]);
+        assert_eq!(usual.origin().expect("none").memory, 0);
+        drop(small);
+        let found = RedoFile::orphaned(&limited, identity(1), own_user()).expect("read");
+        let mut bytes = [0; 2];
+        found[0].read_at(12, &mut bytes).expect("reads");
+        assert_eq!(bytes, *b"ab");
     }
 
     fn write(file: &RedoFile, content: &[u8]) {

@@ -3,6 +3,7 @@
 use super::aim::Aim;
 use super::judge;
 use super::kinds::Kind;
+use super::log_limit::LogLimit;
 use super::loss::{Cause, Loss, Trace};
 use super::model::{Model, View};
 use super::place::Ground;
@@ -96,7 +97,8 @@ impl Chain<'_> {
 
     /// What a program that keeps logs in the usual place can see of a killed server.
     pub(super) fn usual_trace(&self) -> Outcome<Trace> {
-        Trace::find(&self.path(&self.active().name), Some(&self.world.log))
+        let image = self.path(&self.active().name);
+        Trace::find(&image, Some(&self.world.log), self.world.log_limit)
     }
 
     /// What must be there now, given what killed servers left.
@@ -165,7 +167,7 @@ impl Chain<'_> {
             commands.push(command);
         }
         self.tell(format_args!("  qemu-io {name} {commands:?}"));
-        foreign::io(&self.world.images, name, &commands)
+        foreign::io(&self.world.images, "qcow2", name, &commands)
     }
 
     /// A `qemu-io` command that writes new stamps to `range`, with `flags`.
@@ -187,7 +189,7 @@ impl Chain<'_> {
             commands.push(self.stamp_command(&range, number, "-c ")?);
         }
         self.tell(format_args!("  qemu-io {name} {commands:?}"));
-        foreign::io(&self.world.images, name, &commands)
+        foreign::io(&self.world.images, "qcow2", name, &commands)
     }
 
     /// The disk as QEMU reads it now, which must be right.
@@ -229,7 +231,7 @@ impl Chain<'_> {
 }
 
 /// A new chain of random shape.
-pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
+pub(super) fn build<'a>(mut world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
     let model = Model::new(world.seed, 0);
     let state = State {
         layers: Vec::new(),
@@ -243,6 +245,7 @@ pub(super) fn build<'a>(world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a>> {
         leaks: Some(0),
     };
     let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
+    world.log_limit = LogLimit::random(&world, rng);
     let is_alone = !world.does(rng, Kind::SecondDisk, 35);
     let second = if is_alone { None } else { Some(SecondDisk::create(&world, rng)?) };
     let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), second };

@@ -50,9 +50,9 @@ pub(super) fn succeeded(said: Finished) -> Outcome<String> {
     }
 }
 
-/// Runs `qemu-io` commands on a qcow2 image, which must all succeed.
-pub(super) fn io(dir: &Path, image: &str, commands: &[String]) -> Outcome {
-    let mut args = vec!["-f", "qcow2"];
+/// Runs `qemu-io` commands on an image of this `format`, which must all succeed.
+pub(super) fn io(dir: &Path, format: &str, image: &str, commands: &[String]) -> Outcome {
+    let mut args = vec!["-f", format];
     for command in commands {
         args.extend(["-c", command]);
     }

@@ -30,11 +30,24 @@ macro_rules! kinds {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Group {
+    Course,
     Shape,
     Event,
 }
 
+impl Group {
+    const ALL: [Self; 3] = [Self::Course, Self::Shape, Self::Event];
+}
+
 kinds! {
+    /// What most seeds are about: a chain of random shape
+    Chain = "chain", Course;
+    /// Several disks at one address, among kills, takeovers and `mica ctl` (one seed in seven)
+    Shared = "shared", Course;
+    /// The power is cut beneath a writer that flushes each write (one seed in 25)
+    PowerCut = "power-cut", Course;
+    /// Chains of 100 to 1,000 layers, read in sequence with few descriptors (one seed in 16)
+    Deep = "deep", Course;
     /// Clusters below 4 KiB, whose tables are tiny
     Tiny = "tiny", Shape;
     /// Subclusters
@@ -69,6 +82,14 @@ kinds! {
     Resize = "resize", Event;
     /// SIGKILL within a resize, by `mica resize` and by `mica ctl`
     KillResize = "kill-resize", Event;
+    /// A second writer joins the one beneath which the power is cut
+    SecondWriter = "second-writer", Event;
+    /// The index of a chain is damaged, or gone
+    Index = "index", Event;
+    /// Disks come and go by `mica ctl` and by configuration
+    Members = "members", Event;
+    /// `mica ctl` saves what it did in the configuration
+    Save = "save", Event;
     /// Others try to look at, to serve, and to change an image that is served
     Peek = "peek", Event;
     /// QEMU writes to the image
@@ -94,6 +115,8 @@ kinds! {
     RepairSnapshots = "repair-snapshots", Event;
     /// The images' file system runs out of space
     Space = "space", Event;
+    /// The log has little memory, in one chain of four
+    LogMemory = "log-memory", Event;
     /// The log's file system runs out of space
     LogSpace = "log-space", Event;
     /// The log is kept elsewhere, or nowhere
@@ -123,8 +146,8 @@ impl Default for Kinds {
 }
 
 impl Kinds {
-    /// Those that `only` names, and of the events or the shapes all where it names none of them;
-    /// without those that `without` names.
+    /// Those that `only` names, and of the courses, the shapes or the events all where it names none
+    /// of them; without those that `without` names.
     ///
     /// # Errors
     /// The unknown name.
@@ -138,7 +161,7 @@ impl Kinds {
         });
         let (only, without) = (only?, without?);
         let has = |group| only.iter().any(|kind| kind.group() == group);
-        let groups = [Group::Shape, Group::Event].map(|group| (group, has(group)));
+        let groups = Group::ALL.map(|group| (group, has(group)));
         let kept = Kind::ALL.iter().copied().filter(|kind| {
             let is_named = groups.iter().any(|(group, has)| *group == kind.group() && *has);
             (!is_named || only.contains(kind)) && !without.contains(kind)
@@ -164,7 +187,7 @@ impl Kinds {
             names.collect::<Vec<_>>()
         };
         let mut options = [(" --only ", Vec::new()), (" --without ", Vec::new())];
-        for group in [Group::Shape, Group::Event] {
+        for group in Group::ALL {
             let (there, missing) = (names(group, true), names(group, false));
             let is_short = !there.is_empty() && there.len() < missing.len();
             let at = usize::from(!is_short);

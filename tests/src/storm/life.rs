@@ -126,7 +126,7 @@ fn round(chain: &mut Chain<'_>, rng: &mut Rng, mut served: Served) -> Outcome<Le
     let clients = 1 + rng.below(chain.world.clients.max(1));
     let requests = 10 + rng.below(90);
     let (seed, mood) = (rng.next_u64(), Mood::random(rng));
-    let load = Load { clients, requests, seed, aim: chain.aim(), mood };
+    let load = Load { clients, requests, seed, aim: chain.aim(), mood, export: String::new() };
     let all = clients * requests;
     let model = std::mem::replace(&mut chain.state.model, Model::new(0, 0));
     let stage = Stage::new(model, chain.stamper.clone());

@@ -83,6 +83,8 @@ pub(super) struct Load {
     pub(super) seed: u64,
     pub(super) aim: Aim,
     pub(super) mood: Mood,
+    /// The name of the disk where there are several; empty where there is one.
+    pub(super) export: String,
 }
 
 /// How often clients ask for what, in a hundred.
@@ -288,7 +290,7 @@ impl<'a> Client<'a> {
     /// A connection, as soon as somebody serves; `None` if nobody will.
     fn connect(&self, socket: &Path) -> Outcome<Option<Guest>> {
         let connected = clock::poll(MOVE_LIMIT, PAUSE, || {
-            if let Ok(connection) = Connection::open(socket, "", &Wish::default()) {
+            if let Ok(connection) = Connection::open(socket, &self.load.export, &Wish::default()) {
                 return Some(Some(Guest::on(connection)));
             }
             (self.stage.phase() == Phase::Ending).then_some(None)

@@ -16,6 +16,7 @@
 //!   A server whose syncs failed has said so ([`Cause::Sick`]), and one that lost its log, since
 //!   memory for it was full ([`Cause::SmallLog`]) or somebody took it away ([`Cause::LogGone`]).
 
+use super::log_limit::LogLimit;
 use super::story::{Count, Counts, Outcome};
 use rustix::process::geteuid;
 use std::fs::{self, File};
@@ -29,6 +30,8 @@ pub(super) enum Cause {
     NoLog,
     /// The memory for its log was full at times.
     SmallLog,
+    /// The memory for its log was too little at times, and it said so.
+    TinyLog,
     /// Its log was taken away, or an older copy of it put back.
     LogGone,
     /// Its syncs failed at times.
@@ -126,8 +129,8 @@ impl Loss {
 }
 
 impl Trace {
-    /// What there is to see of the image at `path`, for who keeps logs in `logs`.
-    pub(super) fn find(path: &Path, logs: Option<&Path>) -> Outcome<Self> {
+    /// What there is to see of the image at `path`, for who keeps logs of this `limit` in `logs`.
+    pub(super) fn find(path: &Path, logs: Option<&Path>, limit: Option<LogLimit>) -> Outcome<Self> {
         const VERSION_AT: usize = 4;
         const NAME_AT: usize = 88;
         let image = File::open(path)?;
@@ -136,7 +139,8 @@ impl Trace {
         let is_new = header[VERSION_AT..VERSION_AT + 4] == 3_u32.to_be_bytes();
         let stat = image.metadata()?;
         let log = logs.and_then(|logs| {
-            let name = format!("{:x}-{:x}.redo", stat.dev(), stat.ino());
+            let end = limit.map_or(String::new(), LogLimit::name_end);
+            let name = format!("{:x}-{:x}.redo{end}", stat.dev(), stat.ino());
             fs::metadata(folder_in(logs).join(name)).ok()
         });
         // An image that is younger has the inode of one that was deleted.

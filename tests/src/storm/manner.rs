@@ -64,7 +64,7 @@ impl Manner {
     /// What a server that is started like this can see of the one before.
     pub(super) fn trace(&self, chain: &Chain<'_>) -> Outcome<Trace> {
         let path = chain.path(&chain.active().name);
-        Trace::find(&path, self.log_place(chain).as_deref())
+        Trace::find(&path, self.log_place(chain).as_deref(), chain.world.log_limit)
     }
 
     /// Where it keeps its log.
@@ -85,8 +85,9 @@ impl Manner {
         let mut process = vec![("queues", self.queues.to_string())];
         process.extend(self.aio.map(|aio| ("aio", aio.to_owned())));
         let log = self.log_place(chain).unwrap_or_else(|| PathBuf::from("off"));
-        let log_key = world.log_option.trim_start_matches('-');
-        let mut disk = vec![("nbd", "socket".to_owned()), (log_key, text(&log)?.to_owned())];
+        let mut disk =
+            vec![("nbd", "socket".to_owned()), (world.log_key(), text(&log)?.to_owned())];
+        disk.extend(world.log_limit.map(|limit| ("inject", limit.option())));
         let faults = [&self.slow, &self.sick].into_iter().flatten();
         disk.extend(faults.map(|fault| ("inject", fault.clone())));
         disk.extend(self.more.iter().map(|(key, value)| (*key, (*value).to_owned())));

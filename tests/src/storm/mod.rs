@@ -24,7 +24,9 @@ mod ailments;
 mod aim;
 mod chain;
 mod copies;
+mod course;
 mod cue;
+mod deep;
 mod foreign;
 mod freeze;
 mod judge;
@@ -33,15 +35,18 @@ mod layers;
 mod life;
 mod load;
 mod log_gone;
+mod log_limit;
 mod loss;
 mod manner;
 mod model;
 mod peek;
 mod place;
+mod power_cut;
 mod rest;
 mod second_disk;
 mod served;
 mod shape;
+mod shared;
 mod stamp;
 mod state;
 mod story;
@@ -64,11 +69,8 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use story::{Fault, Outcome, Story};
+use story::{Fault, Story};
 use world::World;
-
-/// How often a chain is served.
-const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
 
 /// Settings of a run.
 #[derive(Clone, Debug)]
@@ -176,6 +178,9 @@ fn tell_left_out(places: &Places, summary: &Summary) {
         let what = "no small file systems can be mounted here: nothing runs full, or freezes";
         left_out.push(what.to_owned());
     }
+    if !places.cuts_power() {
+        left_out.push("no disk can be recorded here: no power is cut".to_owned());
+    }
     if !places.limits_threads() {
         left_out.push("no control groups can be made here: no server lacks threads".to_owned());
     }
@@ -196,6 +201,7 @@ fn one(
     let world = World {
         binary: &options.binary,
         log_option,
+        log_limit: None,
         kinds: &options.kinds,
         counts: &summary.counts,
         places,
@@ -209,7 +215,7 @@ fn one(
         noted: &noted,
     };
     let images = world.images.clone();
-    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| storm(world, &mut rng)));
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| course::run(world, &mut rng)));
     let outcome = outcome.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
@@ -229,26 +235,6 @@ fn one(
         kept,
     });
     Ok(())
-}
-
-fn storm(world: World<'_>, rng: &mut Rng) -> Outcome {
-    let seed = world.seed;
-    world.story.tell(format_args!("seed {seed}, on {:?}", world.ground));
-    let mut chain = chain::build(world, rng)?;
-    for number in 0..rng.choose(&LIVES) {
-        chain.tell(format_args!("life {number}"));
-        // A step's dice do not depend on what came of the steps before.
-        let mut dice = Rng::for_part(seed, 2 * number + 1);
-        life::live(&mut chain, &mut dice)?;
-        let mut dice = Rng::for_part(seed, 2 * number + 2);
-        rest::rest(&mut chain, &mut dice)?;
-    }
-    chain.tell("the end");
-    life::live_in_peace(&mut chain, rng)?;
-    if let Some(second) = &chain.second {
-        second.look(&chain.world)?;
-    }
-    rest::look(&mut chain, rng, "the end")
 }
 
 /// Keeps what belongs to a chain that went wrong.

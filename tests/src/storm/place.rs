@@ -4,10 +4,12 @@
 use super::story::{Outcome, trouble};
 use crate::command;
 use crate::mounts::Mount;
+use crate::power;
 use crate::tasks::{TaskGroup, TaskLimit};
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use tempfile::TempDir;
 
 /// Memory, as a folder, wherever nothing can be mounted. Images in it may name no others.
@@ -41,6 +43,7 @@ pub(super) struct Places {
     log: TempDir,
     folder: TempDir,
     tasks: Option<TaskGroup>,
+    cuts_power: bool,
 }
 
 impl Places {
@@ -57,7 +60,9 @@ impl Places {
         };
         let log_in = room.as_ref().map_or(Path::new(MEMORY), Mount::folder);
         let log = tempfile::Builder::new().prefix("mica-storm-").tempdir_in(log_in)?;
-        Ok(Self { memory, ext4, small_log, room, log, folder, tasks: TaskGroup::new() })
+        let tasks = TaskGroup::new();
+        let cuts_power = room.as_ref().is_some_and(can_record);
+        Ok(Self { memory, ext4, small_log, room, log, folder, tasks, cuts_power })
     }
 
     /// The kinds of file systems that there are.
@@ -102,6 +107,11 @@ impl Places {
         self.tasks.is_some()
     }
 
+    /// Whether disks can be recorded, for power cuts.
+    pub(super) fn cuts_power(&self) -> bool {
+        self.cuts_power
+    }
+
     /// Lets server `pid` have only `more` threads in addition to what it has.
     pub(super) fn limit_threads(&self, pid: u32, more: u64) -> Outcome<TaskLimit<'_>> {
         let tasks = self.tasks.as_ref().ok_or_else(|| trouble("no control group"))?;
@@ -122,6 +132,15 @@ impl Places {
         }
         Ok(())
     }
+}
+
+/// Whether a disk can be recorded, which is tried once.
+fn can_record(room: &Mount) -> bool {
+    static CAN: OnceLock<bool> = OnceLock::new();
+    *CAN.get_or_init(|| {
+        let has_tools = crate::tools::missing(&power::TOOLS).is_empty();
+        has_tools && power::lacks(room.folder()).is_none()
+    })
 }
 
 /// Lets go of a file that fills a file system.

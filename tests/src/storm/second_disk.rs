@@ -69,7 +69,7 @@ impl SecondDisk {
             image,
             socket: socket_beside(&world.run.join("socket")),
             log,
-            log_key: world.log_option.trim_start_matches('-').to_owned(),
+            log_key: world.log_key().to_owned(),
             cluster,
             slow: world.does(rng, Kind::Slow, 25).then(|| slowness(rng)),
             model: Model::new(disk, SECTORS),
@@ -125,6 +125,7 @@ impl SecondDisk {
             seed: rng.next_u64(),
             aim,
             mood: Mood::random(rng),
+            export: String::new(),
         };
         let stage = stage.of_second_disk(model, self.stamper.clone());
         SecondClients { stage, load, socket: self.socket.clone() }

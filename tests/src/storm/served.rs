@@ -224,6 +224,9 @@ impl Served {
             _ if self.has_lost() => Some(Cause::Sick),
             _ if self.is_log_gone(chain) => Some(Cause::LogGone),
             LogAt::Small => Some(Cause::SmallLog),
+            LogAt::Usual if chain.world.log_limit.is_some() && self.lost_its_log() => {
+                Some(Cause::TinyLog)
+            }
             LogAt::Elsewhere => Some(Cause::Elsewhere),
             LogAt::Usual | LogAt::Nowhere => None,
         }
@@ -290,7 +293,8 @@ impl Served {
             Some(Cause::LogGone) => !trace.is_named(),
             _ => false,
         };
-        if weakness == Some(Cause::Sick) || has_none && self.lost_its_log() {
+        if matches!(weakness, Some(Cause::Sick | Cause::TinyLog)) || has_none && self.lost_its_log()
+        {
             chain.state.loss.was_told();
         }
         Ok(())

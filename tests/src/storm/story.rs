@@ -50,6 +50,10 @@ pub enum Wrong {
     Silent,
     /// A program that looked at a served image was not refused, or changed something.
     Looked,
+    /// A server has other disks than it was told to have.
+    Members,
+    /// A configuration does not have what was saved.
+    Configuration,
     /// The storm's own trouble.
     Trouble,
 }
@@ -78,6 +82,8 @@ impl Wrong {
             Self::Silent => "lost without a word",
             Self::Looked => "not safe from others",
             Self::Unusable => "unusable by QEMU",
+            Self::Members => "other disks than were asked for",
+            Self::Configuration => "configuration is not what was saved",
             Self::Trouble => "trouble of the storm",
         }
     }
@@ -137,6 +143,14 @@ macro_rules! counts {
 counts! {
     /// Chains.
     chains = "chains";
+    /// Of those, disks at shared addresses.
+    shared = "  disks at shared addresses";
+    /// Writers beneath which the power is cut.
+    power_cuts = "  with power cuts";
+    /// Chains of 100 layers and more.
+    deep = "  of 100 to 1,000 layers";
+    /// Chains whose logs have little memory.
+    small_logs = "  with logs of little memory";
     /// Lives of servers.
     lives = "lives";
     /// Requests of clients that were answered.
@@ -155,10 +169,18 @@ counts! {
     takeovers = "takeovers";
     /// Clean closes.
     closes = "clean closes";
+    /// States of a disk that a power cut left.
+    cuts = "power cuts judged";
     /// Resizes in which somebody was killed.
     resize_kills = "kills in resizes";
     /// Disks that got another length.
     resizes = "resizes";
+    /// Disks that were added, removed, drained or undrained, and configurations that were read again.
+    members = "disks that came or went";
+    /// Clients of the control socket that were killed.
+    ctl_kills = "  with a client that was killed";
+    /// Configurations that were held against what was saved.
+    configurations = "configurations judged";
     /// Times that QEMU wrote to an image.
     foreign = "foreign writes";
     /// Of those, commits.
@@ -167,6 +189,8 @@ counts! {
     snapshots = "internal snapshots";
     /// Copies put back.
     copies = "copies put back";
+    /// Times that the index of a chain was damaged, or removed.
+    indexes = "indexes damaged";
     /// Looks at a served image by other programs.
     peeks = "looks by others";
     /// Times that space ran out for a server.

@@ -2,6 +2,7 @@
 
 use super::chain::Chain;
 use super::load::{Phase, Stage};
+use super::loss::Cause;
 use super::served::{Left, Served};
 use super::story::{Fault, Outcome, Wrong};
 use crate::clock;
@@ -97,6 +98,9 @@ pub(super) fn go_wrong(
         None => {
             stage.enter(Phase::Ending);
             chain.state.was_killed(weakness);
+            if lost_its_log && chain.world.log_limit.is_some() {
+                chain.state.loss.add(Cause::TinyLog);
+            }
             // Where the image names a log it is told by the next one, or there is one.
             if lost_its_log && !manner.trace(chain)?.is_named() {
                 chain.state.loss.was_told();

@@ -2,6 +2,7 @@
 
 use super::foreign;
 use super::kinds::{Kind, Kinds};
+use super::log_limit::LogLimit;
 use super::place::{Ground, Places};
 use super::story::{Counts, Fault, Outcome, Story, Wrong, trouble};
 use mica_units::Rng;
@@ -14,6 +15,8 @@ pub(super) struct World<'a> {
     pub(super) binary: &'a Path,
     /// The option of `mica` for the place of a writer's log.
     pub(super) log_option: &'a str,
+    /// How much memory logs have, if it is less than usual.
+    pub(super) log_limit: Option<LogLimit>,
     pub(super) kinds: &'a Kinds,
     pub(super) counts: &'a Counts,
     pub(super) places: &'a Places,
@@ -29,20 +32,31 @@ pub(super) struct World<'a> {
     pub(super) noted: &'a Mutex<Vec<Fault>>,
 }
 
-impl World<'_> {
+impl<'a> World<'a> {
     /// Whether the run includes this, and the dice choose it.
     pub(super) fn does(&self, rng: &mut Rng, kind: Kind, percent: u64) -> bool {
         rng.percent(percent) && self.kinds.has(kind)
     }
 
+    /// The key of a configuration for that place.
+    pub(super) fn log_key(&self) -> &'a str {
+        self.log_option.trim_start_matches('-')
+    }
+
+    /// The options for logs of any program that opens images.
+    pub(super) fn log_args(&self) -> Vec<String> {
+        let place = [self.log_option.to_owned(), self.log.display().to_string()];
+        let limit = self.log_limit.map(|limit| ["--inject".to_owned(), limit.option()]);
+        place.into_iter().chain(limit.into_iter().flatten()).collect()
+    }
+
     /// Runs `mica` among the images; it has to end by itself, and not with a panic.
     pub(super) fn mica(&self, args: &[&str]) -> Outcome<crate::command::Finished> {
         let binary = self.binary.display().to_string();
-        let log = self.log.display().to_string();
-        let more = [self.log_option, &log];
         // `ctl` has no images, and so no log.
-        let more = if args.first() == Some(&"ctl") { &[][..] } else { &more[..] };
-        let said = foreign::run(&binary, &self.images, &[args, more].concat())?;
+        let more = if args.first() == Some(&"ctl") { Vec::new() } else { self.log_args() };
+        let more: Vec<_> = more.iter().map(String::as_str).collect();
+        let said = foreign::run(&binary, &self.images, &[args, &more].concat())?;
         if said.code().is_none() || said.stderr.contains("panicked") {
             return Err(Fault::new(Wrong::Panicked, said.to_string()));
         }

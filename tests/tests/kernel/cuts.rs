@@ -2,11 +2,7 @@
 //! disk is QEMU's `blklogwrites`: a log of everything that reaches the disk, and of the flushes.
 //! The log is replayed up to many points, and each time the disk is written as a power cut could
 //! have left it at that point. ext4 replays its journal; the image has to be sound, and each of its
-//! sectors has to hold what was durable, or something newer.
-//!
-//! ```text
-//! guest ─NBD▶ mica ▶ ext4 ▶ loop ▶ nbdfuse ─NBD▶ qemu-storage-daemon: blklogwrites ▶ disk, log
-//! ```
+//! sectors has to hold what was durable, or something newer (`mica_tests::power`).
 //!
 //! `MICA_CUTS` says how many states of the disk are judged for each shape of image, `MICA_CUT_SEED`
 //! where the random numbers begin. A run that fails says how to repeat it. The same seed makes the
@@ -20,9 +16,6 @@
 //! MICA_BIN=target/release/mica MICA_CUTS=500 cargo test -p mica-tests --test kernel cuts
 //! ```
 
-mod history;
 mod load;
-mod recorder;
-mod replay;
 mod round;
 mod shapes;

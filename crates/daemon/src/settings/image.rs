@@ -89,7 +89,8 @@ pub struct ImageSettings {
     #[arg(long, default_value = SHARED_MEMORY, value_name = "DIRECTORY")]
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub redo_dir: PathBuf,
-    /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE.
+    /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE;
+    /// redo-memory=SIZE.
     #[arg(long, value_name = "FAULT", hide_short_help = true, help_heading = "Engine")]
     pub inject: Vec<String>,
 }

@@ -50,8 +50,19 @@ fn errors_of_other_operations_are_understood() {
 }
 
 #[test]
+fn limit_of_the_memory_of_redo_logs_is_understood_and_leaves_stores_alone() {
+    let fault = fault("redo-memory=64K");
+    assert!(matches!(fault, Fault::RedoMemory(65536)));
+    let store: Arc<dyn Store> = Arc::new(mica_store::MemoryStore::default());
+    assert!(Arc::ptr_eq(&fault.stack_on(Arc::clone(&store)), &store));
+}
+
+#[test]
 fn nonsense_is_refused_with_the_syntax() {
     for text in [
+        "redo-memory",
+        "redo-memory=15K",
+        "redo-memory=1G",
         "",
         "delay",
         "delay=",

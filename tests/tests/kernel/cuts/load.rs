@@ -1,10 +1,10 @@
 //! A guest that writes: several requests in flight at once, and flushes among them. It records how
 //! long the log was when it knew a request to be durable.
 
-use super::history::{Effect, History, SECTOR, stamps};
 use anyhow::{Context, Result, ensure};
 use mica_gen::Rng;
 use mica_tests::guest::{Answer, Guest, Request};
+use mica_tests::power::{Effect, History, SECTOR, stamps};
 use rustix::fs::Advice;
 use std::collections::HashMap;
 use std::fs::File;

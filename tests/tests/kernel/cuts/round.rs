@@ -1,16 +1,14 @@
 //! A round: one recording of a guest at work, and states of the disk that power cuts leave of it.
 
-use super::history::{History, SECTOR, stamps};
 use super::load::Load;
-use super::recorder::{self, Recorder, Recording};
-use super::replay::{CUTS, Cut, Disk};
 use super::shapes::{First, IMAGE, SECTORS, SNAPSHOT, Shape};
 use anyhow::{Context, Result, ensure};
 use mica_gen::Rng;
 use mica_tests::guest::Guest;
 use mica_tests::mounts::Mount;
+use mica_tests::power::{self, Disk, History, Recorder, Recording, SECTOR, stamps};
 use mica_tests::server::Server;
-use mica_tests::write_log::{Step, WriteLog};
+use mica_tests::write_log::Step;
 use mica_tests::{mica, qemu, tools};
 use std::fs::{self, File};
 use std::path::Path;
@@ -35,7 +33,7 @@ pub(super) fn all(shape: &Shape) {
         return;
     }
     let probe = tempfile::tempdir().expect("a folder");
-    if let Some(lack) = recorder::lacks(probe.path()) {
+    if let Some(lack) = power::lacks(probe.path()) {
         return tools::skip(&lack);
     }
     let told = |name| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
@@ -71,7 +69,7 @@ fn record_and_cut(shape: &Shape, dir: &Path, seed: u64, cuts: usize) -> Result<(
     let (Recording { before, log }, from) =
         record(shape, dir, &mut history, &mut shape.rng(2 * seed))?;
     let mut rng = shape.rng(2 * seed + 1);
-    let places = places(&log, from, cuts, &mut rng)?;
+    let places = power::places(&log, from, cuts, &mut rng)?;
     let states = Mount::memory(&dir.join("states"), STATES_MIB)?;
     let mut disk = Disk::new(before, &log);
     for (number, (end, cut)) in places.into_iter().enumerate() {
@@ -129,34 +127,6 @@ fn record(
         ensure!(stopped.status.success(), "mica ends with {stopped:?}");
     }
     Ok((recorder.stop()?, from))
-}
-
-/// Where the power is cut, as numbers of preceding records, in their order; and how.
-fn places(log: &WriteLog, from: u64, cuts: usize, rng: &mut Rng) -> Result<Vec<(usize, Cut)>> {
-    let records = log.records();
-    let first =
-        records.iter().position(|record| record.end > from).context("nothing is written")?;
-    let of_guests = (first..).zip(&records[first..]);
-    let flushes: Vec<_> =
-        of_guests.filter(|(_, record)| record.step == Step::Flush).map(|(at, _)| at).collect();
-    ensure!(!flushes.is_empty(), "nothing is flushed");
-    let mut places: Vec<_> = (0..cuts)
-        .map(|number| {
-            let at = match rng.below(10) {
-                // What the flush covers has arrived or not; the flush itself has not ended.
-                0..4 => rng.choose(&flushes),
-                // It has, and nothing followed it.
-                4..5 => rng.choose(&flushes) + 1,
-                _ => {
-                    let all = (records.len() - first) as u64;
-                    first + 1 + usize::try_from(rng.below(all)).unwrap_or(0)
-                }
-            };
-            (at, CUTS[number % CUTS.len()])
-        })
-        .collect();
-    places.sort_by_key(|(at, _)| *at);
-    Ok(places)
 }
 
 /// Judges the disk in `file`: `may_be` says what the guest's disk may hold. If `deep`, QEMU judges

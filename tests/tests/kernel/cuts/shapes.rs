@@ -1,8 +1,8 @@
 //! The shapes of images whose power is cut, and the tests: one each, so that they run concurrently.
 
-use super::history::{Effect, SECTOR, stamps};
 use super::round;
 use mica_gen::Rng;
+use mica_tests::power::{Effect, SECTOR, stamps};
 use mica_tests::qemu;
 use std::fs;
 use std::path::Path;

@@ -1,20 +1,23 @@
 //! An ext4 whose disk is recorded: loop device, `nbdfuse`, and `blklogwrites` in QEMU's storage
 //! daemon. The daemon's own FUSE export would be simpler, but it mixes up concurrent writes.
 
+use crate::mounts::{FuseFile, Mount};
+use crate::server::Server;
+use crate::tools;
+use crate::write_log::WriteLog;
 use anyhow::{Context, Result, ensure};
-use mica_tests::mounts::{FuseFile, Mount};
-use mica_tests::server::Server;
-use mica_tests::tools;
-use mica_tests::write_log::WriteLog;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Bytes of the recorded disk.
-pub(super) const DISK_BYTES: u64 = 64 << 20;
+pub const DISK_BYTES: u64 = 64 << 20;
+
+/// The foreign programs that recording needs.
+pub const TOOLS: [tools::Tool; 3] = [tools::QEMU_STORAGE_DAEMON, tools::NBDFUSE, tools::MKE2FS];
 
 /// A file system at work. The fields are dropped in order, from the top of the stack down.
-pub(super) struct Recorder {
+pub struct Recorder {
     ext4: Mount,
     disk: FuseFile,
     daemon: Server,
@@ -24,26 +27,17 @@ pub(super) struct Recorder {
 }
 
 /// What was recorded.
-pub(super) struct Recording {
+pub struct Recording {
     /// The disk before the log.
-    pub(super) before: Vec<u8>,
+    pub before: Vec<u8>,
     /// Everything that reached it.
-    pub(super) log: WriteLog,
+    pub log: WriteLog,
 }
 
 /// Why this system cannot record, if it cannot: a container may lack what is needed.
-pub(super) fn lacks(dir: &Path) -> Option<String> {
-    let store = dir.join("probe.img");
-    make_ext4(&store, 4096);
-    if let Err(error) = Mount::ext4(&store, &dir.join("probe")).map(Mount::unmount) {
-        return Some(format!("no file can be mounted over a loop device here: {error:#}"));
-    }
-    let server = Server::mica(&store, "raw", &[]).expect("mica serves the file");
-    match FuseFile::mount(&dir.join("fuse-probe"), &server.uri()) {
-        Some(file) => file.unmount(),
-        None => return Some("there is no FUSE for us here".to_owned()),
-    }
-    None
+pub fn lacks(dir: &Path) -> Option<String> {
+    let probe = || Recorder::start(&dir.join("probe"), 4096).and_then(Recorder::stop);
+    probe().err().map(|error| format!("no disk can be recorded here: {error:#}"))
 }
 
 /// Makes `file` a disk with an ext4.
@@ -53,12 +47,16 @@ fn make_ext4(file: &Path, block_bytes: u64) {
     let mut make = Command::new(mke2fs);
     make.args(["-q", "-F", "-t", "ext4", "-b", &block_bytes.to_string()]);
     make.args(["-E", "lazy_itable_init=0,lazy_journal_init=0"]).arg(file);
-    mica_tests::command::finish(&mut make).ok();
+    crate::command::finish(&mut make).ok();
 }
 
 impl Recorder {
     /// Starts to record, in `dir`, a new ext4 with blocks of `block_bytes`.
-    pub(super) fn start(dir: &Path, block_bytes: u64) -> Result<Self> {
+    ///
+    /// # Errors
+    /// If this system does not let it.
+    pub fn start(dir: &Path, block_bytes: u64) -> Result<Self> {
+        fs::create_dir_all(dir)?;
         let [store, log] = ["store.img", "log.img"].map(|name| dir.join(name));
         make_ext4(&store, block_bytes);
         File::create(&log)?;
@@ -85,23 +83,29 @@ impl Recorder {
     }
 
     /// Where the file system is.
-    pub(super) fn folder(&self) -> &Path {
+    pub fn folder(&self) -> &Path {
         self.ext4.folder()
     }
 
     /// The file of the log. Every write and flush that was acknowledged is within its length.
-    pub(super) fn log(&self) -> &Path {
+    pub fn log(&self) -> &Path {
         &self.log
     }
 
     /// Makes everything in the file system durable; returns the length of the log then.
-    pub(super) fn sync(&self) -> Result<u64> {
+    ///
+    /// # Errors
+    /// If the system reports one.
+    pub fn sync(&self) -> Result<u64> {
         rustix::fs::syncfs(File::open(self.folder())?)?;
         Ok(self.log.metadata()?.len())
     }
 
     /// Ends the recording.
-    pub(super) fn stop(self) -> Result<Recording> {
+    ///
+    /// # Errors
+    /// If a program of it ends badly, or its log cannot be read.
+    pub fn stop(self) -> Result<Recording> {
         self.ext4.unmount();
         self.disk.unmount();
         let stopped = self.daemon.stop()?;

@@ -1,8 +1,8 @@
 //! The disk while its log is replayed: what is durable, and what a power cut may still lose.
 
-use anyhow::{Context, Result};
-use mica_gen::Rng;
-use mica_tests::write_log::{Record, Step, WriteLog};
+use crate::write_log::{Record, Step, WriteLog};
+use anyhow::{Context, Result, ensure};
+use mica_units::Rng;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -17,7 +17,7 @@ const SUPERBLOCK: Range<u64> = 1024..2048;
 
 /// What happens to the writes that no flush has followed yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Cut {
+pub enum Cut {
     /// All are kept.
     Everything,
     /// None is kept.
@@ -31,18 +31,50 @@ pub(super) enum Cut {
 }
 
 /// All of them.
-pub(super) const CUTS: [Cut; 5] =
+pub const CUTS: [Cut; 5] =
     [Cut::Everything, Cut::OnlyFlushed, Cut::Subset, Cut::TornLast, Cut::Reordered];
+
+/// Where the power is cut, as numbers of preceding records, in their order; and how. Nothing is cut
+/// before the log had length `from`.
+///
+/// # Errors
+/// If nothing happened after that.
+pub fn places(log: &WriteLog, from: u64, cuts: usize, rng: &mut Rng) -> Result<Vec<(usize, Cut)>> {
+    let records = log.records();
+    let first =
+        records.iter().position(|record| record.end > from).context("nothing is written")?;
+    let of_guests = (first..).zip(&records[first..]);
+    let flushes: Vec<_> =
+        of_guests.filter(|(_, record)| record.step == Step::Flush).map(|(at, _)| at).collect();
+    ensure!(!flushes.is_empty(), "nothing is flushed");
+    let mut places: Vec<_> = (0..cuts)
+        .map(|number| {
+            let at = match rng.below(10) {
+                // What the flush covers has arrived or not; the flush itself has not ended.
+                0..4 => rng.choose(&flushes),
+                // It has, and nothing followed it.
+                4..5 => rng.choose(&flushes) + 1,
+                _ => {
+                    let all = (records.len() - first) as u64;
+                    first + 1 + usize::try_from(rng.below(all)).unwrap_or(0)
+                }
+            };
+            (at, CUTS[number % CUTS.len()])
+        })
+        .collect();
+    places.sort_by_key(|(at, _)| *at);
+    Ok(places)
+}
 
 /// A write or a discard that survives a cut, and how many bytes of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Survivor<'a> {
+pub struct Survivor<'a> {
     record: &'a Record,
     torn_after: Option<u64>,
 }
 
 /// The disk at a point of its log.
-pub(super) struct Disk<'a> {
+pub struct Disk<'a> {
     log: &'a WriteLog,
     durable: Vec<u8>,
     /// What followed the last flush, as numbers of records.
@@ -52,12 +84,16 @@ pub(super) struct Disk<'a> {
 }
 
 impl<'a> Disk<'a> {
-    pub(super) fn new(before: Vec<u8>, log: &'a WriteLog) -> Self {
+    /// The disk that was like this before the log.
+    pub fn new(before: Vec<u8>, log: &'a WriteLog) -> Self {
         Self { log, durable: before, volatile: Vec::new(), done: 0 }
     }
 
     /// Replays records up to number `end`, which must not be in the past.
-    pub(super) fn advance(&mut self, end: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// If one lies beyond the disk.
+    pub fn advance(&mut self, end: usize) -> Result<()> {
         while self.done < end {
             if self.log.records()[self.done].step == Step::Flush {
                 for number in std::mem::take(&mut self.volatile) {
@@ -80,12 +116,12 @@ impl<'a> Disk<'a> {
     }
 
     /// How long the log was at this point.
-    pub(super) fn log_len(&self) -> u64 {
+    pub fn log_len(&self) -> u64 {
         self.done.checked_sub(1).map_or(0, |last| self.log.records()[last].end)
     }
 
     /// Decides what survives a power cut.
-    pub(super) fn cut(&self, cut: Cut, rng: &mut Rng) -> Vec<Survivor<'a>> {
+    pub fn cut(&self, cut: Cut, rng: &mut Rng) -> Vec<Survivor<'a>> {
         let of =
             |number: &usize| Survivor { record: &self.log.records()[*number], torn_after: None };
         let mut survivors: Vec<_> = self.volatile.iter().map(of).collect();
@@ -112,7 +148,10 @@ impl<'a> Disk<'a> {
     }
 
     /// Writes to `file` the disk that a cut leaves.
-    pub(super) fn lay_down(&self, survivors: &[Survivor<'_>], file: &Path) -> Result<()> {
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn lay_down(&self, survivors: &[Survivor<'_>], file: &Path) -> Result<()> {
         let file = File::create(file)?;
         file.set_len(self.durable.len() as u64)?;
         for (number, chunk) in (0..).zip(self.durable.chunks(CHUNK)) {

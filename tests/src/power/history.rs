@@ -7,11 +7,12 @@
 use anyhow::{Result, bail, ensure};
 use std::ops::Range;
 
-pub(super) const SECTOR: u64 = 512;
+/// Bytes of a sector.
+pub const SECTOR: u64 = 512;
 
 /// What a request does to its sectors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Effect {
+pub enum Effect {
     /// They get its stamp.
     Stamps,
     /// They are zeros.
@@ -30,35 +31,37 @@ struct Version {
 }
 
 /// All sectors of a disk, each with its versions from old to new.
-pub(super) struct History {
+#[derive(Debug)]
+pub struct History {
     sectors: Vec<Vec<Version>>,
     last: u64,
 }
 
 /// A sector filled with its number and that of its write.
-pub(super) fn stamped(sector: u64, write: u64) -> Vec<u8> {
+pub fn stamped(sector: u64, write: u64) -> Vec<u8> {
     let words = [sector.to_le_bytes(), write.to_le_bytes()].concat();
     words.repeat(usize::try_from(SECTOR).expect("small") / words.len())
 }
 
 /// What `sectors` hold after `write`.
-pub(super) fn stamps(sectors: Range<u64>, write: u64) -> Vec<u8> {
+pub fn stamps(sectors: Range<u64>, write: u64) -> Vec<u8> {
     sectors.flat_map(|sector| stamped(sector, write)).collect()
 }
 
 impl History {
     /// A disk of `count` sectors; at first all are zeros, or write 1.
-    pub(super) fn new(count: u64, first: Effect) -> Self {
+    pub fn new(count: u64, first: Effect) -> Self {
         let first = vec![Version { number: 1, effect: first, durable_at: Some(0) }];
         Self { sectors: vec![first; usize::try_from(count).expect("small")], last: 1 }
     }
 
-    pub(super) fn count(&self) -> u64 {
+    /// Sectors of the disk.
+    pub fn count(&self) -> u64 {
         self.sectors.len() as u64
     }
 
     /// A request for `sectors` is sent; returns its number. No request in flight overlaps it.
-    pub(super) fn begin(&mut self, sectors: &Range<u64>, effect: Effect) -> u64 {
+    pub fn begin(&mut self, sectors: &Range<u64>, effect: Effect) -> u64 {
         self.last += 1;
         let version = Version { number: self.last, effect, durable_at: None };
         for versions in self.of(sectors) {
@@ -68,7 +71,7 @@ impl History {
     }
 
     /// Request `number` for `sectors` was durable when the log had length `log_len`.
-    pub(super) fn settle(&mut self, sectors: &Range<u64>, number: u64, log_len: u64) {
+    pub fn settle(&mut self, sectors: &Range<u64>, number: u64, log_len: u64) {
         for versions in self.of(sectors) {
             let mut newest_first = versions.iter_mut().rev();
             if let Some(version) = newest_first.find(|version| version.number == number) {
@@ -84,7 +87,10 @@ impl History {
     }
 
     /// Compares `disk` with what it may be when the power is cut at `log_len` of the log.
-    pub(super) fn judge(&self, disk: &[u8], log_len: u64) -> Result<()> {
+    ///
+    /// # Errors
+    /// What is wrong with the first sector that is.
+    pub fn judge(&self, disk: &[u8], log_len: u64) -> Result<()> {
         let size = usize::try_from(SECTOR)?;
         ensure!(disk.len() == self.sectors.len() * size, "{} bytes", disk.len());
         for ((sector, bytes), versions) in (0..).zip(disk.chunks(size)).zip(&self.sectors) {
@@ -120,40 +126,45 @@ fn may_be(versions: &[Version], log_len: u64) -> &[Version] {
     &versions[first..]
 }
 
-#[test]
-fn a_sector_may_be_what_was_durable_or_newer() {
-    let mut history = History::new(2, Effect::Stamps);
-    let both = 0..2;
-    let write = history.begin(&both, Effect::Stamps);
-    let zeros = history.begin(&(1..2), Effect::Zeros);
-    history.settle(&both, write, 100);
-    let disk = |first: &[u8], second: &[u8]| [first, second].concat();
-    let [old, new] = [1, write].map(|number| [0, 1].map(|sector| stamped(sector, number)));
-    let empty = [0; 512];
-    // Before the write was durable, anything is possible.
-    for second in [&old[1][..], &new[1], &empty] {
-        history.judge(&disk(&old[0], second), 99).expect("old");
-        history.judge(&disk(&new[0], second), 99).expect("new");
-    }
-    // Then the old content is gone, and neither another sector's content nor a write never made may
-    // be there.
-    history.judge(&disk(&new[0], &empty), 100).expect("new");
-    for first in [&old[0][..], &empty, &new[1], &[7; 512], &stamped(0, 99)] {
-        history.judge(&disk(first, &empty), 100).expect_err("lost or foreign");
-    }
-    history.settle(&(1..2), zeros, 200);
-    history.judge(&disk(&new[0], &new[1]), 200).expect_err("the zeros are lost");
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-#[test]
-fn a_discard_leaves_the_sector_or_zeros() {
-    let mut history = History::new(1, Effect::Stamps);
-    let one = 0..1;
-    let write = history.begin(&one, Effect::Stamps);
-    let discard = history.begin(&one, Effect::MayZero);
-    history.settle(&one, write, 10);
-    history.settle(&one, discard, 20);
-    history.judge(&stamped(0, write), 20).expect("left");
-    history.judge(&[0; 512], 20).expect("taken");
-    history.judge(&stamped(0, 1), 20).expect_err("the old is gone");
+    #[test]
+    fn a_sector_may_be_what_was_durable_or_newer() {
+        let mut history = History::new(2, Effect::Stamps);
+        let both = 0..2;
+        let write = history.begin(&both, Effect::Stamps);
+        let zeros = history.begin(&(1..2), Effect::Zeros);
+        history.settle(&both, write, 100);
+        let disk = |first: &[u8], second: &[u8]| [first, second].concat();
+        let [old, new] = [1, write].map(|number| [0, 1].map(|sector| stamped(sector, number)));
+        let empty = [0; 512];
+        // Before the write was durable, anything is possible.
+        for second in [&old[1][..], &new[1], &empty] {
+            history.judge(&disk(&old[0], second), 99).expect("old");
+            history.judge(&disk(&new[0], second), 99).expect("new");
+        }
+        // Then the old content is gone, and neither another sector's content nor a write never made may
+        // be there.
+        history.judge(&disk(&new[0], &empty), 100).expect("new");
+        for first in [&old[0][..], &empty, &new[1], &[7; 512], &stamped(0, 99)] {
+            history.judge(&disk(first, &empty), 100).expect_err("lost or foreign");
+        }
+        history.settle(&(1..2), zeros, 200);
+        history.judge(&disk(&new[0], &new[1]), 200).expect_err("the zeros are lost");
+    }
+
+    #[test]
+    fn a_discard_leaves_the_sector_or_zeros() {
+        let mut history = History::new(1, Effect::Stamps);
+        let one = 0..1;
+        let write = history.begin(&one, Effect::Stamps);
+        let discard = history.begin(&one, Effect::MayZero);
+        history.settle(&one, write, 10);
+        history.settle(&one, discard, 20);
+        history.judge(&stamped(0, write), 20).expect("left");
+        history.judge(&[0; 512], 20).expect("taken");
+        history.judge(&stamped(0, 1), 20).expect_err("the old is gone");
+    }
 }

@@ -1,0 +1,54 @@
+//! What a seed is about. Most are about a chain; the others have worlds of their own.
+
+use super::kinds::{Kind, Kinds};
+use super::story::Outcome;
+use super::world::World;
+use super::{chain, deep, life, power_cut, rest, shared};
+use mica_units::Rng;
+
+/// How many seeds of a hundred are about what, if a run has all of it.
+const SHARES: [(Kind, u64); 4] =
+    [(Kind::Chain, 76), (Kind::Shared, 14), (Kind::PowerCut, 4), (Kind::Deep, 6)];
+/// How often a chain is served.
+const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
+/// The random numbers of a seed that only this choice uses.
+const PART: u64 = 1 << 32;
+
+/// What the seed is about.
+fn of(seed: u64, kinds: &Kinds) -> Kind {
+    let all = SHARES.into_iter().filter(|(kind, _)| kinds.has(*kind));
+    let all: Vec<_> =
+        all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share as usize)).collect();
+    if all.is_empty() { Kind::Chain } else { Rng::for_part(seed, PART).choose(&all) }
+}
+
+/// Lets the storm go over it.
+pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
+    let course = of(world.seed, world.kinds);
+    world.story.tell(format_args!("seed {}, on {:?}: {}", world.seed, world.ground, course.name()));
+    match course {
+        Kind::PowerCut if world.places.cuts_power() => power_cut::storm(&world, rng),
+        Kind::Deep => deep::storm(&world, rng),
+        Kind::Shared => shared::storm(world, rng),
+        _ => of_chain(world, rng),
+    }
+}
+
+fn of_chain(world: World<'_>, rng: &mut Rng) -> Outcome {
+    let seed = world.seed;
+    let mut chain = chain::build(world, rng)?;
+    for number in 0..rng.choose(&LIVES) {
+        chain.tell(format_args!("life {number}"));
+        // A step's dice do not depend on what came of the steps before.
+        let mut dice = Rng::for_part(seed, 2 * number + 1);
+        life::live(&mut chain, &mut dice)?;
+        let mut dice = Rng::for_part(seed, 2 * number + 2);
+        rest::rest(&mut chain, &mut dice)?;
+    }
+    chain.tell("the end");
+    life::live_in_peace(&mut chain, rng)?;
+    if let Some(second) = &chain.second {
+        second.look(&chain.world)?;
+    }
+    rest::look(&mut chain, rng, "the end")
+}

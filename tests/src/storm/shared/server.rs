@@ -1,0 +1,191 @@
+//! A server of all that the configuration lists: started, taken over from, killed, closed.
+
+use super::fleet::Fleet;
+use super::parties::{self, Party};
+use crate::clock;
+use crate::storm::foreign;
+use crate::storm::load::Phase;
+use crate::storm::story::{Fault, Outcome, Wrong};
+use crate::storm::world::text;
+use crate::takeover::Process;
+use mica_units::Rng;
+use rustix::process::Signal;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(40);
+/// How long the kernel may take to let go of a killed server's files.
+const HELD_LIMIT: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_micros(500);
+
+/// A server.
+#[derive(Debug)]
+pub(super) struct Server {
+    process: Process,
+    /// Disks of the configuration that it was told by command not to have.
+    pub(super) absent_by_command: BTreeSet<String>,
+}
+
+/// What is left of a server after something happened to it.
+#[derive(Debug)]
+pub(super) enum Left {
+    Serving(Server),
+    Killed,
+}
+
+fn begin(fleet: &mut Fleet<'_>, more: &[&str]) -> Outcome<Process> {
+    let name = fleet.new_server();
+    let world = &fleet.world;
+    let config = text(&fleet.config)?;
+    let mut options = vec!["--config", config, "--strict"];
+    for folder in [&world.images, &world.log] {
+        options.extend(["--disks-in", text(folder)?]);
+    }
+    options.extend(more);
+    fleet.tell(format_args!("  {name} {options:?}"));
+    Ok(Process::start_binary(world.binary, &world.run, &name, &options))
+}
+
+impl Server {
+    /// Starts one, which has to serve all that the configuration lists, as it has to be.
+    pub(super) fn start(fleet: &mut Fleet<'_>) -> Outcome<Self> {
+        let start = clock::now();
+        loop {
+            let mut process = begin(fleet, &[])?;
+            if wait_until_it_serves(fleet, &mut process)? {
+                fleet.begins();
+                fleet.judge_members("a server that starts")?;
+                fleet.judge_disks("a server that starts")?;
+                return Ok(Self { process, absent_by_command: BTreeSet::new() });
+            }
+            let log = process.log();
+            if !foreign::is_held(&log) || start.elapsed() > HELD_LIMIT {
+                return Err(Fault::new(Wrong::NotServed, log));
+            }
+            fleet.world.counts.refused.add();
+            clock::sleep(PAUSE * 10);
+        }
+    }
+
+    pub(super) fn log(&self) -> String {
+        self.process.log()
+    }
+
+    /// It lives, and did not panic.
+    pub(super) fn look(&mut self) -> Outcome {
+        let log = self.log();
+        if log.contains("panicked") {
+            return Err(Fault::new(Wrong::Panicked, log));
+        }
+        match self.process.is_running() {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Died, log)),
+        }
+    }
+
+    pub(super) fn kill(mut self, fleet: &mut Fleet<'_>) -> Outcome {
+        fleet.tell("  killed");
+        self.look()?;
+        fleet.was_killed();
+        self.process.signal(Signal::KILL);
+        wait(&mut self.process)?;
+        fleet.world.counts.kills.add();
+        Ok(())
+    }
+
+    /// Asks it to end; what it served is durable then.
+    pub(super) fn close(mut self, fleet: &mut Fleet<'_>) -> Outcome {
+        fleet.tell("  closed");
+        self.look()?;
+        self.process.signal(Signal::TERM);
+        if wait(&mut self.process)? != Some(0) {
+            return Err(Fault::new(Wrong::Died, self.log()));
+        }
+        fleet.world.counts.closes.add();
+        fleet
+            .disks
+            .iter_mut()
+            .filter(|disk| disk.is_serving())
+            .for_each(|disk| disk.model.closed());
+        Ok(())
+    }
+
+    /// Another one takes over, under clients.
+    pub(super) fn take_over(mut self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome<Self> {
+        self.look()?;
+        parties::enter(parties, Phase::Moving);
+        let mut new = begin(fleet, &["--takeover"])?;
+        let ended = clock::poll(LIMIT, PAUSE, || {
+            (!self.process.is_running() || !new.is_running()).then_some(())
+        });
+        let is_well = ended.is_some() && self.process.is_running() != new.is_running();
+        let is_well = is_well && new.is_running() && wait(&mut self.process)? == Some(0);
+        if !is_well || !wait_until_it_serves(fleet, &mut new)? {
+            let what = format!("old: {}\nnew: {}", self.process.log(), new.log());
+            return Err(Fault::new(Wrong::Takeover, what));
+        }
+        fleet.world.counts.takeovers.add();
+        fleet.was_taken_over(&self.absent_by_command);
+        Ok(Self { process: new, absent_by_command: BTreeSet::new() })
+    }
+
+    /// Another one begins to take over, and both are killed.
+    pub(super) fn killed_in_takeover(
+        mut self,
+        fleet: &mut Fleet<'_>,
+        rng: &mut Rng,
+        parties: &[Party],
+    ) -> Outcome {
+        self.look()?;
+        parties::enter(parties, Phase::Ending);
+        let mut new = begin(fleet, &["--takeover"])?;
+        let pause = Duration::from_micros(rng.below(60_000));
+        fleet.was_killed();
+        fleet.tell(format_args!("  both are killed after {pause:?}"));
+        clock::sleep(pause);
+        let mut processes = [&mut self.process, &mut new];
+        if rng.percent(50) {
+            processes.reverse();
+        }
+        for process in processes {
+            if process.is_running() {
+                process.signal(Signal::KILL);
+            }
+            wait(process)?;
+            if process.log().contains("panicked") {
+                return Err(Fault::new(Wrong::Panicked, process.log()));
+            }
+        }
+        fleet.world.counts.takeover_kills.add();
+        Ok(())
+    }
+}
+
+/// Waits until its control socket answers, which it does when all is served; not if it has ended.
+fn wait_until_it_serves(fleet: &Fleet<'_>, process: &mut Process) -> Outcome<bool> {
+    let control = text(&fleet.control)?;
+    let pid = process.pid();
+    let served = clock::poll(LIMIT, PAUSE * 4, || {
+        if !process.is_running() {
+            return Some(Ok(false));
+        }
+        let args = ["ctl", "--control", control, "--output", "json", "status"];
+        let said = match fleet.world.mica(&args) {
+            Ok(said) => said,
+            Err(fault) => return Some(Err(fault)),
+        };
+        let status = serde_json::from_str::<serde_json::Value>(&said.stdout).ok()?;
+        let is_it = said.status.success() && status["pid"] == pid;
+        let mut disks = status["disks"].as_array().into_iter().flatten();
+        let is_all = disks.all(|disk| disk["state"] == "serving" || disk["state"] == "drained");
+        (is_it && is_all).then_some(Ok(true))
+    });
+    served.unwrap_or_else(|| Err(Fault::new(Wrong::Hang, format!("no start: {}", process.log()))))
+}
+
+fn wait(process: &mut Process) -> Outcome<Option<i32>> {
+    match clock::poll(LIMIT, PAUSE, || (!process.is_running()).then_some(())) {
+        Some(()) => Ok(process.ended()),
+        None => Err(Fault::new(Wrong::Hang, format!("no end: {}", process.log()))),
+    }
+}
