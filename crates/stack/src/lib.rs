@@ -23,6 +23,6 @@ pub use open::{Format, open, open_writable, parse_size, wait_for_dead};
 pub use policy::{Names, allowed_places, looks_like_protocol};
 pub use raw::RawDisk;
 pub use redo::RedoPlace;
-pub use redo::folder::{redo_folder, redo_folder_of_owner, usual_redo_folder};
+pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;

@@ -145,8 +145,8 @@ mod tests {
             history.judge(&disk(&old[0], second), 99).expect("old");
             history.judge(&disk(&new[0], second), 99).expect("new");
         }
-        // Then the old content is gone, and neither another sector's content nor a write never made may
-        // be there.
+        // Then the old content is gone, and neither another sector's content nor a write that was
+        // never made may be there.
         history.judge(&disk(&new[0], &empty), 100).expect("new");
         for first in [&old[0][..], &empty, &new[1], &[7; 512], &stamped(0, 99)] {
             history.judge(&disk(first, &empty), 100).expect_err("lost or foreign");

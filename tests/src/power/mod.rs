@@ -1,5 +1,5 @@
-//! Power cuts beneath a real kernel and file system: everything that reaches a disk is recorded, and
-//! replayed up to the moment of a cut.
+//! Power cuts beneath a real kernel and file system: everything that reaches a disk is recorded,
+//! and replayed up to the moment of a cut.
 //!
 //! ```text
 //! guest ─NBD▶ mica ▶ ext4 ▶ loop ▶ nbdfuse ─NBD▶ qemu-storage-daemon: blklogwrites ▶ disk, log

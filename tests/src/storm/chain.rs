@@ -245,7 +245,7 @@ pub(super) fn build<'a>(mut world: World<'a>, rng: &mut Rng) -> Outcome<Chain<'a
         leaks: Some(0),
     };
     let (stamper, hot) = (Stamper::new(world.seed), rng.next_u64());
-    world.log_limit = LogLimit::random(&world, rng);
+    world.log_limit = log_limit(&world, rng);
     let is_alone = !world.does(rng, Kind::SecondDisk, 35);
     let second = if is_alone { None } else { Some(SecondDisk::create(&world, rng)?) };
     let mut chain = Chain { world, state, stamper, hot, made: 0, copies: Vec::new(), second };
@@ -292,4 +292,14 @@ fn raw_base(chain: &mut Chain<'_>, rng: &mut Rng, len: u64) -> Outcome {
 pub(super) fn in_bytes(range: &Range<u64>) -> String {
     let sector = SECTOR as u64;
     format!("{} {}", range.start * sector, (range.end - range.start) * sector)
+}
+
+/// One chain in four has tiny logs.
+fn log_limit(world: &World<'_>, rng: &mut Rng) -> Option<LogLimit> {
+    let limit = LogLimit::random(rng);
+    let is_small = world.does(rng, Kind::LogMemory, 25);
+    is_small.then(|| {
+        world.counts.small_logs.add();
+        limit
+    })
 }

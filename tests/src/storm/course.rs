@@ -7,7 +7,7 @@ use super::{chain, deep, life, power_cut, rest, shared};
 use mica_units::Rng;
 
 /// How many seeds of a hundred are about what, if a run has all of it.
-const SHARES: [(Kind, u64); 4] =
+const SHARES: [(Kind, usize); 4] =
     [(Kind::Chain, 76), (Kind::Shared, 14), (Kind::PowerCut, 4), (Kind::Deep, 6)];
 /// How often a chain is served.
 const LIVES: [u64; 5] = [2, 3, 3, 4, 6];
@@ -17,8 +17,7 @@ const PART: u64 = 1 << 32;
 /// What the seed is about.
 fn of(seed: u64, kinds: &Kinds) -> Kind {
     let all = SHARES.into_iter().filter(|(kind, _)| kinds.has(*kind));
-    let all: Vec<_> =
-        all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share as usize)).collect();
+    let all: Vec<_> = all.flat_map(|(kind, share)| std::iter::repeat_n(kind, share)).collect();
     if all.is_empty() { Kind::Chain } else { Rng::for_part(seed, PART).choose(&all) }
 }
 

@@ -146,8 +146,8 @@ impl Default for Kinds {
 }
 
 impl Kinds {
-    /// Those that `only` names, and of the courses, the shapes or the events all where it names none
-    /// of them; without those that `without` names.
+    /// Those that `only` names, and of the courses, the shapes or the events all where it names
+    /// none of them; without those that `without` names.
     ///
     /// # Errors
     /// The unknown name.

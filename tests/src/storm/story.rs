@@ -175,7 +175,8 @@ counts! {
     resize_kills = "kills in resizes";
     /// Disks that got another length.
     resizes = "resizes";
-    /// Disks that were added, removed, drained or undrained, and configurations that were read again.
+    /// Disks that were added, removed, drained or undrained, and configurations that were read
+    /// again.
     members = "disks that came or went";
     /// Clients of the control socket that were killed.
     ctl_kills = "  with a client that was killed";

@@ -231,6 +231,13 @@ impl Granted {
                  configuration and restart the server, or serve it at a unix socket"
             ));
         }
+        if let Some(directory) = folder_of_logs_that_cannot_be_made(disk) {
+            return denied(format!(
+                "the sandbox does not allow a folder for redo logs to be made in {}: put a disk \
+                 with this --redo-dir into the configuration and restart the server",
+                directory.display()
+            ));
+        }
         for (path, access) in &needs.files {
             // What does not exist is reported by the code that needs it.
             let Ok(real) = path.canonicalize() else { continue };
@@ -247,4 +254,12 @@ impl Granted {
         }
         Ok(())
     }
+}
+
+/// Where the logs of `disk` would be, if that is a place in which nothing can be made.
+fn folder_of_logs_that_cannot_be_made(disk: &DiskConfig) -> Option<&Path> {
+    let has_logs = disk.images.is_file() && disk.images.format == "qcow2";
+    let writes = disk.settings.writes() && disk.settings.overlay_folder.is_none();
+    let directory = disk.images.redo_dir().filter(|_| has_logs && writes)?;
+    mica_stack::lacks_redo_folder(directory).then_some(directory)
 }

@@ -366,6 +366,26 @@ fn logs_of_this_user_are_left_and_nothing_beside_them() {
     }
 }
 
+/// The story: such a disk was added, could not make its log at the first write, and lost what was
+/// not flushed by a kill.
+#[test]
+fn disk_whose_folder_of_logs_cannot_be_made_is_refused() {
+    let place = Place::new();
+    let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
+    disk.images.redo_dir = place.at("out");
+    let granted = place.needs.granted();
+    place.inside(|| {
+        let error = granted.check(&disk).expect_err("it would have no log");
+        assert!(error.to_string().contains("a folder for redo logs"), "{error}");
+        let mut read_only = disk.clone();
+        read_only.settings.read_only = true;
+        let error = granted.check(&read_only).err();
+        let says = error.map_or(String::new(), |error| error.to_string());
+        assert!(!says.contains("redo logs"), "{says}");
+    });
+    assert!(mica_stack::redo_folder(&place.at("out")).is_ok(), "outside it can");
+}
+
 #[test]
 fn without_a_sandbox_nothing_changes() {
     let place = Place::new();

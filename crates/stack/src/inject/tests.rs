@@ -53,7 +53,7 @@ fn errors_of_other_operations_are_understood() {
 fn limit_of_the_memory_of_redo_logs_is_understood_and_leaves_stores_alone() {
     let fault = fault("redo-memory=64K");
     assert!(matches!(fault, Fault::RedoMemory(65536)));
-    let store: Arc<dyn Store> = Arc::new(mica_store::MemoryStore::default());
+    let store: Arc<dyn Store> = Arc::new(mica_store::MemoryStore::new("the image", Vec::new()));
     assert!(Arc::ptr_eq(&fault.stack_on(Arc::clone(&store)), &store));
 }
 

@@ -38,6 +38,12 @@ pub fn usual_redo_folder() -> Result<PathBuf> {
     redo_folder(&super::usual_directory())
 }
 
+/// Whether this user has no folder for logs below `directory`, and one cannot be made.
+pub fn lacks_redo_folder(directory: &Path) -> bool {
+    let path = path_of(directory, rustix::process::geteuid().as_raw());
+    redo_folder(directory).is_err() && !path.exists()
+}
+
 /// The folder of the logs of the owner of `image`, if it exists and that is another user whose logs
 /// this process, as root, reads.
 pub fn redo_folder_of_owner(directory: &Path, image: &Path) -> Option<PathBuf> {

@@ -148,7 +148,8 @@ impl<'a> Fleet<'a> {
                 }
                 _ => {}
             }
-            // What was added by command, and is listed, too, is the configuration's for the new one.
+            // What was added by command and is listed, too, is the configuration's for the new
+            // server.
             if is_listed {
                 disk.source = Source::Configuration;
             }
