@@ -193,13 +193,16 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     if let Err(error) = log.reopen() {
         tracing::error!("{}", error.in_one_line());
     }
-    if shared.config_file.is_none() && !shared.resources.addresses.have_certificates() {
-        return;
-    }
     let shared = Arc::clone(shared);
-    let body = move || match shared.reload() {
-        Ok(reloaded) => reloaded.log(),
-        Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
+    let body = move || {
+        // Asked here: an address is locked while its certificates are read, which may hang.
+        if shared.config_file.is_none() && !shared.resources.addresses.have_certificates() {
+            return;
+        }
+        match shared.reload() {
+            Ok(reloaded) => reloaded.log(),
+            Err(error) => tracing::error!("not reloaded: {}", error.in_one_line()),
+        }
     };
     let thread = std::thread::Builder::new().name("mica-reload".to_owned()).spawn(body);
     if let Err(error) = thread {

@@ -201,7 +201,10 @@ impl Shared {
         closed: &BTreeMap<PathBuf, (String, LeftClosed)>,
     ) -> Result<Applied> {
         let Some(served) = self.disks.named(&disk.name) else {
-            if let Some((before, left)) = closed.get(&disk.image) {
+            // One that is read may have been served under two names.
+            if let Some((before, left)) = closed.get(&disk.image)
+                && disk.settings.writes()
+            {
                 self.admit(disk, Source::Configuration)?.leave_closed(left.clone());
                 return Ok(Applied::LeftClosed { before: before.clone() });
             }

@@ -286,7 +286,10 @@ impl Shared {
             Err(TryLockError::WouldBlock) => {
                 // Whoever is there shares it, or else says what it is.
                 let _shared = self.hold()?;
-                return Err(denied("a disk is being drained: take over when that is done"));
+                return Err(denied(
+                    "disks are being changed (added, removed, drained or reloaded): take over when \
+                     that is done",
+                ));
             }
         };
         if self.is_handed_over.load(Ordering::Acquire) {

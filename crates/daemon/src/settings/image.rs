@@ -90,7 +90,7 @@ pub struct ImageSettings {
     #[arg(hide_short_help = true, help_heading = "Engine")]
     pub redo_dir: PathBuf,
     /// Inject faults into image I/O: delay=TIME; error=WHEN,errno=NAME,seed=N; log=FILE;
-    /// redo-memory=SIZE.
+    /// redo-memory=SIZE (such a log is found only with the same SIZE).
     #[arg(long, value_name = "FAULT", hide_short_help = true, help_heading = "Engine")]
     pub inject: Vec<String>,
 }

@@ -72,7 +72,7 @@ enum Sidecar {
     /// In its file.
     Kept(Arc<dyn Store>),
     /// In memory: the file is about to be written.
-    Staged(Arc<[u8]>),
+    Staged(Arc<Vec<u8>>),
 }
 
 impl Tree {

@@ -29,7 +29,7 @@ pub(super) struct Stage {
 struct Staged {
     layer: Arc<Layer>,
     header: Header,
-    content: Arc<[u8]>,
+    content: Arc<Vec<u8>>,
 }
 
 impl Stage {
@@ -41,7 +41,7 @@ impl Stage {
         header: Header,
         content: Vec<u8>,
     ) {
-        let content = Arc::from(content);
+        let content = Arc::new(content);
         tree.push(header.root, header.id, Some(Sidecar::Staged(Arc::clone(&content))));
         self.bytes += content.len();
         self.waiting.push(Staged { layer: Arc::clone(layer), header, content });
@@ -55,7 +55,7 @@ impl Stage {
 
 impl Map {
     /// Writes what is staged. From then on the tree reads it from the files, as everyone else will;
-    /// it ends below the first that is not there.
+    /// it ends below the first that is not there; if any could not be written, below all of them.
     pub(super) async fn write_staged(
         &self,
         stage: &mut Stage,
