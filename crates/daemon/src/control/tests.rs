@@ -366,7 +366,7 @@ fn drains_do_not_exclude_each_other_and_a_takeover_is_told_of_them() {
     let other = world.ask("POST", "/v1/disks/two/drain", "");
     assert_eq!((other.status, &*other.body), (200, "{\"drained\":[\"two\"]}\n"));
     let takeover = shared.hold_alone().expect_err("refused");
-    assert!(takeover.to_string().contains("being drained"), "{takeover}");
+    assert!(takeover.to_string().contains("disks are being changed"), "{takeover}");
     drop(busy);
     assert_eq!(slow.join().expect("answered").status, 200);
 
