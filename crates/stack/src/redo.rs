@@ -109,6 +109,8 @@ pub(crate) struct RedoFile {
     /// Its owner.
     user: u32,
     name: String,
+    /// The name of the note of its place, whatever its capacity.
+    note: String,
     capacity: u64,
     /// The folder with the note of its place, if that is not the usual one (I4).
     usual: Option<PathBuf>,
@@ -132,7 +134,8 @@ impl RedoFile {
         let lock = FlockOperation::NonBlockingLockExclusive;
         let usual =
             (directory != usual_directory()).then(|| folder::path_of(&usual_directory(), user));
-        Some(Self { folder, user, name, capacity, usual, boot, lock, file: Mutex::default() })
+        let (note, file) = (note_of(identity), Mutex::default());
+        Some(Self { folder, user, name, note, capacity, usual, boot, lock, file })
     }
 
     /// Where this user has a file for the image, which was `created` then, if that is not in
@@ -166,7 +169,7 @@ impl RedoFile {
         let written = folder::make(usual).and_then(|folder| {
             let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
             let flags = flags | OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
-            let note = openat(&folder, self.note(), flags, Mode::RUSR | Mode::WUSR);
+            let note = openat(&folder, &*self.note, flags, Mode::RUSR | Mode::WUSR);
             let note = File::from(note.map_err(|error| self.explain(error))?);
             let place = self.path();
             note.write_all_at(place.as_os_str().as_bytes(), 0).map_err(|error| self.explain(error))
@@ -179,12 +182,8 @@ impl RedoFile {
     fn remove_note(&self) {
         let Some(usual) = &self.usual else { return };
         if let Ok(Some(folder)) = folder::find_of(usual, self.user) {
-            let _ = unlinkat(&folder, self.note(), AtFlags::empty());
+            let _ = unlinkat(&folder, &*self.note, AtFlags::empty());
         }
-    }
-
-    fn note(&self) -> String {
-        format!("{}{ELSEWHERE}", self.name)
     }
 
     /// The same, to read the log of a writer that died; `None` if the writer lives. Root also reads
@@ -628,6 +627,12 @@ mod tests {
         write(&there, b"a");
         assert_eq!(elsewhere(place(&other)), Some(there.path()));
         assert_eq!(elsewhere(RedoPlace::Nowhere), Some(there.path()));
+        there.remove();
+        let limited = place(&other).limited(CAPACITY_MIN);
+        let mut small = RedoFile::new(&limited, identity(1)).expect("there is a place");
+        small.usual = Some(usual_folder.clone());
+        write(&small, b"a");
+        assert_eq!(elsewhere(place(&usual)), Some(small.path()), "of another capacity");
     }
 
     #[test]
