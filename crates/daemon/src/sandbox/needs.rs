@@ -116,13 +116,12 @@ impl Needs {
     /// What a disk needs.
     pub(super) fn add_disk(&mut self, disk: &DiskConfig) {
         let overlay = disk.settings.overlay_folder.as_deref();
-        let writes = disk.settings.writes() && overlay.is_none();
         if let Some(folder) = overlay {
             self.allow(folder, READ | WRITE | REPLACE | AccessFs::ReadDir);
             self.allow_in_folder_of(folder, AccessFs::RemoveDir.into());
         }
         if disk.images.is_file() {
-            self.add_image(disk, writes);
+            self.add_image(disk, writes_image(disk));
         }
         for file in disk.images.fault_logs() {
             self.allow(file, AccessFs::WriteFile.into());
@@ -259,7 +258,11 @@ impl Granted {
 /// Where the logs of `disk` would be, if that is a place in which nothing can be made.
 fn folder_of_logs_that_cannot_be_made(disk: &DiskConfig) -> Option<&Path> {
     let has_logs = disk.images.is_file() && disk.images.format == "qcow2";
-    let writes = disk.settings.writes() && disk.settings.overlay_folder.is_none();
-    let directory = disk.images.redo_dir().filter(|_| has_logs && writes)?;
+    let directory = disk.images.redo_dir().filter(|_| has_logs && writes_image(disk))?;
     mica_stack::lacks_redo_folder(directory).then_some(directory)
+}
+
+/// Whether the image itself is written, and not an overlay that is thrown away.
+fn writes_image(disk: &DiskConfig) -> bool {
+    disk.settings.writes() && disk.settings.overlay_folder.is_none()
 }
