@@ -13,24 +13,24 @@
 //!   file that it never wrote, with what another file had there: an older sidecar of the same
 //!   layer, whose nodes have sums that are right at their places. So several are made durable at
 //!   the same time, which costs the file system hardly more than one.
+//!   What a killed process leaves of it is removed later (module `temporary`).
 //! - I3 A block device has no sidecar: nothing shows that its content changed.
 
+mod temporary;
+
 use crate::policy::Policy;
+use crate::sidecars::temporary::Temporary;
 use mica_block::{Error, ErrorKind, LocalFuture, NewSidecar, Result, Sidecars, Store};
-use mica_rt::{Access, File};
 use mica_store::{CacheMode, FileKind, FileStore, Handles, Located};
 use mica_units::LayerNumber;
 use rustix::fd::OwnedFd;
-use rustix::fs::{
-    AtFlags, CWD, Mode, OFlags, ResolveFlags, open, openat, openat2, renameat, statat, unlinkat,
-};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, open, openat2, statat, unlinkat};
 use rustix::io::Errno;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where sidecars are kept.
@@ -54,6 +54,8 @@ pub(crate) struct FileSidecars {
     /// Where layers were found when they were opened, for the first time that a sidecar is opened.
     /// The seal names the file that was found then, so that nothing is gained by looking again.
     noted: Mutex<HashMap<PathBuf, Place>>,
+    /// Directories that have been searched for what killed processes left.
+    tidied: Mutex<HashSet<PathBuf>>,
 }
 
 /// Where a layer is, and whose.
@@ -69,13 +71,6 @@ struct Spot {
     name: OsString,
     /// Whether the directory comes from a layer, so that its path must not contain a symbolic link.
     beside: bool,
-}
-
-/// The new file of a sidecar that is not in its place yet; removed when dropped.
-struct Temporary {
-    directory: OwnedFd,
-    name: String,
-    file: Arc<File>,
 }
 
 /// Sidecars that are made durable at the same time.
@@ -97,7 +92,7 @@ impl FileSidecars {
                 SidecarPlace::Directory(real)
             }
         };
-        Ok(Self { place, policy, handles, noted: Mutex::default() })
+        Ok(Self { place, policy, handles, noted: Mutex::default(), tidied: Mutex::default() })
     }
 
     /// Keeps in mind where the layer at `path` was found.
@@ -130,7 +125,10 @@ impl FileSidecars {
         let mut begun = Vec::new();
         for new in sidecars {
             match self.begin(new) {
-                Ok(one) => begun.push(one),
+                Ok(one) => {
+                    self.tidy(&one.0, &one.1);
+                    begun.push(one);
+                }
                 Err(error) => {
                     outcome = Err(error);
                     break;
@@ -144,6 +142,24 @@ impl FileSidecars {
             outcome = outcome.and(placed.map_err(|error| self.not_written(&spot, error)));
         }
         outcome
+    }
+
+    /// Removes what killed processes left where `new` is about to be written, once for each
+    /// directory.
+    fn tidy(&self, spot: &Spot, new: &Temporary) {
+        let mut tidied = self.tidied.lock().unwrap_or_else(PoisonError::into_inner);
+        if tidied.contains(&spot.directory) {
+            return;
+        }
+        tidied.insert(spot.directory.clone());
+        drop(tidied);
+        let removed = new.remove_abandoned();
+        if removed > 0 {
+            let directory = spot.directory.display();
+            tracing::info!(
+                "{removed} unfinished index files of a killed process removed from {directory}"
+            );
+        }
     }
 
     /// Writes a sidecar beside its place.
@@ -313,51 +329,6 @@ impl Spot {
         statat(&directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)?;
         unlinkat(&directory, &self.name, AtFlags::empty())
     }
-}
-
-impl Temporary {
-    /// Creates it beside the sidecar of `layer`, with `content`.
-    fn create(spot: &Spot, layer: &Located, content: &[u8]) -> io::Result<Self> {
-        let directory = spot.open_directory()?;
-        // Anyone who may read the layer may read its index.
-        let mode = Mode::from_raw_mode(layer.mode() & 0o044 | 0o600);
-        let (name, file) = create_new(&directory, mode)?;
-        let mut file = std::fs::File::from(file);
-        let written = file.write_all(content);
-        let file = Arc::new(File::new(file.into(), Access::Buffered));
-        let temporary = Self { directory, name, file };
-        written.map(|()| temporary)
-    }
-
-    fn put_at(self, spot: &Spot) -> io::Result<()> {
-        renameat(&self.directory, &self.name, &self.directory, &spot.name)?;
-        Ok(())
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        // It is not there any more if it was put in its place.
-        let _ = unlinkat(&self.directory, &self.name, AtFlags::empty());
-    }
-}
-
-/// Creates a file of a new name in `directory`.
-fn create_new(directory: &OwnedFd, mode: Mode) -> rustix::io::Result<(String, OwnedFd)> {
-    /// Names that a crashed process of the same number may have left.
-    const ATTEMPTS: usize = 64;
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    for _ in 0..ATTEMPTS {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!(".mica-index-{}-{number}.tmp", std::process::id());
-        match openat(directory, &name, flags, mode) {
-            Ok(file) => return Ok((name, file)),
-            Err(Errno::EXIST) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(Errno::EXIST)
 }
 
 /// A name for the sidecar of the layer at `real` in a directory shared by the sidecars of several

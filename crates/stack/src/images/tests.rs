@@ -118,6 +118,41 @@ fn of_many_sidecars_those_that_can_be_written_are_and_nothing_else_is_left() {
     assert!(names_in(folder.path()).iter().all(is_expected));
 }
 
+/// Only old files of exactly such names: another process may be writing the newer ones.
+#[test]
+fn what_a_killed_build_left_is_removed_by_a_later_one() {
+    let (folder, path) = folder_with_image();
+    let old = std::time::SystemTime::now() - std::time::Duration::from_hours(2);
+    let names = [
+        (".mica-index-12-0.tmp", true),
+        (".mica-index-4194304-15.tmp", true),
+        (".mica-index-12-1.tmp", false),
+        (".mica-index-12.tmp", true),
+        (".mica-index-12-1-2.tmp", true),
+        (".mica-index-12-x.tmp", true),
+        ("other.tmp", true),
+    ];
+    for (name, is_old) in names {
+        let file = std::fs::File::create(folder.path().join(name)).unwrap();
+        if is_old {
+            file.set_modified(old).unwrap();
+        }
+    }
+    symlink("other.tmp", folder.path().join(".mica-index-12-3.tmp")).unwrap();
+    write_sidecar(&images(&path), &path, b"index").unwrap();
+    let left = [
+        ".mica-index-12-1-2.tmp",
+        ".mica-index-12-1.tmp",
+        ".mica-index-12-3.tmp",
+        ".mica-index-12-x.tmp",
+        ".mica-index-12.tmp",
+        "other.tmp",
+        "top.qcow2",
+        "top.qcow2.mica-index",
+    ];
+    assert_eq!(names_in(folder.path()), left);
+}
+
 #[test]
 fn layers_of_a_chain_that_is_open_are_not_kept_in_mind_for_their_sidecars() {
     let (_folder, path) = folder_with_image();
