@@ -21,24 +21,25 @@
 
 mod begin;
 mod end;
+mod slot;
 
 use super::attention::{Attention, Pause};
 use super::batch::{Batch, Busy};
-use super::chain::{Chain, Piece, Table};
+use super::chain::{Chain, Table};
 use super::common::{Common, SessionLogs};
 use super::config::{F_RING_EVENT_IDX, has};
 use super::control::{Control, Ending, QueueSettings};
 use super::inflight::InflightQueue;
 use super::lost::Lost;
-use super::memory::Memory;
 use super::stats::QueueStats;
 use super::transfer;
 use crate::budget::Share;
 use crate::wake::{WakeSet, ones};
 use begin::Begun;
-use mica_block::{Disk, Extent, InFlight, IoFuture, LocalFuture, Result, Writing};
+use mica_block::{Disk, Extent, LocalFuture};
 use mica_rt::{Instant, Sleep, Socket};
 use rustix::io::{Errno, ReadWriteFlags};
+use slot::Slot;
 use std::future::{Future, poll_fn};
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -145,60 +146,6 @@ const BUDGET_BYTES: usize = 32 << 20;
 const RESERVE_BYTES: usize = transfer::COST_MIN;
 /// Kicks that one look takes at most.
 const KICKS_MAX: usize = 4;
-
-/// A request in flight.
-struct Slot<'a> {
-    head: u16,
-    status_at: GuestAddress,
-    /// What the device writes of the guest's memory.
-    written: Vec<Piece>,
-    memory: Arc<Memory>,
-    kind: Kind,
-    began: Instant,
-    /// Memory that is used for it.
-    cost: usize,
-    work: Work<'a>,
-}
-
-/// What is timed apart.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
-    Read,
-    Write,
-    Flush,
-    Other,
-}
-
-enum Work<'a> {
-    Read {
-        io: IoFuture,
-        _in_flight: InFlight<'a>,
-    },
-    Write(Writing<'a>),
-    Long(LocalFuture<'a, Result<()>>),
-    /// A discard, or a write of zeros.
-    Empty(LocalFuture<'a, Result<Progress>>),
-}
-
-/// How far a request got that did not fail.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Progress {
-    Done,
-    /// The server ends, and did not wait for the rest.
-    LeftOff,
-}
-
-impl Work<'_> {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Progress>> {
-        let done = |result: Result<()>| result.map(|()| Progress::Done);
-        match self {
-            Self::Read { io, .. } => Pin::new(io).poll(context).map(|(result, _)| done(result)),
-            Self::Write(io) => Pin::new(io).poll(context).map(|(result, _)| done(result)),
-            Self::Long(future) => future.as_mut().poll(context).map(done),
-            Self::Empty(future) => future.as_mut().poll(context),
-        }
-    }
-}
 
 struct Running<'a> {
     disk: &'a dyn Disk,

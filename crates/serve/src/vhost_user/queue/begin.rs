@@ -1,7 +1,8 @@
 //! What is done for a request, from its head to its first answer.
 
+use super::Running;
 use super::end::Ended;
-use super::{Kind, Progress, Running, Slot, Work};
+use super::slot::{Kind, Progress, Slot, Work};
 use crate::discard::Discard;
 use crate::sectors::pieces;
 use crate::vhost_user::chain::Piece;

@@ -1,6 +1,7 @@
 //! How a request is returned: its status, the used ring, the dirty log, the driver's call.
 
-use super::{Kind, Progress, Running, Slot};
+use super::Running;
+use super::slot::{Kind, Progress, Slot};
 use crate::vhost_user::chain::{Malformed, Piece};
 use crate::vhost_user::log::DirtyLog;
 use crate::vhost_user::memory::Memory;
