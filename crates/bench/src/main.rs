@@ -6,10 +6,12 @@
 //! not left out.
 
 mod chain;
+mod chains;
 mod charts;
 mod cost;
 mod deep;
 mod demo;
+mod extent;
 mod folders;
 mod glance;
 mod goal;

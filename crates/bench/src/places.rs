@@ -1,6 +1,6 @@
 //! Places on a chain's disk that are written, in random order.
 
-use crate::parts::Chain;
+use crate::chains::Chain;
 use anyhow::Result;
 use mica_gen::Rng;
 use mica_gen::owner::{Owner, OwnerMap};

@@ -8,14 +8,15 @@ mod system;
 mod verbs;
 mod warm;
 
-use super::folders::Folders;
+use super::chains::{self, Chain};
 use super::machine::Machine;
 use super::measure::{self, Cold};
 use super::page::Found;
-use super::parts::{self, Chain, drop_caches};
+use super::parts::drop_caches;
 use super::peers::{MICA, Peer};
 use super::samples::{Sample, Samples};
 use super::turns::{in_order, note};
+use crate::extent::{Extent, Usual};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use mica_gen::ChainSpec;
@@ -29,66 +30,44 @@ const READ_WARM: &[u32] = &[1, 1000, 10_000];
 const READ_COLD: &[u32] = &[1, 1000];
 const HANDLED: &[u32] = &[1000, 2500, 5000, 10_000];
 
+/// What is usual here.
+const REPEATS: Usual<u32> = Usual::new(7, 2);
+const SECONDS: Usual<f64> = Usual::new(0.5, 0.2);
+const GIB: Usual<u64> = Usual::new(4, 1);
+
 /// What to measure, and how long.
 #[derive(Args)]
 pub(crate) struct Options {
     /// The longest chains [default: 10000; quick: 1000].
     #[arg(long)]
     layers_max: Option<u32>,
-    /// Runs of each, of which the median counts [default: 7; quick: 2].
-    #[arg(long)]
-    repeats: Option<u32>,
     /// Short loads of each run of warm reads, lengths taking turns [default: 6; quick: 2].
     #[arg(long)]
     rounds: Option<u32>,
-    /// Seconds of each load of warm reads [default: 0.5; quick: 0.2].
-    #[arg(long)]
-    seconds: Option<f64>,
     /// Seconds of each cold sequential load, at most [default: 3; quick: 1].
     #[arg(long)]
     sequential_seconds: Option<f64>,
-    /// GiB of the disks [default: 4; quick: 1].
-    #[arg(long)]
-    gib: Option<u64>,
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Short chains, few runs, short loads: a smoke run, not a result.
-    #[arg(long)]
-    quick: bool,
     #[command(flatten)]
-    folders: Folders,
+    extent: Extent,
 }
 
 impl Options {
-    /// One value for a result, another for a smoke run.
-    fn full_or_quick<T>(&self, result: T, look: T) -> T {
-        if self.quick { look } else { result }
-    }
-
-    fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(self.full_or_quick(7, 2)).max(1)
-    }
-
     fn rounds(&self) -> u32 {
-        self.rounds.unwrap_or(self.full_or_quick(6, 2)).max(1)
-    }
-
-    fn seconds(&self) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(self.full_or_quick(0.5, 0.2)))
+        self.rounds.unwrap_or(self.extent.pick(Usual::new(6, 2))).max(1)
     }
 
     fn sequential_seconds(&self) -> Duration {
-        Duration::from_secs_f64(self.sequential_seconds.unwrap_or(self.full_or_quick(3.0, 1.0)))
-    }
-
-    fn disk_bytes(&self) -> u64 {
-        self.gib.unwrap_or(self.full_or_quick(4, 1)).max(1) << 30
+        Duration::from_secs_f64(
+            self.sequential_seconds.unwrap_or(self.extent.pick(Usual::new(3.0, 1.0))),
+        )
     }
 
     /// Those of `lengths` that are wanted; none if the part is not.
     fn of_part(&self, part: Part, lengths: &[u32]) -> Vec<u32> {
-        let most = self.layers_max.unwrap_or(self.full_or_quick(10_000, 1000));
+        let most = self.layers_max.unwrap_or(self.extent.pick(Usual::new(10_000, 1000)));
         let wanted = self.parts.contains(&part);
         lengths.iter().copied().filter(|layers| wanted && *layers <= most).collect()
     }
@@ -110,13 +89,13 @@ enum Part {
 /// Measures and writes it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let work = options.folders.work()?;
-    let context = parts::Context {
+    let work = options.extent.folders.work()?;
+    let context = chains::Context {
         work: work.path(),
-        random: options.seconds(),
+        random: options.extent.time(SECONDS),
         sequential: options.sequential_seconds(),
         spec: ChainSpec {
-            disk_bytes: options.disk_bytes(),
+            disk_bytes: options.extent.gib(GIB) << 30,
             fill: 0.3,
             ..ChainSpec::new(work.path())
         },
@@ -124,14 +103,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut samples = Samples::default();
     // First, before files are removed from the file system: it takes longer to make others then.
     let handled = options.of_part(Part::Verbs, HANDLED);
-    verbs::measure(&context, &handled, options.repeats().min(3), &mut samples);
+    verbs::measure(&context, &handled, options.extent.repeats(REPEATS).min(3), &mut samples);
     on_chains(options, &context, &mut samples)?;
     write(options, &samples)
 }
 
 /// What is read from chains, which are all made first and then measured in turns: a machine whose
 /// speed drifts slows every length alike.
-fn on_chains(options: &Options, context: &parts::Context<'_>, samples: &mut Samples) -> Result<()> {
+fn on_chains(
+    options: &Options,
+    context: &chains::Context<'_>,
+    samples: &mut Samples,
+) -> Result<()> {
     let opened = options.of_part(Part::Open, OPENED);
     let warm = options.of_part(Part::Warm, READ_WARM);
     let cold = options.of_part(Part::Cold, READ_COLD);
@@ -151,7 +134,13 @@ fn on_chains(options: &Options, context: &parts::Context<'_>, samples: &mut Samp
     };
     if !opened.is_empty() {
         println!("\n== open");
-        each_in_turns("open", &of(&opened), options.repeats(), samples, open::measure);
+        each_in_turns(
+            "open",
+            &of(&opened),
+            options.extent.repeats(REPEATS),
+            samples,
+            open::measure,
+        );
     }
     if !warm.is_empty() {
         println!("\n== warm");
@@ -169,11 +158,11 @@ fn on_chains(options: &Options, context: &parts::Context<'_>, samples: &mut Samp
 
 fn sequential(
     options: &Options,
-    context: &parts::Context<'_>,
+    context: &chains::Context<'_>,
     chains: &[&Chain],
     samples: &mut Samples,
 ) {
-    each_in_turns("cold", chains, options.repeats(), samples, |chain, sample| {
+    each_in_turns("cold", chains, options.extent.repeats(REPEATS), samples, |chain, sample| {
         drop_caches()?;
         measure::cold(&Peer::mica(&[]), chain.subject(context), Cold::Sequential, sample)
     });
@@ -203,14 +192,14 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
-        "disk_bytes": options.disk_bytes(),
-        "quick": options.quick,
-        "seconds": options.seconds().as_secs_f64(),
+        "disk_bytes": options.extent.gib(GIB) << 30,
+        "quick": options.extent.quick,
+        "seconds": options.extent.time(SECONDS).as_secs_f64(),
         "sequential_seconds": options.sequential_seconds().as_secs_f64(),
         "goals": goals,
         "samples": samples,
     });
-    let (machine, quick) = (&machine.facts, options.quick);
+    let (machine, quick) = (&machine.facts, options.extent.quick);
     let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &[] });
-    options.folders.put(&name, &document, &page)
+    options.extent.folders.put(&name, &document, &page)
 }

@@ -1,7 +1,7 @@
 //! Opening an indexed chain.
 
+use crate::chains::Chain;
 use crate::load::ratio;
-use crate::parts::Chain;
 use crate::peers::Peer;
 use crate::samples::Sample;
 use anyhow::{Context as _, Result};

@@ -2,9 +2,9 @@
 //! more when its page belongs to one of many files is not the server's doing, nor can it avoid it.
 
 use super::verbs::Mapped;
+use crate::chains::Chain;
 use crate::load::ratio;
 use crate::measure::RANDOM_BYTES;
-use crate::parts::Chain;
 use crate::samples::Sample;
 use anyhow::{Context as _, Result, ensure};
 use mica_gen::Rng;

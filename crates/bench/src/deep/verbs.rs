@@ -1,6 +1,6 @@
 //! What the verbs take that go through all layers, each verified by what it prints.
 
-use crate::parts;
+use crate::chains;
 use crate::peers::MICA;
 use crate::samples::{Sample, Samples};
 use crate::turns::{in_order, note};
@@ -29,7 +29,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 
 /// Runs all verbs on chains of all `lengths`, in turns.
 pub(super) fn measure(
-    context: &parts::Context<'_>,
+    context: &chains::Context<'_>,
     lengths: &[u32],
     repeats: u32,
     samples: &mut Samples,
@@ -46,7 +46,7 @@ pub(super) fn measure(
     }
 }
 
-fn of_length(context: &parts::Context<'_>, layers: u32, sample: &mut Sample) -> Result<()> {
+fn of_length(context: &chains::Context<'_>, layers: u32, sample: &mut Sample) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("verbs-").tempdir_in(context.work)?;
     let size = context.spec.disk_bytes.to_string();
     let (count, fill) = (layers.to_string(), context.spec.fill.to_string());
@@ -55,7 +55,7 @@ fn of_length(context: &parts::Context<'_>, layers: u32, sample: &mut Sample) -> 
     let manifest = Manifest::load(folder.path())?;
     ensure!(manifest.layers == layers, "gen made {} layers", manifest.layers);
     rustix::fs::sync();
-    clock::sleep(parts::SETTLE);
+    clock::sleep(chains::SETTLE);
     let owners = manifest.load_owners(folder.path())?;
     let image = folder.path().join(&manifest.top);
     let frozen = u64::from(layers) - 1;

@@ -1,11 +1,11 @@
 //! Random reads with everything cached. All lengths are served at the same time and read in turns,
 //! for a short while each: what else the machine does hits them alike.
 
-use super::{Options, system};
+use super::{Options, REPEATS, SECONDS, system};
+use crate::chains::Chain;
 use crate::cost::Meter;
 use crate::load::{Load, Pattern, Request, run};
 use crate::measure::{DEPTH, RANDOM_BYTES};
-use crate::parts::Chain;
 use crate::peers::{MICA, Peer, Running};
 use crate::samples::{Sample, Samples};
 use crate::turns::{in_order, note};
@@ -31,12 +31,12 @@ struct Served<'a> {
 /// # Errors
 /// If one cannot be served, or read past mica. Wrong answers become errors of their samples.
 pub(super) fn measure(options: &Options, chains: &[&Chain], samples: &mut Samples) -> Result<()> {
-    for repeat in 0..options.repeats() {
+    for repeat in 0..options.extent.repeats(REPEATS) {
         let served = chains.iter().map(|chain| Served::start(chain)).collect::<Result<Vec<_>>>()?;
         for round in 0..options.rounds() {
             let number = repeat * options.rounds() + round;
             for one in in_order(&served, round) {
-                one.measure(options.seconds(), number, samples);
+                one.measure(options.extent.time(SECONDS), number, samples);
             }
         }
         for one in served {

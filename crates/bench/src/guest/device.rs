@@ -1,10 +1,10 @@
 //! The device without a guest: random reads and writes by the load generator, in turns.
 
 use super::{Context, QUEUES};
+use crate::chains::Chain;
 use crate::cost::Meter;
 use crate::load::vhost::{Absence, Access, BLOCK_BYTES, Device, DiskLoad, Done, run};
 use crate::load::{Pattern, ratio};
-use crate::parts::Chain;
 use crate::peers::Peer;
 use crate::places;
 use crate::samples::Sample;

@@ -6,8 +6,8 @@
 
 use super::rootfs::{DATABASE, RootDisk, VALUE_BYTES};
 use super::{BOOT, Context, DATABASE_PART, RANDOM};
+use crate::chains::Chain;
 use crate::load::ratio;
-use crate::parts::Chain;
 use crate::peers::{MICA, Peer, Running};
 use crate::samples::{Sample, Samples};
 use crate::turns::{in_order, note};

@@ -8,13 +8,13 @@ mod report;
 mod restart;
 mod rootfs;
 
-use super::folders::Folders;
+use super::chains::{self, Chain};
 use super::machine::Machine;
 use super::page::Found;
-use super::parts::{self, Chain};
 use super::peers::{Peer, all_installed};
 use super::samples::Samples;
 use super::turns::{each_once, in_order};
+use crate::extent::{Extent, Usual};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use machines::Task;
@@ -41,57 +41,33 @@ const DATABASE_PART: &str = "database";
 /// Numbers of layers at which the paper runs its database.
 const DATABASE_LAYERS: &[u32] = &[50, 500];
 
+/// What is usual here.
+const REPEATS: Usual<u32> = Usual::new(5, 1);
+const SECONDS: Usual<f64> = Usual::new(1.0, 0.3);
+const GIB: Usual<u64> = Usual::new(8, 1);
+
 /// What to measure, and how long.
 #[derive(Args)]
 pub(crate) struct Options {
     /// Numbers of layers [default: 1,50,500,1000; quick: 1,50].
     #[arg(long, value_delimiter = ',')]
     layers: Vec<u32>,
-    /// Runs of each server, of which the median counts [default: 5; quick: 1].
-    #[arg(long)]
-    repeats: Option<u32>,
-    /// Seconds of each load [default: 1; quick: 0.3].
-    #[arg(long)]
-    seconds: Option<f64>,
-    /// GiB of the disks [default: 8; quick: 1].
-    #[arg(long)]
-    gib: Option<u64>,
     /// Part of the disk that some layer owns.
     #[arg(long, default_value_t = 0.3)]
     fill: f64,
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
-    /// Few layers, one run of each, short loads: a smoke run, not a result.
-    #[arg(long)]
-    quick: bool,
     #[command(flatten)]
-    folders: Folders,
+    extent: Extent,
 }
 
 impl Options {
-    /// One value for a result, another for a smoke run.
-    fn full_or_quick<T>(&self, result: T, look: T) -> T {
-        if self.quick { look } else { result }
-    }
-
     fn layers(&self) -> Vec<u32> {
         match &self.layers[..] {
-            [] => self.full_or_quick(vec![1, 50, 500, 1000], vec![1, 50]),
+            [] => self.extent.pick(Usual::new(vec![1, 50, 500, 1000], vec![1, 50])),
             layers => layers.to_vec(),
         }
-    }
-
-    fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(self.full_or_quick(5, 1)).max(1)
-    }
-
-    fn seconds(&self) -> f64 {
-        self.seconds.unwrap_or(self.full_or_quick(1.0, 0.3))
-    }
-
-    fn gib(&self) -> u64 {
-        self.gib.unwrap_or(self.full_or_quick(8, 1)).max(1)
     }
 }
 
@@ -115,7 +91,7 @@ enum Part {
 /// What all parts share.
 struct Context<'a> {
     /// How chains are made.
-    parts: parts::Context<'a>,
+    parts: chains::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
     /// Whether it is only a smoke run.
@@ -156,21 +132,21 @@ impl Context<'_> {
 /// Measures and writes it all.
 pub(crate) fn run(options: &Options) -> Result<()> {
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let work = options.folders.work()?;
-    let limit = Duration::from_secs_f64(options.seconds());
+    let work = options.extent.folders.work()?;
+    let limit = options.extent.time(SECONDS);
     let context = Context {
-        parts: parts::Context {
+        parts: chains::Context {
             work: work.path(),
             random: limit,
             sequential: limit,
             spec: ChainSpec {
-                disk_bytes: options.gib() << 30,
+                disk_bytes: options.extent.gib(GIB) << 30,
                 fill: options.fill,
                 ..ChainSpec::new(work.path())
             },
         },
         limit,
-        quick: options.quick,
+        quick: options.extent.quick,
     };
     let mut samples = Samples::default();
     without_a_guest(options, &context, &mut samples)?;
@@ -208,7 +184,7 @@ fn without_a_guest(options: &Options, context: &Context<'_>, samples: &mut Sampl
             device::rewrites(context, peer, chain, sample)
         });
         let overlays =
-            [(ALLOCATING, parts::CLUSTERS), (ALLOCATING_SUBCLUSTERS, parts::SUBCLUSTERS)];
+            [(ALLOCATING, chains::CLUSTERS), (ALLOCATING_SUBCLUSTERS, chains::SUBCLUSTERS)];
         for (part, of_overlay) in overlays {
             in_turns(part, options, &peers, &chains, samples, |peer, chain, sample| {
                 device::allocating(context, peer, chain, of_overlay, sample)
@@ -242,12 +218,12 @@ fn in_guests(options: &Options, context: &Context<'_>, samples: &mut Samples) ->
         return Ok(());
     }
     println!("\n== machines, by {}", machine::accelerator());
-    let root = RootDisk::make(context, options.full_or_quick(256, 64) << 10)?;
+    let root = RootDisk::make(context, options.extent.pick(Usual::new(256, 64)) << 10)?;
     let mut chains = Vec::new();
     for layers in options.layers() {
         chains.push(root.spread(context, layers)?);
     }
-    machines::in_turns(context, &root, &chains, &tasks, options.repeats(), samples);
+    machines::in_turns(context, &root, &chains, &tasks, options.extent.repeats(REPEATS), samples);
     Ok(())
 }
 
@@ -260,7 +236,7 @@ fn in_turns(
     samples: &mut Samples,
     measure: impl Fn(&Peer, &Chain, &mut super::samples::Sample) -> Result<()>,
 ) {
-    for repeat in 0..options.repeats() {
+    for repeat in 0..options.extent.repeats(REPEATS) {
         for chain in in_order(chains, repeat) {
             each_once(part, peers, chain.layers, repeat, samples, |peer, sample| {
                 measure(peer, chain, sample)
@@ -273,18 +249,18 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
     let machine = Machine::query()?;
     let name = format!("{}-guest", machine.date);
     let goals = goals::judge(samples);
-    let plots = plots::write(samples, &options.folders.out()?, &name)?;
+    let plots = plots::write(samples, &options.extent.folders.out()?, &name)?;
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
-        "disk_gib": options.gib(),
+        "disk_gib": options.extent.gib(GIB),
         "fill": options.fill,
-        "quick": options.quick,
-        "seconds": options.seconds(),
+        "quick": options.extent.quick,
+        "seconds": options.extent.time(SECONDS).as_secs_f64(),
         "goals": goals,
         "samples": samples,
     });
-    let (machine, quick) = (&machine.facts, options.quick);
+    let (machine, quick) = (&machine.facts, options.extent.quick);
     let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &plots });
-    options.folders.put(&name, &document, &page)
+    options.extent.folders.put(&name, &document, &page)
 }

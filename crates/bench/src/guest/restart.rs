@@ -3,9 +3,9 @@
 
 use super::device::{check, device};
 use super::{Context, QUEUES};
+use crate::chains::Chain;
 use crate::load::ratio;
 use crate::load::vhost::{Absence, Access, DiskLoad, Done, run};
-use crate::parts::Chain;
 use crate::peers::{Peer, Running};
 use crate::places::owned_by_active;
 use crate::samples::Sample;

@@ -10,8 +10,8 @@
 //! are. So the same disk is served at every length.
 
 use super::Context;
+use crate::chains::Chain;
 use crate::demo::tree::Tree;
-use crate::parts::Chain;
 use anyhow::{Context as _, Result, ensure};
 use mica_gen::{ChainSpec, DataMode};
 use mica_tests::machine::{self, parts};

@@ -1,7 +1,7 @@
 //! The cells of the table, and how mica stands in each beside a peer.
 
 use super::Part;
-use crate::parts;
+use crate::chains;
 use crate::peers::{MICA, QEMU_NBD};
 use crate::samples::Samples;
 use crate::write::images::Kind;
@@ -30,8 +30,8 @@ impl Overlay {
     /// QEMU's options for it.
     pub(super) fn options(self) -> &'static str {
         match self {
-            Self::Clusters => parts::CLUSTERS,
-            Self::Subclusters => parts::SUBCLUSTERS,
+            Self::Clusters => chains::CLUSTERS,
+            Self::Subclusters => chains::SUBCLUSTERS,
         }
     }
 }

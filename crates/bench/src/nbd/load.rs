@@ -2,9 +2,9 @@
 
 use super::Context;
 use super::cells::{SHAPES, shape_name};
+use crate::chains::Chain;
 use crate::cost::Meter;
 use crate::load::{Durable, Load, Pattern, Request, WriteLoad, Written, run_on_all, stamp, write};
-use crate::parts::Chain;
 use crate::peers::Peer;
 use crate::places;
 use crate::samples::Sample;

@@ -6,16 +6,17 @@ mod goals;
 mod load;
 mod report;
 
-use super::folders::Folders;
+use super::chains::{self, Chain};
 use super::machine::Machine;
 use super::page::Found;
-use super::parts::{self, Chain};
+use super::parts;
 use super::peers::{Peer, all_installed};
 use super::samples::{Sample, Samples};
 use super::turns::{each_once, in_order};
 use super::write::images::Images;
 use super::write::measure::{self, Bounds};
 use super::write::part;
+use crate::extent::{Extent, Usual};
 use anyhow::{Result, ensure};
 use cells::ChainLoad;
 use clap::{Args, ValueEnum};
@@ -25,21 +26,17 @@ use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
 
+/// What is usual here.
+const REPEATS: Usual<u32> = Usual::new(5, 1);
+const SECONDS: Usual<f64> = Usual::new(1.0, 0.3);
+const GIB: Usual<u64> = Usual::new(4, 1);
+
 /// What to measure, and how long.
 #[derive(Args)]
 pub(crate) struct Options {
     /// Numbers of layers.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 50])]
     layers: Vec<u32>,
-    /// Runs of each server, of which the median counts [default: 5; quick: 1].
-    #[arg(long)]
-    repeats: Option<u32>,
-    /// Seconds of each load, at most [default: 1; quick: 0.3].
-    #[arg(long)]
-    seconds: Option<f64>,
-    /// GiB of the disks [default: 4; quick: 1].
-    #[arg(long)]
-    gib: Option<u64>,
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
@@ -50,31 +47,11 @@ pub(crate) struct Options {
     /// "overlay/random-4k".
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
-    /// One run of each, short loads: a smoke run, not a result.
-    #[arg(long)]
-    quick: bool,
     #[command(flatten)]
-    folders: Folders,
+    extent: Extent,
 }
 
 impl Options {
-    /// One value for a result, another for a smoke run.
-    fn full_or_quick<T>(&self, result: T, look: T) -> T {
-        if self.quick { look } else { result }
-    }
-
-    fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(self.full_or_quick(5, 1)).max(1)
-    }
-
-    fn limit(&self) -> Duration {
-        Duration::from_secs_f64(self.seconds.unwrap_or(self.full_or_quick(1.0, 0.3)))
-    }
-
-    fn gib(&self) -> u64 {
-        self.gib.unwrap_or(self.full_or_quick(4, 1)).max(1)
-    }
-
     fn peers(&self) -> Vec<Peer> {
         let peers = self.beside.iter().map(|beside| match beside {
             Beside::QemuNbd => (tools::QEMU_NBD, Peer::qemu_nbd(&[])),
@@ -111,7 +88,7 @@ enum Beside {
 /// What the loads on chains share.
 struct Context<'a> {
     /// How chains are made.
-    parts: parts::Context<'a>,
+    parts: chains::Context<'a>,
     /// How long a load lasts.
     limit: Duration,
 }
@@ -120,15 +97,15 @@ struct Context<'a> {
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(all_installed(&[tools::QEMU_NBD, tools::QEMU_IMG]), "QEMU makes and checks the images");
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let work = options.folders.work()?;
-    let limit = options.limit();
+    let work = options.extent.folders.work()?;
+    let limit = options.extent.time(SECONDS);
     let context = Context {
-        parts: parts::Context {
+        parts: chains::Context {
             work: work.path(),
             random: limit,
             sequential: limit,
             spec: ChainSpec {
-                disk_bytes: options.gib() << 30,
+                disk_bytes: options.extent.gib(GIB) << 30,
                 fill: 0.3,
                 ..ChainSpec::new(work.path())
             },
@@ -142,7 +119,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     if options.parts.contains(&Part::Raw) {
         println!("\n== raw");
-        parts::raw(&context.parts, options.repeats(), &mut samples)?;
+        parts::raw(&context.parts, options.extent.repeats(REPEATS), &mut samples)?;
     }
     write(options, &samples)
 }
@@ -175,7 +152,7 @@ fn on_chains(options: &Options, context: &Context<'_>, samples: &mut Samples) ->
                 load::allocating(context, peer, chain, format.options(), sample)
             }
         };
-        for repeat in 0..options.repeats() {
+        for repeat in 0..options.extent.repeats(REPEATS) {
             for chain in in_order(&chains, repeat) {
                 each_once(load.name(), &peers, chain.layers, repeat, samples, |peer, sample| {
                     measure(peer, chain, sample)
@@ -189,14 +166,14 @@ fn on_chains(options: &Options, context: &Context<'_>, samples: &mut Samples) ->
 /// Writers on raw and qcow2 files, as `bench write` measures them.
 fn synced(options: &Options, work: &Path, samples: &mut Samples) -> Result<()> {
     println!("\n== writers");
-    let disk_bytes = options.gib() << 30;
+    let disk_bytes = options.extent.gib(GIB) << 30;
     let context = measure::Context {
         images: Images::new(work, disk_bytes)?,
         disk_bytes,
-        bounds: Bounds { limit: options.limit(), writes_max: usize::MAX },
+        bounds: Bounds { limit: options.extent.time(SECONDS), writes_max: usize::MAX },
     };
     let peers: Vec<_> = options.peers().into_iter().map(Peer::writable).collect();
-    for repeat in 0..options.repeats() {
+    for repeat in 0..options.extent.repeats(REPEATS) {
         for (kind, case) in cells::writers() {
             let name = part(kind, case);
             if name.contains(&options.only) {
@@ -217,13 +194,13 @@ fn write(options: &Options, samples: &Samples) -> Result<()> {
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
-        "disk_gib": options.gib(),
-        "quick": options.quick,
-        "seconds": options.limit().as_secs_f64(),
+        "disk_gib": options.extent.gib(GIB),
+        "quick": options.extent.quick,
+        "seconds": options.extent.time(SECONDS).as_secs_f64(),
         "goals": goals,
         "samples": samples,
     });
-    let (machine, quick) = (&machine.facts, options.quick);
+    let (machine, quick) = (&machine.facts, options.extent.quick);
     let found = Found { machine, quick, samples, goals: &goals, plots: &[] };
-    options.folders.put(&name, &document, &report::page(&found, &cells))
+    options.extent.folders.put(&name, &document, &report::page(&found, &cells))
 }

@@ -1,7 +1,7 @@
 //! The images that are written: each kind created again for each run, from the same base.
 
+use crate::chains;
 use crate::load::stamp;
-use crate::parts;
 use anyhow::{Result, ensure};
 use mica_tests::{command, mica, tools};
 use std::fs::{self, File};
@@ -165,14 +165,14 @@ impl<'a> Images<'a> {
             Kind::Metadata => self.create(&image, "preallocation=metadata")?,
             Kind::Falloc => self.create(&image, "preallocation=falloc")?,
             Kind::Full => self.create(&image, "preallocation=full")?,
-            Kind::Overlay => self.create(&image, parts::CLUSTERS)?,
+            Kind::Overlay => self.create(&image, chains::CLUSTERS)?,
             Kind::LargeClusters => self.create(&image, "cluster_size=2M")?,
             Kind::Subclusters if self.overlays_by == "mica create" => {
                 let mut create = Command::new(mica::binary());
                 create.arg("create").arg("-q").arg("-b").arg(self.base()).args(["-F", "raw"]);
                 done(create.arg(&image.path))?;
             }
-            Kind::Subclusters => self.create(&image, parts::SUBCLUSTERS)?,
+            Kind::Subclusters => self.create(&image, chains::SUBCLUSTERS)?,
         }
         // What creating it wrote must not count as the cost of writing to it.
         File::open(&image.path)?.sync_all()?;
@@ -197,7 +197,7 @@ pub(crate) fn check(image: &Image) -> Result<()> {
     if image.kind.format() == "raw" {
         return Ok(());
     }
-    parts::qemu_checks(&image.path)
+    chains::qemu_checks(&image.path)
 }
 
 fn done(command: &mut Command) -> Result<()> {

@@ -9,12 +9,12 @@ pub(crate) mod measure;
 mod plots;
 mod report;
 
-use super::folders::Folders;
 use super::machine::Machine;
 use super::page::Found;
 use super::peers::{Peer, all_installed};
 use super::samples::Samples;
 use super::turns::each_once;
+use crate::extent::{Extent, Usual};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use images::{Images, Kind};
@@ -23,7 +23,6 @@ use measure::{Bounds, Context};
 use mica_tests::shell;
 use mica_tests::tools;
 use serde_json::json;
-use std::time::Duration;
 
 pub(crate) const KIB_4: u32 = 4 << 10;
 pub(crate) const KIB_64: u32 = 64 << 10;
@@ -31,43 +30,22 @@ const MIB: u32 = 1 << 20;
 /// Maximum number of writes of a load in a smoke run.
 const QUICK_WRITES_MAX: usize = 4096;
 
+/// What is usual here.
+const REPEATS: Usual<u32> = Usual::new(5, 1);
+const SECONDS: Usual<f64> = Usual::new(1.0, 0.7);
+const GIB: Usual<u64> = Usual::new(2, 1);
+
 /// What to measure, and how long.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Runs of each server, of which the median counts [default: 5; quick: 1].
-    #[arg(long)]
-    repeats: Option<u32>,
-    /// Seconds of each load, at most [default: 1; quick: 0.7].
-    #[arg(long)]
-    seconds: Option<f64>,
-    /// GiB of the disks [default: 2; quick: 1].
-    #[arg(long)]
-    gib: Option<u64>,
     /// What to measure.
     #[arg(long, value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
     parts: Vec<Part>,
     /// Of these, only those with this in their name, such as "overlay/random-4k".
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
-    /// One run of each, short loads: a smoke run, not a result.
-    #[arg(long)]
-    quick: bool,
     #[command(flatten)]
-    folders: Folders,
-}
-
-impl Options {
-    fn repeats(&self) -> u32 {
-        self.repeats.unwrap_or(if self.quick { 1 } else { 5 }).max(1)
-    }
-
-    fn seconds(&self) -> f64 {
-        self.seconds.unwrap_or(if self.quick { 0.7 } else { 1.0 })
-    }
-
-    fn gib(&self) -> u64 {
-        self.gib.unwrap_or(if self.quick { 1 } else { 2 }).max(1)
-    }
+    extent: Extent,
 }
 
 /// What is written, and to which image.
@@ -163,14 +141,14 @@ fn counted_part(kind: Kind, case: Case) -> String {
 pub(crate) fn run(options: &Options) -> Result<()> {
     ensure!(all_installed(&[tools::QEMU_NBD, tools::QEMU_IMG]), "QEMU makes and checks the images");
     shell::run(&mut shell::cargo(["build", "--release", "--package", "mica"]))?;
-    let work = options.folders.work()?;
-    let disk_bytes = options.gib() << 30;
+    let work = options.extent.folders.work()?;
+    let disk_bytes = options.extent.gib(GIB) << 30;
     let context = Context {
         images: Images::new(work.path(), disk_bytes)?,
         disk_bytes,
         bounds: Bounds {
-            limit: Duration::from_secs_f64(options.seconds()),
-            writes_max: if options.quick { QUICK_WRITES_MAX } else { usize::MAX },
+            limit: options.extent.time(SECONDS),
+            writes_max: if options.extent.quick { QUICK_WRITES_MAX } else { usize::MAX },
         },
     };
     let mut samples = Samples::default();
@@ -193,7 +171,7 @@ fn in_turns(options: &Options, context: &Context<'_>, samples: &mut Samples) {
             runs.push(run);
         }
     }
-    for repeat in 0..options.repeats() {
+    for repeat in 0..options.extent.repeats(REPEATS) {
         for &(kind, case) in &runs {
             let name = part(kind, case);
             each_once(&name, &peers, kind.layers(), repeat, samples, |peer, sample| {
@@ -224,17 +202,17 @@ fn write(options: &Options, context: &Context<'_>, samples: &Samples) -> Result<
     machine.facts.push(("overlays with subclusters made by".to_owned(), overlays_by));
     let name = format!("{}-write", machine.date);
     let goals = goals::judge(samples);
-    let plots = plots::write(samples, &options.folders.out()?, &name)?;
+    let plots = plots::write(samples, &options.extent.folders.out()?, &name)?;
     let document = json!({
         "machine": machine.facts,
         "date": machine.date,
-        "disk_gib": options.gib(),
-        "quick": options.quick,
-        "seconds": options.seconds(),
+        "disk_gib": options.extent.gib(GIB),
+        "quick": options.extent.quick,
+        "seconds": options.extent.time(SECONDS).as_secs_f64(),
         "goals": goals,
         "samples": samples,
     });
-    let (machine, quick) = (&machine.facts, options.quick);
+    let (machine, quick) = (&machine.facts, options.extent.quick);
     let page = report::page(&Found { machine, quick, samples, goals: &goals, plots: &plots });
-    options.folders.put(&name, &document, &page)
+    options.extent.folders.put(&name, &document, &page)
 }
