@@ -9,17 +9,17 @@
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
-use crate::config::{Config, DiskConfig, LeftClosed};
+use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -163,8 +163,7 @@ impl Shared {
     fn change_to(&self, config: Config, outcome: &mut Reloaded) {
         self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
         self.note_process_settings(&config, outcome);
-        // One that somebody drained does not come back because it is given another name.
-        let mut closed = BTreeMap::new();
+        let mut gone = GoneDisks::default();
         // Those that go first make room for those that come.
         for served in self.disks.all() {
             let stays = config.disks.iter().any(|disk| disk.name == served.name);
@@ -172,7 +171,8 @@ impl Shared {
                 continue;
             }
             if served.is_drained() {
-                closed.insert(served.config().image, (served.name.clone(), served.left_closed()));
+                let (name, left) = (served.name.clone(), served.left_closed());
+                gone.add(served.config().image, GoneDisk { name, left });
             }
             match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
@@ -181,7 +181,7 @@ impl Shared {
         }
         for disk in config.disks {
             let name = disk.name.clone();
-            match self.apply(disk, &closed) {
+            match self.apply(disk, &gone) {
                 Ok(Applied::Added) => outcome.added.push(name),
                 Ok(Applied::LeftClosed { before }) => outcome.notes.push(format!(
                     "disk {name:?} has the image of {before:?}, which was drained: it stays drained \
@@ -193,21 +193,15 @@ impl Shared {
         }
     }
 
-    /// Makes a disk of the configuration one of this process. Those removed just now that were
-    /// `closed` are known by their images.
-    fn apply(
-        &self,
-        disk: DiskConfig,
-        closed: &BTreeMap<PathBuf, (String, LeftClosed)>,
-    ) -> Result<Applied> {
-        let Some(served) = self.disks.named(&disk.name) else {
-            // One that is read may have been served under two names.
-            if let Some((before, left)) = closed.get(&disk.image)
-                && disk.settings.writes()
-            {
-                self.admit(disk, Source::Configuration)?.leave_closed(left.clone());
-                return Ok(Applied::LeftClosed { before: before.clone() });
-            }
+    /// Makes a disk of the configuration one of this process, after those that are `gone` were
+    /// removed.
+    fn apply(&self, disk: DiskConfig, gone: &GoneDisks) -> Result<Applied> {
+        let known = self.disks.named(&disk.name);
+        if let Some(gone) = gone.renamed(&disk, |_| known.is_some()) {
+            self.admit(disk, Source::Configuration)?.leave_closed(gone.left.clone());
+            return Ok(Applied::LeftClosed { before: gone.name.clone() });
+        }
+        let Some(served) = known else {
             return self.add(disk, Source::Configuration).map(|_| Applied::Added);
         };
         let differences = disk.differences(&served.config())?;
