@@ -9,6 +9,7 @@
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
+use crate::certificates::{self, Renewed};
 use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
@@ -109,6 +110,12 @@ impl Shared {
         Ok(())
     }
 
+    /// Whether there is a configuration or a certificate to read again. An address is locked while
+    /// its certificates are read, so this may hang.
+    pub(crate) fn has_what_to_reload(&self) -> bool {
+        self.config_file.is_some() || certificates::are_used(&self.resources.addresses)
+    }
+
     /// Reads certificates and the configuration file again, as far as there are any: disks that are
     /// new in it are added, those that it no longer has are removed.
     ///
@@ -116,8 +123,7 @@ impl Shared {
     /// If there is nothing to read, the configuration is not understood, or it is being read
     /// already: then nothing changes.
     pub(crate) fn reload(&self) -> Result<Reloaded> {
-        let addresses = &self.resources.addresses;
-        if self.config_file.is_none() && !addresses.have_certificates() {
+        if !self.has_what_to_reload() {
             let what = "there is no configuration to read again: the server has no --config";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
@@ -126,14 +132,9 @@ impl Shared {
         })?;
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
-        let mut outcome = Reloaded::default();
         // Addresses that the configuration adds read them anyway.
-        outcome.certificates.extend(addresses.renew_certificates().into_iter().map(
-            |(folder, renewed)| Certificates {
-                folder: folder.to_string_lossy().into_owned(),
-                error: renewed.err().map(|error| error.in_one_line()),
-            },
-        ));
+        let certificates = certificates::renew(&self.resources.addresses, &self.outside);
+        let mut outcome = Reloaded { certificates, ..Reloaded::default() };
         match config {
             Some(config) => self.change_to(config, &mut outcome),
             None => outcome.unchanged = self.disks.all().len(),
@@ -248,7 +249,7 @@ pub(crate) struct Reloaded {
     pub(crate) removed: Vec<String>,
     pub(crate) unchanged: usize,
     pub(crate) refused: Vec<Refused>,
-    pub(crate) certificates: Vec<Certificates>,
+    pub(crate) certificates: Vec<Renewed>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -257,14 +258,6 @@ pub(crate) struct Reloaded {
 pub(crate) struct Refused {
     pub(crate) disk: String,
     pub(crate) error: String,
-}
-
-/// A folder of certificates that was read again.
-#[derive(Serialize, Debug)]
-pub(crate) struct Certificates {
-    pub(crate) folder: String,
-    /// Why clients still get those from before, if so.
-    pub(crate) error: Option<String>,
 }
 
 impl Reloaded {
@@ -280,7 +273,7 @@ impl Reloaded {
         for Refused { disk, error } in refused {
             tracing::error!("disk {disk:?}: {error}");
         }
-        for Certificates { folder, error } in certificates {
+        for Renewed { folder, error } in certificates {
             match error {
                 Some(error) => {
                     tracing::error!("clients get the certificates from before: {error}");
