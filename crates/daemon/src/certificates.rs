@@ -16,6 +16,8 @@ use std::collections::BTreeMap;
 #[derive(Serialize, Debug)]
 pub(crate) struct Renewed {
     pub(crate) folder: String,
+    /// Where clients get them.
+    pub(crate) addresses: Vec<String>,
     /// Why clients still get those from before, if so.
     pub(crate) error: Option<String>,
 }
@@ -27,23 +29,33 @@ pub(crate) fn are_used(addresses: &Addresses) -> bool {
 
 /// Reads the certificates of all `addresses` again, by `outside`, and says what came of that.
 pub(crate) fn renew(addresses: &Addresses, outside: &Outside) -> Vec<Renewed> {
-    let renew = |(source, all): (CertificateSource, Vec<Tls>)| {
+    let renew = |(source, Use { all, addresses }): (CertificateSource, Use)| {
         let read = Tls::load(source.clone(), &|file| outside.open_certificate(file));
         let renewed = read.map(|newer| all.iter().for_each(|tls| tls.renew(&newer)));
         Renewed {
             folder: source.directory.to_string_lossy().into_owned(),
+            addresses,
             error: renewed.err().map(|error| error.in_one_line()),
         }
     };
     in_use(addresses).into_iter().map(renew).collect()
 }
 
+/// What clients get, and where.
+#[derive(Default)]
+struct Use {
+    all: Vec<Tls>,
+    addresses: Vec<String>,
+}
+
 /// What clients get, by where it was read.
-fn in_use(addresses: &Addresses) -> BTreeMap<CertificateSource, Vec<Tls>> {
-    let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
+fn in_use(addresses: &Addresses) -> BTreeMap<CertificateSource, Use> {
+    let mut all: BTreeMap<_, Use> = BTreeMap::new();
     addresses.for_each(|held| {
         if let Some(tls) = held.listener.tls() {
-            all.entry(tls.source().clone()).or_default().push(tls.clone());
+            let used = all.entry(tls.source().clone()).or_default();
+            used.all.push(tls.clone());
+            used.addresses.push(held.place());
         }
     });
     all

@@ -134,7 +134,8 @@ impl Shared {
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
         // Addresses that the configuration adds read them anyway.
         let certificates = certificates::renew(&self.resources.addresses, &self.outside);
-        let mut outcome = Reloaded { certificates, ..Reloaded::default() };
+        let is_config_read = config.is_some();
+        let mut outcome = Reloaded { is_config_read, certificates, ..Reloaded::default() };
         match config {
             Some(config) => self.change_to(config, &mut outcome),
             None => outcome.unchanged = self.disks.all().len(),
@@ -245,6 +246,9 @@ enum Applied {
 /// What came of reading the configuration again.
 #[derive(Default, Serialize, Debug)]
 pub(crate) struct Reloaded {
+    /// Whether there is a configuration. Without one only certificates were read.
+    #[serde(skip)]
+    is_config_read: bool,
     pub(crate) added: Vec<String>,
     pub(crate) removed: Vec<String>,
     pub(crate) unchanged: usize,
@@ -267,20 +271,55 @@ impl Reloaded {
 
     /// Logs it.
     pub(crate) fn log(&self) {
-        let Self { added, removed, unchanged, refused, certificates, notes } = self;
-        let (added, removed) = (added.join(" "), removed.join(" "));
-        tracing::info!(added, removed, unchanged, "the configuration was read again");
+        let Self { refused, certificates, notes, .. } = self;
+        if self.is_config_read {
+            tracing::info!("the configuration was read again: {}", self.changes());
+        }
         for Refused { disk, error } in refused {
             tracing::error!("disk {disk:?}: {error}");
         }
-        for Renewed { folder, error } in certificates {
+        for Renewed { folder, addresses, error } in certificates {
+            let at = addresses.join(", ");
             match error {
                 Some(error) => {
-                    tracing::error!("clients get the certificates from before: {error}");
+                    tracing::error!("clients at {at} get the certificates from before: {error}");
                 }
-                None => tracing::info!("read the certificates in {folder} again"),
+                None => tracing::info!("read the certificates in {folder} again, for {at}"),
             }
         }
         notes.iter().for_each(|note| tracing::warn!("{note}"));
+    }
+
+    /// What became of the disks, for the log.
+    fn changes(&self) -> String {
+        let mut said = Vec::new();
+        for (what, names) in [("added", &self.added), ("removed", &self.removed)] {
+            if !names.is_empty() {
+                said.push(format!("{what} {}", names.join(", ")));
+            }
+        }
+        if said.is_empty() {
+            said.push("no disk was added or removed".to_owned());
+        }
+        said.push(match self.unchanged {
+            1 => "1 is left as it was".to_owned(),
+            count => format!("{count} are left as they were"),
+        });
+        said.join("; ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_reload_did_is_said_in_one_line() {
+        let names = |all: &[&str]| all.iter().map(|name| (*name).to_owned()).collect();
+        let quiet = Reloaded { unchanged: 1, ..Reloaded::default() };
+        assert_eq!(quiet.changes(), "no disk was added or removed; 1 is left as it was");
+        let (added, removed) = (names(&["a", "b"]), names(&["c"]));
+        let busy = Reloaded { added, removed, unchanged: 2, ..Reloaded::default() };
+        assert_eq!(busy.changes(), "added a, b; removed c; 2 are left as they were");
     }
 }
