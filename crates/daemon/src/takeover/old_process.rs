@@ -188,8 +188,8 @@ impl Shared {
     }
 
     /// The disks that are not served as the configuration says, those that are served at an address
-    /// that they share, and those beside a drained one of the same image, so that they are not taken
-    /// for that one under another name.
+    /// that they share, and those beside a drained one of the same image, so that they are not
+    /// taken for that one under another name.
     fn disks_to_tell(&self) -> Result<Vec<HandedOver>> {
         let mut all = Vec::new();
         let disks = self.disks.all();
