@@ -151,6 +151,7 @@ pub fn run(options: &Options, summary: &Summary) -> Result<()> {
         let work = || -> Result<()> {
             let places = Places::new().map_err(|fault| anyhow::anyhow!(fault.what))?;
             tell_left_out(&places, summary);
+            course::check(&options.kinds, &places)?;
             loop {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 let is_late = options.limit.is_some_and(|limit| start.elapsed() >= limit);
@@ -178,8 +179,8 @@ fn tell_left_out(places: &Places, summary: &Summary) {
         let what = "no small file systems can be mounted here: nothing runs full, or freezes";
         left_out.push(what.to_owned());
     }
-    if !places.cuts_power() {
-        left_out.push("no disk can be recorded here: no power is cut".to_owned());
+    if let Some(why) = places.power_lack() {
+        left_out.push(format!("no power is cut here, as no disk can be recorded: {why}"));
     }
     if !places.limits_threads() {
         left_out.push("no control groups can be made here: no server lacks threads".to_owned());
