@@ -220,8 +220,8 @@ impl<'a> Deep<'a> {
         Ok(())
     }
 
-    /// Something happens while nobody serves it. Half of the time that is only what leaves all files
-    /// as long as they were: whatever else happens makes the index of all layers above it new.
+    /// Something happens while nobody serves it. Half of the time that is only what leaves all
+    /// files as long as they were: all else makes the index of the layers above it new.
     fn rest(&mut self, rng: &mut Rng) -> Outcome {
         let kinds = self.world.kinds.of(&[Kind::CommitDown, Kind::Write, Kind::Index]);
         if kinds.contains(&Kind::Write) && rng.percent(50) {

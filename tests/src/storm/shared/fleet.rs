@@ -69,8 +69,8 @@ impl<'a> Fleet<'a> {
         Ok(fleet)
     }
 
-    /// Whether a server that runs cannot be given `disk` now: its sandbox, which has the files below
-    /// `--disks-in`, makes no folder, and there is none for the disk's log.
+    /// Whether a server that runs cannot be given `disk` now: its sandbox, which has the files
+    /// below `--disks-in`, makes no folder, and there is none for the disk's log.
     pub(super) fn lacks_logs(&self, disk: &Disk) -> bool {
         disk.cluster.is_some() && !loss::folder_in(&self.world.log).exists()
     }
@@ -204,6 +204,19 @@ impl<'a> Fleet<'a> {
             let what = format!("{} does not become {:?}", disk.name, disk.standing);
             Err(Fault::new(Wrong::Members, what))
         })
+    }
+
+    /// What the server says of disk `number`.
+    pub(super) fn standing_of(&self, number: usize) -> Outcome<Standing> {
+        let (status, name) = (self.status()?, &self.disks[number].name);
+        let mut disks = status["disks"].as_array().into_iter().flatten();
+        let told = disks.find(|told| told["name"] == **name);
+        match told.map(|told| told["state"].as_str().unwrap_or("?")) {
+            None => Ok(Standing::Absent),
+            Some("serving") => Ok(Standing::Serving),
+            Some("drained") => Ok(Standing::Drained),
+            Some(_) => Err(Fault::new(Wrong::Members, format!("{name}: {status}"))),
+        }
     }
 
     /// What the server says that it has, and what clients find: the disks that it has to serve, and
