@@ -26,6 +26,7 @@
 //! | clients get another export (`nbd/exports.rs`) | `shared` | 30 of 33 | 1 s |
 //! | one client in ten does | `shared` | 3 of 13 | 2 s |
 //! | `--save` saves nothing (`ctl/saved.rs`) | `shared` | 8 of 16 | 1 s |
+//! | commands do not wait for a takeover (`daemon/src/shared.rs`) | `shared` | 14 of 40 | 4 s |
 //! | a seal fits whatever its layer became (`index/sidecar.rs`) | `deep` | 11 of 26 | 2 s |
 //! | a seal fits whatever the timestamps | `deep` | 9 of 25 | 2 s |
 //! | digests of tables are not compared (`index/build.rs`) | `deep` | 4 of 22 | 8 s |
