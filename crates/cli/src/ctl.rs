@@ -281,9 +281,13 @@ fn members(answer: &Value) -> String {
         said += &format!("{}: {}\n", text(&refused["disk"]), text(&refused["error"]));
     }
     for folder in certificates(answer) {
+        let addresses = folder["addresses"].as_array().into_iter().flatten();
+        let at = addresses.map(text).collect::<Vec<_>>().join(", ");
         said += &match &folder["error"] {
-            Value::Null => format!("certificates in {}: read again\n", text(&folder["folder"])),
-            error => format!("clients get the certificates from before: {}\n", text(error)),
+            Value::Null => {
+                format!("certificates in {}: read again, for {at}\n", text(&folder["folder"]))
+            }
+            error => format!("clients at {at} get the certificates from before: {}\n", text(error)),
         };
     }
     list("notes").for_each(|note| said += &format!("{}\n", text(note)));

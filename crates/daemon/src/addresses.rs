@@ -31,11 +31,11 @@ use crate::sockets::Sockets;
 use crate::systemd;
 use crate::tls::Security;
 use mica_block::{Error, ErrorKind, Result};
+use mica_serve::Workers;
 use mica_serve::nbd::{self, Exports, Limits, Seat};
-use mica_serve::{CertificateSource, Tls, Workers};
 use mica_store::{Handles, SetAside};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// All addresses of NBD of a process.
@@ -167,33 +167,6 @@ impl Addresses {
     /// Ends [`Self::hold_back`].
     pub(crate) fn let_in(&self) {
         self.all().iter().for_each(|place| place.exports.let_in());
-    }
-
-    /// Whether clients may use TLS somewhere.
-    pub(crate) fn have_certificates(&self) -> bool {
-        !self.tls().is_empty()
-    }
-
-    /// Reads the certificates of all addresses again, for clients that come from now on; says of
-    /// each folder what came of that. Where it fails, clients get what they got before.
-    pub(crate) fn renew_certificates(&self) -> Vec<(PathBuf, Result<()>)> {
-        let renew = |(source, all): (CertificateSource, Vec<Tls>)| {
-            let read = Tls::load(source.clone(), &|file| self.outside.open_certificate(file));
-            let renewed = read.map(|newer| all.iter().for_each(|tls| tls.renew(&newer)));
-            (source.directory, renewed)
-        };
-        self.tls().into_iter().map(renew).collect()
-    }
-
-    /// What clients get, by where it was read.
-    fn tls(&self) -> BTreeMap<CertificateSource, Vec<Tls>> {
-        let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
-        self.for_each(|held| {
-            if let Some(tls) = held.listener.tls() {
-                all.entry(tls.source().clone()).or_default().push(tls.clone());
-            }
-        });
-        all
     }
 
     /// Calls `each` for every socket, once.

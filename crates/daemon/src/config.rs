@@ -12,7 +12,10 @@
 //! bps = "200M"
 //! ```
 
+mod gone;
 mod read;
+
+pub(crate) use gone::{GoneDisk, GoneDisks};
 
 use crate::held::is_socket_name;
 use crate::opened::Shown;
@@ -89,7 +92,8 @@ pub(crate) struct HandedOver {
     /// What went wrong when it was closed.
     #[serde(default)]
     pub(crate) loss: Option<String>,
-    /// Whether it is served there. Told of disks that share an address. Older processes have none.
+    /// Whether it is served there. Told of disks that share an address, or the image of one that is
+    /// closed. Older processes have none.
     #[serde(default)]
     pub(crate) is_served: bool,
     /// Its image if it is closed: the configuration may have given the disk another name.
@@ -138,7 +142,7 @@ impl Config {
     /// # Errors
     /// `Invalid` if a disk that was added there is another one here.
     pub(crate) fn take_over(&mut self, disks: Vec<HandedOver>) -> Result<()> {
-        let mut renamed = Vec::new();
+        let (mut gone, mut told) = (GoneDisks::default(), BTreeSet::new());
         for disk in disks {
             let HandedOver { name, table, is_closed, loss, is_served, image, shown } = disk;
             if is_served {
@@ -162,20 +166,19 @@ impl Config {
                 }
                 (Some(_), _) | (None, None) => {}
             }
+            told.insert(name.clone());
             let left = LeftClosed { loss, shown };
             match image {
                 _ if !is_closed => {}
-                Some(image) if !is_known => renamed.push((PathBuf::from(image), left)),
+                Some(image) if !is_known => {
+                    gone.add(PathBuf::from(image), GoneDisk { name, left });
+                }
                 _ => drop(self.drained.insert(name, left)),
             }
         }
-        for (image, left) in renamed {
-            // One that is read may have been served there under two names.
-            let is_it = |disk: &&DiskConfig| {
-                disk.image == image && disk.settings.writes() && !self.served.contains(&disk.name)
-            };
-            if let Some(disk) = self.disks.iter().find(is_it) {
-                self.drained.entry(disk.name.clone()).or_insert(left);
+        for disk in &self.disks {
+            if let Some(gone) = gone.renamed(disk, |name| told.contains(name)) {
+                self.drained.insert(disk.name.clone(), gone.left.clone());
             }
         }
         Ok(())

@@ -195,8 +195,7 @@ fn hang_up(shared: &Arc<Shared>, log: &Arc<dyn LogSwitch>) {
     }
     let shared = Arc::clone(shared);
     let body = move || {
-        // Asked here: an address is locked while its certificates are read, which may hang.
-        if shared.config_file.is_none() && !shared.resources.addresses.have_certificates() {
+        if !shared.has_what_to_reload() {
             return;
         }
         match shared.reload() {

@@ -15,6 +15,7 @@
 //!   name.
 //! - I2 The helper reads nothing but requests, and ends with the server, however that ends.
 //! - I3 It has its own system call filter, unless its user needs another program to mount.
+//! - I4 A file on storage that hangs is given up: requests share one link, and the others wait.
 
 mod process;
 

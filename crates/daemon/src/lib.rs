@@ -6,6 +6,7 @@
 //!   ├ control     status, figures and commands over HTTP, on a thread of its own
 //!   ├ takeover    sockets and disks pass from one process to the next
 //!   ├ membership  disks come and go
+//!   │   └ certificates  renewed while clients are served
 //!   └ shared      state that these share
 //!       └ disks       the set of disks, which may change while it serves
 //!           └ served      one disk: opened, served, suspended, resumed, closed
@@ -26,6 +27,7 @@
 
 mod address;
 mod addresses;
+mod certificates;
 mod config;
 mod control;
 mod daemon;

@@ -9,17 +9,18 @@
 //! - I3 A configuration that is not understood changes nothing, and one that is never touches a
 //!   disk that somebody else has added. Certificates that cannot be used change nothing, either.
 
-use crate::config::{Config, DiskConfig, LeftClosed};
+use crate::certificates::{self, Renewed};
+use crate::config::{Config, DiskConfig, GoneDisk, GoneDisks};
 use crate::served::{Served, Source};
 use crate::shared::Shared;
 use crate::sockets::Sockets;
 use mica_block::{Error, ErrorKind, Result};
 use mica_store::WritesInPlace;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -109,6 +110,12 @@ impl Shared {
         Ok(())
     }
 
+    /// Whether there is a configuration or a certificate to read again. An address is locked while
+    /// its certificates are read, so this may hang.
+    pub(crate) fn has_what_to_reload(&self) -> bool {
+        self.config_file.is_some() || certificates::are_used(&self.resources.addresses)
+    }
+
     /// Reads certificates and the configuration file again, as far as there are any: disks that are
     /// new in it are added, those that it no longer has are removed.
     ///
@@ -116,8 +123,7 @@ impl Shared {
     /// If there is nothing to read, the configuration is not understood, or it is being read
     /// already: then nothing changes.
     pub(crate) fn reload(&self) -> Result<Reloaded> {
-        let addresses = &self.resources.addresses;
-        if self.config_file.is_none() && !addresses.have_certificates() {
+        if !self.has_what_to_reload() {
             let what = "there is no configuration to read again: the server has no --config";
             return Err(Error::new(ErrorKind::Invalid, what));
         }
@@ -126,14 +132,10 @@ impl Shared {
         })?;
         let _held = self.hold()?;
         let config = self.config_file.as_deref().map(|file| self.read_config(file)).transpose()?;
-        let mut outcome = Reloaded::default();
         // Addresses that the configuration adds read them anyway.
-        outcome.certificates.extend(addresses.renew_certificates().into_iter().map(
-            |(folder, renewed)| Certificates {
-                folder: folder.to_string_lossy().into_owned(),
-                error: renewed.err().map(|error| error.in_one_line()),
-            },
-        ));
+        let certificates = certificates::renew(&self.resources.addresses, &self.outside);
+        let is_config_read = config.is_some();
+        let mut outcome = Reloaded { is_config_read, certificates, ..Reloaded::default() };
         match config {
             Some(config) => self.change_to(config, &mut outcome),
             None => outcome.unchanged = self.disks.all().len(),
@@ -163,8 +165,7 @@ impl Shared {
     fn change_to(&self, config: Config, outcome: &mut Reloaded) {
         self.removed().retain(|name| config.disks.iter().any(|disk| disk.name == *name));
         self.note_process_settings(&config, outcome);
-        // One that somebody drained does not come back because it is given another name.
-        let mut closed = BTreeMap::new();
+        let mut gone = GoneDisks::default();
         // Those that go first make room for those that come.
         for served in self.disks.all() {
             let stays = config.disks.iter().any(|disk| disk.name == served.name);
@@ -172,7 +173,8 @@ impl Shared {
                 continue;
             }
             if served.is_drained() {
-                closed.insert(served.config().image, (served.name.clone(), served.left_closed()));
+                let (name, left) = (served.name.clone(), served.left_closed());
+                gone.add(served.config().image, GoneDisk { name, left });
             }
             match self.forget(&served) {
                 Ok(()) => outcome.removed.push(served.name.clone()),
@@ -181,7 +183,7 @@ impl Shared {
         }
         for disk in config.disks {
             let name = disk.name.clone();
-            match self.apply(disk, &closed) {
+            match self.apply(disk, &gone) {
                 Ok(Applied::Added) => outcome.added.push(name),
                 Ok(Applied::LeftClosed { before }) => outcome.notes.push(format!(
                     "disk {name:?} has the image of {before:?}, which was drained: it stays drained \
@@ -193,21 +195,15 @@ impl Shared {
         }
     }
 
-    /// Makes a disk of the configuration one of this process. Those removed just now that were
-    /// `closed` are known by their images.
-    fn apply(
-        &self,
-        disk: DiskConfig,
-        closed: &BTreeMap<PathBuf, (String, LeftClosed)>,
-    ) -> Result<Applied> {
-        let Some(served) = self.disks.named(&disk.name) else {
-            // One that is read may have been served under two names.
-            if let Some((before, left)) = closed.get(&disk.image)
-                && disk.settings.writes()
-            {
-                self.admit(disk, Source::Configuration)?.leave_closed(left.clone());
-                return Ok(Applied::LeftClosed { before: before.clone() });
-            }
+    /// Makes a disk of the configuration one of this process, after those that are `gone` were
+    /// removed.
+    fn apply(&self, disk: DiskConfig, gone: &GoneDisks) -> Result<Applied> {
+        let known = self.disks.named(&disk.name);
+        if let Some(gone) = gone.renamed(&disk, |_| known.is_some()) {
+            self.admit(disk, Source::Configuration)?.leave_closed(gone.left.clone());
+            return Ok(Applied::LeftClosed { before: gone.name.clone() });
+        }
+        let Some(served) = known else {
             return self.add(disk, Source::Configuration).map(|_| Applied::Added);
         };
         let differences = disk.differences(&served.config())?;
@@ -250,11 +246,14 @@ enum Applied {
 /// What came of reading the configuration again.
 #[derive(Default, Serialize, Debug)]
 pub(crate) struct Reloaded {
+    /// Whether there is a configuration. Without one only certificates were read.
+    #[serde(skip)]
+    is_config_read: bool,
     pub(crate) added: Vec<String>,
     pub(crate) removed: Vec<String>,
     pub(crate) unchanged: usize,
     pub(crate) refused: Vec<Refused>,
-    pub(crate) certificates: Vec<Certificates>,
+    pub(crate) certificates: Vec<Renewed>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -265,14 +264,6 @@ pub(crate) struct Refused {
     pub(crate) error: String,
 }
 
-/// A folder of certificates that was read again.
-#[derive(Serialize, Debug)]
-pub(crate) struct Certificates {
-    pub(crate) folder: String,
-    /// Why clients still get those from before, if so.
-    pub(crate) error: Option<String>,
-}
-
 impl Reloaded {
     fn refuse(&mut self, disk: &str, error: &Error) {
         self.refused.push(Refused { disk: disk.to_owned(), error: error.in_one_line() });
@@ -280,20 +271,55 @@ impl Reloaded {
 
     /// Logs it.
     pub(crate) fn log(&self) {
-        let Self { added, removed, unchanged, refused, certificates, notes } = self;
-        let (added, removed) = (added.join(" "), removed.join(" "));
-        tracing::info!(added, removed, unchanged, "the configuration was read again");
+        let Self { refused, certificates, notes, .. } = self;
+        if self.is_config_read {
+            tracing::info!("the configuration was read again: {}", self.changes());
+        }
         for Refused { disk, error } in refused {
             tracing::error!("disk {disk:?}: {error}");
         }
-        for Certificates { folder, error } in certificates {
+        for Renewed { folder, addresses, error } in certificates {
+            let at = addresses.join(", ");
             match error {
                 Some(error) => {
-                    tracing::error!("clients get the certificates from before: {error}");
+                    tracing::error!("clients at {at} get the certificates from before: {error}");
                 }
-                None => tracing::info!("read the certificates in {folder} again"),
+                None => tracing::info!("read the certificates in {folder} again, for {at}"),
             }
         }
         notes.iter().for_each(|note| tracing::warn!("{note}"));
+    }
+
+    /// What became of the disks, for the log.
+    fn changes(&self) -> String {
+        let mut said = Vec::new();
+        for (what, names) in [("added", &self.added), ("removed", &self.removed)] {
+            if !names.is_empty() {
+                said.push(format!("{what} {}", names.join(", ")));
+            }
+        }
+        if said.is_empty() {
+            said.push("no disk was added or removed".to_owned());
+        }
+        said.push(match self.unchanged {
+            1 => "1 is left as it was".to_owned(),
+            count => format!("{count} are left as they were"),
+        });
+        said.join("; ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_reload_did_is_said_in_one_line() {
+        let names = |all: &[&str]| all.iter().map(|name| (*name).to_owned()).collect();
+        let quiet = Reloaded { unchanged: 1, ..Reloaded::default() };
+        assert_eq!(quiet.changes(), "no disk was added or removed; 1 is left as it was");
+        let (added, removed) = (names(&["a", "b"]), names(&["c"]));
+        let busy = Reloaded { added, removed, unchanged: 2, ..Reloaded::default() };
+        assert_eq!(busy.changes(), "added a, b; removed c; 2 are left as they were");
     }
 }

@@ -1,9 +1,11 @@
 //! What a seed is about. Most are about a chain; the others have worlds of their own.
 
 use super::kinds::{Kind, Kinds};
+use super::place::Places;
 use super::story::Outcome;
 use super::world::World;
 use super::{chain, deep, life, power_cut, rest, shared};
+use anyhow::{Result, ensure};
 use mica_units::Rng;
 
 /// How many seeds of a hundred are about what, if a run has all of it.
@@ -21,12 +23,21 @@ fn of(seed: u64, kinds: &Kinds) -> Kind {
     if all.is_empty() { Kind::Chain } else { Rng::for_part(seed, PART).choose(&all) }
 }
 
+/// Whether this system lets a run with these `kinds` do anything that it is about.
+pub(super) fn check(kinds: &Kinds, places: &Places) -> Result<()> {
+    let is_possible = |kind: Kind| kind != Kind::PowerCut || places.power_lack().is_none();
+    let has_course = SHARES.iter().any(|(kind, _)| kinds.has(*kind) && is_possible(*kind));
+    let why = places.power_lack().unwrap_or("all courses are left out");
+    ensure!(has_course, "nothing to do: {why}");
+    Ok(())
+}
+
 /// Lets the storm go over it.
 pub(super) fn run(world: World<'_>, rng: &mut Rng) -> Outcome {
     let course = of(world.seed, world.kinds);
     world.story.tell(format_args!("seed {}, on {:?}: {}", world.seed, world.ground, course.name()));
     match course {
-        Kind::PowerCut if world.places.cuts_power() => power_cut::storm(&world, rng),
+        Kind::PowerCut if world.places.power_lack().is_none() => power_cut::storm(&world, rng),
         Kind::Deep => deep::storm(&world, rng),
         Kind::Shared => shared::storm(world, rng),
         _ => of_chain(world, rng),

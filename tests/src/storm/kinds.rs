@@ -78,6 +78,8 @@ kinds! {
     Takeover = "takeover", Event;
     /// SIGKILL of either server, or of both, in a takeover
     KillTakeover = "kill-takeover", Event;
+    /// Commands of `mica ctl` in a takeover of disks at shared addresses
+    Overlap = "overlap", Event;
     /// A disk gets another length, while it is served and while it is not
     Resize = "resize", Event;
     /// SIGKILL within a resize, by `mica resize` and by `mica ctl`

@@ -15,6 +15,31 @@
 //! Nothing here knows more of mica than its command line and configuration, NBD, what it warns of,
 //! and where an image names a log.
 //!
+//! What it finds was shown by breaking mica on purpose, one break at a time (runs that found it, of
+//! all; seeds from 1000 on, two processors, a debug build):
+//!
+//! | break | `--only` | found | first after |
+//! |---|---|---|---|
+//! | no sync (`store/src/writable.rs`) | `power-cut` | 12 of 12 | 2 s |
+//! | each third sync left out | `power-cut` | 5 of 5 | 2 s |
+//! | links synced with their data (`write/commit.rs`) | `power-cut` | 10 of 14 | 2 s |
+//! | clients get another export (`nbd/exports.rs`) | `shared` | 30 of 33 | 1 s |
+//! | one client in ten does | `shared` | 3 of 13 | 2 s |
+//! | `--save` saves nothing (`ctl/saved.rs`) | `shared` | 8 of 16 | 1 s |
+//! | commands do not wait for a takeover (`daemon/src/shared.rs`) | `shared` | 14 of 40 | 4 s |
+//! | a seal fits whatever its layer became (`index/sidecar.rs`) | `deep` | 11 of 26 | 2 s |
+//! | a seal fits whatever the timestamps | `deep` | 9 of 25 | 2 s |
+//! | digests of tables are not compared (`index/build.rs`) | `deep` | 4 of 22 | 8 s |
+//! | a compacted log lacks a record (`redo/log.rs`) | `chain` | 2 of 13 | 3 s |
+//! | it lacks what pages are expected to be | `chain,log-memory,kill` | 1 of 56 | 3 s |
+//! | one group in eight lacks a record | `chain` | 5 of 14 | 5 s |
+//! | logs are ignored at the start (`redo/recover.rs`) | `chain` | 10 of 15 | 1 s |
+//! | the last group of a log is (`redo/found.rs`) | `chain` | 6 of 12 | 2 s |
+//! | a close, also for a takeover, writes nothing (`write/commit.rs`) | `chain` | 7 of 14 | 3 s |
+//!
+//! Not found are, so far: a log whose place is not noted (`stack/src/redo.rs`; none of 18), a
+//! compacted log without its baseline (53), and a record missing from one compaction in eight (56).
+//!
 //! Not moved is the clock. Linux has namespaces for the time since the start of the machine, but
 //! none for the time of day, and setting that would set it for all others here; a library that is
 //! put before the system's would miss what does not call it. Timestamps of files are moved
@@ -151,6 +176,7 @@ pub fn run(options: &Options, summary: &Summary) -> Result<()> {
         let work = || -> Result<()> {
             let places = Places::new().map_err(|fault| anyhow::anyhow!(fault.what))?;
             tell_left_out(&places, summary);
+            course::check(&options.kinds, &places)?;
             loop {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 let is_late = options.limit.is_some_and(|limit| start.elapsed() >= limit);
@@ -178,8 +204,8 @@ fn tell_left_out(places: &Places, summary: &Summary) {
         let what = "no small file systems can be mounted here: nothing runs full, or freezes";
         left_out.push(what.to_owned());
     }
-    if !places.cuts_power() {
-        left_out.push("no disk can be recorded here: no power is cut".to_owned());
+    if let Some(why) = places.power_lack() {
+        left_out.push(format!("no power is cut here, as no disk can be recorded: {why}"));
     }
     if !places.limits_threads() {
         left_out.push("no control groups can be made here: no server lacks threads".to_owned());

@@ -43,7 +43,8 @@ pub(super) struct Places {
     log: TempDir,
     folder: TempDir,
     tasks: Option<TaskGroup>,
-    cuts_power: bool,
+    /// Why no power can be cut here, if it cannot.
+    power_lack: Option<String>,
 }
 
 impl Places {
@@ -61,8 +62,9 @@ impl Places {
         let log_in = room.as_ref().map_or(Path::new(MEMORY), Mount::folder);
         let log = tempfile::Builder::new().prefix("mica-storm-").tempdir_in(log_in)?;
         let tasks = TaskGroup::new();
-        let cuts_power = room.as_ref().is_some_and(can_record);
-        Ok(Self { memory, ext4, small_log, room, log, folder, tasks, cuts_power })
+        let nothing_mounts = || Some("nothing can be mounted".to_owned());
+        let power_lack = room.as_ref().map_or_else(nothing_mounts, power_lack);
+        Ok(Self { memory, ext4, small_log, room, log, folder, tasks, power_lack })
     }
 
     /// The kinds of file systems that there are.
@@ -107,9 +109,9 @@ impl Places {
         self.tasks.is_some()
     }
 
-    /// Whether disks can be recorded, for power cuts.
-    pub(super) fn cuts_power(&self) -> bool {
-        self.cuts_power
+    /// Why no disk can be recorded, for power cuts, if it cannot.
+    pub(super) fn power_lack(&self) -> Option<&str> {
+        self.power_lack.as_deref()
     }
 
     /// Lets server `pid` have only `more` threads in addition to what it has.
@@ -134,13 +136,14 @@ impl Places {
     }
 }
 
-/// Whether a disk can be recorded, which is tried once.
-fn can_record(room: &Mount) -> bool {
-    static CAN: OnceLock<bool> = OnceLock::new();
-    *CAN.get_or_init(|| {
-        let has_tools = crate::tools::missing(&power::TOOLS).is_empty();
-        has_tools && power::lacks(room.folder()).is_none()
-    })
+/// Why no disk can be recorded, if it cannot, which is tried once.
+fn power_lack(room: &Mount) -> Option<String> {
+    static LACK: OnceLock<Option<String>> = OnceLock::new();
+    let lack = LACK.get_or_init(|| match crate::tools::missing(&power::TOOLS).first() {
+        Some(tool) => Some(format!("{tool} is missing")),
+        None => power::lacks(room.folder()),
+    });
+    lack.clone()
 }
 
 /// Lets go of a file that fills a file system.

@@ -23,6 +23,7 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 const IMAGE: &str = "disk.img";
+const BASE: &str = "base.raw";
 /// Sectors of the disk; the second writer has the last quarter.
 const SECTORS: u64 = 4 << 11;
 const FIRST_SECTORS: u64 = SECTORS / 4 * 3;
@@ -42,10 +43,13 @@ struct Ledger<'a> {
 pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
     world.counts.power_cuts.add();
     world.counts.lives.add();
-    let format = rng.choose(&["qcow2", "qcow2", "raw"]);
+    let format = rng.choose(&["qcow2", "qcow2", "qcow2", "raw"]);
+    // What shows a base has to take two syncs.
+    let has_base = format == "qcow2" && rng.percent(60);
     let folder = world.run.join("power");
-    let mut history = History::new(SECTORS, Effect::Zeros);
-    let (recording, from) = record(world, rng, &folder, format, &mut history)?;
+    let first = if has_base { Effect::Stamps } else { Effect::Zeros };
+    let mut history = History::new(SECTORS, first);
+    let (recording, from) = record(world, rng, &folder, (format, has_base), &mut history)?;
     cut(world, rng, &folder, format, &history, recording, from)
 }
 
@@ -54,7 +58,7 @@ fn record(
     world: &World<'_>,
     rng: &mut Rng,
     folder: &Path,
-    format: &str,
+    (format, has_base): (&str, bool),
     history: &mut History,
 ) -> Result<(Recording, u64), Fault> {
     let recorder = Recorder::start(folder, rng.choose(&[1024, 4096]))?;
@@ -64,7 +68,12 @@ fn record(
         _ => {
             let options = format!("cluster_size={}", rng.choose(&[512, 4096, 65536]));
             let len = (SECTORS * SECTOR).to_string();
-            let args = ["create", "-q", "-f", format, "-o", &options, IMAGE, &len];
+            let mut args = vec!["create", "-q", "-f", format, "-o", &options];
+            if has_base {
+                fs::write(recorder.folder().join(BASE), stamps(0..SECTORS, 1))?;
+                args.extend(["-b", BASE, "-F", "raw"]);
+            }
+            args.extend([IMAGE, &len]);
             foreign::img(recorder.folder(), &args)?;
         }
     }
@@ -72,7 +81,9 @@ fn record(
     let server = serve(world, &image, format, &["--queues", rng.choose(&["1", "2"])])?;
     let writes = 30 + rng.below(90);
     let joins = world.does(rng, Kind::SecondWriter, 70).then(|| rng.below(writes));
-    world.story.tell(format_args!("  {format}: {writes} writes, one joins at {joins:?}"));
+    world.story.tell(format_args!(
+        "  {format}, on a base: {has_base}: {writes} writes, one joins at {joins:?}"
+    ));
     let before = std::mem::replace(history, History::new(0, Effect::Zeros));
     let ledger = Ledger { history: Mutex::new(before), log: recorder.log() };
     let worked = write(&server, &ledger, rng, writes, joins);

@@ -389,3 +389,32 @@ fn drained_disk_stays_drained_under_another_name() {
     world.is(&[("a", "serving"), ("y", "serving")]);
     new.stop();
 }
+
+/// The story: two disks of one image were in the configuration, the one drained and the other
+/// served in its place. When the drained one left the configuration, a process that took over held the
+/// other for it under a new name, and left it closed.
+#[test]
+fn disk_beside_a_drained_one_of_its_image_goes_on_when_that_leaves_the_configuration() {
+    let Some(world) = World::new() else { return };
+    let own = table("b");
+    let beside = own.replace("name = \"b\"", "name = \"x\"").replace("b.sock", "x.sock");
+    let write = |disks: &[&str]| {
+        let text = format!("control = \"control\"\n{}", disks.concat());
+        fs::write(world.at("mica.toml"), text).expect("written");
+    };
+    let (a, c) = (table("a"), table("c"));
+    write(&[&a, &own, &c]);
+    let old = world.serve(&[]);
+    world.ctl(&["drain", "b"]).ok();
+    write(&[&a, &own, &c, &beside]);
+    assert_eq!(world.json(&["reload"])["added"], json!(["x"]));
+    write(&[&a, &c, &beside]);
+    let config = world.at("mica.toml").display().to_string();
+    let new = Process::start(world.path(), "new", &["--config", &config, "--takeover"]);
+    let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
+    drop(old);
+    world.is(&[("a", "serving"), ("c", "serving"), ("x", "serving")]);
+    assert_eq!(world.len("x"), 2 << 20);
+    new.stop();
+}

@@ -227,3 +227,40 @@ fn number_that_admits_no_client_is_refused_by_name() {
     let message = refused("[[disk]]\nname = 'a'\nimage = 'i'\nnbd = ['/s']\nshared = 0\n");
     assert!(message.contains("shared 0"), "{message}");
 }
+
+fn drained(name: &str, image: &str) -> HandedOver {
+    let image = Some(image.to_owned());
+    HandedOver { name: name.to_owned(), is_closed: true, image, ..HandedOver::default() }
+}
+
+/// What stays drained when the process before has told of these disks.
+fn left_drained(text: &str, told: Vec<HandedOver>) -> Vec<String> {
+    let mut config = read(text).expect("understood");
+    config.take_over(told).expect("it fits");
+    config.drained.into_keys().collect()
+}
+
+#[test]
+fn drained_disk_is_known_by_its_image_if_its_name_is_gone() {
+    let writes = "[[disk]]\nname = 'x'\nimage = 'i'\nnbd = ['s']\n";
+    assert_eq!(left_drained(writes, vec![drained("b", "/vm/i")]), ["x"]);
+    let none: [&str; 0] = [];
+    assert_eq!(left_drained(writes, vec![drained("b", "/vm/other")]), none);
+    let reads = writes.to_owned() + "read-only = true\n";
+    assert_eq!(left_drained(&reads, vec![drained("b", "/vm/i")]), none);
+    // Its name is still there: another disk of the image is none of its business.
+    let both = writes.to_owned() + "[[disk]]\nname = 'b'\nimage = 'i'\nnbd = ['t']\n";
+    assert_eq!(left_drained(&both, vec![drained("b", "/vm/i")]), ["b"]);
+    // One that the other process has, whether it serves it or failed to, is not the one that went.
+    for is_served in [true, false] {
+        let beside = HandedOver { name: "x".to_owned(), is_served, ..HandedOver::default() };
+        assert_eq!(left_drained(writes, vec![drained("b", "/vm/i"), beside]), none);
+    }
+    // Of two of one image, the loss is what counts, whichever is told of first.
+    let lossy = || HandedOver { loss: Some("lost".to_owned()), ..drained("c", "/vm/i") };
+    for told in [vec![drained("b", "/vm/i"), lossy()], vec![lossy(), drained("b", "/vm/i")]] {
+        let mut config = read(writes).expect("understood");
+        config.take_over(told).expect("it fits");
+        assert_eq!(config.drained["x"].loss.as_deref(), Some("lost"));
+    }
+}

@@ -7,28 +7,32 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 pub(super) struct Room {
     free: Arc<Semaphore>,
     max: u32,
-    /// In the order in which they came.
-    places: Mutex<VecDeque<Weak<Place>>>,
+    places: Arc<Places>,
 }
+
+/// In the order in which they came.
+#[derive(Default)]
+struct Places(Mutex<VecDeque<Weak<Place>>>);
 
 /// That of a connection, until it is dropped.
 pub(super) struct Place {
     /// Whether the head of a request has arrived.
     is_heard: AtomicBool,
     dismissed: Notify,
+    others: Arc<Places>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Room {
     pub(super) fn new(max: u32) -> Self {
         let free = Arc::new(Semaphore::new(max as usize));
-        Self { free, max, places: Mutex::default() }
+        Self { free, max, places: Arc::default() }
     }
 
     /// A place for a connection, as soon as there is one; `None` if there will be none.
@@ -37,13 +41,14 @@ impl Room {
             Ok(permit) => permit,
             Err(TryAcquireError::Closed) => return None,
             Err(TryAcquireError::NoPermits) => {
-                self.dismiss_one();
+                self.places.dismiss_one();
                 Arc::clone(&self.free).acquire_owned().await.ok()?
             }
         };
         let (is_heard, dismissed) = (AtomicBool::new(false), Notify::new());
-        let place = Arc::new(Place { is_heard, dismissed, _permit: permit });
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let others = Arc::clone(&self.places);
+        let place = Arc::new(Place { is_heard, dismissed, others, _permit: permit });
+        let mut places = self.places.lock();
         places.retain(|place| place.strong_count() > 0);
         places.push_back(Arc::downgrade(&place));
         Some(place)
@@ -54,13 +59,19 @@ impl Room {
         // It is never closed.
         let _ = self.free.acquire_many(self.max).await;
     }
+}
 
+impl Places {
     fn dismiss_one(&self) {
-        let places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let places = self.lock();
         let silent = |place: &Arc<Place>| !place.is_heard.load(Ordering::Relaxed);
         if let Some(place) = places.iter().filter_map(Weak::upgrade).find(silent) {
             place.dismissed.notify_one();
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Weak<Place>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -74,10 +85,14 @@ impl Place {
     pub(super) async fn dismissed(&self) {
         loop {
             self.dismissed.notified().await;
-            // It may have been heard just after it was chosen.
+            // A request that has arrived but was not read yet is still heard: the runtime looks for
+            // arrivals before this continues, and the caller reads before it asks again.
+            tokio::task::yield_now().await;
             if !self.is_heard.load(Ordering::Relaxed) {
                 return;
             }
+            // It was heard just after it was chosen: another has to leave in its place.
+            self.others.dismiss_one();
         }
     }
 }
@@ -90,10 +105,12 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     fn now<F: Future>(future: F) -> Option<F::Output> {
-        match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        let mut future = pin!(future);
+        // Whoever is dismissed lets others have a turn first.
+        (0..2).find_map(|_| match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(output) => Some(output),
             Poll::Pending => None,
-        }
+        })
     }
 
     /// The story: a hundred clients that connected and said nothing kept `mica ctl` waiting for
@@ -116,5 +133,21 @@ mod tests {
         let mut fourth = pin!(room.place());
         assert!(fourth.as_mut().poll(&mut context).is_pending());
         assert!(now(first.dismissed()).is_none() && now(third.dismissed()).is_none());
+    }
+
+    /// The story: the connection that was chosen to leave spoke at that moment and stayed, no other
+    /// left, and the newcomer waited for the deadline of one that said nothing.
+    #[test]
+    fn connection_that_speaks_when_it_is_to_leave_stays_and_another_leaves() {
+        let room = Room::new(2);
+        let [first, second] = [0, 1].map(|_| now(room.place()).flatten().expect("there is room"));
+        let mut third = pin!(room.place());
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(third.as_mut().poll(&mut context).is_pending());
+        first.hear();
+        assert!(now(first.dismissed()).is_none(), "its request is answered");
+        assert!(now(second.dismissed()).is_some());
+        drop(second);
+        assert!(third.as_mut().poll(&mut context).is_ready());
     }
 }

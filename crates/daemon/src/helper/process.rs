@@ -12,8 +12,10 @@ use mica_serve::fuse::{AllowOther, MountRequest, Mounted, Mounts, MountsHere};
 use mica_store::{Holder, LockQuestion};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 /// Serves requests of the server at the other end of standard input until that is gone.
 ///
@@ -40,9 +42,9 @@ pub fn run_helper() -> Result<()> {
         }
     }
     sandbox::restrict_helper(!errands.files.is_empty())?;
-    let mounts = MountsHere::default();
+    let (mounts, opener) = (MountsHere::default(), Opener::default());
     while let Some(request) = receive(&link)? {
-        let (reply, fd) = answer(request, &errands, &mounts).unwrap_or_else(|error| {
+        let (reply, fd) = answer(request, &errands, (&mounts, &opener)).unwrap_or_else(|error| {
             let kind = match error.kind() {
                 ErrorKind::Denied => Kind::Denied,
                 ErrorKind::Invalid => Kind::Invalid,
@@ -78,7 +80,7 @@ fn receive<T: serde::de::DeserializeOwned>(link: &OwnedFd) -> Result<Option<T>> 
 fn answer(
     request: Request,
     errands: &Errands,
-    mounts: &MountsHere,
+    (mounts, opener): (&MountsHere, &Opener),
 ) -> Result<(Reply, Option<OwnedFd>)> {
     let file = |number: usize| {
         let unknown = || Error::new(ErrorKind::Invalid, "no such file");
@@ -98,7 +100,8 @@ fn answer(
         Request::IsDead { path } => (Reply::IsDead(is_dead(&path_of(path))), None),
         Request::Config => {
             let none = || Error::new(ErrorKind::Invalid, "there is no configuration file");
-            (Reply::Config, Some(open_config(errands.config.as_deref().ok_or_else(none)?)?))
+            let path = errands.config.clone().ok_or_else(none)?;
+            (Reply::Config, Some(opener.open(path, open_config)?))
         }
         Request::Certificate { path } => {
             let path = path_of(path);
@@ -106,7 +109,7 @@ fn answer(
                 let what = format!("{} is not a file of certificates", path.display());
                 return Err(Error::new(ErrorKind::Denied, what));
             }
-            (Reply::Certificate, Some(open_file(&path)?))
+            (Reply::Certificate, Some(opener.open(path, open_file)?))
         }
         Request::Connect { path } => {
             let path = path_of(path);
@@ -132,6 +135,54 @@ fn answer(
         }
     })
 }
+
+/// Opens files, each on a thread: storage that hangs must not keep the server from everything else
+/// that it asks for.
+#[derive(Default)]
+struct Opener {
+    /// Whether one is being opened. There is no second thread that hangs.
+    is_busy: Arc<AtomicBool>,
+}
+
+impl Opener {
+    fn open(&self, path: PathBuf, open: fn(&Path) -> Result<OwnedFd>) -> Result<OwnedFd> {
+        let named = path.display().to_string();
+        self.open_within(OPEN_LIMIT, &named, move || open(&path))
+    }
+
+    /// What `open` gives, unless that takes longer than `limit`.
+    fn open_within(
+        &self,
+        limit: Duration,
+        named: &str,
+        open: impl FnOnce() -> Result<OwnedFd> + Send + 'static,
+    ) -> Result<OwnedFd> {
+        let hangs = |what: &str| {
+            let what = format!("{named}: {what}: see to its storage, and try again");
+            Error::new(ErrorKind::Io, what)
+        };
+        if self.is_busy.swap(true, Ordering::AcqRel) {
+            return Err(hangs("a file that was opened before still hangs"));
+        }
+        let (sender, opened) = mpsc::channel();
+        let is_busy = Arc::clone(&self.is_busy);
+        let body = move || {
+            let opened = open();
+            is_busy.store(false, Ordering::Release);
+            // If nobody waits any more, the file is closed here.
+            let _ = sender.send(opened);
+        };
+        std::thread::Builder::new().name("mica-open".to_owned()).spawn(body).map_err(|error| {
+            self.is_busy.store(false, Ordering::Release);
+            Error::from_io(format!("opening {named}"), error)
+        })?;
+        let late = || hangs(&format!("opening it takes longer than {} s", limit.as_secs()));
+        opened.recv_timeout(limit).unwrap_or_else(|_| Err(late()))
+    }
+}
+
+/// For a file to be opened.
+const OPEN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Whether a process that takes over may wait at `path`.
 fn is_rendezvous(path: &Path) -> bool {
@@ -164,8 +215,32 @@ mod tests {
         let mounts = MountsHere::default();
         let errands = Errands { files: vec!["/nowhere/disk".into()], ..Errands::default() };
         let request = Request::Unmount { file: 1 };
-        let refused = answer(request, &errands, &mounts).err().map(|error| error.kind());
+        let refused = answer(request, &errands, (&mounts, &Opener::default()))
+            .err()
+            .map(|error| error.kind());
         assert_eq!(refused, Some(ErrorKind::Invalid));
+    }
+
+    /// The story: one certificate on storage that hangs, and the server could ask for nothing else
+    /// until it was started again.
+    #[test]
+    fn file_that_hangs_is_given_up_and_the_next_is_opened_once_it_no_longer_does() {
+        let opener = Opener::default();
+        let (release, held) = mpsc::channel::<()>();
+        let hangs = move || {
+            let _ = held.recv();
+            Err(Error::new(ErrorKind::Io, "it came back"))
+        };
+        let late = opener.open_within(Duration::ZERO, "/far/key", hangs).expect_err("it hangs");
+        assert!(late.to_string().contains("/far/key: opening it takes longer"), "{late}");
+        let next = || opener.open("/proc/self/stat".into(), open_file);
+        let busy = next().expect_err("the other one hangs");
+        assert!(busy.to_string().contains("still hangs"), "{busy}");
+        drop(release);
+        while opener.is_busy.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        next().expect("nothing hangs");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use mica_block::{Error, ErrorKind, Result};
 use mica_serve::CERTIFICATE_FILES;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// What a process needs to keep.
@@ -15,16 +16,44 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Needs {
     /// Files, or folders with everything below them, and what may be done there.
     pub(super) files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
+    /// Those of `files` that are folders for redo logs.
+    logs: BTreeSet<PathBuf>,
     /// TCP ports to listen on.
     pub(super) ports: BTreeSet<u16>,
 }
 
 /// What a sandboxed process may do, for as long as it lives.
+///
+/// The kernel's rules are for what was there, not for its name. So a folder that has another's
+/// place since is not granted, though its name is. A file is: what is in a granted folder needs no
+/// rule of its own, and certificates that were replaced are opened by the helper. A hard link in a
+/// folder that is not granted is refused here though the kernel would allow it: what belongs beside
+/// the image would be refused there.
 #[derive(Clone, Debug)]
 pub(crate) struct Granted {
-    /// Real paths of what existed when the sandbox was entered.
-    files: BTreeMap<PathBuf, BitFlags<AccessFs>>,
+    /// By real paths, what existed when the sandbox was entered.
+    files: BTreeMap<PathBuf, Grant>,
     ports: BTreeSet<u16>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Grant {
+    access: BitFlags<AccessFs>,
+    /// Which folder it is for, if it is for one: its device and inode.
+    folder: Option<(u64, u64)>,
+}
+
+impl Grant {
+    /// Whether what is at `path` now is what it was for.
+    fn still_holds(&self, path: &Path) -> bool {
+        self.folder.is_none() || self.folder == folder_at(path)
+    }
+}
+
+/// The device and inode of the folder at `path`, if there is one.
+fn folder_at(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_dir)?;
+    Some((found.dev(), found.ino()))
 }
 
 /// To read images. A layer may be a block device.
@@ -162,10 +191,12 @@ impl Needs {
         // A note there says where the logs are, if they are elsewhere.
         if writes && let Ok(usual) = mica_stack::usual_redo_folder() {
             self.allow(&usual, all);
+            self.logs.insert(usual);
         }
         let Some(directory) = disk.images.redo_dir() else { return };
         if let Ok(folder) = mica_stack::redo_folder(directory) {
             self.allow(&folder, if writes { all } else { AccessFs::ReadFile.into() });
+            self.logs.insert(folder);
             if let Some(folder) = mica_stack::redo_folder_of_owner(directory, &disk.image) {
                 self.allow(&folder, AccessFs::ReadFile.into());
             }
@@ -198,7 +229,9 @@ impl Needs {
         };
         let mut files = BTreeMap::new();
         for (path, access) in self.files.iter().filter_map(real) {
-            *files.entry(path).or_default() |= access;
+            let folder = folder_at(&path);
+            let grant = files.entry(path).or_insert(Grant { access, folder });
+            grant.access |= access;
         }
         Granted { files, ports: self.ports.clone() }
     }
@@ -231,27 +264,55 @@ impl Granted {
             ));
         }
         if let Some(directory) = folder_of_logs_that_cannot_be_made(disk) {
+            let directory = directory.display();
             return denied(format!(
-                "the sandbox does not allow a folder for redo logs to be made in {}: put a disk \
-                 with this --redo-dir into the configuration and restart the server",
-                directory.display()
+                "the sandbox does not allow a folder for redo logs to be made in {directory}: make \
+                 sure that there is such a folder, put a disk with --redo-dir {directory} into the \
+                 configuration, and restart the server"
             ));
         }
-        for (path, access) in &needs.files {
+        let mut files: Vec<_> = needs.files.iter().collect();
+        // Where disks are allowed, the usual folder for their logs is, too: that is said first.
+        files.sort_by_key(|(path, _)| needs.logs.contains(*path));
+        for (path, access) in files {
             // What does not exist is reported by the code that needs it.
             let Ok(real) = path.canonicalize() else { continue };
-            let ancestors = real.ancestors().filter_map(|place| self.files.get(place));
-            let granted = ancestors.fold(BitFlags::empty(), |all, access| all | *access);
-            if !granted.contains(*access) {
-                let folder = if real.is_dir() { &*real } else { real.parent().unwrap_or(&real) };
-                return denied(format!(
-                    "the sandbox does not allow disks in {}: start the server with --disks-in {}",
-                    folder.display(),
-                    folder.display()
-                ));
+            if let Some(what) = self.refusal(&real, *access, needs.logs.contains(path)) {
+                return denied(what);
             }
         }
         Ok(())
+    }
+
+    /// Why the sandbox refuses `access` to what is at the `real` path, if it does.
+    fn refusal(&self, real: &Path, access: BitFlags<AccessFs>, is_logs: bool) -> Option<String> {
+        let named = || real.ancestors().filter_map(|at| Some((at, self.files.get(at)?)));
+        let all = |mut allowed, (_, grant): (&Path, &Grant)| {
+            allowed |= grant.access;
+            allowed
+        };
+        let held = named().filter(|(at, grant)| grant.still_holds(at));
+        if held.fold(BitFlags::empty(), all).contains(access) {
+            return None;
+        }
+        let folder = if real.is_dir() { real } else { real.parent().unwrap_or(real) };
+        let folder = folder.display();
+        let replaced = named().find(|(at, grant)| !grant.still_holds(at));
+        Some(match replaced {
+            Some((at, _)) if named().fold(BitFlags::empty(), all).contains(access) => format!(
+                "the sandbox does not allow what is in {}, which is not the folder that was there \
+                 when the server started: restart the server",
+                at.display()
+            ),
+            _ if is_logs => format!(
+                "the sandbox does not allow redo logs in {folder}: put a disk that has them there \
+                 into the configuration and restart the server"
+            ),
+            _ => format!(
+                "the sandbox does not allow disks in {folder}: start the server with --disks-in \
+                 {folder}"
+            ),
+        })
     }
 }
 

@@ -377,6 +377,8 @@ fn disk_whose_folder_of_logs_cannot_be_made_is_refused() {
     place.inside(|| {
         let error = granted.check(&disk).expect_err("it would have no log");
         assert!(error.to_string().contains("a folder for redo logs"), "{error}");
+        let option = format!("--redo-dir {}", place.at("out").display());
+        assert!(error.to_string().contains(&option), "{error}");
         let mut read_only = disk.clone();
         read_only.settings.read_only = true;
         let error = granted.check(&read_only).err();
@@ -384,6 +386,40 @@ fn disk_whose_folder_of_logs_cannot_be_made_is_refused() {
         assert!(!says.contains("redo logs"), "{says}");
     });
     assert!(mica_stack::redo_folder(&place.at("out")).is_ok(), "outside it can");
+}
+
+/// The story: the folder of the logs was removed and made again while the server ran. The kernel's
+/// rule was for the one before: a disk was added, and had no log.
+#[test]
+fn disk_whose_folder_of_logs_is_another_than_was_granted_is_refused() {
+    let mut place = Place::new();
+    let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
+    disk.images.redo_dir = place.at("out");
+    place.needs.add_disk(&disk);
+    let granted = place.needs.granted();
+    granted.check(&disk).expect("as it was");
+    let folder = mica_stack::redo_folder(&place.at("out")).expect("there");
+    // The one before keeps its inode.
+    fs::rename(&folder, place.at("out/before")).expect("renamed");
+    mica_stack::redo_folder(&place.at("out")).expect("made");
+    let error = granted.check(&disk).expect_err("the kernel refuses it");
+    assert!(error.to_string().contains("restart the server"), "{error}");
+    assert!(error.to_string().contains(&folder.display().to_string()), "{error}");
+    fs::remove_dir(&folder).expect("empty");
+    fs::rename(place.at("out/before"), &folder).expect("renamed");
+    granted.check(&disk).expect("as it was");
+}
+
+#[test]
+fn disk_with_logs_elsewhere_is_told_of_them_and_not_of_disks_in() {
+    let mut place = Place::new();
+    let mut disk = DiskConfig::new("disk".to_owned(), place.at("in/layer"));
+    place.needs.add_disk(&disk);
+    let granted = place.needs.granted();
+    mica_stack::redo_folder(&place.at("out")).expect("made");
+    disk.images.redo_dir = place.at("out");
+    let error = granted.check(&disk).expect_err("it was not there").to_string();
+    assert!(error.contains("redo logs in") && !error.contains("--disks-in"), "{error}");
 }
 
 #[test]

@@ -12,6 +12,7 @@ use crate::shared::Shared;
 use crate::systemd;
 use mica_block::{Error, ErrorKind, Result};
 use sd_notify::NotifyState;
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -186,11 +187,16 @@ impl Shared {
         disks.into_iter().try_for_each(|disk| channel.send(&Message::Disk(disk), &[]))
     }
 
-    /// The disks that are not served as the configuration says, and those that are served at an
-    /// address that they share.
+    /// The disks that are not served as the configuration says, those that are served at an address
+    /// that they share, and those beside a drained one of the same image, so that they are not
+    /// taken for that one under another name.
     fn disks_to_tell(&self) -> Result<Vec<HandedOver>> {
         let mut all = Vec::new();
-        for served in self.disks.all() {
+        let disks = self.disks.all();
+        let image = |served: &Arc<Served>| served.config().image;
+        let left: BTreeSet<_> =
+            disks.iter().filter(|served| served.is_drained()).map(image).collect();
+        for served in disks {
             let is_closed = served.is_drained();
             let is_added = served.source() == Source::Command;
             if is_closed || is_added {
@@ -201,10 +207,12 @@ impl Shared {
                 let image = served.config().image.to_str().map(str::to_owned);
                 let image = image.filter(|_| is_closed);
                 all.push(HandedOver { name, table, is_closed, loss, is_served, image, shown });
-            } else if served.is_open() && served.doors().are_shared() {
-                // The socket alone does not tell.
-                let name = served.name.clone();
-                all.push(HandedOver { name, is_served: true, ..HandedOver::default() });
+                continue;
+            }
+            let (name, is_served) = (served.name.clone(), served.is_open());
+            // The socket alone does not tell.
+            if is_served && served.doors().are_shared() || left.contains(&image(&served)) {
+                all.push(HandedOver { name, is_served, ..HandedOver::default() });
             }
         }
         let removed = self.removed();

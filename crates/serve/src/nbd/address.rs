@@ -98,7 +98,7 @@ impl Hall {
     fn hand_over(&self, socket: Socket, family: Family, dismissed: &Arc<Signal>) {
         let Some(handshake) = Handshake::new(&self.handshakes) else {
             // Runs on the first executor, whose counter this is.
-            if let Some(first) = self.door.exports.first() {
+            if let Some(first) = self.door.exports.only() {
                 first.stats(0).connections_refused.add(1);
             }
             tracing::debug!("closed a connection: too many have not chosen an export");

@@ -56,14 +56,15 @@ pub(super) async fn serve(
     closer.shutdown();
 }
 
-/// Counts for the export that was `chosen`, or else for the first one of the address.
+/// Counts for the export that was `chosen`, or else for the only one of the address. Where several
+/// share it, a client that never names one is nobody's.
 fn count(
     chosen: Option<&Arc<Entry>>,
     exports: &Exports,
     queue: usize,
     count: impl FnOnce(&QueueStats),
 ) {
-    if let Some(entry) = chosen.cloned().or_else(|| exports.first()) {
+    if let Some(entry) = chosen.cloned().or_else(|| exports.only()) {
         count(entry.stats(queue));
     }
 }

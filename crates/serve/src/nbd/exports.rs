@@ -188,13 +188,15 @@ impl Exports {
         page
     }
 
-    /// The first of those that are served, which stands for clients that have not chosen.
-    pub(super) fn first(&self) -> Option<Arc<Entry>> {
+    /// The only export, if it is served: it is meant by clients that have not chosen. Of several
+    /// nobody can tell which one is.
+    pub(super) fn only(&self) -> Option<Arc<Entry>> {
         let table = self.lock();
-        table.seats.values().find_map(|standing| match standing {
-            Standing::Served(entry) => Some(Arc::clone(entry)),
-            Standing::Awaited | Standing::Absent(_) => None,
-        })
+        let mut standings = table.seats.values();
+        match (standings.next(), standings.next()) {
+            (Some(Standing::Served(entry)), None) => Some(Arc::clone(entry)),
+            _ => None,
+        }
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {

@@ -260,6 +260,11 @@ impl Drop for Session {
 }
 
 /// Serves one front end after the other.
+///
+/// The socket stays open until this has its next turn after the stop, which nobody waits for: its
+/// file is gone by then, so that another may listen at that path, and a front end that had found
+/// the file before sees its connection closed as soon as this ends. It is never taken: there is no
+/// session any more. The socket must not be shut down, as another process may listen on it.
 async fn accept_all(socket: Arc<Socket>, sessions: Arc<Sessions>, served: Weak<Served>) {
     while let Some(ready) = sessions.stop.unless_raised(socket.readable()).await {
         let accepted = ready.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));

@@ -12,6 +12,23 @@ pub(super) const OWNED: u64 = 3;
 /// The bits of an entry that are an offset.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
+/// The eight bytes of an image at `at`.
+fn word(bytes: &[u8], at: usize) -> Outcome<u64> {
+    let word = bytes.get(at..).and_then(<[u8]>::first_chunk);
+    word.map(|word| u64::from_be_bytes(*word)).ok_or_else(|| trouble("a cut image"))
+}
+
+/// The offset in an entry.
+fn place(word: u64) -> Outcome<usize> {
+    usize::try_from(word & OFFSET_MASK).map_err(trouble)
+}
+
+/// The first `count` entries of the image in `bytes`, which one L2 table has.
+pub(super) fn entries(bytes: &[u8], count: usize) -> Outcome<Vec<u64>> {
+    let at = place(word(bytes, place(word(bytes, 40)?)?)?)?;
+    (0..count).map(|number| word(bytes, at + 8 * number)).collect()
+}
+
 /// The name of a layer; all have the same length.
 pub(super) fn name_of(layer: usize) -> String {
     format!("layer{layer:04}.qcow2")
@@ -56,20 +73,15 @@ impl Template {
     }
 
     fn parse(bytes: Vec<u8>, cluster: u64, has_backing: bool) -> Outcome<Self> {
-        let word = |at: usize| -> Outcome<u64> {
-            let word = bytes.get(at..).and_then(<[u8]>::first_chunk);
-            word.map(|word| u64::from_be_bytes(*word)).ok_or_else(|| trouble("a cut template"))
-        };
-        let place = |word: u64| usize::try_from(word & OFFSET_MASK).map_err(trouble);
         let backing_at = match has_backing {
-            true => Some(usize::try_from(word(8)?).map_err(trouble)?),
+            true => Some(usize::try_from(word(&bytes, 8)?).map_err(trouble)?),
             false => None,
         };
-        let entries_at = place(word(place(word(40)?)?)?)?;
-        let data_at = place(word(entries_at)?)?;
+        let entries_at = place(word(&bytes, place(word(&bytes, 40)?)?)?)?;
+        let data_at = place(word(&bytes, entries_at)?)?;
         for number in 0..OWNED {
             let at = entries_at + 8 * usize::try_from(number).map_err(trouble)?;
-            if place(word(at)?)? as u64 != data_at as u64 + number * cluster {
+            if place(word(&bytes, at)?)? as u64 != data_at as u64 + number * cluster {
                 return Err(trouble("a template's clusters are not in a row"));
             }
         }

@@ -21,14 +21,14 @@ use super::world::World;
 use crate::server::Server;
 use build::{OWNED, Template, name_of};
 use mica_units::Rng;
-use std::fs::{self, File};
+use std::fs::{self, File, FileTimes};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::process::Command;
 
 const CLUSTERS: u64 = 512;
 const LAYERS: [usize; 6] = [100, 100, 130, 200, 300, 1000];
-const LIVES: [u64; 3] = [2, 3, 4];
+const LIVES: [u64; 3] = [3, 4, 5];
 /// QEMU opens all layers below the one that it changes.
 const CHANGED_MAX: usize = 120;
 
@@ -42,8 +42,9 @@ struct Deep<'a> {
     stamper: Stamper,
     /// The uppermost layer that owns each cluster; `None` if none does.
     owners: Vec<Option<usize>>,
-    /// Guests wrote to it: nobody knows which clusters the active layer owns.
-    is_written: bool,
+    /// A server was killed that guests wrote to: which clusters the active layer owns is known when
+    /// the next one has closed it.
+    is_unsettled: bool,
 }
 
 /// Lets a storm go over one.
@@ -52,9 +53,7 @@ pub(super) fn storm(world: &World<'_>, rng: &mut Rng) -> Outcome {
     let mut deep = Deep::build(world, rng)?;
     for _ in 0..rng.choose(&LIVES) {
         deep.live(rng)?;
-        for _ in 0..rng.below(4) {
-            deep.rest(rng)?;
-        }
+        deep.rest(rng)?;
     }
     deep.live(rng)
 }
@@ -75,7 +74,7 @@ impl<'a> Deep<'a> {
             model: Model::new(world.seed, sectors),
             stamper: Stamper::new(world.seed),
             owners: vec![None; usize::try_from(CLUSTERS).expect("few")],
-            is_written: false,
+            is_unsettled: false,
         };
         let base = Template::make(&deep.dir, cluster, sectors, false)?;
         let other = Template::make(&deep.dir, cluster, sectors, true)?;
@@ -113,7 +112,10 @@ impl<'a> Deep<'a> {
         let world = self.world;
         let files = rng.choose(&[256, 256, 256, 300, 1024, 20000]);
         let mut more = vec!["--queues", rng.choose(&["1", "1", "2"])];
-        more.extend(["--index", rng.choose(&["auto", "auto", "auto", "read", "off"])]);
+        more.extend([
+            "--index",
+            rng.choose(&["auto", "auto", "auto", "auto", "auto", "read", "off"]),
+        ]);
         if rng.percent(20) {
             more.extend(["--cache", "none"]);
         }
@@ -151,6 +153,7 @@ impl<'a> Deep<'a> {
             self.world.story.tell("  killed");
             drop(server);
             counts.kills.add();
+            self.is_unsettled |= is_writable;
             return Ok(());
         }
         let stopped = server.stop()?;
@@ -159,6 +162,21 @@ impl<'a> Deep<'a> {
         }
         self.model.closed();
         counts.closes.add();
+        if is_writable {
+            self.find_owned_by_active()?;
+        }
+        Ok(())
+    }
+
+    /// Takes note of what guests made the active layer own.
+    fn find_owned_by_active(&mut self) -> Outcome {
+        let active = self.layers - 1;
+        let bytes = fs::read(self.dir.join(name_of(active)))?;
+        let entries = build::entries(&bytes, self.owners.len())?;
+        for (owner, _) in self.owners.iter_mut().zip(entries).filter(|(_, entry)| *entry != 0) {
+            *owner = Some(active);
+        }
+        self.is_unsettled = false;
         Ok(())
     }
 
@@ -174,7 +192,6 @@ impl<'a> Deep<'a> {
     }
 
     fn write(&mut self, server: &Server, rng: &mut Rng) -> Outcome {
-        self.is_written = true;
         let model = std::mem::replace(&mut self.model, Model::new(0, 0));
         let load = Load {
             clients: 1 + rng.below(2),
@@ -203,22 +220,24 @@ impl<'a> Deep<'a> {
         Ok(())
     }
 
-    /// Something happens while nobody serves it.
+    /// Something happens while nobody serves it. Half of the time that is only what leaves all
+    /// files as long as they were: all else makes the index of the layers above it new.
     fn rest(&mut self, rng: &mut Rng) -> Outcome {
         let kinds = self.world.kinds.of(&[Kind::CommitDown, Kind::Write, Kind::Index]);
-        if kinds.is_empty() {
-            return Ok(());
+        if kinds.contains(&Kind::Write) && rng.percent(50) {
+            return (0..1 + rng.below(2)).try_for_each(|_| self.change(rng, true));
         }
-        match rng.choose(&kinds) {
+        let count = if kinds.is_empty() { 0 } else { rng.below(4) };
+        (0..count).try_for_each(|_| match rng.choose(&kinds) {
             Kind::CommitDown => self.commit(rng),
-            Kind::Write => self.change(rng),
+            Kind::Write => self.change(rng, false),
             _ => {
                 let done = index::damage(&self.dir, rng)?;
                 self.world.counts.indexes.add();
                 self.world.story.tell(format_args!("  {done}"));
                 Ok(())
             }
-        }
+        })
     }
 
     /// One of the layers that QEMU may change, not the active one.
@@ -238,21 +257,38 @@ impl<'a> Deep<'a> {
         Ok(())
     }
 
-    fn change(&mut self, rng: &mut Rng) -> Outcome {
-        if self.is_written {
+    /// QEMU writes to a layer, or makes some of it zeros, which leaves the file as long as it was;
+    /// then somebody may set back the time of the last write.
+    fn change(&mut self, rng: &mut Rng, is_zeros: bool) -> Outcome {
+        if self.is_unsettled {
             return Ok(());
         }
         self.world.counts.foreign.add();
-        let (layer, cluster) = (self.some_layer(rng), rng.below(CLUSTERS - 8));
-        let count = 1 + rng.below(8);
-        let (seq, sectors) = (self.stamper.next(Writer::Foreign), self.cluster / SECTOR as u64);
-        self.world.story.tell(format_args!("  QEMU writes {count} at {cluster} of layer {layer}"));
-        let pattern = self.world.run.join("pattern");
-        let disk = self.stamper.disk();
-        fs::write(&pattern, stamp::bytes(disk, cluster * sectors, count * sectors, seq))?;
+        let (layer, cluster) = (self.some_layer(rng), rng.below(CLUSTERS - 64));
+        let path = self.dir.join(name_of(layer));
+        let modified = path.metadata()?.modified()?;
+        let count = if is_zeros { 1 + rng.below(64) } else { 1 + rng.below(8) };
+        let sets_back = self.world.does(rng, Kind::Touch, 50);
+        self.world.story.tell(format_args!(
+            "  QEMU writes {count} at {cluster} of layer {layer}; zeros: {is_zeros}, its time is \
+             set back: {sets_back}"
+        ));
         let [at, len] = [cluster, count].map(|clusters| clusters * self.cluster);
-        let command = format!("write -q -s {} {at} {len}", pattern.display());
+        let (seq, command) = if is_zeros {
+            (0, format!("write -q -z {at} {len}"))
+        } else {
+            let (seq, pattern) =
+                (self.stamper.next(Writer::Foreign), self.world.run.join("pattern"));
+            let sectors = self.cluster / SECTOR as u64;
+            let disk = self.stamper.disk();
+            fs::write(&pattern, stamp::bytes(disk, cluster * sectors, count * sectors, seq))?;
+            (seq, format!("write -q -s {} {at} {len}", pattern.display()))
+        };
         foreign::io(&self.dir, "qcow2", &name_of(layer), &[command])?;
+        if sets_back {
+            let file = File::options().write(true).open(&path)?;
+            file.set_times(FileTimes::new().set_modified(modified))?;
+        }
         self.owned_by(layer, cluster..cluster + count, seq);
         Ok(())
     }

@@ -32,7 +32,8 @@ enum Verb {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order {
     verb: Verb,
-    disk: usize,
+    /// Its place among the disks.
+    pub(super) disk: usize,
     saves: bool,
 }
 
@@ -55,7 +56,17 @@ impl Order {
         Self { verb, disk, saves: saves && fleet.world.does(rng, Kind::Save, 50) }
     }
 
-    fn args(self, fleet: &Fleet<'_>) -> Outcome<Vec<String>> {
+    /// The same, which the configuration does not have.
+    pub(super) fn unsaved(self) -> Self {
+        Self { saves: false, ..self }
+    }
+
+    /// Whether it takes the disk out of the configuration.
+    pub(super) fn is_saved_removal(self) -> bool {
+        self.saves && self.verb == Verb::Remove
+    }
+
+    pub(super) fn args(self, fleet: &Fleet<'_>) -> Outcome<Vec<String>> {
         let disk = &fleet.disks[self.disk];
         let mut args = ["ctl", "--control", text(&fleet.control)?].map(str::to_owned).to_vec();
         let verb = match self.verb {
@@ -79,7 +90,7 @@ impl Order {
     }
 
     /// Clients of the disk lose it.
-    fn warn(self, parties: &[Party]) {
+    pub(super) fn warn(self, parties: &[Party]) {
         if matches!(self.verb, Verb::Drain | Verb::Remove) {
             stage_of(self.disk, parties).inspect(|party| party.stage.enter(Phase::Ending));
         }
@@ -109,9 +120,32 @@ impl Order {
             Verb::Drain => disk.standing = Standing::Drained,
             Verb::Undrain => disk.standing = Standing::Serving,
         }
+        self.note_saved(fleet);
+    }
+
+    /// What the disk may be once it is done, if a server may have taken over before or since.
+    pub(super) fn standings(self) -> &'static [Standing] {
+        match self.verb {
+            Verb::Add => &[Standing::Serving],
+            // The new server keeps what its configuration lists, closed.
+            Verb::Remove => &[Standing::Absent, Standing::Drained],
+            // What the configuration does not list any more is gone.
+            Verb::Drain => &[Standing::Drained, Standing::Absent],
+            Verb::Undrain => &[Standing::Serving, Standing::Absent],
+        }
+    }
+
+    /// The configuration has it, if it was to be saved.
+    pub(super) fn note_saved(self, fleet: &mut Fleet<'_>) {
         if self.saves {
+            let name = fleet.disks[self.disk].name.clone();
             self.save(&mut fleet.listed, name);
         }
+    }
+
+    /// Whether the server has to refuse it.
+    pub(super) fn is_refused(self, fleet: &Fleet<'_>) -> bool {
+        self.verb == Verb::Add && fleet.lacks_logs(&fleet.disks[self.disk])
     }
 
     fn save(self, listed: &mut std::collections::BTreeSet<String>, name: String) {
@@ -131,7 +165,12 @@ impl Order {
         let args = self.args(fleet)?;
         self.warn(parties);
         let args: Vec<_> = args.iter().map(String::as_str).collect();
-        done(fleet.world.mica(&args)?, server)?;
+        let is_refused = self.is_refused(fleet);
+        let said = fleet.world.mica(&args)?;
+        if is_refused {
+            return fleet.was_refused(&said);
+        }
+        done(said, server)?;
         self.is_done(fleet, server, parties);
         Ok(())
     }
@@ -146,6 +185,7 @@ impl Order {
         parties: &[Party],
     ) -> Outcome {
         let before = fleet.listed.clone();
+        let is_refused = self.is_refused(fleet);
         let args = self.args(fleet)?;
         self.warn(parties);
         let pause = Duration::from_micros(rng.below(20_000));
@@ -157,7 +197,7 @@ impl Order {
         client.wait()?;
         fleet.world.counts.ctl_kills.add();
         let mut after = before.clone();
-        if self.saves {
+        if self.saves && !is_refused {
             self.save(&mut after, fleet.disks[self.disk].name.clone());
         }
         let listed = fleet.read_config()?;
@@ -168,6 +208,9 @@ impl Order {
         fleet.listed = listed;
         let args: Vec<_> = args.iter().map(String::as_str).collect();
         let said = fleet.world.mica(&args)?;
+        if is_refused {
+            return fleet.was_refused(&said);
+        }
         let is_saved_now = said.status.success() && self.saves;
         fleet.tell(format_args!("    and again: {}", said.stderr.trim()));
         let listed = if is_saved_now { after } else { fleet.listed.clone() };
@@ -192,9 +235,8 @@ impl Order {
         server.kill(fleet)?;
         let status =
             command::wait(&mut client, LIMIT).ok_or_else(|| trouble("ctl does not end"))?;
-        if status.success() && self.saves {
-            let name = fleet.disks[self.disk].name.clone();
-            self.save(&mut fleet.listed, name);
+        if status.success() {
+            self.note_saved(fleet);
         }
         Ok(())
     }
@@ -249,6 +291,11 @@ pub(super) fn reload(
     parties: &[Party],
 ) -> Outcome {
     change_config(fleet, rng)?;
+    read_again(fleet, server, parties)
+}
+
+/// The configuration is read again as it is.
+pub(super) fn read_again(fleet: &mut Fleet<'_>, server: &mut Server, parties: &[Party]) -> Outcome {
     for (number, disk) in fleet.disks.iter_mut().enumerate() {
         let is_listed = fleet.listed.contains(&disk.name);
         if is_listed || disk.source == Source::Command || disk.standing == Standing::Absent {
@@ -259,13 +306,22 @@ pub(super) fn reload(
         }
     }
     let args = ["ctl", "--control", text(&fleet.control)?, "reload"];
-    let said = done(fleet.world.mica(&args)?, server)?;
+    let is_new =
+        |disk: &Disk| fleet.listed.contains(&disk.name) && disk.standing == Standing::Absent;
+    let refused: Vec<_> =
+        fleet.disks.iter().map(|disk| is_new(disk) && fleet.lacks_logs(disk)).collect();
+    let said = fleet.world.mica(&args)?;
     fleet.tell(format_args!("  reload: {}", said.stdout.trim()));
+    match refused.contains(&true) {
+        true => fleet.was_refused(&said)?,
+        false => drop(done(said, server)?),
+    }
     fleet.world.counts.members.add();
     server.absent_by_command.clear();
     for (number, disk) in fleet.disks.iter_mut().enumerate() {
         let is_listed = fleet.listed.contains(&disk.name);
         match (is_listed, disk.standing, disk.source) {
+            (true, Standing::Absent, _) if refused[number] => {}
             (true, Standing::Absent, _) => disk.standing = Standing::Serving,
             (false, Standing::Serving | Standing::Drained, Source::Configuration) => {
                 match stage_of(number, parties) {

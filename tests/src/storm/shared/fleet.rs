@@ -2,6 +2,7 @@
 
 use super::disk::{Disk, Source, Standing};
 use crate::clock;
+use crate::command::Finished;
 use crate::storm::foreign;
 use crate::storm::loss;
 use crate::storm::story::{Fault, Outcome, Wrong};
@@ -17,6 +18,8 @@ use std::time::Duration;
 /// How long a server may take to do what it was asked for.
 const LIMIT: Duration = Duration::from_secs(40);
 const PAUSE: Duration = Duration::from_millis(5);
+/// How a server refuses a disk whose log would have no folder.
+const NO_LOGS: &str = "the sandbox does not allow a folder for redo logs to be made";
 const SOCKETS: u64 = 2;
 const DISKS_MIN: u64 = 2;
 const DISKS_MORE: u64 = 5;
@@ -45,10 +48,14 @@ impl<'a> Fleet<'a> {
         let count = DISKS_MIN + rng.below(DISKS_MORE);
         let disks = (0..count).map(|number| Disk::create(&world, rng, number, &sockets));
         let disks = disks.collect::<Outcome<Vec<_>>>()?;
-        let listed = disks.iter().filter(|_| rng.percent(70)).map(|disk| disk.name.clone());
-        let mut listed: BTreeSet<_> = listed.collect();
+        let has_logs = rng.percent(50);
+        // A server that begins with a qcow2 image makes the folder for logs.
+        let may_begin = |disk: &&Disk| has_logs || disk.cluster.is_none();
+        let first = disks.iter().find(may_begin).unwrap_or(&disks[0]);
+        let listed = disks.iter().filter(may_begin).filter(|_| rng.percent(70));
+        let mut listed: BTreeSet<_> = listed.map(|disk| disk.name.clone()).collect();
         // A server without any disk does not start.
-        listed.insert(disks[0].name.clone());
+        listed.insert(first.name.clone());
         let [config, control] = ["mica.toml", "control"].map(|name| world.run.join(name));
         let queues = rng.choose(&[1, 1, 2]);
         let fleet = Self { world, disks, listed, config, control, sockets, queues, servers: 0 };
@@ -56,9 +63,27 @@ impl<'a> Fleet<'a> {
             fleet.tell(format_args!("{} {:?} at {:?}", disk.name, disk.cluster, disk.sockets));
         }
         fleet.write_config()?;
-        // A server that begins without qcow2 images makes no folder for their logs.
-        fs::DirBuilder::new().mode(0o700).create(loss::folder_in(&fleet.world.log))?;
+        if has_logs {
+            fs::DirBuilder::new().mode(0o700).create(loss::folder_in(&fleet.world.log))?;
+        }
         Ok(fleet)
+    }
+
+    /// Whether a server that runs cannot be given `disk` now: its sandbox, which has the files
+    /// below `--disks-in`, makes no folder, and there is none for the disk's log.
+    pub(super) fn lacks_logs(&self, disk: &Disk) -> bool {
+        disk.cluster.is_some() && !loss::folder_in(&self.world.log).exists()
+    }
+
+    /// Something that has to be refused for that reason was `said`.
+    pub(super) fn was_refused(&self, said: &Finished) -> Outcome {
+        self.tell(format_args!("    refused: {}", said.stderr.trim()));
+        self.world.counts.no_logs.add();
+        let all = [&*said.stdout, &*said.stderr].concat();
+        match !said.status.success() && all.contains(NO_LOGS) {
+            true => Ok(()),
+            false => Err(Fault::new(Wrong::Members, format!("not refused for its log: {said}"))),
+        }
     }
 
     pub(super) fn tell(&self, step: impl std::fmt::Display) {
@@ -179,6 +204,19 @@ impl<'a> Fleet<'a> {
             let what = format!("{} does not become {:?}", disk.name, disk.standing);
             Err(Fault::new(Wrong::Members, what))
         })
+    }
+
+    /// What the server says of disk `number`.
+    pub(super) fn standing_of(&self, number: usize) -> Outcome<Standing> {
+        let (status, name) = (self.status()?, &self.disks[number].name);
+        let mut disks = status["disks"].as_array().into_iter().flatten();
+        let told = disks.find(|told| told["name"] == **name);
+        match told.map(|told| told["state"].as_str().unwrap_or("?")) {
+            None => Ok(Standing::Absent),
+            Some("serving") => Ok(Standing::Serving),
+            Some("drained") => Ok(Standing::Drained),
+            Some(_) => Err(Fault::new(Wrong::Members, format!("{name}: {status}"))),
+        }
     }
 
     /// What the server says that it has, and what clients find: the disks that it has to serve, and

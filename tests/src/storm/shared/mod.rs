@@ -9,6 +9,7 @@
 mod command;
 mod disk;
 mod fleet;
+mod overlap;
 mod parties;
 mod server;
 
@@ -36,6 +37,7 @@ enum Event {
     Grow,
     Write,
     Takeover,
+    Overlap,
     KillTakeover,
     KillInOrder,
     Kill,
@@ -132,6 +134,7 @@ fn event(fleet: &Fleet<'_>, rng: &mut Rng) -> Option<Event> {
         (Event::Grow, Kind::Resize, 2),
         (Event::Write, Kind::Write, 2),
         (Event::Takeover, Kind::Takeover, 4),
+        (Event::Overlap, Kind::Overlap, 3),
         (Event::KillTakeover, Kind::KillTakeover, 2),
         (Event::KillInOrder, Kind::Kill, 3),
         (Event::Kill, Kind::Kill, 3),
@@ -178,6 +181,9 @@ fn happen(
         Event::Write => write_what_is_absent(fleet, rng, parties)?,
         Event::Takeover => {
             return server.take_over(fleet, parties).map(Left::Serving);
+        }
+        Event::Overlap => {
+            return overlap::take_over(fleet, rng, server, parties).map(Left::Serving);
         }
         Event::KillTakeover => {
             server.killed_in_takeover(fleet, rng, parties)?;

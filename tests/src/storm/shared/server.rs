@@ -16,6 +16,8 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(40);
 /// How long the kernel may take to let go of a killed server's files.
 const HELD_LIMIT: Duration = Duration::from_secs(10);
+/// Why another server may be kept from taking over.
+const DISKS_CHANGE: &str = "disks are being changed";
 const PAUSE: Duration = Duration::from_micros(500);
 
 /// A server.
@@ -111,14 +113,31 @@ impl Server {
     }
 
     /// Another one takes over, under clients.
-    pub(super) fn take_over(mut self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome<Self> {
-        self.look()?;
+    pub(super) fn take_over(self, fleet: &mut Fleet<'_>, parties: &[Party]) -> Outcome<Self> {
         parties::enter(parties, Phase::Moving);
+        let (server, ()) = self.take_over_amid(fleet, |_| Ok(()))?;
+        Ok(server)
+    }
+
+    /// The same while something is said to either of them. Commands that change disks may keep
+    /// another one from taking over: then this one goes on.
+    pub(super) fn take_over_amid<T>(
+        mut self,
+        fleet: &mut Fleet<'_>,
+        meanwhile: impl FnOnce(&Fleet<'_>) -> Outcome<T>,
+    ) -> Outcome<(Self, T)> {
+        self.look()?;
         let mut new = begin(fleet, &["--takeover"])?;
+        let said = meanwhile(fleet)?;
         let ended = clock::poll(LIMIT, PAUSE, || {
             (!self.process.is_running() || !new.is_running()).then_some(())
         });
         let is_well = ended.is_some() && self.process.is_running() != new.is_running();
+        let is_kept = !new.is_running() && new.log().contains(DISKS_CHANGE);
+        if is_well && is_kept {
+            fleet.tell("  which is refused, as disks are being changed");
+            return Ok((self, said));
+        }
         let is_well = is_well && new.is_running() && wait(&mut self.process)? == Some(0);
         if !is_well || !wait_until_it_serves(fleet, &mut new)? {
             let what = format!("old: {}\nnew: {}", self.process.log(), new.log());
@@ -126,7 +145,7 @@ impl Server {
         }
         fleet.world.counts.takeovers.add();
         fleet.was_taken_over(&self.absent_by_command);
-        Ok(Self { process: new, absent_by_command: BTreeSet::new() })
+        Ok((Self { process: new, absent_by_command: BTreeSet::new() }, said))
     }
 
     /// Another one begins to take over, and both are killed.

@@ -244,3 +244,31 @@ fn names_are_taken_once_and_are_free_when_a_seat_is_left() {
     drop(seat);
     exports.join("a").expect("free again");
 }
+
+/// The story: clients that came to a shared address and named no export were counted for the disk
+/// whose name was first.
+#[test]
+fn client_that_names_no_export_counts_for_one_that_is_alone_and_for_none_of_several() {
+    simulated(disk, async |world| {
+        let leaves = async || {
+            let mut client = greeted(&world).await;
+            client.option(option::ABORT, &[]).await;
+            client.expect_ack(option::ABORT).await;
+            world.until_open(0).await;
+        };
+        leaves().await;
+        assert_eq!(world.counters().connections, 1, "it can only mean this one");
+        let (seat, entry) = another(&world, "b", 9);
+        seat.serves(&entry);
+        leaves().await;
+        assert_eq!((world.counters().connections, entry.counters().connections), (1, 0));
+        // Whichever of them is not served.
+        seat.is_absent("it is drained");
+        leaves().await;
+        assert_eq!(world.counters().connections, 1);
+        let mut names_it = greeted(&world).await;
+        names_it.option(option::GO, &info_data(b"disk", &[])).await;
+        assert_eq!(names_it.option_replies(option::GO).await.len(), 2);
+        assert_eq!(world.counters().connections, 2);
+    });
+}
