@@ -3,12 +3,14 @@
 //! Everything here is bounded: options and their bytes are counted, data that will not be looked at
 //! is skipped in a small buffer, and the caller puts a deadline on the whole.
 
+mod inbox;
+
 use super::channel::Channel;
 use super::entry::{Client, Entry};
 use super::exports::{Exports, Found, Patience};
 use super::limits::{
     LISTED_AT_ONCE, NAME_BYTES_MAX, OPTION_BYTES_MAX, OPTION_BYTES_SKIPPED_MAX,
-    OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX, RECEIVE_BYTES_MIN,
+    OPTION_BYTES_TOTAL_MAX, OPTIONS_MAX, OPTIONS_PER_EXPORT, PAYLOAD_BYTES_MAX,
 };
 use super::protocol::{
     self, BASE_ALLOCATION, BASE_ALLOCATION_ID, BASE_WILDCARD, InfoRequest, MetaRequest,
@@ -16,6 +18,7 @@ use super::protocol::{
 };
 use super::reply::ReplyStyle;
 use super::session::Transmission;
+use inbox::Inbox;
 use mica_block::Disk;
 use mica_rt::Buf;
 use std::collections::VecDeque;
@@ -445,73 +448,6 @@ fn preferred_bytes(preferred: u32) -> u32 {
 
 async fn send(channel: &impl Channel, bytes: &[u8]) -> Result<(), Refused> {
     channel.send(VecDeque::from([Buf::from_slice(bytes)])).await.map_err(Refused::Io)
-}
-
-/// Received bytes that were not processed yet.
-struct Inbox<'a, C> {
-    channel: &'a C,
-    /// Absent while a receive owns it.
-    buf: Option<Buf>,
-    at: usize,
-    end: usize,
-}
-
-impl<'a, C: Channel> Inbox<'a, C> {
-    fn new(channel: &'a C) -> Self {
-        Self { channel, buf: Some(Buf::new(RECEIVE_BYTES_MIN)), at: 0, end: 0 }
-    }
-
-    fn rest(&self) -> &[u8] {
-        self.buf.as_ref().map_or(&[], |buf| &buf[self.at..self.end])
-    }
-
-    /// Hands at least one and at most `wanted` bytes to `take`.
-    async fn some(&mut self, wanted: usize, take: impl FnOnce(&[u8])) -> Result<usize, Refused> {
-        if self.at == self.end {
-            let buf = self.buf.take().unwrap_or_else(|| Buf::new(RECEIVE_BYTES_MIN));
-            let (result, buf) = self.channel.recv(buf).await;
-            self.buf = Some(buf);
-            self.at = 0;
-            self.end = match result {
-                Ok(0) => return Err(Refused::Closed),
-                Ok(count) => count,
-                Err(error) => return Err(Refused::Io(error)),
-            };
-        }
-        let count = self.rest().len().min(wanted);
-        take(&self.rest()[..count]);
-        self.at += count;
-        Ok(count)
-    }
-
-    async fn array<const N: usize>(&mut self) -> Result<[u8; N], Refused> {
-        let mut out = [0; N];
-        let mut done = 0;
-        while done < N {
-            let rest = &mut out[done..];
-            done +=
-                self.some(rest.len(), |bytes| rest[..bytes.len()].copy_from_slice(bytes)).await?;
-        }
-        Ok(out)
-    }
-
-    /// `len` bytes; the memory for them grows as they arrive.
-    async fn data(&mut self, len: usize) -> Result<Vec<u8>, Refused> {
-        let mut out = Vec::new();
-        while out.len() < len {
-            let wanted = len - out.len();
-            self.some(wanted, |bytes| out.extend(bytes)).await?;
-        }
-        Ok(out)
-    }
-
-    async fn skip(&mut self, len: u32) -> Result<(), Refused> {
-        let mut left = len as usize;
-        while left > 0 {
-            left -= self.some(left, |_| {}).await?;
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]
