@@ -3,5 +3,6 @@
 
 mod cuts;
 mod remount;
+mod sidecars;
 mod stuck;
 mod threads;
