@@ -20,6 +20,7 @@ mod error;
 mod extent;
 mod images;
 mod manage;
+mod objects;
 mod plan;
 mod redo;
 mod sidecars;
@@ -33,6 +34,7 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
+pub use objects::{Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NewSidecar, NoSidecars, Sidecars};

@@ -1,0 +1,163 @@
+//! A store of objects: bytes under names, put once, never changed, and deleted only by collection.
+//!
+//! A volume is kept in one. What several hosts agree on is decided by [`Objects::put_if_absent`]
+//! alone, so that a directory, a pool of RADOS and a bucket are equally good, as long as they keep
+//! that promise under a race.
+
+use crate::{Error, ErrorKind, IoFuture, LocalFuture, Result};
+use mica_rt::Buf;
+use std::fmt;
+use std::sync::Arc;
+
+/// The name of an object: parts of lower-case letters, digits, `-`, `_` and `.`, with `/` between
+/// them. No part is empty or begins with a dot. In byte order, which is the order of a listing.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ObjectName(Arc<str>);
+
+impl ObjectName {
+    /// Longest name, in bytes: S3 has 1024, of which a store may need some for itself.
+    pub const LEN_MAX: usize = 512;
+    /// Longest part, in bytes: file systems have 255, of which a store may need some for itself.
+    pub const PART_LEN_MAX: usize = 200;
+
+    /// The name `text`, which may come from outside.
+    ///
+    /// # Errors
+    /// `Invalid` if it is none.
+    pub fn new(text: &str) -> Result<Self> {
+        let is_good = !text.is_empty() && text.len() <= Self::LEN_MAX;
+        if is_good && text.split('/').all(is_part) {
+            Ok(Self(text.into()))
+        } else {
+            let what = format!(
+                "{text:?} is no name of an object: parts of a-z, 0-9, '-', '_' and '.' with '/' \
+                 between them, none beginning with a dot"
+            );
+            Err(Error::new(ErrorKind::Invalid, what))
+        }
+    }
+
+    /// As text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Whether `text` may be a part of a name.
+fn is_part(text: &str) -> bool {
+    let is_allowed =
+        |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.');
+    !text.is_empty()
+        && text.len() <= ObjectName::PART_LEN_MAX
+        && !text.starts_with('.')
+        && text.bytes().all(is_allowed)
+}
+
+impl fmt::Display for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What became of a put.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Put {
+    /// The object is there, durable, with these bytes.
+    Done,
+    /// There was an object with this name already; it is unchanged.
+    Exists,
+}
+
+/// A put in flight. Resolves to the outcome and the buffer, so that it can be tried again.
+pub type PutFuture = LocalFuture<'static, (Result<Put>, Buf)>;
+
+/// What a listing finds.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Entry {
+    /// An object.
+    Object {
+        /// Its name.
+        name: ObjectName,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// More names begin with this one and a `/`.
+    Folder(ObjectName),
+}
+
+impl Entry {
+    /// The name of the object or of the folder.
+    pub fn name(&self) -> &ObjectName {
+        match self {
+            Self::Object { name, .. } | Self::Folder(name) => name,
+        }
+    }
+}
+
+/// Entries of one listing, at most.
+pub const LIST_MAX: usize = 1000;
+
+/// An object that is read.
+pub trait Object: Send + Sync {
+    /// Fills `buf` from `offset` on. What is beyond the end reads as zeros: whoever reads knows
+    /// from sums what has to be there.
+    ///
+    /// Errors: `NotFound` if there is no object of this name.
+    fn read_at(&self, buf: Buf, offset: u64) -> IoFuture;
+}
+
+/// A store of objects. Shared by all threads; each call runs on the executor of the calling thread.
+///
+/// Nothing here has a default: a wrapper that forgot to forward a call would silently change what a
+/// store promises.
+pub trait Objects: Send + Sync {
+    /// The store's name in messages: its URL without secrets.
+    fn name(&self) -> String;
+
+    /// The object `name`, to be read. Does no I/O: whether it exists shows when it is read.
+    fn open(&self, name: &ObjectName) -> Arc<dyn Object>;
+
+    /// Puts an object with all of `content`, unless there is one with this name. Of any number of
+    /// puts of one name, by whatever hosts, exactly one is [`Put::Done`], as long as nobody deletes
+    /// the object. Readers see all of an object or nothing of it, also after a power cut; what was
+    /// answered is durable.
+    ///
+    /// Errors: what the store reports. The object may then be there or not, or come to be there
+    /// later: only reading it, or a put of one's own that is answered, decides.
+    fn put_if_absent(&self, name: &ObjectName, content: Buf) -> PutFuture;
+
+    /// What is directly in `folder` (everything at the top if it is `None`), by name, from the
+    /// first whose name is greater than `after` on: at most [`LIST_MAX`], and fewer only if there
+    /// are no more. A folder without objects does not exist. An object that was put or deleted
+    /// while the listing ran may be in it or not.
+    ///
+    /// Errors: what the store reports.
+    fn list(
+        &self,
+        folder: Option<&ObjectName>,
+        after: Option<&ObjectName>,
+    ) -> LocalFuture<'static, Result<Vec<Entry>>>;
+
+    /// Deletes an object. It is not an error if there is none.
+    ///
+    /// Errors: what the store reports; the object may then be there or not.
+    fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_a_folder_or_differ_between_stores_are_refused() {
+        for good in ["format", "extents/0000000a/00000001", "volumes/web-1.old_2/0"] {
+            assert_eq!(ObjectName::new(good).expect("a name").as_str(), good);
+        }
+        let long = "a".repeat(ObjectName::PART_LEN_MAX + 1);
+        let deep = "a/".repeat(ObjectName::LEN_MAX / 2) + "a";
+        let bad = ["", "/", "a/", "/a", "a//b", "..", "a/../b", ".a", "A", "a b", "a\0", "ä"];
+        for bad in bad.into_iter().chain([long.as_str(), deep.as_str()]) {
+            assert_eq!(ObjectName::new(bad).unwrap_err().kind(), ErrorKind::Invalid, "{bad:?}");
+        }
+    }
+}
