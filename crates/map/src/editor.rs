@@ -12,6 +12,7 @@
 use crate::node::{Directory, FANOUT_BITS};
 use crate::{FANOUT, HEIGHT_MAX, Reference, Root, above, child_index};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 /// Place of a directory in the tree: its level (the lowest is 0) and the bits of the keys above it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -156,30 +157,52 @@ impl<R: Reference> Editor<R> {
         lowest.directory.set_child(child_index(key, 0), leaf);
     }
 
-    /// Removes every leaf whose key is `first` or more. The path to `first` must have been fed.
+    /// Removes every leaf whose key is in `keys`, however many there are: costs two paths. Those to
+    /// the first and the last key must have been fed, in whichever order, one after the other.
     ///
     /// # Panics
-    /// If a directory on the path is missing.
-    pub fn truncate(&mut self, first: u64) {
-        if self.top.height == 0 || self.top.is_beyond(first) {
+    /// If a directory on these paths is missing.
+    pub fn clear(&mut self, keys: RangeInclusive<u64>) {
+        let (first, last) = keys.into_inner();
+        if first > last || self.top.height == 0 || self.top.is_beyond(first) {
             return;
         }
-        assert!(self.find_missing(first, |_, _| ()).is_none(), "a directory was not fed");
+        // Without a last key everything after the first is removed.
+        let last = (!self.top.is_beyond(last)).then_some(last);
+        for key in [Some(first), last].into_iter().flatten() {
+            assert!(self.find_missing(key, |_, _| ()).is_none(), "a directory was not fed");
+        }
         for level in 0..self.top.height {
-            let slot = Slot::of(first, level);
+            self.clear_at(level, first, last);
+        }
+        let is_inside = |slot: &Slot| {
+            let prefix = |key| Slot::of(key, slot.level).prefix;
+            slot.prefix > prefix(first) && last.is_none_or(|last| slot.prefix < prefix(last))
+        };
+        self.held.retain(|slot, _| !is_inside(slot));
+        self.dirty.retain(|slot| !is_inside(slot));
+    }
+
+    /// In the one or two directories of `level` that lie on the paths to `first` and `last`,
+    /// removes the children between.
+    fn clear_at(&mut self, level: u8, first: u64, last: Option<u64>) {
+        // Above the lowest level the children on the paths were cut already.
+        let on_path = usize::from(level > 0);
+        let from = child_index(first, level) + on_path;
+        let end = |last| (child_index(last, level) + 1).saturating_sub(on_path);
+        let lowest = Slot::of(first, level);
+        let parts = match last.map(|last| (Slot::of(last, level), end(last))) {
+            None => [(lowest, from..FANOUT), (lowest, 0..0)],
+            Some((slot, end)) if slot == lowest => [(lowest, from..end), (lowest, 0..0)],
+            Some((slot, end)) => [(lowest, from..FANOUT), (slot, 0..end)],
+        };
+        for (slot, children) in parts {
             let Some(held) = self.held.get_mut(&slot) else { continue };
-            let index = child_index(first, level);
-            // At the lowest level the key itself is removed too; above, its directory was cut
-            // already.
-            let from = if level == 0 { index } else { index + 1 };
-            for child in from..FANOUT {
+            for child in children {
                 held.directory.set_child(child, None);
             }
             self.dirty.insert(slot);
         }
-        let stays = |slot: &Slot| slot.prefix <= Slot::of(first, slot.level).prefix;
-        self.held.retain(|slot, _| stays(slot));
-        self.dirty.retain(stays);
     }
 
     /// Passes the directories that changed to `put`, which returns the reference of each, and

@@ -128,9 +128,15 @@ pub(crate) fn versions(
         }
         if random.below(8) == 0 {
             let first = random.key();
+            let last = match random.below(3) {
+                0 => u64::MAX,
+                1 => first.saturating_add(random.below(40)),
+                _ => random.key(),
+            };
             nodes.load(&mut editor, first);
-            editor.truncate(first);
-            model.retain(|key, _| *key < first);
+            nodes.load(&mut editor, last);
+            editor.clear(first..=last);
+            model.retain(|key, _| !(first..=last).contains(key));
         }
         for _ in 0..random.below(120) {
             let key = random.key();

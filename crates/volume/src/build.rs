@@ -1,0 +1,187 @@
+//! Makes extents: edits the map, and puts the blocks, the nodes that changed, and the table into
+//! one object.
+//!
+//! Invariants
+//! - I1 An extent has the whole of a batch. Its state is the one before with the batch applied.
+//! - I2 A node follows all that it names, in this extent or in an earlier one.
+
+use crate::format::Id;
+use crate::format::extent::{ENTRY_BYTES, Entry, HEADER_BYTES, Header, Kind, LEN_MAX};
+use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::recent::{Batch, Block};
+use crate::state::State;
+use crate::sum::crc32c;
+use crate::tree::Tree;
+use mica_block::Result;
+use mica_map::{Directory, Editor, encode_node};
+use mica_rt::Buf;
+use std::sync::Arc;
+
+/// Blocks of data in an extent, at most.
+pub(crate) const BLOCKS_MAX: usize = 2048;
+/// Directories that an editor holds unchanged.
+const DIRECTORIES_HELD: usize = 1 << 14;
+
+// The nodes of so many scattered blocks, a path of full directories for each, fit beside them.
+const _: () = assert!(
+    HEADER_BYTES + BLOCKS_MAX * (BLOCK_BYTES + 9 * NODE_ROOM_BYTES + 2 * ENTRY_BYTES) < LEN_MAX
+);
+/// Bytes that a directory takes in an extent, at most.
+const NODE_ROOM_BYTES: usize = mica_map::directory_bytes_max::<Place>()
+    .next_multiple_of(Place::UNIT_BYTES);
+
+/// Who puts extents: all that is the same in each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Signature {
+    pub(crate) store: Id,
+    pub(crate) volume: Id,
+}
+
+/// Makes the extents of a writer, one after the other.
+pub(crate) struct Builder {
+    signature: Signature,
+    editor: Editor<Place>,
+    state: State,
+}
+
+/// An extent that is to be put.
+pub(crate) struct Built {
+    pub(crate) id: ExtentId,
+    /// The state with it.
+    pub(crate) state: State,
+    /// The object.
+    pub(crate) content: Buf,
+}
+
+impl Builder {
+    /// Goes on from `state`.
+    pub(crate) fn new(signature: Signature, state: State) -> Self {
+        Self { signature, editor: Editor::new(state.map, DIRECTORIES_HELD), state }
+    }
+
+    /// The state after the last extent that was made.
+    pub(crate) fn state(&self) -> State {
+        self.state
+    }
+
+    /// Makes extent `id` of `batch`, after which the disk has `len` bytes.
+    ///
+    /// # Errors
+    /// If the map cannot be read. The builder is of no use then: a part of the batch is in it.
+    pub(crate) async fn build(
+        &mut self,
+        tree: &Tree,
+        id: ExtentId,
+        batch: &Batch,
+        when: Stamp,
+    ) -> Result<Built> {
+        let mut content = Content::new(id);
+        for (start, count, data) in batch.pieces() {
+            match data {
+                Some(data) => {
+                    let place = content.push(start, data);
+                    self.editor.grow_for(start);
+                    self.feed(tree, start).await?;
+                    self.editor.set(start, Some(place));
+                }
+                None => {
+                    content.entries.push(Entry::Nothing { first: start, count });
+                    let last = start + count - 1;
+                    self.feed(tree, start).await?;
+                    self.feed(tree, last).await?;
+                    self.editor.clear(start..=last);
+                }
+            }
+        }
+        if when.len != self.state.len {
+            content.entries.push(Entry::Length { bytes: when.len });
+        }
+        let map = self.editor.write(|directory| content.push_node(tree, directory));
+        self.state = State {
+            map,
+            len: when.len,
+            records: self.state.records + 1,
+            time_ns: when.time_ns,
+            ..self.state
+        };
+        let content = content.finish(self.signature, when.nonce, self.state);
+        Ok(Built { id, state: self.state, content })
+    }
+
+    async fn feed(&mut self, tree: &Tree, key: u64) -> Result<()> {
+        while let Some((slot, at)) = self.editor.missing(key) {
+            self.editor.feed(slot, Directory::clone(&*tree.node(at).await?));
+        }
+        Ok(())
+    }
+}
+
+/// What an extent says besides what was done.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stamp {
+    /// Length of the disk.
+    pub(crate) len: u64,
+    /// In nanoseconds since 1970.
+    pub(crate) time_ns: u64,
+    pub(crate) nonce: Id,
+}
+
+/// The parts of an extent while it is made.
+struct Content {
+    id: ExtentId,
+    blocks: Vec<Block>,
+    nodes: Vec<u8>,
+    entries: Vec<Entry>,
+}
+
+impl Content {
+    fn new(id: ExtentId) -> Self {
+        Self { id, blocks: Vec::new(), nodes: Vec::new(), entries: Vec::new() }
+    }
+
+    /// Adds guest block `number`.
+    fn push(&mut self, number: u64, data: &Block) -> Place {
+        let offset = HEADER_BYTES + self.blocks.len() * BLOCK_BYTES;
+        self.blocks.push(Arc::clone(data));
+        match self.entries.last_mut() {
+            Some(Entry::Data { first, count }) if *first + *count == number => *count += 1,
+            _ => self.entries.push(Entry::Data { first: number, count: 1 }),
+        }
+        Place::new(self.id, offset, crc32c(&data[..]))
+    }
+
+    fn push_node(&mut self, tree: &Tree, directory: &Directory<Place>) -> Place {
+        let payload = directory.encode();
+        let offset = HEADER_BYTES + self.blocks.len() * BLOCK_BYTES + self.nodes.len();
+        let place = Place::new(self.id, offset, crc32c(&payload));
+        encode_node(&mut self.nodes, place, &payload);
+        self.nodes.resize(self.nodes.len().next_multiple_of(Place::UNIT_BYTES), 0);
+        tree.keep(place, Arc::new(directory.clone()));
+        place
+    }
+
+    fn finish(self, signature: Signature, nonce: Id, state: State) -> Buf {
+        let table: Vec<u8> = self.entries.iter().flat_map(|entry| entry.encode()).collect();
+        let header = Header {
+            kind: Kind::Extent,
+            id: self.id,
+            store: signature.store,
+            volume: signature.volume,
+            nonce,
+            state,
+            by: self.id.writer,
+            blocks: self.blocks.len(),
+            nodes_len: self.nodes.len(),
+            entries: self.entries.len(),
+            table_sum: crc32c(&table),
+        };
+        let mut content = Buf::new(header.len());
+        content.put(0, &header.encode());
+        for (index, block) in self.blocks.iter().enumerate() {
+            content.put(HEADER_BYTES + index * BLOCK_BYTES, &block[..]);
+        }
+        content.put(header.nodes_at(), &self.nodes);
+        content.put(header.table_at(), &table);
+        content
+    }
+}

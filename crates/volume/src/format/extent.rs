@@ -1,0 +1,310 @@
+//! An extent: blocks of data, the nodes that name them, and what was done, in one object.
+//!
+//! ```text
+//! 0         4096                                                        len
+//! +--------+--------+--------+- - -+-------+-------+- - -+-------------+
+//! | header | block  | block  |     | node  | node  |     | table       |
+//! +--------+--------+--------+- - -+-------+-------+- - -+-------------+
+//! ```
+//!
+//! docs/formats/extent.md specifies it.
+//!
+//! Invariants
+//! - I1 An extent is a transaction: its header has the state after everything in its table, which is
+//!   the state of the extent before it with the table applied.
+//! - I2 The map that the state names lies in this extent and in older ones.
+//! - I3 A fence is a header alone. It ends its writer: no extent with a larger number counts.
+
+use super::Id;
+use crate::place::{BLOCK_BYTES, ExtentId, Place, Writer};
+use crate::state::{RawState, State};
+use crate::sum::crc32c;
+use mica_map::Reference as _;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes before the first block: a header, and zeros, so that blocks are aligned as devices are.
+pub(crate) const HEADER_BYTES: usize = 4096;
+/// Bytes of the header that mean something.
+const RAW_BYTES: usize = 512;
+/// Longest extent. Far below what a place can name.
+pub(crate) const LEN_MAX: usize = 64 << 20;
+
+pub(crate) const MAGIC: [u8; 8] = *b"MICAEXT\n";
+pub(crate) const VERSION: u32 = 1;
+
+/// What an object with the name of an extent is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// An extent.
+    Extent,
+    /// The end of a writer.
+    Fence,
+}
+
+/// The header of an extent or a fence.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Header {
+    pub(crate) kind: Kind,
+    pub(crate) id: ExtentId,
+    pub(crate) store: Id,
+    pub(crate) volume: Id,
+    /// Differs from put to put, so that a put whose answer was lost can be recognised.
+    pub(crate) nonce: Id,
+    /// Of an extent: the state with everything in it.
+    pub(crate) state: State,
+    /// Who put it: the writer itself, or the one that fenced it.
+    pub(crate) by: Writer,
+    /// Blocks of data.
+    pub(crate) blocks: usize,
+    /// Bytes of nodes, which follow them.
+    pub(crate) nodes_len: usize,
+    /// Entries of the table, which follows the nodes.
+    pub(crate) entries: usize,
+    /// The CRC32C of the table.
+    pub(crate) table_sum: u32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawHeader {
+    magic: [u8; 8],
+    version: U32,
+    kind: u8,
+    reserved: [u8; 3],
+    store: Id,
+    volume: Id,
+    nonce: Id,
+    writer: U64,
+    by: U64,
+    sequence: U32,
+    blocks: U32,
+    nodes_len: U32,
+    entries: U32,
+    table_sum: U32,
+    reserved_too: [u8; 4],
+    state: RawState,
+    padding: [u8; 332],
+    /// CRC-32C of all bytes before this field.
+    checksum: U32,
+}
+
+const _: () = assert!(size_of::<RawHeader>() == RAW_BYTES);
+
+impl Header {
+    /// Where the nodes are.
+    pub(crate) fn nodes_at(&self) -> usize {
+        HEADER_BYTES + self.blocks * BLOCK_BYTES
+    }
+
+    /// Where the table is.
+    pub(crate) fn table_at(&self) -> usize {
+        self.nodes_at() + self.nodes_len
+    }
+
+    /// Length of the whole extent.
+    pub(crate) fn len(&self) -> usize {
+        match self.kind {
+            Kind::Extent => self.table_at() + self.entries * ENTRY_BYTES,
+            Kind::Fence => HEADER_BYTES,
+        }
+    }
+
+    /// The first [`HEADER_BYTES`] of the object.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let count = |count: usize| U32::new(u32::try_from(count).expect("extents are small"));
+        let raw = RawHeader {
+            magic: MAGIC,
+            version: VERSION.into(),
+            kind: match self.kind {
+                Kind::Extent => 0,
+                Kind::Fence => 1,
+            },
+            reserved: [0; 3],
+            store: self.store,
+            volume: self.volume,
+            nonce: self.nonce,
+            writer: self.id.writer.number().into(),
+            by: self.by.number().into(),
+            sequence: self.id.sequence.into(),
+            blocks: count(self.blocks),
+            nodes_len: count(self.nodes_len),
+            entries: count(self.entries),
+            table_sum: self.table_sum.into(),
+            reserved_too: [0; 4],
+            state: RawState::encode(&self.state),
+            padding: [0; 332],
+            checksum: 0.into(),
+        };
+        let mut bytes = vec![0; HEADER_BYTES];
+        bytes[..RAW_BYTES].copy_from_slice(raw.as_bytes());
+        let sum = crc32c(&bytes[..RAW_BYTES - 4]);
+        bytes[RAW_BYTES - 4..RAW_BYTES].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// The header that `bytes` begin with.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let raw = bytes.get(..RAW_BYTES).and_then(|raw| RawHeader::read_from_bytes(raw).ok());
+        let raw = raw.ok_or(Malformed::Truncated)?;
+        if raw.magic != MAGIC {
+            return Err(Malformed::Magic);
+        }
+        if raw.checksum != crc32c(&bytes[..RAW_BYTES - 4]) {
+            return Err(Malformed::Checksum);
+        }
+        if raw.version != VERSION {
+            return Err(Malformed::Version(raw.version.get()));
+        }
+        Self::of_raw(&raw).filter(Self::is_consistent).ok_or(Malformed::Content)
+    }
+
+    fn of_raw(raw: &RawHeader) -> Option<Self> {
+        let count = |count: U32| usize::try_from(count.get()).ok();
+        Some(Self {
+            kind: match raw.kind {
+                0 => Kind::Extent,
+                1 => Kind::Fence,
+                _ => return None,
+            },
+            id: ExtentId {
+                writer: Writer::new(raw.writer.get())?,
+                sequence: raw.sequence.get(),
+            },
+            store: raw.store,
+            volume: raw.volume,
+            nonce: raw.nonce,
+            state: raw.state.decode()?,
+            by: Writer::new(raw.by.get())?,
+            blocks: count(raw.blocks)?,
+            nodes_len: count(raw.nodes_len)?,
+            entries: count(raw.entries)?,
+            table_sum: raw.table_sum.get(),
+        })
+    }
+
+    /// Whether its lengths are those of an extent, and its roots are not in later ones.
+    fn is_consistent(&self) -> bool {
+        // Each is checked on its own first, so that nothing overflows.
+        let is_small =
+            [self.blocks, self.nodes_len, self.entries].iter().all(|count| *count <= LEN_MAX);
+        let roots = [self.state.map.node, self.state.snapshots.node];
+        let is_past = |place: Place| place.extent() <= self.id;
+        is_small && self.len() <= LEN_MAX && roots.into_iter().flatten().all(is_past)
+    }
+}
+
+/// Why bytes are not what they were taken for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Malformed {
+    /// They end too early.
+    Truncated,
+    /// They are something else.
+    Magic,
+    /// Written by a version of mica that has another format.
+    Version(u32),
+    /// They were changed.
+    Checksum,
+    /// They contradict themselves.
+    Content,
+}
+
+impl std::fmt::Display for Malformed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Truncated => f.write_str("it is truncated"),
+            Self::Magic => f.write_str("it is something else"),
+            Self::Version(version) => {
+                write!(f, "it has version {version} of the format, which a newer mica reads")
+            }
+            Self::Checksum => f.write_str("its checksum does not match"),
+            Self::Content => f.write_str("it contradicts itself"),
+        }
+    }
+}
+
+/// Bytes of an entry of the table.
+pub(crate) const ENTRY_BYTES: usize = 16;
+const COUNT_BITS: u32 = 56;
+
+/// What was done, in order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Entry {
+    /// The next `count` blocks of this extent are guest blocks from `first` on.
+    Data { first: u64, count: u64 },
+    /// These guest blocks have nothing: they read as zeros.
+    Nothing { first: u64, count: u64 },
+    /// Snapshot `number` was taken of the state then.
+    Snapshot { number: u64 },
+    /// Snapshot `number` was deleted.
+    Forgotten { number: u64 },
+    /// The disk has this many bytes now.
+    Length { bytes: u64 },
+}
+
+impl Entry {
+    pub(crate) fn encode(self) -> [u8; ENTRY_BYTES] {
+        let (kind, value, count) = match self {
+            Self::Data { first, count } => (1, first, count),
+            Self::Nothing { first, count } => (2, first, count),
+            Self::Snapshot { number } => (3, number, 0),
+            Self::Forgotten { number } => (4, number, 0),
+            Self::Length { bytes } => (5, bytes, 0),
+        };
+        assert!(count >> COUNT_BITS == 0, "more blocks than a disk can have");
+        let mut bytes = [0; ENTRY_BYTES];
+        bytes[..8].copy_from_slice(&u64::to_le_bytes(value));
+        bytes[8..].copy_from_slice(&(count | kind << COUNT_BITS).to_le_bytes());
+        bytes
+    }
+
+    /// `None` if there is no such entry.
+    pub(crate) fn decode(bytes: [u8; ENTRY_BYTES]) -> Option<Self> {
+        let (words, _) = bytes.as_chunks::<8>();
+        let [value, packed] = [words[0], words[1]].map(u64::from_le_bytes);
+        let (kind, count) = (packed >> COUNT_BITS, packed & ((1 << COUNT_BITS) - 1));
+        let range = |make: fn(u64, u64) -> Self| {
+            let end = value.checked_add(count)?;
+            let is_on_a_disk = count > 0 && end <= State::LEN_MAX / BLOCK_BYTES as u64;
+            is_on_a_disk.then(|| make(value, count))
+        };
+        match (kind, count) {
+            (1, _) => range(|first, count| Self::Data { first, count }),
+            (2, _) => range(|first, count| Self::Nothing { first, count }),
+            (3, 0) => Some(Self::Snapshot { number: value }),
+            (4, 0) => Some(Self::Forgotten { number: value }),
+            (5, 0) => (value <= State::LEN_MAX).then_some(Self::Length { bytes: value }),
+            _ => None,
+        }
+    }
+}
+
+/// The table with these bytes, of the extent with this header.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn decode_table(header: &Header, bytes: &[u8]) -> Result<Vec<Entry>, Malformed> {
+    if bytes.len() != header.entries * ENTRY_BYTES {
+        return Err(Malformed::Truncated);
+    }
+    if crc32c(bytes) != header.table_sum {
+        return Err(Malformed::Checksum);
+    }
+    let (entries, _) = bytes.as_chunks::<ENTRY_BYTES>();
+    let table: Option<Vec<_>> = entries.iter().map(|entry| Entry::decode(*entry)).collect();
+    let table = table.ok_or(Malformed::Content)?;
+    let stored = table.iter().try_fold(0_u64, |sum, entry| match entry {
+        Entry::Data { count, .. } => sum.checked_add(*count),
+        _ => Some(sum),
+    });
+    if stored != Some(header.blocks as u64) {
+        return Err(Malformed::Content);
+    }
+    Ok(table)
+}
+
+#[cfg(test)]
+mod tests;

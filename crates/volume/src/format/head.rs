@@ -1,0 +1,223 @@
+//! A head: what a volume is from now on. The head with the highest number counts.
+//!
+//! docs/formats/head.md specifies it.
+
+use super::Id;
+use super::extent::Malformed;
+use crate::place::Writer;
+use crate::state::{RawState, State};
+use crate::sum::crc32c;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Length of the object.
+pub(crate) const HEAD_BYTES: usize = 1024;
+
+pub(crate) const MAGIC: [u8; 8] = *b"MICAHED\n";
+pub(crate) const VERSION: u32 = 1;
+
+/// Longest name of a host, in bytes.
+pub(crate) const HOST_LEN_MAX: usize = 255;
+
+/// What a volume is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Life {
+    /// Nobody writes it: its state is that of the head.
+    Closed,
+    /// This writer does. Its extents go on from the state of the head, from this one on.
+    Open {
+        /// Who.
+        writer: Writer,
+        /// The first of its extents that is not in the head's state.
+        sequence: u32,
+    },
+    /// It is gone, and its name may be used again.
+    Deleted,
+}
+
+/// A head.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Head {
+    /// Its number, which is in its name too.
+    pub(crate) number: u64,
+    pub(crate) store: Id,
+    /// Which volume: another one if the name is used again.
+    pub(crate) volume: Id,
+    /// Differs from put to put, so that a put whose answer was lost can be recognised.
+    pub(crate) nonce: Id,
+    pub(crate) life: Life,
+    pub(crate) state: State,
+    /// When it was put, in nanoseconds since 1970: for people.
+    pub(crate) time_ns: u64,
+    /// The host that put it: for people.
+    pub(crate) host: String,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawHead {
+    magic: [u8; 8],
+    version: U32,
+    life: u8,
+    host_len: u8,
+    reserved: [u8; 2],
+    number: U64,
+    store: Id,
+    volume: Id,
+    nonce: Id,
+    writer: U64,
+    sequence: U32,
+    reserved_too: [u8; 4],
+    state: RawState,
+    time_ns: U64,
+    host: [u8; 256],
+    padding: [u8; 596],
+    /// CRC-32C of all bytes before this field.
+    checksum: U32,
+}
+
+const _: () = assert!(size_of::<RawHead>() == HEAD_BYTES);
+
+impl Head {
+    /// Who writes the volume.
+    pub(crate) fn writer(&self) -> Option<Writer> {
+        match self.life {
+            Life::Open { writer, .. } => Some(writer),
+            Life::Closed | Life::Deleted => None,
+        }
+    }
+
+    /// The object.
+    ///
+    /// # Panics
+    /// If the host's name is too long.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let (life, writer, sequence) = match self.life {
+            Life::Closed => (0, 0, 0),
+            Life::Open { writer, sequence } => (1, writer.number(), sequence),
+            Life::Deleted => (2, 0, 0),
+        };
+        let mut host = [0; 256];
+        host[..self.host.len()].copy_from_slice(self.host.as_bytes());
+        let raw = RawHead {
+            magic: MAGIC,
+            version: VERSION.into(),
+            life,
+            host_len: u8::try_from(self.host.len()).expect("at most HOST_LEN_MAX bytes"),
+            reserved: [0; 2],
+            number: self.number.into(),
+            store: self.store,
+            volume: self.volume,
+            nonce: self.nonce,
+            writer: writer.into(),
+            sequence: sequence.into(),
+            reserved_too: [0; 4],
+            state: RawState::encode(&self.state),
+            time_ns: self.time_ns.into(),
+            host,
+            padding: [0; 596],
+            checksum: 0.into(),
+        };
+        let mut bytes = raw.as_bytes().to_vec();
+        let sum = crc32c(&bytes[..HEAD_BYTES - 4]);
+        bytes[HEAD_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// The head that `bytes` begin with.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let raw = bytes.get(..HEAD_BYTES).and_then(|raw| RawHead::read_from_bytes(raw).ok());
+        let raw = raw.ok_or(Malformed::Truncated)?;
+        if raw.magic != MAGIC {
+            return Err(Malformed::Magic);
+        }
+        if raw.checksum != crc32c(&bytes[..HEAD_BYTES - 4]) {
+            return Err(Malformed::Checksum);
+        }
+        if raw.version != VERSION {
+            return Err(Malformed::Version(raw.version.get()));
+        }
+        Self::of_raw(&raw).ok_or(Malformed::Content)
+    }
+
+    fn of_raw(raw: &RawHead) -> Option<Self> {
+        let host = raw.host.get(..raw.host_len.into())?;
+        Some(Self {
+            number: raw.number.get(),
+            store: raw.store,
+            volume: raw.volume,
+            nonce: raw.nonce,
+            life: match raw.life {
+                0 => Life::Closed,
+                1 => Life::Open {
+                    writer: Writer::new(raw.writer.get())?,
+                    sequence: raw.sequence.get(),
+                },
+                2 => Life::Deleted,
+                _ => return None,
+            },
+            state: raw.state.decode()?,
+            time_ns: raw.time_ns.get(),
+            host: std::str::from_utf8(host).ok()?.to_owned(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head() -> Head {
+        let writer = Writer::new(7).expect("a writer");
+        Head {
+            number: 12,
+            store: [1; 16],
+            volume: [2; 16],
+            nonce: [3; 16],
+            life: Life::Open { writer, sequence: 5 },
+            state: State::empty(10 << 30),
+            time_ns: 99,
+            host: "host-1".to_owned(),
+        }
+    }
+
+    #[test]
+    fn head_survives_in_each_life() {
+        let heads = [Life::Closed, head().life, Life::Deleted].map(|life| Head { life, ..head() });
+        for head in heads {
+            let bytes = head.encode();
+            assert_eq!(bytes.len(), HEAD_BYTES);
+            assert_eq!(Head::decode(&bytes), Ok(head));
+        }
+        let named = Head { host: "h".repeat(HOST_LEN_MAX), ..head() };
+        assert_eq!(Head::decode(&named.encode()), Ok(named));
+    }
+
+    #[test]
+    fn head_with_a_flipped_bit_or_a_lost_end_is_refused() {
+        let good = head().encode();
+        for bit in 0..HEAD_BYTES * 8 {
+            let mut bad = good.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Head::decode(&bad).is_err(), "bit {bit}");
+        }
+        for len in 0..HEAD_BYTES {
+            assert_eq!(Head::decode(&good[..len]), Err(Malformed::Truncated));
+        }
+    }
+
+    #[test]
+    fn head_that_contradicts_itself_is_refused() {
+        // A life that there is not, a host that is not text, a writer without a number.
+        for (at, byte) in [(12, 3), (24 + 48 + 16 + 72 + 8, 0xff)] {
+            let mut bad = head().encode();
+            bad[at] = byte;
+            let sum = crc32c(&bad[..HEAD_BYTES - 4]);
+            bad[HEAD_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+            assert_eq!(Head::decode(&bad), Err(Malformed::Content), "byte {at}");
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Volumes: disks in a store of objects, which any host can attach. Internal crate.
+//!
+//! A volume is a persistent radix tree over blocks of 4 KiB (Parallax, chapters 3 and 4). What is
+//! written becomes extents: immutable objects with the blocks, and the nodes of the tree that
+//! changed. A snapshot is a root that is kept; a clone is a volume that begins with one.
+//!
+//! ```text
+//! writes ─▶ extents ─▶ heads     numbered records; the highest says what the volume is
+//! reads  ─▶ map ─▶ place: extent, offset, sum ─▶ block
+//! ```
+//!
+//! | to know | see |
+//! |---|---|
+//! | what names what | `place`, `state` |
+//! | the bytes | `format`, docs/formats/extent.md and head.md |
+//! | the objects of a store | `names` |
+
+mod build;
+mod environment;
+mod format;
+mod heads;
+mod known;
+mod names;
+mod place;
+mod put;
+mod reader;
+mod recent;
+mod state;
+mod sum;
+mod tree;
+mod volume;
+mod volumes;
+
+pub use environment::Environment;
+pub use format::Id;
+pub use heads::Claimed;
+pub use names::VolumeName;
+pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
+pub use state::{Root, State};
+pub use volume::Volume;
+pub use volumes::{VolumeInfo, Volumes};

@@ -1,0 +1,186 @@
+//! What was written and is in no extent yet, by guest block.
+//!
+//! Invariants
+//! - I1 Pieces do not overlap: for every block the last that was done to it counts.
+//! - I2 A range without data is one piece, however long it is.
+
+use crate::place::BLOCK_BYTES;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The bytes of a block.
+pub(crate) type Block = Arc<[u8; BLOCK_BYTES]>;
+
+/// What a block is, as far as a batch knows.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Known {
+    /// It has these bytes.
+    Data(Block),
+    /// It has none: it reads as zeros.
+    Nothing,
+}
+
+/// A run of blocks that are alike.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Piece {
+    Data(Block),
+    /// This many blocks.
+    Nothing(u64),
+}
+
+impl Piece {
+    fn count(&self) -> u64 {
+        match self {
+            Self::Data(_) => 1,
+            Self::Nothing(count) => *count,
+        }
+    }
+}
+
+/// Changes that become durable together, or not at all.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Batch {
+    pieces: BTreeMap<u64, Piece>,
+    data: usize,
+}
+
+impl Batch {
+    /// Whether nothing was done.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Blocks with data.
+    pub(crate) fn data_blocks(&self) -> usize {
+        self.data
+    }
+
+    /// What `block` is; `None` if nothing was done to it.
+    pub(crate) fn get(&self, block: u64) -> Option<Known> {
+        let (start, piece) = self.pieces.range(..=block).next_back()?;
+        match piece {
+            Piece::Data(data) if *start == block => Some(Known::Data(Arc::clone(data))),
+            Piece::Nothing(count) if block - start < *count => Some(Known::Nothing),
+            _ => None,
+        }
+    }
+
+    /// `block` has these bytes now.
+    pub(crate) fn put(&mut self, block: u64, data: Block) {
+        self.cut(block..block + 1);
+        self.pieces.insert(block, Piece::Data(data));
+        self.data += 1;
+    }
+
+    /// `blocks` have nothing now.
+    pub(crate) fn clear(&mut self, blocks: Range<u64>) {
+        if blocks.is_empty() {
+            return;
+        }
+        self.cut(blocks.clone());
+        let (mut start, mut end) = (blocks.start, blocks.end);
+        // With what is beside it, it stays one piece.
+        if let Some((before, Piece::Nothing(count))) = self.pieces.range(..start).next_back()
+            && before + count == start
+        {
+            start = *before;
+        }
+        if let Some(Piece::Nothing(count)) = self.pieces.get(&end) {
+            let count = *count;
+            self.pieces.remove(&end);
+            end += count;
+        }
+        self.pieces.insert(start, Piece::Nothing(end - start));
+    }
+
+    /// Forgets what is known of `blocks`.
+    fn cut(&mut self, blocks: Range<u64>) {
+        if let Some((&start, &Piece::Nothing(count))) = self.pieces.range(..blocks.start).next_back()
+        {
+            let end = start + count;
+            if end > blocks.start {
+                self.pieces.insert(start, Piece::Nothing(blocks.start - start));
+            }
+            if end > blocks.end {
+                self.pieces.insert(blocks.end, Piece::Nothing(end - blocks.end));
+            }
+        }
+        while let Some((&start, piece)) = self.pieces.range(blocks.clone()).next() {
+            let end = start + piece.count();
+            match self.pieces.remove(&start) {
+                Some(Piece::Data(_)) => self.data -= 1,
+                Some(Piece::Nothing(_)) if end > blocks.end => {
+                    self.pieces.insert(blocks.end, Piece::Nothing(end - blocks.end));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Everything in it, by block: the first, how many, and their bytes if it is one with data.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, u64, Option<&Block>)> {
+        self.pieces.iter().map(|(start, piece)| match piece {
+            Piece::Data(data) => (*start, 1, Some(data)),
+            Piece::Nothing(count) => (*start, *count, None),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mica_units::Rng;
+
+    fn block(number: u64) -> Block {
+        let mut bytes = [0; BLOCK_BYTES];
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
+        Arc::new(bytes)
+    }
+
+    #[test]
+    fn trim_of_a_whole_disk_is_one_piece_whatever_was_there() {
+        let mut batch = Batch::default();
+        for number in 0..1000 {
+            batch.put(number * 7, block(number));
+            batch.clear(number * 11..number * 11 + 3);
+        }
+        batch.clear(0..1 << 36);
+        assert_eq!(batch.pieces().map(|(start, count, _)| (start, count)).collect::<Vec<_>>(), [(
+            0,
+            1 << 36
+        )]);
+        assert_eq!(batch.data_blocks(), 0);
+    }
+
+    /// Against a map of single blocks.
+    #[test]
+    fn batch_knows_of_each_block_the_last_that_was_done() {
+        for seed in 0..200 {
+            let mut rng = Rng::new(seed);
+            let (mut batch, mut model) = (Batch::default(), BTreeMap::new());
+            for step in 0..60 {
+                let start = rng.below(40);
+                if rng.percent(50) {
+                    batch.put(start, block(step));
+                    model.insert(start, Known::Data(block(step)));
+                } else {
+                    let blocks = start..start + rng.below(20);
+                    batch.clear(blocks.clone());
+                    model.extend(blocks.map(|block| (block, Known::Nothing)));
+                }
+                for block in 0..70 {
+                    assert_eq!(batch.get(block), model.get(&block).cloned(), "seed {seed}");
+                }
+                let data = model.values().filter(|known| **known != Known::Nothing).count();
+                assert_eq!(batch.data_blocks(), data);
+                let mut end = 0;
+                for (start, count, data) in batch.pieces() {
+                    assert!(start >= end && count > 0, "seed {seed}: pieces overlap");
+                    assert!(data.is_none() || count == 1);
+                    end = start + count;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! A state of a volume: everything that follows from its roots.
+
+use crate::place::{BLOCK_BYTES, Place};
+use mica_map::{HEIGHT_MAX, Reference};
+use zerocopy::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// The root of one of a volume's trees.
+pub type Root = mica_map::Root<Place>;
+
+/// A state. It is a value: what it names never changes.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct State {
+    /// The map: guest block to the block that has its bytes.
+    pub map: Root,
+    /// Length of the disk in bytes.
+    pub len: u64,
+    /// The snapshots by number.
+    pub snapshots: Root,
+    /// The number that the next snapshot gets.
+    pub next_snapshot: u64,
+    /// Up to which record of the write log everything is in it: all below, and nothing from it on.
+    pub records: u64,
+    /// Time of the last of these, in nanoseconds since 1970.
+    pub time_ns: u64,
+}
+
+impl State {
+    /// Longest disk: 256 TiB.
+    pub const LEN_MAX: u64 = 1 << 48;
+
+    /// An empty disk of `len` bytes.
+    pub fn empty(len: u64) -> Self {
+        Self { len, ..Self::default() }
+    }
+
+    /// Number of the disk's blocks; the last may be cut by the end.
+    pub fn blocks(&self) -> u64 {
+        self.len.div_ceil(BLOCK_BYTES as u64)
+    }
+}
+
+/// A state as extents and heads have it.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawState {
+    map: [u8; Place::BYTES],
+    snapshots: [u8; Place::BYTES],
+    len: U64,
+    next_snapshot: U64,
+    records: U64,
+    time_ns: U64,
+    map_height: u8,
+    snapshots_height: u8,
+    reserved: [u8; 6],
+}
+
+impl RawState {
+    pub(crate) fn encode(state: &State) -> Self {
+        let place = |root: Root| root.node.map_or([0; Place::BYTES], Place::to_bytes);
+        Self {
+            map: place(state.map),
+            snapshots: place(state.snapshots),
+            len: state.len.into(),
+            next_snapshot: state.next_snapshot.into(),
+            records: state.records.into(),
+            time_ns: state.time_ns.into(),
+            map_height: state.map.height,
+            snapshots_height: state.snapshots.height,
+            reserved: [0; 6],
+        }
+    }
+
+    /// `None` if these are not the bytes of a state.
+    pub(crate) fn decode(&self) -> Option<State> {
+        let root = |node: [u8; Place::BYTES], height| {
+            let node = if node == [0; Place::BYTES] { None } else { Some(Place::from_bytes(&node)?) };
+            (height <= HEIGHT_MAX).then_some(Root { node, height })
+        };
+        let state = State {
+            map: root(self.map, self.map_height)?,
+            len: self.len.get(),
+            snapshots: root(self.snapshots, self.snapshots_height)?,
+            next_snapshot: self.next_snapshot.get(),
+            records: self.records.get(),
+            time_ns: self.time_ns.get(),
+        };
+        let is_disk = state.len <= State::LEN_MAX && state.len.is_multiple_of(512);
+        is_disk.then_some(state)
+    }
+}

@@ -1,0 +1,152 @@
+//! Reads what a volume has in its store: nodes of its trees, through a cache, and blocks of data.
+//!
+//! Invariants
+//! - I1 Nothing is returned whose sum is not the one that its place has.
+//! - I2 A node that several readers miss together is read once.
+//! - I3 The cache holds what its budget allows. Places never come to mean something else, so
+//!   nothing is removed from it for any other reason.
+
+use crate::place::{BLOCK_BYTES, ExtentId, Place};
+use crate::state::Root;
+use crate::sum::crc32c;
+use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
+use mica_map::{Directory, Step, directory_bytes_max, open_node};
+use mica_rt::Buf;
+use quick_cache::Weighter;
+use quick_cache::sync::Cache;
+use std::sync::Arc;
+
+/// Bytes of memory that a node in the cache takes, about.
+const NODE_MEMORY_BYTES: u64 = 512;
+/// Objects that are kept open: what they cost is bounded by the store.
+const OPENED_MAX: usize = 1024;
+
+/// A directory of a volume's tree.
+pub(crate) type Node = Arc<Directory<Place>>;
+
+/// What is read from a store, by all that share it.
+pub(crate) struct Tree {
+    objects: Arc<dyn Objects>,
+    nodes: Cache<Place, Node, NodeMemory>,
+    opened: Cache<ExtentId, Arc<dyn Object>>,
+}
+
+#[derive(Clone)]
+struct NodeMemory;
+
+impl Weighter<Place, Node> for NodeMemory {
+    fn weight(&self, _place: &Place, _node: &Node) -> u64 {
+        NODE_MEMORY_BYTES
+    }
+}
+
+impl Tree {
+    /// Reads from `objects`, with a cache of nodes of about `cache_bytes`.
+    pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
+        let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
+        let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
+        Self { objects, nodes, opened: Cache::new(OPENED_MAX) }
+    }
+
+    /// Where the leaf of `key` is; `None` if it has none.
+    ///
+    /// # Errors
+    /// If a node cannot be read, or is damaged.
+    pub(crate) async fn look_up(&self, root: Root, key: u64) -> Result<Option<Place>> {
+        let mut step = root.look_up(key);
+        loop {
+            match step {
+                Step::Read(at, lookup) => step = lookup.feed(&*self.node(at).await?),
+                Step::Leaf(at) => return Ok(Some(at)),
+                Step::Absent => return Ok(None),
+            }
+        }
+    }
+
+    /// What the cache of nodes did.
+    pub(crate) fn stats(&self) -> MapStats {
+        let (hits, misses) = (self.nodes.hits(), self.nodes.misses());
+        MapStats {
+            hits,
+            misses,
+            index_loads: misses,
+            cached_bytes: self.nodes.weight(),
+            budget_bytes: self.nodes.capacity(),
+            ..MapStats::default()
+        }
+    }
+
+    /// The node at `at`.
+    ///
+    /// # Errors
+    /// As [`Self::look_up`].
+    pub(crate) async fn node(&self, at: Place) -> Result<Node> {
+        if let Some(node) = self.nodes.get(&at) {
+            return Ok(node);
+        }
+        self.nodes.get_or_insert_async(&at, self.read_node(at)).await
+    }
+
+    /// Keeps a node that was just made, so that it is not read back.
+    pub(crate) fn keep(&self, at: Place, node: Node) {
+        self.nodes.insert(at, node);
+    }
+
+    async fn read_node(&self, at: Place) -> Result<Node> {
+        let buf = self.read(at, Buf::new(directory_bytes_max::<Place>())).await?;
+        let damaged = |why: &dyn std::fmt::Display| damaged(at, "a node of the map", why);
+        let payload = open_node(&buf, at).map_err(|error| damaged(&error))?;
+        if crc32c(payload) != at.sum() {
+            return Err(damaged(&"it is not the one that was written there"));
+        }
+        Directory::decode(payload, at).map(Arc::new).map_err(|error| damaged(&error))
+    }
+
+    /// Fills `buf` with consecutive blocks: those at `places`, each [`BLOCK_BYTES`] after the one
+    /// before in the same extent.
+    ///
+    /// # Errors
+    /// If they cannot be read, or one is damaged.
+    pub(crate) async fn read_blocks(&self, places: &[Place], buf: Buf) -> Result<Buf> {
+        debug_assert_eq!(places.len() * BLOCK_BYTES, buf.len(), "a buffer as long as the blocks");
+        let Some(first) = places.first() else { return Ok(buf) };
+        let buf = self.read(*first, buf).await?;
+        for (place, block) in places.iter().zip(buf.chunks(BLOCK_BYTES)) {
+            if crc32c(block) != place.sum() {
+                return Err(damaged(*place, "a block", &"its checksum does not match"));
+            }
+        }
+        Ok(buf)
+    }
+
+    async fn read(&self, at: Place, buf: Buf) -> Result<Buf> {
+        let (result, buf) = self.object(at.extent()).read_at(buf, at.offset()).await;
+        match result {
+            Ok(()) => Ok(buf),
+            // The map names it, so it has to be there.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                let what = format!("{} is missing from {}", at.extent().name(), self.objects.name());
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
+            Err(error) => Err(error.wrap(format!("reading {}", at.extent().name()))),
+        }
+    }
+
+    fn object(&self, extent: ExtentId) -> Arc<dyn Object> {
+        let open = || Ok::<_, std::convert::Infallible>(self.objects.open(&extent.name()));
+        match self.opened.get_or_insert_with(&extent, open) {
+            Ok(object) => object,
+            Err(never) => match never {},
+        }
+    }
+}
+
+/// Whether `next` is the block that follows the one at `place` in its extent.
+pub(crate) fn follows(place: Place, next: Place) -> bool {
+    place.extent() == next.extent() && place.offset() + BLOCK_BYTES as u64 == next.offset()
+}
+
+fn damaged(at: Place, what: &str, why: &dyn std::fmt::Display) -> Error {
+    let (extent, offset) = (at.extent().name(), at.offset());
+    Error::new(ErrorKind::Corrupt, format!("{what} at offset {offset} of {extent}: {why}"))
+}

@@ -1,0 +1,193 @@
+//! A store of volumes: which there are, and how one is opened.
+
+use crate::environment::Environment;
+use crate::format::store::{self, STORE_BYTES};
+use crate::format::{Id, extent::Malformed};
+use crate::heads::{Claimed, Heads};
+use crate::names::{self, VolumeName};
+use crate::put::{Patience, put, read};
+use crate::state::State;
+use crate::tree::Tree;
+use crate::volume::Volume;
+use mica_block::{Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
+use mica_rt::Buf;
+use mica_units::SECTOR_BYTES;
+use std::sync::Arc;
+
+/// Tries of each request of a verb.
+const PATIENCE: Patience = Patience::Tries(6);
+
+/// The volumes of a store, for all of a process that use it: they share a cache.
+pub struct Volumes {
+    objects: Arc<dyn Objects>,
+    environment: Environment,
+    store: Id,
+    tree: Arc<Tree>,
+}
+
+/// What there is to know of a volume without opening it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct VolumeInfo {
+    /// Its name.
+    pub name: VolumeName,
+    /// Its state. Of one that a writer has open this may be an older one.
+    pub state: State,
+    /// The host that writes it now; `None` if nobody does.
+    pub open_on: Option<String>,
+}
+
+impl Volumes {
+    /// The volumes in `objects`, with a cache of nodes of about `cache_bytes`.
+    ///
+    /// # Errors
+    /// `NotFound` if this is no store of volumes; otherwise what the store reports.
+    pub async fn open(
+        objects: Arc<dyn Objects>,
+        environment: Environment,
+        cache_bytes: u64,
+    ) -> Result<Self> {
+        match stored_id(&*objects).await? {
+            Some(store) => Ok(Self::with_id(objects, environment, cache_bytes, store)),
+            None => {
+                let what = format!("{} has no volumes", objects.name());
+                Err(Error::new(ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    /// As [`Self::open`]; makes a store of volumes of an empty one.
+    ///
+    /// # Errors
+    /// `Invalid` if the store has objects that are not of volumes; otherwise what the store reports.
+    pub async fn open_or_make(
+        objects: Arc<dyn Objects>,
+        environment: Environment,
+        cache_bytes: u64,
+    ) -> Result<Self> {
+        loop {
+            if let Some(store) = stored_id(&*objects).await? {
+                return Ok(Self::with_id(objects, environment, cache_bytes, store));
+            }
+            if !objects.list(None, None).await?.is_empty() {
+                let what = format!(
+                    "{} has objects that are not of volumes: use an empty folder or prefix",
+                    objects.name()
+                );
+                return Err(Error::new(ErrorKind::Invalid, what));
+            }
+            let new = Buf::from(store::encode(environment.random()));
+            // Whoever was faster made the store.
+            match put(&*objects, &names::format(), new, PATIENCE).await? {
+                Put::Done | Put::Exists => {}
+            }
+        }
+    }
+
+    fn with_id(
+        objects: Arc<dyn Objects>,
+        environment: Environment,
+        cache_bytes: u64,
+        store: Id,
+    ) -> Self {
+        let tree = Arc::new(Tree::new(Arc::clone(&objects), cache_bytes));
+        Self { objects, environment, store, tree }
+    }
+
+    /// Makes a volume of `len` bytes that reads as zeros.
+    ///
+    /// # Errors
+    /// `Invalid` if no volume has this length, or there is one of this name already.
+    pub async fn create(&self, name: &VolumeName, len: u64) -> Result<()> {
+        if len == 0 || len > State::LEN_MAX || !len.is_multiple_of(SECTOR_BYTES) {
+            let most = State::LEN_MAX;
+            let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        self.heads(name).create(State::empty(len)).await.map(drop)
+    }
+
+    /// Deletes a volume that nobody writes. The space comes back with the next collection.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none, `Denied` if it is open.
+    pub async fn delete(&self, name: &VolumeName) -> Result<()> {
+        self.heads(name).delete().await
+    }
+
+    /// All volumes, by name.
+    ///
+    /// # Errors
+    /// What the store reports; `Corrupt` if the newest head of one is damaged.
+    pub async fn list(&self) -> Result<Vec<VolumeInfo>> {
+        let folder = names::volumes();
+        let (mut all, mut after) = (Vec::new(), None);
+        loop {
+            let page = self.objects.list(Some(&folder), after.as_ref()).await?;
+            for entry in &page {
+                let Entry::Folder(folder) = entry else { continue };
+                let Some((_, name)) = folder.as_str().rsplit_once('/') else { continue };
+                match self.info(&VolumeName::new(name)?).await {
+                    Ok(info) => all.push(info),
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            if page.len() < LIST_MAX {
+                return Ok(all);
+            }
+            after = page.last().map(|entry| entry.name().clone());
+        }
+    }
+
+    /// What the newest head says of a volume.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none, `Corrupt` if its newest head is damaged.
+    pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
+        let head = self.heads(name).newest().await?;
+        let open_on = head.writer().map(|_| head.host.clone());
+        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
+    }
+
+    /// Opens a volume for reading and writing.
+    ///
+    /// # Errors
+    /// `NotFound` if there is none; `Denied` if another writer has it and is to be left alone.
+    pub async fn open_volume(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
+        let heads = self.heads(name);
+        let owned = heads.open(claimed).await?;
+        Ok(Volume::writable(Arc::clone(&self.tree), heads, owned))
+    }
+
+    /// Opens the state of a volume that its newest head has, for reading. It stays as it is.
+    ///
+    /// # Errors
+    /// As [`Self::info`].
+    pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
+        let heads = self.heads(name);
+        let state = heads.newest().await?.state;
+        Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
+    }
+
+    fn heads(&self, name: &VolumeName) -> Heads {
+        Heads {
+            objects: Arc::clone(&self.objects),
+            environment: self.environment.clone(),
+            store: self.store,
+            name: name.clone(),
+        }
+    }
+}
+
+/// Which store this is; `None` if it is none yet.
+async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
+    let name = names::format();
+    let Some(bytes) = read(objects, &name, STORE_BYTES, PATIENCE).await? else { return Ok(None) };
+    store::decode(&bytes).map(Some).map_err(|why| {
+        let kind = match why {
+            Malformed::Version(_) => ErrorKind::Unsupported,
+            _ => ErrorKind::Corrupt,
+        };
+        Error::new(kind, format!("{name} of {}: {why}", objects.name()))
+    })
+}
