@@ -458,3 +458,6 @@ impl Manage for Volume {
         None
     }
 }
+
+#[cfg(test)]
+mod tests;

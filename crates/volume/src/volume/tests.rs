@@ -1,0 +1,283 @@
+use super::*;
+use crate::environment::Environment;
+use crate::heads::Claimed;
+use crate::names::VolumeName;
+use crate::volumes::Volumes;
+use mica_block::{Objects, read_whole};
+use mica_rt::{Backend, Executor};
+use mica_store::object::MemoryObjects;
+use mica_units::{Rng, SECTOR_BYTES};
+use std::sync::atomic::AtomicU64;
+
+const LEN: u64 = 300 * SECTOR_BYTES;
+
+fn environment(host: &str) -> Environment {
+    // Both only have to differ.
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let next = || NEXT.fetch_add(1, Ordering::Relaxed);
+    Environment::new(host, next, move || {
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&next().to_le_bytes());
+        id
+    })
+}
+
+fn objects() -> MemoryObjects {
+    MemoryObjects::new("memory")
+}
+
+async fn volumes(objects: &MemoryObjects, host: &str) -> Volumes {
+    let objects: Arc<dyn Objects> = Arc::new(objects.clone());
+    Volumes::open_or_make(objects, environment(host), 1 << 20).await.expect("a store")
+}
+
+fn name(text: &str) -> VolumeName {
+    VolumeName::new(text).expect("a name")
+}
+
+fn run<T>(seed: u64, test: impl Future<Output = T>) -> T {
+    Executor::new(Backend::Sim { seed }).expect("a simulator").block_on(test)
+}
+
+async fn made(objects: &MemoryObjects, len: u64) -> Volume {
+    let volumes = volumes(objects, "host-1").await;
+    volumes.create(&name("web"), len).await.expect("made");
+    volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open")
+}
+
+fn range(start: u64, len: u64) -> GuestRange {
+    GuestRange::new(GuestOffset::new(start), len).expect("on the disk")
+}
+
+async fn write(volume: &Volume, at: u64, bytes: &[u8]) -> Result<()> {
+    let mut buf = Buf::new(bytes.len());
+    buf.put(0, bytes);
+    volume.write(GuestOffset::new(at), buf).await.0
+}
+
+async fn read(volume: &Volume, at: u64, len: u64) -> Vec<u8> {
+    let plan = volume.plan(range(at, len), Vec::new()).finish().await.expect("planned");
+    assert!(Extent::covers(&plan, range(at, len)));
+    read_whole(volume, &plan).await.expect("read").to_vec()
+}
+
+/// Random requests against a disk that is a list of bytes; the volume is closed or lost, and opened
+/// again by another host.
+#[test]
+fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
+    for seed in 0..40 {
+        run(seed, async {
+            let objects = objects();
+            let mut volume = made(&objects, LEN).await;
+            let (mut rng, mut model) = (Rng::new(seed), vec![0; bytes(LEN)]);
+            for step in 0..300 {
+                let start = rng.below(LEN / SECTOR_BYTES);
+                let sectors = (1 + rng.below(40)).min(LEN / SECTOR_BYTES - start);
+                let (at, len) = (start * SECTOR_BYTES, sectors * SECTOR_BYTES);
+                let there = bytes(at)..bytes(at + len);
+                match rng.below(12) {
+                    0..5 => {
+                        let new: Vec<u8> = there.clone().map(|_| rng.below(256) as u8).collect();
+                        write(&volume, at, &new).await.expect("written");
+                        model[there].copy_from_slice(&new);
+                    }
+                    5..7 => {
+                        let zeroes = Zeroes { may_unmap: rng.percent(50), fast: false };
+                        volume.write_zeroes(range(at, len), zeroes).await.expect("zeroed");
+                        model[there].fill(0);
+                    }
+                    7 => volume.flush().await.expect("flushed"),
+                    8 => {
+                        volume.flush().await.expect("flushed");
+                        if rng.percent(50) {
+                            volume.close().await.expect("closed");
+                        }
+                        let host = format!("host-{step}");
+                        let volumes = volumes(&objects, &host).await;
+                        let opened = volumes.open_volume(&name("web"), Claimed::TakeOver).await;
+                        volume = opened.expect("open");
+                    }
+                    _ => assert_eq!(read(&volume, at, len).await, model[there], "step {step}"),
+                }
+            }
+            assert_eq!(read(&volume, 0, LEN).await, model, "seed {seed}");
+        });
+    }
+}
+
+fn bytes(count: u64) -> usize {
+    usize::try_from(count).expect("small")
+}
+
+/// A discard takes whole blocks, and leaves what is beside them.
+#[test]
+fn discard_frees_blocks_and_leaves_the_rest() {
+    run(1, async {
+        let volume = made(&objects(), LEN).await;
+        write(&volume, 0, &vec![7; bytes(LEN)]).await.expect("written");
+        volume.flush().await.expect("flushed");
+        volume.discard(range(512, 3 * 4096)).await.expect("discarded");
+        let mut model = vec![7; bytes(LEN)];
+        model[4096..3 * 4096].fill(0);
+        assert_eq!(read(&volume, 0, LEN).await, model);
+        volume.discard(range(0, LEN)).await.expect("discarded");
+        assert_eq!(read(&volume, 0, LEN).await, vec![0; bytes(LEN)]);
+        let survey = volume.survey(range(0, LEN)).await.expect("surveyed");
+        assert_eq!(survey.len(), 1);
+        assert_eq!(survey[0].kind, ExtentKind::Hole);
+    });
+}
+
+/// What a lost server had flushed is there; what it had not may be gone.
+#[test]
+fn takeover_finds_everything_that_was_flushed() {
+    run(2, async {
+        let objects = objects();
+        let lost = made(&objects, LEN).await;
+        write(&lost, 0, &[1; 4096]).await.expect("written");
+        lost.flush().await.expect("flushed");
+        write(&lost, 4096, &[2; 4096]).await.expect("written");
+        let other = volumes(&objects, "host-2").await;
+        let refused = other.open_volume(&name("web"), Claimed::Refuse).await.err().expect("in use");
+        assert_eq!(refused.kind(), ErrorKind::Denied);
+        assert!(refused.to_string().contains("host-1"), "{refused}");
+        let taken = other.open_volume(&name("web"), Claimed::TakeOver).await.expect("open");
+        assert_eq!(read(&taken, 0, 4096).await, [1; 4096]);
+        assert_eq!(read(&taken, 4096, 4096).await, [0; 4096]);
+        // The lost one wakes up: it learns what happened, and changes nothing.
+        let fenced = lost.flush().await.expect_err("fenced");
+        assert_eq!(fenced.kind(), ErrorKind::Denied);
+        assert!(fenced.to_string().contains("host-2"), "{fenced}");
+        assert!(lost.latch().is_some() && lost.close().await.is_err());
+        assert!(write(&lost, 0, &[3; 4096]).await.is_err());
+        write(&taken, 0, &[4; 512]).await.expect("written");
+        taken.close().await.expect("closed");
+        let again = other.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+        assert_eq!(read(&again, 0, 512).await, [4; 512]);
+        assert_eq!(read(&again, 512, 512).await, [1; 512]);
+    });
+}
+
+#[test]
+fn each_bit_of_an_extent_that_is_damaged_is_noticed_when_it_is_read() {
+    run(3, async {
+        let objects = objects();
+        let volume = made(&objects, LEN).await;
+        write(&volume, 0, &[1; 8192]).await.expect("written");
+        volume.close().await.expect("closed");
+        let contents = objects.contents();
+        let (extent, good) = contents
+            .iter()
+            .find(|(name, _)| name.as_str().starts_with("extents/"))
+            .expect("an extent");
+        let header = crate::format::extent::Header::decode(good).expect("a header");
+        let mut rng = Rng::new(3);
+        for _ in 0..200 {
+            let at = 4096 + bytes(rng.below((header.table_at() - 4096) as u64));
+            let mut bad = good.to_vec();
+            bad[at] ^= 1 << rng.below(8);
+            let damaged = MemoryObjects::new("damaged");
+            for (name, content) in &contents {
+                let content = if name == extent { &bad[..] } else { content };
+                let mut buf = Buf::new(content.len());
+                buf.put(0, content);
+                damaged.put_if_absent(name, buf).await.0.expect("put");
+            }
+            let volumes = volumes(&damaged, "host-2").await;
+            let volume = volumes.open_readable(&name("web")).await.expect("open");
+            let plan = volume.plan(range(0, 8192), Vec::new()).finish().await;
+            let outcome = match plan {
+                Ok(plan) => read_whole(&volume, &plan).await.map(|buf| buf.to_vec()),
+                Err(error) => Err(error),
+            };
+            match outcome {
+                // Between nodes there are zeros that nobody reads.
+                Ok(read) => assert_eq!(read, [1; 8192]),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error:?}");
+                    assert!(error.to_string().contains(extent.as_str()), "{error}");
+                }
+            }
+        }
+    });
+}
+
+/// The figure of GOALS.md: uniformly random 4 KiB writes over 1 TiB, in a map that is full.
+#[test]
+fn random_writes_over_a_tebibyte_cost_little_more_than_themselves() {
+    run(4, async {
+        let objects = objects();
+        let volume = made(&objects, 1 << 40).await;
+        let mut rng = Rng::new(4);
+        for _ in 0..10 * BLOCKS_MAX {
+            let at = rng.below((1 << 40) / BLOCK_BYTES as u64) * BLOCK_BYTES as u64;
+            write(&volume, at, &[1; BLOCK_BYTES]).await.expect("written");
+        }
+        volume.flush().await.expect("flushed");
+        let stored: u64 = objects.contents().values().map(|content| content.len() as u64).sum();
+        let written = (10 * BLOCKS_MAX * BLOCK_BYTES) as u64;
+        assert!(stored * 100 < written * 135, "{stored} bytes for {written}");
+    });
+}
+
+#[test]
+fn trim_of_256_tebibytes_is_one_record() {
+    run(5, async {
+        let objects = objects();
+        let volume = made(&objects, State::LEN_MAX).await;
+        for at in [0, 1 << 30, 1 << 40, State::LEN_MAX - 4096] {
+            write(&volume, at, &[1; 4096]).await.expect("written");
+        }
+        volume.flush().await.expect("flushed");
+        let before: usize = objects.contents().values().map(|content| content.len()).sum();
+        volume.discard(range(0, State::LEN_MAX)).await.expect("discarded");
+        volume.flush().await.expect("flushed");
+        let after: usize = objects.contents().values().map(|content| content.len()).sum();
+        assert!(after - before <= 4096 + 16, "{}", after - before);
+        assert_eq!(read(&volume, State::LEN_MAX - 4096, 4096).await, [0; 4096]);
+    });
+}
+
+#[test]
+fn disk_grows_and_keeps_its_length() {
+    run(6, async {
+        let objects = objects();
+        let volume = made(&objects, 4096 + 512).await;
+        write(&volume, 4096, &[1; 512]).await.expect("written");
+        assert!(write(&volume, 4608, &[1; 512]).await.is_err(), "beyond the end");
+        volume.resize(LEN).await.expect("grown");
+        assert_eq!(volume.geometry().len, LEN);
+        assert!(volume.resize(512).await.is_err(), "no shorter");
+        let mut model = vec![0; 8192];
+        model[4096..4608].fill(1);
+        assert_eq!(read(&volume, 0, 8192).await, model);
+        volume.close().await.expect("closed");
+        let volumes = volumes(&objects, "host-2").await;
+        let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+        assert_eq!(volume.geometry().len, LEN);
+    });
+}
+
+#[test]
+fn name_of_a_deleted_volume_is_free_and_shows_nothing_of_the_old_one() {
+    run(7, async {
+        let objects = objects();
+        let volume = made(&objects, LEN).await;
+        write(&volume, 0, &[1; 4096]).await.expect("written");
+        let volumes = volumes(&objects, "host-1").await;
+        assert_eq!(volumes.delete(&name("web")).await.unwrap_err().kind(), ErrorKind::Denied);
+        assert_eq!(volumes.create(&name("web"), LEN).await.unwrap_err().kind(), ErrorKind::Invalid);
+        volume.close().await.expect("closed");
+        volumes.create(&name("other"), 512).await.expect("made");
+        let names = |all: Vec<crate::volumes::VolumeInfo>| {
+            all.into_iter().map(|info| info.name.as_str().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(volumes.list().await.expect("listed")), ["other", "web"]);
+        volumes.delete(&name("web")).await.expect("deleted");
+        assert_eq!(volumes.delete(&name("web")).await.unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(names(volumes.list().await.expect("listed")), ["other"]);
+        volumes.create(&name("web"), LEN).await.expect("made again");
+        let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+        assert_eq!(read(&volume, 0, 4096).await, [0; 4096]);
+    });
+}
