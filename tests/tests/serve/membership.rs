@@ -391,8 +391,8 @@ fn drained_disk_stays_drained_under_another_name() {
 }
 
 /// The story: two disks of one image were in the configuration, the one drained and the other
-/// served in its place. When the drained one left the configuration, a process that took over held the
-/// other for it under a new name, and left it closed.
+/// served in its place. When the drained one left the configuration, a process that took over held
+/// the other for it under a new name, and left it closed.
 #[test]
 fn disk_beside_a_drained_one_of_its_image_goes_on_when_that_leaves_the_configuration() {
     let Some(world) = World::new() else { return };
