@@ -34,7 +34,7 @@ pub use manage::{
     IndexProgress, Manage, ManageIndex, MapStats, SealState, WriteStats, check_longer,
 };
 pub use mica_rt::sync::{InFlight, OwnedInFlight, Requests};
-pub use objects::{Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};
+pub use objects::{EndFuture, Entry, LIST_MAX, Object, ObjectName, Objects, Put, PutFuture};
 pub use plan::{Survey, Windows, read_extents, read_extents_by, read_whole, windows};
 pub use redo::{NoRedoLogs, RedoLogs, RedoMemory, RedoOrigin};
 pub use sidecars::{NewSidecar, NoSidecars, Sidecars};

@@ -45,8 +45,7 @@ impl ObjectName {
 
 /// Whether `text` may be a part of a name.
 fn is_part(text: &str) -> bool {
-    let is_allowed =
-        |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.');
+    let is_allowed = |byte: u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.');
     !text.is_empty()
         && text.len() <= ObjectName::PART_LEN_MAX
         && !text.starts_with('.')
@@ -68,8 +67,12 @@ pub enum Put {
     Exists,
 }
 
-/// A put in flight. Resolves to the outcome and the buffer, so that it can be tried again.
+/// A put in flight. Resolves to the outcome and the buffer, so that it can be tried again. The put
+/// goes on if this is dropped.
 pub type PutFuture = LocalFuture<'static, (Result<Put>, Buf)>;
+
+/// A read of an object's end in flight. Resolves to the object's length and the buffer.
+pub type EndFuture = LocalFuture<'static, (Result<u64>, Buf)>;
 
 /// What a listing finds.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -104,9 +107,19 @@ pub trait Object: Send + Sync {
     ///
     /// Errors: `NotFound` if there is no object of this name.
     fn read_at(&self, buf: Buf, offset: u64) -> IoFuture;
+
+    /// Fills `buf` with the last bytes of the object, in one request, and says how long the object
+    /// is. All of a shorter one is at the beginning of `buf`, and what follows is unspecified.
+    ///
+    /// Errors: as [`Object::read_at`].
+    fn read_end(&self, buf: Buf) -> EndFuture;
 }
 
-/// A store of objects. Shared by all threads; each call runs on the executor of the calling thread.
+/// A store of objects. Shared by all threads; each call runs on the executor of the calling thread,
+/// and begins before it is awaited.
+///
+/// No name is both that of an object and that of a folder. Who names objects sees to that: a
+/// directory cannot do it, and nobody checks it in a bucket.
 ///
 /// Nothing here has a default: a wrapper that forgot to forward a call would silently change what a
 /// store promises.
@@ -120,7 +133,11 @@ pub trait Objects: Send + Sync {
     /// Puts an object with all of `content`, unless there is one with this name. Of any number of
     /// puts of one name, by whatever hosts, exactly one is [`Put::Done`], as long as nobody deletes
     /// the object. Readers see all of an object or nothing of it, also after a power cut; what was
-    /// answered is durable.
+    /// answered is durable: also what was there already, and what is read or listed.
+    ///
+    /// `content` may be empty. It is not a guest's memory: nobody changes it meanwhile. No two
+    /// writers put the same bytes under one name: whose they are decides who was first if an answer
+    /// is lost.
     ///
     /// Errors: what the store reports. The object may then be there or not, or come to be there
     /// later: only reading it, or a put of one's own that is answered, decides.
@@ -138,7 +155,8 @@ pub trait Objects: Send + Sync {
         after: Option<&ObjectName>,
     ) -> LocalFuture<'static, Result<Vec<Entry>>>;
 
-    /// Deletes an object. It is not an error if there is none.
+    /// Deletes an object. It is not an error if there is none. Those who opened it before may go on
+    /// reading it; after a power cut it may be there again.
     ///
     /// Errors: what the store reports; the object may then be there or not.
     fn delete(&self, name: &ObjectName) -> LocalFuture<'static, Result<()>>;

@@ -2,13 +2,14 @@
 
 use crate::buf::Buf;
 use crate::file::{File, Way};
-use crate::op::OpKind;
+use crate::op::{Call, OpKind};
 use crate::submit::{Op, RawOp};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use std::future::Future;
 use std::io;
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Reads at `offset` until `buf` is full or the file ends; the count is less than the buffer's
 /// length only at the end of the file.
@@ -81,4 +82,35 @@ pub fn fallocate(
 /// Outside an executor.
 pub fn set_len(file: &Arc<File>, len: u64) -> impl Future<Output = io::Result<()>> + use<> {
     RawOp::start(OpKind::SetLen { file: Arc::clone(file), len }).outcome()
+}
+
+/// Runs `work` on a thread of the executor: for system calls on `file`, or on what lies beneath it
+/// if it is a directory, that may wait for a device and have no operation of their own. It runs to
+/// its end even if the future is dropped; a panic of it continues in whoever awaits it.
+///
+/// # Panics
+/// Outside an executor. When awaited under the simulator, which has no threads.
+pub fn on_thread<T, W>(file: &Arc<File>, work: W) -> impl Future<Output = T> + use<T, W>
+where
+    T: Send + 'static,
+    W: FnOnce(&File) -> T + Send + 'static,
+{
+    let returned = Arc::new(Mutex::new(None));
+    let slot = Arc::clone(&returned);
+    let call = move |file: &File| {
+        // What it changed is not looked at again if it panicked.
+        let output = catch_unwind(AssertUnwindSafe(|| work(file)));
+        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(output);
+    };
+    let (file, work) = (Arc::clone(file), Some(Box::new(call) as Call));
+    let op = RawOp::start(OpKind::Call { file, work });
+    async move {
+        let outcome = op.outcome().await;
+        let output = returned.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match output {
+            Some(Ok(output)) => output,
+            Some(Err(panic)) => resume_unwind(panic),
+            None => panic!("a call on a thread without an outcome: {outcome:?}"),
+        }
+    }
 }

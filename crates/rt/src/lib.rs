@@ -40,7 +40,9 @@ pub use clock::Instant;
 pub use doorbell::{Doorbell, prepare_doorbells};
 pub use executor::{Executor, Handle, look, yield_now};
 pub use file::{Access, File};
-pub use file_io::{fallocate, is_cached, read_ahead, read_at, set_len, sync_data, write_at};
+pub use file_io::{
+    fallocate, is_cached, on_thread, read_ahead, read_at, set_len, sync_data, write_at,
+};
 pub use file_system::FileSystem;
 pub use join::join_all;
 pub use looking::Looking;

@@ -27,11 +27,15 @@ pub(crate) enum OpKind {
     ReadAhead { file: Arc<File>, offset: u64, len: u32, way: Way },
     Fallocate { file: Arc<File>, mode: FallocateFlags, offset: u64, len: u64, way: Way },
     SetLen { file: Arc<File>, len: u64 },
+    Call { file: Arc<File>, work: Option<Call> },
     Recv { socket: Arc<Socket>, buf: Buf },
     Send { socket: Arc<Socket>, parts: SendParts },
     Readable { socket: Arc<Socket> },
     Simulated { work: Option<SimWork>, buf: Buf, latency: Duration },
 }
+
+/// What a thread of the executor does with a file, where there is no operation for it.
+pub(crate) type Call = Box<dyn FnOnce(&File) + Send>;
 
 /// What a simulated operation does at the moment at which it completes.
 pub type SimWork = Box<dyn FnOnce(&mut Buf) -> io::Result<usize>>;
@@ -88,6 +92,7 @@ impl OpKind {
             | Self::ReadAhead { .. }
             | Self::Fallocate { .. }
             | Self::SetLen { .. }
+            | Self::Call { .. }
             | Self::Recv { .. }
             | Self::Readable { .. }
             | Self::Simulated { .. } => Next::Complete(code),
@@ -107,7 +112,8 @@ impl OpKind {
 
     /// Whether a thread of ours carried it out, which waits where it has to.
     fn has_waited(&mut self) -> bool {
-        matches!(self, Self::SetLen { .. }) || self.way_mut() == Some(&mut Way::Thread)
+        matches!(self, Self::SetLen { .. } | Self::Call { .. })
+            || self.way_mut() == Some(&mut Way::Thread)
     }
 
     /// Whether it may wait for a peer forever, and so has to be cancelled when nobody waits for it.

@@ -51,6 +51,7 @@ impl Future for Op {
                 | OpKind::SyncData { .. }
                 | OpKind::ReadAhead { .. }
                 | OpKind::SetLen { .. }
+                | OpKind::Call { .. }
                 | OpKind::Fallocate { .. } => unreachable!("no buffer is returned"),
             }
         })

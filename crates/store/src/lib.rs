@@ -1,4 +1,4 @@
-//! Where bytes are stored: files, memory, and wrappers that delay, fail and log.
+//! Where bytes are stored: files, memory, stores of objects, and wrappers that delay, fail and log.
 //! Internal crate.
 //!
 //! ```text
@@ -23,6 +23,7 @@ mod located;
 mod lock;
 mod memory;
 mod mount_generation;
+pub mod object;
 mod stamp;
 mod writable;
 

@@ -8,7 +8,7 @@ use crate::kind::{FileKind, no_direct, not_an_image, open_flags};
 use crate::stamp::nanoseconds;
 use mica_block::{Error, ErrorKind, Identity, Result};
 use mica_rt::{Access, File, FileSystem};
-use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, open, openat, readlink};
 use rustix::io::Errno;
 use std::io;
@@ -68,7 +68,26 @@ impl Located {
         path: &Path,
         flags: OFlags,
     ) -> rustix::io::Result<std::result::Result<Self, &'static str>> {
-        let fd = open(path, OFlags::PATH | OFlags::CLOEXEC | flags, Mode::empty())?;
+        Self::find_raw_in(CWD, path, path, flags)
+    }
+
+    /// Finds what has this `name` in `folder`, which is the directory of `path`, but not if that is
+    /// a symbolic link.
+    pub(crate) fn find_in(folder: &OwnedFd, name: &str, path: &Path) -> Result<Self> {
+        match Self::find_raw_in(folder.as_fd(), Path::new(name), path, OFlags::NOFOLLOW) {
+            Ok(Ok(located)) => Ok(located),
+            Ok(Err(what)) => Err(not_an_image(path, what)),
+            Err(error) => Err(failed_to_open(path, error.into())),
+        }
+    }
+
+    fn find_raw_in(
+        folder: BorrowedFd<'_>,
+        name: &Path,
+        path: &Path,
+        flags: OFlags,
+    ) -> rustix::io::Result<std::result::Result<Self, &'static str>> {
+        let fd = openat(folder, name, OFlags::PATH | OFlags::CLOEXEC | flags, Mode::empty())?;
         let stat = fstat(&fd)?;
         let kind = match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => FileKind::Regular,
@@ -110,6 +129,11 @@ impl Located {
     /// User that owns it.
     pub fn owner(&self) -> u32 {
         self.stat.st_uid
+    }
+
+    /// Whether it had several names when it was found.
+    pub(crate) fn has_other_names(&self) -> bool {
+        self.stat.st_nlink > 1
     }
 
     /// Its permission bits.

@@ -56,7 +56,8 @@ impl Pool {
             | OpKind::SyncData { .. }
             | OpKind::ReadAhead { .. }
             | OpKind::Fallocate { .. }
-            | OpKind::SetLen { .. } => {
+            | OpKind::SetLen { .. }
+            | OpKind::Call { .. } => {
                 self.threads.give_op(key, op);
                 None
             }

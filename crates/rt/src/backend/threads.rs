@@ -17,7 +17,7 @@ use super::lanes::{LaneKey, Lanes, TURNS_MAX};
 use super::now;
 use crate::buf::Buf;
 use crate::file::{Access, File};
-use crate::op::{OpKey, OpKind, Ops, resume_at};
+use crate::op::{Call, OpKey, OpKind, Ops, resume_at};
 use crate::remote::Remote;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate, fdatasync, ftruncate};
 use rustix::io::Errno;
@@ -60,6 +60,7 @@ enum Work {
     ReadAhead { offset: u64, len: u32 },
     Fallocate { mode: FallocateFlags, offset: u64, len: u64 },
     SetLen { len: u64 },
+    Call(Option<Call>),
 }
 
 /// A buffer that a thread has, and where its bytes from `done` on are in the file.
@@ -200,6 +201,7 @@ impl Threads {
                 (&*file, Work::Fallocate { mode: *mode, offset: *offset, len: *len })
             }
             OpKind::SetLen { file, len } => (&*file, Work::SetLen { len: *len }),
+            OpKind::Call { file, work } => (&*file, Work::Call(work.take())),
             OpKind::Recv { .. }
             | OpKind::Send { .. }
             | OpKind::Readable { .. }
@@ -424,7 +426,7 @@ impl Job {
         let is_serial = match self.work {
             Work::Write(_) => self.file.access() == Access::Buffered,
             Work::Fallocate { .. } | Work::SetLen { .. } => true,
-            Work::Read(_) | Work::SyncData | Work::ReadAhead { .. } => false,
+            Work::Read(_) | Work::SyncData | Work::ReadAhead { .. } | Work::Call(_) => false,
         };
         if is_serial && self.file.is_regular() {
             LaneKey::serial(&self.file)
@@ -448,6 +450,12 @@ impl Job {
                 fallocate(file, *mode, *offset, *len).map(|()| 0)
             }
             Work::SetLen { len } => ftruncate(file, *len).map(|()| 0),
+            Work::Call(work) => {
+                if let Some(work) = work.take() {
+                    work(file);
+                }
+                Ok(0)
+            }
         }
     }
 }

@@ -117,7 +117,8 @@ impl Uring {
             | OpKind::SyncData { way: Way::Thread, .. }
             | OpKind::ReadAhead { way: Way::Thread, .. }
             | OpKind::Fallocate { way: Way::Thread, .. }
-            | OpKind::SetLen { .. } => {
+            | OpKind::SetLen { .. }
+            | OpKind::Call { .. } => {
                 self.threads.give_op(key, op);
                 return None;
             }

@@ -10,4 +10,5 @@ mod refused;
 mod simulated;
 mod streams;
 mod tasks;
+mod thread;
 mod writes;

@@ -1,0 +1,148 @@
+//! The file of an object that has no name yet.
+//!
+//! It is in a folder of its own, `.tmp`, which no object can be in, under a name that nobody ever
+//! uses again: what a process that was stopped for hours links is its own file or none. Those that
+//! killed processes left are removed after a while.
+
+use super::root::Root;
+use mica_block::{Error, Result};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{
+    AtFlags, Dir, FileType, Mode, OFlags, fdatasync, fstat, linkat, mkdirat, openat, statat,
+    syncfs, unlinkat,
+};
+use rustix::io::Errno;
+use std::ffi::CString;
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Write};
+use std::sync::atomic::Ordering;
+
+/// The folder of new files.
+pub(super) const FOLDER: &str = ".tmp";
+/// Seconds after which a new file is taken for one that a killed process left. A put that loses its
+/// file to this fails.
+const ABANDONED_SECONDS: i64 = 3600;
+
+/// A file in [`FOLDER`], which is removed when this is dropped, unless it has a second name.
+pub(super) struct NewFile {
+    folder: OwnedFd,
+    name: String,
+    file: File,
+    is_kept: bool,
+}
+
+impl NewFile {
+    /// Creates an empty one.
+    pub(super) fn create(root: &Root) -> Result<Self> {
+        let failed = |error: Errno| {
+            let path = root.path_of(FOLDER);
+            Error::from_io(format!("creating a file in {}", path.display()), error.into())
+        };
+        let folder = open_folder(root).map_err(failed)?;
+        let name = random_name();
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mode = Mode::RUSR | Mode::WUSR;
+        let file = openat(&folder, &name, flags, mode).map_err(failed)?.into();
+        let new = Self { folder, name, file, is_kept: false };
+        new.tidy(root);
+        Ok(new)
+    }
+
+    /// Writes `content`, and makes it durable.
+    pub(super) fn fill(&mut self, content: &[u8]) -> io::Result<()> {
+        self.file.write_all(content)?;
+        Ok(fdatasync(&self.file)?)
+    }
+
+    /// Gives it the name `name` in `folder`, in addition to its own, which it keeps from then on
+    /// until [`Self::remove`].
+    pub(super) fn link(&mut self, folder: &OwnedFd, name: &str) -> rustix::io::Result<()> {
+        let linked = linkat(&self.folder, &self.name, folder, name, AtFlags::empty());
+        // Over a network the answer may have been lost, and the repetition have found our own.
+        let is_linked = linked.is_ok() || fstat(&self.file).is_ok_and(|stat| stat.st_nlink > 1);
+        self.is_kept = is_linked;
+        if is_linked { Ok(()) } else { linked }
+    }
+
+    /// Removes its own name.
+    pub(super) fn remove(mut self) {
+        self.is_kept = false;
+    }
+
+    /// Removes what killed processes left, now and then.
+    fn tidy(&self, root: &Root) {
+        let Ok(now) = fstat(&self.file).map(|stat| stat.st_mtime) else { return };
+        let last = root.tidied.load(Ordering::Relaxed);
+        let is_due = now.saturating_sub(last) > ABANDONED_SECONDS;
+        let exchanged = || {
+            let (done, failed) = (Ordering::Relaxed, Ordering::Relaxed);
+            root.tidied.compare_exchange(last, now, done, failed)
+        };
+        if is_due && exchanged().is_ok() {
+            let removed = self.remove_abandoned(now);
+            if removed > 0 {
+                let path = root.path_of(FOLDER);
+                tracing::info!(
+                    "{removed} unfinished objects of killed processes removed from {}",
+                    path.display()
+                );
+            }
+        }
+    }
+
+    /// Removes files that nobody can still be writing; returns how many. What cannot be read or
+    /// removed stays.
+    fn remove_abandoned(&self, now: i64) -> usize {
+        let Ok(entries) = Dir::read_from(&self.folder) else { return 0 };
+        let names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_owned()));
+        let abandoned: Vec<(CString, bool)> = names
+            .filter(|name| is_random_name(name.to_bytes()))
+            .filter_map(|name| {
+                let stat = statat(&self.folder, &name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+                let is_abandoned = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+                    && now.saturating_sub(stat.st_mtime) > ABANDONED_SECONDS;
+                is_abandoned.then_some((name, stat.st_nlink > 1))
+            })
+            .collect();
+        // Where an object is whose folder was not synced is not known (I2 of `directory.rs`).
+        let has_objects = abandoned.iter().any(|(_, is_object)| *is_object);
+        let are_durable = !has_objects || syncfs(&self.folder).is_ok();
+        let removable = abandoned.iter().filter(|(_, is_object)| are_durable || !is_object);
+        removable.filter(|(name, _)| unlinkat(&self.folder, name, AtFlags::empty()).is_ok()).count()
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            // If that fails, it is removed later.
+            let _ = unlinkat(&self.folder, &self.name, AtFlags::empty());
+        }
+    }
+}
+
+/// The folder of new files, which is made if it is not there.
+fn open_folder(root: &Root) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = || openat(root.file().as_fd(), FOLDER, flags, Mode::empty());
+    match open() {
+        Err(Errno::NOENT) => match mkdirat(root.file().as_fd(), FOLDER, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => open(),
+            Err(error) => Err(error),
+        },
+        opened => opened,
+    }
+}
+
+/// A name that no file has or had. The keys of the hashes are random numbers of the system.
+fn random_name() -> String {
+    let random = || RandomState::new().hash_one(std::process::id());
+    format!("{:016x}{:016x}", random(), random())
+}
+
+/// Whether [`random_name`] makes such names.
+fn is_random_name(name: &[u8]) -> bool {
+    name.len() == 32 && name.iter().all(u8::is_ascii_hexdigit)
+}

@@ -1,0 +1,257 @@
+//! The directory that a store of objects is in: folders, and files in them.
+
+use super::new::NewFile;
+use crate::file::{CacheMode, FileStore};
+use crate::handles::{Handles, SetAside};
+use crate::kind::FileKind;
+use crate::located::Located;
+use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use mica_rt::{Access, File};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, Stat, fsync, mkdirat, openat, statat, unlinkat,
+};
+use rustix::io::Errno;
+use std::collections::HashSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The directory.
+pub(super) struct Root {
+    file: Arc<File>,
+    path: PathBuf,
+    pub(super) handles: Arc<Handles>,
+    /// Folders whose names are durable, and those of the folders that they are in.
+    durable: Mutex<HashSet<String>>,
+    /// When new files of killed processes were last removed, by the clock of the file system.
+    pub(super) tidied: AtomicI64,
+    _descriptor: SetAside,
+}
+
+/// Folders that are known to be durable at most: others cost a few syncs more.
+const DURABLE_MAX: usize = 4096;
+
+const FOLDER: OFlags =
+    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+impl Root {
+    pub(super) fn open(path: &Path, handles: &Arc<Handles>) -> Result<Self> {
+        let failed = |error| {
+            Error::from_io(format!("opening the directory of objects {}", path.display()), error)
+        };
+        let path = path.canonicalize().map_err(failed)?;
+        let fd = openat(CWD, &path, FOLDER, Mode::empty()).map_err(|error| failed(error.into()))?;
+        Ok(Self {
+            file: Arc::new(File::new(fd, Access::Buffered)),
+            path,
+            handles: Arc::clone(handles),
+            durable: Mutex::default(),
+            tidied: AtomicI64::new(0),
+            _descriptor: handles.set_aside(1),
+        })
+    }
+
+    pub(super) fn file(&self) -> &Arc<File> {
+        &self.file
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("file://{}", self.path.display())
+    }
+
+    /// The path of what has this name.
+    pub(super) fn path_of(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// See [`mica_block::Objects::put_if_absent`].
+    pub(super) fn put(&self, name: &ObjectName, content: &[u8]) -> Result<Put> {
+        let failed = |error| self.failed("putting", name.as_str(), error);
+        // The new file, the folder of new files, and the folder of the object.
+        let _descriptors = self.handles.set_aside(3);
+        let (folder_name, last) = split(name);
+        let folder = self.make_folder(folder_name)?;
+        if self.is_there(name, &folder)? {
+            return Ok(Put::Exists);
+        }
+        let mut new = NewFile::create(self)?;
+        new.fill(content).map_err(failed)?;
+        match new.link(&folder, last) {
+            Ok(()) => {
+                // On an error it keeps both names (I2).
+                self.make_durable(folder_name, &folder)?;
+                new.remove();
+                Ok(Put::Done)
+            }
+            Err(Errno::EXIST) if self.is_there(name, &folder)? => Ok(Put::Exists),
+            // Removed as abandoned, or the folder was, or an object that was there: not for good.
+            Err(error @ (Errno::NOENT | Errno::EXIST)) => {
+                let what = format!("putting {}: {error}", self.path_of(name.as_str()).display());
+                Err(Error::new(ErrorKind::Io, what))
+            }
+            Err(Errno::PERM | Errno::OPNOTSUPP | Errno::MLINK) => {
+                let what = format!("the file system of {} has no hard links", self.path.display());
+                Err(Error::new(ErrorKind::Unsupported, what))
+            }
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// Whether `folder` has the object `name`, which is durable then.
+    fn is_there(&self, name: &ObjectName, folder: &OwnedFd) -> Result<bool> {
+        let (folder_name, last) = split(name);
+        match statat(folder, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => {
+                self.check_regular(name, &stat)?;
+                if stat.st_nlink > 1 {
+                    self.make_durable(folder_name, folder)?;
+                }
+                Ok(true)
+            }
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(self.failed("putting", name.as_str(), error.into())),
+        }
+    }
+
+    /// The file of an object, opened, and its length.
+    pub(super) fn find(&self, name: &ObjectName) -> Result<(FileStore, u64)> {
+        let (folder_name, last) = split(name);
+        let Some(folder) = self.open_folder(folder_name)? else {
+            let what = format!("{} has no object {name}", self.name());
+            return Err(Error::new(ErrorKind::NotFound, what));
+        };
+        let located = Located::find_in(&folder, last, &self.path_of(name.as_str()))?;
+        let Some(len) = located.known_len().filter(|_| located.kind() == FileKind::Regular) else {
+            return Err(self.not_regular(name));
+        };
+        if located.has_other_names() {
+            self.make_durable(folder_name, &folder)?;
+        }
+        Ok((FileStore::new_opened(&located, CacheMode::Writeback, &self.handles)?, len))
+    }
+
+    /// See [`mica_block::Objects::delete`].
+    pub(super) fn delete(&self, name: &ObjectName) -> Result<()> {
+        let (folder_name, last) = split(name);
+        let Some(folder) = self.open_folder(folder_name)? else { return Ok(()) };
+        let deleted = match statat(&folder, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => {
+                self.check_regular(name, &stat)?;
+                unlinkat(&folder, last, AtFlags::empty())
+            }
+            Err(error) => Err(error),
+        };
+        match deleted {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),
+        }
+    }
+
+    /// Opens a folder; `""` is the directory itself. `None` if it is not there.
+    pub(super) fn open_folder(&self, name: &str) -> Result<Option<OwnedFd>> {
+        self.walk(name, |_, _, _| Err(Errno::NOENT))
+    }
+
+    /// Opens a folder that is made if it is not there, as are those that it is in.
+    fn make_folder(&self, name: &str) -> Result<OwnedFd> {
+        let made = self.walk(name, |parent, part, folder| {
+            match mkdirat(parent, part, Mode::RWXU) {
+                // It may have been there before, and somebody removed it.
+                Ok(()) => drop(self.durable().remove(folder)),
+                Err(Errno::EXIST) => {}
+                Err(error) => return Err(error),
+            }
+            openat(parent, part, FOLDER, Mode::empty())
+        })?;
+        made.ok_or_else(|| self.failed("making the folder", name, Errno::NOENT.into()))
+    }
+
+    /// Opens a folder part by part (I3). `missing` is called with the folder opened so far, the part
+    /// that is not in it, and the name of both.
+    fn walk(
+        &self,
+        name: &str,
+        missing: impl Fn(&OwnedFd, &str, &str) -> rustix::io::Result<OwnedFd>,
+    ) -> Result<Option<OwnedFd>> {
+        let failed = |name: &str, error| match error {
+            Errno::NOTDIR | Errno::LOOP => {
+                let path = self.path_of(name);
+                let what = format!("{} is not a folder: it is no part of a store", path.display());
+                Error::new(ErrorKind::Invalid, what)
+            }
+            error => self.failed("opening the folder", name, error.into()),
+        };
+        let root = openat(&self.file, ".", FOLDER, Mode::empty());
+        let mut folder = root.map_err(|error| failed("", error))?;
+        let mut end = 0;
+        for part in name.split('/').filter(|part| !part.is_empty()) {
+            end += part.len() + usize::from(end > 0);
+            let opened = match openat(&folder, part, FOLDER, Mode::empty()) {
+                Err(Errno::NOENT) => match missing(&folder, part, &name[..end]) {
+                    Err(Errno::NOENT) => return Ok(None),
+                    made => made,
+                },
+                opened => opened,
+            };
+            folder = opened.map_err(|error| failed(&name[..end], error))?;
+        }
+        Ok(Some(folder))
+    }
+
+    /// Makes the names in `folder` durable, and those of the folders that it is in.
+    pub(super) fn make_durable(&self, name: &str, folder: &impl AsFd) -> Result<()> {
+        let failed = |name: &str, error: Errno| self.failed("making durable", name, error.into());
+        fsync(folder).map_err(|error| failed(name, error))?;
+        let mut inner = name;
+        while !inner.is_empty() && !self.durable().contains(inner) {
+            let outer = folder_of(inner);
+            let opened = self.open_folder(outer)?.ok_or_else(|| failed(outer, Errno::NOENT))?;
+            fsync(&opened).map_err(|error| failed(outer, error))?;
+            inner = outer;
+        }
+        let mut durable = self.durable();
+        let mut inner = name;
+        while !inner.is_empty() && !durable.contains(inner) {
+            if durable.len() >= DURABLE_MAX {
+                durable.clear();
+            }
+            durable.insert(inner.to_owned());
+            inner = folder_of(inner);
+        }
+        Ok(())
+    }
+
+    fn check_regular(&self, name: &ObjectName, stat: &Stat) -> Result<()> {
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => Ok(()),
+            _ => Err(self.not_regular(name)),
+        }
+    }
+
+    pub(super) fn not_regular(&self, name: &ObjectName) -> Error {
+        let path = self.path_of(name.as_str());
+        let what = format!("{} is not a regular file: it is no object", path.display());
+        Error::new(ErrorKind::Invalid, what)
+    }
+
+    /// The error of `doing` something to what has this name.
+    pub(super) fn failed(&self, doing: &str, name: &str, error: io::Error) -> Error {
+        Error::from_io(format!("{doing} {}", self.path_of(name).display()), error)
+    }
+
+    fn durable(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.durable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The folder that an object is in, and its name there.
+fn split(name: &ObjectName) -> (&str, &str) {
+    name.as_str().rsplit_once('/').unwrap_or(("", name.as_str()))
+}
+
+/// The folder that a folder is in.
+fn folder_of(name: &str) -> &str {
+    name.rsplit_once('/').map_or("", |(folder, _)| folder)
+}

@@ -1,0 +1,261 @@
+//! The files that a store in a directory makes, and what it makes of others'.
+
+use super::new::FOLDER as TMP;
+use super::*;
+use crate::object::testing::conform;
+use mica_block::{ErrorKind, Put};
+use mica_rt::{Backend, Executor, join_all};
+use rustix::fs::{Timespec, Timestamps, UTIME_OMIT};
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::PathBuf;
+
+struct Place {
+    folder: tempfile::TempDir,
+    handles: Arc<Handles>,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("made");
+        Self { folder, handles: Handles::new(8) }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn open(&self) -> DirectoryObjects {
+        DirectoryObjects::open(self.folder.path(), &self.handles).expect("opened")
+    }
+
+    fn new_files(&self) -> Vec<PathBuf> {
+        let Ok(entries) = fs::read_dir(self.at(TMP)) else { return Vec::new() };
+        entries.map(|entry| entry.expect("listed").path()).collect()
+    }
+}
+
+fn name(text: &str) -> ObjectName {
+    ObjectName::new(text).expect("a name")
+}
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    Executor::new(Backend::Pool).expect("threads").block_on(future)
+}
+
+async fn put(objects: &DirectoryObjects, text: &str, bytes: &[u8]) -> Result<Put> {
+    objects.put_if_absent(&name(text), Buf::from_slice(bytes)).await.0
+}
+
+async fn read(objects: &DirectoryObjects, text: &str) -> Result<Vec<u8>> {
+    let (end, buf) = objects.open(&name(text)).read_end(Buf::new(100)).await;
+    end.map(|len| buf[..usize::try_from(len).expect("short")].to_vec())
+}
+
+#[test]
+fn directory_keeps_the_promises_of_a_store() {
+    for backend in [Backend::Uring, Backend::Pool] {
+        if let Err(error) = Executor::new(backend) {
+            eprintln!("skipped on {backend:?}: {error}");
+            continue;
+        }
+        let place = Place::new();
+        conform(backend, &(Arc::new(place.open()) as _));
+        assert!(place.new_files().is_empty(), "{:?}", place.new_files());
+        run(crate::object::probe(&place.open(), 1)).expect("it passes the probe");
+        assert!(place.handles.open_count() <= 8);
+    }
+}
+
+#[test]
+fn object_is_a_file_of_its_name_for_its_owner_alone() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        assert!(objects.name().starts_with("file:///"));
+        assert_eq!(put(&objects, "a/b-1/c.x", b"bytes").await.expect("put"), Put::Done);
+        let path = place.at("a/b-1/c.x");
+        assert_eq!(fs::read(&path).expect("there"), b"bytes");
+        let facts = fs::metadata(&path).expect("there");
+        assert_eq!((facts.permissions().mode() & 0o777, facts.nlink()), (0o600, 1));
+        assert!(place.new_files().is_empty());
+        // Another process sees the same.
+        assert_eq!(read(&place.open(), "a/b-1/c.x").await.expect("read"), b"bytes");
+    });
+}
+
+#[test]
+fn directory_that_is_not_there_is_not_made() {
+    let place = Place::new();
+    let missing = DirectoryObjects::open(&place.at("missing"), &place.handles);
+    assert_eq!(missing.err().expect("an error").kind(), ErrorKind::NotFound);
+    fs::write(place.at("file"), "").expect("written");
+    assert!(DirectoryObjects::open(&place.at("file"), &place.handles).is_err());
+}
+
+#[test]
+fn many_objects_are_read_through_few_descriptors() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        let names: Vec<_> = (0..40).map(|number| format!("o/{number}")).collect();
+        for name in &names {
+            put(&objects, name, name.as_bytes()).await.expect("put");
+        }
+        let opened: Vec<_> = names.iter().map(|text| objects.open(&name(text))).collect();
+        for _ in 0..3 {
+            let reads = opened.iter().map(|object| object.read_at(Buf::new(4), 0));
+            for (name, (read, buf)) in names.iter().zip(join_all(reads).await) {
+                read.expect("read");
+                assert_eq!(&buf[..name.len()], name.as_bytes());
+            }
+            assert!(place.handles.open_count() <= place.handles.bound());
+        }
+    });
+}
+
+#[test]
+fn symbolic_links_and_other_files_are_no_objects_and_no_folders() {
+    let (place, outside) = (Place::new(), tempfile::tempdir().expect("made"));
+    fs::write(outside.path().join("secret"), "secret").expect("written");
+    symlink(outside.path(), place.at("folder")).expect("linked");
+    symlink(outside.path().join("secret"), place.at("link")).expect("linked");
+    symlink(outside.path().join("new"), place.at("dangling")).expect("linked");
+    fs::create_dir(place.at("directory")).expect("made");
+    run(async {
+        let objects = place.open();
+        for bad in ["folder/secret", "link", "dangling", "directory", "link/x"] {
+            let error = read(&objects, bad).await.expect_err(bad);
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{bad}: {error:?}");
+            let error = put(&objects, bad, b"x").await.expect_err(bad);
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{bad}: {error:?}");
+            let error = objects.delete(&name(bad)).await.expect_err(bad);
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{bad}: {error:?}");
+        }
+        let error = objects.list(None, None).await.expect_err("links are there");
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(objects.list(Some(&name("folder")), None).await.is_err());
+    });
+    assert_eq!(fs::read_dir(outside.path()).expect("there").count(), 1);
+    assert_eq!(fs::read(outside.path().join("secret")).expect("there"), b"secret");
+}
+
+#[test]
+fn names_that_no_object_has_are_not_listed() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        put(&objects, "good", b"").await.expect("put");
+        for other in ["lost+found", ".hidden", "Upper"] {
+            fs::create_dir(place.at(other)).expect("made");
+            fs::write(place.at(other).join("a"), "").expect("written");
+        }
+        fs::create_dir_all(place.at("empty/in/it")).expect("made");
+        fs::write(place.at("empty/in/.a"), "").expect("written");
+        let listed = objects.list(None, None).await.expect("listed");
+        assert_eq!(listed, [Entry::Object { name: name("good"), len: 0 }]);
+    });
+}
+
+#[test]
+fn object_of_a_killed_process_is_there_and_its_second_name_stays_for_a_while() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        put(&objects, "first", b"").await.expect("put");
+        // Killed between the link and the sync.
+        let new = place.at(TMP).join("0123456789abcdef0123456789abcdef");
+        fs::write(&new, "bytes").expect("written");
+        fs::create_dir(place.at("folder")).expect("made");
+        fs::hard_link(&new, place.at("folder/object")).expect("linked");
+        assert_eq!(put(&objects, "folder/object", b"other").await.expect("put"), Put::Exists);
+        assert_eq!(read(&objects, "folder/object").await.expect("read"), b"bytes");
+        assert_eq!(objects.list(Some(&name("folder")), None).await.expect("listed").len(), 1);
+        assert_eq!(place.new_files(), [new]);
+    });
+}
+
+#[test]
+fn new_files_of_killed_processes_are_removed_later_and_nothing_else_is() {
+    let place = Place::new();
+    let old = |path: &PathBuf| {
+        let time = Timespec { tv_sec: 1_000_000, tv_nsec: 0 };
+        let keep = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
+        let times = Timestamps { last_access: keep, last_modification: time };
+        let flags = rustix::fs::AtFlags::empty();
+        rustix::fs::utimensat(rustix::fs::CWD, path, &times, flags).expect("set");
+    };
+    let file = |name: &str| {
+        let path = place.at(TMP).join(name);
+        fs::write(&path, "left").expect("written");
+        path
+    };
+    fs::create_dir(place.at(TMP)).expect("made");
+    let (abandoned, linked) = (file(&"a".repeat(32)), file(&"b".repeat(32)));
+    let (young, other) = (file(&"c".repeat(32)), file("some-other-file"));
+    fs::hard_link(&linked, place.at("object")).expect("linked");
+    for path in [&abandoned, &linked, &other] {
+        old(path);
+    }
+    run(async {
+        let objects = place.open();
+        put(&objects, "new", b"").await.expect("put");
+        let mut left = place.new_files();
+        left.sort();
+        assert_eq!(left, [young.clone(), other]);
+        assert_eq!(read(&objects, "object").await.expect("read"), b"left");
+        // Not again until an hour later.
+        old(&young);
+        put(&objects, "newer", b"").await.expect("put");
+        assert!(young.exists());
+        put(&place.open(), "newest", b"").await.expect("put");
+        assert!(!young.exists(), "another process begins with it");
+    });
+}
+
+#[test]
+fn put_that_fails_leaves_nothing() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        put(&objects, "file", b"").await.expect("put");
+        assert!(put(&objects, "file/below", b"x").await.is_err());
+        assert!(place.new_files().is_empty());
+        assert_eq!(objects.list(None, None).await.expect("listed").len(), 1);
+    });
+}
+
+#[test]
+fn put_that_nobody_waits_for_ends_and_leaves_nothing_half_done() {
+    let place = Place::new();
+    let executor = Executor::new(Backend::Pool).expect("threads");
+    executor.block_on(async {
+        let objects = place.open();
+        drop(objects.put_if_absent(&name("a/b"), Buf::zeroed(1 << 20)));
+        let object = objects.open(&name("a/b"));
+        loop {
+            match object.read_end(Buf::new(0)).await.0 {
+                Ok(len) => break assert_eq!(len, 1 << 20),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::NotFound),
+            }
+        }
+    });
+    drop(executor);
+    assert!(place.new_files().is_empty());
+}
+
+#[test]
+fn object_that_is_deleted_can_still_be_read_by_those_who_have_read_it() {
+    let place = Place::new();
+    run(async {
+        let objects = place.open();
+        put(&objects, "a", b"bytes").await.expect("put");
+        let object = objects.open(&name("a"));
+        assert_eq!(object.read_end(Buf::new(5)).await.0.expect("read"), 5);
+        objects.delete(&name("a")).await.expect("deleted");
+        let (read_again, buf) = object.read_at(Buf::new(5), 0).await;
+        read_again.expect("its file is open");
+        assert_eq!(*buf, *b"bytes");
+        assert_eq!(read(&objects, "a").await.unwrap_err().kind(), ErrorKind::NotFound);
+    });
+}
