@@ -27,8 +27,8 @@ const _: () = assert!(
     HEADER_BYTES + BLOCKS_MAX * (BLOCK_BYTES + 9 * NODE_ROOM_BYTES + 2 * ENTRY_BYTES) < LEN_MAX
 );
 /// Bytes that a directory takes in an extent, at most.
-const NODE_ROOM_BYTES: usize = mica_map::directory_bytes_max::<Place>()
-    .next_multiple_of(Place::UNIT_BYTES);
+const NODE_ROOM_BYTES: usize =
+    mica_map::directory_bytes_max::<Place>().next_multiple_of(Place::UNIT_BYTES);
 
 /// Who puts extents: all that is the same in each.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +46,6 @@ pub(crate) struct Builder {
 
 /// An extent that is to be put.
 pub(crate) struct Built {
-    pub(crate) id: ExtentId,
     /// The state with it.
     pub(crate) state: State,
     /// The object.
@@ -57,11 +56,6 @@ impl Builder {
     /// Goes on from `state`.
     pub(crate) fn new(signature: Signature, state: State) -> Self {
         Self { signature, editor: Editor::new(state.map, DIRECTORIES_HELD), state }
-    }
-
-    /// The state after the last extent that was made.
-    pub(crate) fn state(&self) -> State {
-        self.state
     }
 
     /// Makes extent `id` of `batch`, after which the disk has `len` bytes.
@@ -105,7 +99,7 @@ impl Builder {
             ..self.state
         };
         let content = content.finish(self.signature, when.nonce, self.state);
-        Ok(Built { id, state: self.state, content })
+        Ok(Built { state: self.state, content })
     }
 
     async fn feed(&mut self, tree: &Tree, key: u64) -> Result<()> {

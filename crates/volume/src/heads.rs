@@ -16,10 +16,9 @@ use crate::format::extent::{self, Header, Kind, Malformed};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, put, read};
+use crate::put::{Patience, buf_of, put, read};
 use crate::state::State;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
-use mica_rt::Buf;
 use std::sync::Arc;
 
 /// Tries of each request of a verb.
@@ -226,7 +225,7 @@ impl Heads {
             entries: 0,
             table_sum: 0,
         };
-        put(&*self.objects, &id.name(), Buf::from(fence.encode()), PATIENCE).await
+        put(&*self.objects, &id.name(), buf_of(&fence.encode()), PATIENCE).await
     }
 
     /// The header of an extent, or of the fence in its place.
@@ -244,14 +243,15 @@ impl Heads {
 
     /// Claims a number for a writer of `volume`.
     async fn claim(&self, volume: Id) -> Result<Writer> {
-        let mut next = newest_writer(&*self.objects).await?.map_or(Some(Writer::FIRST), Writer::next);
+        let mut next =
+            newest_writer(&*self.objects).await?.map_or(Some(Writer::FIRST), Writer::next);
         for _ in 0..ROUNDS_MAX {
             let writer = next.ok_or_else(|| {
                 let what = format!("{} has had every writer", self.objects.name());
                 Error::new(ErrorKind::Limit, what)
             })?;
             let claim = self.head(0, volume, Life::Open { writer, sequence: 0 }, State::default());
-            let claim = Buf::from(claim.encode());
+            let claim = buf_of(&claim.encode());
             if put(&*self.objects, &writer.claim(), claim, PATIENCE).await? == Put::Done {
                 return Ok(writer);
             }
@@ -263,7 +263,7 @@ impl Heads {
 
     async fn put(&self, head: &Head) -> Result<Put> {
         let name = self.name.head(head.number);
-        put(&*self.objects, &name, Buf::from(head.encode()), PATIENCE).await
+        put(&*self.objects, &name, buf_of(&head.encode()), PATIENCE).await
     }
 
     fn head(&self, number: u64, volume: Id, life: Life, state: State) -> Head {

@@ -16,6 +16,7 @@
 //! | the objects of a store | `names` |
 
 mod build;
+mod check;
 mod environment;
 mod format;
 mod heads;
@@ -31,6 +32,7 @@ mod tree;
 mod volume;
 mod volumes;
 
+pub use check::Findings;
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;

@@ -55,22 +55,17 @@ const WRITERS: &str = "writers";
 const CLAIMS_BITS: u32 = 12;
 
 /// The object that says that this is a store of volumes.
-pub fn format() -> ObjectName {
+pub(crate) fn format() -> ObjectName {
     name("format".to_owned())
 }
 
 /// The folder of all volumes.
-pub fn volumes() -> ObjectName {
+pub(crate) fn volumes() -> ObjectName {
     name(VOLUMES.to_owned())
 }
 
-/// The folder of all extents.
-pub fn extents() -> ObjectName {
-    name(EXTENTS.to_owned())
-}
-
 /// The folder of all claims.
-pub fn claims() -> ObjectName {
+pub(crate) fn claims() -> ObjectName {
     name(WRITERS.to_owned())
 }
 
@@ -88,11 +83,6 @@ impl Writer {
         let [high, low] = [high, low].map(|digits| u64::from_str_radix(digits, 16).ok());
         let this = Self::new(high?.checked_mul(1 << CLAIMS_BITS)?.checked_add(low?)?)?;
         (this.claim() == *name).then_some(this)
-    }
-
-    /// The folder of its extents.
-    pub fn folder(self) -> ObjectName {
-        name(format!("{EXTENTS}/{:010x}", self.number()))
     }
 }
 
@@ -114,7 +104,7 @@ impl ExtentId {
 }
 
 /// The number of a head with this name in a volume's folder.
-pub fn head_number(name: &ObjectName) -> Option<u64> {
+pub(crate) fn head_number(name: &ObjectName) -> Option<u64> {
     let (_, number) = name.as_str().rsplit_once('/')?;
     let value = u64::from_str_radix(number, 16).ok()?;
     (format!("{value:016x}") == number).then_some(value)

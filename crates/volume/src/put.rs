@@ -39,6 +39,13 @@ fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
 }
 
+/// A buffer with these bytes.
+pub(crate) fn buf_of(bytes: &[u8]) -> Buf {
+    let mut buf = Buf::new(bytes.len());
+    buf.put(0, bytes);
+    buf
+}
+
 /// Puts `content`, whose first bytes nobody else ever puts. [`Put::Exists`] says that somebody else's
 /// object is there.
 ///

@@ -11,7 +11,7 @@ use crate::recent::{Block, Known};
 use crate::state::Root;
 use crate::tree::{Tree, follows};
 use mica_block::{Error, ErrorKind, Extent, ExtentKind, Result};
-use mica_map::{Walk, WalkStep};
+use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::{Buf, join_all};
 use mica_units::{GuestOffset, GuestRange};
 use std::ops::Range;
@@ -196,7 +196,7 @@ pub(crate) async fn survey_map(tree: &Tree, map: Root, range: GuestRange) -> Res
         match walk.next_step() {
             WalkStep::Read(node) => {
                 let node = tree.node(node).await?;
-                walk.feed(&node);
+                walk.feed(Directory::clone(&node));
             }
             WalkStep::Leaf(block, _) => {
                 push(&mut extents, at..block, ExtentKind::Hole, range);

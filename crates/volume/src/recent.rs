@@ -96,7 +96,8 @@ impl Batch {
 
     /// Forgets what is known of `blocks`.
     fn cut(&mut self, blocks: Range<u64>) {
-        if let Some((&start, &Piece::Nothing(count))) = self.pieces.range(..blocks.start).next_back()
+        if let Some((&start, &Piece::Nothing(count))) =
+            self.pieces.range(..blocks.start).next_back()
         {
             let end = start + count;
             if end > blocks.start {
@@ -146,10 +147,10 @@ mod tests {
             batch.clear(number * 11..number * 11 + 3);
         }
         batch.clear(0..1 << 36);
-        assert_eq!(batch.pieces().map(|(start, count, _)| (start, count)).collect::<Vec<_>>(), [(
-            0,
-            1 << 36
-        )]);
+        assert_eq!(
+            batch.pieces().map(|(start, count, _)| (start, count)).collect::<Vec<_>>(),
+            [(0, 1 << 36)]
+        );
         assert_eq!(batch.data_blocks(), 0);
     }
 

@@ -74,7 +74,8 @@ impl RawState {
     /// `None` if these are not the bytes of a state.
     pub(crate) fn decode(&self) -> Option<State> {
         let root = |node: [u8; Place::BYTES], height| {
-            let node = if node == [0; Place::BYTES] { None } else { Some(Place::from_bytes(&node)?) };
+            let node =
+                if node == [0; Place::BYTES] { None } else { Some(Place::from_bytes(&node)?) };
             (height <= HEIGHT_MAX).then_some(Root { node, height })
         };
         let state = State {

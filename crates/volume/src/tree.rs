@@ -15,6 +15,7 @@ use mica_rt::Buf;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of memory that a node in the cache takes, about.
 const NODE_MEMORY_BYTES: u64 = 512;
@@ -29,6 +30,8 @@ pub(crate) struct Tree {
     objects: Arc<dyn Objects>,
     nodes: Cache<Place, Node, NodeMemory>,
     opened: Cache<ExtentId, Arc<dyn Object>>,
+    hits: AtomicU64,
+    misses: AtomicU64,
 }
 
 #[derive(Clone)]
@@ -45,7 +48,8 @@ impl Tree {
     pub(crate) fn new(objects: Arc<dyn Objects>, cache_bytes: u64) -> Self {
         let count = usize::try_from(cache_bytes / NODE_MEMORY_BYTES).unwrap_or(usize::MAX).max(1);
         let nodes = Cache::with_weighter(count, cache_bytes, NodeMemory);
-        Self { objects, nodes, opened: Cache::new(OPENED_MAX) }
+        let (hits, misses) = Default::default();
+        Self { objects, nodes, opened: Cache::new(OPENED_MAX), hits, misses }
     }
 
     /// Where the leaf of `key` is; `None` if it has none.
@@ -65,7 +69,8 @@ impl Tree {
 
     /// What the cache of nodes did.
     pub(crate) fn stats(&self) -> MapStats {
-        let (hits, misses) = (self.nodes.hits(), self.nodes.misses());
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (hits, misses) = (count(&self.hits), count(&self.misses));
         MapStats {
             hits,
             misses,
@@ -82,8 +87,10 @@ impl Tree {
     /// As [`Self::look_up`].
     pub(crate) async fn node(&self, at: Place) -> Result<Node> {
         if let Some(node) = self.nodes.get(&at) {
+            self.hits.fetch_add(1, Ordering::Relaxed);
             return Ok(node);
         }
+        self.misses.fetch_add(1, Ordering::Relaxed);
         self.nodes.get_or_insert_async(&at, self.read_node(at)).await
     }
 
@@ -92,7 +99,11 @@ impl Tree {
         self.nodes.insert(at, node);
     }
 
-    async fn read_node(&self, at: Place) -> Result<Node> {
+    /// The node at `at`, as it is in the store.
+    ///
+    /// # Errors
+    /// As [`Self::look_up`].
+    pub(crate) async fn read_node(&self, at: Place) -> Result<Node> {
         let buf = self.read(at, Buf::new(directory_bytes_max::<Place>())).await?;
         let damaged = |why: &dyn std::fmt::Display| damaged(at, "a node of the map", why);
         let payload = open_node(&buf, at).map_err(|error| damaged(&error))?;
@@ -125,7 +136,8 @@ impl Tree {
             Ok(()) => Ok(buf),
             // The map names it, so it has to be there.
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                let what = format!("{} is missing from {}", at.extent().name(), self.objects.name());
+                let what =
+                    format!("{} is missing from {}", at.extent().name(), self.objects.name());
                 Err(Error::new(ErrorKind::Corrupt, what))
             }
             Err(error) => Err(error.wrap(format!("reading {}", at.extent().name()))),

@@ -21,9 +21,9 @@ use crate::recent::{Batch, Block, Known};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
-    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture,
-    LocalFuture, Manage, ManageIndex, MapStats, Plan, Planned, Put, Requests, Result, WriteStats,
-    Writing, Zeroes, check_longer,
+    Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture, LocalFuture, Manage,
+    ManageIndex, MapStats, Plan, Planned, Put, Requests, Result, WriteStats, Writing, Zeroes,
+    check_longer,
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
@@ -152,18 +152,17 @@ impl Shared {
         Ok(())
     }
 
-    async fn put_extent(
-        &self,
-        putter: &Putter,
-        batch: &Batch,
-        len: u64,
-    ) -> Result<State> {
+    async fn put_extent(&self, putter: &Putter, batch: &Batch, len: u64) -> Result<State> {
         let taken = putter.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
         let mut builder = taken.ok_or_else(|| Error::new(ErrorKind::Io, "an extent failed"))?;
         let writer = putter.owned.writer;
-        let sequence = u32::try_from(putter.counts.extents.load(Ordering::Relaxed)).map_err(|_| {
-            Error::new(ErrorKind::Limit, format!("writer {} has put every extent", writer.number()))
-        })?;
+        let sequence =
+            u32::try_from(putter.counts.extents.load(Ordering::Relaxed)).map_err(|_| {
+                Error::new(
+                    ErrorKind::Limit,
+                    format!("writer {} has put every extent", writer.number()),
+                )
+            })?;
         let environment = &self.heads.environment;
         let when = Stamp { len, time_ns: environment.now_ns(), nonce: environment.random() };
         let id = ExtentId { writer, sequence };
@@ -344,9 +343,10 @@ impl Disk for Volume {
     fn write(&self, at: GuestOffset, buf: Buf) -> Writing<'_> {
         let range = GuestRange::new(at, buf.len() as u64);
         let checked = range.map(|range| check_range(range, self.shared.len()));
-        let is_fine = self.shared.putter().map(drop).and(checked.unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::Invalid, "a write beyond 64 bits"))
-        }));
+        let is_fine = self.shared.putter().map(drop).and(
+            checked
+                .unwrap_or_else(|| Err(Error::new(ErrorKind::Invalid, "a write beyond 64 bits"))),
+        );
         if let Err(error) = is_fine {
             return Writing::Direct(mica_block::ready(Err(error), buf));
         }

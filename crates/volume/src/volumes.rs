@@ -1,16 +1,16 @@
 //! A store of volumes: which there are, and how one is opened.
 
+use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::store::{self, STORE_BYTES};
 use crate::format::{Id, extent::Malformed};
 use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
-use crate::put::{Patience, put, read};
+use crate::put::{Patience, buf_of, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
-use mica_rt::Buf;
 use mica_units::SECTOR_BYTES;
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ impl Volumes {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            let new = Buf::from(store::encode(environment.random()));
+            let new = buf_of(&store::encode(environment.random()));
             // Whoever was faster made the store.
             match put(&*objects, &names::format(), new, PATIENCE).await? {
                 Put::Done | Put::Exists => {}
@@ -147,6 +147,15 @@ impl Volumes {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
         Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
+    }
+
+    /// Reads everything that a volume's newest head names, and says what of it is damaged.
+    ///
+    /// # Errors
+    /// As [`Self::info`]; what the store reports, but damage.
+    pub async fn check(&self, name: &VolumeName) -> Result<Findings> {
+        let head = self.heads(name).newest().await?;
+        check_map(&*self.objects, &self.tree, head.state.map).await
     }
 
     /// Opens a volume for reading and writing.

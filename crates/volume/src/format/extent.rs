@@ -19,7 +19,6 @@ use super::Id;
 use crate::place::{BLOCK_BYTES, ExtentId, Place, Writer};
 use crate::state::{RawState, State};
 use crate::sum::crc32c;
-use mica_map::Reference as _;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -170,10 +169,7 @@ impl Header {
                 1 => Kind::Fence,
                 _ => return None,
             },
-            id: ExtentId {
-                writer: Writer::new(raw.writer.get())?,
-                sequence: raw.sequence.get(),
-            },
+            id: ExtentId { writer: Writer::new(raw.writer.get())?, sequence: raw.sequence.get() },
             store: raw.store,
             volume: raw.volume,
             nonce: raw.nonce,
@@ -237,10 +233,6 @@ pub(crate) enum Entry {
     Data { first: u64, count: u64 },
     /// These guest blocks have nothing: they read as zeros.
     Nothing { first: u64, count: u64 },
-    /// Snapshot `number` was taken of the state then.
-    Snapshot { number: u64 },
-    /// Snapshot `number` was deleted.
-    Forgotten { number: u64 },
     /// The disk has this many bytes now.
     Length { bytes: u64 },
 }
@@ -250,9 +242,7 @@ impl Entry {
         let (kind, value, count) = match self {
             Self::Data { first, count } => (1, first, count),
             Self::Nothing { first, count } => (2, first, count),
-            Self::Snapshot { number } => (3, number, 0),
-            Self::Forgotten { number } => (4, number, 0),
-            Self::Length { bytes } => (5, bytes, 0),
+            Self::Length { bytes } => (3, bytes, 0),
         };
         assert!(count >> COUNT_BITS == 0, "more blocks than a disk can have");
         let mut bytes = [0; ENTRY_BYTES];
@@ -274,9 +264,7 @@ impl Entry {
         match (kind, count) {
             (1, _) => range(|first, count| Self::Data { first, count }),
             (2, _) => range(|first, count| Self::Nothing { first, count }),
-            (3, 0) => Some(Self::Snapshot { number: value }),
-            (4, 0) => Some(Self::Forgotten { number: value }),
-            (5, 0) => (value <= State::LEN_MAX).then_some(Self::Length { bytes: value }),
+            (3, 0) => (value <= State::LEN_MAX).then_some(Self::Length { bytes: value }),
             _ => None,
         }
     }

@@ -77,7 +77,7 @@ fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
                 let there = bytes(at)..bytes(at + len);
                 match rng.below(12) {
                     0..5 => {
-                        let new: Vec<u8> = there.clone().map(|_| rng.below(256) as u8).collect();
+                        let new: Vec<u8> = there.clone().map(|_| byte(&mut rng)).collect();
                         write(&volume, at, &new).await.expect("written");
                         model[there].copy_from_slice(&new);
                     }
@@ -103,6 +103,10 @@ fn volume_is_a_disk_through_flushes_closes_and_takeovers() {
             assert_eq!(read(&volume, 0, LEN).await, model, "seed {seed}");
         });
     }
+}
+
+fn byte(rng: &mut Rng) -> u8 {
+    u8::try_from(rng.below(256)).expect("a byte")
 }
 
 fn bytes(count: u64) -> usize {
@@ -176,13 +180,12 @@ fn each_bit_of_an_extent_that_is_damaged_is_noticed_when_it_is_read() {
             let at = 4096 + bytes(rng.below((header.table_at() - 4096) as u64));
             let mut bad = good.to_vec();
             bad[at] ^= 1 << rng.below(8);
-            let damaged = MemoryObjects::new("damaged");
-            for (name, content) in &contents {
-                let content = if name == extent { &bad[..] } else { content };
-                let mut buf = Buf::new(content.len());
-                buf.put(0, content);
-                damaged.put_if_absent(name, buf).await.0.expect("put");
-            }
+            let damaged = changed(&contents, |name, content| {
+                if name == extent.as_str() {
+                    content.clone_from(&bad);
+                }
+            });
+            let damaged = damaged.await;
             let volumes = volumes(&damaged, "host-2").await;
             let volume = volumes.open_readable(&name("web")).await.expect("open");
             let plan = volume.plan(range(0, 8192), Vec::new()).finish().await;
@@ -199,6 +202,67 @@ fn each_bit_of_an_extent_that_is_damaged_is_noticed_when_it_is_read() {
                 }
             }
         }
+    });
+}
+
+/// `contents` with `change` applied to each object's bytes.
+async fn changed(
+    contents: &std::collections::BTreeMap<mica_block::ObjectName, Arc<[u8]>>,
+    change: impl Fn(&str, &mut Vec<u8>),
+) -> MemoryObjects {
+    let objects = MemoryObjects::new("damaged");
+    for (name, content) in contents {
+        let mut content = content.to_vec();
+        change(name.as_str(), &mut content);
+        if !content.is_empty() {
+            let put = objects.put_if_absent(name, crate::put::buf_of(&content)).await;
+            put.0.expect("put");
+        }
+    }
+    objects
+}
+
+#[test]
+fn check_names_what_is_damaged_and_goes_on() {
+    run(8, async {
+        let objects = objects();
+        let volume = made(&objects, LEN).await;
+        for at in [0, 8192, 40960] {
+            write(&volume, at, &[1; 4096]).await.expect("written");
+            volume.flush().await.expect("flushed");
+        }
+        volume.close().await.expect("closed");
+        let contents = objects.contents();
+        let check = async |objects: &MemoryObjects| {
+            let volumes = volumes(objects, "host-2").await;
+            volumes.check(&name("web")).await.expect("checked")
+        };
+        let sound = check(&objects).await;
+        assert_eq!((sound.blocks, sound.extents, sound.damaged_count), (3, 3, 0));
+        // A block, a table, an extent that is gone.
+        let bad = changed(&contents, |name, content| {
+            if name.ends_with("/00000001") {
+                content[4096] ^= 1;
+            }
+        });
+        let found = check(&bad.await).await;
+        assert_eq!(found.damaged_count, 1, "{found:?}");
+        assert!(found.damaged[0].contains("at 8192 of the disk"), "{found:?}");
+        let bad = changed(&contents, |name, content| {
+            if name.ends_with("/00000000") && name.starts_with("extents") {
+                *content.last_mut().expect("a table") ^= 1;
+            }
+        });
+        let found = check(&bad.await).await;
+        assert_eq!(found.damaged_count, 1, "{found:?}");
+        assert!(found.damaged[0].contains("its table"), "{found:?}");
+        let bad = changed(&contents, |name, content| {
+            if name.starts_with("extents") && name.ends_with("/00000000") {
+                content.clear();
+            }
+        });
+        let found = check(&bad.await).await;
+        assert!(found.damaged_count >= 1 && found.damaged[0].contains("missing"), "{found:?}");
     });
 }
 
