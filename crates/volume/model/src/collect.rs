@@ -73,7 +73,10 @@ pub(crate) fn delete(world: &mut World, id: usize, deletion: Deletion) {
             store.extents.retain(|&(writer, sequence), _| self::bit(writer, sequence) != bit);
             collector.has_freed = true;
         }
-        Deletion::Head(volume, n) => drop(store.heads.remove(&(volume, n))),
+        Deletion::Head(volume, n) => {
+            store.heads.remove(&(volume, n));
+            store.strays.remove(&(volume, n));
+        }
         Deletion::Claim(writer) => drop(store.claims.remove(&writer)),
         Deletion::Boundary(writer) => drop(store.boundaries.remove(&writer)),
     }
@@ -121,7 +124,8 @@ fn bit(writer: Writer, sequence: Sequence) -> u32 {
 
 /// Reads the head of the next volume.
 fn read_head(setup: &Setup, world: &World, mut pass: Pass) -> Pass {
-    let volume = u8::try_from(pass.numbers.len()).expect("few volumes");
+    let at = u8::try_from(pass.numbers.len()).expect("few volumes");
+    let volume = setup.read_at(at);
     let found = world.store.highest(volume);
     pass.numbers.push(found.map_or(0, |(n, _)| n));
     pass.identities.push(found.map_or(0, |(_, head)| head.identity + 1));
@@ -178,7 +182,7 @@ fn sweep(setup: &Setup, world: &World, id: usize, listed: u64, pass: &Pass) -> C
     if collects != Collects::Extents {
         let stays = setup.rules.hold(Rule::HighestHeadStays);
         for (&(volume, n), head) in &world.store.heads {
-            let highest = pass.numbers[usize::from(volume)];
+            let highest = pass.numbers[usize::from(setup.read_at(volume))];
             if n < highest || n == highest && head.kind == Kind::Deleted && !stays {
                 heads.push((volume, n));
             }

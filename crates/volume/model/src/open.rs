@@ -4,9 +4,7 @@ use crate::rules::Rule;
 use crate::store::{
     Body, Head, HostId, Kind, Outcome, Put, Record, Sequence, State, Volume, Writer,
 };
-use crate::world::{
-    Build, Delivery, Ending, Goal, Host, Log, Phase, Role, Session, Setup, World, state_after,
-};
+use crate::world::{Build, Delivery, Ending, Goal, Host, Log, Phase, Role, Session, Setup, World};
 
 /// The next step of host `id`, if its phase is one of those here. `None` if nothing happens: it
 /// waits, or has nothing left to do.
@@ -81,14 +79,15 @@ pub(crate) fn early_extent(setup: &Setup, world: &mut World, id: HostId) -> Opti
         return None;
     }
     *has_extent = true;
-    let (record, state) = first_extent(role, id, head.state, writer);
+    let (record, state) = first_extent(setup, id, head.state, writer);
     world.store.put(Put::Extent(writer, 1, Body::Extent { record, state }));
     Some(())
 }
 
-fn first_extent(role: &Role, id: HostId, state: State, writer: Writer) -> (Record, State) {
+fn first_extent(setup: &Setup, id: HostId, state: State, writer: Writer) -> (Record, State) {
+    let role = &setup.hosts[usize::from(id)];
     let record = Record::new(id, 1);
-    (record, state_after(state, role.builds[0], writer, 1, record))
+    (record, setup.state_after(state, role.builds[0], writer, 1, record))
 }
 
 struct Run<'a> {
@@ -221,7 +220,7 @@ impl Run<'_> {
         let mut state = State::default();
         if let Some((_, snapshot)) = self.host().source {
             let (history, live) = (snapshot.history, Some(snapshot.place));
-            state = State { history, live, snapshot: Some(snapshot) };
+            state = State { history, live, other: None, snapshot: Some(snapshot) };
         }
         let (origin, identity) = (state.history, self.id + 1);
         self.put_next(n, Head { kind, identity, origin, state, by: self.id });
@@ -386,7 +385,7 @@ impl Run<'_> {
             checkpoints: 0,
         };
         if has_extent {
-            session.durable = first_extent(self.role(), self.id, head.state, writer).1;
+            session.durable = first_extent(self.setup, self.id, head.state, writer).1;
             session.durable_sequence = 1;
         }
         let is_after = !self.holds(Rule::LogAfterItsWriter);
@@ -399,7 +398,8 @@ impl Run<'_> {
             for index in has + 1..=log.last {
                 let record = Record::new(log.session, index);
                 let (last, sequence) = (session.last_state(), session.last_sequence() + 1);
-                let state = state_after(last, Build::Write, writer, sequence, record);
+                let setup = self.setup;
+                let state = setup.state_after(last, Build::Write, writer, sequence, record);
                 session.recent.push((record, state, false));
                 session.replayed += 1;
             }

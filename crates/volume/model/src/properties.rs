@@ -46,6 +46,10 @@ pub(crate) fn nothing_counts_after_a_head(_: &Setup, world: &World) -> bool {
     let heads = &world.store.heads;
     heads.iter().all(|(&(volume, n), head)| {
         let Some(next) = heads.get(&(volume, n + 1)) else { return true };
+        let strays = &world.store.strays;
+        if strays.contains(&(volume, n)) || strays.contains(&(volume, n + 1)) {
+            return true;
+        }
         let is_reuse = head.identity != next.identity;
         let has = |history: &History| next.state.history.starts_with(history);
         let is_checkpoint = writer(head).is_some() && writer(head) == writer(next);
@@ -70,9 +74,17 @@ pub(crate) fn nothing_reachable_is_deleted(setup: &Setup, world: &World) -> bool
     })
 }
 
-/// What is read is what the pointer means, and was written by those who had the volume under its
+/// A name never goes back to a volume that it had before. What is read is what the pointer means, and was written by those who had the volume under its
 /// present identity, or is what it was cloned from.
 pub(crate) fn nothing_foreign_is_read(setup: &Setup, world: &World) -> bool {
+    // In the model a name is used again once at most, and its first volume has the identity 0.
+    let goes_back = setup.hosts.iter().zip(&world.hosts).any(|(role, host)| {
+        let now = world.store.highest(role.volume).map(|(_, head)| head.identity);
+        host.acknowledged.is_some_and(|(identity, _)| now.is_some_and(|now| now < identity))
+    });
+    if goes_back {
+        return false;
+    }
     (0..setup.volumes).filter_map(|volume| world.store.recovered(volume)).all(|(head, state)| {
         let origin = head.origin.records().len();
         let is_own = |record: &Record| {

@@ -12,7 +12,7 @@ pub(crate) fn take_over(rules: Rules, more: u8) -> Protocol {
         taker(&[Write]),
         Role { tries: 1, ..taker(&[Write]) },
     ];
-    let setup = Setup { faults: 1 + more, ..Setup::new(rules, hosts) };
+    let setup = Setup { faults: 1 + more, has_two_blocks: true, ..Setup::new(rules, hosts) };
     Protocol { setup, possible: vec![Possible::TakeOver, Possible::LostRace] }
 }
 
@@ -134,6 +134,12 @@ pub(crate) fn clones(rules: Rules, more: u8) -> Protocol {
     Protocol { setup, possible: vec![Possible::Clone, Possible::NoClone, Possible::Freed] }
 }
 
+/// As [`clones`], with collectors that read the newest volume first.
+pub(crate) fn clones_backwards(rules: Rules, more: u8) -> Protocol {
+    let protocol = clones(rules, more);
+    Protocol { setup: Setup { is_read_backwards: true, ..protocol.setup }, ..protocol }
+}
+
 /// Three hosts claim numbers while claims are collected, twice.
 pub(crate) fn claims(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![Role { goal: Goal::Claim, ..taker(&[]) }; 3];
@@ -142,7 +148,7 @@ pub(crate) fn claims(rules: Rules, more: u8) -> Protocol {
         CollectorRole { collects: Collects::Claims, rounds: 1 },
     ];
     let base = Setup::new(rules, hosts);
-    let setup = Setup { collectors, faults: 2, is_open: false, ..base };
+    let setup = Setup { collectors, faults: 1, is_open: false, ..base };
     Protocol { setup, possible: vec![Possible::ClaimAboveBoundary] }
 }
 
@@ -180,6 +186,8 @@ impl Setup {
             faults: 0,
             is_open: true,
             has_snapshot: false,
+            has_two_blocks: false,
+            is_read_backwards: false,
         }
     }
 }

@@ -92,18 +92,21 @@ pub(crate) struct Snapshot {
 }
 
 /// A state of a volume. The guest's disk has one block, so that each write makes the extent before
-/// it garbage, unless a snapshot names it.
+/// it garbage unless a snapshot names it, or two blocks that are written in turn.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub(crate) struct State {
     pub(crate) history: History,
     pub(crate) live: Option<Place>,
+    /// The block that was not written last, if there are two.
+    pub(crate) other: Option<Place>,
     pub(crate) snapshot: Option<Snapshot>,
 }
 
 impl State {
     /// Everything that the state names.
     pub(crate) fn places(&self) -> impl Iterator<Item = Place> {
-        self.live.into_iter().chain(self.snapshot.map(|snapshot| snapshot.place))
+        let snapshot = self.snapshot.map(|snapshot| snapshot.place);
+        self.live.into_iter().chain(self.other).chain(snapshot)
     }
 }
 
@@ -169,6 +172,8 @@ pub(crate) struct Store {
     pub(crate) extents: BTreeMap<(Writer, Sequence), Body>,
     pub(crate) claims: BTreeMap<Writer, HostId>,
     pub(crate) boundaries: BTreeSet<Writer>,
+    /// Heads that were put when there was a higher one. Nobody knows which these are.
+    pub(crate) strays: BTreeSet<(Volume, u8)>,
 }
 
 impl Store {
@@ -177,7 +182,14 @@ impl Store {
     /// head.
     pub(crate) fn put(&mut self, put: Put) -> Outcome {
         match put {
-            Put::Head(volume, n, head) => put_if_absent(&mut self.heads, (volume, n), head),
+            Put::Head(volume, n, head) => {
+                let is_stray = self.highest(volume).is_some_and(|(highest, _)| highest > n);
+                let outcome = put_if_absent(&mut self.heads, (volume, n), head);
+                if is_stray && outcome == Outcome::Done {
+                    self.strays.insert((volume, n));
+                }
+                outcome
+            }
             Put::Extent(writer, sequence, body) => {
                 put_if_absent(&mut self.extents, (writer, sequence), body)
             }

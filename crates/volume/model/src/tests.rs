@@ -88,6 +88,11 @@ fn clones_share_what_a_snapshot_had() {
 }
 
 #[test]
+fn clones_share_and_are_read_backwards() {
+    holds(scenarios::clones_backwards);
+}
+
+#[test]
 fn numbers_are_claimed_while_claims_are_collected() {
     holds(scenarios::claims);
 }
@@ -113,8 +118,8 @@ fn without_head_looks_up_the_checker_finds_a_lost_write() {
 }
 
 #[test]
-fn without_head_before_extents_the_checker_finds_a_deleted_extent() {
-    fails(scenarios::collection, Rule::HeadBeforeExtents, name::REACHABLE);
+fn without_head_before_extents_the_checker_finds_a_lost_write() {
+    fails(scenarios::collection, Rule::HeadBeforeExtents, name::KEPT);
 }
 
 #[test]
@@ -164,7 +169,7 @@ fn without_delete_fences_the_checker_finds_a_writer_that_does_not_learn() {
 
 #[test]
 fn without_stop_at_gap_the_checker_finds_a_hole() {
-    fails(scenarios::take_over, Rule::StopAtGap, name::PREFIX);
+    fails(scenarios::take_over, Rule::StopAtGap, name::REACHABLE);
 }
 
 #[test]
@@ -198,13 +203,13 @@ fn without_mark_from_heads_the_checker_finds_a_lost_write() {
 }
 
 #[test]
-fn without_list_before_heads_the_checker_finds_a_deleted_extent() {
-    fails(scenarios::collection, Rule::ListBeforeHeads, name::REACHABLE);
+fn without_list_before_heads_the_checker_finds_a_lost_write() {
+    fails(scenarios::collection, Rule::ListBeforeHeads, name::KEPT);
 }
 
 #[test]
 fn without_read_heads_twice_the_checker_finds_a_deleted_extent() {
-    fails(scenarios::clones, Rule::ReadHeadsTwice, name::REACHABLE);
+    fails(scenarios::clones_backwards, Rule::ReadHeadsTwice, name::REACHABLE);
 }
 
 #[test]

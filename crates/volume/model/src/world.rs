@@ -82,6 +82,10 @@ pub(crate) struct Setup {
     pub(crate) is_open: bool,
     /// Whether volume 0 begins with two extents, and a snapshot that has the first.
     pub(crate) has_snapshot: bool,
+    /// Whether the guest's disk has two blocks instead of one.
+    pub(crate) has_two_blocks: bool,
+    /// Whether collectors read the heads of volumes beginning with the last.
+    pub(crate) is_read_backwards: bool,
 }
 
 /// A session: what a writer has in memory.
@@ -290,7 +294,7 @@ impl World {
             for build in [Build::Write, Build::TakeSnapshot] {
                 sequence += 1;
                 let record = Record::new(0, sequence);
-                state = state_after(state, build, 1, sequence, record);
+                state = setup.state_after(state, build, 1, sequence, record);
                 self.store.put(Put::Extent(1, sequence, Body::Extent { record, state }));
             }
         }
@@ -382,19 +386,30 @@ impl Host {
     }
 }
 
-/// The state after one more record, in extent `sequence` of `writer`.
-pub(crate) fn state_after(
-    before: State,
-    build: Build,
-    writer: Writer,
-    sequence: Sequence,
-    record: Record,
-) -> State {
-    let snapshot = match build {
-        Build::Write => before.snapshot,
-        Build::TakeSnapshot => before.live.map(|place| Snapshot { place, history: before.history }),
-        Build::DropSnapshot => None,
-    };
-    let live = Some(Place { writer, sequence, record });
-    State { history: before.history.with(record), live, snapshot }
+impl Setup {
+    /// The state after one more record, in extent `sequence` of `writer`.
+    pub(crate) fn state_after(
+        &self,
+        before: State,
+        build: Build,
+        writer: Writer,
+        sequence: Sequence,
+        record: Record,
+    ) -> State {
+        let snapshot = match build {
+            Build::Write => before.snapshot,
+            Build::TakeSnapshot => {
+                before.live.map(|place| Snapshot { place, history: before.history })
+            }
+            Build::DropSnapshot => None,
+        };
+        let live = Some(Place { writer, sequence, record });
+        let other = before.live.filter(|_| self.has_two_blocks);
+        State { history: before.history.with(record), live, other, snapshot }
+    }
+
+    /// The volume whose head a collector reads as number `at`, and the other way round.
+    pub(crate) fn read_at(&self, at: u8) -> Volume {
+        if self.is_read_backwards { self.volumes - 1 - at } else { at }
+    }
 }

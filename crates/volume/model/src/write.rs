@@ -2,7 +2,7 @@
 
 use crate::rules::Rule;
 use crate::store::{Body, Head, HostId, Kind, Outcome, Put, Record};
-use crate::world::{Build, Delivery, End, Ending, Phase, Role, Session, Setup, World, state_after};
+use crate::world::{Build, Delivery, End, Ending, Phase, Role, Session, Setup, World};
 
 /// Accepts the next record of the guest and makes an extent of it, which is then under way.
 pub(crate) fn build(setup: &Setup, world: &mut World, id: HostId) -> Option<()> {
@@ -17,7 +17,7 @@ pub(crate) fn build(setup: &Setup, world: &mut World, id: HostId) -> Option<()> 
     let own = sequence - session.replayed;
     let build: &Build = role.builds.get(usize::from(own - first(setup, id)))?;
     let record = Record::new(id, own);
-    let state = state_after(session.last_state(), *build, writer, sequence, record);
+    let state = setup.state_after(session.last_state(), *build, writer, sequence, record);
     session.recent.push((record, state, false));
     Some(())
 }
