@@ -15,6 +15,7 @@ pub(crate) enum Possible {
     TakeOver,
     HandOver,
     LostRace,
+    OpenAfterClose,
     Freed,
     Clone,
     NoClone,
@@ -167,6 +168,9 @@ fn sometimes(possible: Possible) -> Property<Protocol> {
     let (name, condition): (_, fn(&Protocol, &World) -> bool) = match possible {
         Possible::TakeOver => ("a take-over succeeds", |m, w| p::a_take_over_succeeds(&m.setup, w)),
         Possible::HandOver => ("a hand-over succeeds", |m, w| p::a_hand_over_succeeds(&m.setup, w)),
+        Possible::OpenAfterClose => {
+            ("what was closed is opened", |m, w| p::what_was_closed_is_opened(&m.setup, w))
+        }
         Possible::LostRace => ("a race has a loser", |m, w| p::a_race_has_a_loser(&m.setup, w)),
         Possible::Freed => ("something is freed", |m, w| p::something_is_freed(&m.setup, w)),
         Possible::Clone => ("a clone succeeds", |m, w| p::a_clone_succeeds(&m.setup, w)),

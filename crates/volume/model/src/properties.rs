@@ -160,6 +160,14 @@ pub(crate) fn a_hand_over_succeeds(_: &Setup, world: &World) -> bool {
     world.hosts.iter().any(|host| is_active(host) && host.was_handed && has_more(host))
 }
 
+/// Without force, after another that closed it with something acknowledged.
+pub(crate) fn what_was_closed_is_opened(setup: &Setup, world: &World) -> bool {
+    let mut hosts = setup.hosts.iter().zip(&world.hosts).skip(1);
+    let has_closed = world.hosts[0].phase == Phase::Over(Ending::Closed);
+    let has_some = world.hosts[0].acknowledged.is_some_and(|(_, it)| !it.records().is_empty());
+    has_closed && has_some && hosts.any(|(role, host)| !role.force && is_active(host))
+}
+
 pub(crate) fn a_race_has_a_loser(setup: &Setup, world: &World) -> bool {
     let has_lost = |host: &Host| host.phase == Phase::Over(Ending::Lost);
     world.hosts.iter().any(has_lost) && a_take_over_succeeds(setup, world)

@@ -8,7 +8,7 @@ use Build::{DropSnapshot, TakeSnapshot, Write};
 /// A writer is taken over by two hosts at once, the second of which may try again.
 pub(crate) fn take_over(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
-        Role { checkpoints: 1, ..writer(&writes(2 + more)) },
+        Role { checkpoints: 1, ..writer(&writes(3 + more)) },
         taker(&[Write]),
         Role { tries: 1, ..taker(&[Write]) },
     ];
@@ -19,29 +19,30 @@ pub(crate) fn take_over(rules: Rules, more: u8) -> Protocol {
 /// A writer hands over to host 1 while host 2 takes over by force.
 pub(crate) fn hand_over(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
-        Role { end: End::HandTo(1), checkpoints: more, ..writer(&writes(2)) },
+        Role { end: End::HandTo(1), checkpoints: 1, ..writer(&writes(2 + more)) },
         Role { force: false, tries: 1, ..taker(&[Write]) },
         Role { end: End::Close, ..taker(&[Write]) },
     ];
-    let setup = Setup { faults: 1 + more, ..Setup::new(rules, hosts) };
+    let setup = Setup { faults: 2, ..Setup::new(rules, hosts) };
     Protocol { setup, possible: vec![Possible::HandOver, Possible::TakeOver] }
 }
 
 /// A writer closes; others open, one of them only what is closed.
 pub(crate) fn close(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
-        Role { end: End::Close, checkpoints: 1, ..writer(&writes(2 + more)) },
+        Role { end: End::Close, checkpoints: 1, ..writer(&writes(3 + more)) },
         Role { force: false, tries: 1, end: End::Close, ..taker(&[Write]) },
         taker(&[Write]),
     ];
-    Protocol { setup: Setup { faults: 1, ..Setup::new(rules, hosts) }, possible: Vec::new() }
+    let setup = Setup { faults: 1 + more, ..Setup::new(rules, hosts) };
+    Protocol { setup, possible: vec![Possible::TakeOver, Possible::OpenAfterClose] }
 }
 
 /// A writer's process dies and is started again on its machine, with its log, while another host
 /// takes over.
 pub(crate) fn restart(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
-        Role { checkpoints: more, ..writer(&writes(3)) },
+        Role { checkpoints: 1, ..writer(&writes(3 + more)) },
         Role { log_of: Some(0), tries: 1, ..taker(&[Write]) },
         Role { end: End::Close, ..taker(&[Write]) },
     ];
@@ -52,7 +53,7 @@ pub(crate) fn restart(rules: Rules, more: u8) -> Protocol {
 /// A process dies, the next one on its machine dies, too, and the third has the log.
 pub(crate) fn restart_twice(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
-        Role { checkpoints: more, ..writer(&writes(2)) },
+        Role { checkpoints: 1, ..writer(&writes(2 + more)) },
         Role { log_of: Some(0), tries: 1, ..taker(&[]) },
         Role { log_of: Some(1), tries: 1, ..taker(&[]) },
         Role { end: End::Close, ..taker(&[Write]) },
@@ -76,7 +77,7 @@ pub(crate) fn collection(rules: Rules, more: u8) -> Protocol {
 pub(crate) fn late_collection(rules: Rules, more: u8) -> Protocol {
     let hosts =
         vec![Role { checkpoints: 1, ..writer(&writes(3)) }, Role { tries: 1, ..taker(&[Write]) }];
-    let collectors = vec![CollectorRole { collects: Collects::ExtentsAndHeads, rounds: 1 + more }];
+    let collectors = vec![CollectorRole { collects: Collects::ExtentsAndHeads, rounds: 2 + more }];
     let setup = Setup { collectors, faults: 1, ..Setup::new(rules, hosts) };
     Protocol { setup, possible: vec![Possible::TakeOver, Possible::Freed] }
 }
@@ -96,12 +97,10 @@ pub(crate) fn old_heads(rules: Rules, more: u8) -> Protocol {
 /// Snapshots are taken and dropped while a collector runs.
 pub(crate) fn snapshots(rules: Rules, more: u8) -> Protocol {
     let builds = [Write, TakeSnapshot, Write, DropSnapshot, Write];
-    let hosts = vec![
-        Role { checkpoints: 2, ..writer(&builds[..4 + usize::from(more.min(1))]) },
-        taker(&[Write]),
-    ];
+    let faults = more;
+    let hosts = vec![Role { checkpoints: 2, ..writer(&builds) }, taker(&[Write])];
     let collectors = vec![CollectorRole { collects: Collects::Extents, rounds: 2 }];
-    let setup = Setup { collectors, ..Setup::new(rules, hosts) };
+    let setup = Setup { collectors, faults, ..Setup::new(rules, hosts) };
     Protocol { setup, possible: vec![Possible::TakeOver, Possible::Freed] }
 }
 
@@ -140,11 +139,11 @@ pub(crate) fn clones_backwards(rules: Rules, more: u8) -> Protocol {
     Protocol { setup: Setup { is_read_backwards: true, ..protocol.setup }, ..protocol }
 }
 
-/// Three hosts claim numbers while claims are collected, twice.
+/// Hosts claim numbers while claims are collected, by two collectors.
 pub(crate) fn claims(rules: Rules, more: u8) -> Protocol {
-    let hosts = vec![Role { goal: Goal::Claim, ..taker(&[]) }; 3];
+    let hosts = vec![Role { goal: Goal::Claim, ..taker(&[]) }; 2 + usize::from(more)];
     let collectors = vec![
-        CollectorRole { collects: Collects::Claims, rounds: 1 + more },
+        CollectorRole { collects: Collects::Claims, rounds: 1 },
         CollectorRole { collects: Collects::Claims, rounds: 1 },
     ];
     let base = Setup::new(rules, hosts);
