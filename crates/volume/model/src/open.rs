@@ -11,18 +11,19 @@ use crate::world::{Build, Delivery, Ending, Goal, Host, Log, Phase, Role, Sessio
 pub(crate) fn step(setup: &Setup, world: &mut World, id: HostId, delivery: Delivery) -> Option<()> {
     let mut run = Run { setup, world, id, delivery };
     match run.host().phase.clone() {
-        Phase::Waiting | Phase::Active(_) | Phase::Over(_) => None,
-        Phase::ListClaims => Some(run.list_claims()),
+        Phase::Waiting | Phase::Active(_) | Phase::Over(_) => return None,
+        Phase::ListClaims => run.list_claims(),
         Phase::PutClaim(writer) => run.put_claim(writer),
-        Phase::LookUpClaim(writer) => Some(run.look_up_claim(writer)),
-        Phase::ReadSource => run.read_source(),
-        Phase::ReadHead => run.read_head(),
-        Phase::Walk { n, head, writer, at, state } => run.walk(n, head, writer, at, state),
+        Phase::LookUpClaim(writer) => run.look_up_claim(writer),
+        Phase::ReadSource => run.read_source()?,
+        Phase::ReadHead => run.read_head()?,
+        Phase::Walk { n, head, writer, at, state } => run.walk(n, head, writer, at, state)?,
         Phase::PutHead { n, head, has_extent } => run.put_head(n, head, has_extent),
-        Phase::LookUpHead { n, head, has_extent } => Some(run.look_up_head(n, head, has_extent)),
+        Phase::LookUpHead { n, head, has_extent } => run.look_up_head(n, head, has_extent),
         Phase::FenceLate { n, head, writer, at } => run.fence_late(n, head, writer, at),
-        Phase::LookBack { n, head } => Some(run.look_back(n, head)),
+        Phase::LookBack { n, head } => run.look_back(n, head),
     }
+    Some(())
 }
 
 /// Whether the next step of a host in `phase` is a put, whose answer may be lost.
@@ -117,15 +118,16 @@ impl Run<'_> {
         self.host().phase = Phase::PutClaim(next);
     }
 
-    fn put_claim(&mut self, writer: Writer) -> Option<()> {
+    fn put_claim(&mut self, writer: Writer) {
         let id = self.id;
-        self.host().phase = match self.world.send(Put::Claim(writer, id), self.delivery) {
-            None => return Some(()),
-            Some(Outcome::Other) => Phase::ListClaims,
-            Some(_) if self.holds(Rule::ClaimLooksUp) => Phase::LookUpClaim(writer),
-            Some(_) => return Some(self.claimed(writer)),
-        };
-        Some(())
+        match self.world.send(Put::Claim(writer, id), self.delivery) {
+            None => {}
+            Some(Outcome::Other) => self.host().phase = Phase::ListClaims,
+            Some(_) if self.holds(Rule::ClaimLooksUp) => {
+                self.host().phase = Phase::LookUpClaim(writer);
+            }
+            Some(_) => self.claimed(writer),
+        }
     }
 
     fn look_up_claim(&mut self, writer: Writer) {
@@ -286,7 +288,12 @@ impl Run<'_> {
         }
         let fences = self.holds(Rule::Fence) && self.holds(Rule::FenceBeforeHead);
         let outcome = match self.world.store.extents.get(&(writer, at)) {
-            _ if fences => self.world.send(Put::Extent(writer, at, Body::Fence), self.delivery)?,
+            _ if fences => {
+                let fence = Put::Extent(writer, at, Body::Fence);
+                // Without an answer, the fence is put again.
+                let Some(outcome) = self.world.send(fence, self.delivery) else { return Some(()) };
+                outcome
+            }
             Some(Body::Extent { .. }) => Outcome::Other,
             Some(Body::Fence) | None => Outcome::Done,
         };
@@ -302,7 +309,7 @@ impl Run<'_> {
         Some(())
     }
 
-    fn put_head(&mut self, n: u8, head: Head, has_extent: bool) -> Option<()> {
+    fn put_head(&mut self, n: u8, head: Head, has_extent: bool) {
         let put = Put::Head(self.role().volume, n, head);
         match self.world.send(put, self.delivery) {
             None => {}
@@ -312,7 +319,6 @@ impl Run<'_> {
             }
             Some(_) => self.won(n, head, has_extent),
         }
-        Some(())
     }
 
     fn look_up_head(&mut self, n: u8, head: Head, has_extent: bool) {
@@ -360,15 +366,14 @@ impl Run<'_> {
         };
     }
 
-    fn fence_late(&mut self, n: u8, head: Head, writer: Writer, at: Sequence) -> Option<()> {
-        let fence = Put::Extent(writer, at, Body::Fence);
-        match self.world.send(fence, self.delivery)? {
-            Outcome::Other => {
+    fn fence_late(&mut self, n: u8, head: Head, writer: Writer, at: Sequence) {
+        match self.world.send(Put::Extent(writer, at, Body::Fence), self.delivery) {
+            None => {}
+            Some(Outcome::Other) => {
                 self.host().phase = Phase::FenceLate { n, head, writer, at: at + 1 };
             }
-            _ => self.begin_session(n, head, false),
+            Some(_) => self.begin_session(n, head, false),
         }
-        Some(())
     }
 
     /// The volume is open. What only the log has is destaged first.

@@ -74,8 +74,9 @@ pub(crate) fn nothing_reachable_is_deleted(setup: &Setup, world: &World) -> bool
     })
 }
 
-/// A name never goes back to a volume that it had before. What is read is what the pointer means, and was written by those who had the volume under its
-/// present identity, or is what it was cloned from.
+/// A name never goes back to a volume that it had before. What is read is what the pointer means,
+/// and was written by those who had the volume under its present identity, or is what it was cloned
+/// from.
 pub(crate) fn nothing_foreign_is_read(setup: &Setup, world: &World) -> bool {
     // In the model a name is used again once at most, and its first volume has the identity 0.
     let goes_back = setup.hosts.iter().zip(&world.hosts).any(|(role, host)| {

@@ -114,12 +114,12 @@ pub(crate) fn name_used_again(rules: Rules, more: u8) -> Protocol {
         taker(&[Write]),
     ];
     let collectors = vec![CollectorRole { collects: Collects::ExtentsAndHeads, rounds: 1 + more }];
-    let setup = Setup { collectors, ..Setup::new(rules, hosts) };
+    let setup = Setup { collectors, faults: more, ..Setup::new(rules, hosts) };
     Protocol { setup, possible: vec![Possible::Reuse, Possible::TakeOver, Possible::Freed] }
 }
 
-/// A volume with a snapshot, which its writer drops, is cloned, and the clone is cloned and deleted,
-/// while a collector runs.
+/// A volume with a snapshot, which its writer drops, is cloned, and the clone is cloned and
+/// deleted, while a collector runs.
 pub(crate) fn clones(rules: Rules, more: u8) -> Protocol {
     let hosts = vec![
         Role { checkpoints: 1, window: 1, ..writer(&[DropSnapshot]) },
@@ -133,10 +133,12 @@ pub(crate) fn clones(rules: Rules, more: u8) -> Protocol {
     Protocol { setup, possible: vec![Possible::Clone, Possible::NoClone, Possible::Freed] }
 }
 
-/// As [`clones`], with collectors that read the newest volume first.
+/// As [`clones`], with collectors that read the newest volume first, and a fault.
 pub(crate) fn clones_backwards(rules: Rules, more: u8) -> Protocol {
     let protocol = clones(rules, more);
-    Protocol { setup: Setup { is_read_backwards: true, ..protocol.setup }, ..protocol }
+    let faults = 1 + more;
+    let setup = Setup { is_read_backwards: true, faults, ..protocol.setup };
+    Protocol { setup, ..protocol }
 }
 
 /// Hosts claim numbers while claims are collected, by two collectors.
