@@ -265,5 +265,13 @@ mod tests {
         assert!(disk.failure().is_none());
         disk.stop().expect("closed");
         assert_eq!(disk.condition(), "drained");
+
+        std::fs::write(&socket, "not a socket").expect("written");
+        assert!(disk.undrain(&|| false).is_err(), "taken again");
+        assert_eq!(disk.condition(), "drained", "that is what somebody wanted");
+        assert!(disk.failure().is_none());
+        std::fs::remove_file(&socket).expect("removed");
+        disk.undrain(&|| false).expect("served");
+        disk.stop().expect("closed");
     }
 }

@@ -175,14 +175,17 @@ impl Served {
         })
     }
 
-    /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`.
+    /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`. A
+    /// drained disk for which that fails stays drained: somebody else may have its image by now, and
+    /// whoever takes over must not want it back.
     ///
     /// # Errors
     /// Whatever prevents that; `Denied` if it is open, or was closed without all that was written.
     pub(crate) fn undrain(&self, is_stopping: &dyn Fn() -> bool) -> Result<()> {
         let _changes = self.lock_changes();
-        match &*self.lock() {
-            State::Ended(_, End::Closed(Ok(())) | End::NotServed(_)) => {}
+        let was_drained = match &*self.lock() {
+            State::Ended(_, End::Closed(Ok(()))) => true,
+            State::Ended(_, End::NotServed(_)) => false,
             State::Ended(_, End::Closed(Err(_))) => {
                 return Err(self.denied(
                     "was closed without everything that was written: check its image, remove the \
@@ -194,8 +197,13 @@ impl Served {
                 return Err(self.denied("is not ready"));
             }
             State::Prepared(_) | State::Serving(_) => return Err(self.denied("is served")),
-        }
-        self.open(|open| open()).inspect_err(|_| self.doors.close(FAILED))?;
+        };
+        self.open(|open| open()).inspect_err(|_| {
+            self.doors.close(if was_drained { DRAINED } else { FAILED });
+            if was_drained && let State::Ended(_, end @ End::NotServed(_)) = &mut *self.lock() {
+                *end = End::Closed(Ok(()));
+            }
+        })?;
         // Whoever stops all disks may have seen this one closed.
         if is_stopping() {
             self.doors.close(DRAINED);

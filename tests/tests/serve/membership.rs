@@ -418,3 +418,32 @@ fn disk_beside_a_drained_one_of_its_image_goes_on_when_that_leaves_the_configura
     assert_eq!(world.len("x"), 2 << 20);
     new.stop();
 }
+
+/// The story: a drained disk that could not come back, as another one had its image, was `failed`
+/// and not drained any more, and each process that took over opened it first: then the one that was
+/// served could not be.
+#[test]
+fn disk_that_cannot_come_back_stays_drained_and_hinders_no_takeover() {
+    let Some(world) = World::new() else { return };
+    let (a, own) = (table("a"), table("b"));
+    let beside = own.replace("name = \"b\"", "name = \"x\"").replace("b.sock", "x.sock");
+    let write = |disks: &[&str]| {
+        let text = format!("control = \"control\"\n{}", disks.concat());
+        fs::write(world.at("mica.toml"), text).expect("written");
+    };
+    write(&[&a, &own]);
+    let old = world.serve(&[]);
+    world.ctl(&["drain", "b"]).ok();
+    write(&[&a, &own, &beside]);
+    assert_eq!(world.json(&["reload"])["added"], json!(["x"]));
+    let refused = world.ctl(&["undrain", "b"]).refusal();
+    assert!(refused.contains("holds the image"), "{refused}");
+    world.is(&[("a", "serving"), ("b", "drained"), ("x", "serving")]);
+    let config = world.at("mica.toml").display().to_string();
+    let new = Process::start(world.path(), "new", &["--config", &config, "--takeover"]);
+    let has_taken_over = || (world.json(&["status"])["pid"] == new.pid()).then_some(());
+    clock::poll(LIMIT, Duration::from_millis(20), has_taken_over).expect("taken over");
+    drop(old);
+    world.is(&[("a", "serving"), ("b", "drained"), ("x", "serving")]);
+    new.stop();
+}
