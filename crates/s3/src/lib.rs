@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Invariants
-//! - B1 The client beneath repeats nothing: of a put that was repeated, nobody could say whether the
-//!   object that is there is its own. `mica_store::object::RetryObjects` can.
+//! - B1 The client beneath repeats nothing: of a put that was repeated, nobody could say whether
+//!   the object that is there is its own. `mica_store::object::RetryObjects` can.
 //! - B2 A put has found an object only if the service says that the condition does not hold (412).
 //!   A conflict (409) is no answer: another request for the name was under way.
 //! - B3 Listings rely on the order of keys, which buckets of the "directory" kind do not have.

@@ -89,7 +89,7 @@ impl Listing<'_> {
         Ok(Page { token: page.page_token, name })
     }
 
-    /// Looks for folders that come later in the order of keys than `last`, but not in that of names.
+    /// Looks for folders that come later in the order of keys than `last`, not in that of names.
     async fn look_for_folders(
         &self,
         inside: &str,
