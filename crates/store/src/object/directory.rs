@@ -13,12 +13,13 @@
 //!   that the object is there, whatever became of the process that put it.
 //! - I3 No symbolic link is followed beneath the directory, and nothing is an object that is not a
 //!   regular file.
-//! - I4 What waits for a device is done on the executor's threads ([`mica_rt::on_thread`]), all of a
-//!   put in one call. Only a file that was closed for lack of descriptors is opened again as a
+//! - I4 What waits for a device is done on the executor's threads ([`mica_rt::on_thread`]), all
+//!   of a put in one call. Only a file that was closed for lack of descriptors is opened again as a
 //!   layer is ([`crate::Handles`]).
 
 mod list;
 mod new;
+mod requests;
 mod root;
 
 use crate::file::FileStore;

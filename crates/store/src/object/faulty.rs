@@ -1,7 +1,7 @@
 //! A store of objects that misbehaves, stacked on another, for tests.
 //!
-//! What happens to a request follows from the seed and from how many there were before it. A request
-//! goes through these in order: throttled, refused, hung, slow, done (or lied about), lost.
+//! What happens to a request follows from the seed and from how many there were before it. A
+//! request goes through these in order: throttled, refused, hung, slow, done (or lied about), lost.
 
 use super::memory::pass;
 use mica_block::{

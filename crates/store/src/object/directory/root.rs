@@ -1,16 +1,10 @@
 //! The directory that a store of objects is in: folders, and files in them.
 
-use super::new::NewFile;
-use crate::file::{CacheMode, FileStore};
 use crate::handles::{Handles, SetAside};
-use crate::kind::FileKind;
-use crate::located::Located;
-use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use mica_block::{Error, ErrorKind, ObjectName, Result};
 use mica_rt::{Access, File};
 use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Stat, fsync, mkdirat, openat, statat, unlinkat,
-};
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fsync, mkdirat, openat};
 use rustix::io::Errno;
 use std::collections::HashSet;
 use std::io;
@@ -66,96 +60,13 @@ impl Root {
         self.path.join(name)
     }
 
-    /// See [`mica_block::Objects::put_if_absent`].
-    pub(super) fn put(&self, name: &ObjectName, content: &[u8]) -> Result<Put> {
-        let failed = |error| self.failed("putting", name.as_str(), error);
-        // The new file, the folder of new files, and the folder of the object.
-        let _descriptors = self.handles.set_aside(3);
-        let (folder_name, last) = split(name);
-        let folder = self.make_folder(folder_name)?;
-        if self.is_there(name, &folder)? {
-            return Ok(Put::Exists);
-        }
-        let mut new = NewFile::create(self)?;
-        new.fill(content).map_err(failed)?;
-        match new.link(&folder, last) {
-            Ok(()) => {
-                // On an error it keeps both names (I2).
-                self.make_durable(folder_name, &folder)?;
-                new.remove();
-                Ok(Put::Done)
-            }
-            Err(Errno::EXIST) if self.is_there(name, &folder)? => Ok(Put::Exists),
-            // Removed as abandoned, or the folder was, or an object that was there: not for good.
-            Err(error @ (Errno::NOENT | Errno::EXIST)) => {
-                let what = format!("putting {}: {error}", self.path_of(name.as_str()).display());
-                Err(Error::new(ErrorKind::Io, what))
-            }
-            Err(Errno::PERM | Errno::OPNOTSUPP | Errno::MLINK) => {
-                let what = format!("the file system of {} has no hard links", self.path.display());
-                Err(Error::new(ErrorKind::Unsupported, what))
-            }
-            Err(error) => Err(failed(error.into())),
-        }
-    }
-
-    /// Whether `folder` has the object `name`, which is durable then.
-    fn is_there(&self, name: &ObjectName, folder: &OwnedFd) -> Result<bool> {
-        let (folder_name, last) = split(name);
-        match statat(folder, last, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => {
-                self.check_regular(name, &stat)?;
-                if stat.st_nlink > 1 {
-                    self.make_durable(folder_name, folder)?;
-                }
-                Ok(true)
-            }
-            Err(Errno::NOENT) => Ok(false),
-            Err(error) => Err(self.failed("putting", name.as_str(), error.into())),
-        }
-    }
-
-    /// The file of an object, opened, and its length.
-    pub(super) fn find(&self, name: &ObjectName) -> Result<(FileStore, u64)> {
-        let (folder_name, last) = split(name);
-        let Some(folder) = self.open_folder(folder_name)? else {
-            let what = format!("{} has no object {name}", self.name());
-            return Err(Error::new(ErrorKind::NotFound, what));
-        };
-        let located = Located::find_in(&folder, last, &self.path_of(name.as_str()))?;
-        let Some(len) = located.known_len().filter(|_| located.kind() == FileKind::Regular) else {
-            return Err(self.not_regular(name));
-        };
-        if located.has_other_names() {
-            self.make_durable(folder_name, &folder)?;
-        }
-        Ok((FileStore::new_opened(&located, CacheMode::Writeback, &self.handles)?, len))
-    }
-
-    /// See [`mica_block::Objects::delete`].
-    pub(super) fn delete(&self, name: &ObjectName) -> Result<()> {
-        let (folder_name, last) = split(name);
-        let Some(folder) = self.open_folder(folder_name)? else { return Ok(()) };
-        let deleted = match statat(&folder, last, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => {
-                self.check_regular(name, &stat)?;
-                unlinkat(&folder, last, AtFlags::empty())
-            }
-            Err(error) => Err(error),
-        };
-        match deleted {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),
-        }
-    }
-
     /// Opens a folder; `""` is the directory itself. `None` if it is not there.
     pub(super) fn open_folder(&self, name: &str) -> Result<Option<OwnedFd>> {
         self.walk(name, |_, _, _| Err(Errno::NOENT))
     }
 
     /// Opens a folder that is made if it is not there, as are those that it is in.
-    fn make_folder(&self, name: &str) -> Result<OwnedFd> {
+    pub(super) fn make_folder(&self, name: &str) -> Result<OwnedFd> {
         let made = self.walk(name, |parent, part, folder| {
             match mkdirat(parent, part, Mode::RWXU) {
                 // It may have been there before, and somebody removed it.
@@ -168,8 +79,8 @@ impl Root {
         made.ok_or_else(|| self.failed("making the folder", name, Errno::NOENT.into()))
     }
 
-    /// Opens a folder part by part (I3). `missing` is called with the folder opened so far, the part
-    /// that is not in it, and the name of both.
+    /// Opens a folder part by part (I3). `missing` is called with the folder opened so far, the
+    /// part that is not in it, and the name of both.
     fn walk(
         &self,
         name: &str,
@@ -223,7 +134,7 @@ impl Root {
         Ok(())
     }
 
-    fn check_regular(&self, name: &ObjectName, stat: &Stat) -> Result<()> {
+    pub(super) fn check_regular(&self, name: &ObjectName, stat: &Stat) -> Result<()> {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok(()),
             _ => Err(self.not_regular(name)),
@@ -244,11 +155,6 @@ impl Root {
     fn durable(&self) -> MutexGuard<'_, HashSet<String>> {
         self.durable.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The folder that an object is in, and its name there.
-fn split(name: &ObjectName) -> (&str, &str) {
-    name.as_str().rsplit_once('/').unwrap_or(("", name.as_str()))
 }
 
 /// The folder that a folder is in.

@@ -1,0 +1,118 @@
+//! Listing a folder of a bucket.
+//!
+//! A bucket lists by keys, where a folder counts as its name and a `/`; [`Objects::list`] by names.
+//! They differ for `web` and `web-1`: `web-1/` comes before `web/`. So a folder whose name is the
+//! beginning of the last key of a page may come later, though its name belongs before: it is looked
+//! for. There are as many of them as the name has `-` and `.`.
+//!
+//! [`Objects::list`]: mica_block::Objects::list
+
+use mica_block::{Entry, ObjectName};
+use object_store::Result;
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use std::collections::BTreeMap;
+
+/// A folder that is listed.
+pub(crate) struct Listing<'a> {
+    pub(crate) client: &'a dyn PaginatedListStore,
+    /// What keys begin with, before the names of objects.
+    pub(crate) prefix: &'a str,
+    pub(crate) folder: Option<&'a ObjectName>,
+    pub(crate) after: Option<&'a ObjectName>,
+    /// How many entries are returned at most.
+    pub(crate) count_max: usize,
+}
+
+type Entries = BTreeMap<ObjectName, Entry>;
+
+impl Listing<'_> {
+    pub(crate) async fn run(&self) -> Result<Vec<Entry>> {
+        let inside = self.folder.map_or(String::new(), |folder| format!("{folder}/"));
+        let after = match self.after.map(ObjectName::as_str) {
+            Some(after) if after.starts_with(&inside) => Some(after),
+            Some(after) if *after > *inside => return Ok(Vec::new()),
+            _ => None,
+        };
+        let prefix = format!("{}{inside}", self.prefix);
+        let offset = after.map(|after| format!("{}{after}", self.prefix));
+        let mut entries = Entries::new();
+        let is_wanted = |name: &ObjectName| after.is_none_or(|after| name.as_str() > after);
+        let mut page_token = None;
+        loop {
+            let options = PaginatedListOptions {
+                offset: offset.clone(),
+                delimiter: Some("/".into()),
+                page_token,
+                ..Default::default()
+            };
+            let last = self.page(&prefix, options, &mut entries).await?;
+            entries.retain(|name, _| is_wanted(name));
+            page_token = last.token;
+            if page_token.is_none() {
+                break;
+            }
+            if entries.len() >= self.count_max {
+                self.look_for_folders(&inside, &last.name, &mut entries).await?;
+                break;
+            }
+        }
+        entries.retain(|name, _| is_wanted(name));
+        Ok(entries.into_values().take(self.count_max).collect())
+    }
+
+    /// Takes in one page of the bucket.
+    async fn page(
+        &self,
+        prefix: &str,
+        options: PaginatedListOptions,
+        entries: &mut Entries,
+    ) -> Result<Page> {
+        let page = self.client.list_paginated(Some(prefix), options).await?;
+        let name_of = |key: &str| key.strip_prefix(self.prefix).map(ObjectName::new);
+        let mut last = String::new();
+        for object in page.result.objects {
+            let key = object.location.as_ref();
+            last = last.max(key.to_owned());
+            // Other keys are no objects'.
+            if let Some(Ok(name)) = name_of(key) {
+                let entry = Entry::Object { name: name.clone(), len: object.size };
+                entries.insert(name, entry);
+            }
+        }
+        for folder in page.result.common_prefixes {
+            last = last.max(format!("{folder}/"));
+            if let Some(Ok(name)) = name_of(folder.as_ref()) {
+                entries.insert(name.clone(), Entry::Folder(name));
+            }
+        }
+        let name = last.strip_prefix(self.prefix).unwrap_or(&last).trim_end_matches('/').to_owned();
+        Ok(Page { token: page.page_token, name })
+    }
+
+    /// Looks for folders that come later in the order of keys than `last`, not in that of names.
+    async fn look_for_folders(
+        &self,
+        inside: &str,
+        last: &str,
+        entries: &mut Entries,
+    ) -> Result<()> {
+        for (end, _) in last.match_indices(['-', '.']).filter(|(end, _)| *end > inside.len()) {
+            let Ok(folder) = ObjectName::new(&last[..end]) else { continue };
+            let options = PaginatedListOptions { max_keys: Some(1), ..Default::default() };
+            let prefix = format!("{}{folder}/", self.prefix);
+            let found = self.client.list_paginated(Some(&prefix), options).await?.result;
+            if !found.objects.is_empty() {
+                entries.insert(folder.clone(), Entry::Folder(folder));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A page of a bucket.
+struct Page {
+    /// Where the next one begins.
+    token: Option<String>,
+    /// The last name in the order of keys.
+    name: String,
+}

@@ -1,0 +1,248 @@
+//! A bucket of moto, a server for tests; and what needs no server.
+
+use crate::list::Listing;
+use crate::outcome::{error_of, says_exists};
+use crate::{Bucket, BucketOptions, Credentials};
+use mica_block::{Entry, ErrorKind, ObjectName, Objects};
+use mica_rt::{Backend, Buf, Executor};
+use mica_store::object::{probe, testing::conform};
+use object_store::list::{PaginatedListOptions, PaginatedListResult, PaginatedListStore};
+use object_store::path::Path;
+use object_store::{Error as ClientError, ListResult, ObjectMeta};
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::pin::Pin;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A server that ends with the test.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    /// Starts one; `None` if it is not installed (`pip install 'moto[server]'`).
+    fn start() -> Option<Self> {
+        let free = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = free.local_addr().expect("bound").port();
+        drop(free);
+        let mut command = Command::new("moto_server");
+        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                eprintln!("skipped: moto_server cannot be started: {error}");
+                return None;
+            }
+        };
+        let server = Self { child, port };
+        let executor = Executor::new(Backend::Pool).expect("threads");
+        executor.block_on(async {
+            for _ in 0..600 {
+                if server.connect().is_ok() {
+                    return;
+                }
+                mica_rt::sleep(Duration::from_millis(100)).await;
+            }
+            panic!("moto_server does not answer");
+        });
+        Some(server)
+    }
+
+    fn connect(&self) -> std::io::Result<TcpStream> {
+        TcpStream::connect(("127.0.0.1", self.port))
+    }
+
+    /// Makes a bucket, by hand: the client does not do that.
+    fn make_bucket(&self, name: &str) {
+        let mut stream = self.connect().expect("connected");
+        let request = format!(
+            "PUT /{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\
+             Authorization: AWS4-HMAC-SHA256 Credential=any/20260101/us-east-1/s3/aws4_request\r\n\
+             Connection: close\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("answered");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+
+    fn open(&self, bucket: &str, folder: Option<&str>) -> Bucket {
+        let any = || "any".to_owned();
+        Bucket::open(BucketOptions {
+            bucket: bucket.to_owned(),
+            folder: folder.map(|folder| ObjectName::new(folder).expect("a name")),
+            endpoint: Some(format!("http://127.0.0.1:{}", self.port)),
+            region: Some("us-east-1".to_owned()),
+            credentials: Some(Credentials { key_id: any(), secret: any() }),
+        })
+        .expect("opened")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn bucket_keeps_the_promises_of_a_store() {
+    let Some(server) = Server::start() else { return };
+    server.make_bucket("one");
+    for folder in [None, Some("in/it")] {
+        let bucket = server.open("one", folder);
+        assert!(bucket.name().starts_with("s3://one/"));
+        let executor = Executor::new(Backend::Auto).expect("a backend");
+        executor.block_on(probe(&bucket, 1)).expect("it passes the probe");
+    }
+    conform(Backend::Auto, &(Arc::new(server.open("one", Some("in/it"))) as _));
+}
+
+#[test]
+fn missing_bucket_is_no_missing_object_and_a_dead_server_may_come_back() {
+    let Some(server) = Server::start() else { return };
+    let bucket = server.open("none", None);
+    let executor = Executor::new(Backend::Pool).expect("threads");
+    let name = ObjectName::new("a").expect("a name");
+    let put = || executor.block_on(bucket.put_if_absent(&name, Buf::from_slice(b"bytes")));
+    let (missing, content) = put();
+    assert_eq!(missing.unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(*content, *b"bytes");
+    drop(server);
+    let (dead, content) = put();
+    let dead = dead.unwrap_err();
+    assert_eq!(dead.kind(), ErrorKind::Io, "{dead:?}");
+    assert!(!dead.in_one_line().contains('\n'));
+    assert_eq!(*content, *b"bytes");
+}
+
+#[test]
+fn conflict_is_no_proof_that_there_is_an_object() {
+    let refused = || ClientError::Precondition { path: "a".into(), source: "412".into() };
+    let exists = |source| ClientError::AlreadyExists { path: "a".into(), source };
+    assert!(says_exists(&exists(refused().into())));
+    assert!(!says_exists(&exists("409".into())));
+    assert!(!says_exists(&refused()));
+    assert_eq!(error_of("putting".into(), exists("409".into())).kind(), ErrorKind::Io);
+}
+
+/// A bucket with these keys, which lists a few at a time.
+struct Keys {
+    keys: BTreeSet<String>,
+    page_len: usize,
+}
+
+impl Keys {
+    fn page(&self, prefix: &str, options: &PaginatedListOptions) -> PaginatedListResult {
+        let from = options.page_token.as_ref().or(options.offset.as_ref());
+        let mut found = BTreeSet::new();
+        for key in self.keys.iter().filter(|key| from.is_none_or(|from| *key > from)) {
+            let Some(rest) = key.strip_prefix(prefix) else { continue };
+            let end = options.delimiter.as_ref().and_then(|_| rest.find('/'));
+            let entry = end.map_or(key.clone(), |end| key[..=prefix.len() + end].to_owned());
+            // What a page ends with is not returned again.
+            if from.is_none_or(|from| entry > *from) {
+                found.insert(entry);
+            }
+        }
+        let count = self.page_len.min(options.max_keys.unwrap_or(usize::MAX));
+        let page: Vec<_> = found.iter().take(count).cloned().collect();
+        let page_token = (found.len() > count).then(|| page[count - 1].clone());
+        let (folders, objects): (Vec<_>, Vec<_>) =
+            page.into_iter().partition(|entry| entry.ends_with('/'));
+        let object = |key: String| ObjectMeta {
+            location: Path::from(key),
+            last_modified: Default::default(),
+            size: 3,
+            e_tag: None,
+            version: None,
+        };
+        let result = ListResult {
+            common_prefixes: folders.into_iter().map(Path::from).collect(),
+            objects: objects.into_iter().map(object).collect(),
+            extensions: Default::default(),
+        };
+        PaginatedListResult { result, page_token }
+    }
+}
+
+impl PaginatedListStore for Keys {
+    fn list_paginated<'own, 'prefix, 'future>(
+        &'own self,
+        prefix: Option<&'prefix str>,
+        options: PaginatedListOptions,
+    ) -> Pin<Box<dyn Future<Output = object_store::Result<PaginatedListResult>> + Send + 'future>>
+    where
+        'own: 'future,
+        'prefix: 'future,
+        Self: 'future,
+    {
+        let page = self.page(prefix.unwrap_or(""), &options);
+        Box::pin(std::future::ready(Ok(page)))
+    }
+}
+
+/// All that `keys` list in `folder`, `count_max` at a time.
+async fn list_all(keys: &Keys, folder: Option<&ObjectName>, count_max: usize) -> Vec<Entry> {
+    let mut all: Vec<Entry> = Vec::new();
+    loop {
+        let after = all.last().map(|entry| entry.name().clone());
+        let after = after.as_ref();
+        let page = Listing { client: keys, prefix: "in/", folder, after, count_max };
+        let page = page.run().await.expect("listed");
+        let is_last = page.len() < count_max;
+        all.extend(page);
+        if is_last {
+            return all;
+        }
+    }
+}
+
+#[test]
+fn pages_are_in_the_order_of_names_though_the_bucket_has_another() {
+    let executor = Executor::new(Backend::Sim { seed: 1 }).expect("the simulator");
+    executor.block_on(async {
+        let folder = ObjectName::new("f").expect("a name");
+        let mut state = 1;
+        for _ in 0..3000 {
+            let mut random = |below: u64| {
+                usize::try_from(mica_units::next_random(&mut state) % below).expect("small")
+            };
+            let mut keys = BTreeSet::new();
+            let mut expected = BTreeSet::new();
+            for _ in 0..random(30) {
+                let part: String =
+                    (0..=random(4)).map(|_| ["w", "-", ".", "0"][random(4)]).collect();
+                let Ok(name) = ObjectName::new(&format!("f/{part}")) else { continue };
+                expected.insert(name);
+            }
+            for name in &expected {
+                // Whether a name is a folder's follows from it.
+                match name.as_str().len() % 2 {
+                    0 => keys.insert(format!("in/{name}/-a/b")),
+                    _ => keys.insert(format!("in/{name}")),
+                };
+            }
+            keys.extend(["in/e/x", "in/f-/x", "in/g", "f/other", "out"].map(str::to_owned));
+            let keys = Keys { keys, page_len: 1 + random(6) };
+            let listed = list_all(&keys, Some(&folder), 1 + random(6)).await;
+            assert!(listed.iter().map(Entry::name).eq(&expected), "{:?}: {listed:?}", keys.keys);
+            let is_right = |entry: &Entry| match entry {
+                Entry::Folder(name) => name.as_str().len().is_multiple_of(2),
+                Entry::Object { name, len } => !name.as_str().len().is_multiple_of(2) && *len == 3,
+            };
+            assert!(listed.iter().all(is_right));
+            let top = list_all(&keys, None, 1 + random(3)).await;
+            let top: Vec<_> = top.iter().map(|entry| entry.name().as_str()).collect();
+            let folder = if expected.is_empty() { None } else { Some("f") };
+            let all = ["e"].into_iter().chain(folder).chain(["f-", "g"]);
+            assert!(all.eq(top.iter().copied()), "{top:?}");
+        }
+    });
+}

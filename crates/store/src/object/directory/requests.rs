@@ -1,0 +1,101 @@
+//! What is asked of a store in a directory, apart from listings.
+
+use super::new::NewFile;
+use super::root::Root;
+use crate::file::{CacheMode, FileStore};
+use crate::kind::FileKind;
+use crate::located::Located;
+use mica_block::{Error, ErrorKind, ObjectName, Put, Result};
+use rustix::fd::OwnedFd;
+use rustix::fs::{AtFlags, statat, unlinkat};
+use rustix::io::Errno;
+
+impl Root {
+    /// See [`mica_block::Objects::put_if_absent`].
+    pub(super) fn put(&self, name: &ObjectName, content: &[u8]) -> Result<Put> {
+        let failed = |error| self.failed("putting", name.as_str(), error);
+        // The new file, the folder of new files, and the folder of the object.
+        let _descriptors = self.handles.set_aside(3);
+        let (folder_name, last) = split(name);
+        let folder = self.make_folder(folder_name)?;
+        if self.is_there(name, &folder)? {
+            return Ok(Put::Exists);
+        }
+        let mut new = NewFile::create(self)?;
+        new.fill(content).map_err(failed)?;
+        match new.link(&folder, last) {
+            Ok(()) => {
+                // On an error it keeps both names (I2).
+                self.make_durable(folder_name, &folder)?;
+                new.remove();
+                Ok(Put::Done)
+            }
+            Err(Errno::EXIST) if self.is_there(name, &folder)? => Ok(Put::Exists),
+            // Removed as abandoned, or the folder was, or an object that was there: not for good.
+            Err(error @ (Errno::NOENT | Errno::EXIST)) => {
+                let what = format!("putting {}: {error}", self.path_of(name.as_str()).display());
+                Err(Error::new(ErrorKind::Io, what))
+            }
+            Err(Errno::PERM | Errno::OPNOTSUPP | Errno::MLINK) => {
+                let what = format!("the file system of {} has no hard links", self.name());
+                Err(Error::new(ErrorKind::Unsupported, what))
+            }
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// Whether `folder` has the object `name`, which is durable then.
+    fn is_there(&self, name: &ObjectName, folder: &OwnedFd) -> Result<bool> {
+        let (folder_name, last) = split(name);
+        match statat(folder, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => {
+                self.check_regular(name, &stat)?;
+                if stat.st_nlink > 1 {
+                    self.make_durable(folder_name, folder)?;
+                }
+                Ok(true)
+            }
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(self.failed("putting", name.as_str(), error.into())),
+        }
+    }
+
+    /// The file of an object, opened, and its length.
+    pub(super) fn find(&self, name: &ObjectName) -> Result<(FileStore, u64)> {
+        let (folder_name, last) = split(name);
+        let Some(folder) = self.open_folder(folder_name)? else {
+            let what = format!("{} has no object {name}", self.name());
+            return Err(Error::new(ErrorKind::NotFound, what));
+        };
+        let located = Located::find_in(&folder, last, &self.path_of(name.as_str()))?;
+        let Some(len) = located.known_len().filter(|_| located.kind() == FileKind::Regular) else {
+            return Err(self.not_regular(name));
+        };
+        if located.has_other_names() {
+            self.make_durable(folder_name, &folder)?;
+        }
+        Ok((FileStore::new_opened(&located, CacheMode::Writeback, &self.handles)?, len))
+    }
+
+    /// See [`mica_block::Objects::delete`].
+    pub(super) fn delete(&self, name: &ObjectName) -> Result<()> {
+        let (folder_name, last) = split(name);
+        let Some(folder) = self.open_folder(folder_name)? else { return Ok(()) };
+        let deleted = match statat(&folder, last, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => {
+                self.check_regular(name, &stat)?;
+                unlinkat(&folder, last, AtFlags::empty())
+            }
+            Err(error) => Err(error),
+        };
+        match deleted {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => Err(self.failed("deleting", name.as_str(), error.into())),
+        }
+    }
+}
+
+/// The folder that an object is in, and its name there.
+fn split(name: &ObjectName) -> (&str, &str) {
+    name.as_str().rsplit_once('/').unwrap_or(("", name.as_str()))
+}
