@@ -8,7 +8,10 @@
 //! - I2 A writer that may be alive is fenced before a head is put that goes on without it: its next
 //!   free extent is taken, so that its own put there fails and it learns it. What it had put until
 //!   then is in the state of the new head: nothing that it was told is durable is lost.
-//! - I3 A fence is never deleted, and no writer's number is used again.
+//! - I3 A writer's number is claimed after the head that it goes on from was read, so that it is
+//!   greater than those of all writers in that head's state: places name only smaller ones. One
+//!   that lost claims another.
+//! - I4 A fence is never deleted, and no writer's number is used again.
 
 use crate::environment::Environment;
 use crate::format::Id;
@@ -113,20 +116,17 @@ impl Heads {
     /// # Errors
     /// `Denied` if another writer has it and is to be left alone; otherwise what the store reports.
     pub(crate) async fn open(&self, claimed: Claimed) -> Result<Owned> {
-        let mut writer = None;
         for _ in 0..ROUNDS_MAX {
             let before = self.newest().await?;
             if let (Life::Open { writer, .. }, Claimed::Refuse) = (before.life, claimed) {
                 return Err(self.in_use(&before, writer));
             }
-            let writer = match writer {
-                Some(writer) => writer,
-                None => *writer.insert(self.claim(before.volume).await?),
-            };
+            let writer = self.claim(before.volume).await?;
             let state = self.fenced(&before, writer).await?;
             let life = Life::Open { writer, sequence: 0 };
             let head = self.head(before.number + 1, before.volume, life, state);
-            if self.put(&head).await? == Put::Done {
+            // If others went on meanwhile, a head of this number may be gone already.
+            if self.put(&head).await? == Put::Done && self.newest().await? == head {
                 return Ok(Owned { head, writer });
             }
         }

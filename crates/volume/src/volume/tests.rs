@@ -5,9 +5,10 @@ use crate::names::VolumeName;
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor};
-use mica_store::object::MemoryObjects;
+use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
 use mica_units::{Rng, SECTOR_BYTES};
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 const LEN: u64 = 300 * SECTOR_BYTES;
 
@@ -160,6 +161,70 @@ fn takeover_finds_everything_that_was_flushed() {
         assert_eq!(read(&again, 0, 512).await, [4; 512]);
         assert_eq!(read(&again, 512, 512).await, [1; 512]);
     });
+}
+
+/// Hosts that take a volume from each other all the time, over a store that answers late, loses
+/// answers and refuses. Each has a block that only it writes: what it was told is durable is there
+/// in the end, or something that it wrote later.
+#[test]
+fn hosts_that_race_for_a_volume_lose_nothing_that_was_flushed() {
+    for seed in 0..60 {
+        run(seed, async {
+            let memory = objects().with_latency(Duration::from_millis(2));
+            let made = made(&memory, LEN).await;
+            made.close().await.expect("closed");
+            let hosts = (0..3_u64).map(|host| {
+                let options = FaultyOptions {
+                    seed: seed * 10 + host,
+                    refused: 0.05,
+                    lost: 0.1,
+                    late: 0.05,
+                    slow: 0.2,
+                    slow_by: Duration::from_millis(30),
+                    ..FaultyOptions::default()
+                };
+                spawn(contend(FaultyObjects::new(Arc::new(memory.clone()), options), host))
+            });
+            let flushed = mica_rt::join_all(hosts.collect::<Vec<_>>()).await;
+            let volumes = volumes(&memory, "judge").await;
+            let volume = volumes.open_volume(&name("web"), Claimed::TakeOver).await.expect("open");
+            for (host, flushed) in flushed.into_iter().enumerate() {
+                let block = read(&volume, host as u64 * 4096, 4096).await;
+                assert!(block.iter().all(|byte| *byte == block[0]), "seed {seed}: torn");
+                assert!(block[0] >= flushed, "seed {seed}: {} after {flushed}", block[0]);
+            }
+            let found = volumes.check(&name("web")).await.expect("checked");
+            assert_eq!(found.damaged_count, 0, "seed {seed}: {found:?}");
+        });
+    }
+}
+
+/// Writes numbers into the block of `host`, whoever else has the volume in between; returns the last
+/// one that was flushed.
+async fn contend(objects: FaultyObjects, host: u64) -> u8 {
+    let objects: Arc<dyn Objects> = Arc::new(objects);
+    let environment = environment(&format!("host-{host}"));
+    let mut flushed = 0;
+    let mut number = 0;
+    for _ in 0..6 {
+        let opened = async {
+            let volumes = Volumes::open(Arc::clone(&objects), environment.clone(), 1 << 20).await?;
+            volumes.open_volume(&name("web"), Claimed::TakeOver).await
+        };
+        // A verb gives up after some errors; the next one begins again.
+        let Ok(volume) = opened.await else { continue };
+        for _ in 0..4 {
+            number += 1;
+            if write(&volume, host * 4096, &[number; 4096]).await.is_err() {
+                break;
+            }
+            match volume.flush().await {
+                Ok(()) => flushed = number,
+                Err(_) => break,
+            }
+        }
+    }
+    flushed
 }
 
 #[test]
