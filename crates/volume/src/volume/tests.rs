@@ -5,7 +5,7 @@ use crate::names::VolumeName;
 use crate::volumes::Volumes;
 use mica_block::{Objects, read_whole};
 use mica_rt::{Backend, Executor};
-use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects};
+use mica_store::object::{FaultyObjects, FaultyOptions, MemoryObjects, ObjectOperation};
 use mica_units::{Rng, SECTOR_BYTES};
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -195,6 +195,35 @@ fn hosts_that_race_for_a_volume_lose_nothing_that_was_flushed() {
             }
             let found = volumes.check(&name("web")).await.expect("checked");
             assert_eq!(found.damaged_count, 0, "seed {seed}: {found:?}");
+        });
+    }
+}
+
+/// A writer that nobody fences sees nothing of answers that are lost or late.
+#[test]
+fn lone_writer_goes_on_through_answers_that_are_lost() {
+    for seed in 0..20 {
+        run(seed, async {
+            let memory = objects();
+            made(&memory, LEN).await.close().await.expect("closed");
+            let options = FaultyOptions {
+                seed,
+                only: Some(ObjectOperation::Put),
+                refused: 0.1,
+                lost: 0.3,
+                late: 0.1,
+                slow_by: Duration::from_millis(30),
+                ..FaultyOptions::default()
+            };
+            let objects: Arc<dyn Objects> = Arc::new(FaultyObjects::new(Arc::new(memory), options));
+            let volumes = Volumes::open(objects, environment("host-1"), 1 << 20).await;
+            let volumes = volumes.expect("a store");
+            let volume = volumes.open_volume(&name("web"), Claimed::Refuse).await.expect("open");
+            for number in 0..20 {
+                write(&volume, 0, &[number; 4096]).await.expect("written");
+                volume.flush().await.expect("flushed");
+            }
+            volume.close().await.expect("closed");
         });
     }
 }
