@@ -133,11 +133,10 @@ pub(crate) fn clones(rules: Rules, more: u8) -> Protocol {
     Protocol { setup, possible: vec![Possible::Clone, Possible::NoClone, Possible::Freed] }
 }
 
-/// As [`clones`], with collectors that read the newest volume first, and a fault.
+/// As [`clones`], with collectors that read the newest volume first.
 pub(crate) fn clones_backwards(rules: Rules, more: u8) -> Protocol {
     let protocol = clones(rules, more);
-    let faults = 1 + more;
-    let setup = Setup { is_read_backwards: true, faults, ..protocol.setup };
+    let setup = Setup { is_read_backwards: true, ..protocol.setup };
     Protocol { setup, ..protocol }
 }
 
