@@ -115,6 +115,26 @@ fn put_whose_answer_is_lost_is_found_by_reading_and_not_put_again() {
 }
 
 #[test]
+fn put_that_arrives_between_the_look_and_the_next_attempt_is_its_own() {
+    for seed in 0..200 {
+        simulated(seed, async {
+            let memory = MemoryObjects::new("memory");
+            let late = FaultyOptions {
+                seed,
+                only: Some(ObjectOperation::Put),
+                latency: 10 * MS,
+                late: 0.5,
+                slow_by: 20 * MS,
+                ..FaultyOptions::default()
+            };
+            let (retry, _) = over(&memory, late);
+            let (put, _) = retry.put_if_absent(&name("a"), Buf::from_slice(b"mine")).await;
+            assert_eq!(put.expect("put"), Put::Done, "seed {seed}: nobody else puts");
+        });
+    }
+}
+
+#[test]
 fn answer_that_is_no_failure_of_the_store_is_not_asked_for_again() {
     simulated(1, async {
         let memory = MemoryObjects::new("memory");
