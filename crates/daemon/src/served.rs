@@ -176,8 +176,8 @@ impl Served {
     }
 
     /// Opens and serves it again, if it was drained or could not be served, unless `is_stopping`. A
-    /// drained disk for which that fails stays drained: somebody else may have its image by now, and
-    /// whoever takes over must not want it back.
+    /// drained disk for which that fails stays drained: somebody else may have its image by now,
+    /// and whoever takes over must not want it back.
     ///
     /// # Errors
     /// Whatever prevents that; `Denied` if it is open, or was closed without all that was written.

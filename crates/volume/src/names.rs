@@ -3,8 +3,8 @@
 //! | name | object |
 //! |---|---|
 //! | `format` | the store itself |
-//! | `writers/<w>` | the claim of a writer's number: 7 and 3 hexadecimal digits, with a `/` between |
-//! | `extents/<w>/<s>` | extent `s` (8 digits) of writer `w` (10 digits), or the fence at its place |
+//! | `writers/<w>` | the claim of writer `w` (7 and 3 hexadecimal digits, with a `/` between) |
+//! | `extents/<w>/<s>` | extent `s` (8 digits) of writer `w` (10 digits), or a fence |
 //! | `volumes/<name>/<n>` | head `n` (16 digits) of a volume |
 
 use crate::place::{ExtentId, Writer};

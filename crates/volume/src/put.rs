@@ -46,8 +46,8 @@ pub(crate) fn buf_of(bytes: &[u8]) -> Buf {
     buf
 }
 
-/// Puts `content`, whose first bytes nobody else ever puts. [`Put::Exists`] says that somebody else's
-/// object is there.
+/// Puts `content`, whose first bytes nobody else ever puts. [`Put::Exists`] says that somebody
+/// else's object is there.
 ///
 /// # Errors
 /// What the store reports in the end. The object may then be there or not.

@@ -1,8 +1,8 @@
 //! Reads a volume as it is at one moment.
 //!
 //! Invariants
-//! - I1 A view is taken under one lock: what was done since, and the state beneath, belong together.
-//!   Both stay as they are while it is read, whatever is written meanwhile.
+//! - I1 A view is taken under one lock: what was done since, and the state beneath, belong
+//!   together. Both stay as they are while it is read, whatever is written meanwhile.
 //! - I2 Blocks that are beside each other in one extent are read together.
 
 use crate::known::Now;

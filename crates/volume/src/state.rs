@@ -44,15 +44,15 @@ impl State {
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(crate) struct RawState {
-    map: [u8; Place::BYTES],
-    snapshots: [u8; Place::BYTES],
-    len: U64,
-    next_snapshot: U64,
-    records: U64,
-    time_ns: U64,
-    map_height: u8,
-    snapshots_height: u8,
-    reserved: [u8; 6],
+    pub(crate) map: [u8; Place::BYTES],
+    pub(crate) snapshots: [u8; Place::BYTES],
+    pub(crate) len: U64,
+    pub(crate) next_snapshot: U64,
+    pub(crate) records: U64,
+    pub(crate) time_ns: U64,
+    pub(crate) map_height: u8,
+    pub(crate) snapshots_height: u8,
+    pub(crate) reserved: [u8; 6],
 }
 
 impl RawState {

@@ -58,7 +58,8 @@ impl Volumes {
     /// As [`Self::open`]; makes a store of volumes of an empty one.
     ///
     /// # Errors
-    /// `Invalid` if the store has objects that are not of volumes; otherwise what the store reports.
+    /// `Invalid` if the store has objects that are not of volumes; otherwise what the store
+    /// reports.
     pub async fn open_or_make(
         objects: Arc<dyn Objects>,
         environment: Environment,

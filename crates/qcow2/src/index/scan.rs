@@ -176,7 +176,7 @@ impl SidecarContent {
         }
         let first_beyond = layer.len().div_ceil(SLICE_BYTES);
         builder.load_path(map, tree, first_beyond).await?;
-        builder.editor.truncate(first_beyond);
+        builder.editor.clear(first_beyond..=u64::MAX);
         builder.slices.retain(|number, _| *number < first_beyond);
         Ok(())
     }

@@ -10,8 +10,8 @@
 //! docs/formats/extent.md specifies it.
 //!
 //! Invariants
-//! - I1 An extent is a transaction: its header has the state after everything in its table, which is
-//!   the state of the extent before it with the table applied.
+//! - I1 An extent is a transaction: its header has the state after everything in its table, which
+//!   is the state of the extent before it with the table applied.
 //! - I2 The map that the state names lies in this extent and in older ones.
 //! - I3 A fence is a header alone. It ends its writer: no extent with a larger number counts.
 
@@ -66,26 +66,26 @@ pub(crate) struct Header {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawHeader {
-    magic: [u8; 8],
-    version: U32,
-    kind: u8,
-    reserved: [u8; 3],
-    store: Id,
-    volume: Id,
-    nonce: Id,
-    writer: U64,
-    by: U64,
-    sequence: U32,
-    blocks: U32,
-    nodes_len: U32,
-    entries: U32,
-    table_sum: U32,
-    reserved_too: [u8; 4],
-    state: RawState,
-    padding: [u8; 332],
+pub(super) struct RawHeader {
+    pub(super) magic: [u8; 8],
+    pub(super) version: U32,
+    pub(super) kind: u8,
+    pub(super) reserved: [u8; 3],
+    pub(super) store: Id,
+    pub(super) volume: Id,
+    pub(super) nonce: Id,
+    pub(super) writer: U64,
+    pub(super) by: U64,
+    pub(super) sequence: U32,
+    pub(super) blocks: U32,
+    pub(super) nodes_len: U32,
+    pub(super) entries: U32,
+    pub(super) table_sum: U32,
+    pub(super) reserved_too: [u8; 4],
+    pub(super) state: RawState,
+    pub(super) padding: [u8; 332],
     /// CRC-32C of all bytes before this field.
-    checksum: U32,
+    pub(super) checksum: U32,
 }
 
 const _: () = assert!(size_of::<RawHeader>() == RAW_BYTES);

@@ -55,25 +55,25 @@ pub(crate) struct Head {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawHead {
-    magic: [u8; 8],
-    version: U32,
-    life: u8,
-    host_len: u8,
-    reserved: [u8; 2],
-    number: U64,
-    store: Id,
-    volume: Id,
-    nonce: Id,
-    writer: U64,
-    sequence: U32,
-    reserved_too: [u8; 4],
-    state: RawState,
-    time_ns: U64,
-    host: [u8; 256],
-    padding: [u8; 596],
+pub(super) struct RawHead {
+    pub(super) magic: [u8; 8],
+    pub(super) version: U32,
+    pub(super) life: u8,
+    pub(super) host_len: u8,
+    pub(super) reserved: [u8; 2],
+    pub(super) number: U64,
+    pub(super) store: Id,
+    pub(super) volume: Id,
+    pub(super) nonce: Id,
+    pub(super) writer: U64,
+    pub(super) sequence: U32,
+    pub(super) reserved_too: [u8; 4],
+    pub(super) state: RawState,
+    pub(super) time_ns: U64,
+    pub(super) host: [u8; 256],
+    pub(super) padding: [u8; 596],
     /// CRC-32C of all bytes before this field.
-    checksum: U32,
+    pub(super) checksum: U32,
 }
 
 const _: () = assert!(size_of::<RawHead>() == HEAD_BYTES);

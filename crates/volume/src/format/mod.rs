@@ -5,6 +5,8 @@
 
 pub(crate) mod extent;
 pub(crate) mod head;
+#[cfg(test)]
+mod page;
 pub(crate) mod store;
 
 /// An identity: of a store, a volume, a put.

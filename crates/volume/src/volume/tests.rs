@@ -228,8 +228,8 @@ fn lone_writer_goes_on_through_answers_that_are_lost() {
     }
 }
 
-/// Writes numbers into the block of `host`, whoever else has the volume in between; returns the last
-/// one that was flushed.
+/// Writes numbers into the block of `host`, whoever else has the volume in between; returns the
+/// last one that was flushed.
 async fn contend(objects: FaultyObjects, host: u64) -> u8 {
     let objects: Arc<dyn Objects> = Arc::new(objects);
     let environment = environment(&format!("host-{host}"));

@@ -1,0 +1,73 @@
+//! That docs/formats/extent.md and head.md say what the code does.
+
+use super::extent::{ENTRY_BYTES, HEADER_BYTES, LEN_MAX, MAGIC, RawHeader, VERSION};
+use super::head::{self, HEAD_BYTES, HOST_LEN_MAX, RawHead};
+use crate::place::{BLOCK_BYTES, Place};
+use crate::state::RawState;
+use std::mem::offset_of;
+
+const EXTENT: &str = include_str!("../../../../docs/formats/extent.md");
+const HEAD: &str = include_str!("../../../../docs/formats/head.md");
+
+/// What the table of constants of `page` says of `name`.
+fn constant(page: &'static str, name: &str) -> &'static str {
+    let row = format!("| `{name}` | ");
+    let said = page.lines().find_map(|line| line.strip_prefix(&row)).expect("the page has it");
+    said.split_once(" |").expect("a table").0
+}
+
+fn as_written(magic: [u8; 8]) -> String {
+    let magic = String::from_utf8(magic.to_vec()).expect("letters");
+    format!("`{}`", magic.replace('\n', "\\n"))
+}
+
+#[test]
+fn pages_have_the_constants_of_the_code() {
+    assert_eq!(constant(EXTENT, "MAGIC"), as_written(MAGIC));
+    assert_eq!(constant(HEAD, "MAGIC"), as_written(head::MAGIC));
+    for (page, name, value) in [
+        (EXTENT, "VERSION", VERSION as usize),
+        (EXTENT, "BLOCK_BYTES", BLOCK_BYTES),
+        (EXTENT, "HEADER_BYTES", HEADER_BYTES),
+        (EXTENT, "ENTRY_BYTES", ENTRY_BYTES),
+        (EXTENT, "LEN_MAX", LEN_MAX),
+        (EXTENT, "UNIT_BYTES", Place::UNIT_BYTES),
+        (HEAD, "VERSION", head::VERSION as usize),
+        (HEAD, "HEAD_BYTES", HEAD_BYTES),
+        (HEAD, "HOST_LEN_MAX", HOST_LEN_MAX),
+    ] {
+        assert_eq!(constant(page, name), value.to_string(), "{name}");
+    }
+}
+
+/// Checks that `page` has a row for each of `fields`, which end at `end`.
+fn has_layout(page: &str, fields: &[(&str, usize)], end: usize) {
+    let ends = fields.iter().skip(1).map(|(_, offset)| *offset).chain([end]);
+    for ((name, offset), end) in fields.iter().zip(ends) {
+        let row = format!("\n| {offset} | {} | `{name}` |", end - offset);
+        assert!(page.contains(&row), "the page lacks {row}");
+    }
+}
+
+#[test]
+fn pages_have_the_layouts_of_the_code() {
+    macro_rules! fields {
+        ($raw:ident: $($field:ident)*) => {
+            [$((stringify!($field), offset_of!($raw, $field))),*]
+        };
+    }
+    let header = fields! { RawHeader:
+        magic version kind reserved store volume nonce writer by sequence blocks nodes_len entries
+        table_sum reserved_too state padding checksum
+    };
+    has_layout(EXTENT, &header, size_of::<RawHeader>());
+    let state = fields! { RawState:
+        map snapshots len next_snapshot records time_ns map_height snapshots_height reserved
+    };
+    has_layout(EXTENT, &state, size_of::<RawState>());
+    let head = fields! { RawHead:
+        magic version life host_len reserved number store volume nonce writer sequence reserved_too
+        state time_ns host padding checksum
+    };
+    has_layout(HEAD, &head, size_of::<RawHead>());
+}
