@@ -5,7 +5,7 @@
 //!                                   MemoryObjects
 //! ```
 //!
-//! [`probe`] finds out whether a store keeps the promise that volumes rest on. [`testing`] checks
+//! [`probe()`] finds out whether a store keeps the promise that volumes rest on. [`testing`] checks
 //! all that is promised.
 
 mod directory;
