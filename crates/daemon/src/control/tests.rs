@@ -3,6 +3,7 @@
 use super::actions::ACTIONS_MAX;
 use super::{HEAD_BYTES_MAX, LogLevel, LogSwitch, is_authorized, reply::BODY_BYTES_MAX, routes};
 use crate::{Config, Daemon, DiskConfig, ProcessSettings, SandboxMode};
+use mica_block::{Error, ErrorKind};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -274,10 +275,14 @@ fn health_is_good_until_a_disk_fails_or_the_server_stops() {
     assert_eq!((healthy.status, &*healthy.body), (200, "ok\n"));
     assert_eq!(world.ask("POST", "/v1/disks/one/drain", "").status, 200);
     assert_eq!(world.ask("GET", "/healthz", "").status, 200, "somebody wanted that");
-    // Its socket is taken, so it cannot be served again.
+    // Its socket is taken, so it cannot be served again: it stays as somebody wanted it.
     std::fs::write(world.folder.path().join("one"), "not a socket").unwrap();
     let undrain = world.ask("POST", "/v1/disks/one/undrain", "");
     assert_ne!(undrain.status, 200);
+    assert_eq!(world.ask("GET", "/healthz", "").status, 200);
+    // As after a takeover that failed.
+    let one = world.daemon.shared.disks.named("one").expect("there");
+    one.give_up(Error::new(ErrorKind::Io, "its socket is taken"));
     let ill = world.ask("GET", "/healthz", "");
     assert_eq!(ill.status, 503);
     assert!(ill.body.starts_with("disk one is not served: "), "{}", ill.body);
