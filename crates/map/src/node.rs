@@ -70,6 +70,12 @@ pub fn open_node<R: Reference>(bytes: &[u8], at: R) -> Result<&[u8], NodeError> 
     Ok(payload)
 }
 
+/// CRC-32C of `bytes`.
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes);
+    u32::try_from(sum).expect("a 32-bit sum")
+}
+
 /// Covers the reference, so that a good node at the wrong place is refused too.
 fn checksum<R: Reference>(at: R, payload: &[u8]) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);

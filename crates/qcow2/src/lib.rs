@@ -7,7 +7,6 @@
 //! ```
 
 mod chain;
-mod crc32c;
 mod decoded;
 mod gate;
 mod header_io;

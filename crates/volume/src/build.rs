@@ -10,10 +10,9 @@ use crate::format::extent::{ENTRY_BYTES, Entry, HEADER_BYTES, Header, Kind, LEN_
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::recent::{Batch, Block};
 use crate::state::State;
-use crate::sum::crc32c;
 use crate::tree::Tree;
 use mica_block::Result;
-use mica_map::{Directory, Editor, encode_node};
+use mica_map::{Directory, Editor, crc32c, encode_node};
 use mica_rt::Buf;
 use std::sync::Arc;
 

@@ -6,9 +6,9 @@
 //!   is read.
 //! - I3 What is held grows with the extents of the volume and not with its blocks.
 
-use crate::format::extent::{self, Header, Kind};
+use crate::format::extent::{self, Kind};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
-use crate::put::{Patience, read};
+use crate::put::{elsewhere, read_header};
 use crate::state::Root;
 use crate::tree::Tree;
 use mica_block::{Error, ErrorKind, Objects, Result};
@@ -16,8 +16,6 @@ use mica_map::{Directory, Walk, WalkStep};
 use mica_rt::Buf;
 use std::collections::BTreeSet;
 
-/// Tries of each request.
-const PATIENCE: Patience = Patience::Tries(6);
 /// Lines about damage that are kept; more are only counted.
 const FINDINGS_MAX: usize = 1000;
 
@@ -104,22 +102,17 @@ async fn check_block(tree: &Tree, block: u64, place: Place, findings: &mut Findi
 /// What an extent says of itself: its header and its table.
 async fn check_extent(objects: &dyn Objects, id: ExtentId) -> Result<()> {
     let name = id.name();
-    let corrupt = |why: &dyn std::fmt::Display| {
-        Err(Error::new(ErrorKind::Corrupt, format!("{name} of {}: {why}", objects.name())))
-    };
-    let Some(bytes) = read(objects, &name, extent::HEADER_BYTES, PATIENCE).await? else {
-        return corrupt(&"it is missing");
-    };
-    let header = match Header::decode(&bytes) {
-        Ok(header) if header.id == id && header.kind == Kind::Extent => header,
-        Ok(_) => return corrupt(&"it belongs somewhere else"),
-        Err(why) => return corrupt(&why),
+    let header = match read_header(objects, id).await? {
+        Some(header) if header.kind == Kind::Extent => header,
+        Some(_) => return Err(elsewhere(&name, objects)),
+        None => {
+            let what = format!("{name} of {}: it is missing", objects.name());
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
     };
     let table = Buf::new(header.entries * extent::ENTRY_BYTES);
     let (result, table) = objects.open(&name).read_at(table, header.table_at() as u64).await;
     result?;
-    match extent::decode_table(&header, &table) {
-        Ok(_) => Ok(()),
-        Err(why) => corrupt(&format_args!("its table: {why}")),
-    }
+    let decoded = extent::decode_table(&header, &table);
+    decoded.map(drop).map_err(|why| why.explain(&name, objects).wrap("its table"))
 }

@@ -15,17 +15,16 @@
 
 use crate::environment::Environment;
 use crate::format::Id;
-use crate::format::extent::{self, Header, Kind, Malformed};
+use crate::format::extent::{Header, Kind};
 use crate::format::head::{HEAD_BYTES, HOST_LEN_MAX, Head, Life};
 use crate::names::{self, VolumeName};
 use crate::place::{ExtentId, Writer};
-use crate::put::{Patience, buf_of, put, read};
+use crate::put::{Patience, elsewhere, put, read, read_header};
 use crate::state::State;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, ObjectName, Objects, Put, Result};
+use mica_rt::Buf;
 use std::sync::Arc;
 
-/// Tries of each request of a verb.
-const PATIENCE: Patience = Patience::Tries(6);
 /// Heads that one call puts against others at most: each that fails means that somebody else made
 /// one.
 const ROUNDS_MAX: usize = 64;
@@ -78,11 +77,11 @@ impl Heads {
             Error::new(ErrorKind::Corrupt, format!("head {last} of {}: {why}", self.objects.name()))
         };
         let number = names::head_number(&last).ok_or_else(|| damaged(&"no head has this name"))?;
-        let bytes = read(&*self.objects, &last, HEAD_BYTES, PATIENCE).await?;
+        let bytes = read(&*self.objects, &last, HEAD_BYTES, Patience::VERB).await?;
         let bytes = bytes.ok_or_else(|| damaged(&"it was listed and is gone"))?;
-        let head = Head::decode(&bytes).map_err(|why| explain(&last, &*self.objects, why))?;
+        let head = Head::decode(&bytes).map_err(|why| why.explain(&last, &*self.objects))?;
         if head.number != number || head.store != self.store {
-            return Err(damaged(&"it belongs somewhere else"));
+            return Err(elsewhere(&last, &*self.objects));
         }
         Ok(Some(head))
     }
@@ -225,18 +224,15 @@ impl Heads {
             entries: 0,
             table_sum: 0,
         };
-        put(&*self.objects, &id.name(), buf_of(&fence.encode()), PATIENCE).await
+        put(&*self.objects, &id.name(), Buf::from_slice(&fence.encode()), Patience::VERB).await
     }
 
     /// The header of an extent, or of the fence in its place.
     async fn extent(&self, id: ExtentId, volume: Id) -> Result<Option<Header>> {
-        let name = id.name();
-        let bytes = read(&*self.objects, &name, extent::HEADER_BYTES, PATIENCE).await?;
-        let Some(bytes) = bytes else { return Ok(None) };
-        let header = Header::decode(&bytes).map_err(|why| explain(&name, &*self.objects, why))?;
-        if header.id != id || header.store != self.store || header.volume != volume {
-            let what = format!("{name} of {}: it belongs somewhere else", self.objects.name());
-            return Err(Error::new(ErrorKind::Corrupt, what));
+        let found = read_header(&*self.objects, id).await?;
+        let Some(header) = found else { return Ok(None) };
+        if header.store != self.store || header.volume != volume {
+            return Err(elsewhere(&id.name(), &*self.objects));
         }
         Ok(Some(header))
     }
@@ -251,8 +247,8 @@ impl Heads {
                 Error::new(ErrorKind::Limit, what)
             })?;
             let claim = self.head(0, volume, Life::Open { writer, sequence: 0 }, State::default());
-            let claim = buf_of(&claim.encode());
-            if put(&*self.objects, &writer.claim(), claim, PATIENCE).await? == Put::Done {
+            let claim = Buf::from_slice(&claim.encode());
+            if put(&*self.objects, &writer.claim(), claim, Patience::VERB).await? == Put::Done {
                 return Ok(writer);
             }
             next = writer.next();
@@ -263,7 +259,7 @@ impl Heads {
 
     async fn put(&self, head: &Head) -> Result<Put> {
         let name = self.name.head(head.number);
-        put(&*self.objects, &name, buf_of(&head.encode()), PATIENCE).await
+        put(&*self.objects, &name, Buf::from_slice(&head.encode()), Patience::VERB).await
     }
 
     fn head(&self, number: u64, volume: Id, life: Life, state: State) -> Head {
@@ -288,14 +284,6 @@ impl Heads {
         );
         Error::new(ErrorKind::Denied, what)
     }
-}
-
-fn explain(name: &ObjectName, objects: &dyn Objects, why: Malformed) -> Error {
-    let kind = match why {
-        Malformed::Version(_) => ErrorKind::Unsupported,
-        _ => ErrorKind::Corrupt,
-    };
-    Error::new(kind, format!("{name} of {}: {why}", objects.name()))
 }
 
 /// The greatest writer that was claimed.

@@ -27,7 +27,6 @@ mod put;
 mod reader;
 mod recent;
 mod state;
-mod sum;
 mod tree;
 mod volume;
 mod volumes;

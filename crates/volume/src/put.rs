@@ -1,6 +1,14 @@
-//! Puts that come to an end: what an unclear answer means is found out.
+//! Requests to a store that come to an end: they are tried again, and what an unclear answer means
+//! is found out.
+//!
+//! Invariants
+//! - I1 A put is done only if it was answered so, or if after an unclear answer the object is there
+//!   and begins as what was put, with a nonce that nobody else has.
+//! - I2 A header is returned only if it is that of the extent it was looked for as.
 
-use mica_block::{ErrorKind, ObjectName, Objects, Put, Result};
+use crate::format::extent::{HEADER_BYTES, Header};
+use crate::place::ExtentId;
+use mica_block::{Error, ErrorKind, ObjectName, Objects, Put, Result};
 use mica_rt::{Buf, sleep};
 use std::time::Duration;
 
@@ -21,6 +29,9 @@ pub(crate) enum Patience {
 }
 
 impl Patience {
+    /// That of a verb.
+    pub(crate) const VERB: Self = Self::Tries(6);
+
     /// Waits before try number `tried` + 1; false if there is none.
     async fn pause(self, tried: u32) -> bool {
         if let Self::Tries(tries) = self
@@ -37,13 +48,6 @@ impl Patience {
 /// Whether trying again can help.
 fn may_pass(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Io | ErrorKind::NoSpace)
-}
-
-/// A buffer with these bytes.
-pub(crate) fn buf_of(bytes: &[u8]) -> Buf {
-    let mut buf = Buf::new(bytes.len());
-    buf.put(0, bytes);
-    buf
 }
 
 /// Puts `content`, whose first bytes nobody else ever puts. [`Put::Exists`] says that somebody
@@ -105,4 +109,26 @@ pub(crate) async fn read(
             }
         }
     }
+}
+
+/// The header of an extent, or of the fence in its place; `None` if there is neither.
+///
+/// # Errors
+/// `Corrupt` if something else is in its place, `Unsupported` if it has another format; otherwise
+/// what the store reports in the end.
+pub(crate) async fn read_header(objects: &dyn Objects, id: ExtentId) -> Result<Option<Header>> {
+    let name = id.name();
+    let bytes = read(objects, &name, HEADER_BYTES, Patience::VERB).await?;
+    let Some(bytes) = bytes else { return Ok(None) };
+    let header = Header::decode(&bytes).map_err(|why| why.explain(&name, objects))?;
+    if header.id != id {
+        return Err(elsewhere(&name, objects));
+    }
+    Ok(Some(header))
+}
+
+/// That an object was found which another name, volume or store should have.
+pub(crate) fn elsewhere(name: &ObjectName, objects: &dyn Objects) -> Error {
+    let what = format!("{name} of {}: it belongs somewhere else", objects.name());
+    Error::new(ErrorKind::Corrupt, what)
 }

@@ -8,9 +8,8 @@
 
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
 use crate::state::Root;
-use crate::sum::crc32c;
 use mica_block::{Error, ErrorKind, MapStats, Object, Objects, Result};
-use mica_map::{Directory, Step, directory_bytes_max, open_node};
+use mica_map::{Directory, Step, crc32c, directory_bytes_max, open_node};
 use mica_rt::Buf;
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;

@@ -2,20 +2,18 @@
 
 use crate::check::{Findings, check_map};
 use crate::environment::Environment;
+use crate::format::Id;
 use crate::format::store::{self, STORE_BYTES};
-use crate::format::{Id, extent::Malformed};
 use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
-use crate::put::{Patience, buf_of, put, read};
+use crate::put::{Patience, put, read};
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
 use mica_block::{Entry, Error, ErrorKind, LIST_MAX, Objects, Put, Result};
+use mica_rt::Buf;
 use mica_units::SECTOR_BYTES;
 use std::sync::Arc;
-
-/// Tries of each request of a verb.
-const PATIENCE: Patience = Patience::Tries(6);
 
 /// The volumes of a store, for all of a process that use it: they share a cache.
 pub struct Volumes {
@@ -76,9 +74,9 @@ impl Volumes {
                 );
                 return Err(Error::new(ErrorKind::Invalid, what));
             }
-            let new = buf_of(&store::encode(environment.random()));
+            let new = Buf::from_slice(&store::encode(environment.random()));
             // Whoever was faster made the store.
-            match put(&*objects, &names::format(), new, PATIENCE).await? {
+            match put(&*objects, &names::format(), new, Patience::VERB).await? {
                 Put::Done | Put::Exists => {}
             }
         }
@@ -192,12 +190,8 @@ impl Volumes {
 /// Which store this is; `None` if it is none yet.
 async fn stored_id(objects: &dyn Objects) -> Result<Option<Id>> {
     let name = names::format();
-    let Some(bytes) = read(objects, &name, STORE_BYTES, PATIENCE).await? else { return Ok(None) };
-    store::decode(&bytes).map(Some).map_err(|why| {
-        let kind = match why {
-            Malformed::Version(_) => ErrorKind::Unsupported,
-            _ => ErrorKind::Corrupt,
-        };
-        Error::new(kind, format!("{name} of {}: {why}", objects.name()))
-    })
+    let Some(bytes) = read(objects, &name, STORE_BYTES, Patience::VERB).await? else {
+        return Ok(None);
+    };
+    store::decode(&bytes).map(Some).map_err(|why| why.explain(&name, objects))
 }

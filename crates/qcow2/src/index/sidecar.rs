@@ -22,9 +22,8 @@
 use super::Root;
 use super::node_ref::NodeRef;
 use super::tables::TablesDigest;
-use crate::crc32c::crc32c;
 use mica_block::Identity;
-use mica_map::HEIGHT_MAX;
+use mica_map::{HEIGHT_MAX, crc32c};
 use zerocopy::little_endian::{I64, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -4,7 +4,7 @@
 //! cut short may have left some sectors as they were.
 
 use super::format::append_head;
-use crate::crc32c::crc32c;
+use mica_map::crc32c;
 
 /// Kind of a record: the page at `at`, and those behind it, may look like this in the file.
 /// Content: the number of pages u32, then the sum of each sector of one page u32.

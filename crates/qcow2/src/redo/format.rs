@@ -1,7 +1,7 @@
 //! The bytes of a log: header, groups, records.
 
-use crate::crc32c::crc32c;
 use mica_block::{RedoMemory, RedoOrigin, Result, Store, Witness};
+use mica_map::crc32c;
 use std::sync::Arc;
 
 /// The autoclear bits that name the log of a writer: any other program that opens the image for

@@ -4,9 +4,9 @@
 use super::Writer;
 use super::allocate::Space;
 use super::pages::Metadata;
-use crate::crc32c::crc32c;
 use crate::redo::{HeaderFields, HeaderLogged, HeaderState, LOG_NAME_SHIFT};
 use mica_block::{Error, Result, Store, read_exact};
+use mica_map::crc32c;
 use mica_qcow2_format::{BitmapsExtension, Header, Version, field, mark_bitmaps_in_use};
 use mica_units::HostOffset;
 use std::sync::Arc;

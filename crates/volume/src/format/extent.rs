@@ -16,9 +16,10 @@
 //! - I3 A fence is a header alone. It ends its writer: no extent with a larger number counts.
 
 use super::Id;
+use super::frame::{Frame, Malformed};
 use crate::place::{BLOCK_BYTES, ExtentId, Place, Writer};
 use crate::state::{RawState, State};
-use crate::sum::crc32c;
+use mica_map::crc32c;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -31,6 +32,7 @@ pub(crate) const LEN_MAX: usize = 64 << 20;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICAEXT\n";
 pub(crate) const VERSION: u32 = 1;
+const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: RAW_BYTES };
 
 /// What an object with the name of an extent is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -137,8 +139,7 @@ impl Header {
         };
         let mut bytes = vec![0; HEADER_BYTES];
         bytes[..RAW_BYTES].copy_from_slice(raw.as_bytes());
-        let sum = crc32c(&bytes[..RAW_BYTES - 4]);
-        bytes[RAW_BYTES - 4..RAW_BYTES].copy_from_slice(&sum.to_le_bytes());
+        FRAME.seal(&mut bytes);
         bytes
     }
 
@@ -147,17 +148,8 @@ impl Header {
     /// # Errors
     /// What is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
-        let raw = bytes.get(..RAW_BYTES).and_then(|raw| RawHeader::read_from_bytes(raw).ok());
-        let raw = raw.ok_or(Malformed::Truncated)?;
-        if raw.magic != MAGIC {
-            return Err(Malformed::Magic);
-        }
-        if raw.checksum != crc32c(&bytes[..RAW_BYTES - 4]) {
-            return Err(Malformed::Checksum);
-        }
-        if raw.version != VERSION {
-            return Err(Malformed::Version(raw.version.get()));
-        }
+        let framed = FRAME.open(bytes)?;
+        let raw = RawHeader::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
         Self::of_raw(&raw).filter(Self::is_consistent).ok_or(Malformed::Content)
     }
 
@@ -190,35 +182,6 @@ impl Header {
         let roots = [self.state.map.node, self.state.snapshots.node];
         let is_past = |place: Place| place.extent() <= self.id;
         is_small && self.len() <= LEN_MAX && roots.into_iter().flatten().all(is_past)
-    }
-}
-
-/// Why bytes are not what they were taken for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Malformed {
-    /// They end too early.
-    Truncated,
-    /// They are something else.
-    Magic,
-    /// Written by a version of mica that has another format.
-    Version(u32),
-    /// They were changed.
-    Checksum,
-    /// They contradict themselves.
-    Content,
-}
-
-impl std::fmt::Display for Malformed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Truncated => f.write_str("it is truncated"),
-            Self::Magic => f.write_str("it is something else"),
-            Self::Version(version) => {
-                write!(f, "it has version {version} of the format, which a newer mica reads")
-            }
-            Self::Checksum => f.write_str("its checksum does not match"),
-            Self::Content => f.write_str("it contradicts itself"),
-        }
     }
 }
 

@@ -3,10 +3,9 @@
 //! docs/formats/head.md specifies it.
 
 use super::Id;
-use super::extent::Malformed;
+use super::frame::{Frame, Malformed};
 use crate::place::Writer;
 use crate::state::{RawState, State};
-use crate::sum::crc32c;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -15,6 +14,7 @@ pub(crate) const HEAD_BYTES: usize = 1024;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICAHED\n";
 pub(crate) const VERSION: u32 = 1;
+const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: HEAD_BYTES };
 
 /// Longest name of a host, in bytes.
 pub(crate) const HOST_LEN_MAX: usize = 255;
@@ -119,8 +119,7 @@ impl Head {
             checksum: 0.into(),
         };
         let mut bytes = raw.as_bytes().to_vec();
-        let sum = crc32c(&bytes[..HEAD_BYTES - 4]);
-        bytes[HEAD_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+        FRAME.seal(&mut bytes);
         bytes
     }
 
@@ -129,17 +128,8 @@ impl Head {
     /// # Errors
     /// What is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
-        let raw = bytes.get(..HEAD_BYTES).and_then(|raw| RawHead::read_from_bytes(raw).ok());
-        let raw = raw.ok_or(Malformed::Truncated)?;
-        if raw.magic != MAGIC {
-            return Err(Malformed::Magic);
-        }
-        if raw.checksum != crc32c(&bytes[..HEAD_BYTES - 4]) {
-            return Err(Malformed::Checksum);
-        }
-        if raw.version != VERSION {
-            return Err(Malformed::Version(raw.version.get()));
-        }
+        let framed = FRAME.open(bytes)?;
+        let raw = RawHead::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
         Self::of_raw(&raw).ok_or(Malformed::Content)
     }
 
@@ -215,8 +205,7 @@ mod tests {
         for (at, byte) in [(12, 3), (24 + 48 + 16 + 72 + 8, 0xff)] {
             let mut bad = head().encode();
             bad[at] = byte;
-            let sum = crc32c(&bad[..HEAD_BYTES - 4]);
-            bad[HEAD_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+            FRAME.seal(&mut bad);
             assert_eq!(Head::decode(&bad), Err(Malformed::Content), "byte {at}");
         }
     }

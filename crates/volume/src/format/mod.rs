@@ -4,6 +4,7 @@
 //! and whoever reads compares what an object says of itself with the name that it was found by.
 
 pub(crate) mod extent;
+pub(crate) mod frame;
 pub(crate) mod head;
 #[cfg(test)]
 mod page;

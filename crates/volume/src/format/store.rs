@@ -1,8 +1,7 @@
 //! The object that says that a store has volumes, and which store it is.
 
 use super::Id;
-use super::extent::Malformed;
-use crate::sum::crc32c;
+use super::frame::{Frame, Malformed};
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -11,6 +10,7 @@ pub(crate) const STORE_BYTES: usize = 512;
 
 pub(crate) const MAGIC: [u8; 8] = *b"MICASTO\n";
 pub(crate) const VERSION: u32 = 1;
+const FRAME: Frame = Frame { magic: MAGIC, version: VERSION, len: STORE_BYTES };
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -37,8 +37,7 @@ pub(crate) fn encode(id: Id) -> Vec<u8> {
         checksum: 0.into(),
     };
     let mut bytes = raw.as_bytes().to_vec();
-    let sum = crc32c(&bytes[..STORE_BYTES - 4]);
-    bytes[STORE_BYTES - 4..].copy_from_slice(&sum.to_le_bytes());
+    FRAME.seal(&mut bytes);
     bytes
 }
 
@@ -47,17 +46,8 @@ pub(crate) fn encode(id: Id) -> Vec<u8> {
 /// # Errors
 /// What is wrong with it.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Id, Malformed> {
-    let raw = bytes.get(..STORE_BYTES).and_then(|raw| RawStore::read_from_bytes(raw).ok());
-    let raw = raw.ok_or(Malformed::Truncated)?;
-    if raw.magic != MAGIC {
-        return Err(Malformed::Magic);
-    }
-    if raw.checksum != crc32c(&bytes[..STORE_BYTES - 4]) {
-        return Err(Malformed::Checksum);
-    }
-    if raw.version != VERSION {
-        return Err(Malformed::Version(raw.version.get()));
-    }
+    let framed = FRAME.open(bytes)?;
+    let raw = RawStore::read_from_bytes(framed).map_err(|_| Malformed::Truncated)?;
     Ok(raw.id)
 }
 

@@ -51,9 +51,7 @@ fn range(start: u64, len: u64) -> GuestRange {
 }
 
 async fn write(volume: &Volume, at: u64, bytes: &[u8]) -> Result<()> {
-    let mut buf = Buf::new(bytes.len());
-    buf.put(0, bytes);
-    volume.write(GuestOffset::new(at), buf).await.0
+    volume.write(GuestOffset::new(at), Buf::from_slice(bytes)).await.0
 }
 
 async fn read(volume: &Volume, at: u64, len: u64) -> Vec<u8> {
@@ -309,7 +307,7 @@ async fn changed(
         let mut content = content.to_vec();
         change(name.as_str(), &mut content);
         if !content.is_empty() {
-            let put = objects.put_if_absent(name, crate::put::buf_of(&content)).await;
+            let put = objects.put_if_absent(name, Buf::from_slice(&content)).await;
             put.0.expect("put");
         }
     }

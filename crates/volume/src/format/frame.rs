@@ -1,0 +1,86 @@
+//! What the objects of a store have in common: they begin with a magic and a version, and a sum of
+//! that and of what follows ends what is known by its layout.
+
+use mica_block::{Error, ErrorKind, ObjectName, Objects};
+use mica_map::crc32c;
+use std::fmt;
+
+const VERSION_AT: usize = 8;
+const SUM_BYTES: usize = 4;
+
+/// One kind of object.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Frame {
+    pub(crate) magic: [u8; VERSION_AT],
+    pub(crate) version: u32,
+    /// Bytes that the sum covers, and the sum.
+    pub(crate) len: usize,
+}
+
+impl Frame {
+    /// Puts the sum in its place.
+    pub(crate) fn seal(&self, bytes: &mut [u8]) {
+        let (summed, sum) = bytes[..self.len].split_at_mut(self.len - SUM_BYTES);
+        sum.copy_from_slice(&crc32c(summed).to_le_bytes());
+    }
+
+    /// The part of `bytes` that is in the frame.
+    ///
+    /// # Errors
+    /// If they do not begin with such an object.
+    pub(crate) fn open<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], Malformed> {
+        let framed = bytes.get(..self.len).ok_or(Malformed::Truncated)?;
+        if !framed.starts_with(&self.magic) {
+            return Err(Malformed::Magic);
+        }
+        let (summed, sum) = framed.split_at(self.len - SUM_BYTES);
+        if *sum != crc32c(summed).to_le_bytes() {
+            return Err(Malformed::Checksum);
+        }
+        let version = framed[VERSION_AT..].first_chunk().expect("longer than that");
+        match u32::from_le_bytes(*version) {
+            version if version == self.version => Ok(framed),
+            version => Err(Malformed::Version(version)),
+        }
+    }
+}
+
+/// Why bytes are not what they were taken for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Malformed {
+    /// They end too early.
+    Truncated,
+    /// They are something else.
+    Magic,
+    /// Written by a version of mica that has another format.
+    Version(u32),
+    /// They were changed.
+    Checksum,
+    /// They contradict themselves.
+    Content,
+}
+
+impl Malformed {
+    /// As an error of object `name`.
+    pub(crate) fn explain(self, name: &ObjectName, objects: &dyn Objects) -> Error {
+        let kind = match self {
+            Self::Version(_) => ErrorKind::Unsupported,
+            _ => ErrorKind::Corrupt,
+        };
+        Error::new(kind, format!("{name} of {}: {self}", objects.name()))
+    }
+}
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Truncated => f.write_str("it is truncated"),
+            Self::Magic => f.write_str("it is something else"),
+            Self::Version(version) => {
+                write!(f, "it has version {version} of the format, which a newer mica reads")
+            }
+            Self::Checksum => f.write_str("its checksum does not match"),
+            Self::Content => f.write_str("it contradicts itself"),
+        }
+    }
+}
