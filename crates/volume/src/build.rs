@@ -2,13 +2,14 @@
 //! one object.
 //!
 //! Invariants
-//! - I1 An extent has the whole of a batch. Its state is the one before with the batch applied.
+//! - I1 An extent has the whole of its segments. Its state is the one before with them applied.
 //! - I2 A node follows all that it names, in this extent or in an earlier one.
 
 use crate::format::Id;
 use crate::format::extent::{ENTRY_BYTES, Entry, HEADER_BYTES, Header, Kind, LEN_MAX};
 use crate::place::{BLOCK_BYTES, ExtentId, Place};
-use crate::recent::{Batch, Block};
+use crate::recent::Block;
+use crate::segment::{Segment, WEIGHT_MAX};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::Result;
@@ -16,14 +17,14 @@ use mica_map::{Directory, Editor, crc32c, encode_node};
 use mica_rt::Buf;
 use std::sync::Arc;
 
-/// Blocks of data in an extent, at most.
-pub(crate) const BLOCKS_MAX: usize = 2048;
 /// Directories that an editor holds unchanged.
 const DIRECTORIES_HELD: usize = 1 << 14;
 
-// The nodes of so many scattered blocks, a path of full directories for each, fit beside them.
+// The nodes of so many scattered blocks, a path of full directories for each, fit beside them. So
+// do the two paths of a cleared range, and a snapshot's record with its own path.
 const _: () = assert!(
-    HEADER_BYTES + BLOCKS_MAX * (BLOCK_BYTES + 9 * NODE_ROOM_BYTES + 2 * ENTRY_BYTES) < LEN_MAX
+    HEADER_BYTES + 2 * WEIGHT_MAX * (BLOCK_BYTES + 18 * NODE_ROOM_BYTES + 2 * ENTRY_BYTES)
+        < LEN_MAX
 );
 /// Bytes that a directory takes in an extent, at most.
 const NODE_ROOM_BYTES: usize =
@@ -57,19 +58,34 @@ impl Builder {
         Self { signature, editor: Editor::new(state.map, DIRECTORIES_HELD), state }
     }
 
-    /// Makes extent `id` of `batch`, after which the disk has `len` bytes.
+    /// Makes extent `id` of `segments`, one after the other.
     ///
     /// # Errors
-    /// If the map cannot be read. The builder is of no use then: a part of the batch is in it.
+    /// If the map cannot be read. The builder is of no use then: a part of the segments is in it.
+    ///
+    /// # Panics
+    /// If there are no segments, or so many that they do not fit.
     pub(crate) async fn build(
         &mut self,
         tree: &Tree,
         id: ExtentId,
-        batch: &Batch,
-        when: Stamp,
+        segments: &[Segment],
+        nonce: Id,
     ) -> Result<Built> {
+        let weight: usize = segments.iter().map(Segment::weight).sum();
+        assert!(!segments.is_empty() && weight <= 2 * WEIGHT_MAX, "segments for one extent");
         let mut content = Content::new(id);
-        for (start, count, data) in batch.pieces() {
+        for segment in segments {
+            self.apply(tree, segment, &mut content).await?;
+            assert!(segment.cuts.is_empty(), "cuts come with the next commit");
+        }
+        self.state.map = self.editor.write(|directory| content.push_node(tree, directory));
+        let content = content.finish(self.signature, nonce, self.state);
+        Ok(Built { state: self.state, content })
+    }
+
+    async fn apply(&mut self, tree: &Tree, segment: &Segment, content: &mut Content) -> Result<()> {
+        for (start, count, data) in segment.batch.pieces() {
             match data {
                 Some(data) => {
                     let place = content.push(start, data);
@@ -86,19 +102,16 @@ impl Builder {
                 }
             }
         }
-        if when.len != self.state.len {
-            content.entries.push(Entry::Length { bytes: when.len });
+        if segment.len != self.state.len {
+            content.entries.push(Entry::Length { bytes: segment.len });
         }
-        let map = self.editor.write(|directory| content.push_node(tree, directory));
         self.state = State {
-            map,
-            len: when.len,
-            records: self.state.records + 1,
-            time_ns: when.time_ns,
+            len: segment.len,
+            records: segment.records,
+            time_ns: segment.time_ns,
             ..self.state
         };
-        let content = content.finish(self.signature, when.nonce, self.state);
-        Ok(Built { state: self.state, content })
+        Ok(())
     }
 
     async fn feed(&mut self, tree: &Tree, key: u64) -> Result<()> {
@@ -107,16 +120,6 @@ impl Builder {
         }
         Ok(())
     }
-}
-
-/// What an extent says besides what was done.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Stamp {
-    /// Length of the disk.
-    pub(crate) len: u64,
-    /// In nanoseconds since 1970.
-    pub(crate) time_ns: u64,
-    pub(crate) nonce: Id,
 }
 
 /// The parts of an extent while it is made.

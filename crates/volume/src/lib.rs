@@ -26,6 +26,7 @@ mod place;
 mod put;
 mod reader;
 mod recent;
+mod segment;
 mod state;
 mod tree;
 mod volume;

@@ -365,13 +365,13 @@ fn random_writes_over_a_tebibyte_cost_little_more_than_themselves() {
         let objects = objects();
         let volume = made(&objects, 1 << 40).await;
         let mut rng = Rng::new(4);
-        for _ in 0..10 * BLOCKS_MAX {
+        for _ in 0..10 * WEIGHT_MAX {
             let at = rng.below((1 << 40) / BLOCK_BYTES as u64) * BLOCK_BYTES as u64;
             write(&volume, at, &[1; BLOCK_BYTES]).await.expect("written");
         }
         volume.flush().await.expect("flushed");
         let stored: u64 = objects.contents().values().map(|content| content.len() as u64).sum();
-        let written = (10 * BLOCKS_MAX * BLOCK_BYTES) as u64;
+        let written = (10 * WEIGHT_MAX * BLOCK_BYTES) as u64;
         assert!(stored * 100 < written * 135, "{stored} bytes for {written}");
     });
 }
