@@ -17,6 +17,7 @@
 
 mod build;
 mod check;
+mod claims;
 mod environment;
 mod format;
 mod heads;
