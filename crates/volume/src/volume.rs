@@ -23,8 +23,8 @@ use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Put, Requests, Result, WriteStats, Writing, Zeroes,
-    check_longer,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Put, Requests, Result, WriteStats,
+    Writing, Zeroes, check_longer,
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
@@ -458,6 +458,10 @@ impl Manage for Volume {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }
