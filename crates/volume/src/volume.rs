@@ -12,7 +12,7 @@
 //! - I3 After a put that failed for good nothing is acknowledged: the volume is latched.
 
 use crate::build::{Builder, Signature};
-use crate::heads::{Heads, Owned};
+use crate::heads::{End, Heads, Owned};
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, ExtentId};
 use crate::put::{Patience, put};
@@ -410,7 +410,9 @@ impl Manage for Volume {
             let Some(putter) = &self.shared.writer else { return Ok(()) };
             self.shared.store().await?;
             let state = self.shared.now().state;
-            self.shared.heads.close(&putter.owned, state).await
+            let heads = &self.shared.heads;
+            let last = heads.last_head(&putter.owned, state, &End::Closed);
+            heads.end(putter.owned.writer, &last).await
         })
     }
 
