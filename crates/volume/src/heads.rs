@@ -47,6 +47,7 @@ pub enum Claimed {
 }
 
 /// A volume that was opened for writing.
+#[derive(Clone)]
 pub(crate) struct Owned {
     /// The newest head of its writer.
     pub(crate) head: Head,
@@ -61,19 +62,6 @@ pub(crate) trait Legacy {
     /// Called before a head is put that goes on from `head` under `writer` with `state`: once more
     /// if that is lost.
     async fn settle(&mut self, head: &Head, writer: Writer, state: &State) -> Result<()>;
-}
-
-/// Nothing.
-pub(crate) struct NoLegacy;
-
-impl Legacy for NoLegacy {
-    fn is_of(&self, _head: &Head) -> bool {
-        false
-    }
-
-    async fn settle(&mut self, _head: &Head, _writer: Writer, _state: &State) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// How a writer's time ends.

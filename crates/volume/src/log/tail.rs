@@ -305,12 +305,13 @@ impl Log {
         self.inner.tail().writers = vec![writer];
     }
 
-    /// Ends the log: the store has all of it. Durable when this returns.
+    /// Ends the log: the store has all of it, and nothing is pushed any more. Durable when this
+    /// returns.
     ///
     /// # Errors
     /// As [`Self::written`]. The log is found again then.
-    pub async fn end(self) -> Result<()> {
-        let inner = self.inner;
+    pub async fn end(&self) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
         spawn(async move {
             let next = inner.tail().next;
             inner.wait_until(|tail| tail.written >= next).await?;
