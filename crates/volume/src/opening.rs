@@ -19,6 +19,7 @@ use crate::tree::Tree;
 use crate::writing::as_change;
 use mica_block::{Error, ErrorKind, Result};
 use mica_rt::sync::SharedLock;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// What the answer to a flush promises.
@@ -81,18 +82,26 @@ impl LogChoice<'_> {
         found: &Found,
         state: &State,
     ) -> Result<()> {
-        let mut end = 0;
+        let mut numbers: Option<Range<u64>> = None;
         device
             .look(found, |number, _| {
-                end = end.max(number + 1);
+                let first = numbers.as_ref().map_or(number, |numbers| numbers.start);
+                numbers = Some(first..number + 1);
                 Ok(())
             })
             .await?;
         device.set_aside(found.volume).await?;
-        let lacking = end.saturating_sub(state.records);
+        let numbers = numbers.unwrap_or_default();
+        // Those who wrote since count records of their own under the same numbers.
+        let newest = state.map.node.map(|node| node.extent().writer);
+        let first = match newest.is_some_and(|newest| found.writers.iter().all(|w| *w < newest)) {
+            true => numbers.start,
+            false => numbers.start.max(state.records),
+        };
+        let lacking = numbers.end.saturating_sub(first);
         if lacking > 0 {
             self.loss = Some(format!(
-                "the log of this machine has {lacking} writes that the volume lacks, and others \
+                "the log of this machine has {lacking} writes that the volume may lack, and others \
                  had the volume since: the log was set aside"
             ));
         }

@@ -12,13 +12,14 @@
 //! - I2 After a put that was refused, or an error of the log, nothing is acknowledged: the volume is
 //!   latched. A store that does not answer makes everybody wait.
 
-use crate::heads::{End, host_name};
+use crate::heads::{End, Heads, host_name};
 use crate::known::Change;
 use crate::opening::Durability;
 use crate::place::BLOCK_BYTES;
 use crate::reader::{self, View, check_range};
 use crate::shared::{Shared, lock};
 use crate::state::State;
+use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
     ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Requests, Result, WriteStats, Writing,
@@ -39,6 +40,11 @@ pub struct Volume {
 impl Volume {
     pub(crate) fn of(shared: Arc<Shared>) -> Self {
         Self { shared }
+    }
+
+    /// A state of a volume, to be read.
+    pub(crate) fn readable(tree: Arc<Tree>, heads: Heads, state: State) -> Self {
+        Self::of(Shared::new(tree, heads, None, state))
     }
 
     /// Closes the volume, as [`Manage::close`] does, for `host`: no other opens it then, except by

@@ -1,14 +1,18 @@
 //! A store of volumes: which there are, and how one is opened.
 
+mod clone;
+mod diff;
+mod snapshots;
+
 use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::Id;
+use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
 use crate::opening::{self, Opening};
 use crate::put::{Patience, put, read};
-use crate::shared::Shared;
 use crate::state::State;
 use crate::tree::Tree;
 use crate::volume::Volume;
@@ -34,6 +38,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// Whether it can be opened: a clone cannot before it is finished.
+    pub is_ready: bool,
 }
 
 impl Volumes {
@@ -150,7 +156,8 @@ impl Volumes {
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
-        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
+        let is_ready = head.life != Life::Pinned;
+        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on, is_ready })
     }
 
     /// Reads everything that a volume's newest head names, and says what of it is damaged.
@@ -186,14 +193,16 @@ impl Volumes {
         self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
     }
 
-    /// Opens the state of a volume that its newest head has, for reading. It stays as it is.
+    /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is
+    /// written meanwhile. Who reads for long makes a clone first: what the volume itself does not
+    /// name any more is collected.
     ///
     /// # Errors
     /// As [`Self::info`].
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
-        let state = heads.newest().await?.state;
-        Ok(Volume::of(Shared::new(Arc::clone(&self.tree), heads, None, state)))
+        let (_, state) = heads.counting().await?;
+        Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
     }
 
     fn heads(&self, name: &VolumeName) -> Heads {
