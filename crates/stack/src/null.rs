@@ -4,10 +4,12 @@
 use crate::raw::{beyond_the_end, check_range};
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes, ready,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, WriteStats, Writing, Zeroes,
+    ready,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 /// A disk of zeros.
@@ -107,7 +109,7 @@ impl Manage for NullDisk {
         None
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -137,5 +139,13 @@ impl Manage for NullDisk {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }

@@ -9,11 +9,12 @@
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, Images, IoFuture, LocalFuture,
-    Manage, ManageIndex, MapStats, Plan, Planned, Result, RunKind, Space, Store, WriteStats,
-    Writing, Zeroes, check_longer,
+    Manage, ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, RunKind, Space, Store,
+    WriteStats, Writing, Zeroes, check_longer,
 };
 use mica_rt::{Buf, Pace};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber, SECTOR_BYTES};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -290,7 +291,7 @@ impl Manage for RawDisk {
         writer.check_latch(&*self.store).err()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -322,6 +323,14 @@ impl Manage for RawDisk {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

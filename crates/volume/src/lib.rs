@@ -14,28 +14,43 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
 
 mod build;
 mod check;
+mod claims;
+mod destage;
 mod environment;
 mod format;
 mod heads;
+mod keep;
 mod known;
+mod log;
 mod names;
+mod opening;
 mod place;
 mod put;
 mod reader;
 mod recent;
+mod segment;
+mod shared;
+mod snapshots;
 mod state;
+mod tenure;
 mod tree;
 mod volume;
 mod volumes;
+mod writing;
 
 pub use check::Findings;
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
+pub use keep::Keep;
+pub use log::{Found, Log, LogDevice, NotPushed, Record, Room, Ticket};
+pub use mica_block::{SnapshotInfo, Which};
 pub use names::VolumeName;
+pub use opening::{Durability, Opening};
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use state::{Root, State};
 pub use volume::Volume;

@@ -1,11 +1,17 @@
 //! A store of volumes: which there are, and how one is opened.
 
+mod clone;
+mod diff;
+mod snapshots;
+
 use crate::check::{Findings, check_map};
 use crate::environment::Environment;
 use crate::format::Id;
+use crate::format::head::Life;
 use crate::format::store::{self, STORE_BYTES};
 use crate::heads::{Claimed, Heads};
 use crate::names::{self, VolumeName};
+use crate::opening::{self, Opening};
 use crate::put::{Patience, put, read};
 use crate::state::State;
 use crate::tree::Tree;
@@ -32,6 +38,8 @@ pub struct VolumeInfo {
     pub state: State,
     /// The host that writes it now; `None` if nobody does.
     pub open_on: Option<String>,
+    /// Whether it can be opened: a clone cannot before it is finished.
+    pub is_ready: bool,
 }
 
 impl Volumes {
@@ -102,15 +110,18 @@ impl Volumes {
             let what = format!("a volume has whole sectors, up to {most} bytes, and not {len}");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
-        self.heads(name).create(State::empty(len)).await.map(drop)
+        let state = State { time_ns: self.environment.now_ns(), ..State::empty(len) };
+        self.heads(name).create(state).await.map(drop)
     }
 
-    /// Deletes a volume that nobody writes. The space comes back with the next collection.
+    /// Deletes a volume. The space comes back with the next collection. With [`Claimed::TakeOver`]
+    /// its writer, if it has one, is fenced first.
     ///
     /// # Errors
-    /// `NotFound` if there is none, `Denied` if it is open.
-    pub async fn delete(&self, name: &VolumeName) -> Result<()> {
-        self.heads(name).delete().await
+    /// `NotFound` if there is none; `Denied` if it is open, or meant for another host, and that is
+    /// to be left.
+    pub async fn delete(&self, name: &VolumeName, claimed: Claimed) -> Result<()> {
+        self.heads(name).delete(claimed).await
     }
 
     /// All volumes, by name.
@@ -145,7 +156,8 @@ impl Volumes {
     pub async fn info(&self, name: &VolumeName) -> Result<VolumeInfo> {
         let head = self.heads(name).newest().await?;
         let open_on = head.writer().map(|_| head.host.clone());
-        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on })
+        let is_ready = head.life != Life::Pinned;
+        Ok(VolumeInfo { name: name.clone(), state: head.state, open_on, is_ready })
     }
 
     /// Reads everything that a volume's newest head names, and says what of it is damaged.
@@ -157,23 +169,39 @@ impl Volumes {
         check_map(&*self.objects, &self.tree, head.state.map).await
     }
 
-    /// Opens a volume for reading and writing.
+    /// Opens a volume for reading and writing. What the log of this machine has of it, and the
+    /// store has not, is put before this returns.
     ///
     /// # Errors
-    /// `NotFound` if there is none; `Denied` if another writer has it and is to be left alone.
-    pub async fn open_volume(&self, name: &VolumeName, claimed: Claimed) -> Result<Volume> {
-        let heads = self.heads(name);
-        let owned = heads.open(claimed).await?;
-        Ok(Volume::writable(Arc::clone(&self.tree), heads, owned))
+    /// `NotFound` if there is none; `Denied` if another writer has it, or it was handed to another
+    /// host, and that is to be left.
+    pub async fn open_volume(
+        &self,
+        name: &VolumeName,
+        opening: impl Into<Opening>,
+    ) -> Result<Volume> {
+        let (tree, heads) = (Arc::clone(&self.tree), self.heads(name));
+        Ok(Volume::of(opening::open(tree, heads, &opening.into()).await?))
     }
 
-    /// Opens the state of a volume that its newest head has, for reading. It stays as it is.
+    /// Hands a volume that nobody writes to `host`: no other opens it, except by force. A volume
+    /// that is open is handed over by [`Volume::hand_over`].
+    ///
+    /// # Errors
+    /// As [`Self::open_volume`].
+    pub async fn hand_over(&self, name: &VolumeName, host: &str) -> Result<()> {
+        self.open_volume(name, Claimed::Refuse).await?.hand_over(host).await
+    }
+
+    /// Opens what is in the store of a volume now, for reading. It stays as it is, whatever is
+    /// written meanwhile. Who reads for long makes a clone first: what the volume itself does not
+    /// name any more is collected.
     ///
     /// # Errors
     /// As [`Self::info`].
     pub async fn open_readable(&self, name: &VolumeName) -> Result<Volume> {
         let heads = self.heads(name);
-        let state = heads.newest().await?.state;
+        let (_, state) = heads.counting().await?;
         Ok(Volume::readable(Arc::clone(&self.tree), heads, state))
     }
 

@@ -2,10 +2,11 @@
 
 use crate::chain::Chain;
 use mica_block::{
-    Error, IndexProgress, LocalFuture, Manage, ManageIndex, MapStats, Result, SealState,
-    StoreIdentity, WriteStats,
+    Error, IndexProgress, LocalFuture, Manage, ManageIndex, ManageSnapshots, MapStats, Result,
+    SealState, StoreIdentity, WriteStats,
 };
 use mica_units::LayerNumber;
+use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -31,8 +32,8 @@ impl Manage for Chain {
         self.writer.load().as_ref()?.latch()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
-        self.writer.load().as_ref()?.weakness()
+    fn weakness(&self) -> Option<Cow<'static, str>> {
+        self.writer.load().as_ref()?.weakness().map(Cow::Borrowed)
     }
 
     fn write_stats(&self) -> WriteStats {
@@ -63,6 +64,14 @@ impl Manage for Chain {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         Some(self)
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 

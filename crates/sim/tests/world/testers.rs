@@ -6,12 +6,14 @@
 
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, Images, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Result, Space, Store, WriteStats, Writing, Zeroes,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Result, Space, Store, WriteStats,
+    Writing, Zeroes,
 };
 use mica_rt::{Backend, Buf, Executor};
 use mica_sim::crash::{Crashes, Cut, Mode, Subject, cut_at_random, load_at_random, loss_at_random};
 use mica_sim::{ChangeFault, ModelDisk, Operation, World, scenario};
 use mica_units::{GuestOffset, GuestRange, HostOffset, LayerNumber};
+use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -220,7 +222,7 @@ impl Manage for Raw {
         None
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         None
     }
 
@@ -250,6 +252,14 @@ impl Manage for Raw {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        None
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
     }
 }
 
