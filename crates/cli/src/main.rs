@@ -32,6 +32,7 @@ mod sections;
 mod serve;
 mod top;
 mod unfinished;
+mod volume;
 
 use args::{Cli, Verb};
 use clap::{CommandFactory, Parser};
@@ -78,6 +79,7 @@ fn main() -> ExitCode {
         Verb::Read(args) => dd::read(&args),
         Verb::Write(args) => dd::write(&args),
         Verb::Index(args) => index::run(&args),
+        Verb::Volume(args) => volume::run(&args),
         Verb::Gen(args) => generate::run(&args),
         Verb::Manual(args) => manual::run(&args, Cli::command()),
         Verb::Helper => serve::run_helper(),

@@ -66,6 +66,6 @@ pub use rehearsal::check_config;
 pub use served::SERVING;
 pub use settings::{
     Aio, Cache, Discards, DiskSettings, ImageSettings, IndexMode, IoSettings, OtherUsers,
-    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer,
+    ProcessSettings, SandboxMode, Size, StatsSettings, TlsMode, VerifyPeer, VolumeSettings,
 };
 pub use systemd::has_inherited_sockets;

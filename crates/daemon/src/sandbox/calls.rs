@@ -9,7 +9,7 @@
 
 mod lists;
 
-use lists::{FOR_MOUNTS, OF_BOTH, OF_SERVERS, REFUSED};
+use lists::{FOR_LINKS, FOR_MOUNTS, OF_BOTH, OF_SERVERS, REFUSED};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
 use seccompiler::{
@@ -41,17 +41,26 @@ impl Unlisted {
         if cfg!(debug_assertions) { Self::Kill } else { Self::Error };
 }
 
+/// What not every server may do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Allowed {
+    /// Listen at TCP ports.
+    pub(super) has_tcp: bool,
+    /// Give files a second name.
+    pub(super) has_links: bool,
+}
+
 /// Restricts threads of a server to what a server needs.
 ///
 /// # Errors
 /// If the kernel or the processor supports no filters.
 pub(super) fn restrict_server(
-    has_tcp: bool,
+    allowed: Allowed,
     threads: Threads,
     unlisted: Unlisted,
 ) -> io::Result<()> {
-    let mut rules = listed(&[OF_BOTH, OF_SERVERS]);
-    server_rules(&mut rules, has_tcp).map_err(io::Error::other)?;
+    let mut rules = listed(&[OF_BOTH, OF_SERVERS, if allowed.has_links { FOR_LINKS } else { &[] }]);
+    server_rules(&mut rules, allowed.has_tcp).map_err(io::Error::other)?;
     apply(rules, threads, unlisted)
 }
 

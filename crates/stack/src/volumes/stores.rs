@@ -18,7 +18,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub enum Patience {
     /// For seconds: somebody waits for a verb.
     Verb,
-    /// For as long as it takes: a guest must not see an error for an outage.
+    /// Once the store is open, for as long as it takes: a guest must not see an error for an outage.
     Guest,
 }
 
@@ -42,8 +42,15 @@ pub struct Store {
     is_probed: Mutex<bool>,
 }
 
-/// Attempts of a verb: some seconds.
-const VERB_TRIES: u32 = 7;
+/// Where objects are that are not used yet.
+struct Reached {
+    objects: Arc<dyn Objects>,
+    /// What repeats requests to it, if it is behind a network.
+    retry: Option<Arc<RetryObjects>>,
+}
+
+/// Attempts while somebody waits: some seconds.
+const TRIES_MAX: u32 = 7;
 
 impl Stores {
     /// No stores yet. Their files are opened through `handles`; the cache of each takes about
@@ -61,9 +68,10 @@ impl Stores {
         if let Some(store) = self.known(url) {
             return Ok(store);
         }
-        let objects = self.objects(url)?;
-        let volumes = Volumes::open(Arc::clone(&objects), environment()?, self.cache_bytes).await;
-        Ok(self.keep(url, volumes?, objects))
+        let reached = self.reach(url)?;
+        let objects = Arc::clone(&reached.objects);
+        let volumes = Volumes::open(objects, environment()?, self.cache_bytes).await?;
+        Ok(self.keep(url, volumes, reached))
     }
 
     /// As [`Self::open`]; makes a store of what is empty, and a directory for it in one that there
@@ -79,10 +87,10 @@ impl Stores {
         if let StoreUrl::Directory(path) = url {
             make_directory(path)?;
         }
-        let objects = self.objects(url)?;
-        let made =
-            Volumes::open_or_make(Arc::clone(&objects), environment()?, self.cache_bytes).await?;
-        let store = self.keep(url, made, objects);
+        let reached = self.reach(url)?;
+        let objects = Arc::clone(&reached.objects);
+        let made = Volumes::open_or_make(objects, environment()?, self.cache_bytes).await?;
+        let store = self.keep(url, made, reached);
         store.probe().await?;
         Ok(store)
     }
@@ -92,7 +100,11 @@ impl Stores {
     }
 
     /// Keeps a store that was opened, unless somebody else was faster.
-    fn keep(&self, url: &StoreUrl, volumes: Volumes, objects: Arc<dyn Objects>) -> Arc<Store> {
+    fn keep(&self, url: &StoreUrl, volumes: Volumes, reached: Reached) -> Arc<Store> {
+        let Reached { objects, retry } = reached;
+        if let (Patience::Guest, Some(retry)) = (self.patience, retry) {
+            retry.lift_limit();
+        }
         let mut open = self.lock();
         if let Some(store) = open.get(url).and_then(Weak::upgrade) {
             return store;
@@ -108,11 +120,12 @@ impl Stores {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn objects(&self, url: &StoreUrl) -> Result<Arc<dyn Objects>> {
+    fn reach(&self, url: &StoreUrl) -> Result<Reached> {
+        let local = |objects| Ok(Reached { objects, retry: None });
         match url {
             StoreUrl::Directory(path) => {
                 let objects = DirectoryObjects::open(path, &self.handles);
-                Ok(Arc::new(objects.map_err(|error| missing(path, error))?))
+                local(Arc::new(objects.map_err(|error| missing(path, error))?))
             }
             StoreUrl::Bucket { bucket, prefix } => {
                 let options = BucketOptions {
@@ -122,7 +135,7 @@ impl Stores {
                     region: None,
                     credentials: None,
                 };
-                self.over_network(Arc::new(Bucket::open(options)?))
+                over_network(Arc::new(Bucket::open(options)?))
             }
             StoreUrl::Pool { .. } => {
                 let what = format!("{url}: this mica was built without RADOS");
@@ -131,20 +144,17 @@ impl Stores {
             StoreUrl::Memory(name) => {
                 let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);
                 let new = || MemoryObjects::new(format!("memory:{name}"));
-                Ok(Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone()))
+                local(Arc::new(in_memory.entry(name.clone()).or_insert_with(new).clone()))
             }
         }
     }
+}
 
-    fn over_network(&self, objects: Arc<dyn Objects>) -> Result<Arc<dyn Objects>> {
-        let [seed, _] = random_numbers()?;
-        let tries_max = match self.patience {
-            Patience::Verb => Some(VERB_TRIES),
-            Patience::Guest => None,
-        };
-        let options = RetryOptions { tries_max, ..RetryOptions::new(seed) };
-        Ok(Arc::new(RetryObjects::new(objects, options)))
-    }
+fn over_network(objects: Arc<dyn Objects>) -> Result<Reached> {
+    let [seed, _] = random_numbers()?;
+    let options = RetryOptions { tries_max: Some(TRIES_MAX), ..RetryOptions::new(seed) };
+    let retry = Arc::new(RetryObjects::new(objects, options));
+    Ok(Reached { objects: Arc::clone(&retry) as _, retry: Some(retry) })
 }
 
 impl Store {

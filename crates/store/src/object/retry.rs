@@ -18,7 +18,7 @@ use mica_block::{
 use mica_rt::{Buf, sleep};
 use mica_units::random_at;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Options of a [`RetryObjects`].
@@ -31,7 +31,8 @@ pub struct RetryOptions {
     /// Where the length of pauses comes from: processes that fail at one time do not all return at
     /// one time.
     pub seed: u64,
-    /// Attempts of a request at most; `None` if it may take as long as it likes.
+    /// Attempts of a request at most, as long as nobody lifts that limit; `None` if it may take as
+    /// long as it likes.
     pub tries_max: Option<u32>,
 }
 
@@ -54,6 +55,8 @@ struct Shared {
     options: RetryOptions,
     /// Pauses so far.
     pauses: AtomicU64,
+    /// Whether requests are no longer limited in their attempts.
+    is_unlimited: AtomicBool,
 }
 
 /// The pauses of one request.
@@ -69,7 +72,13 @@ const SAY_AFTER: u32 = 4;
 impl RetryObjects {
     /// Repeats the requests to `inner`.
     pub fn new(inner: Arc<dyn Objects>, options: RetryOptions) -> Self {
-        Self { shared: Arc::new(Shared { inner, options, pauses: AtomicU64::new(0) }) }
+        let (pauses, is_unlimited) = Default::default();
+        Self { shared: Arc::new(Shared { inner, options, pauses, is_unlimited }) }
+    }
+
+    /// From now on requests may take as long as they like: the store was there, and is waited for.
+    pub fn lift_limit(&self) {
+        self.shared.is_unlimited.store(true, Ordering::Relaxed);
     }
 }
 
@@ -153,7 +162,8 @@ impl Shared {
 impl Pauses<'_> {
     /// Whether another attempt is made, which may have another outcome.
     fn may_pass(&self, error: &Error) -> bool {
-        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most);
+        let has_tries = self.shared.options.tries_max.is_none_or(|most| self.count + 1 < most)
+            || self.shared.is_unlimited.load(Ordering::Relaxed);
         error.kind() == ErrorKind::Io && has_tries
     }
 

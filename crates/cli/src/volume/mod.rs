@@ -1,0 +1,46 @@
+//! `mica volume`: volumes in a directory, a bucket or a pool. One file per verb.
+
+mod check;
+mod create;
+mod delete;
+mod info;
+mod list;
+mod sections;
+mod session;
+
+use crate::failure::Failure;
+use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+/// The examples of the verb itself.
+pub(crate) const EXAMPLES: &str = sections::VOLUME;
+
+#[derive(Args)]
+pub(crate) struct VolumeArgs {
+    #[command(subcommand)]
+    verb: VolumeVerb,
+}
+
+#[derive(Subcommand)]
+enum VolumeVerb {
+    #[command(after_long_help = sections::CREATE)]
+    Create(create::CreateArgs),
+    #[command(after_long_help = sections::LIST)]
+    List(list::ListArgs),
+    #[command(after_long_help = sections::INFO)]
+    Info(info::InfoArgs),
+    #[command(after_long_help = sections::DELETE)]
+    Delete(delete::DeleteArgs),
+    #[command(after_long_help = sections::CHECK)]
+    Check(check::CheckArgs),
+}
+
+pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
+    match &args.verb {
+        VolumeVerb::Create(args) => create::run(args),
+        VolumeVerb::List(args) => list::run(args),
+        VolumeVerb::Info(args) => info::run(args),
+        VolumeVerb::Delete(args) => delete::run(args),
+        VolumeVerb::Check(args) => check::run(args),
+    }
+}

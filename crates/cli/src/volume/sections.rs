@@ -1,0 +1,42 @@
+//! What stands at the end of the `--help` of each verb.
+
+pub(super) const VOLUME: &str = "\
+EXAMPLES:
+  mica volume create file:///srv/volumes/web 10G
+  mica serve --nbd unix:web.sock --volume file:///srv/volumes/web
+  mica volume list file:///srv/volumes
+
+STORES:
+  file:///DIR            a directory: no server is needed
+  s3://BUCKET/PREFIX     a bucket, reached as the tools of AWS do it: AWS_ACCESS_KEY_ID,
+                         AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for others
+  rados://POOL/PREFIX    a pool of Ceph
+  /NAME behind that is a volume, and @LABEL behind that one of its snapshots.";
+
+pub(super) const CREATE: &str = "\
+EXAMPLES:
+  mica volume create file:///srv/volumes/web 10G
+  mica volume create s3://bucket/volumes/web 1T";
+
+pub(super) const LIST: &str = "\
+EXAMPLES:
+  mica volume list file:///srv/volumes
+  mica volume list --output json s3://bucket/volumes | jq -r '.[].name'";
+
+pub(super) const INFO: &str = "\
+EXAMPLES:
+  mica volume info file:///srv/volumes/web";
+
+pub(super) const DELETE: &str = "\
+EXAMPLES:
+  mica volume delete file:///srv/volumes/web";
+
+pub(super) const CHECK: &str = "\
+EXAMPLES:
+  mica volume check file:///srv/volumes/web
+  mica volume check file:///srv/volumes     # all of them
+
+EXIT STATUS:
+  0  nothing is damaged
+  1  it could not be checked
+  2  something is damaged; each line on standard error names a part";
