@@ -19,4 +19,5 @@ pub mod storm;
 pub mod takeover;
 pub mod tasks;
 pub mod tools;
+pub mod volume;
 pub mod write_log;
