@@ -39,9 +39,9 @@ impl Now {
         self.filling.get(block).or_else(sealed)
     }
 
-    /// Blocks with data that are not being put yet.
-    pub(crate) fn filling_blocks(&self) -> usize {
-        self.filling.data_blocks()
+    /// The weight of what is not being put yet.
+    pub(crate) fn filling_weight(&self) -> usize {
+        self.filling.weight()
     }
 
     pub(crate) fn put(&mut self, block: u64, data: Block) {

@@ -14,18 +14,23 @@
 //! | what names what | `place`, `state` |
 //! | the bytes | `format`, docs/formats/extent.md and head.md |
 //! | the objects of a store | `names` |
+//! | what outlives a power cut before it is in the store | `log`, docs/formats/log.md |
 
 mod build;
 mod check;
+mod claims;
 mod environment;
 mod format;
 mod heads;
 mod known;
+mod log;
 mod names;
 mod place;
 mod put;
 mod reader;
 mod recent;
+mod segment;
+mod snapshots;
 mod state;
 mod tree;
 mod volume;
@@ -35,6 +40,7 @@ pub use check::Findings;
 pub use environment::Environment;
 pub use format::Id;
 pub use heads::Claimed;
+pub use log::{Found, Log, LogDevice, NotPushed, Record, Room, Ticket};
 pub use names::VolumeName;
 pub use place::{BLOCK_BYTES, ExtentId, Place, Writer};
 pub use state::{Root, State};

@@ -56,6 +56,11 @@ impl Batch {
         self.data
     }
 
+    /// Blocks with data, and ranges without: as `WEIGHT_MAX` counts them.
+    pub(crate) fn weight(&self) -> usize {
+        self.pieces.len()
+    }
+
     /// What `block` is; `None` if nothing was done to it.
     pub(crate) fn get(&self, block: u64) -> Option<Known> {
         let (start, piece) = self.pieces.range(..=block).next_back()?;

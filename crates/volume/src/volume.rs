@@ -11,19 +11,20 @@
 //! - I2 Extents are put by one task at a time, which runs to its end whoever waits for it.
 //! - I3 After a put that failed for good nothing is acknowledged: the volume is latched.
 
-use crate::build::{BLOCKS_MAX, Builder, Signature, Stamp};
-use crate::heads::{Heads, Owned};
+use crate::build::{Builder, Signature};
+use crate::heads::{End, Heads, Owned};
 use crate::known::Now;
 use crate::place::{BLOCK_BYTES, ExtentId};
 use crate::put::{Patience, put};
 use crate::reader::{self, View, blocks_of, check_range};
-use crate::recent::{Batch, Block, Known};
+use crate::recent::{Block, Known};
+use crate::segment::{Segment, WEIGHT_MAX};
 use crate::state::State;
 use crate::tree::Tree;
 use mica_block::{
     Disk, Error, ErrorKind, Extent, ExtentKind, Geometry, GroupSync, IoFuture, LocalFuture, Manage,
-    ManageIndex, MapStats, Plan, Planned, Put, Requests, Result, WriteStats, Writing, Zeroes,
-    check_longer,
+    ManageIndex, ManageSnapshots, MapStats, Plan, Planned, Put, Requests, Result, WriteStats,
+    Writing, Zeroes, check_longer,
 };
 use mica_rt::sync::SharedLock;
 use mica_rt::{Buf, spawn};
@@ -129,7 +130,7 @@ impl Shared {
     async fn put_batch(&self) -> Result<()> {
         let putter = self.putter()?;
         let _alone = putter.turn.alone().await;
-        let (batch, len) = {
+        let segment = {
             let mut now = self.now();
             if let Some(error) = &now.latch {
                 return Err(error.clone());
@@ -137,9 +138,11 @@ impl Shared {
             if now.is_stored() {
                 return Ok(());
             }
-            (now.seal(), now.len)
+            let (len, records) = (now.len, now.state.records + 1);
+            let time_ns = self.heads.environment.now_ns();
+            Segment { batch: now.seal(), len, records, time_ns, cuts: Vec::new() }
         };
-        let outcome = self.put_extent(putter, &batch, len).await;
+        let outcome = self.put_extent(putter, &[segment]).await;
         let mut now = self.now();
         match outcome {
             Ok(state) => now.publish(state),
@@ -152,7 +155,7 @@ impl Shared {
         Ok(())
     }
 
-    async fn put_extent(&self, putter: &Putter, batch: &Batch, len: u64) -> Result<State> {
+    async fn put_extent(&self, putter: &Putter, segments: &[Segment]) -> Result<State> {
         let taken = putter.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
         let mut builder = taken.ok_or_else(|| Error::new(ErrorKind::Io, "an extent failed"))?;
         let writer = putter.owned.writer;
@@ -163,17 +166,15 @@ impl Shared {
                     format!("writer {} has put every extent", writer.number()),
                 )
             })?;
-        let environment = &self.heads.environment;
-        let when = Stamp { len, time_ns: environment.now_ns(), nonce: environment.random() };
-        let id = ExtentId { writer, sequence };
-        let built = builder.build(&self.tree, id, batch, when).await?;
+        let (id, nonce) = (ExtentId { writer, sequence }, self.heads.environment.random());
+        let built = builder.build(&self.tree, id, segments, nonce).await?;
         let bytes = built.content.len() as u64;
         let objects = &*self.heads.objects;
         match put(objects, &id.name(), built.content, Patience::Endless).await? {
             Put::Done => {}
             Put::Exists => return Err(self.heads.lost(writer).await),
         }
-        let blocks = batch.data_blocks() as u64;
+        let blocks = segments.iter().map(|segment| segment.batch.data_blocks() as u64).sum::<u64>();
         let counts = &putter.counts;
         counts.extents.fetch_add(1, Ordering::Relaxed);
         counts.blocks.fetch_add(blocks, Ordering::Relaxed);
@@ -183,7 +184,7 @@ impl Shared {
         Ok(built.state)
     }
 
-    /// Waits until there is room for another block in the batch that fills, and does `act` to it.
+    /// Waits until there is room for something in the batch that fills, and does `act` to it.
     async fn change<T>(self: &Arc<Self>, act: impl FnOnce(&mut Now) -> T) -> Result<T> {
         loop {
             {
@@ -191,7 +192,7 @@ impl Shared {
                 if let Some(error) = &now.latch {
                     return Err(error.clone());
                 }
-                if now.filling_blocks() < BLOCKS_MAX {
+                if now.filling_weight() < WEIGHT_MAX {
                     return Ok(act(&mut now));
                 }
             }
@@ -409,7 +410,9 @@ impl Manage for Volume {
             let Some(putter) = &self.shared.writer else { return Ok(()) };
             self.shared.store().await?;
             let state = self.shared.now().state;
-            self.shared.heads.close(&putter.owned, state).await
+            let heads = &self.shared.heads;
+            let last = heads.last_head(&putter.owned, state, &End::Closed);
+            heads.end(putter.owned.writer, &last).await
         })
     }
 
@@ -455,6 +458,10 @@ impl Manage for Volume {
     }
 
     fn index(&self) -> Option<&dyn ManageIndex> {
+        None
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         None
     }
 }
