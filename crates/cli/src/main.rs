@@ -105,10 +105,13 @@ fn options_help() -> Option<String> {
         return None;
     }
     let matches = Cli::command().ignore_errors(true).try_get_matches().ok()?;
-    let (verb, matches) = matches.subcommand()?;
+    let (verb, matches) = match matches.subcommand()? {
+        ("volume", matches) => matches.subcommand()?,
+        verb => verb,
+    };
     let format = match verb {
         "create" => "format",
-        "convert" | "measure" => "output_format",
+        "convert" | "measure" | "export" => "output_format",
         _ => return None,
     };
     let format = matches.get_one::<String>(format).map_or("qcow2", String::as_str);

@@ -3,6 +3,8 @@
 mod check;
 mod create;
 mod delete;
+mod export;
+mod import;
 mod info;
 mod list;
 mod sections;
@@ -33,6 +35,10 @@ enum VolumeVerb {
     Delete(delete::DeleteArgs),
     #[command(after_long_help = sections::CHECK)]
     Check(check::CheckArgs),
+    #[command(after_long_help = sections::IMPORT)]
+    Import(Box<import::ImportArgs>),
+    #[command(after_long_help = sections::EXPORT)]
+    Export(export::ExportArgs),
 }
 
 pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
@@ -42,5 +48,7 @@ pub(crate) fn run(args: &VolumeArgs) -> Result<ExitCode, Failure> {
         VolumeVerb::Info(args) => info::run(args),
         VolumeVerb::Delete(args) => delete::run(args),
         VolumeVerb::Check(args) => check::run(args),
+        VolumeVerb::Import(args) => import::run(args),
+        VolumeVerb::Export(args) => export::run(args),
     }
 }

@@ -40,3 +40,13 @@ EXIT STATUS:
   0  nothing is damaged
   1  it could not be checked
   2  something is damaged; each line on standard error names a part";
+
+pub(super) const IMPORT: &str = "\
+EXAMPLES:
+  mica volume import top.qcow2 file:///srv/volumes/web
+  mica volume import -f raw -p disk.raw file:///srv/volumes/db";
+
+pub(super) const EXPORT: &str = "\
+EXAMPLES:
+  mica volume export file:///srv/volumes/web copy.qcow2
+  mica volume export -p -O raw file:///srv/volumes/web@monday copy.raw";

@@ -33,12 +33,16 @@ pub(super) enum Subject {
 /// Memory for what is read of maps.
 const CACHE_BYTES: u64 = 32 << 20;
 
+/// The stores of a verb.
+pub(super) fn stores() -> Stores {
+    Stores::new(ImageSettings::handles(), CACHE_BYTES, Patience::Verb)
+}
+
 impl SessionArgs {
     pub(super) fn start(&self) -> Result<Session, Failure> {
         let executor = Executor::new(self.io.backend())
             .map_err(|error| Failure::new(format!("starting the I/O backend: {error}")))?;
-        let stores = Stores::new(ImageSettings::handles(), CACHE_BYTES, Patience::Verb);
-        Ok(Session { executor, stores })
+        Ok(Session { executor, stores: stores() })
     }
 }
 

@@ -3,8 +3,8 @@
 use super::lock::VolumeLock;
 use super::stores::Store;
 use mica_block::{
-    Disk, Error, Extent, Geometry, IoFuture, LocalFuture, Manage, ManageIndex, MapStats, Planned,
-    Result, WriteStats, Writing, Zeroes,
+    Disk, Error, Extent, Geometry, IoFuture, LocalFuture, Manage, ManageIndex, ManageSnapshots,
+    MapStats, Planned, Result, WriteStats, Writing, Zeroes,
 };
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
@@ -111,5 +111,9 @@ impl Manage for HeldVolume {
 
     fn index(&self) -> Option<&dyn ManageIndex> {
         self.volume.index()
+    }
+
+    fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
+        self.volume.snapshots()
     }
 }

@@ -55,11 +55,9 @@ impl Store {
     /// `NotFound` if there is none; `Denied` if somebody has it open.
     pub async fn delete(&self, name: &VolumeName, force: bool) -> Result<()> {
         let lock = self.lock_volume(name).await?;
-        if force || self.is_abandoned(name, lock.as_ref()).await? {
-            let fenced = self.volumes().open_volume(name, Claimed::TakeOver).await?;
-            fenced.close().await?;
-        }
-        self.volumes().delete(name).await?;
+        let is_ours = self.is_abandoned(name, lock.as_ref()).await?;
+        let claimed = if force || is_ours { Claimed::TakeOver } else { Claimed::Refuse };
+        self.volumes().delete(name, claimed).await?;
         if let Some(lock) = lock {
             lock.remove();
         }

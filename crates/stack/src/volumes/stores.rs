@@ -2,6 +2,7 @@
 
 use super::url::StoreUrl;
 use mica_block::{Error, ErrorKind, Objects, Result};
+use mica_rados::{Pool, PoolOptions};
 use mica_rt::sync::SharedLock;
 use mica_s3::{Bucket, BucketOptions};
 use mica_store::Handles;
@@ -137,9 +138,9 @@ impl Stores {
                 };
                 over_network(Arc::new(Bucket::open(options)?))
             }
-            StoreUrl::Pool { .. } => {
-                let what = format!("{url}: this mica was built without RADOS");
-                Err(Error::new(ErrorKind::Unsupported, what))
+            StoreUrl::Pool { pool, prefix } => {
+                let options = PoolOptions { namespace: prefix.clone(), ..PoolOptions::new(pool) };
+                over_network(Arc::new(Pool::open(options)?))
             }
             StoreUrl::Memory(name) => {
                 let mut in_memory = self.in_memory.lock().unwrap_or_else(PoisonError::into_inner);

@@ -119,7 +119,5 @@ fn stores_in_memory_are_for_tests_of_one_process() {
         write(&*disk, 3).await.expect("written");
         disk.close().await.expect("closed");
         assert_eq!(kind(self::stores().open(&url.store).await), ErrorKind::NotFound);
-        let pool: StoreUrl = "rados://pool/x".parse().expect("a URL");
-        assert_eq!(kind(stores.open(&pool).await), ErrorKind::Unsupported);
     });
 }

@@ -10,7 +10,7 @@
 //! `/NAME` at the end names a volume, and `@SNAPSHOT` behind that a snapshot, by its label or its
 //! number. Nothing is decoded: a path is what is written.
 
-use mica_block::{Error, ErrorKind, ObjectName, Result};
+use mica_block::{Error, ErrorKind, ObjectName, Result, Which};
 use mica_volume::VolumeName;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
@@ -52,9 +52,6 @@ pub struct VolumeUrl {
 
 /// What there is to choose from, for messages.
 const FORMS: &str = "file:///DIR/NAME, s3://BUCKET/PREFIX/NAME or rados://POOL/PREFIX/NAME";
-
-/// Longest label of a snapshot, in bytes.
-const LABEL_LEN_MAX: usize = 255;
 
 impl FromStr for StoreUrl {
     type Err = Error;
@@ -103,6 +100,12 @@ impl FromStr for VolumeUrl {
 }
 
 impl VolumeUrl {
+    /// The snapshot, if it is one.
+    pub fn which(&self) -> Option<Which> {
+        // It was checked when the URL was read.
+        self.snapshot.as_deref().and_then(|snapshot| snapshot.parse().ok())
+    }
+
     /// The volume, without the snapshot.
     ///
     /// # Errors
@@ -190,15 +193,10 @@ fn place(text: &str, rest: &str, first: &str) -> Result<(String, Option<ObjectNa
 }
 
 fn check_snapshot(text: &str, snapshot: &str) -> Result<String> {
-    let is_bad = |letter: char| letter == '@' || letter.is_control();
-    if snapshot.is_empty() || snapshot.len() > LABEL_LEN_MAX || snapshot.contains(is_bad) {
-        let what = format!(
-            "behind the @ is the label or the number of a snapshot: up to {LABEL_LEN_MAX} bytes, \
-             without @"
-        );
-        return Err(invalid(text, &what));
+    match snapshot.parse::<Which>() {
+        Ok(_) => Ok(snapshot.to_owned()),
+        Err(error) => Err(error.wrap(format!("{text}: behind the @ is a snapshot"))),
     }
-    Ok(snapshot.to_owned())
 }
 
 fn no_name(text: &str) -> Error {
