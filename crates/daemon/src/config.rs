@@ -21,7 +21,8 @@ use crate::held::is_socket_name;
 use crate::opened::Shown;
 use crate::places::{Places, Resident};
 use crate::settings::{
-    DiskSettings, ImageSettings, IoSettings, ProcessSettings, StatsSettings, VolumeSettings,
+    DiskSettings, ImageSettings, IoSettings, ProcessSettings, SandboxMode, StatsSettings,
+    VolumeSettings,
 };
 use crate::systemd::has_inherited_sockets;
 use mica_block::{Error, ErrorKind, Result};
@@ -242,6 +243,9 @@ impl Config {
                 all.push(Error::new(ErrorKind::Invalid, what));
             };
             disk.problem(has_sockets).into_iter().for_each(&mut invalid);
+            if disk.volume.is_in_pool() && self.process.sandbox() != SandboxMode::Off {
+                invalid(NO_ROOM_FOR_POOLS.to_owned());
+            }
             if disk.settings.ephemeral && self.takeover {
                 let what = "ephemeral cannot take over: its clients would lose what they wrote; \
                             restart instead";
@@ -268,6 +272,9 @@ impl Config {
 const DOORBELLS_MAX: usize = 1024;
 /// Doorbells for disks that are added later. Further ones are rung by system calls.
 const DOORBELLS_LATER: usize = 64;
+/// Why a volume in a pool of Ceph is not served.
+pub(crate) const NO_ROOM_FOR_POOLS: &str =
+    "the sandbox has no room for librados, which volumes in a pool need: add --sandbox off";
 /// Longest name of a disk.
 const NAME_BYTES_MAX: usize = 64;
 

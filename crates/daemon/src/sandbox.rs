@@ -57,7 +57,11 @@ impl Sandbox {
     /// # Errors
     /// Those of the system calls.
     pub(crate) fn enter(mode: SandboxMode, needs: &Needs) -> Result<Self> {
-        let allowed = Allowed { has_tcp: !needs.ports.is_empty(), has_links: needs.has_links };
+        let allowed = Allowed {
+            has_tcp: !needs.ports.is_empty(),
+            has_links: needs.has_links,
+            has_network: !needs.connects.is_empty(),
+        };
         let mut sandbox = Self { mode, allowed, lacking: Vec::new() };
         if mode == SandboxMode::Off {
             return Ok(sandbox);
@@ -143,6 +147,9 @@ fn restrict_files(needs: &Needs) -> std::result::Result<RestrictionStatus, landl
     }
     for port in &needs.ports {
         rules = rules.add_rule(NetPort::new(*port, AccessNet::BindTcp))?;
+    }
+    for port in &needs.connects {
+        rules = rules.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
     }
     rules.restrict_self()
 }

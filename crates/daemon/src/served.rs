@@ -28,6 +28,7 @@ use crate::servers::{Prepared, Resources, Servers, Subject};
 use crate::settings::{DiskSettings, ImageSettings, VolumeSettings};
 use crate::sockets::Sockets;
 use crate::stats::Counts;
+use crate::tending::tend;
 use mica_block::{Error, ErrorKind, Manage, Result};
 use mica_rt::timeout;
 use std::path::{Path, PathBuf};
@@ -297,7 +298,7 @@ impl Served {
             }
             is_wanted
         };
-        let opened = opened.inspect_err(|_| {
+        let opened = opened.inspect(|disk| self.tend(disk)).inspect_err(|_| {
             if is_wanted {
                 self.doors.are_closed(FAILED);
             }
@@ -407,6 +408,7 @@ impl Served {
     pub(crate) fn resume(&self) -> Result<()> {
         let _changes = self.lock_changes();
         let opened = self.open_image()?;
+        self.tend(&opened);
         *self.opened() = Opened::Open(opened);
         *self.lock() = State::Prepared(Box::default());
         self.prepare_servers().inspect_err(|_| {
@@ -496,6 +498,13 @@ impl Served {
         tracing::warn!(
             "{image} is closed, but still referenced: its files stay open a little longer"
         );
+    }
+
+    /// A volume has work of its own.
+    fn tend(&self, disk: &Arc<dyn Manage>) {
+        if self.volume.volume.is_some() && disk.is_writable() {
+            tend(Arc::clone(disk));
+        }
     }
 
     fn is_file(&self) -> bool {

@@ -28,4 +28,6 @@ pub use redo::RedoPlace;
 pub use redo::folder::{lacks_redo_folder, redo_folder, redo_folder_of_owner, usual_redo_folder};
 pub use sidecars::SidecarPlace;
 pub use standing::standing_allow_paths;
-pub use volumes::{Patience, Store, StoreUrl, Stores, VolumeOptions, VolumeUrl};
+pub use volumes::{
+    Patience, Store, StoreUrl, Stores, VolumeOptions, VolumeUrl, bucket_files, bucket_ports,
+};

@@ -12,10 +12,12 @@ use clap::Args;
 use copy::copy_layer;
 use layers::{Layer, layers};
 use mica_block::{Error, ErrorKind, Manage};
+use mica_rt::spawn;
 use mica_stack::{VolumeOptions, VolumeUrl};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Make a volume of an image.
 ///
@@ -81,6 +83,8 @@ async fn fill(
 ) -> Result<(), Failure> {
     let options = VolumeOptions { writable: true, ..VolumeOptions::default() };
     let volume = session.stores.open_volume(url, &options).await?;
+    let tended = Arc::clone(&volume);
+    let _tending = spawn(async move { tended.tend().await });
     let total = layers.iter().map(|layer| layer.len).sum();
     let progress = Progress::start(total, args.report.progress(args.progress));
     let mut done = 0;

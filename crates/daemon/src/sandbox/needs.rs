@@ -1,6 +1,6 @@
 //! Which files and ports a configuration needs, and what was granted for those that come later.
 
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, NO_ROOM_FOR_POOLS};
 use crate::settings::{IndexMode, ProcessSettings};
 use crate::sockets::Sockets;
 use landlock::{AccessFs, BitFlags, make_bitflags};
@@ -23,6 +23,8 @@ pub(crate) struct Needs {
     pub(super) ports: BTreeSet<u16>,
     /// Whether files get a second name.
     pub(super) has_links: bool,
+    /// TCP ports to connect to.
+    pub(super) connects: BTreeSet<u16>,
 }
 
 /// What a sandboxed process may do, for as long as it lives.
@@ -38,6 +40,7 @@ pub(crate) struct Granted {
     files: BTreeMap<PathBuf, Grant>,
     ports: BTreeSet<u16>,
     has_links: bool,
+    has_network: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -172,10 +175,20 @@ impl Needs {
 
     /// What a store of volumes needs.
     fn add_store(&mut self, store: &StoreUrl, writes: bool) {
-        if let StoreUrl::Directory(folder) = store {
-            // To put an object is to give a new file a name in another folder.
-            self.has_links |= writes;
-            self.allow(folder, if writes { STORE } else { READ | AccessFs::ReadDir });
+        match store {
+            StoreUrl::Directory(folder) => {
+                // To put an object is to give a new file a name in another folder.
+                self.has_links |= writes;
+                self.allow(folder, if writes { STORE } else { READ | AccessFs::ReadDir });
+            }
+            StoreUrl::Bucket { .. } => {
+                self.connects.extend(mica_stack::bucket_ports());
+                for file in mica_stack::bucket_files() {
+                    self.allow(&file, AccessFs::ReadFile | AccessFs::ReadDir);
+                }
+            }
+            // A pool is refused.
+            StoreUrl::Pool { .. } | StoreUrl::Memory(_) => {}
         }
     }
 
@@ -254,7 +267,8 @@ impl Needs {
             let grant = files.entry(path).or_insert(Grant { access, folder });
             grant.access |= access;
         }
-        Granted { files, ports: self.ports.clone(), has_links: self.has_links }
+        let has_network = !self.connects.is_empty();
+        Granted { files, ports: self.ports.clone(), has_links: self.has_links, has_network }
     }
 
     pub(super) fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) {
@@ -276,6 +290,9 @@ impl Granted {
                 file.display()
             ));
         }
+        if disk.volume.is_in_pool() {
+            return denied(NO_ROOM_FOR_POOLS.to_owned());
+        }
         let mut needs = Needs::default();
         needs.add_disk(disk);
         if let Some(port) = needs.ports.difference(&self.ports).next() {
@@ -288,6 +305,13 @@ impl Granted {
             return denied(
                 "the sandbox allows no volumes in directories: put the disk into the \
                  configuration and restart the server, or start it with --disks-in"
+                    .to_owned(),
+            );
+        }
+        if !needs.connects.is_empty() && !self.has_network {
+            return denied(
+                "the sandbox allows no further volumes behind a network: put the disk into the \
+                 configuration and restart the server"
                     .to_owned(),
             );
         }

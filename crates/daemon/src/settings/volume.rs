@@ -2,7 +2,7 @@
 
 use clap::Args;
 use mica_block::Result;
-use mica_stack::VolumeUrl;
+use mica_stack::{StoreUrl, VolumeUrl};
 use serde::{Deserialize, Serialize};
 
 /// A heading in the help.
@@ -36,6 +36,11 @@ impl VolumeSettings {
     /// `Invalid` if that is no URL of one.
     pub fn url(&self) -> Result<Option<VolumeUrl>> {
         self.volume.as_deref().map(str::parse).transpose()
+    }
+
+    /// Whether it is in a pool of Ceph.
+    pub(crate) fn is_in_pool(&self) -> bool {
+        self.url().ok().flatten().is_some_and(|url| matches!(url.store, StoreUrl::Pool { .. }))
     }
 
     /// An option that belongs to a volume where there is none.

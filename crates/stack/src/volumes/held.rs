@@ -9,6 +9,7 @@ use mica_block::{
 use mica_rt::Buf;
 use mica_units::{GuestOffset, GuestRange, LayerNumber};
 use mica_volume::Volume;
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -81,7 +82,7 @@ impl Manage for HeldVolume {
         self.volume.latch()
     }
 
-    fn weakness(&self) -> Option<&'static str> {
+    fn weakness(&self) -> Option<Cow<'static, str>> {
         self.volume.weakness()
     }
 
@@ -115,5 +116,9 @@ impl Manage for HeldVolume {
 
     fn snapshots(&self) -> Option<&dyn ManageSnapshots> {
         self.volume.snapshots()
+    }
+
+    fn tend(&self) -> LocalFuture<'_, ()> {
+        self.volume.tend()
     }
 }

@@ -5,12 +5,14 @@
 //!                     └──▶ lock ─▶ HeldVolume         a volume that this machine has open
 //! ```
 
+mod bucket;
 mod held;
 mod lock;
 mod open;
 mod stores;
 mod url;
 
+pub use bucket::{bucket_files, bucket_ports};
 pub use open::VolumeOptions;
 pub use stores::{Patience, Store, Stores};
 pub use url::{StoreUrl, VolumeUrl};

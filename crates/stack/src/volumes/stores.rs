@@ -1,10 +1,10 @@
 //! The stores that a process uses: each is opened once, whatever disks are in it.
 
+use super::bucket;
 use super::url::StoreUrl;
 use mica_block::{Error, ErrorKind, Objects, Result};
 use mica_rados::{Pool, PoolOptions};
 use mica_rt::sync::SharedLock;
-use mica_s3::{Bucket, BucketOptions};
 use mica_store::Handles;
 use mica_store::object::{DirectoryObjects, MemoryObjects, RetryObjects, RetryOptions, probe};
 use mica_volume::{Environment, Volumes};
@@ -128,15 +128,8 @@ impl Stores {
                 let objects = DirectoryObjects::open(path, &self.handles);
                 local(Arc::new(objects.map_err(|error| missing(path, error))?))
             }
-            StoreUrl::Bucket { bucket, prefix } => {
-                let options = BucketOptions {
-                    bucket: bucket.clone(),
-                    folder: prefix.clone(),
-                    endpoint: None,
-                    region: None,
-                    credentials: None,
-                };
-                over_network(Arc::new(Bucket::open(options)?))
+            StoreUrl::Bucket { bucket: name, prefix } => {
+                over_network(Arc::new(bucket::open(url, name, prefix.as_ref())?))
             }
             StoreUrl::Pool { pool, prefix } => {
                 let options = PoolOptions { namespace: prefix.clone(), ..PoolOptions::new(pool) };
