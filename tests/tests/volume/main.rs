@@ -1,5 +1,7 @@
 //! Volumes, judged from outside: their verbs, and what serves them.
 
+mod bucket;
+mod copies;
 mod kill;
 mod life;
 mod urls;
