@@ -15,6 +15,7 @@
 mod doors;
 mod report;
 mod resize;
+mod snapshots;
 
 pub(crate) use doors::Doors;
 pub(crate) use resize::NewLength;

@@ -50,6 +50,20 @@ fn chain_becomes_a_volume_and_an_image_again() {
         said.split_whitespace().next().and_then(|text| text.parse::<u64>().ok()).expect("a number")
     };
     assert!(data("out.raw") < 12 << 10, "zeros are left out");
+    // Each layer is a snapshot.
+    let all = run(["snapshots", &url, "--output", "json"]).json();
+    for (snapshot, (label, format)) in all.as_array().expect("an array").iter().zip([
+        ("base.raw", "raw"),
+        ("mid.qcow2", "qcow2"),
+        ("top.qcow2", "qcow2"),
+    ]) {
+        assert_eq!(snapshot["label"], label);
+        let (from, copy) = (format!("{url}@{label}"), format!("copy-of-{label}.raw"));
+        let file = dir.join(&copy).display().to_string();
+        run(["export", "-O", "raw", &from, &file]).ok();
+        same(dir, (format, label), ("raw", &copy));
+    }
+    assert_eq!(all.as_array().map(Vec::len), Some(3));
     let again = run(["import", &top, &url]).refusal();
     assert!(again.contains("already"), "{again}");
 }
@@ -67,9 +81,10 @@ fn raw_image_of_odd_length_and_empty_image_become_volumes() {
     for (format, name, volume) in [("raw", "odd.raw", "odd"), ("qcow2", "empty.qcow2", "empty")] {
         let (image, url) = (dir.join(name).display().to_string(), store.volume(volume));
         run(["import", "-f", format, &image, &url]).ok();
-        let out = dir.join(format!("{volume}.qcow2")).display().to_string();
+        let copy = format!("{volume}-copy.qcow2");
+        let out = dir.join(&copy).display().to_string();
         run(["export", &url, &out]).ok();
-        same(dir, (format, name), ("qcow2", &format!("{volume}.qcow2")));
+        same(dir, (format, name), ("qcow2", &copy));
     }
 }
 

@@ -4,4 +4,5 @@ mod bucket;
 mod copies;
 mod kill;
 mod life;
+mod snapshots;
 mod urls;

@@ -11,7 +11,6 @@ use crate::output::{OutputFormat, ReportArgs, human_size, print, print_json};
 use clap::Args;
 use copy::copy_layer;
 use layers::{Layer, layers};
-use mica_block::{Error, ErrorKind, Manage};
 use mica_rt::spawn;
 use mica_stack::{VolumeOptions, VolumeUrl};
 use serde_json::json;
@@ -82,29 +81,27 @@ async fn fill(
     layers: &[Layer],
 ) -> Result<(), Failure> {
     let options = VolumeOptions { writable: true, ..VolumeOptions::default() };
-    let volume = session.stores.open_volume(url, &options).await?;
-    let tended = Arc::clone(&volume);
-    let _tending = spawn(async move { tended.tend().await });
+    let store = session.stores.open(&url.store).await?;
     let total = layers.iter().map(|layer| layer.len).sum();
     let progress = Progress::start(total, args.report.progress(args.progress));
     let mut done = 0;
     for layer in layers {
         let source = layer.open(&args.images).await?;
+        let volume = session.stores.open_volume(url, &options).await?;
+        let tended = Arc::clone(&volume);
+        let tending = spawn(async move { tended.tend().await });
         if layer.len > volume.geometry().len {
             volume.resize(layer.len).await?;
         }
         let at = |position| progress.at(done + position);
         copy_layer(&*source, &*volume, done > 0, at, |bytes| progress.wrote(bytes)).await?;
-        snapshot(&*volume, &layer.label).await?;
+        volume.close().await?;
+        tending.await;
+        drop(volume);
+        store.volumes().take_snapshot(&url.name, &layer.label).await?;
         source.close().await?;
         done += layer.len;
     }
-    volume.close().await?;
     progress.finish();
     Ok(())
-}
-
-async fn snapshot(volume: &dyn Manage, label: &str) -> Result<(), Error> {
-    let none = || Error::new(ErrorKind::Unsupported, "the volume has no snapshots");
-    volume.snapshots().ok_or_else(none)?.take(label).await.map(drop)
 }

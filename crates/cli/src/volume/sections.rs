@@ -50,3 +50,38 @@ pub(super) const EXPORT: &str = "\
 EXAMPLES:
   mica volume export file:///srv/volumes/web copy.qcow2
   mica volume export -p -O raw file:///srv/volumes/web@monday copy.raw";
+
+pub(super) const SNAPSHOT: &str = "\
+EXAMPLES:
+  mica volume snapshot file:///srv/volumes/web monday
+  mica ctl snapshot web monday              # while it is served";
+
+pub(super) const SNAPSHOTS: &str = "\
+EXAMPLES:
+  mica volume snapshots file:///srv/volumes/web
+  mica volume snapshots --output json file:///srv/volumes/web | jq -r '.[].label'";
+
+pub(super) const LABEL: &str = "\
+EXAMPLES:
+  mica volume label file:///srv/volumes/web@monday before-the-update";
+
+pub(super) const DROP: &str = "\
+EXAMPLES:
+  mica volume drop file:///srv/volumes/web@monday";
+
+pub(super) const ROLLBACK: &str = "\
+EXAMPLES:
+  mica volume rollback file:///srv/volumes/web@monday";
+
+pub(super) const CLONE: &str = "\
+EXAMPLES:
+  mica volume clone file:///srv/volumes/gold@v1 file:///srv/volumes/web2";
+
+pub(super) const DIFF: &str = "\
+EXAMPLES:
+  mica volume diff file:///srv/volumes/web@monday file:///srv/volumes/web@tuesday";
+
+pub(super) const TREE: &str = "\
+EXAMPLES:
+  mica volume tree file:///srv/volumes
+  mica volume tree --output dot file:///srv/volumes | dot -Tsvg > volumes.svg";

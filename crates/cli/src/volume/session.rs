@@ -80,15 +80,15 @@ pub(super) fn described(store: &StoreUrl, info: &VolumeInfo) -> Map<String, Valu
     set("virtual-size", info.state.len.into());
     set("state", if info.open_on.is_some() { "open" } else { "closed" }.into());
     set("open-on", json!(info.open_on));
-    set("time", json!(time(info.state.time_ns)));
+    set("time", json!((info.state.time_ns > 0).then(|| instant(info.state.time_ns))));
     all
 }
 
-/// A time in seconds since 1970; nothing if there is none.
-pub(super) fn time(time_ns: u64) -> Option<f64> {
-    #[expect(clippy::cast_precision_loss, reason = "of microseconds, for people and programs")]
-    let micros = (time_ns / 1000) as f64;
-    (time_ns > 0).then_some(micros / 1e6)
+/// A time, by ISO 8601.
+pub(super) fn instant(time_ns: u64) -> String {
+    let (seconds, nanoseconds) = (time_ns / 1_000_000_000, time_ns % 1_000_000_000);
+    let text = crate::calendar::utc(seconds).replace(' ', "T");
+    format!("{text}.{nanoseconds:09}Z")
 }
 
 /// The same for people.

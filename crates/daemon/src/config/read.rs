@@ -203,7 +203,7 @@ mod tests {
         assert!(read(&json!({"name": "a"})).expect_err("no image").to_string().contains("`image`"));
         let volume = json!({"name": "a", "volume": "file:///d/a", "force": true});
         let config = read(&volume).expect("understood");
-        assert!(!config.is_file() && config.image == "file:///d/a");
+        assert!(!config.is_file() && *config.image == *"file:///d/a");
         assert_eq!(Value::Object(config.to_table().expect("text")), volume);
         let both = json!({"name": "a", "volume": "file:///d/a", "image": "/i"});
         assert!(read(&both).expect_err("both").to_string().contains("`volume`"));

@@ -13,7 +13,7 @@ mod stores;
 mod url;
 
 pub use bucket::{bucket_files, bucket_ports};
-pub use open::VolumeOptions;
+pub use open::{Settled, VolumeOptions};
 pub use stores::{Patience, Store, Stores};
 pub use url::{StoreUrl, VolumeUrl};
 

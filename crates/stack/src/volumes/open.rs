@@ -4,7 +4,7 @@ use super::held::HeldVolume;
 use super::lock::VolumeLock;
 use super::stores::{Store, Stores, host};
 use super::url::VolumeUrl;
-use mica_block::{Error, ErrorKind, Manage, Result};
+use mica_block::{Manage, Result};
 use mica_volume::{Claimed, VolumeName};
 use std::sync::Arc;
 
@@ -29,9 +29,8 @@ impl Stores {
         options: &VolumeOptions,
     ) -> Result<Arc<dyn Manage>> {
         let store = self.open(&url.store).await?;
-        if let Some(snapshot) = &url.snapshot {
-            let what = format!("there is no snapshot {snapshot} of {}", url.name.as_str());
-            return Err(Error::new(ErrorKind::NotFound, what));
+        if let Some(which) = url.which() {
+            return Ok(Arc::new(store.volumes().open_snapshot(&url.name, &which).await?));
         }
         if !options.writable {
             return Ok(Arc::new(store.volumes().open_readable(&url.name).await?));
@@ -47,7 +46,26 @@ impl Stores {
     }
 }
 
+/// A volume that a verb is about to change: as long as this is there, nobody on this machine opens
+/// it.
+pub struct Settled {
+    _lock: Option<VolumeLock>,
+}
+
 impl Store {
+    /// Makes a volume ready to be changed by a verb: if its writer was killed on this machine, its
+    /// time is over, and what it had put into the store counts.
+    ///
+    /// # Errors
+    /// `Denied` if another process of this machine has it open; otherwise what the store reports.
+    pub async fn settle(&self, name: &VolumeName) -> Result<Settled> {
+        let lock = self.lock_volume(name).await?;
+        if self.is_abandoned(name, lock.as_ref()).await? {
+            self.volumes().open_volume(name, Claimed::TakeOver).await?.close().await?;
+        }
+        Ok(Settled { _lock: lock })
+    }
+
     /// Deletes a volume that nobody writes, or with `force` one that somebody may write: that
     /// writer is fenced first.
     ///

@@ -106,6 +106,17 @@ impl VolumeUrl {
         self.snapshot.as_deref().and_then(|snapshot| snapshot.parse().ok())
     }
 
+    /// The snapshot.
+    ///
+    /// # Errors
+    /// `Invalid` if there is none, which `verb` needs.
+    pub fn needed_snapshot(&self, verb: &str) -> Result<Which> {
+        self.which().ok_or_else(|| {
+            let url = self.to_string();
+            invalid(&url, &format!("{verb} takes a snapshot: {url}@LABEL"))
+        })
+    }
+
     /// The volume, without the snapshot.
     ///
     /// # Errors
