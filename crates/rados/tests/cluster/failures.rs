@@ -1,0 +1,1 @@
+//! What a store says and does when something fails.
