@@ -100,6 +100,17 @@ impl Shared {
             return Ok(Vec::new());
         }
         let mut walk = self.lists.walk(folder.as_ref(), after.as_ref()).map_err(failed)?;
+        // Most folders are read completely by this.
+        let groups = walk.split(THREADS).into_iter().map(|mut group| {
+            self.lists.wait(move || {
+                let filled = group.fill();
+                (group, filled)
+            })
+        });
+        for (group, filled) in join_all(groups).await {
+            walk.join(group);
+            filled.map_err(failed)?;
+        }
         let mut entries = Vec::new();
         while entries.len() < LIST_MAX {
             let wanted = LIST_MAX - entries.len();
