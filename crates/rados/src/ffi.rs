@@ -160,7 +160,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        end::shut_down(self.raw.expose_provenance(), self.functions);
+        end::shut_down(self.raw.expose_provenance(), self.functions.rados_shutdown);
     }
 }
 

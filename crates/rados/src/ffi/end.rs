@@ -1,10 +1,10 @@
 //! The end of connections.
 //!
 //! Shutting one down takes a moment, and is not done on a thread of librados; so it has a thread of
-//! its own. A process that ends meanwhile waits for it: librados crashes if its global data go while
-//! it shuts down. It does not mind if they go while connections are open.
+//! its own. A process that ends meanwhile waits for it: librados crashes if its global data go
+//! while it shuts down. It does not mind if they go while connections are open.
 
-use super::Functions;
+use libc::c_void;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -39,8 +39,8 @@ extern "C" fn at_exit() {
     let _ = ENDED.wait_timeout_while(ends, WAIT_MAX, |ends| ends.under_way > 0);
 }
 
-/// Shuts down the connection at `raw`, which nothing uses any more.
-pub(super) fn shut_down(raw: usize, functions: &'static Functions) {
+/// Shuts down the connection at `raw`, which was exposed, and which nothing uses any more.
+pub(super) fn shut_down(raw: usize, by: unsafe extern "C" fn(*mut c_void)) {
     let mut ends = ends();
     if ends.is_exiting {
         return;
@@ -50,7 +50,7 @@ pub(super) fn shut_down(raw: usize, functions: &'static Functions) {
     let end = move || {
         let raw = std::ptr::with_exposed_provenance_mut(raw);
         // SAFETY: the caller's promise.
-        unsafe { (functions.rados_shutdown)(raw) };
+        unsafe { by(raw) };
         over();
     };
     // Without a thread it stays open until the process ends.

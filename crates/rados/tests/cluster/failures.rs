@@ -138,8 +138,8 @@ async fn refused_for_lack_of_room(ceph: &Ceph) {
     is_kind(put(&pool, &name("long"), &too_long).await, ErrorKind::Limit);
 }
 
-/// Sets how much of a daemon's device may be used until it is nearly full, too full for more copies,
-/// and full.
+/// Sets how much of a daemon's device may be used until it is nearly full, too full for more
+/// copies, and full.
 fn set_full_ratios(ceph: &Ceph, ratios: [&str; 3]) {
     let mut settings = ["set-nearfull-ratio", "set-backfillfull-ratio", "set-full-ratio"]
         .into_iter()
