@@ -19,7 +19,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub enum Patience {
     /// For seconds: somebody waits for a verb.
     Verb,
-    /// Once the store is open, for as long as it takes: a guest must not see an error for an outage.
+    /// Once the store is open, for as long as it takes: a guest must not see an error for an
+    /// outage.
     Guest,
 }
 
